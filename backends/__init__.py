@@ -1,0 +1,36 @@
+"""The servers that the instrument can talk to, found by entry point so that a plugin is no different from a built-in."""
+
+from __future__ import annotations
+
+import difflib
+from importlib.metadata import EntryPoint, entry_points
+
+from backends.protocol import Backend
+
+__all__ = ["Backend", "UnknownBackend", "available", "get"]
+
+GROUP = "llm_dissect.backends"
+
+
+class UnknownBackend(LookupError):
+    """No backend of that name is installed. The message says which are."""
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def available() -> list[str]:
+    """Names of the installed backends, sorted."""
+    return sorted(_entries())
+
+
+def get(name: str) -> Backend:
+    """The backend called `name`. Raises UnknownBackend with a suggestion."""
+    entries = _entries()
+    if name not in entries:
+        near = difflib.get_close_matches(name, entries, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"installed: {', '.join(sorted(entries))}."
+        raise UnknownBackend(f"unknown backend '{name}'; {hint}")
+    backend: Backend = entries[name].load()
+    return backend

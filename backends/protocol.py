@@ -1,0 +1,104 @@
+"""What a server is to the instrument: how to ask it, how to read its answer, how to recognise it.
+
+Everything here is sans-io: bytes in, values out, no clock, no socket, no await. A backend is one file that ends in
+`BACKEND = Backend(...)` and is found through the entry-point group `llm_dissect.backends`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+
+
+class ProtocolError(Exception):
+    """The server sent bytes that its protocol does not allow."""
+
+
+class Truncated(ProtocolError):
+    """The body ended before the server had said that the reply is complete."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One prompt: `token_ids` for servers that take them, else `text`, which tokenizes to `n_tokens`."""
+
+    n_tokens: int
+    token_ids: Sequence[int] | None = None
+    text: str | None = None
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the output is drawn. `ignore_eos` asks for exactly `max_tokens` tokens where the server can do that."""
+
+    max_tokens: int
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    seed: int = 0
+    stream: bool = True
+
+
+class HttpRequest(msgspec.Struct, frozen=True):
+    """One request, ready to be written. `headers` holds only what the backend needs beyond Host and length."""
+
+    method: str
+    path: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = (("Content-Type", "application/json"),)
+
+
+class Delta(msgspec.Struct, frozen=True, gc=False):
+    """What one event of a reply says.
+
+    n_tokens: output tokens that this event carried, as far as the event itself tells (1 when it carries output
+    and does not tell how much, 0 when it carries none). The counts are the server's own and final.
+    """
+
+    n_tokens: int = 0
+    finish: str | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    error: str | None = None
+
+
+TOKEN = Delta(n_tokens=1)  # by far the most common event: one shared value, nothing allocated
+
+
+class Decoder(Protocol):
+    """Reads one reply body with status 200. Any split of the body into `feed` calls gives the same deltas."""
+
+    def feed(self, data: bytes) -> Sequence[Delta]:
+        """Deltas completed by `data`, in order. Raises ProtocolError and nothing else."""
+
+    def eof(self) -> Sequence[Delta]:
+        """The body has ended: what is left. Raises Truncated when the reply is not complete (an error reply is)."""
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """What a server says of itself before a run. `max_total_tokens` is prompt plus output; None: it does not say."""
+
+    model: str | None = None
+    max_total_tokens: int | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One kind of server.
+
+    encode(model, prompt, sampling) builds the request; decoder(stream) reads a 200 reply; error_message(status, body)
+    makes one line of any other reply (never raises); `info_paths` are tried in order (the first that answers 200 is read)
+    and read_info(path, body) returns what it says or raises ProtocolError when another kind of server answered.
+    """
+
+    name: str
+    prompt_kind: Literal["token_ids", "text"]
+    forces_output_length: bool
+    encode: Callable[[str, Prompt, Sampling], HttpRequest]
+    decoder: Callable[[bool], Decoder]
+    error_message: Callable[[int, bytes], str]
+    info_paths: tuple[str, ...]
+    read_info: Callable[[str, bytes], ServerInfo]
+    server_metrics: Mapping[str, str]
