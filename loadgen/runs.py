@@ -1,0 +1,106 @@
+"""A run directory: its files, and the manifest that says what was run before the first request is sent."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+import uuid
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+MANIFEST_SCHEMA = "loadgen.manifest/1"
+
+
+class RunError(Exception):
+    """A run directory that cannot be used. The message says which and what to do."""
+
+
+class Ceiling(msgspec.Struct, kw_only=True):
+    """What this client can take on this machine, measured on the embedded server with the run's own shape."""
+
+    events_per_s_per_core: float
+    cpu_us_per_event: float
+    ttft_error_p99_ms: float | None = None
+    requests: int
+    output_tokens: int
+
+
+class Machine(msgspec.Struct, kw_only=True):
+    platform: str
+    python: str
+    cpu_count: int
+    hostname: str
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """What was asked and of whom. Secrets never get here: the API key is named by its environment variable only."""
+
+    schema: str = MANIFEST_SCHEMA
+    run_id: str
+    version: str
+    started_unix_s: float
+    argv: list[str]
+    config: dict[str, Any]
+    backend: str
+    model: str
+    url: str
+    emulated: bool
+    server_version: str | None = None
+    requests_planned: int | None = None  # None: as many as the duration holds
+    arrival: str
+    max_total_tokens: int | None = None
+    machine: Machine
+    ceiling: Ceiling | None = None
+
+
+def package_version() -> str:
+    return version("llm-dissect")
+
+
+def new_run_id() -> str:
+    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + uuid.uuid4().hex[:6]
+
+
+def this_machine() -> Machine:
+    return Machine(
+        platform=platform.platform(),
+        python=sys.version.split()[0],
+        cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        hostname=platform.node(),
+    )
+
+
+def create(directory: Path) -> None:
+    """Makes the run directory and proves that it can be written. Raises RunError; never overwrites a run."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise RunError(f"{directory} exists and is not empty; name another --out, nothing was overwritten.")
+        probe = directory / ".write"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise RunError(f"cannot write to {directory}: {error.strerror or error}; name another --out.") from None
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+    (directory / "manifest.json").write_bytes(text + b"\n")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a run directory. Raises RunError."""
+    path = directory / "manifest.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise RunError(f"{directory} holds no manifest.json; is it a run directory?") from None
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror or error}") from None
+    except msgspec.DecodeError as error:
+        raise RunError(f"{path} is not a manifest of this version: {error}") from None
