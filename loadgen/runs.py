@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -25,7 +26,8 @@ class Ceiling(msgspec.Struct, kw_only=True):
 
     events_per_s_per_core: float
     cpu_us_per_event: float
-    ttft_error_p99_ms: float | None = None
+    event_error_p50_ms: float | None = None  # arrival as recorded minus the server's stamp before it sent
+    event_error_p99_ms: float | None = None
     requests: int
     output_tokens: int
 
@@ -104,3 +106,9 @@ def read_manifest(directory: Path) -> Manifest:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from None
     except msgspec.DecodeError as error:
         raise RunError(f"{path} is not a manifest of this version: {error}") from None
+
+
+def remove_if_empty(directory: Path) -> None:
+    """Takes back a run directory in which nothing was written: the run never began."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()

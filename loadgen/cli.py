@@ -1,0 +1,180 @@
+"""The command line: `loadgen run`, `report`, `compare`, and what other packages add through entry points.
+
+Exit codes: 0 ok, 2 bad configuration, 3 the backend failed, 4 the measurement is invalid. A user's mistake is one
+sentence on standard error, never a traceback. Only what a command needs is imported: a run never waits for matplotlib.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.config import Toml
+
+from loadgen import runs
+from loadgen.config import Config, ConfigError
+
+EXIT_OK, EXIT_CONFIG, EXIT_BACKEND, EXIT_INVALID = 0, 2, 3, 4
+
+ConventionName = Literal["loadgen", "vllm", "guidellm", "aiperf", "mlperf"]
+
+
+def say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
+    """Send a load to a server and report latency CDFs, throughput, and whether the numbers can be trusted.
+
+    With nothing named it starts the embedded server, and every output says `emulated`. The last line of standard
+    output is the report as JSON.
+    """
+    from loadgen.embedded import EmbeddedError
+    from loadgen.progress import ProgressLine
+    from loadgen.run import ServerError
+    from loadgen.run import run as whole_run
+    from loadgen.shards import run_loop
+    from loadgen.transport import TransportError
+
+    config = config or Config()
+    run_id = runs.new_run_id()
+    directory = config.out or Path("runs") / run_id
+    runs.create(directory)
+    progress = ProgressLine()
+    try:
+        run_loop(whole_run(config, directory, run_id, progress, say))
+    except (ServerError, TransportError, EmbeddedError) as error:
+        say(f"loadgen: {error}")
+        return EXIT_BACKEND
+    finally:
+        progress.end()
+        runs.remove_if_empty(directory)
+    return _report_one(directory, "loadgen")
+
+
+def report(
+    directories: Annotated[list[Path], Parameter(name="run", help="Run directories.")],
+    /,
+    *,
+    convention: Annotated[
+        ConventionName, Parameter(help="Whose definitions of the metrics: our own, or another tool's.")
+    ] = "loadgen",
+    out: Annotated[Path, Parameter(help="Where several runs' CDFs are drawn over each other (.png or .svg).")] = Path(
+        "cdf.png"
+    ),
+) -> int:
+    """Redo the report of a run from its records (also of a killed one), or draw several runs in one figure."""
+    if len(directories) == 1:
+        return _report_one(directories[0], convention)
+    from loadgen import report as reports
+
+    for result in reports.overlay(directories, out, convention):
+        say(reports.render(result) + "\n")
+    say(f"wrote {out}")
+    return EXIT_OK
+
+
+def _report_one(directory: Path, convention: ConventionName) -> int:
+    """Another tool's definitions are only shown: report.json keeps ours."""
+    import msgspec
+
+    from loadgen import report as reports
+
+    result, table = reports.from_directory(directory, convention=convention)
+    say(reports.render(result))
+    if convention == "loadgen":
+        reports.write(directory, result, table)
+    say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
+    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+    sys.stdout.flush()
+    return EXIT_OK if result["verdict"]["valid"] else EXIT_INVALID
+
+
+def compare(
+    a: Annotated[Path, Parameter(help="Run directory.")],
+    b: Annotated[Path, Parameter(help="Run directory to compare with it.")],
+    /,
+) -> int:
+    """Print how run B differs from run A, with bootstrap 95 % confidence intervals."""
+    from loadgen import compare as comparison
+
+    print(comparison.render(comparison.compare(a, b)))
+    return EXIT_OK
+
+
+def build_app() -> App:
+    app = App(
+        name="loadgen",
+        help="Measures how fast a large language model is served, and says whether the numbers can be trusted.",
+        version=runs.package_version,
+        result_action="return_value",
+    )
+    app.command(run)
+    app.command(report)
+    app.command(compare)
+    for entry in entry_points(group="llm_dissect.commands"):
+        app.command(entry.value, name=entry.name)
+    return app
+
+
+def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
+    """Takes `--config FILE.toml` off the command line. Its keys are the flags of `run` with underscores."""
+    rest: list[str] = []
+    files: list[Toml] = []
+    queue = iter(tokens)
+    for token in queue:
+        if token == "--config" or token.startswith("--config="):
+            name = token.partition("=")[2] or next(queue, "")
+            if not Path(name).is_file():
+                raise ConfigError(f"--config: there is no file '{name}'.")
+            files.append(Toml(name, must_exist=True, root_keys=()))
+        else:
+            rest.append(token)
+    return rest, files
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """Mistakes that end with exit code 2: imported late, since most commands never meet them."""
+    from backends import UnknownBackend
+    from loadgen.records import RecordsError
+    from loadgen.workload import WorkloadError
+
+    return (ConfigError, runs.RunError, UnknownBackend, RecordsError, WorkloadError)
+
+
+def invoke(tokens: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    try:
+        rest, files = _config_files(list(tokens))
+        app = build_app()
+        if files:
+            app["run"].config = files
+        result: Any = app(rest, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        cause = error.__cause__
+        say(f"loadgen: {cause if isinstance(cause, ConfigError) else error}")
+        return EXIT_CONFIG
+    except Exception as error:
+        if isinstance(error, _user_errors()):
+            say(f"loadgen: {error}")
+            return EXIT_CONFIG
+        raise
+    except KeyboardInterrupt:
+        return 130
+    return result if isinstance(result, int) else EXIT_OK
+
+
+def main() -> None:
+    try:
+        code = invoke(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_OK
+    sys.exit(code)

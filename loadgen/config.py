@@ -1,0 +1,148 @@
+"""Every option of a run, declared once: its flag, its key in `--config FILE.toml`, its default, help and limits."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from loadgen import schedule
+
+__all__ = ["Config", "ConfigError"]
+
+DEFAULT_REQUESTS = 1000
+
+
+class ConfigError(Exception):
+    """Options that make no run. One sentence that says what is wrong and what to do."""
+
+
+def _option(help: str, **more: Any) -> Parameter:
+    return Parameter(help=help, negative=(), **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of `loadgen run`. Units: tokens, seconds, requests per second."""
+
+    backend: Annotated[str, _option("Kind of server: vllm, lightllm, tgi, openai, openai-chat, or a plugin's.")] = (
+        "vllm"
+    )
+    model: Annotated[
+        str | None, _option("Model: 7b, 13b, 70b, ..., a Hugging Face id, or the name it is served under.")
+    ] = None
+    url: Annotated[str | None, _option("Measure the server that runs at this address.")] = None
+    launch: Annotated[
+        Literal["embedded"] | None, _option("Start a server for the run (the default when there is no --url).")
+    ] = None
+    requests: Annotated[int | None, _option("How many requests (default 1000, or the dataset's length).")] = None
+    duration: Annotated[float | None, _option("Send for this many seconds, then wait for the replies.")] = None
+    input_tokens: Annotated[int, _option("Length of every prompt, as the server counts it.")] = 512
+    output_tokens: Annotated[int, _option("Length of every reply, forced where the server can.")] = 128
+    arrival: Annotated[
+        str | None, _option("burst (default), constant:R, poisson:R or gamma:R:CV; R in requests per second.")
+    ] = None
+    concurrency: Annotated[int | None, _option("Closed loop instead: keep this many requests in flight.")] = None
+    warmup: Annotated[int, _option("Requests with other prompts, sent before and not measured.")] = 8
+    dataset: Annotated[
+        Path | None, _option('Your own prompts, one JSON object a line: {"prompt": text or ids, "output_tokens": n}.')
+    ] = None
+    tokenizer: Annotated[
+        str | None, _option("Model directory, tokenizer.json or Hugging Face id, for exact lengths of text prompts.")
+    ] = None
+    vocab_size: Annotated[int | None, _option("Token ids are drawn below this (default: the model's, or 4000).")] = None
+    stream: Annotated[bool, Parameter(help="Stream the replies.", negative="--no-stream")] = True
+    seed: Annotated[int, _option("Fixes prompts and arrivals.")] = 0
+    workers: Annotated[str, _option("Client processes: a number, or auto.")] = "1"
+    transport: Annotated[
+        Literal["fast", "aiohttp"], _option("fast measures; aiohttp is the independent second opinion.")
+    ] = "fast"
+    connect: Annotated[
+        Literal["before", "fresh"], _option("Open connections before the clock starts, or one inside each request.")
+    ] = "before"
+    kernel_timestamps: Annotated[
+        bool, _option("Stamp arrivals in the kernel and report the client's own lag (Linux, no TLS).")
+    ] = False
+    calibrate: Annotated[bool, Parameter(help="Measure the client's own ceiling first.", negative="--no-calibrate")] = (
+        True
+    )
+    api_key_env: Annotated[
+        str | None, _option("Environment variable that holds the API key; the key is never written or logged.")
+    ] = None
+    connect_timeout: Annotated[float, _option("Seconds to open a connection.")] = 10.0
+    first_byte_timeout: Annotated[float, _option("Seconds until a reply begins.")] = 600.0
+    idle_timeout: Annotated[float, _option("Longest silence within a reply, in seconds.")] = 120.0
+    total_timeout: Annotated[float, _option("Seconds for a whole reply.")] = 3600.0
+    goodput: Annotated[
+        tuple[str, ...],
+        Parameter(help="Limits that a good request meets, in ms: ttft:200 tpot:50 e2el:5000.", consume_multiple=True),
+    ] = ()
+    out: Annotated[Path | None, _option("Run directory to create (default runs/<run id>).")] = None
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
+            ("vocab_size", 2), ("seed", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{_flag(name)} is {value}; it must be at least {least}.")
+        for name in ("duration", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{_flag(name)} is {value:g}; it must be above zero.")
+        if self.workers != "auto" and not (self.workers.isdecimal() and int(self.workers) >= 1):
+            raise ConfigError(f"--workers is '{self.workers}'; it must be auto or a number of at least 1.")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.url is not None:
+            if not self.url.startswith(("http://", "https://")) or len(self.url) < 9:
+                raise ConfigError(f"--url is '{self.url}'; it must begin with http:// or https://.")
+            if self.launch is not None:
+                raise ConfigError("--url measures a running server and --launch starts one; give one of them.")
+        if self.concurrency is not None and self.arrival is not None:
+            raise ConfigError("--concurrency is a closed loop and --arrival an open one; give one of them.")
+        if self.kernel_timestamps and (self.transport != "fast" or (self.url or "").startswith("https:")):
+            raise ConfigError("--kernel-timestamps needs --transport fast and a plain http:// server.")
+        try:
+            law = self.law
+            self.slos  # noqa: B018
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if self.duration is not None and law.kind == "burst" and self.concurrency is None:
+            raise ConfigError("--duration needs --concurrency or an --arrival with a rate; a burst has no duration.")
+
+    @property
+    def law(self) -> schedule.Arrival:
+        return schedule.parse(self.arrival or "burst")
+
+    @property
+    def arrival_text(self) -> str:
+        return f"concurrency:{self.concurrency}" if self.concurrency is not None else str(self.law)
+
+    @property
+    def slos(self) -> dict[str, float]:
+        """Goodput limits in milliseconds by metric."""
+        slos: dict[str, float] = {}
+        for item in self.goodput:
+            name, _, limit = item.partition(":")
+            try:
+                slos[name] = float(limit)
+            except ValueError:
+                name = ""
+            if name not in ("ttft", "tpot", "e2el") or slos[name] <= 0:
+                raise ValueError(f"--goodput '{item}' is not understood; use ttft:MS, tpot:MS or e2el:MS.")
+        return slos
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for the manifest."""
+        plain = dataclasses.asdict(self)
+        return {key: str(value) if isinstance(value, Path) else value for key, value in plain.items()}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,95 @@
+"""The embedded server as a process of its own: started for a run, and to measure the client's own ceiling before one.
+
+loadgen knows it only by its command line and its wire; nothing of `servers` is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from loadgen import records
+from loadgen.runs import Ceiling
+
+START_TIMEOUT_S = 20.0
+DIALECTS = {"vllm": "vllm", "openai": "openai", "openai-chat": "openai", "lightllm": "lightllm", "tgi": "tgi"}
+EMULATED_MARK = "emulated"  # in the Server header of every reply
+
+# What a run against the embedded server meets when nothing is said: a burst of 1000 streams at 50,000 events a second.
+RUN_TIMING = ("--ttft-ms", "200", "--itl-ms", "20", "--jitter-ratio", "0.1")
+
+
+class EmbeddedError(Exception):
+    """The embedded server did not start. One sentence."""
+
+
+@contextlib.asynccontextmanager
+async def serving(*options: str) -> AsyncIterator[str]:
+    """Runs `python -m servers` on a free port while the block lasts; gives its URL. It dies with this process."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "servers", "--port", "0", "--exit-with-stdin", *options,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = await process.stdout.readline()
+        if not line:
+            raise EmbeddedError(f"the embedded server ended with exit code {await process.wait()} before it listened.")
+        yield msgspec.json.decode(line)["url"]
+    except TimeoutError:
+        raise EmbeddedError(f"the embedded server did not listen within {START_TIMEOUT_S:g} s.") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                await process.wait()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def ceiling(directory: Path, stamps: Path, requests: int, output_tokens: int) -> Ceiling | None:
+    """The client's cost and error from a calibration run in `directory` and the server's own send stamps.
+
+    None when too little came through to tell. The error is arrival as recorded minus the server's stamp just before it
+    sent, over every event; it holds the server's write and the kernel besides the client.
+    """
+    table, facts = records.read(directory)
+    table = table.measured()
+    if not facts or facts[0].events < 1000 or facts[0].cpu_s <= 0:
+        return None
+    header = records.read_header(directory)
+    with np.load(stamps) as truth:
+        rows = {str(name).rpartition("-")[2]: row for row, name in enumerate(truth["request_id"])}
+        offsets, sent = truth["offsets"], truth["sent_ns"]
+    lags = []
+    for index in range(len(table)):
+        row = rows.get(str(table.id[index]))
+        gaps = table.itl_us[table.itl_offsets[index] : table.itl_offsets[index + 1]]
+        if row is None or len(gaps) + 1 != offsets[row + 1] - offsets[row]:
+            continue
+        first = int(table.first_token_ns[index]) // 1000
+        arrived = (first + np.concatenate(([0], np.cumsum(gaps, dtype=np.int64)))) * 1000 + header.t0_monotonic_ns
+        lags.append(arrived - sent[offsets[row] : offsets[row + 1]])
+    cpu_us = facts[0].cpu_s / facts[0].events * 1e6
+    return Ceiling(
+        events_per_s_per_core=1e6 / cpu_us,
+        cpu_us_per_event=cpu_us,
+        event_error_p50_ms=float(np.percentile(np.concatenate(lags), 50)) / 1e6 if lags else None,
+        event_error_p99_ms=float(np.percentile(np.concatenate(lags), 99)) / 1e6 if lags else None,
+        requests=requests,
+        output_tokens=output_tokens,
+    )
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="loadgen-calibrate-")

@@ -1,0 +1,144 @@
+"""From options to a plan: what every client process needs to know, checked against what the server says of itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from backends import catalog
+from backends.protocol import Backend, Sampling, ServerInfo
+from loadgen import runs, schedule
+from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
+from loadgen.engine import Job
+from loadgen.transport import Target, Timeouts, TransportError, ephemeral_ports, raise_fd_limit
+from loadgen.workload import Dataset, Text, TokenIds, Workload, tokenizer_count
+
+STREAMS_PER_WORKER = 2000  # --workers auto
+OPEN_FILES_BESIDES = 64
+
+
+class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
+    """How to build the workload; `offset`: tokens that the server adds to a text prompt."""
+
+    input_tokens: int
+    output_tokens: int
+    vocab_size: int | None = None
+    dataset: str | None = None
+    tokenizer: str | None = None
+    offset: int = 0
+
+    def build(self, backend: Backend, job_seed: int, warmup: int) -> Workload:
+        if self.dataset is not None:
+            return Dataset(Path(self.dataset), self.output_tokens, backend.prompt_kind, warmup)
+        if backend.prompt_kind == "token_ids":
+            sizes = () if self.vocab_size is None else (self.vocab_size,)
+            return TokenIds(job_seed, self.input_tokens, self.output_tokens, *sizes)
+        count = None if self.tokenizer is None else tokenizer_count(self.tokenizer)
+        text = Text(job_seed, self.input_tokens, self.output_tokens, count)
+        text.offset = self.offset
+        return text
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a client process needs to know; plain values, so that it can be sent to one."""
+
+    job: Job
+    backend: str
+    target: Target
+    transport: str
+    fresh: bool
+    kernel_timestamps: bool
+    arrival: schedule.Arrival
+    prompts: PromptSource
+
+
+def choose_model(config: Config, info: ServerInfo) -> str:
+    """The name to send: what was asked for if the server has it, its own when nothing was asked."""
+    if config.model is None:
+        if info.model is None:
+            raise ConfigError("the server does not name its model; give --model.")
+        return info.model
+    spec = catalog.find(config.model)
+    names = {config.model} if spec is None else {config.model, spec.name, spec.hf_id}
+    if info.model is None or info.model in names:
+        return info.model or config.model
+    raise ConfigError(f"the server has '{info.model}', not '{config.model}'; leave --model out or name that one.")
+
+
+def plan_run(config: Config, backend: Backend, target: Target, info: ServerInfo, run_id: str) -> Plan:
+    """Everything about the run that does not need the network. Raises ConfigError or WorkloadError."""
+    limit = info.max_total_tokens
+    if config.dataset is None and limit is not None and config.input_tokens + config.output_tokens > limit:
+        raise ConfigError(
+            f"{config.input_tokens} input and {config.output_tokens} output tokens are more than the server's limit "
+            f"of {limit}; lower --input-tokens or --output-tokens."
+        )
+    spec = catalog.find(config.model or info.model or "")
+    source = PromptSource(
+        input_tokens=config.input_tokens,
+        output_tokens=config.output_tokens,
+        vocab_size=config.vocab_size or (spec.vocab_size if spec else None),
+        dataset=str(config.dataset) if config.dataset else None,
+        tokenizer=config.tokenizer,
+    )
+    requests = config.requests
+    if config.dataset is not None:
+        available = len(Dataset(config.dataset, 1, backend.prompt_kind, config.warmup))
+        if requests is not None and requests > available:
+            raise ConfigError(
+                f"the dataset has {available} prompts for {requests} requests; repeating them would measure "
+                f"the prefix cache: use --requests {available} or more prompts."
+            )
+        requests = available if requests is None else requests
+    elif requests is None and config.duration is None:
+        requests = DEFAULT_REQUESTS
+    job = Job(
+        run_id=run_id,
+        version=runs.package_version(),
+        model=choose_model(config, info),
+        sampling=Sampling(max_tokens=config.output_tokens, seed=config.seed, stream=config.stream),
+        requests=requests,
+        duration_s=config.duration,
+        concurrency=config.concurrency,
+        warmup=config.warmup,
+        seed=config.seed,
+        timeouts=Timeouts(config.connect_timeout, config.first_byte_timeout, config.idle_timeout, config.total_timeout),
+    )
+    return Plan(
+        job=job,
+        backend=config.backend,
+        target=target,
+        transport=config.transport,
+        fresh=config.connect == "fresh",
+        kernel_timestamps=config.kernel_timestamps,
+        arrival=config.law,
+        prompts=source,
+    )
+
+
+def streams_at_once(plan: Plan) -> int:
+    """Streams open together at the least: the burst, or the closed loop's concurrency."""
+    job = plan.job
+    if job.concurrency is not None:
+        return min(job.concurrency, job.requests or job.concurrency)
+    return (job.requests or 0) if plan.arrival.kind == "burst" else 1
+
+
+def make_room(plan: Plan, workers: int) -> None:
+    """Raises the limit on open files, or TransportError when this machine cannot hold the streams."""
+    streams = streams_at_once(plan)
+    if streams > ephemeral_ports():
+        raise TransportError(
+            f"{streams} connections to one address need as many local ports and this machine has {ephemeral_ports()}; "
+            "lower the load or widen net.ipv4.ip_local_port_range."
+        )
+    raise_fd_limit(-(-streams // workers) + OPEN_FILES_BESIDES)
+
+
+def worker_count(config: Config, plan: Plan) -> int:
+    if config.workers != "auto":
+        return int(config.workers)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, -(-streams_at_once(plan) // STREAMS_PER_WORKER)))

@@ -1,0 +1,184 @@
+"""One run from options to records: look at the server, measure the client, write the manifest, send, collect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+import backends
+from backends import catalog
+from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
+from loadgen import embedded, runs
+from loadgen.config import Config, ConfigError
+from loadgen.exchange import Exchange
+from loadgen.plan import OPEN_FILES_BESIDES, Plan, make_room, plan_run, streams_at_once, worker_count
+from loadgen.shards import Progress, build_transport, execute, run_here
+from loadgen.transport import Target, Transport, get
+from loadgen.workload import Text
+
+CALIBRATION_EVENTS = 40_000  # about a second
+
+
+class ServerError(Exception):
+    """The server is not what was asked for. One sentence."""
+
+
+def identify(backend: Backend, target: Target) -> tuple[ServerInfo, bool]:
+    """What the server says of itself, and whether it is emulated. Raises TransportError or ServerError."""
+    reasons = []
+    emulated = False
+    for path in backend.info_paths:
+        status, headers, body = get(target, path)
+        emulated = embedded.EMULATED_MARK in headers.get("server", "")
+        if status == 401 or status == 403:
+            raise ServerError(f"{target.url} refuses access (status {status}); name the key's variable: --api-key-env.")
+        if status != 200:
+            reasons.append(f"GET {path} answers {status}")
+            continue
+        try:
+            return backend.read_info(path, body), emulated
+        except ProtocolError as error:
+            reasons.append(str(error))
+    raise ServerError(f"{target.url} does not look like a {backend.name} server: {'; '.join(reasons)}.")
+
+
+def embedded_model(config: Config) -> str:
+    """The catalog's name of the model to emulate. Raises ConfigError for one that nobody knows."""
+    name = config.model or "7b"
+    spec = catalog.find(name)
+    if spec is not None:
+        return spec.name
+    if "/" in name:
+        return name
+    raise ConfigError(
+        f"unknown model '{name}'; known are {', '.join(spec.name for spec in catalog.MODELS)}, or a Hugging Face id such as org/name."
+    )
+
+
+async def fit_text(plan: Plan) -> Plan:
+    """Asks the server once how long it finds a text prompt, so that prompts come out exact as it counts them."""
+    backend = backends.get(plan.backend)
+    source = plan.prompts
+    if source.dataset is not None or backend.prompt_kind != "text":
+        return plan
+    workload = source.build(backend, plan.job.seed + 1, 0)
+    assert isinstance(workload, Text)
+    client_transport = build_transport(plan, backend)
+    await client_transport.open(1)
+    try:
+        for _ in range(2):
+            seen = await _ask_once(plan, backend, client_transport, workload.prompt("warmup", 0))
+            if seen is None or seen == source.input_tokens:
+                break
+            workload.fit_offset(seen)
+    finally:
+        await client_transport.close()
+    return msgspec.structs.replace(plan, prompts=msgspec.structs.replace(source, offset=workload.offset))
+
+
+async def _ask_once(plan: Plan, backend: Backend, transport: Transport, prompt: Prompt) -> int | None:
+    done: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
+    sampling = msgspec.structs.replace(plan.job.sampling, max_tokens=1)
+    exchange = Exchange(0, "warmup", 0, prompt.n_tokens, 1, backend.decoder(sampling.stream), done.set_result)
+    request = backend.encode(plan.job.model, prompt, sampling)
+    transport.send(exchange, transport.prepare(request, f"{plan.job.run_id}-probe"))
+    try:
+        async with asyncio.timeout(plan.job.timeouts.first_byte_s):
+            await done
+    except TimeoutError:
+        raise ServerError(
+            f"no reply to a first request within {plan.job.timeouts.first_byte_s:g} s; is the server ready?"
+        ) from None
+    if exchange.outcome != "ok":
+        raise ServerError(f"a first request failed ({exchange.outcome}): {exchange.error}")
+    return exchange.prompt_tokens
+
+
+async def calibrate(plan: Plan) -> runs.Ceiling | None:
+    """Runs the plan's shape, cut to about a second, against the embedded server, and reads off the client's cost."""
+    dialect = embedded.DIALECTS.get(plan.backend)
+    if dialect is None:
+        return None
+    streams = min(max(streams_at_once(plan), 16), 512)
+    tokens = min(plan.prompts.output_tokens, max(4, CALIBRATION_EVENTS // streams))
+    itl_ms = max(1.0, streams * 1000 / CALIBRATION_EVENTS)
+    requests = min(max(streams, CALIBRATION_EVENTS // tokens), 8 * streams)
+    with embedded.scratch() as scratch:
+        directory, stamps = Path(scratch) / "run", Path(scratch) / "stamps.npz"
+        directory.mkdir()
+        options = ("--dialect", dialect, "--stamps", str(stamps), "--ttft-ms", "30", "--itl-ms", f"{itl_ms:g}")
+        length = plan.prompts.input_tokens + tokens + OPEN_FILES_BESIDES
+        async with embedded.serving(*options, "--max-model-len", str(length)) as url:
+            small = msgspec.structs.replace(
+                plan.job, model="llama-2-7b", requests=requests, duration_s=None, concurrency=streams, warmup=0
+            )
+            prompts = msgspec.structs.replace(
+                plan.prompts, output_tokens=tokens, dataset=None, tokenizer=None, vocab_size=None, offset=0
+            )
+            small_plan = msgspec.structs.replace(plan, job=small, target=Target(url), prompts=prompts)
+            await run_here(small_plan, directory, lambda snapshots: None, stoppable=False)
+        return await asyncio.to_thread(embedded.ceiling, directory, stamps, requests, tokens)
+
+
+async def run(config: Config, directory: Path, run_id: str, progress: Progress, say: Callable[[str], None]) -> bool:
+    """The whole run; the directory exists. False: stopped early. Raises the errors of its parts, each one sentence."""
+    backend = backends.get(config.backend)
+    token = None
+    if config.api_key_env is not None:
+        token = os.environ.get(config.api_key_env)
+        if not token:
+            raise ConfigError(f"the environment variable {config.api_key_env} named by --api-key-env is not set.")
+    async with contextlib.AsyncExitStack() as stack:
+        if config.url is not None:
+            url = config.url
+        else:
+            dialect = embedded.DIALECTS.get(backend.name)
+            if dialect is None:
+                raise ConfigError(f"the embedded server does not speak '{backend.name}'; give --url.")
+            model = embedded_model(config)
+            options = ("--dialect", dialect, "--model", model, "--seed", str(config.seed), *embedded.RUN_TIMING)
+            say(f"starting the embedded server: an emulated {dialect} server, fixed timing, no GPU")
+            url = await stack.enter_async_context(embedded.serving(*options))
+        target = Target(url, token)
+        info, emulated = await asyncio.to_thread(identify, backend, target)
+        plan = plan_run(config, backend, target, info, run_id)
+        workers = worker_count(config, plan)
+        make_room(plan, workers)
+        plan = await fit_text(plan)
+        measured = await calibrate(plan) if config.calibrate else None
+        if measured is not None:
+            say(
+                f"this client's ceiling: {measured.events_per_s_per_core:,.0f} events/s on one core "
+                f"({measured.cpu_us_per_event:.1f} us each)"
+            )
+        runs.write_manifest(directory, manifest(config, plan, info, emulated, measured))
+        return await execute(plan, workers, directory, progress)
+
+
+def manifest(
+    config: Config, plan: Plan, info: ServerInfo, emulated: bool, measured: runs.Ceiling | None
+) -> runs.Manifest:
+    return runs.Manifest(
+        run_id=plan.job.run_id,
+        version=plan.job.version,
+        started_unix_s=time.time(),
+        argv=sys.argv,
+        config=config.as_dict(),
+        backend=plan.backend,
+        model=plan.job.model,
+        url=plan.target.url,
+        emulated=emulated,
+        server_version=info.version,
+        requests_planned=plan.job.requests,
+        arrival=config.arrival_text,
+        max_total_tokens=info.max_total_tokens,
+        machine=runs.this_machine(),
+        ceiling=measured,
+    )

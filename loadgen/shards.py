@@ -1,0 +1,219 @@
+"""The clients of a run: one in this process, or one a shard in processes of their own.
+
+A worker process says when it is ready, is told the common t = 0, and writes its own part of the records; the parts are
+joined line for line at the end, so the result is exact. A worker whose parent is gone stops by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import backends
+from backends.protocol import Backend
+from loadgen import records, schedule
+from loadgen.clock import now_ns
+from loadgen.engine import Client, Snapshot
+from loadgen.plan import Plan, make_room
+from loadgen.transport import FastTransport, Transport, TransportError
+from loadgen.workload import WorkloadError
+
+DRAIN_S = 5.0  # how long a stopped run waits for replies
+START_MARGIN_NS = 20_000_000  # from the last worker's "ready" to t = 0
+
+Progress = Callable[[list[Snapshot]], None]
+
+
+def build_client(plan: Plan) -> Client:
+    backend = backends.get(plan.backend)
+    job = plan.job
+    due = np.empty(0, np.int64)
+    if job.concurrency is None:
+        due = schedule.draw(plan.arrival, job.requests, job.duration_s, job.seed)
+    workload = plan.prompts.build(backend, job.seed, job.warmup)
+    return Client(job, backend, workload, build_transport(plan, backend), due)
+
+
+def build_transport(plan: Plan, backend: Backend) -> Transport:
+    arguments: Any = (plan.target, backend.error_message, plan.job.timeouts)
+    if plan.transport == "aiohttp":
+        from loadgen.transport_aiohttp import AiohttpTransport
+
+        return AiohttpTransport(*arguments, fresh=plan.fresh)
+    return FastTransport(*arguments, fresh=plan.fresh, kernel_timestamps=plan.kernel_timestamps)
+
+
+async def execute(plan: Plan, workers: int, directory: Path, progress: Progress) -> bool:
+    """Sends the plan's load and leaves `requests.jsonl` in `directory`. False: stopped before its end."""
+    if workers == 1:
+        return await run_here(plan, directory, progress)
+    return await _run_in_workers(plan, workers, directory, progress)
+
+
+async def run_here(plan: Plan, directory: Path, progress: Progress, stoppable: bool = True) -> bool:
+    client = build_client(plan)
+    loop = asyncio.get_running_loop()
+    if stoppable:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, client.stop, DRAIN_S)
+    try:
+        await client.prepare()
+        ticker = loop.create_task(_every_second(lambda: progress([client.snapshot()])))
+        try:
+            await client.run(now_ns() + START_MARGIN_NS, directory / "requests.jsonl")
+        finally:
+            ticker.cancel()
+            progress([client.snapshot()])
+    finally:
+        await client.transport.close()
+    return not client.stopping
+
+
+async def _every_second(act: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        act()
+
+
+async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: Progress) -> bool:
+    context = multiprocessing.get_context("spawn")
+    shards = [_Shard(context, _shard_plan(plan, shard, workers), directory) for shard in range(workers)]
+    loop = asyncio.get_running_loop()
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        for shard in shards:
+            shard.tell("stop")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        for shard in shards:
+            await shard.until("ready")
+        t0_ns = now_ns() + START_MARGIN_NS
+        for shard in shards:
+            shard.tell(t0_ns)
+        ticker = loop.create_task(_every_second(lambda: progress([s.snapshot for s in shards if s.snapshot])))
+        for shard in shards:
+            await shard.until("done")
+        ticker.cancel()
+        progress([s.snapshot for s in shards if s.snapshot])
+    finally:
+        for shard in shards:
+            shard.end()
+    records.merge(directory)
+    return not stopped
+
+
+def _shard_plan(plan: Plan, shard: int, shards: int) -> Plan:
+    job = plan.job
+    concurrency = None if job.concurrency is None else len(range(shard, job.concurrency, shards))
+    return msgspec.structs.replace(
+        plan, job=msgspec.structs.replace(job, shard=shard, shards=shards, concurrency=concurrency)
+    )
+
+
+class _Shard:
+    """A worker process and what it last said."""
+
+    def __init__(self, context: Any, plan: Plan, directory: Path) -> None:
+        self.pipe, theirs = context.Pipe()
+        self.snapshot: Snapshot | None = None
+        path = directory / f"requests.{plan.job.shard}.jsonl"
+        self.process = context.Process(target=_work, args=(theirs, msgspec.msgpack.encode(plan), str(path)))
+        self.process.start()
+        theirs.close()
+        self._said: asyncio.Queue[str] = asyncio.Queue()
+        asyncio.get_running_loop().add_reader(self.pipe.fileno(), self._listen)
+
+    def _listen(self) -> None:
+        try:
+            message = self.pipe.recv()
+        except (EOFError, OSError):
+            asyncio.get_running_loop().remove_reader(self.pipe.fileno())
+            self._said.put_nowait("the process died")
+            return
+        if isinstance(message, Snapshot):
+            self.snapshot = message
+        else:
+            self._said.put_nowait(message)
+
+    def tell(self, message: object) -> None:
+        with contextlib.suppress(OSError):
+            self.pipe.send(message)
+
+    async def until(self, word: str) -> None:
+        said = await self._said.get()
+        if said != word:
+            raise TransportError(f"a worker process could not go on: {said}")
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            asyncio.get_running_loop().remove_reader(self.pipe.fileno())
+        self.pipe.close()  # a worker whose parent is gone stops by itself
+        self.process.join(DRAIN_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _work(pipe: Pipe, encoded: bytes, path: str) -> None:
+    """A worker process: ready, t = 0, snapshots every second, done."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches the parent, which tells us
+    try:
+        run_loop(_work_loop(pipe, msgspec.msgpack.decode(encoded, type=Plan), Path(path)))
+    except (TransportError, WorkloadError) as error:
+        pipe.send(str(error))
+
+
+async def _work_loop(pipe: Pipe, plan: Plan, path: Path) -> None:
+    make_room(plan, plan.job.shards)
+    client = build_client(plan)
+    loop = asyncio.get_running_loop()
+    t0: asyncio.Future[int] = loop.create_future()
+
+    def listen() -> None:
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            loop.remove_reader(pipe.fileno())
+            message = "stop"
+        if message == "stop":
+            client.stop(DRAIN_S)
+            if not t0.done():
+                t0.set_result(now_ns())
+        else:
+            t0.set_result(message)
+
+    await client.prepare()
+    loop.add_reader(pipe.fileno(), listen)
+    pipe.send("ready")
+    start = await t0
+    ticker = loop.create_task(_every_second(lambda: pipe.send(client.snapshot())))
+    await client.run(start, path)
+    ticker.cancel()
+    pipe.send(client.snapshot())
+    pipe.send("done")
+    await client.transport.close()
+
+
+def run_loop(main: Any) -> Any:
+    """Runs a coroutine on uvloop where there is one."""
+    factory = None
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
