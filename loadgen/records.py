@@ -3,13 +3,18 @@
 The file is the only source of every number that is reported: a run reads its own file back, so `loadgen report` on
 the same directory, or on what a killed run left, gives the same numbers. Times are monotonic nanoseconds since the
 start of the run (t = 0 is when the schedule begins); null, and -1 in the columns, means that it never happened.
+
+Reading is incremental and never holds the records as objects: peak memory is about 150 bytes a request and 8 bytes a
+gap (the columns, and one copy while they are put in order).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -35,8 +40,8 @@ PHASES = ("warmup", "measured")
 class Record(msgspec.Struct, kw_only=True):
     """One request. `events` carried output; `itl_us` are the gaps between them, so len(itl_us) == events - 1.
 
-    A gap is the difference of two arrival times, each rounded down to the microsecond since the run's start, so gaps add
-    up without drift. Events that arrived in one read of the socket share its stamp: their gap is exactly 0.
+    A gap is the difference of two arrival times, each rounded down to the microsecond since the run's start, so gaps
+    add up without drift. Events that arrived in one read of the socket share its stamp: their gap is exactly 0.
     """
 
     id: int
@@ -65,6 +70,7 @@ class Header(msgspec.Struct, kw_only=True):
     schema: str = SCHEMA
     run_id: str
     version: str
+    t0_monotonic_ns: int  # the machine's monotonic clock at t = 0, to lay other processes' stamps beside ours
 
 
 class ClientFacts(msgspec.Struct, kw_only=True):
@@ -100,7 +106,10 @@ class RecordsError(ValueError):
 
 @dataclass(frozen=True)
 class Table:
-    """The requests of one run as columns, in order of id. Shapes: (n,) except `itl_us`, flat, cut by `itl_offsets` (n+1,)."""
+    """The requests of one run as columns: warm-up first, then in order of id.
+
+    Shapes: (n,) except `itl_us`, flat, cut by `itl_offsets` (n+1,), which begins at 0.
+    """
 
     id: NDArray[np.int64]
     scheduled_ns: NDArray[np.int64]
@@ -120,29 +129,48 @@ class Table:
     phase: NDArray[np.int8]  # index into PHASES
     itl_us: NDArray[np.uint32]
     itl_offsets: NDArray[np.int64]
-    errors: dict[int, str]  # request id -> what went wrong
+    errors: dict[int, str]  # id of a measured request -> what went wrong
 
     def __len__(self) -> int:
         return len(self.id)
 
     @property
     def ok(self) -> NDArray[np.bool_]:
-        return self.outcome == 0
+        ok: NDArray[np.bool_] = self.outcome == _OUTCOME_CODE["ok"]
+        return ok
 
     def select(self, mask: NDArray[np.bool_]) -> Table:
-        """The rows where `mask` (n,) holds."""
-        counts = np.diff(self.itl_offsets)
-        columns = {name: getattr(self, name)[mask] for name in COLUMNS}
-        ids = set(columns["id"].tolist())
+        """The rows where `mask` (n,) holds. The gaps of neighbouring rows are a view, not a copy."""
+        rows = np.flatnonzero(mask)
+        kept = set(self.id[rows].tolist()) if self.errors else set()
+        gaps, offsets = _gather(self.itl_us, self.itl_offsets, rows)
         return Table(
-            **columns,
-            itl_us=self.itl_us[np.repeat(mask, counts)],
-            itl_offsets=np.concatenate(([0], np.cumsum(counts[mask]))).astype(np.int64),
-            errors={key: text for key, text in self.errors.items() if key in ids},
+            **{name: getattr(self, name)[rows] for name in COLUMNS},
+            itl_us=gaps,
+            itl_offsets=offsets,
+            errors={key: text for key, text in self.errors.items() if key in kept},
         )
 
     def measured(self) -> Table:
-        return self.select(self.phase == PHASES.index("measured"))
+        return self.select(self.phase == _PHASE_CODE["measured"])
+
+
+def _gather(
+    gaps: NDArray[np.uint32], offsets: NDArray[np.int64], rows: NDArray[np.int64]
+) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """The gaps of `rows` (m,) one after the other, and their offsets (m+1,)."""
+    new = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum((offsets[1:] - offsets[:-1])[rows], out=new[1:])
+    if len(rows) == 0:
+        return gaps[:0], new
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1  # neighbouring rows are copied as one block
+    firsts, lasts = np.concatenate(([0], breaks)), np.concatenate((breaks, [len(rows)])) - 1
+    if len(firsts) == 1:
+        return gaps[offsets[rows[0]] : offsets[rows[-1] + 1]], new
+    out = np.empty(new[-1], np.uint32)
+    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+        out[new[first] : new[last + 1]] = gaps[offsets[rows[first]] : offsets[rows[last] + 1]]
+    return out, new
 
 
 _INTEGERS = (
@@ -150,34 +178,80 @@ _INTEGERS = (
     "output_tokens", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "events", "status",
 )  # fmt: skip
 COLUMNS = (*_INTEGERS, "outcome", "phase")
+_OUTCOME_CODE = {name: code for code, name in enumerate(OUTCOMES)}
+_PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
+
+
+class _Columns:
+    """A table that grows by one record at a time, in any order."""
+
+    def __init__(self) -> None:
+        self._integers = {name: array("q") for name in _INTEGERS}
+        self._outcome, self._phase = array("b"), array("b")
+        self._gaps, self._ends = array("I"), array("q", [0])
+        self._errors: dict[int, str] = {}
+        self._texts: dict[str, str] = {}  # ten thousand refusals share one message
+
+    def append(self, record: Record) -> None:
+        """Raises ValueError for an outcome or phase outside the closed lists and for a number out of range."""
+        if record.outcome not in _OUTCOME_CODE:
+            raise ValueError(f"unknown outcome {record.outcome!r}")
+        if record.phase not in _PHASE_CODE:
+            raise ValueError(f"unknown phase {record.phase!r}")
+        try:
+            self._gaps.extend(record.itl_us)
+            for name, column in self._integers.items():
+                value = getattr(record, name)
+                column.append(-1 if value is None else value)
+        except OverflowError as error:
+            raise ValueError(f"a number is out of range: {error}") from None
+        self._ends.append(len(self._gaps))
+        self._outcome.append(_OUTCOME_CODE[record.outcome])
+        self._phase.append(_PHASE_CODE[record.phase])
+        if record.error and record.phase == "measured":
+            self._errors[record.id] = self._texts.setdefault(record.error, record.error)
+
+    def table(self) -> Table:
+        """Empties the columns into a table. Raises ValueError when a request is there twice."""
+        ids = np.asarray(self._integers["id"])
+        phase = np.asarray(self._phase)
+        order = np.lexsort((ids, phase))
+        repeated = np.flatnonzero((np.diff(ids[order]) == 0) & (np.diff(phase[order]) == 0))
+        if len(repeated):
+            raise ValueError(f"request {ids[order[repeated[0]]]} is recorded twice")
+        del ids
+        columns: dict[str, NDArray[np.int64]] = {}
+        for name in _INTEGERS:  # each array is freed as soon as it is put in order
+            columns[name] = np.asarray(self._integers.pop(name))[order]
+        gaps, offsets = _gather(np.asarray(self._gaps), np.asarray(self._ends), order)
+        return Table(
+            **columns,
+            outcome=np.asarray(self._outcome)[order],
+            phase=phase[order],
+            itl_us=gaps,
+            itl_offsets=offsets,
+            errors=self._errors,
+        )
 
 
 def table(records: Iterable[Record]) -> Table:
-    """Columns from records in any order. Raises ValueError for an outcome or phase outside the closed lists."""
-    rows = sorted(records, key=lambda record: (record.phase != "warmup", record.id))
-    columns: dict[str, NDArray[np.int64]] = {}
-    for name in _INTEGERS:
-        values = (getattr(row, name) for row in rows)
-        columns[name] = np.fromiter((-1 if value is None else value for value in values), np.int64, len(rows))
-    counts = [len(row.itl_us) for row in rows]
-    flat = [np.asarray(row.itl_us, np.uint32) for row in rows if row.itl_us]
-    return Table(
-        **columns,
-        outcome=np.array([OUTCOMES.index(row.outcome) for row in rows], np.int8),
-        phase=np.array([PHASES.index(row.phase) for row in rows], np.int8),
-        itl_us=np.concatenate(flat) if flat else np.empty(0, np.uint32),
-        itl_offsets=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
-        errors={row.id: row.error for row in rows if row.error},
-    )
+    """Columns from records in any order.
+
+    Raises ValueError for an outcome or phase outside the closed lists, a number out of range, a request recorded twice.
+    """
+    columns = _Columns()
+    for record in records:
+        columns.append(record)
+    return columns.table()
 
 
 class RecordsFile:
     """Appends records to a JSONL file; every line is with the kernel when `write` returns, so kill -9 loses none."""
 
-    def __init__(self, path: Path, run_id: str, version: str) -> None:
+    def __init__(self, path: Path, run_id: str, version: str, t0_monotonic_ns: int) -> None:
         self._encode = msgspec.json.Encoder().encode
         self._file = path.open("xb", buffering=0)
-        self._line(Header(run_id=run_id, version=version))
+        self._line(Header(run_id=run_id, version=version, t0_monotonic_ns=t0_monotonic_ns))
 
     def _line(self, value: msgspec.Struct) -> None:
         self._file.write(self._encode(value) + b"\n")
@@ -190,46 +264,92 @@ class RecordsFile:
         self._file.close()
 
 
+def _files(directory: Path) -> list[Path]:
+    """The records of a run: `requests.jsonl`, or the workers' parts of it when they were killed before the merge.
+
+    Both are there only when the merge was killed between its last two steps; the parts are then copies.
+    """
+    joined = directory / "requests.jsonl"
+    paths = [joined] if joined.exists() else sorted(directory.glob("requests.*.jsonl"))
+    if not paths:
+        raise RecordsError(f"{directory} holds no requests.jsonl; is it a run directory?")
+    return paths
+
+
+def _read_header(path: Path, file: BinaryIO) -> Header:
+    try:
+        header = msgspec.json.decode(file.readline(), type=Header)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordsError(f"{path} does not begin with a {SCHEMA} header: {error}") from None
+    if header.schema != SCHEMA:
+        raise RecordsError(f"{path} has schema {header.schema!r}, this version reads {SCHEMA!r}")
+    return header
+
+
+def read_header(directory: Path) -> Header:
+    """The header of a run's records. Raises RecordsError, also when its workers' files are of different runs."""
+    headers = []
+    paths = _files(directory)
+    for path in paths:
+        with path.open("rb") as file:
+            headers.append(_read_header(path, file))
+    for path, header in zip(paths, headers, strict=True):
+        if header != headers[0]:
+            raise RecordsError(
+                f"{path} and {paths[0]} are of different runs; keep the files of one run in a directory."
+            )
+    return headers[0]
+
+
 def read(directory: Path) -> tuple[Table, list[ClientFacts]]:
     """The table of a run directory and what each client process said of itself (none for a killed one).
 
-    Reads `requests.jsonl` and, where workers were killed before they were merged, their `requests.*.jsonl`. A last
+    Reads `requests.jsonl` or, where workers were killed before they were merged, their `requests.*.jsonl`. A last
     line that a kill cut in two is left out; any other damage raises RecordsError.
     """
-    paths = sorted(directory.glob("requests*.jsonl"))
-    if not paths:
-        raise RecordsError(f"{directory} holds no requests.jsonl; is it a run directory?")
-    records: list[Record] = []
+    read_header(directory)
+    columns = _Columns()
     facts: list[ClientFacts] = []
     record_of = msgspec.json.Decoder(Record).decode
-    for path in paths:
-        lines = path.read_bytes().split(b"\n")
-        unfinished = lines.pop()  # b"" after a complete last line
-        try:
-            header = msgspec.json.decode(lines[0] if lines else unfinished, type=Header)
-        except msgspec.DecodeError as error:
-            raise RecordsError(f"{path} does not begin with a {SCHEMA} header: {error}") from None
-        if header.schema != SCHEMA:
-            raise RecordsError(f"{path} has schema {header.schema!r}, this version reads {SCHEMA!r}")
-        for number, line in enumerate(lines[1:], 2):
-            try:
-                if line.startswith(b'{"client":'):
-                    facts.append(msgspec.json.decode(line, type=Footer).client)
-                else:
-                    records.append(record_of(line))
-            except msgspec.DecodeError as error:
-                raise RecordsError(f"{path} line {number} is not a record: {error}") from None
-    return table(records), facts
+    for path in _files(directory):
+        with path.open("rb") as file:
+            file.readline()
+            for number, line in enumerate(file, 2):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    if line.startswith(b'{"client":'):
+                        facts.append(msgspec.json.decode(line, type=Footer).client)
+                    else:
+                        columns.append(record_of(line))
+                except (msgspec.DecodeError, ValueError) as error:  # ValueError: also bytes that are not UTF-8
+                    raise RecordsError(f"{path} line {number} is not a record: {error}") from None
+    try:
+        return columns.table(), facts
+    except ValueError as error:
+        raise RecordsError(f"{directory}: {error}; were its files copied by hand?") from None
 
 
 def merge(directory: Path) -> None:
-    """Joins the workers' `requests.N.jsonl` into `requests.jsonl`, line for line, and removes them."""
-    parts = sorted(directory.glob("requests.*.jsonl"))
-    joined = directory / "requests.jsonl.part"
-    with joined.open("wb") as out:
+    """Joins the workers' `requests.N.jsonl` into `requests.jsonl`, line for line, and removes them.
+
+    Raises RecordsError when there are none or they are of different runs. Killed at any point, it loses no record and
+    doubles none.
+    """
+    parts = _files(directory)
+    read_header(directory)
+    joined = directory / "requests.jsonl"
+    if parts == [joined]:
+        raise RecordsError(f"{joined} is there already; nothing was merged.")
+    unfinished = directory / "requests.jsonl.part"
+    with unfinished.open("wb") as out:
         for number, part in enumerate(parts):
-            header, _, rest = part.read_bytes().partition(b"\n")
-            out.write((header + b"\n" if number == 0 else b"") + rest)
-    joined.rename(directory / "requests.jsonl")
+            with part.open("rb") as file:
+                header = file.readline()
+                if number == 0:
+                    out.write(header)
+                # a line that a kill cut in two would run into the next worker's first
+                out.writelines(line for line in file if line.endswith(b"\n"))
+    unfinished.rename(joined)
     for part in parts:
         part.unlink()

@@ -1,0 +1,355 @@
+"""The ways a number can be wrong, and whether this run is. Pure: reported numbers, records and facts in, findings out.
+
+Every threshold is a constant with its reason. `invalid` means that the numbers do not describe the server under the
+load that was asked for (exit code 4); `warning` that a reader must know it to read them; `info` that it explains them.
+A finding must never change a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from loadgen.metrics import PERCENTILES, total
+from loadgen.records import OUTCOMES, ClientFacts, Table
+from loadgen.runs import Manifest
+
+Severity = Literal["info", "warning", "invalid"]
+
+# Lateness of the client below this is the grain of timers and schedulers, whatever it is compared with.
+LAG_FLOOR_MS = 2.0
+# The arrival pattern is what was asked as long as p99 lateness is small against what the server's queue can notice:
+# the longer of its time to a first token and the mean time between arrivals.
+SEND_LAG_WARNING_RATIO = 0.1
+SEND_LAG_INVALID_RATIO = 0.5
+# A stamp is late by at most the lag. A tenth of a typical ttft is more than most comparisons want to resolve; at half
+# of it the client is a large part of what is measured.
+TTFT_LAG_WARNING_RATIO = 0.1
+TTFT_LAG_INVALID_RATIO = 0.5
+# Gaps are differences of stamps, so a steady lag cancels; half a token time does not, and beyond a whole one the
+# gaps show the rhythm of the client.
+TPOT_LAG_WARNING_RATIO = 0.5
+TPOT_LAG_INVALID_RATIO = 1.0
+# In a second this busy, replies waited in the kernel for the client. One such second delays some stamps (LOOP_LAG says
+# by how much), so it warns; when the whole run is this busy, throughput is the client's own.
+CPU_SATURATED_RATIO = 0.9
+# Gaps of exactly zero shared one read of the socket. The aim is below half a percent; above five, the low percentiles
+# and the spread of itl are made by reading, not by the server.
+MERGED_READS_INFO_RATIO = 0.005
+MERGED_READS_WARNING_RATIO = 0.05
+# A server may hold back a token of an unfinished character now and then; more than this is merging.
+MERGED_EVENTS_RATIO = 0.01
+# p99 is a statement about the slowest hundredth. When more than a hundredth of the requests have no latency at all, the
+# p99 of the rest is not the p99 of the load.
+LOST_INVALID_RATIO = 0.01
+# Counting failures as endless moves p99 by more than this: worth showing.
+SURVIVORS_SHIFT_RATIO = 0.01
+# A token or two of template or BOS changes little; a workload shorter by a tenth is another workload, and flatters.
+LENGTH_WARNING_RATIO = 0.01
+SHORTER_INVALID_RATIO = 0.1
+# A block or two of a shared template is cached by any server. Above one percent ttft is that of a warm cache; when a
+# tenth of the prompt tokens was never computed although every prompt is meant to be new, prefill was not measured.
+CACHED_WARNING_RATIO = 0.01
+CACHED_INVALID_RATIO = 0.1
+# Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
+PERCENTILE_MISS_PROBABILITY = 0.025
+# Below half of its ceiling the client adds little; see `loadgen bench`.
+HEADROOM_RATIO = 2.0
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    code: str
+    severity: Severity
+    message: str
+    advice: str
+
+
+def find(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts], manifest: Manifest) -> list[Finding]:
+    """Everything that a reader of `report` (without its verdict) must know, worst first."""
+    found = [
+        *_completeness(report, measured, facts),
+        *_failures(report, measured),
+        *_client(report, facts),
+        *_headroom(report),
+        *_events(measured),
+        *_lengths(measured),
+        *_counts(measured),
+        *_cached(measured, manifest),
+        *_samples(report),
+    ]
+    order: tuple[Severity, ...] = ("invalid", "warning", "info")
+    return sorted(found, key=lambda finding: order.index(finding.severity))
+
+
+def min_samples(thousandths: int) -> int:
+    """Samples that a percentile needs: 72 for p95, 368 for p99, 3688 for p99.9.
+
+    With fewer, the largest of them is below the true percentile with a probability above 2.5 %: p ** n > 0.025.
+    """
+    return math.ceil(math.log(PERCENTILE_MISS_PROBABILITY) / math.log(thousandths / 1000))
+
+
+def _count(measured: Table, *outcomes: str) -> int:
+    return int(np.isin(measured.outcome, [OUTCOMES.index(outcome) for outcome in outcomes]).sum())
+
+
+def _share(part: float, whole: float) -> str:
+    """A percentage that is never rounded to 0 %."""
+    percent = 100 * part / whole
+    return f"{percent:.1f} %" if percent >= 0.1 or part == 0 else "under 0.1 %"
+
+
+def _completeness(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
+    planned = report["requests"]["planned"]
+    interrupted = any(fact.state == "interrupted" for fact in facts)
+    missing = 0 if interrupted or planned is None else max(0, planned - len(measured))
+    if not facts or missing:
+        lost = f"{missing} of {planned} planned requests left no record" if missing else "how many it lost is unknown"
+        yield Finding(
+            code="KILLED",
+            severity="invalid",
+            message=f"A client process ended without its last line; {lost}, and its lag and CPU are unknown.",
+            advice="Take what finished as a hint and run again; stop a run with Ctrl-C, which completes its records.",
+        )
+    if interrupted:
+        yield Finding(
+            code="INTERRUPTED",
+            severity="warning",
+            message=f"The run was stopped early: {len(measured)} requests recorded"
+            + (f" of {planned} planned." if planned is not None else "."),
+            advice="The numbers describe what finished; run to the end for numbers to publish.",
+        )
+    dropped = _count(measured, "dropped")
+    if dropped:
+        yield Finding(
+            code="DROPPED",
+            severity="invalid" if dropped > LOST_INVALID_RATIO * len(measured) else "warning",
+            message=f"{dropped} of {len(measured)} requests were due but never sent; the load was lighter than asked.",
+            advice="Lower the rate, raise the limit on open files, or add --workers.",
+        )
+
+
+def _failures(report: dict[str, Any], measured: Table) -> Iterator[Finding]:
+    ok = int(measured.ok.sum())
+    failed = len(measured) - ok - _count(measured, "cancelled", "dropped")
+    if ok == 0:
+        yield Finding(
+            code="NO_SUCCESS",
+            severity="invalid",
+            message=f"None of {len(measured)} measured requests succeeded.",
+            advice="Read the errors; check the address, the model name and the server's log.",
+        )
+    if failed:
+        yield Finding(
+            code="FAILED_REQUESTS",
+            severity="invalid" if failed > LOST_INVALID_RATIO * len(measured) else "warning",
+            message=f"{failed} of {len(measured)} requests failed ({_share(failed, len(measured))}).",
+            advice="Read the errors and the server's log; lower the load until none fails, or report the failures.",
+        )
+    lost = len(measured) - ok
+    if lost and ok:
+        yield from _survivors(report, measured, lost)
+
+
+def _survivors(report: dict[str, Any], measured: Table, lost: int) -> Iterator[Finding]:
+    """Latencies cover requests that ended ok; what if the others count as endless?"""
+    latencies = np.sort((measured.done_ns - measured.sent_ns)[measured.ok]) / 1e6
+    rank = math.ceil(0.99 * len(measured)) - 1  # nearest rank among all requests, the lost ones last
+    endless = rank >= len(latencies)
+    shown, adjusted = float(np.percentile(latencies, 99)), math.inf if endless else float(latencies[rank])
+    if adjusted <= shown * (1 + SURVIVORS_SHIFT_RATIO):
+        return
+    yield Finding(
+        code="SURVIVORS",
+        severity="invalid" if lost > LOST_INVALID_RATIO * len(measured) else "warning",
+        message=f"{lost} of {len(measured)} requests have no latency; p99 of e2el is {shown:.0f} ms without them and "
+        + ("endless" if endless else f"{adjusted:.0f} ms")
+        + " when they count as slowest.",
+        advice="Do not compare these percentiles with a run in which all requests succeeded.",
+    )
+
+
+def _lag_severity(lag_ms: float, ttft_ms: float | None, tpot_ms: float | None) -> tuple[Severity, str] | None:
+    """How bad it is that stamps may be late by `lag_ms`, and against what."""
+    if lag_ms <= LAG_FLOOR_MS:
+        return None
+    scales = (
+        ("ttft", ttft_ms, TTFT_LAG_WARNING_RATIO, TTFT_LAG_INVALID_RATIO),
+        ("tpot", tpot_ms, TPOT_LAG_WARNING_RATIO, TPOT_LAG_INVALID_RATIO),
+    )
+    worst: tuple[Severity, str] | None = None
+    for name, scale_ms, warning, invalid in scales:
+        if scale_ms is None or lag_ms <= warning * scale_ms:
+            continue
+        if lag_ms > invalid * scale_ms:
+            return "invalid", f"{name} p50 is {scale_ms:.1f} ms"
+        worst = worst or ("warning", f"{name} p50 is {scale_ms:.1f} ms")
+    return worst
+
+
+def _client(report: dict[str, Any], facts: Sequence[ClientFacts]) -> Iterator[Finding]:
+    metrics = report["metrics"]
+    ttft_ms, tpot_ms = metrics["ttft_ms"]["p50"], metrics["tpot_ms"]["p50"]
+    yield from _send_lag(report)
+    if not facts:
+        return
+    lags = (
+        ("LOOP_LAG", "The client's event loop", max(fact.loop_lag_p99_ms for fact in facts)),
+        ("RECEIVE_LAG", "Reading after the kernel had the data", max(fact.receive_lag_p99_ms or 0.0 for fact in facts)),
+    )
+    for code, what, lag_ms in lags:
+        verdict = _lag_severity(lag_ms, ttft_ms, tpot_ms)
+        if verdict is not None:
+            yield Finding(
+                code=code,
+                severity=verdict[0],
+                message=f"{what} was late by {lag_ms:.1f} ms (p99) where {verdict[1]}.",
+                advice="Add --workers, free the machine of other work, or run the client on another machine.",
+            )
+    busiest = max(fact.cpu_peak_ratio for fact in facts)
+    mean = max(fact.cpu_s / fact.wall_s if fact.wall_s > 0 else 0.0 for fact in facts)
+    if busiest >= CPU_SATURATED_RATIO:
+        whole = mean >= CPU_SATURATED_RATIO
+        yield Finding(
+            code="CLIENT_CPU",
+            severity="invalid" if whole else "warning",
+            message=f"A client process used {busiest:.2f} of a core in its busiest second and {mean:.2f} on average"
+            + ("; throughput is the client's own limit." if whole else "."),
+            advice="Add --workers, or run the client on a machine with free cores.",
+        )
+
+
+def _send_lag(report: dict[str, Any]) -> Iterator[Finding]:
+    lag_ms = report["metrics"]["send_lag_ms"]["p99"]
+    if lag_ms is None or lag_ms <= LAG_FLOOR_MS:
+        return
+    duration_s, ok = report["duration_s"], report["requests"]["ok"]
+    interarrival_ms = 1000 * duration_s / ok if duration_s and report["burst"] is None else 0.0
+    scale_ms = max(report["metrics"]["ttft_ms"]["p50"] or report["metrics"]["e2el_ms"]["p50"], interarrival_ms)
+    if lag_ms <= SEND_LAG_WARNING_RATIO * scale_ms:
+        return
+    yield Finding(
+        code="SEND_LAG",
+        severity="invalid" if lag_ms > SEND_LAG_INVALID_RATIO * scale_ms else "warning",
+        message=f"Requests left {lag_ms:.1f} ms after they were due (p99), where ttft or the time between arrivals is "
+        f"{scale_ms:.1f} ms: the load was smoother than asked.",
+        advice="Add --workers, or lower the rate; the _from_schedule metrics include this wait.",
+    )
+
+
+def _headroom(report: dict[str, Any]) -> Iterator[Finding]:
+    ceiling = report["ceiling"]
+    if ceiling is None:
+        return
+    ratio = ceiling["headroom_ratio"]
+    if ratio is not None and ratio < HEADROOM_RATIO:
+        yield Finding(
+            code="HEADROOM",
+            severity="warning",
+            message=f"The busiest second had {ceiling['peak_events_per_s']:.0f} events; this client can take about "
+            f"{ceiling['peak_events_per_s'] * ratio:.0f} a second here ({ratio:.1f} times as many).",
+            advice="Add --workers, or run the client on a faster machine.",
+        )
+    error_ms, metrics = ceiling["event_error_p99_ms"], report["metrics"]
+    verdict = _lag_severity(error_ms or 0.0, metrics["ttft_ms"]["p50"], metrics["tpot_ms"]["p50"])
+    if verdict is not None:
+        yield Finding(
+            code="EVENT_ERROR",
+            severity="warning",  # of the calibration; what the client did in the run itself is in its lags
+            message=f"Before the run this client stamped events {error_ms:.1f} ms late (p99), by the embedded server's "
+            f"own send times, where {verdict[1]}.",
+            advice="Add --workers, or free the machine of other work.",
+        )
+
+
+def _events(measured: Table) -> Iterator[Finding]:
+    gaps = len(measured.itl_us)
+    zero = gaps - int(np.count_nonzero(measured.itl_us))
+    if gaps and zero > MERGED_READS_INFO_RATIO * gaps:
+        yield Finding(
+            code="MERGED_READS",
+            severity="warning" if zero > MERGED_READS_WARNING_RATIO * gaps else "info",
+            message=f"{_share(zero, gaps)} of the gaps are exactly 0: those events came in one read of the socket.",
+            advice="The server sent them together or the client was late (LOOP_LAG tells); prefer tpot over itl here.",
+        )
+    counted = measured.ok & (measured.events > 0) & (measured.output_tokens > 0)
+    events, tokens = int(measured.events[counted].sum()), int(measured.output_tokens[counted].sum())
+    if events < (1 - MERGED_EVENTS_RATIO) * tokens:
+        yield Finding(
+            code="MERGED_EVENTS",
+            severity="info",
+            message=f"The server put {tokens / events:.2f} tokens into an event on average; itl is the time between "
+            "events.",
+            advice="Read tpot for the time a token takes.",
+        )
+
+
+def _lengths(measured: Table) -> Iterator[Finding]:
+    for code, given, asked, noun in (
+        ("PROMPT_LENGTH", measured.prompt_tokens, measured.asked_prompt_tokens, "prompt"),
+        ("OUTPUT_LENGTH", measured.output_tokens, measured.asked_tokens, "output"),
+    ):
+        known = measured.ok & (given != -1) & (asked > 0)
+        wrong = int((given[known] != asked[known]).sum())
+        if not wrong:
+            continue
+        got, wanted = int(given[known].sum()), int(asked[known].sum())
+        deviation = float(np.abs(given[known] - asked[known]).sum()) / wanted
+        shorter = (wanted - got) / wanted
+        severity: Severity = "info" if deviation <= LENGTH_WARNING_RATIO else "warning"
+        yield Finding(
+            code=code,
+            severity="invalid" if shorter > SHORTER_INVALID_RATIO else severity,
+            message=f"{wrong} of {int(known.sum())} replies had another {noun} length than asked: {got} {noun} tokens "
+            f"by the server's count, {wanted} asked.",
+            advice="Give --tokenizer, or token ids, for exact prompts; chat templates and BOS tokens add to a prompt."
+            if noun == "prompt"
+            else "Check that the server can force the length and that its context is long enough for it.",
+        )
+
+
+def _counts(measured: Table) -> Iterator[Finding]:
+    ok = int(measured.ok.sum())
+    missing = int((measured.output_tokens[measured.ok] == -1).sum())
+    if missing:
+        yield Finding(
+            code="NO_TOKEN_COUNT",
+            severity="warning",
+            message=f"The server gave no output token count for {missing} of {ok} replies: their tpot is undefined and "
+            "token throughput leaves them out.",
+            advice="Events are not counted as tokens; use a backend or a server version that reports usage.",
+        )
+
+
+def _cached(measured: Table, manifest: Manifest) -> Iterator[Finding]:
+    ok = measured.ok & (measured.cached_tokens != -1)
+    cached, prompt = total(measured.cached_tokens[ok]), total(measured.prompt_tokens[ok])
+    if not cached or not prompt or cached <= CACHED_WARNING_RATIO * prompt:
+        return
+    meant = manifest.config.get("dataset") is not None  # one's own prompts may share what they like
+    yield Finding(
+        code="CACHED_TOKENS",
+        severity="invalid" if cached > CACHED_INVALID_RATIO * prompt and not meant else "warning",
+        message=f"The server took {_share(cached, prompt)} of the prompt tokens from its prefix cache; ttft and "
+        "throughput are those of a warm cache.",
+        advice="Use another --seed, restart the server, or turn its prefix cache off.",
+    )
+
+
+def _samples(report: dict[str, Any]) -> Iterator[Finding]:
+    n = report["requests"]["ok"]
+    short = [name for name, thousandths in PERCENTILES.items() if n < min_samples(thousandths)]
+    if not short or n == 0:
+        return
+    yield Finding(
+        code="FEW_SAMPLES",
+        severity="info" if short == ["p99_9"] else "warning",
+        message=f"{n} requests are too few for {', '.join(short)}: even the slowest may be below the true value.",
+        advice="Send at least "
+        + ", ".join(f"{min_samples(PERCENTILES[name])} requests for {name}" for name in short)
+        + ".",
+    )

@@ -1,0 +1,337 @@
+"""From a run directory to its report: numbers (report.json), text (report.md, terminal) and the CDF figures.
+
+`build` is pure; the same records and manifest always give the same report. Text that came from a server is escaped for
+the place where it is shown. The word `emulated` must stand in every output of an emulated run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadgen import findings, metrics, records, runs
+from loadgen.metrics import CONVENTIONS, METRICS, Convention
+from loadgen.records import OUTCOMES, ClientFacts, Table
+from loadgen.runs import Manifest
+
+SCHEMA = "loadgen.report/1"
+MAX_ERRORS = 5  # distinct messages that a report lists
+MAX_ERROR_CHARACTERS = 300
+
+Report = dict[str, Any]
+
+
+class ReportError(ValueError):
+    """A report that cannot be made as asked. The message says what to do."""
+
+
+def build(
+    manifest: Manifest,
+    table: Table,
+    facts: Sequence[ClientFacts],
+    slos: Mapping[str, float] | None = None,
+    convention: str = "loadgen",
+) -> Report:
+    """The report as a plain dict (schema `loadgen.report/1`), latencies in milliseconds, None where undefined.
+
+    slos: limits in milliseconds by `ttft`, `tpot`, `e2el`, for goodput. Raises ReportError for an unknown limit or
+    convention.
+    """
+    if convention not in CONVENTIONS:
+        raise ReportError(f"Unknown convention {convention!r}; use one of {', '.join(CONVENTIONS)}.")
+    rules = CONVENTIONS[convention]
+    measured = table.measured()
+    ok = measured.select(measured.ok)
+    duration_s = metrics.duration_s(measured, rules)
+    prompt, output = metrics.total(ok.prompt_tokens), metrics.total(ok.output_tokens)
+    by_outcome = Counter(measured.outcome.tolist())
+    report: Report = {
+        "schema": SCHEMA,
+        "version": manifest.version,
+        "run_id": manifest.run_id,
+        "backend": manifest.backend,
+        "model": manifest.model,
+        "server_version": manifest.server_version,
+        "arrival": manifest.arrival,
+        "emulated": manifest.emulated,
+        "convention": convention,
+        "convention_differs": rules.differs,
+        "requests": {
+            "planned": manifest.requests_planned,
+            "ok": len(ok),
+            "failed": len(measured) - len(ok),
+            "by_outcome": {OUTCOMES[code]: by_outcome[code] for code in sorted(by_outcome)},
+        },
+        "tokens": {"prompt": prompt, "output": output},
+        "duration_s": duration_s,
+        "throughput": {
+            "requests_per_s": _per_s(len(ok), duration_s),
+            "output_tokens_per_s": _per_s(output, duration_s),
+            "total_tokens_per_s": _per_s(None if prompt is None or output is None else prompt + output, duration_s),
+        },
+        "metrics": {name: metrics.summary(metrics.sample(ok, name, rules), rules.percentile) for name in METRICS},
+        "goodput": _goodput(ok, slos, rules, duration_s),
+        "burst": _burst(measured),
+        "connect_ms": _connect(facts),
+        "client": _client(facts),
+        "ceiling": _ceiling(manifest, measured, facts),
+        "errors": _errors(measured),
+    }
+    found = findings.find(report, measured, facts, manifest)
+    report["verdict"] = {
+        "valid": all(finding.severity != "invalid" for finding in found),
+        "findings": msgspec.to_builtins(found),
+    }
+    return report
+
+
+def _per_s(count: int | None, duration_s: float | None) -> float | None:
+    return None if count is None or duration_s is None else count / duration_s
+
+
+def _goodput(
+    ok: Table, slos: Mapping[str, float] | None, rules: Convention, duration_s: float | None
+) -> dict[str, Any] | None:
+    """Requests that met every limit, and how many of them a second (`request_goodput` of `vllm bench serve`)."""
+    if not slos:
+        return None
+    try:
+        good = int(metrics.good(ok, slos, rules).sum())
+    except ValueError as error:
+        raise ReportError(str(error)) from None
+    return {"slos_ms": dict(slos), "good": good, "request_goodput": _per_s(good, duration_s)}
+
+
+def _burst(measured: Table) -> dict[str, Any] | None:
+    """How synchronous the requests due at t = 0 were; None when fewer than two were sent."""
+    due, spread_ms = metrics.send_spread_ms(measured)
+    return None if spread_ms is None else {"requests": due, "send_spread_ms": spread_ms}
+
+
+def _worst(facts: Sequence[ClientFacts], name: str) -> float | None:
+    """The largest of the processes' values: percentiles of separate processes cannot be merged exactly."""
+    return max((value for fact in facts if (value := getattr(fact, name)) is not None), default=None)
+
+
+def _connect(facts: Sequence[ClientFacts]) -> dict[str, Any] | None:
+    if not facts:
+        return None
+    return {
+        "n": sum(fact.connections for fact in facts),
+        "p50": _worst(facts, "connect_p50_ms"),
+        "max": _worst(facts, "connect_max_ms"),
+    }
+
+
+def _client(facts: Sequence[ClientFacts]) -> dict[str, Any] | None:
+    if not facts:
+        return None
+    events = sum(fact.events for fact in facts)
+    lags = [f"{lag}_lag_{statistic}_ms" for lag in ("loop", "receive") for statistic in ("p50", "p99", "max")]
+    return {
+        "processes": len(facts),
+        "cpu_us_per_event": 1e6 * sum(fact.cpu_s for fact in facts) / events if events else None,
+        "cpu_peak_ratio": _worst(facts, "cpu_peak_ratio"),
+        "peak_rss_mb": sum(fact.peak_rss_bytes for fact in facts) / 1e6,
+        **{name: _worst(facts, name) for name in lags},
+    }
+
+
+def _ceiling(manifest: Manifest, measured: Table, facts: Sequence[ClientFacts]) -> dict[str, Any] | None:
+    """What the client can take, beside the busiest second of the run."""
+    ceiling = manifest.ceiling
+    if ceiling is None:
+        return None
+    peak = metrics.peak_events_per_s(measured)
+    return {
+        **msgspec.to_builtins(ceiling),
+        "peak_events_per_s": peak,
+        "headroom_ratio": ceiling.events_per_s_per_core * max(1, len(facts)) / peak if peak else None,
+    }
+
+
+def _errors(measured: Table) -> list[dict[str, Any]]:
+    """The most frequent messages, each with its outcome and how many requests it ended."""
+    outcome_of = dict(zip(measured.id.tolist(), measured.outcome.tolist(), strict=True)) if measured.errors else {}
+    counts = Counter((OUTCOMES[outcome_of[key]], text[:MAX_ERROR_CHARACTERS]) for key, text in measured.errors.items())
+    return [
+        {"count": count, "outcome": outcome, "message": message}
+        for (outcome, message), count in counts.most_common(MAX_ERRORS)
+    ]
+
+
+def from_directory(
+    directory: Path, slos: Mapping[str, float] | None = None, convention: str = "loadgen"
+) -> tuple[Report, Table]:
+    """The report and the records of a run directory. Raises ReportError, RunError or RecordsError."""
+    manifest = runs.read_manifest(directory)
+    table, facts = records.read(directory)
+    return build(manifest, table, facts, slos, convention), table
+
+
+def write(directory: Path, report: Report, table: Table) -> None:
+    """Writes report.json, report.md, cdf.png and cdf.svg, replacing earlier ones."""
+    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    (directory / "report.json").write_bytes(text + b"\n")
+    (directory / "report.md").write_text(markdown(report), encoding="utf-8")
+    from loadgen import figures  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
+
+    title = f"{_name(report)}, {report['arrival']}, {report['requests']['ok']} requests"
+    figures.draw([_curves(report, table)], printable(title), [directory / "cdf.png", directory / "cdf.svg"])
+
+
+def overlay(directories: Sequence[Path], out_path: Path, convention: str = "loadgen") -> list[Report]:
+    """Draws the CDFs of several runs over each other into `out_path` (.png or .svg); gives their reports back."""
+    from loadgen import figures
+
+    if out_path.suffix not in (".png", ".svg"):
+        raise ReportError(f"{out_path} must end in .png or .svg.")
+    reports, curves = [], []
+    for directory in directories:
+        report, table = from_directory(directory, convention=convention)
+        reports.append(report)
+        curves.append(_curves(report, table, f"{directory.name}: {_name(report)}"))
+        del table
+    figures.draw(curves, "Latency by run", [out_path])
+    return reports
+
+
+def _curves(report: Report, table: Table, label: str | None = None) -> Any:
+    from loadgen import figures
+
+    measured = table.measured()
+    ok = measured.select(measured.ok)
+    rules = CONVENTIONS[report["convention"]]
+    samples = {name: metrics.sample(ok, name, rules) for name in figures.PANELS}
+    return figures.Curves(printable(label or _name(report)), report["emulated"], samples)
+
+
+# Text.
+
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """One line without anything that a terminal obeys: control characters and direction marks show as escapes."""
+    return _UNPRINTABLE.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
+
+
+def _markdown_text(text: str) -> str:
+    """Printable text that Markdown shows as it is."""
+    escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|!#~$])", r"\\\1", escaped)
+
+
+def number(value: float | None) -> str:
+    """At least three significant figures, counts whole; a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    for decimals, least in ((1, 100), (2, 1)):
+        if abs(value) >= least:
+            return f"{value:.{decimals}f}"
+    return f"{value:.3f}"
+
+
+def _name(report: Report) -> str:
+    return f"{report['backend']} {report['model']}"
+
+
+EMULATED = "EMULATED: the embedded server answered; these numbers are emulated and describe no real hardware."
+_SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")
+
+
+def _summary_lines(report: Report) -> list[str]:
+    """Requests, throughput, burst, goodput and client in a line each. Numbers and our own words only."""
+    requests, throughput = report["requests"], report["throughput"]
+    outcomes = ", ".join(f"{count} {name}" for name, count in requests["by_outcome"].items() if name != "ok")
+    lines = [
+        f"Requests: {number(requests['ok'])} ok, {number(requests['failed'])} failed"
+        + (f" ({outcomes})" if outcomes else "")
+        + (f", {number(requests['planned'])} planned" if requests["planned"] is not None else "")
+        + f"; {number(report['duration_s'])} s from the first sent to the last ended.",
+        f"Throughput: {number(throughput['requests_per_s'])} requests/s, "
+        f"{number(throughput['output_tokens_per_s'])} output tokens/s, "
+        f"{number(throughput['total_tokens_per_s'])} total tokens/s.",
+    ]
+    goodput, burst, client, ceiling = (report[key] for key in ("goodput", "burst", "client", "ceiling"))
+    if goodput is not None:
+        limits = ", ".join(f"{name} <= {number(limit)} ms" for name, limit in goodput["slos_ms"].items())
+        lines.append(f"Goodput: {number(goodput['request_goodput'])} requests/s within {limits}.")
+    if burst is not None:
+        lines.append(
+            f"Burst: {number(burst['requests'])} requests due at t = 0, "
+            f"sent within {number(burst['send_spread_ms'])} ms."
+        )
+    if client is not None:
+        lines.append(
+            f"Client: {number(client['cpu_us_per_event'])} us of CPU an event, busiest second "
+            f"{number(client['cpu_peak_ratio'])} of a core, {number(client['peak_rss_mb'])} MB, loop lag p99 "
+            f"{number(client['loop_lag_p99_ms'])} ms."
+        )
+    if ceiling is not None and ceiling["headroom_ratio"] is not None:
+        lines.append(
+            f"Ceiling: {number(ceiling['events_per_s_per_core'])} events/s a core, {number(ceiling['headroom_ratio'])} "
+            f"times what the busiest second needed ({number(ceiling['peak_events_per_s'])})."
+        )
+    return lines
+
+
+def _verdict_line(report: Report) -> str:
+    return "VALID" if report["verdict"]["valid"] else "INVALID: do not quote these numbers"
+
+
+def render(report: Report) -> str:
+    """A summary for a terminal: plain text (no markup), nothing in it that a terminal obeys."""
+    lines = [EMULATED, ""] if report["emulated"] else []
+    lines += [printable(f"{_name(report)}, {report['arrival']}, run {report['run_id']}"), *_summary_lines(report), ""]
+    lines.append(f"{'latency, ms':<22}" + "".join(f"{name:>9}" for name in _SHOWN))
+    for name, statistics in report["metrics"].items():
+        cells = "".join(f"{number(statistics[statistic]):>9}" for statistic in _SHOWN)
+        lines.append(f"{name.removesuffix('_ms'):<22}{cells}")
+    if report["convention"] != "loadgen":
+        lines += ["", f"By the definitions of {report['convention_differs']}"]
+    lines += ["", f"Verdict: {_verdict_line(report)}"]
+    for finding in report["verdict"]["findings"]:
+        lines.append(f"  {finding['severity']:<8}{finding['code']}: {finding['message']}")
+        lines.append(f"  {'':<8}{finding['advice']}")
+    if report["errors"]:
+        lines += ["", "Errors:"]
+    lines += [f"  {error['count']} x {error['outcome']}: {printable(error['message'])}" for error in report["errors"]]
+    return "\n".join(lines) + "\n"
+
+
+def markdown(report: Report) -> str:
+    """report.md: the same numbers as a page, with the figure."""
+    title = f"# {_markdown_text(_name(report))}, {_markdown_text(report['arrival'])}"
+    lines = [title, ""]
+    if report["emulated"]:
+        lines += [f"> **{EMULATED}**", ""]
+    lines += [f"**Verdict: {_verdict_line(report)}.**", ""]
+    lines += [f"- {line}" for line in _summary_lines(report)]
+    lines += ["", "![Latency CDF](cdf.svg)", ""]
+    lines.append("| latency, ms | " + " | ".join(_SHOWN) + " |")
+    lines.append("|---" * (len(_SHOWN) + 1) + "|")
+    for name, statistics in report["metrics"].items():
+        cells = " | ".join(number(statistics[statistic]) for statistic in _SHOWN)
+        lines.append(f"| `{name.removesuffix('_ms')}` | {cells} |")
+    lines += ["", f"Definitions: {_markdown_text(report['convention_differs'])}", ""]
+    if report["verdict"]["findings"]:
+        lines += ["## Findings", ""]
+    for finding in report["verdict"]["findings"]:
+        lines.append(f"- **{finding['severity']}** `{finding['code']}`: {_markdown_text(finding['message'])}")
+        lines.append(f"  {_markdown_text(finding['advice'])}")
+    if report["errors"]:
+        lines += ["", "## Errors", "", "| requests | outcome | message |", "|---|---|---|"]
+    lines += [
+        f"| {error['count']} | {error['outcome']} | {_markdown_text(error['message'])} |" for error in report["errors"]
+    ]
+    server = f", server version {_markdown_text(report['server_version'])}" if report["server_version"] else ""
+    lines += ["", f"Run {_markdown_text(report['run_id'])}, llm-dissect {_markdown_text(report['version'])}{server}."]
+    return "\n".join(lines) + "\n"
