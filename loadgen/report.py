@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from loadgen import findings, metrics, records, runs
+from loadgen.config import Config
 from loadgen.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.records import OUTCOMES, ClientFacts, Table
 from loadgen.runs import Manifest
@@ -168,25 +169,36 @@ def _errors(measured: Table) -> list[dict[str, Any]]:
 def from_directory(
     directory: Path, slos: Mapping[str, float] | None = None, convention: str = "loadgen"
 ) -> tuple[Report, Table]:
-    """The report and the records of a run directory. Raises ReportError, RunError or RecordsError."""
+    """The report and the records of a run directory. Raises ReportError, RunError or RecordsError.
+
+    slos: limits for goodput; None takes those that the run was started with.
+    """
     manifest = runs.read_manifest(directory)
+    if slos is None:
+        slos = Config(goodput=tuple(manifest.config.get("goodput", ()))).slos
     table, facts = records.read(directory)
     return build(manifest, table, facts, slos, convention), table
 
 
 def write(directory: Path, report: Report, table: Table) -> None:
-    """Writes report.json, report.md, cdf.png and cdf.svg, replacing earlier ones."""
+    """Writes report.json, report.md, cdf.png and cdf.svg, replacing earlier ones. Raises ReportError."""
     text = msgspec.json.format(msgspec.json.encode(report), indent=2)
-    (directory / "report.json").write_bytes(text + b"\n")
-    (directory / "report.md").write_text(markdown(report), encoding="utf-8")
-    from loadgen import figures  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
+    try:
+        (directory / "report.json").write_bytes(text + b"\n")
+        (directory / "report.md").write_text(markdown(report), encoding="utf-8")
+        from loadgen import figures  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
 
-    title = f"{_name(report)}, {report['arrival']}, {report['requests']['ok']} requests"
-    figures.draw([_curves(report, table)], printable(title), [directory / "cdf.png", directory / "cdf.svg"])
+        title = f"{_name(report)}, {report['arrival']}, {report['requests']['ok']} requests"
+        figures.draw([_curves(report, table)], printable(title), [directory / "cdf.png", directory / "cdf.svg"])
+    except OSError as error:
+        raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
 
 
 def overlay(directories: Sequence[Path], out_path: Path, convention: str = "loadgen") -> list[Report]:
-    """Draws the CDFs of several runs over each other into `out_path` (.png or .svg); gives their reports back."""
+    """Draws the CDFs of several runs over each other into `out_path` (.png or .svg); gives their reports back.
+
+    Raises ReportError, RunError or RecordsError.
+    """
     from loadgen import figures
 
     if out_path.suffix not in (".png", ".svg"):
@@ -197,7 +209,10 @@ def overlay(directories: Sequence[Path], out_path: Path, convention: str = "load
         reports.append(report)
         curves.append(_curves(report, table, f"{directory.name}: {_name(report)}"))
         del table
-    figures.draw(curves, "Latency by run", [out_path])
+    try:
+        figures.draw(curves, "Latency by run", [out_path])
+    except OSError as error:
+        raise ReportError(f"cannot write {out_path}: {error.strerror or error}.") from None
     return reports
 
 
