@@ -1,0 +1,5 @@
+"""`python -m servers`."""
+
+from servers.app import main
+
+main()

@@ -1,0 +1,164 @@
+"""The embedded server as a command: `python -m servers`, and `loadgen serve`.
+
+It prints one JSON line on stdout once it listens, `{"url": ..., "dialect": ..., "emulated": true}`, and nothing after
+that. SIGINT and SIGTERM end it with exit code 0.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
+
+import msgspec
+from cyclopts import App, CycloptsError, Parameter
+
+from servers import faults
+from servers.openai import OpenAI
+from servers.server import Server
+from servers.stamps import Stamps
+from servers.timing import FixedTiming
+from servers.wire import Dialect, Settings
+
+DialectName = Literal["vllm", "openai"]
+DIALECTS: dict[DialectName, Callable[[Settings], Dialect]] = {
+    "vllm": lambda settings: OpenAI("vllm", settings),
+    "openai": lambda settings: OpenAI("openai", settings),
+}
+EXIT_BAD_OPTION = 2
+EXIT_NOT_LISTENING = 3
+
+
+def serve(
+    *,
+    dialect: DialectName = "vllm",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    model: str = "llama-2-7b",
+    max_model_len: int = 4096,
+    ttft_ms: float = 50.0,
+    itl_ms: float = 10.0,
+    jitter_ratio: float = 0.0,
+    seed: int = 0,
+    fault: Annotated[Sequence[str], Parameter(negative="")] = (),
+    stamps: Path | None = None,
+    exit_with_stdin: Annotated[bool, Parameter(negative="")] = False,
+    api_key_env: str | None = None,
+) -> None:
+    """Serve an emulated LLM server: the real wire, fixed and known times, no model.
+
+    Prompts are counted as token ids, or as text one token a word. Every reply carries the header
+    `Server: llm-dissect (emulated)`.
+
+    Parameters
+    ----------
+    dialect
+        Which server to stand for.
+    host
+        Address to listen on.
+    port
+        Port to listen on; 0 takes any free one. The URL is printed on stdout once it listens.
+    model
+        Name of the model that it serves.
+    max_model_len
+        Most tokens that a prompt and its output may hold together.
+    ttft_ms
+        Milliseconds from a request's last byte to its first token.
+    itl_ms
+        Milliseconds between one token and the next.
+    jitter_ratio
+        Multiply each of these times by a factor drawn uniformly from 1 - J to 1 + J.
+    seed
+        Seed of the jitter; it and a request's number fix all times of the request.
+    fault
+        KIND:EVERY, may be repeated: break every EVERY-th request on purpose. Kinds: reset, truncate, stall,
+        http_error:STATUS, stream_error, short, merge, coalesce, no_done, refuse, cached, wrong_prompt_tokens, garbage.
+    stamps
+        File (.npz) to write at exit with the time at which each token was sent.
+    exit_with_stdin
+        End when standard input ends, as it does when the process that started this one dies.
+    api_key_env
+        Environment variable that holds the API key to ask for.
+    """
+    problem = _problem(port, max_model_len, ttft_ms, itl_ms, jitter_ratio)
+    if problem:
+        _fail(EXIT_BAD_OPTION, problem)
+    try:
+        parsed = tuple(faults.parse(text) for text in fault)
+    except ValueError as error:
+        _fail(EXIT_BAD_OPTION, str(error))
+    api_key = None
+    if api_key_env is not None:
+        api_key = os.environ.get(api_key_env)
+        if not api_key:
+            _fail(EXIT_BAD_OPTION, f"the environment variable {api_key_env} holds no API key; set it first.")
+    try:
+        stamps_file = Stamps(stamps) if stamps is not None else None
+    except OSError as error:
+        _fail(EXIT_BAD_OPTION, f"cannot write {stamps}: {error.strerror}; name another file for --stamps.")
+    _raise_file_limit()
+    timing = FixedTiming(round(ttft_ms * 1e6), round(itl_ms * 1e6), jitter_ratio, seed)
+    try:
+        server = Server(
+            DIALECTS[dialect](Settings(model, max_model_len)), timing, host, port, parsed, stamps_file, api_key
+        )
+    except OSError as error:
+        _fail(
+            EXIT_NOT_LISTENING,
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host.",
+        )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: server.stop())
+    if exit_with_stdin:
+        try:
+            server.stop_at_end_of(sys.stdin.fileno())
+        except (OSError, ValueError):
+            _fail(EXIT_BAD_OPTION, "--exit-with-stdin needs a pipe or a terminal as standard input.")
+    ready = {"url": server.url, "dialect": dialect, "emulated": True}
+    print(msgspec.json.encode(ready).decode(), flush=True)
+    # Nothing here makes cycles while it serves, and a collection would make every stream late.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    server.run()
+
+
+def main() -> None:
+    """The command line of `python -m servers`."""
+    app = App(name="python -m servers", result_action="return_value", version_flags=())
+    app.default(serve)
+    try:
+        app(exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        _fail(EXIT_BAD_OPTION, " ".join(str(error).split()))
+
+
+def _problem(port: int, max_model_len: int, ttft_ms: float, itl_ms: float, jitter_ratio: float) -> str:
+    """What is wrong with the numbers, or "". NaN is wrong everywhere."""
+    if not 0 <= port <= 65535:
+        return f"--port {port} is no port; it must be from 0 to 65535."
+    if max_model_len < 2:
+        return f"--max-model-len {max_model_len} leaves no room for a prompt and a token; it must be at least 2."
+    for name, value in (("--ttft-ms", ttft_ms), ("--itl-ms", itl_ms)):
+        if not 0 <= value <= 86_400_000:
+            return f"{name} {value:g} is out of range; it must be from 0 to 86400000 (a day)."
+    if not 0 <= jitter_ratio < 1:
+        return f"--jitter-ratio {jitter_ratio:g} is out of range; it must be at least 0 and below 1."
+    return ""
+
+
+def _raise_file_limit() -> None:
+    """As many connections as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _fail(code: int, sentence: str) -> NoReturn:
+    print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(code)
