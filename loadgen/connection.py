@@ -13,7 +13,7 @@ import struct
 import time
 from array import array
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import httptools
 
@@ -53,8 +53,7 @@ class Connection(asyncio.Protocol):
         self.raw = owner.plain  # plain sockets are written to directly: uvloop would queue until its next turn
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its class
 
     def start(self, exchange: Exchange, payload: bytes) -> None:
         self.exchange = exchange

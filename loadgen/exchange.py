@@ -130,7 +130,7 @@ class Exchange:
         micros = [(stamp - t0_ns) // 1000 for stamp in times]
         return Record(
             id=self.id,
-            scheduled_ns=self.scheduled_ns,
+            scheduled_ns=self.scheduled_ns - t0_ns,
             sent_ns=since(self.sent_ns),
             headers_ns=since(self.headers_ns),
             first_token_ns=since(times[0]) if times else None,

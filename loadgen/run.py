@@ -57,9 +57,8 @@ def embedded_model(config: Config) -> str:
         return spec.name
     if "/" in name:
         return name
-    raise ConfigError(
-        f"unknown model '{name}'; known are {', '.join(spec.name for spec in catalog.MODELS)}, or a Hugging Face id such as org/name."
-    )
+    known = ", ".join(spec.name for spec in catalog.MODELS)
+    raise ConfigError(f"unknown model '{name}'; known are {known}, or any Hugging Face id (org/name).")
 
 
 async def fit_text(plan: Plan) -> Plan:

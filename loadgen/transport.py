@@ -35,6 +35,9 @@ class Target(msgspec.Struct, frozen=True):
     url: str
     token: str | None = None
 
+    def __repr__(self) -> str:
+        return f"Target({self.url!r})"
+
     @property
     def parts(self) -> SplitResult:
         return urlsplit(self.url)
@@ -189,6 +192,8 @@ class FastTransport:
             first = errors.exceptions[0]
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
+            if not self.idle:
+                raise TransportError(f"cannot connect to {self.target.url}: {_reason(first)}.") from None
             raise TransportError(
                 f"opened {len(self.idle)} of {connections} connections to {self.target.url}, then: "
                 f"{_reason(first)}; lower the load or raise the server's limits."
@@ -294,6 +299,8 @@ def _cancel(task: asyncio.Task[None] | None) -> Callable[[], None]:
 def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "timed out"
+    if isinstance(error, ssl.SSLError):
+        return str(getattr(error, "verify_message", "") or error.reason or error)
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error) or type(error).__name__

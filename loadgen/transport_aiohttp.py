@@ -7,6 +7,7 @@ aiohttp cannot open them ahead of time. Use it to check the fast transport, not 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from array import array
 from collections.abc import Callable
 
@@ -48,7 +49,7 @@ class AiohttpTransport:
 
         trace.on_connection_create_start.append(started)
         trace.on_connection_create_end.append(ended)
-        connector = aiohttp.TCPConnector(limit=0, force_close=self._fresh)
+        connector = aiohttp.TCPConnector(limit=0, force_close=self._fresh, ssl=ssl.create_default_context())
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=self._timeout, trace_configs=[trace], auto_decompress=False
         )
@@ -88,9 +89,8 @@ class AiohttpTransport:
             exchange.fail("protocol_error", f"not HTTP: {error}", now_ns())
 
     def _broken(self, exchange: Exchange, error: aiohttp.ClientError) -> None:
-        """aiohttp tells a broken connection and a body cut short by one exception; its cause tells them apart."""
-        cut_short = exchange.status >= 0 and not isinstance(error.__cause__, OSError)
-        if cut_short and not isinstance(error, OSError):
+        """aiohttp raises one exception for a body cut short and a broken connection; only its text tells them apart."""
+        if isinstance(error, aiohttp.ClientPayloadError) and "ConnectionResetError" not in str(error):
             exchange.eof(now_ns(), self.error_message)
         else:
             exchange.fail("reset", f"connection broke: {error}", now_ns())
