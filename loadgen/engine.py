@@ -114,6 +114,9 @@ class Client:
         for _ in range(at_zero + AHEAD):
             if not self._prepare_one():
                 break
+        gc.collect()  # now, since it takes tens of milliseconds; off until the run ends, which makes no cycles
+        gc.freeze()
+        gc.disable()
 
     async def _warm_up(self) -> None:
         self._t0_ns = now_ns()
@@ -160,9 +163,6 @@ class Client:
         for exchange in self._warmed:
             self._file.write(exchange.record(t0_ns, self.job.sampling.stream))
         self._t0_ns = t0_ns
-        gc.collect()
-        gc.freeze()
-        gc.disable()
         alarm = Alarm(loop, self._open_loop if not self.closed_loop else self._closed_loop)
         self._alarm = alarm
         self._health.start(loop)

@@ -1,0 +1,47 @@
+# make demo        the main job on the embedded server: needs Python 3.11 and nothing else
+# make test        lint, types, import contracts and the whole test suite
+# make test-vllm   the same against a real vLLM for the CPU (installs it into .venv-vllm: 3.4 GB, some minutes)
+# make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> benchmarks/client_overhead.md
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: demo test lint unit test-vllm bench clean
+
+demo: .venv/installed
+	$(BIN)/loadgen run --out $(DEMO)
+
+test: lint unit
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: .venv/installed-dev
+	$(BIN)/python -m pytest
+
+test-vllm: .venv/installed-dev
+	tests/vllm/install.sh
+	$(BIN)/python -m pytest -m vllm -s tests/vllm
+
+bench: .venv/installed-dev
+	tests/vllm/install.sh
+	benchmarks/peers.sh
+	$(BIN)/python benchmarks/client_overhead.py
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "llm-dissect needs Python 3.11 or newer; name one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+.venv/installed-dev: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@ .venv/installed
+
+clean:
+	rm -rf .venv .venv-vllm .venv-peers build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
