@@ -1,0 +1,219 @@
+"""One client in one round as a row of numbers, and benchmarks/client_overhead.md made of many."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from clients import CLIENTS, Shape
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One client in one round. NaN: not measured or not reported. Microseconds are per streamed token.
+
+    ttft_error: the reported TTFT minus the time between the server's receive and first-event stamps, per request where
+    requests can be told apart, else between percentiles of the two distributions. first_late, lag: arrival as recorded
+    minus the server's send stamp, of first events and of all. deviation: of receive times from the due times.
+    """
+
+    cpu_us: float
+    life_cpu_us: float
+    rss_mb: float
+    life_rss_mb: float
+    start_s: float
+    makespan_s: float
+    spread_ms: float
+    ttft_error_p50_ms: float
+    ttft_error_p99_ms: float
+    gap_p99_ms: float
+    true_gap_p99_ms: float
+    short_gaps_percent: float
+    true_short_gaps_percent: float
+    server_pace: float
+    first_late_p99_ms: float = NAN
+    lag_p50_ms: float = NAN
+    lag_p99_ms: float = NAN
+    own_spread_ms: float = NAN
+    own_send_lag_p99_ms: float = NAN
+    own_send_lag_max_ms: float = NAN
+    deviation_p50_ms: float = NAN
+    deviation_p99_ms: float = NAN
+    marginal_cpu_us: float = NAN
+
+
+Rows = Mapping[str, Row | str]  # by client; a string says why there is no row
+Column = tuple[str, Callable[[Row], str]]
+
+TITLES = {client.name: client.title for client in CLIENTS}
+
+PREAMBLE = """# What load-generating clients cost, and how true their numbers are
+
+The embedded server streams one event a token on one core and stamps each right before it hands it to the kernel; the
+client has another core to itself and is watched from outside. Clients take turns within a round; the level of a shared
+machine drifts between rounds, so ratios are taken within a round, and every cell is the median of the rounds.
+
+- *CPU, window*: CPU time of the client's process tree from the first request received to the last event sent, per
+  streamed token. *Per token more*: CPU of the client's whole life with this output length minus that with 8 tokens, per
+  token more: start-up and report cancel out, and work that is put off until after the stream does not. *Whole life*:
+  everything, imports and report included, per token.
+- *RSS*: resident memory of the process tree in MB, within the window and over its life.
+- *Start*: from the process's start to the first measured request received. *Makespan*: as the client reports it.
+- *Send spread*: from the first to the last request of the burst as the server reads them; in brackets as the client
+  stamps them before it writes, where it does.
+- *TTFT error*: the TTFT that the client reports minus the time between the server's receive and first-event stamps: per
+  request where requests can be told apart by their id, else between percentiles of the two distributions.
+- *Event late*: arrival as the client recorded it minus the server's send stamp, over all events (for clients that keep
+  every arrival); it holds the server's write and the kernel besides the client.
+- *Gap p99*: of all inter-token gaps that the client reports, and its ratio to the server's own gaps. *Gaps < 1 ms*:
+  their share, the server's own in brackets.
+"""
+
+
+def _number(value: float, digits: int = 1, unit: str = "") -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}{unit}"
+
+
+def _pair(first: float, second: float, digits: int = 1) -> str:
+    return "-" if math.isnan(first) and math.isnan(second) else f"{_number(first, digits)} / {_number(second, digits)}"
+
+
+def _bracket(value: float, other: float, digits: int = 1) -> str:
+    return _number(value, digits) + ("" if math.isnan(other) else f" ({other:.{digits}f})")
+
+
+def _median(rows: Sequence[Row]) -> Row:
+    names = [field.name for field in dataclasses.fields(Row)]
+    values = {name: [v for row in rows if not math.isnan(v := getattr(row, name))] for name in names}
+    return Row(**{name: float(np.median(found)) if found else NAN for name, found in values.items()})
+
+
+def _ratio(rounds: Sequence[Rows], client: str, to: str, cost: Callable[[Row], float]) -> str:
+    """Median over rounds of one client's cost over another's, each ratio within its round."""
+    pairs = [(rows.get(client), rows.get(to)) for rows in rounds]
+    ratios = [cost(a) / cost(b) for a, b in pairs if isinstance(a, Row) and isinstance(b, Row)]
+    return _number(float(np.median(ratios)) if ratios else NAN, 2)
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines)) + "\n"
+
+
+COST: tuple[Column, ...] = (
+    ("CPU, window us/token", lambda row: _number(row.cpu_us, 2)),
+    ("per token more us", lambda row: _number(row.marginal_cpu_us, 2)),
+    ("whole life us/token", lambda row: _number(row.life_cpu_us, 1)),
+    ("RSS window / life MB", lambda row: _pair(row.rss_mb, row.life_rss_mb, 0)),
+    ("start s", lambda row: _number(row.start_s, 2)),
+    ("makespan s", lambda row: _number(row.makespan_s, 2)),
+)
+TRUTH: tuple[Column, ...] = (
+    ("send spread ms", lambda row: _bracket(row.spread_ms, row.own_spread_ms)),
+    ("TTFT error p50 / p99 ms", lambda row: _pair(row.ttft_error_p50_ms, row.ttft_error_p99_ms, 2)),
+    ("first event late p99 ms", lambda row: _number(row.first_late_p99_ms, 2)),
+    ("event late p50 / p99 ms", lambda row: _pair(row.lag_p50_ms, row.lag_p99_ms, 2)),
+    ("gap p99 ms (ratio to truth)", lambda row: _bracket(row.gap_p99_ms, row.gap_p99_ms / row.true_gap_p99_ms, 2)),
+    ("gaps < 1 ms %", lambda row: _bracket(row.short_gaps_percent, row.true_short_gaps_percent, 2)),
+)
+PACING: tuple[Column, ...] = (
+    ("received off its due time, p50 / p99 ms", lambda row: _pair(row.deviation_p50_ms, row.deviation_p99_ms, 2)),
+    ("own send lag p99 / max ms", lambda row: _pair(row.own_send_lag_p99_ms, row.own_send_lag_max_ms, 2)),
+)
+
+
+def _rows(rounds: Sequence[Rows], columns: Sequence[Column], ratios: bool = False) -> str:
+    """One table: a line a client, medians of the rounds, or the reason why there is none."""
+    names = [client.name for client in CLIENTS if any(client.name in rows for rows in rounds)]
+    head = ["client", *(title for title, _ in columns), *(["window / floor", "window / vLLM"] if ratios else [])]
+    lines = []
+    for name in names:
+        found = [rows[name] for rows in rounds if name in rows]
+        good = [row for row in found if isinstance(row, Row)]
+        if good:
+            median = _median(good)
+            cells = [render(median) for _, render in columns]
+            if ratios:
+                cells += [_ratio(rounds, name, to, lambda row: row.cpu_us) for to in ("floor", "vllm")]
+            lost = f" ({len(found) - len(good)} of {len(found)} rounds failed)" if len(good) < len(found) else ""
+            lines.append([TITLES[name] + lost, *cells])
+        else:
+            reason = next(str(row) for row in found).replace("|", "/")
+            lines.append([TITLES[name], f"not measured: {reason}", *[""] * (len(head) - 2)])
+    return _table(head, lines)
+
+
+def _pace(rounds: Sequence[Rows]) -> str:
+    paces = [row.server_pace for rows in rounds for row in rows.values() if isinstance(row, Row)]
+    return f"{min(paces) * 100:.0f} % to {max(paces) * 100:.0f} %" if paces else "not known"
+
+
+def _section(name: str, shape: Shape, rounds: Sequence[Rows]) -> str:
+    return (
+        f"## {name}: {shape.requests} x {shape.input_tokens} in, {shape.output_tokens} out, first token after "
+        f"{shape.ttft_ms:g} ms, then every {shape.gap_ms:g} ms: {shape.events_per_s:,.0f} events/s\n\n"
+        f"{len(rounds)} round(s). The server kept {_pace(rounds)} of the asked pace.\n\n"
+        f"{_rows(rounds, COST, ratios=True)}\n{_rows(rounds, TRUTH)}"
+    )
+
+
+def _ceiling(steps: Sequence[tuple[Shape, Row]], lag_limit_ms: float, on_pace: float) -> str:
+    head = ["asked events/s", "delivered by the server", "event late p50 / p99 ms", "CPU, window us/token", "sustained"]
+    lines, best = [], 0.0
+    for shape, row in steps:
+        delivered = shape.events_per_s * row.server_pace
+        if row.server_pace < on_pace:
+            verdict = "the server gave out first"
+        elif row.lag_p99_ms > lag_limit_ms:
+            verdict = "no"
+        else:
+            verdict, best = "yes", max(best, delivered)
+        lag = _pair(row.lag_p50_ms, row.lag_p99_ms, 2)
+        lines.append([f"{shape.events_per_s:,.0f}", f"{delivered:,.0f}", lag, _number(row.cpu_us, 2), verdict])
+    return (
+        f"## Highest rate that loadgen sustains on one core\n\n1000 streams, gaps falling, until the arrival of events "
+        f"is recorded more than {lag_limit_ms:g} ms late at p99 or the server cannot deliver the rate. Sustained: "
+        f"**{best:,.0f} events/s**.\n\n{_table(head, lines)}"
+    )
+
+
+def _machine() -> str:
+    facts = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in facts if "model name" in line), platform.machine())
+    return (
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}, {os.cpu_count()} cores ({model}), Linux {platform.release()}, "
+        f"Python {sys.version.split()[0]}"
+    )
+
+
+def write_report(
+    path: Path,
+    rounds: Mapping[str, Sequence[Rows]],
+    shapes: Mapping[str, Shape],
+    ceiling: Sequence[tuple[Shape, Row]],
+    lag_limit_ms: float,
+    on_pace: float,
+    command: str,
+) -> None:
+    parts = [PREAMBLE, f"Measured {_machine()}, by `{command}`.\n"]
+    parts += [_section(name, shapes[name], found) for name, found in rounds.items() if name in shapes]
+    if "paced" in rounds:
+        parts.append(
+            "## Keeping to a schedule: 50 requests/s, 500 requests\n\nConstant gaps; the due times are a grid, or the "
+            "client's own schedule where it reports one. One round.\n\n"
+            f"{_rows(rounds['paced'], PACING)}\nPoisson arrivals, against the client's own schedule:\n\n"
+            f"{_rows(rounds['poisson'], PACING)}"
+        )
+    if ceiling:
+        parts.append(_ceiling(ceiling, lag_limit_ms, on_pace))
+    path.write_text("\n".join(parts))

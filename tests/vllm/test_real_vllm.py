@@ -1,0 +1,217 @@
+"""loadgen against a real vLLM on the CPU, serving a tiny random Llama. Run by `make test-vllm`, a few minutes.
+
+The server's own metrics are the second opinion: what it counted and timed for the same requests, read before and after
+each run. Its times end where the token leaves the engine, so the client can only be later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loadgen import records
+
+pytestmark = pytest.mark.vllm
+
+HERE = Path(__file__).parent
+VENV = HERE.parent.parent / ".venv-vllm"
+START_TIMEOUT_S = 300
+REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 200, 512, 32
+MAX_MODEL_LEN = 1024
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    model_dir: Path
+
+    def sums(self) -> dict[str, float]:
+        """Every `_sum`, `_count` and `_total` sample of /metrics, added over labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
+            text = reply.read().decode()
+        found: dict[str, float] = {}
+        for name, value in re.findall(r"^(vllm:\w+_(?:sum|count|total))\{[^}]*\} (\S+)$", text, re.MULTILINE):
+            found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if "vllm" not in request.config.option.markexpr:
+        pytest.skip("needs a real vLLM; run `make test-vllm`")
+    if not (VENV / "installed").exists():
+        pytest.fail("vLLM is not installed; run tests/vllm/install.sh")
+    directory = tmp_path_factory.mktemp("vllm")
+    model_dir, log = directory / "tiny", directory / "server.log"
+    subprocess.run([sys.executable, str(HERE / "tiny_model.py"), str(model_dir)], check=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                str(VENV / "bin/python"), "-m", "vllm.entrypoints.openai.api_server",
+                "--model", str(model_dir), "--served-model-name", "tiny", "--load-format", "dummy",
+                "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "256",
+                "--host", "127.0.0.1", "--port", str(port), "--no-enable-prefix-caching", "--enforce-eager",
+            ],
+            env={
+                **os.environ, "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+            },
+            stdout=output, stderr=subprocess.STDOUT, cwd=directory,
+        )  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(url, process, log)
+        yield Server(url, model_dir)
+    finally:
+        if request.session.testsfailed:
+            print(f"\nthe server's log is {log}; its end:\n{log.read_text(errors='replace')[-4000:]}")
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail(f"vLLM did not become healthy (exit code {process.poll()}):\n{log.read_text(errors='replace')[-4000:]}")
+
+
+def loadgen(server: Server, out: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`loadgen run` against the server; options by flag name, e.g. input_tokens=512."""
+    given = {"url": server.url, "out": out, "seed": 1, **options}
+    flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [str(Path(sys.executable).parent / "loadgen"), "run", "--no-calibrate", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: means in ms over every request sent, warm-up included, as the client and as the server saw them."""
+
+    table: records.Table
+    client_ttft_ms: float
+    server_ttft_ms: float
+    client_tpot_ms: float
+    server_tpot_ms: float
+
+    @property
+    def later_ms(self) -> float:
+        return self.client_ttft_ms - self.server_ttft_ms
+
+
+@pytest.fixture(scope="module", params=["fast", "aiohttp"])
+def measured(request: pytest.FixtureRequest, server: Server, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return measure(server, request.param, tmp_path_factory)
+
+
+_MEASURED: dict[str, Measured] = {}
+
+
+def measure(server: Server, transport: str, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """A burst through one transport, between two looks at the server's metrics; once per transport."""
+    if transport in _MEASURED:
+        return _MEASURED[transport]
+    out = tmp_path_factory.mktemp(transport) / "run"
+    before = server.sums()
+    done = loadgen(
+        server, out, backend="vllm", requests=REQUESTS, input_tokens=INPUT_TOKENS, output_tokens=OUTPUT_TOKENS,
+        transport=transport,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    gained = {name: value - before.get(name, 0.0) for name, value in server.sums().items()}
+    assert json.loads(done.stdout.splitlines()[-1])["requests"]["ok"] == REQUESTS
+
+    table = records.read(out)[0]
+    ttft_ms = (table.first_token_ns - table.sent_ns) / 1e6
+    tpot_ms = (table.last_token_ns - table.first_token_ns) / (table.output_tokens - 1) / 1e6
+    assert gained["vllm:time_to_first_token_seconds_count"] == len(table)
+    assert gained["vllm:prompt_tokens_total"] == table.prompt_tokens.sum()
+    assert gained["vllm:generation_tokens_total"] == table.output_tokens.sum()
+    _MEASURED[transport] = Measured(
+        table,
+        float(ttft_ms.mean()),
+        gained["vllm:time_to_first_token_seconds_sum"] / len(table) * 1e3,
+        float(tpot_ms.mean()),
+        gained["vllm:request_time_per_output_token_seconds_sum"] / len(table) * 1e3,
+    )
+    return _MEASURED[transport]
+
+
+def test_every_request_is_ok_with_exact_token_counts(measured: Measured) -> None:
+    table = measured.table
+    assert table.ok.all() and int((table.phase == records.PHASES.index("measured")).sum()) == REQUESTS
+    assert (table.prompt_tokens == INPUT_TOKENS).all()
+    assert (table.output_tokens == OUTPUT_TOKENS).all()
+    # vLLM merges events when its API process lags, never splits them
+    assert (table.events >= 1).all() and (table.events <= OUTPUT_TOKENS).all()
+
+
+def test_client_is_never_earlier_than_the_servers_own_metrics(measured: Measured) -> None:
+    print(
+        f"\nTTFT mean: client {measured.client_ttft_ms:.1f} ms, vLLM's own {measured.server_ttft_ms:.1f} ms, "
+        f"client later by {measured.later_ms:.2f} ms; "
+        f"TPOT mean: client {measured.client_tpot_ms:.2f} ms, vLLM's own {measured.server_tpot_ms:.2f} ms"
+    )
+    assert measured.later_ms >= 0
+    # Both time the same tokens of the same requests, from the first to the last, so only jitter at the ends differs.
+    assert measured.client_tpot_ms == pytest.approx(measured.server_tpot_ms, rel=0.1)
+
+
+def test_transports_agree(server: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """By how much each is later than the server's own TTFT: the server's time differs between two runs, and cancels.
+
+    On a machine that vLLM fills, both wait for a core; a tenth of the TTFT holds that and would still catch a
+    transport that stamps another event or counts connecting.
+    """
+    fast, slow = (measure(server, transport, tmp_path_factory) for transport in ("fast", "aiohttp"))
+    assert abs(fast.later_ms - slow.later_ms) <= 0.1 * min(fast.server_ttft_ms, slow.server_ttft_ms)
+    assert fast.table.output_tokens.sum() == slow.table.output_tokens.sum()
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_text_prompts_have_exactly_the_asked_length(backend: str, server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = loadgen(
+        server, out, backend=backend, tokenizer=server.model_dir, requests=32, input_tokens=256, output_tokens=16
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    table = records.read(out)[0].measured()
+    assert np.unique(table.prompt_tokens).tolist() == [256]
+    assert np.unique(table.output_tokens).tolist() == [16]
+
+
+def test_too_long_a_prompt_is_one_clear_sentence(server: Server, tmp_path: Path) -> None:
+    done = loadgen(server, tmp_path / "run", backend="vllm", input_tokens=MAX_MODEL_LEN, output_tokens=32)
+    assert done.returncode == 2
+    assert str(MAX_MODEL_LEN) in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_kind_of_server_is_named(server: Server, tmp_path: Path) -> None:
+    done = loadgen(server, tmp_path / "run", backend="tgi")
+    assert done.returncode == 3
+    assert "vLLM" in done.stderr and len(done.stderr.strip().splitlines()) == 1
