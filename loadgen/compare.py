@@ -2,15 +2,16 @@
 
 Percentile bootstrap over requests: each resample draws as many requests as the run had, with replacement, and the
 interval holds the middle 95 % of the differences (or ratios) of `RESAMPLES` pairs of resamples. Gaps (itl) are drawn
-with the requests that they belong to, since gaps of one request are alike. An interval says how far the choice of
-requests within these two runs can move the number. It must never pass for the noise between one run and the next,
-and the output says so.
+with the requests that they belong to, since gaps of one request are alike. For means and gaps, a run of more than
+`MAX_UNITS` requests is drawn in that many units of neighbours, which costs no accuracy to speak of. An interval says
+how far the choice of requests within these two runs can move the number. It must never pass for the noise between one
+run and the next, and the output says so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ CONFIDENCE = 0.95
 QUANTILES = {"p50": 500, "p99": 990}
 GRID = 51  # candidate values at which a resample's share of gaps is counted
 GRID_REACH = 5.0  # of the standard error that the quantile would have if every request had one single gap
-BLOCK = 4_000_000  # weights held at once
+MAX_UNITS = 4096  # of neighbouring requests, drawn together: the standard error is known to 1 / sqrt(2 * 4096) = 1 %
+BLOCK = 1_000_000  # weights held at once
 SAME = "no difference shown"
 
 NOTES = (
@@ -55,11 +57,13 @@ def build(manifest_a: Manifest, table_a: Table, manifest_b: Manifest, table_b: T
     """The comparison as a plain dict (schema `loadgen.compare/1`); differences are B - A, ratios B / A."""
     rng = np.random.default_rng(SEED)
     measured_a, measured_b = table_a.measured(), table_b.measured()
-    ok_a, ok_b = measured_a.select(measured_a.ok), measured_b.select(measured_b.ok)
-    drawn_a, drawn_b = _bootstrap(ok_a, rng), _bootstrap(ok_b, rng)
+    drawn_a, drawn_b = _bootstrap(measured_a, rng), _bootstrap(measured_b, rng)
     rows: dict[str, dict[str, Any]] = {}
     for name in METRICS:
-        shown_a, shown_b = (metrics.summary(metrics.sample(ok, name, _RULES), "linear") for ok in (ok_a, ok_b))
+        shown_a, shown_b = (
+            metrics.summary(metrics.sample(measured, name, _RULES), _RULES.percentile)
+            for measured in (measured_a, measured_b)
+        )
         rows[name] = {
             statistic: _contrast(
                 shown_a[statistic], shown_b[statistic], (drawn_a[name, statistic], drawn_b[name, statistic])
@@ -94,24 +98,21 @@ def _identity(manifest: Manifest, measured: Table) -> dict[str, Any]:
 # Resampling. (metric, statistic) -> (RESAMPLES,) values in milliseconds, NaN where a resample does not define it.
 
 
-def _bootstrap(ok: Table, rng: np.random.Generator) -> dict[tuple[str, str], Array]:
-    columns = {name: metrics.column(ok, name, _RULES) for name in METRICS if name != "itl_ms"}
+def _bootstrap(measured: Table, rng: np.random.Generator) -> dict[tuple[str, str], Array]:
+    ok = measured.ok
+    columns = {name: metrics.column(measured, name, _RULES)[ok] for name in METRICS if name != "itl_ms"}
     drawn: dict[tuple[str, str], Array] = {}
     for name, column in columns.items():
         values = np.sort(column[~np.isnan(column)])
         for quantile, thousandths in QUANTILES.items():
             drawn[name, quantile] = quantile_resamples(values, thousandths, rng)
-    pooled = {quantile: _grid(ok, thousandths) for quantile, thousandths in QUANTILES.items()}
-    sums = _weighted_sums(np.hstack([*_means(ok, columns), *(counts for _, counts in pooled.values())]), rng)
+    grids = {quantile: _grid(measured, thousandths) for quantile, thousandths in QUANTILES.items()}
+    means, *shares = _weighted_sums([_means(measured, columns), *(counts for _, counts in grids.values())], rng)
     with np.errstate(invalid="ignore", divide="ignore"):
         for at, name in enumerate((*columns, "itl_ms")):
-            drawn[name, "mean"] = sums[:, 2 * at] / sums[:, 2 * at + 1]
-    at = 2 * len(columns) + 2
-    gaps = sums[:, at - 1]
-    for quantile, (edges, _) in pooled.items():
-        shares = sums[:, at : at + len(edges)]
-        drawn["itl_ms", quantile] = _invert(edges, shares, gaps * QUANTILES[quantile] / 1000) / 1000
-        at += len(edges)
+            drawn[name, "mean"] = means[:, 2 * at] / means[:, 2 * at + 1]
+    for (quantile, (edges_us, _)), counts in zip(grids.items(), shares, strict=True):
+        drawn["itl_ms", quantile] = _invert(edges_us, counts, means[:, -1] * (QUANTILES[quantile] / 1000)) / 1000
     return drawn
 
 
@@ -132,37 +133,52 @@ def quantile_resamples(values: Array, thousandths: int, rng: np.random.Generator
     return values[at_low] + (values[at_high] - values[at_low]) * (rest / 1000)
 
 
-def _means(ok: Table, columns: Mapping[str, Array]) -> Iterator[Array]:
-    """For every metric each request's sum and count (n, 2): a resample's mean is the ratio of their weighted sums."""
+def _means(measured: Table, columns: Mapping[str, Array]) -> Array:
+    """Each unit's sum and count for every metric (units, 2 m), itl last: a mean is a ratio of weighted sums."""
+    parts: list[NDArray[Any]] = []
     for column in columns.values():
         defined = ~np.isnan(column)
-        yield np.column_stack((np.where(defined, column, 0.0), defined))
-    gaps = np.diff(ok.itl_offsets)
-    since_first_ms = np.where(gaps > 0, (ok.last_token_ns // 1000 - ok.first_token_ns // 1000) / 1e3, 0.0)
-    yield np.column_stack((since_first_ms, gaps))  # gaps add up to last - first, whole microseconds
+        parts += [np.where(defined, column, 0.0), defined]
+    ok = measured.ok
+    gaps = np.diff(measured.itl_offsets)[ok]
+    elapsed_us = (
+        measured.last_token_ns[ok] // 1000 - measured.first_token_ns[ok] // 1000
+    )  # what a request's gaps add up to
+    each = np.column_stack([*parts, np.where(gaps > 0, elapsed_us / 1000, 0.0), gaps]).astype(np.float64)
+    return np.add.reduceat(each, _unit_starts(len(each)), axis=0) if len(each) else each
 
 
-def _grid(ok: Table, thousandths: int) -> tuple[Array, Array]:
-    """Values around a percentile of the pooled gaps, ascending (k,), in microseconds, and each request's gaps <= them.
+def _unit_starts(n: int) -> NDArray[np.int64]:
+    """Where each unit of the n ok requests begins."""
+    units = min(n, MAX_UNITS)
+    return np.arange(units) * n // units
 
-    The counts are (n, k). A resample's percentile is where its weighted counts reach the share that is asked.
+
+def _grid(measured: Table, thousandths: int) -> tuple[Array, Array]:
+    """Values around a percentile of the pooled gaps, ascending (k,), in microseconds, and each unit's gaps <= them.
+
+    The counts are (units, k). A resample's percentile is where its weighted counts reach the share that is asked.
     """
-    n, share = max(1, len(ok)), thousandths / 1000
-    reach = GRID_REACH * math.sqrt(share * (1 - share) / n)
-    pooled = np.sort(ok.itl_us)
+    n = int(measured.ok.sum())
+    pooled = metrics.sample(measured, "itl_ms", _RULES).values
     if len(pooled) == 0:
-        return np.empty(0), np.empty((len(ok), 0))
+        return np.empty(0), np.empty((min(n, MAX_UNITS), 0))
+    share = thousandths / 1000
+    reach = GRID_REACH * math.sqrt(share * (1 - share) / n)
     levels = np.clip(np.linspace(share - reach, share + reach, GRID), 0, 1)
     edges = np.unique(pooled[np.round(levels * (len(pooled) - 1)).astype(np.int64)])
-    counts = np.zeros((len(ok), len(edges)))
-    for first in range(0, len(ok), 4096):  # in blocks of requests: the gaps are many
-        last = min(first + 4096, len(ok))
-        gaps = ok.itl_us[ok.itl_offsets[first] : ok.itl_offsets[last]]
-        owner = np.repeat(np.arange(last - first), np.diff(ok.itl_offsets[first : last + 1]))
-        cell = owner * (len(edges) + 1) + np.searchsorted(edges, gaps, side="left")
-        by_cell = np.bincount(cell, minlength=(last - first) * (len(edges) + 1)).reshape(last - first, -1)
-        counts[first:last] = np.cumsum(by_cell, axis=1)[:, :-1]
-    return edges.astype(np.float64), counts
+    del pooled
+    starts, before = _unit_starts(n), 0
+    cells = np.zeros(len(starts) * (len(edges) + 1), np.int64)
+    for part in measured.blocks():
+        ok = part.ok
+        unit = np.searchsorted(starts, before + np.cumsum(ok) - 1, side="right") - 1  # of each row that is ok
+        gaps = np.diff(part.itl_offsets)
+        cell = np.repeat(unit, gaps) * (len(edges) + 1) + np.searchsorted(edges, part.itl_us, side="left")
+        cells += np.bincount(cell[np.repeat(ok, gaps)], minlength=len(cells))
+        before += int(ok.sum())
+    counts = np.cumsum(cells.reshape(len(starts), -1), axis=1)[:, :-1]
+    return edges.astype(np.float64), counts.astype(np.float64)
 
 
 def _invert(edges: Array, counts: Array, wanted: Array) -> Array:
@@ -173,18 +189,18 @@ def _invert(edges: Array, counts: Array, wanted: Array) -> Array:
     return reached
 
 
-def _weighted_sums(per_request: Array, rng: np.random.Generator) -> Array:
-    """Column sums (RESAMPLES, k) of resamples of the rows of `per_request` (n, k)."""
-    n = len(per_request)
-    if n == 0:
-        return np.zeros((RESAMPLES, per_request.shape[1]))
-    out = []
-    for first in range(0, RESAMPLES, block := max(1, min(RESAMPLES, BLOCK // n))):
-        size = min(block, RESAMPLES - first)
-        picked = rng.integers(0, n, (size, n)) + np.arange(size)[:, None] * n
-        weights = np.bincount(picked.ravel(), minlength=size * n).reshape(size, n)
-        out.append(weights.astype(np.float64) @ per_request)
-    return np.concatenate(out)
+def _weighted_sums(tables: Sequence[Array], rng: np.random.Generator) -> list[Array]:
+    """Column sums (RESAMPLES, k) of resamples of the rows of each of `tables` (n, k), the same rows in all of them."""
+    n = len(tables[0])
+    sums = [np.zeros((RESAMPLES, table.shape[1])) for table in tables]
+    block = max(1, BLOCK // max(1, n))
+    for first in range(0, RESAMPLES if n else 0, block):
+        last = min(first + block, RESAMPLES)
+        picked = rng.integers(0, n, (last - first, n))
+        weights = np.stack([np.bincount(row, minlength=n) for row in picked]).astype(np.float64)
+        for table, total in zip(tables, sums, strict=True):
+            total[first:last] = weights @ table
+    return sums
 
 
 # Contrasts.

@@ -68,8 +68,19 @@ def _decode_ms(table: Table) -> Column:
 
 
 def _pooled_gaps(table: Table) -> Sample:
-    """Every gap between neighbouring events, each one sample."""
-    return Sample(np.sort(table.itl_us), 1e-3)
+    """Every gap between neighbouring events of the ok requests, each one sample."""
+    gaps = np.empty(int(np.diff(table.itl_offsets)[table.ok].sum()), np.uint32)  # one copy, sorted in place
+    at = 0
+    for part in table.blocks():
+        kept = part.itl_us[np.repeat(part.ok, np.diff(part.itl_offsets))]
+        gaps[at : at + len(kept)] = kept
+        at += len(kept)
+    gaps.sort()
+    return Sample(gaps, 1e-3)
+
+
+def _defined(values: Column) -> Sample:
+    return Sample(np.sort(values[~np.isnan(values)]), 1.0)
 
 
 def _none(table: Table) -> Sample:
@@ -77,15 +88,14 @@ def _none(table: Table) -> Sample:
 
 
 def _request_means(table: Table) -> Sample:
-    """One mean gap a request."""
-    means = _decode_ms(table)
-    return Sample(np.sort(means[~np.isnan(means)]), 1.0)
+    """One mean gap an ok request."""
+    return _defined(_decode_ms(table)[table.ok])
 
 
 def _request_means_by_token(table: Table) -> Sample:
     """A request's mean gap, counted once for each of its gaps."""
     means = _decode_ms(table)
-    defined = ~np.isnan(means)
+    defined = ~np.isnan(means) & table.ok
     return Sample(np.sort(np.repeat(means[defined], table.output_tokens[defined] - 1)), 1.0)
 
 
@@ -195,12 +205,11 @@ def column(table: Table, metric: str, convention: Convention) -> Column:
     raise ValueError(f"{metric} is not a metric with one value a request")
 
 
-def sample(ok: Table, metric: str, convention: Convention) -> Sample:
-    """The defined values of a metric over `ok`, the requests that count."""
+def sample(measured: Table, metric: str, convention: Convention) -> Sample:
+    """The defined values of a metric over the requests that ended ok."""
     if metric == "itl_ms":
-        return convention.itl(ok)
-    values = column(ok, metric, convention)
-    return Sample(np.sort(values[~np.isnan(values)]), 1.0)
+        return convention.itl(measured)
+    return _defined(column(measured, metric, convention)[measured.ok])
 
 
 def percentile(values: NDArray[Any], thousandths: int, method: PercentileMethod) -> float:
@@ -254,18 +263,18 @@ def total(counts: NDArray[np.int64]) -> int | None:
     return int(known.sum()) if len(known) else None
 
 
-def good(ok: Table, slos_ms: Mapping[str, float], convention: Convention) -> NDArray[np.bool_]:
-    """Which requests (n,) meet every limit. Fewer than two output tokens meet any tpot; an unknown number does not.
+def good(measured: Table, slos_ms: Mapping[str, float], convention: Convention) -> NDArray[np.bool_]:
+    """Which requests (n,) ended ok and meet every limit. Below two output tokens any tpot is met; unknown meets none.
 
     Raises ValueError for a limit on anything but ttft, tpot and e2el (the names of `vllm bench serve --goodput`).
     """
-    meets = np.ones(len(ok), np.bool_)
+    meets = measured.ok
     for name, limit_ms in slos_ms.items():
         if name not in GOODPUT_METRICS:
             raise ValueError(f"goodput has no limit on {name!r}; use {', '.join(GOODPUT_METRICS)}.")
-        values = column(ok, f"{name}_ms", convention)
+        values = column(measured, f"{name}_ms", convention)
         if name == "tpot":
-            values = np.where((ok.output_tokens == 0) | (ok.output_tokens == 1), 0.0, values)
+            values = np.where((measured.output_tokens == 0) | (measured.output_tokens == 1), 0.0, values)
         meets &= values <= limit_ms  # NaN compares false: undefined is not good
     return meets
 
@@ -288,20 +297,18 @@ def peak_events_per_s(measured: Table) -> float | None:
     first = int(measured.first_token_ns[started].min())
     last = int(measured.last_token_ns.max())
     counts = np.zeros((last - first) // 1_000_000_000 + 1, np.int64)
-    rows = np.flatnonzero(started)
-    for chunk in np.array_split(rows, max(1, len(measured.itl_us) // 500_000)):
-        counts += _events_by_second(measured, chunk, first, len(counts))
+    for part in measured.blocks():
+        counts += _events_by_second(part, first, len(counts))
     if len(counts) == 1:
         return float(counts[0]) / max((last - first) / 1e9, 0.1)
     return float(counts.max())
 
 
-def _events_by_second(table: Table, rows: NDArray[np.int64], first_ns: int, seconds: int) -> NDArray[np.int64]:
-    """How many events of `rows` fall into each second since `first_ns` (seconds,)."""
-    part = table.select(np.isin(np.arange(len(table)), rows, assume_unique=True))
-    begin_us = (part.first_token_ns - first_ns) // 1000
-    walked = np.concatenate(([0], np.cumsum(part.itl_us, dtype=np.int64)))
-    since_first_us = walked[1:] - np.repeat(walked[part.itl_offsets[:-1]], np.diff(part.itl_offsets))
-    times_us = np.concatenate((begin_us, np.repeat(begin_us, np.diff(part.itl_offsets)) + since_first_us))
-    second = np.clip(times_us // 1_000_000, 0, seconds - 1)
-    return np.bincount(second, minlength=seconds)
+def _events_by_second(table: Table, first_ns: int, seconds: int) -> NDArray[np.int64]:
+    """How many events fall into each second since `first_ns` (seconds,)."""
+    begin_us = (table.first_token_ns - first_ns) // 1000
+    gaps = np.diff(table.itl_offsets)
+    walked = np.concatenate(([0], np.cumsum(table.itl_us, dtype=np.int64)))
+    later_us = walked[1:] + np.repeat(begin_us - walked[table.itl_offsets[:-1]], gaps)
+    times_us = np.concatenate((begin_us[table.first_token_ns != -1], later_us))
+    return np.bincount(np.clip(times_us // 1_000_000, 0, seconds - 1), minlength=seconds)

@@ -4,14 +4,14 @@ The file is the only source of every number that is reported: a run reads its ow
 the same directory, or on what a killed run left, gives the same numbers. Times are monotonic nanoseconds since the
 start of the run (t = 0 is when the schedule begins); null, and -1 in the columns, means that it never happened.
 
-Reading is incremental and never holds the records as objects: peak memory is about 150 bytes a request and 8 bytes a
-gap (the columns, and one copy while they are put in order).
+Reading is incremental and never holds the records as objects: a table is 122 bytes a request and 4 bytes a gap, and
+reading one that finished nearly in order takes little more.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -140,37 +140,35 @@ class Table:
         return ok
 
     def select(self, mask: NDArray[np.bool_]) -> Table:
-        """The rows where `mask` (n,) holds. The gaps of neighbouring rows are a view, not a copy."""
-        rows = np.flatnonzero(mask)
-        kept = set(self.id[rows].tolist()) if self.errors else set()
-        gaps, offsets = _gather(self.itl_us, self.itl_offsets, rows)
+        """The rows where `mask` (n,) holds, as a copy."""
+        counts = np.diff(self.itl_offsets)
+        kept = set(self.id[mask].tolist()) if self.errors else set()
         return Table(
-            **{name: getattr(self, name)[rows] for name in COLUMNS},
-            itl_us=gaps,
-            itl_offsets=offsets,
+            **{name: getattr(self, name)[mask] for name in COLUMNS},
+            itl_us=self.itl_us[np.repeat(mask, counts)],
+            itl_offsets=np.concatenate(([0], np.cumsum(counts[mask]))).astype(np.int64),
             errors={key: text for key, text in self.errors.items() if key in kept},
         )
 
+    def rows(self, first: int, last: int) -> Table:
+        """Rows `first` to `last` (exclusive), as a view."""
+        kept = set(self.id[first:last].tolist()) if self.errors else set()
+        begin, end = int(self.itl_offsets[first]), int(self.itl_offsets[last])
+        return Table(
+            **{name: getattr(self, name)[first:last] for name in COLUMNS},
+            itl_us=self.itl_us[begin:end],
+            itl_offsets=self.itl_offsets[first : last + 1] - begin,
+            errors={key: text for key, text in self.errors.items() if key in kept},
+        )
+
+    def blocks(self) -> Iterator[Table]:
+        """The rows in views of a few thousand, for work whose arrays would be larger than the gaps themselves."""
+        for first in range(0, len(self), ROWS_A_BLOCK):
+            yield self.rows(first, min(first + ROWS_A_BLOCK, len(self)))
+
     def measured(self) -> Table:
-        return self.select(self.phase == _PHASE_CODE["measured"])
-
-
-def _gather(
-    gaps: NDArray[np.uint32], offsets: NDArray[np.int64], rows: NDArray[np.int64]
-) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """The gaps of `rows` (m,) one after the other, and their offsets (m+1,)."""
-    new = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum((offsets[1:] - offsets[:-1])[rows], out=new[1:])
-    if len(rows) == 0:
-        return gaps[:0], new
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1  # neighbouring rows are copied as one block
-    firsts, lasts = np.concatenate(([0], breaks)), np.concatenate((breaks, [len(rows)])) - 1
-    if len(firsts) == 1:
-        return gaps[offsets[rows[0]] : offsets[rows[-1] + 1]], new
-    out = np.empty(new[-1], np.uint32)
-    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-        out[new[first] : new[last + 1]] = gaps[offsets[rows[first]] : offsets[rows[last] + 1]]
-    return out, new
+        """The requests that count, as a view."""
+        return self.rows(int((self.phase != _PHASE_CODE["measured"]).sum()), len(self))
 
 
 _INTEGERS = (
@@ -180,6 +178,8 @@ _INTEGERS = (
 COLUMNS = (*_INTEGERS, "outcome", "phase")
 _OUTCOME_CODE = {name: code for code, name in enumerate(OUTCOMES)}
 _PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
+GAPS_A_BLOCK = 1 << 19
+ROWS_A_BLOCK = 1 << 12
 
 
 class _Columns:
@@ -188,7 +188,8 @@ class _Columns:
     def __init__(self) -> None:
         self._integers = {name: array("q") for name in _INTEGERS}
         self._outcome, self._phase = array("b"), array("b")
-        self._gaps, self._ends = array("I"), array("q", [0])
+        self._gaps = [array("I")]  # blocks, so that growing never copies and ordering can free them one by one
+        self._gap_counts = array("I")
         self._errors: dict[int, str] = {}
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
@@ -198,14 +199,16 @@ class _Columns:
             raise ValueError(f"unknown outcome {record.outcome!r}")
         if record.phase not in _PHASE_CODE:
             raise ValueError(f"unknown phase {record.phase!r}")
+        if len(self._gaps[-1]) >= GAPS_A_BLOCK:
+            self._gaps.append(array("I"))
         try:
-            self._gaps.extend(record.itl_us)
+            self._gaps[-1].extend(record.itl_us)
             for name, column in self._integers.items():
                 value = getattr(record, name)
                 column.append(-1 if value is None else value)
         except OverflowError as error:
             raise ValueError(f"a number is out of range: {error}") from None
-        self._ends.append(len(self._gaps))
+        self._gap_counts.append(len(record.itl_us))
         self._outcome.append(_OUTCOME_CODE[record.outcome])
         self._phase.append(_PHASE_CODE[record.phase])
         if record.error and record.phase == "measured":
@@ -223,7 +226,7 @@ class _Columns:
         columns: dict[str, NDArray[np.int64]] = {}
         for name in _INTEGERS:  # each array is freed as soon as it is put in order
             columns[name] = np.asarray(self._integers.pop(name))[order]
-        gaps, offsets = _gather(np.asarray(self._gaps), np.asarray(self._ends), order)
+        gaps, offsets = self._ordered_gaps(order)
         return Table(
             **columns,
             outcome=np.asarray(self._outcome)[order],
@@ -232,6 +235,25 @@ class _Columns:
             itl_offsets=offsets,
             errors=self._errors,
         )
+
+    def _ordered_gaps(self, order: NDArray[np.int64]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """All gaps, those of row order[0] first, and their offsets. Frees every block as soon as it is copied."""
+        counts = np.asarray(self._gap_counts)
+        offsets = np.zeros(len(order) + 1, np.int64)
+        np.cumsum(counts[order], out=offsets[1:])
+        begins = np.empty(len(order), np.int64)
+        begins[order] = offsets[:-1]
+        out = np.empty(int(offsets[-1]), np.uint32)
+        targets = zip(begins.tolist(), counts.tolist(), strict=True)
+        self._gaps.reverse()
+        while self._gaps:
+            block = np.asarray(self._gaps.pop())
+            at = 0
+            while at < len(block):
+                begin, count = next(targets)
+                out[begin : begin + count] = block[at : at + count]
+                at += count
+        return out, offsets
 
 
 def table(records: Iterable[Record]) -> Table:

@@ -47,9 +47,10 @@ def build(
         raise ReportError(f"Unknown convention {convention!r}; use one of {', '.join(CONVENTIONS)}.")
     rules = CONVENTIONS[convention]
     measured = table.measured()
-    ok = measured.select(measured.ok)
+    ok = measured.ok
+    n_ok = int(ok.sum())
     duration_s = metrics.duration_s(measured, rules)
-    prompt, output = metrics.total(ok.prompt_tokens), metrics.total(ok.output_tokens)
+    prompt, output = metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok])
     by_outcome = Counter(measured.outcome.tolist())
     report: Report = {
         "schema": SCHEMA,
@@ -64,19 +65,19 @@ def build(
         "convention_differs": rules.differs,
         "requests": {
             "planned": manifest.requests_planned,
-            "ok": len(ok),
-            "failed": len(measured) - len(ok),
+            "ok": n_ok,
+            "failed": len(measured) - n_ok,
             "by_outcome": {OUTCOMES[code]: by_outcome[code] for code in sorted(by_outcome)},
         },
         "tokens": {"prompt": prompt, "output": output},
         "duration_s": duration_s,
         "throughput": {
-            "requests_per_s": _per_s(len(ok), duration_s),
+            "requests_per_s": _per_s(n_ok, duration_s),
             "output_tokens_per_s": _per_s(output, duration_s),
             "total_tokens_per_s": _per_s(None if prompt is None or output is None else prompt + output, duration_s),
         },
-        "metrics": {name: metrics.summary(metrics.sample(ok, name, rules), rules.percentile) for name in METRICS},
-        "goodput": _goodput(ok, slos, rules, duration_s),
+        "metrics": {name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS},
+        "goodput": _goodput(measured, slos, rules, duration_s),
         "burst": _burst(measured),
         "connect_ms": _connect(facts),
         "client": _client(facts),
@@ -96,13 +97,13 @@ def _per_s(count: int | None, duration_s: float | None) -> float | None:
 
 
 def _goodput(
-    ok: Table, slos: Mapping[str, float] | None, rules: Convention, duration_s: float | None
+    measured: Table, slos: Mapping[str, float] | None, rules: Convention, duration_s: float | None
 ) -> dict[str, Any] | None:
     """Requests that met every limit, and how many of them a second (`request_goodput` of `vllm bench serve`)."""
     if not slos:
         return None
     try:
-        good = int(metrics.good(ok, slos, rules).sum())
+        good = int(metrics.good(measured, slos, rules).sum())
     except ValueError as error:
         raise ReportError(str(error)) from None
     return {"slos_ms": dict(slos), "good": good, "request_goodput": _per_s(good, duration_s)}
@@ -220,9 +221,8 @@ def _curves(report: Report, table: Table, label: str | None = None) -> Any:
     from loadgen import figures
 
     measured = table.measured()
-    ok = measured.select(measured.ok)
     rules = CONVENTIONS[report["convention"]]
-    samples = {name: metrics.sample(ok, name, rules) for name in figures.PANELS}
+    samples = {name: metrics.sample(measured, name, rules) for name in figures.PANELS}
     return figures.Curves(printable(label or _name(report)), report["emulated"], samples)
 
 
