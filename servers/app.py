@@ -19,16 +19,20 @@ import msgspec
 from cyclopts import App, CycloptsError, Parameter
 
 from servers import faults
+from servers.lightllm import LightLLM
 from servers.openai import OpenAI
 from servers.server import Server
 from servers.stamps import Stamps
+from servers.tgi import TGI
 from servers.timing import FixedTiming
 from servers.wire import Dialect, Settings
 
-DialectName = Literal["vllm", "openai"]
+DialectName = Literal["vllm", "openai", "tgi", "lightllm"]
 DIALECTS: dict[DialectName, Callable[[Settings], Dialect]] = {
     "vllm": lambda settings: OpenAI("vllm", settings),
     "openai": lambda settings: OpenAI("openai", settings),
+    "tgi": TGI,
+    "lightllm": LightLLM,
 }
 EXIT_BAD_OPTION = 2
 EXIT_NOT_LISTENING = 3
@@ -89,7 +93,7 @@ def serve(
     if problem:
         _fail(EXIT_BAD_OPTION, problem)
     try:
-        parsed = tuple(faults.parse(text) for text in fault)
+        parsed = tuple(faults.parse(text, dialect) for text in fault)
     except ValueError as error:
         _fail(EXIT_BAD_OPTION, str(error))
     api_key = None

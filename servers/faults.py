@@ -23,6 +23,8 @@ KINDS = {
     "wrong_prompt_tokens": "one prompt token too many reported",
     "garbage": "an event midway that is no JSON",
 }
+# What a dialect has no way to say: TGI and LightLLM report no cached tokens, and nothing ends their streams.
+UNKNOWN = {"tgi": ("cached", "no_done"), "lightllm": ("cached", "no_done")}
 MIDWAY = frozenset({"reset", "truncate", "stall", "stream_error", "garbage"})
 
 
@@ -33,7 +35,7 @@ class Fault:
     status: int = 0
 
 
-def parse(text: str) -> Fault:
+def parse(text: str, dialect: str) -> Fault:
     """`KIND:EVERY`, or `http_error:STATUS:EVERY`. Raises ValueError with one sentence."""
     kind, *numbers = text.split(":")
     with_status = f"{kind}:STATUS" in KINDS
@@ -42,6 +44,8 @@ def parse(text: str) -> Fault:
     if len(numbers) != 1 + with_status or not all(number.isdecimal() and int(number) > 0 for number in numbers):
         form = "http_error:STATUS:EVERY" if with_status else f"{kind}:EVERY"
         raise ValueError(f"fault {text!r} is not of the form {form}, each a whole number from 1.")
+    if kind in UNKNOWN.get(dialect, ()):
+        raise ValueError(f"fault {text!r} cannot happen here: the {dialect} protocol has nothing of the kind.")
     status = int(numbers[0]) if with_status else 0
     if with_status and not 400 <= status <= 599:
         raise ValueError(f"fault {text!r}: {status} is no error status; it must be from 400 to 599.")

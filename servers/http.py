@@ -149,10 +149,9 @@ class Connection:
             self._server.handle(self, self._current)
 
     def _refuse(self, status: int, message: str) -> None:
-        if self.reply is not None:  # cannot be told within the reply that is under way
+        if self._current is not None:  # cannot be told within the reply that is under way
             self.close()
             return
-        self._current = None
         self.respond(self._server.dialect.error(status, message))
 
     # -- answering

@@ -24,11 +24,11 @@ from servers.wire import (
     Refusal,
     Settings,
     Wire,
+    count_words,
     encode_json,
     json_page,
     output_text,
     span,
-    words,
 )
 
 VERSION = "0.32.0"
@@ -135,7 +135,7 @@ class OpenAI:
             body, prompt = self._one_of_list(raw, error)
         except msgspec.DecodeError as error:
             raise Refusal(self.error(400, f"JSON decode error: {error}")) from None
-        n_prompt = words(prompt) if isinstance(prompt, str) else len(prompt)
+        n_prompt = count_words(prompt) if isinstance(prompt, str) else len(prompt)
         asked = 16 if body.max_tokens is None else body.max_tokens
         n_output = self._admitted(body, n_prompt, asked)
         return Answer(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
@@ -160,7 +160,7 @@ class OpenAI:
         for message in body.messages:
             parts = message.content if isinstance(message.content, list) else [Part(message.content or "")]
             texts += [part.text for part in parts]
-        n_prompt = CHAT_TEMPLATE_TOKENS + sum(map(words, texts))
+        n_prompt = CHAT_TEMPLATE_TOKENS + sum(map(count_words, texts))
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         asked = self._settings.max_model_len - n_prompt if asked is None else asked
         n_output = self._admitted(body, n_prompt, asked)

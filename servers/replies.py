@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from servers.faults import MIDWAY, Fault
 from servers.wire import Finish, Page, Wire
@@ -41,7 +41,6 @@ class Reply:
         self.count = 0
         self.first_ns = self.last_ns = 0
         self.stamps = array("q")
-        self.ticket: Any = None  # the timing's
         self._server = server
         self.connection = connection
         self._wire = wire

@@ -152,11 +152,11 @@ class Server:
         try:
             wire = self.dialect.asks[request.path](request.body, request_id or f"{self._ids.getrandbits(128):032x}")
         except Refusal as refusal:
-            self.telemetry.refused("invalid request")
+            self.telemetry.refused("validation")
             connection.respond(refusal.page)
             return
         if wire.streaming and request.http_1_0:
-            self.telemetry.refused("invalid request")
+            self.telemetry.refused("validation")
             connection.respond(self.dialect.error(505, "a stream needs HTTP/1.1."))
             return
         reply = Reply(self, connection, wire, self._requests, request_id, fault)

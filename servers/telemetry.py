@@ -13,8 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Quantity = Literal["ttft", "itl", "tpot", "e2e", "decode", "queue", "prompt_tokens", "output_tokens", "asked_tokens"]
-SECONDS: frozenset[Quantity] = frozenset({"ttft", "itl", "tpot", "e2e", "decode", "queue"})
+Tokens = Literal["prompt_tokens", "output_tokens", "asked_tokens"]
+Seconds = Literal[
+    "ttft", "itl", "tpot", "mean", "e2e", "decode", "queue"
+]  # tpot leaves the first token out, mean does not
+Quantity = Seconds | Tokens
 
 
 class Progress(Protocol):
@@ -60,8 +63,8 @@ class Histogram:
         self.unit = unit
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-        self._limits = [bound * unit for bound in bounds]
+        self.sum: float = 0
+        self._limits = [round(bound * unit) for bound in bounds]
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self._limits, value)] += 1
@@ -84,7 +87,7 @@ class Telemetry:
         self._series = series
         self._labels = labels
         self._histograms = {
-            each.name: Histogram(each.bounds, 1_000_000_000 if each.quantity in SECONDS else 1)
+            each.name: Histogram(each.bounds, 1 if each.quantity.endswith("_tokens") else 1_000_000_000)
             for each in series
             if isinstance(each, Distribution)
         }
@@ -138,6 +141,7 @@ class Telemetry:
         self.finished[finish] += 1
         self._observe("queue", 0)
         self._observe("e2e", reply.last_ns - reply.received_ns)
+        self._observe("mean", (reply.last_ns - reply.received_ns) / reply.count)
         self._observe("decode", reply.last_ns - reply.first_ns)
         if reply.count > 1:
             self._observe("tpot", (reply.last_ns - reply.first_ns) / (reply.count - 1))

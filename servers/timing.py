@@ -13,78 +13,91 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Reply(Protocol):
-    """What is scheduled. `ticket` belongs to the timing: it finds the reply again when it is cancelled."""
+    """What is scheduled; `index` numbers the requests and is below 2**32."""
 
     index: int
     received_ns: int
     n_tokens: int
-    ticket: Any
 
     def emit(self) -> None:
         """Sends the next token."""
 
 
-# A heap entry: [due_ns, the request's number, reply or None once cancelled, tokens left, next interval or None]
-Ticket = list[Any]
+_INDEX_BITS = 32
+_INDEX = (1 << _INDEX_BITS) - 1
 
 
 class FixedTiming:
-    """Times are monotonic nanoseconds. Replies due at the same time come in the order of their numbers."""
+    """Times are monotonic nanoseconds. Replies due at the same time come in the order of their numbers.
+
+    The queue is a heap of plain integers, the due time above the reply's number: at 100,000 tokens a second the
+    comparison of anything richer would be a tenth of all work.
+    """
 
     def __init__(self, ttft_ns: int, itl_ns: int, jitter_ratio: float = 0.0, seed: int = 0) -> None:
         self._ttft_ns = ttft_ns
         self._itl_ns = itl_ns
         self._jitter_ratio = jitter_ratio
         self._seed = seed
-        self._heap: list[Ticket] = []
+        self._heap: list[int] = []
+        self._pending: dict[int, _Pending] = {}
 
     def submit(self, reply: Reply) -> None:
         """Schedules all tokens of `reply`. Submitted late, they are due at once, in order."""
-        draw = self._draw(reply.index)
-        first_ns = self._ttft_ns if draw is None else draw(self._ttft_ns)
-        reply.ticket = [reply.received_ns + first_ns, reply.index, reply, reply.n_tokens, draw]
-        heapq.heappush(self._heap, reply.ticket)
+        pending = _Pending(reply, self._draw(reply.index))
+        first_ns = self._ttft_ns if pending.draw is None else pending.draw(self._ttft_ns)
+        self._pending[reply.index] = pending
+        heapq.heappush(self._heap, (reply.received_ns + first_ns) << _INDEX_BITS | reply.index)
 
     def cancel(self, reply: Reply) -> None:
         """Nothing more of `reply` will be due. Its place in the queue goes when its time comes."""
-        if reply.ticket is not None:
-            reply.ticket[2] = None
-            reply.ticket = None
+        self._pending.pop(reply.index, None)
 
     def next_due_ns(self) -> int | None:
         """When something is due next."""
-        return self._heap[0][0] if self._heap else None
+        return self._heap[0] >> _INDEX_BITS if self._heap else None
 
     def pop(self, now_ns: int) -> Reply | None:
         """The reply whose next token is due longest at `now_ns`, or None: nothing is due yet. Never early."""
         heap = self._heap
+        until = now_ns << _INDEX_BITS | _INDEX
         while heap:
-            ticket = heap[0]
-            if ticket[0] > now_ns:
+            key = heap[0]
+            if key > until:
                 return None
-            reply: Reply | None = ticket[2]
-            if reply is None:
+            pending = self._pending.get(key & _INDEX)
+            if pending is None:
                 heapq.heappop(heap)
                 continue
-            ticket[3] -= 1
-            if ticket[3]:
-                draw = ticket[4]
-                ticket[0] += self._itl_ns if draw is None else draw(self._itl_ns)
-                heapq.heapreplace(heap, ticket)
+            pending.n_left -= 1
+            if pending.n_left:
+                gap_ns = self._itl_ns if pending.draw is None else pending.draw(self._itl_ns)
+                heapq.heapreplace(heap, key + (gap_ns << _INDEX_BITS))
             else:
                 heapq.heappop(heap)
-                reply.ticket = None
-            return reply
+                del self._pending[key & _INDEX]
+            return pending.reply
         return None
 
     def _draw(self, index: int) -> Callable[[int], int] | None:
-        """The jittered intervals of request `index`, in nanoseconds; None where all are exact."""
+        """Jitters the intervals of request `index`, given and returned in nanoseconds; None where all are exact."""
         if not self._jitter_ratio:
             return None
         uniform = random.Random(f"{self._seed}:{index}").random
         low, width = 1 - self._jitter_ratio, 2 * self._jitter_ratio
         return lambda interval_ns: int(interval_ns * (low + width * uniform()))
+
+
+class _Pending:
+    """A reply in the queue: how many tokens are left, and its jitter."""
+
+    __slots__ = ("draw", "n_left", "reply")
+
+    def __init__(self, reply: Reply, draw: Callable[[int], int] | None) -> None:
+        self.reply = reply
+        self.n_left = reply.n_tokens
+        self.draw = draw

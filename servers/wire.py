@@ -19,8 +19,8 @@ Finish = Literal["length", "stop"]  # in the words of OpenAI; a dialect says it 
 
 # The text of the output tokens: they repeat, so that a reply can be checked by its text.
 WORDS: tuple[str, ...] = (
-    " the", " of", " and", " to", " in", " is", " that", " for", " model", " token", " layer", " batch", " cache",
-    " weight", " gradient", " attention",
+    " the", " of", " and", " to", " in", " is", " that", " for", " model", " token", " layer", " batch",
+    " input/output", " naïve", " gradient", " attention",
 )  # fmt: skip
 CHAT_TEMPLATE_TOKENS = 5  # what a chat template adds to the words of the messages
 
@@ -101,7 +101,7 @@ def json_page(status: int, value: Any, headers: tuple[tuple[str, str], ...] = ()
     return Page(status, encode_json(value), headers=headers)
 
 
-def words(text: str) -> int:
+def count_words(text: str) -> int:
     """The embedded servers' tokenizer: a word between spaces is a token."""
     return len(text.split())
 
