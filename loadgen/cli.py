@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tomllib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -131,9 +132,13 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
     for token in queue:
         if token == "--config" or token.startswith("--config="):
             name = token.partition("=")[2] or next(queue, "")
-            if not Path(name).is_file():
-                raise ConfigError(f"--config: there is no file '{name}'.")
-            files.append(Toml(name, must_exist=True, root_keys=()))
+            try:
+                tomllib.loads(Path(name).read_text(encoding="utf-8"))
+            except OSError as error:
+                raise ConfigError(f"--config: cannot read '{name}': {error.strerror}.") from None
+            except ValueError as error:
+                raise ConfigError(f"--config: {name} is not TOML: {error}.") from None
+            files.append(Toml(name, must_exist=True, use_commands_as_keys=False))
         else:
             rest.append(token)
     return rest, files
@@ -143,9 +148,10 @@ def _user_errors() -> tuple[type[Exception], ...]:
     """Mistakes that end with exit code 2: imported late, since most commands never meet them."""
     from backends import UnknownBackend
     from loadgen.records import RecordsError
+    from loadgen.report import ReportError
     from loadgen.workload import WorkloadError
 
-    return (ConfigError, runs.RunError, UnknownBackend, RecordsError, WorkloadError)
+    return (ConfigError, runs.RunError, UnknownBackend, RecordsError, ReportError, WorkloadError)
 
 
 def invoke(tokens: Sequence[str]) -> int:

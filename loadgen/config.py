@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
@@ -100,8 +101,15 @@ class Config:
 
     def _check_together(self) -> None:
         if self.url is not None:
-            if not self.url.startswith(("http://", "https://")) or len(self.url) < 9:
-                raise ConfigError(f"--url is '{self.url}'; it must begin with http:// or https://.")
+            try:
+                parts = urlsplit(self.url)
+                complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            except ValueError:
+                complete = False
+            if not complete:
+                raise ConfigError(f"--url is '{self.url}'; it must look like http://HOST:PORT or https://HOST.")
+            if parts.username is not None:
+                raise ConfigError("--url holds a user name, which would be written down; use --api-key-env instead.")
             if self.launch is not None:
                 raise ConfigError("--url measures a running server and --launch starts one; give one of them.")
         if self.concurrency is not None and self.arrival is not None:

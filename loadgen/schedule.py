@@ -56,7 +56,7 @@ def draw(arrival: Arrival, requests: int | None, duration_s: float | None, seed:
     if arrival.kind == "burst":
         return np.zeros(requests or 0, np.int64)
     rng = np.random.default_rng((seed, 0xA771))
-    times: list[NDArray[np.float64]] = []
+    times: list[NDArray[np.float64]] = [np.empty(0)]
     count, end_s = 0, 0.0
     while (requests is None or count < requests) and (duration_s is None or end_s < duration_s):
         if arrival.kind == "constant":

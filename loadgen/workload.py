@@ -36,6 +36,8 @@ end
 """
 WORDS = _WORDS_TEXT.split()
 
+FILLERS = (" a", " I", " 1", ".", ",", "!", "?", "\n", " .")  # one of them is one token more in any vocabulary
+
 
 class WorkloadError(Exception):
     """A dataset or tokenizer that cannot be used. One sentence, the line numbered."""
@@ -116,17 +118,27 @@ class Text:
 
 
 def exact_text(words: Sequence[str], n_tokens: int, count: Callable[[str], int] | None) -> str:
-    """Words, repeated or cut, that count exactly `n_tokens`; the nearest that words allow where no cut is exact."""
-    if count is None:
-        return " ".join([*words, *words][:n_tokens])
-    n_words = n_tokens
-    text = ""
-    for _ in range(16):
-        text = " ".join((list(words) * (n_words // len(words) + 1))[:n_words])
-        surplus = count(text) - n_tokens
-        if surplus == 0:
-            break
-        n_words = max(1, n_words - (surplus if abs(surplus) > 1 else int(surplus > 0) or -1))
+    """Words, repeated or cut, that count exactly `n_tokens`; the nearest shorter text where no filling is exact."""
+
+    def cut(n_words: int) -> str:
+        return " ".join((list(words) * (n_words // len(words) + 1))[:n_words])
+
+    text = cut(n_tokens)
+    if count is None or count(text) == n_tokens:
+        return text
+    least, most = 0, n_tokens  # a word is at least one token: find the most words that fit
+    while least < most:
+        middle = (least + most + 1) // 2
+        if count(cut(middle)) <= n_tokens:
+            least = middle
+        else:
+            most = middle - 1
+    text = cut(least)
+    missing = n_tokens - count(text)
+    for filler in FILLERS:
+        filled = text + filler * missing
+        if count(filled) == n_tokens:
+            return filled
     return text
 
 
