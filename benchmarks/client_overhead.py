@@ -40,7 +40,10 @@ C = Shape(requests=5000, output_tokens=32, ttft_ms=5000, gap_ms=50)
 PACED = Shape(requests=500, output_tokens=16, ttft_ms=50, gap_ms=10, rate_per_s=50)
 POISSON = dataclasses.replace(PACED, law="poisson")
 QUICK = Shape(requests=50, output_tokens=16, ttft_ms=50, gap_ms=10)
-RAMP_GAPS_MS = (10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0)
+RAMP_GAPS_MS = (20.0, 14.0, 10.0, 8.0, 7.0, 6.0, 5.0, 4.0)
+RAMP_TRIES = (
+    2  # a rate counts as sustained when one of them held it: on a shared machine any single one may be disturbed
+)
 
 OURS = ("loadgen", "loadgen-kernel", "loadgen-aiohttp")
 
@@ -147,7 +150,8 @@ def pacing_ms(truth: Truth, reported: Reported, shape: Shape) -> dict[str, float
     if reported.send_lag_ms is not None and reported.sent_ns is not None:
         found["own_send_lag_p99_ms"] = float(np.percentile(reported.send_lag_ms, 99))
         found["own_send_lag_max_ms"] = float(reported.send_lag_ms.max())
-        due_ns = np.sort(reported.sent_ns - reported.send_lag_ms * 1e6)
+        if shape.law == "poisson":
+            due_ns = np.sort(reported.sent_ns - reported.send_lag_ms * 1e6)
     late_ns = truth.received_ns - truth.received_ns[0] - (due_ns - due_ns[0])
     deviation_ms = np.abs(late_ns - np.median(late_ns)) / 1e6
     found["deviation_p50_ms"], found["deviation_p99_ms"] = np.percentile(deviation_ms, [50, 99]).tolist()
@@ -157,7 +161,7 @@ def pacing_ms(truth: Truth, reported: Reported, shape: Shape) -> dict[str, float
 def judge(watched: Watched, truth: Truth, reported: Reported, shape: Shape) -> Row:
     first_ns, last_ns = truth.window_ns
     gaps_ms = reported.gaps_ms
-    stream_s = (last_ns - int(truth.first_ns.min())) / 1e9
+    stream_ms = float(np.median([each[-1] - each[0] for each in truth.events])) / 1e6
     return Row(
         cpu_us=watched.cpu_between_ns(first_ns, last_ns) / 1e3 / truth.tokens,
         life_cpu_us=watched.life_cpu_ns / 1e3 / truth.tokens,
@@ -170,7 +174,7 @@ def judge(watched: Watched, truth: Truth, reported: Reported, shape: Shape) -> R
         true_gap_p99_ms=float(np.percentile(truth.gaps_ms, 99)),
         short_gaps_percent=NAN if gaps_ms is None else float((gaps_ms < 1).mean()) * 100,
         true_short_gaps_percent=float((truth.gaps_ms < 1).mean()) * 100,
-        server_pace=(shape.output_tokens - 1) * shape.gap_ms / 1e3 / stream_s,
+        server_pace=(shape.output_tokens - 1) * shape.gap_ms / stream_ms,
         **errors_ms(truth, reported),
         **pacing_ms(truth, reported, shape),
     )
@@ -232,16 +236,27 @@ class Bench:
 
     def ceiling(self, client: Client) -> list[tuple[Shape, Row]]:
         """Rates rising until the client's receive lag passes the limit or the server cannot deliver the rate."""
-        steps = []
+        steps: list[tuple[Shape, Row]] = []
         for gap_ms in RAMP_GAPS_MS:
-            shape = dataclasses.replace(B, gap_ms=gap_ms, output_tokens=int(2000 / gap_ms))
-            row = self.round([client], shape, f"{shape.events_per_s:,.0f} events/s")[client.name]
-            if not isinstance(row, Row):
+            shape = dataclasses.replace(A, gap_ms=gap_ms, output_tokens=int(2000 / gap_ms))
+            tries: list[Row] = []
+            for _ in range(RAMP_TRIES):
+                row = self.round([client], shape, f"{shape.events_per_s:,.0f} events/s")[client.name]
+                if isinstance(row, Row):
+                    tries.append(row)
+                    if held(row):
+                        break
+            if not tries:
                 break
-            steps.append((shape, row))
-            if row.lag_p99_ms > LAG_LIMIT_MS or row.server_pace < ON_PACE:
+            steps.append((shape, min(tries, key=lambda row: (not held(row), row.lag_p99_ms))))
+            if not held(steps[-1][1]):
                 break
         return steps
+
+
+def held(row: Row) -> bool:
+    """The client kept up with the rate, and the server delivered it."""
+    return row.lag_p99_ms <= LAG_LIMIT_MS and row.server_pace >= ON_PACE
 
 
 def model_name(url: str) -> str:
@@ -285,9 +300,10 @@ def main() -> None:
     there = [client for client in asked if client.name not in missing]
     ours = [client for client in there if client.name in OURS]
     leanest = [client for client in there if client.name in ("floor", "loadgen", "loadgen-kernel")]
+    many = [client for client in there if client in leanest or client.name in ("sglang", "vllm")]
     rounds: dict[str, list[dict[str, Row | str]]] = {}
     plan: list[tuple[str, Shape, Sequence[Client]]]
-    plan = [("quick", QUICK, there)] if options.quick else [("A", A, there), ("B", B, leanest), ("C", C, leanest)]
+    plan = [("quick", QUICK, there)] if options.quick else [("A", A, there), ("B", B, leanest), ("C", C, many)]
     for number in range(1 if options.quick else options.rounds):
         for name, shape, clients in plan:
             label = f"round {number + 1} {name}"

@@ -182,7 +182,8 @@ def _ceiling(steps: Sequence[tuple[Shape, Row]], lag_limit_ms: float, on_pace: f
         lines.append([f"{shape.events_per_s:,.0f}", f"{delivered:,.0f}", lag, _number(row.cpu_us, 2), verdict])
     return (
         f"## Highest rate that loadgen sustains on one core\n\n1000 streams, gaps falling, until the arrival of events "
-        f"is recorded more than {lag_limit_ms:g} ms late at p99 or the server cannot deliver the rate. Sustained: "
+        f"is recorded more than {lag_limit_ms:g} ms late at p99 or the server cannot deliver the rate; the better of up to two "
+        f"tries at each. Sustained: "
         f"**{best:,.0f} events/s**.\n\n{_table(head, lines)}"
     )
 
@@ -209,8 +210,8 @@ def write_report(
     parts += [_section(name, shapes[name], found) for name, found in rounds.items() if name in shapes]
     if "paced" in rounds:
         parts.append(
-            "## Keeping to a schedule: 50 requests/s, 500 requests\n\nConstant gaps; the due times are a grid, or the "
-            "client's own schedule where it reports one. One round.\n\n"
+            "## Keeping to a schedule: 50 requests/s, 500 requests\n\nConstant gaps, so the due times are a grid, "
+            "laid through the median. One round.\n\n"
             f"{_rows(rounds['paced'], PACING)}\nPoisson arrivals, against the client's own schedule:\n\n"
             f"{_rows(rounds['poisson'], PACING)}"
         )

@@ -3,7 +3,8 @@
     python tests/vllm/tiny_model.py DIR
 
 The tokenizer is a byte-level BPE trained on Python's own standard library, so any text round-trips and nothing has to
-be downloaded. Needs only the `tokenizers` package. The real-vLLM test serves it; the benchmark's peers tokenize.
+be downloaded. Needs only the `tokenizers` package. The real-vLLM test serves it; other tools tokenize with it in the
+benchmark.
 """
 
 from __future__ import annotations
