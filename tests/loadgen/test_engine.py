@@ -23,12 +23,12 @@ from tests.loadgen.scripted import CLOSE, STREAM_HEAD, Scripted, chunk, event, s
 
 
 def plan(url: str, arrival: str = "burst", **job: object) -> Plan:
-    values = dict(
+    values = Job(
         run_id="r", version="0", model="m", sampling=Sampling(3), requests=20, duration_s=None, concurrency=None,
         warmup=0, seed=1, timeouts=Timeouts(2.0, 2.0, 2.0, 5.0),
     )  # fmt: skip
     return Plan(
-        job=Job(**(values | job)),  # type: ignore[arg-type]
+        job=msgspec.structs.replace(values, **job),
         backend="vllm",
         target=Target(url),
         transport="fast",

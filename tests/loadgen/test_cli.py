@@ -1,0 +1,217 @@
+"""The command line: every option reaches the run, and every mistake is one sentence with its exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from cyclopts import Parameter
+
+from loadgen import cli
+from loadgen.config import Config, ConfigError
+
+# A value that differs from the default, as typed and as it must arrive.
+VALUES: dict[str, tuple[list[str], Any]] = {
+    "backend": (["tgi"], "tgi"),
+    "model": (["70b"], "70b"),
+    "url": (["http://h:1"], "http://h:1"),
+    "launch": (["embedded"], "embedded"),
+    "requests": (["7"], 7),
+    "duration": (["2.5"], 2.5),
+    "input_tokens": (["9"], 9),
+    "output_tokens": (["3"], 3),
+    "arrival": (["poisson:2"], "poisson:2"),
+    "concurrency": (["5"], 5),
+    "warmup": (["0"], 0),
+    "dataset": (["d.jsonl"], Path("d.jsonl")),
+    "tokenizer": (["dir"], "dir"),
+    "vocab_size": (["100"], 100),
+    "seed": (["3"], 3),
+    "workers": (["auto"], "auto"),
+    "transport": (["aiohttp"], "aiohttp"),
+    "connect": (["fresh"], "fresh"),
+    "kernel_timestamps": ([], True),
+    "api_key_env": (["KEY"], "KEY"),
+    "connect_timeout": (["1.5"], 1.5),
+    "first_byte_timeout": (["1.5"], 1.5),
+    "idle_timeout": (["1.5"], 1.5),
+    "total_timeout": (["1.5"], 1.5),
+    "goodput": (["ttft:5", "e2el:9"], ("ttft:5", "e2el:9")),
+    "out": (["dir"], Path("dir")),
+}
+SWITCHES = {"stream": "--no-stream", "calibrate": "--no-calibrate"}
+NEEDS = {"duration": ["--concurrency", "2"]}
+
+
+@pytest.fixture
+def configs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Config]]:
+    """What `run` is called with, instead of running."""
+    seen: list[Config] = []
+
+    def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
+        seen.append(config or Config())
+        return 0
+
+    monkeypatch.setattr(cli, "run", run)
+    yield seen
+
+
+def test_the_list_above_is_complete() -> None:
+    assert set(VALUES) | set(SWITCHES) == {field.name for field in dataclasses.fields(Config)}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_flag_arrives(name: str, configs: list[Config]) -> None:
+    typed, value = VALUES[name]
+    assert cli.invoke(["run", "--" + name.replace("_", "-"), *typed, *NEEDS.get(name, [])]) == 0
+    assert getattr(configs[0], name) == value != getattr(Config(), name)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_every_switch_arrives(name: str, configs: list[Config]) -> None:
+    assert cli.invoke(["run", SWITCHES[name]]) == 0
+    assert getattr(configs[0], name) is False
+
+
+def test_config_file_is_the_flags_and_flags_win(tmp_path: Path, configs: list[Config]) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('requests = 5\noutput_tokens = 4\nstream = false\ngoodput = ["ttft:5"]\nout = "x"\n')
+    assert cli.invoke(["run", "--config", str(file), "--requests", "6"]) == 0
+    (config,) = configs
+    assert (config.requests, config.output_tokens, config.stream) == (6, 4, False)
+    assert (config.goodput, config.out) == (("ttft:5",), Path("x"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("requets = 6", "Did you mean --requests"), ('requests = "x"', "int"), ("requests = 0", "--requests is 0"),
+        ("requests = ", "is not TOML"), ("requests = \xff", "is not TOML"),
+    ],
+)  # fmt: skip
+def test_bad_config_file(tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.toml"
+    file.write_bytes(text.encode("latin-1"))
+    assert one_sentence(["run", "--config", str(file)], 2, capsys, message)
+
+
+def one_sentence(argv: list[str], code: int, capsys: pytest.CaptureFixture[str], message: str) -> str:
+    assert cli.invoke(argv) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    said = [text for text in captured.err.splitlines() if text.startswith("loadgen: ")]
+    assert len(said) == 1 and message in said[0], captured.err
+    assert "Traceback" not in captured.err
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--backend", "vlm"], "did you mean 'vllm'"),
+        (["--model", "nosuch"], "unknown model 'nosuch'"),
+        (["--requests", "0"], "--requests is 0"),
+        (["--requests", "-5"], "--requests is -5"),
+        (["--input-tokens", "0"], "--input-tokens is 0"),
+        (["--output-tokens", "-1"], "--output-tokens is -1"),
+        (["--concurrency", "0"], "--concurrency is 0"),
+        (["--duration", "0", "--concurrency", "1"], "--duration is 0"),
+        (["--requests", "many"], "--requests"),
+        (["--reqests", "5"], "Did you mean --requests"),
+        (["--arrival", "posson:5"], "arrival 'posson:5'"),
+        (["--duration", "5"], "--duration needs"),
+        (["--concurrency", "5", "--arrival", "burst"], "give one of them"),
+        (["--url", "http://h", "--launch", "embedded"], "give one of them"),
+        (["--url", "ftp://h"], "http://HOST:PORT"),
+        (["--url", "http://"], "http://HOST:PORT"),
+        (["--url", "http://user:secret@h"], "--api-key-env"),
+        (["--goodput", "tft:5"], "--goodput 'tft:5'"),
+        (["--workers", "none"], "--workers is 'none'"),
+        (["--kernel-timestamps", "--transport", "aiohttp"], "--kernel-timestamps needs"),
+        (["--api-key-env", "LOADGEN_TEST_NO_SUCH"], "LOADGEN_TEST_NO_SUCH"),
+        (["--dataset", "no/such.jsonl"], "no/such.jsonl"),
+        (["--input-tokens", "5000"], "limit of 4096"),
+        (["--config", "no/such.toml"], "no/such.toml"),
+        (["surplus"], "surplus"),
+    ],
+)
+def test_bad_input(
+    argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one_sentence(["run", *argv], 2, capsys, message)
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert left == []
+
+
+def test_existing_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.json").write_text("precious")
+    one_sentence(["run", "--out", str(tmp_path)], 2, capsys, "nothing was overwritten")
+    assert (tmp_path / "report.json").read_text() == "precious"
+
+
+def test_unwritable_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    one_sentence(["run", "--out", str(tmp_path / "file" / "run")], 2, capsys, "cannot write")
+
+
+def test_nobody_at_the_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        one_sentence(["run", "--url", url, "--out", str(tmp_path / "r")], 3, capsys, "cannot reach")
+    assert not (tmp_path / "r").exists()
+
+
+class OtherServer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        found = self.path == "/info"
+        body = json.dumps({"model_id": "m", "max_total_tokens": 9, "version": "3.3.7"}).encode() if found else b"<html>"
+        self.send_response(200 if found else 404)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def tgi_like() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OtherServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("backend", ["vllm", "lightllm"])
+def test_server_of_another_kind(
+    backend: str, tgi_like: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run", "--backend", backend, "--url", tgi_like, "--out", str(tmp_path / "r")]
+    one_sentence(argv, 3, capsys, f"does not look like a {backend} server")
+
+
+@pytest.mark.parametrize("backend", ["vllm", "openai", "openai-chat", "lightllm", "tgi"])
+def test_no_model_server_at_all(
+    backend: str, tgi_like: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run", "--backend", backend, "--url", tgi_like + "/elsewhere", "--out", str(tmp_path / "r")]
+    assert "404" in one_sentence(argv, 3, capsys, f"does not look like a {backend} server")
+
+
+def test_reports_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one_sentence(["report", str(tmp_path)], 2, capsys, "manifest.json")
+    one_sentence(["compare", str(tmp_path), str(tmp_path)], 2, capsys, "manifest.json")
+    one_sentence(["compare", str(tmp_path)], 2, capsys, "requires an argument")
+
+
+def test_config_is_checked_when_made() -> None:
+    with pytest.raises(ConfigError, match="--seed"):
+        Config(seed=-1)

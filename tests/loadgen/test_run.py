@@ -1,0 +1,212 @@
+"""Whole runs of the installed command against the embedded server: files, signals, workers, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadgen import records
+
+LOADGEN = [sys.executable, "-c", "from loadgen.cli import main; main()"]
+FAST = ["--no-calibrate", "--warmup", "0"]
+
+
+def loadgen(*argv: str, expect: int | tuple[int, ...] = 0) -> tuple[dict[str, Any], str]:
+    """The last line of standard output, and standard error."""
+    result = subprocess.run([*LOADGEN, *argv], capture_output=True, text=True, timeout=120)
+    assert result.returncode in (expect if isinstance(expect, tuple) else (expect,)), result.stderr
+    lines = result.stdout.splitlines()
+    return (json.loads(lines[-1]) if lines else {}), result.stderr
+
+
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "servers", "--port", "0", "--exit-with-stdin", *options],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    yield json.loads(process.stdout.readline())["url"]
+    process.terminate()
+    process.communicate(timeout=10)
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[str]:
+    with serving(*getattr(request, "param", ())) as url:
+        yield url
+
+
+@pytest.mark.parametrize("backend", ["vllm", "openai", "openai-chat", "lightllm", "tgi"])
+def test_the_main_job(backend: str, tmp_path: Path) -> None:
+    report, said = loadgen(
+        "run", "--backend", backend, "--requests", "40", "--output-tokens", "8", "--out", str(tmp_path / "run")
+    )  # fmt: skip
+    names = {"manifest.json", "requests.jsonl", "report.json", "report.md", "cdf.png", "cdf.svg"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == names
+    assert report == json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["requests"] == {"planned": 40, "ok": 40, "failed": 0, "by_outcome": {"ok": 40}}
+    assert report["tokens"] == {"prompt": 40 * 512, "output": 40 * 8}
+    assert report["emulated"] is True and "emulated" in said
+    assert "emulated" in (tmp_path / "run" / "report.md").read_text()
+    assert report["metrics"]["ttft_ms"]["min"] > 150 and report["metrics"]["tpot_ms"]["p50"] > 15
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["ceiling"]["events_per_s_per_core"] > 1000
+    assert manifest["ceiling"]["event_error_p50_ms"] > 0
+    again, _ = loadgen("report", str(tmp_path / "run"))
+    assert again == report
+
+
+def test_both_transports_and_workers_agree(server: str, tmp_path: Path) -> None:
+    """The truth is 50 ms and 10 ms: no client may report less; all send the same load."""
+    bodies = []
+    for name, options in {
+        "fast": [], "kernel": ["--kernel-timestamps"], "aiohttp": ["--transport", "aiohttp"],
+        "workers": ["--workers", "2"], "fresh": ["--connect", "fresh"],
+    }.items():  # fmt: skip
+        report, _ = loadgen(
+            "run", "--url", server, *FAST, "--requests", "30", "--output-tokens", "9", "--arrival", "poisson:200",
+            "--out", str(tmp_path / name), *options,
+        )  # fmt: skip
+        assert report["requests"]["ok"] == 30
+        assert report["tokens"] == {"prompt": 30 * 512, "output": 30 * 9}
+        assert report["metrics"]["ttft_ms"]["min"] >= 50
+        assert report["metrics"]["tpot_ms"]["min"] >= 9
+        table, facts = records.read(tmp_path / name)
+        bodies.append(table.scheduled_ns.tolist())
+        assert len(facts) == (2 if name == "workers" else 1)
+    assert all(body == bodies[0] for body in bodies)
+
+
+def start(*argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*LOADGEN, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_rows(directory: Path, least: int) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if len(records.read(directory)[0]) >= least:
+                return
+        except records.RecordsError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(f"{directory} never had {least} rows")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_run_still_reports(server: str, tmp_path: Path, number: signal.Signals, workers: str) -> None:
+    process = start(
+        "run", "--url", server, *FAST, "--requests", "5000", "--output-tokens", "4", "--arrival", "constant:100",
+        "--workers", workers, "--out", str(tmp_path),
+    )  # fmt: skip
+    wait_for_rows(tmp_path, 20)
+    process.send_signal(number)
+    out, said = process.communicate(timeout=30)
+    report = json.loads(out.splitlines()[-1])
+    assert process.returncode in (0, 4), said
+    assert 20 <= report["requests"]["ok"] < 2000
+    assert "INTERRUPTED" in {finding["code"] for finding in report["verdict"]["findings"]}
+    assert (tmp_path / "cdf.png").exists() and (tmp_path / "report.json").exists()
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_killed_run_keeps_what_finished(server: str, tmp_path: Path, workers: str) -> None:
+    process = start(
+        "run", "--url", server, *FAST, "--requests", "5000", "--output-tokens", "4", "--arrival", "constant:100",
+        "--workers", workers, "--out", str(tmp_path),
+    )  # fmt: skip
+    wait_for_rows(tmp_path, 20)
+    process.kill()
+    process.communicate(timeout=30)
+    report, _ = loadgen("report", str(tmp_path), expect=(0, 4))
+    assert report["requests"]["ok"] >= 20
+    codes = {finding["code"] for finding in report["verdict"]["findings"]}
+    assert codes & ({"KILLED"} if workers == "1" else {"KILLED", "INTERRUPTED"})  # workers outlive their parent briefly
+
+
+@pytest.mark.parametrize("server", [("--fault", "http_error:503:2")], indirect=True)
+def test_invalid_measurement_is_exit_4(server: str, tmp_path: Path) -> None:
+    report, said = loadgen("run", "--url", server, *FAST, "--requests", "20", "--out", str(tmp_path), expect=4)
+    assert report["requests"]["by_outcome"] == {"http_error": 10, "ok": 10}
+    assert report["verdict"]["valid"] is False and "INVALID" in said
+
+
+def test_api_key_goes_to_the_server_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_SERVER_KEY", "s3cret-token")
+    with serving("--api-key-env", "TEST_SERVER_KEY") as url:
+        _, said = loadgen("run", "--url", url, *FAST, "--requests", "2", "--out", str(tmp_path / "no"), expect=3)
+        assert "--api-key-env" in said
+        argv = ["run", "--url", url, *FAST, "--requests", "5", "--out", str(tmp_path / "yes")]
+        report, said = loadgen(*argv, "--api-key-env", "TEST_SERVER_KEY")
+    assert report["requests"]["ok"] == 5
+    written = b"".join(path.read_bytes() for path in (tmp_path / "yes").iterdir()) + said.encode()
+    assert b"s3cret-token" not in written
+
+
+def test_dataset(server: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": list(range(10 + n)), "output_tokens": 2 + n} for n in range(12)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report, _ = loadgen("run", "--url", server, "--no-calibrate", "--dataset", str(file), "--warmup", "2",
+                        "--out", str(tmp_path / "run"))  # fmt: skip
+    assert report["requests"]["ok"] == 10
+    assert report["tokens"] == {"prompt": sum(range(10, 20)), "output": sum(range(2, 12))}
+    _, said = loadgen("run", "--url", server, "--dataset", str(file), "--requests", "11", "--out", str(tmp_path / "x"),
+                      expect=2)  # fmt: skip
+    assert "prefix cache" in said
+
+
+def test_machine_that_cannot_hold_the_load(tmp_path: Path) -> None:
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); {LOADGEN[2]}"
+    result = subprocess.run(
+        [sys.executable, "-c", limit, "run", "--requests", "1000", *FAST, "--out", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 3
+    assert "open files" in result.stderr and "Traceback" not in result.stderr
+
+
+LONG = """
+import asyncio, resource, sys, tempfile
+from pathlib import Path
+from backends.protocol import Sampling
+from loadgen import schedule
+from loadgen.engine import Job
+from loadgen.plan import Plan, PromptSource
+from loadgen.shards import execute, run_loop
+from loadgen.transport import Target, Timeouts
+job = Job(run_id="r", version="0", model="m", sampling=Sampling(2), requests=int(sys.argv[2]), duration_s=None,
+          concurrency=64, warmup=0, seed=1, timeouts=Timeouts())
+plan = Plan(job=job, backend="vllm", target=Target(sys.argv[1]), transport="fast", fresh=False,
+            kernel_timestamps=False, arrival=schedule.parse("burst"),
+            prompts=PromptSource(input_tokens=16, output_tokens=2))
+with tempfile.TemporaryDirectory() as scratch:
+    run_loop(execute(plan, 1, Path(scratch), lambda snapshots: None))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.parametrize("server", [("--ttft-ms", "0", "--itl-ms", "0", "--model", "m")], indirect=True)
+def test_memory_stays_flat_over_many_requests(server: str) -> None:
+    """Ten times the requests may not keep anything of them in the client: what is finished is on disk."""
+
+    def peak_kib(requests: int) -> int:
+        result = subprocess.run(
+            [sys.executable, "-c", LONG, server, str(requests)], capture_output=True, text=True, timeout=120
+        )
+        assert result.returncode == 0, result.stderr
+        return int(result.stdout)
+
+    grown_bytes = (peak_kib(12_000) - peak_kib(2_000)) * 1024
+    assert grown_bytes / 10_000 < 200
