@@ -1,0 +1,317 @@
+"""The report: its schema key by key, its numbers by hand, its escapes, and what an emulated run says everywhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from loadgen import figures, records, report, runs
+from loadgen.metrics import CONVENTIONS, METRICS, STATISTICS, Sample
+from loadgen.records import table
+from loadgen.report import ReportError
+from tests.loadgen.tables import facts, failure, manifest, request, write_run
+from tests.loadgen.test_metrics import HAND, WARMUP
+
+CEILING = runs.Ceiling(events_per_s_per_core=140.0, cpu_us_per_event=6.0, requests=1000, output_tokens=128)
+HOSTILE = "\x1b[31mred\x1b[0m\r\n| x | `y` <script>alert(1)</script> ![z](http://z) \u202egnp.exe $a$"
+
+
+def hand_report(**options: Any) -> dict[str, Any]:
+    said = manifest(requests_planned=4, ceiling=CEILING)
+    return report.build(said, table([WARMUP, *HAND]), [facts(events=7, cpu_s=0.007)], **options)
+
+
+def test_the_schema_key_by_key() -> None:
+    built = hand_report(slos={"ttft": 200})
+    assert list(built) == [
+        "schema",
+        "version",
+        "run_id",
+        "backend",
+        "model",
+        "server_version",
+        "arrival",
+        "emulated",
+        "convention",
+        "convention_differs",
+        "requests",
+        "tokens",
+        "duration_s",
+        "throughput",
+        "metrics",
+        "goodput",
+        "burst",
+        "connect_ms",
+        "client",
+        "ceiling",
+        "errors",
+        "verdict",
+    ]
+    assert built["schema"] == "loadgen.report/1"
+    assert list(built["metrics"]) == [
+        "ttft_ms",
+        "tpot_ms",
+        "itl_ms",
+        "e2el_ms",
+        "send_lag_ms",
+        "ttft_from_schedule_ms",
+        "e2el_from_schedule_ms",
+    ]
+    for statistics in built["metrics"].values():
+        assert list(statistics) == ["n", "mean", "std", "min", "max", "p50", "p90", "p95", "p99", "p99_9"]
+    assert list(built["verdict"]) == ["valid", "findings"]
+    for finding in built["verdict"]["findings"]:
+        assert list(finding) == ["code", "severity", "message", "advice"]
+
+
+def test_numbers_by_hand() -> None:
+    built = hand_report(slos={"ttft": 200, "e2el": 350})
+    assert built["requests"] == {"planned": 4, "ok": 3, "failed": 1, "by_outcome": {"ok": 3, "http_error": 1}}
+    assert built["tokens"] == {"prompt": 30, "output": 7}
+    assert built["duration_s"] == 0.505
+    assert built["throughput"] == {
+        "requests_per_s": 3 / 0.505,
+        "output_tokens_per_s": 7 / 0.505,
+        "total_tokens_per_s": 37 / 0.505,
+    }
+    assert built["metrics"]["e2el_ms"]["mean"] == (401 + 300 + 301) / 3
+    assert built["metrics"]["itl_ms"]["n"] == 4
+    assert built["goodput"] == {
+        "slos_ms": {"ttft": 200, "e2el": 350},
+        "good": 1,
+        "request_goodput": 1 / 0.505,
+    }
+    assert built["burst"] == {"requests": 4, "send_spread_ms": 5.0}
+    assert built["errors"] == [{"count": 1, "outcome": "http_error", "message": "no reason given"}]
+    # 7 events within 300 ms of each other: first at 101, last at 401 ms
+    assert built["ceiling"]["peak_events_per_s"] == pytest.approx(7 / 0.3)
+    assert built["ceiling"]["headroom_ratio"] == pytest.approx(140 * 0.3 / 7)
+    assert built["verdict"]["valid"] is False  # one of four failed
+
+
+def test_client_facts_of_several_processes() -> None:
+    clients = [
+        facts(events=100, cpu_s=0.5, peak_rss_bytes=40_000_000, loop_lag_p99_ms=3.0),
+        facts(events=300, cpu_s=1.5, cpu_peak_ratio=0.7, connect_max_ms=9.0, receive_lag_p99_ms=0.4),
+    ]
+    built = report.build(manifest(ceiling=CEILING), table(HAND), clients)
+    assert built["client"] == {
+        "processes": 2,
+        "cpu_us_per_event": 5000.0,  # 2 s over 400 events
+        "cpu_peak_ratio": 0.7,
+        "peak_rss_mb": 90.0,
+        "loop_lag_p50_ms": 0.1,
+        "loop_lag_p99_ms": 3.0,
+        "loop_lag_max_ms": 3.0,
+        "receive_lag_p50_ms": None,
+        "receive_lag_p99_ms": 0.4,
+        "receive_lag_max_ms": None,
+    }
+    assert built["connect_ms"] == {"n": 200, "p50": 0.2, "max": 9.0}
+    assert built["ceiling"]["headroom_ratio"] == pytest.approx(2 * 140 * 0.3 / 7)
+
+
+def test_what_is_missing_is_null_and_the_report_still_stands(tmp_path: Path) -> None:
+    for rows in ([], [failure(0), failure(1, "dropped", sent=None)]):
+        built = report.build(manifest(), table(rows), [])
+        assert built["client"] is built["connect_ms"] is built["ceiling"] is built["goodput"] is built["burst"] is None
+        assert built["tokens"] == {"prompt": None, "output": None}
+        assert built["throughput"]["output_tokens_per_s"] is None
+        assert all(built["metrics"][name]["n"] == 0 for name in METRICS)
+        assert built["verdict"]["valid"] is False
+        report.write(tmp_path, built, table(rows))
+        assert json.loads((tmp_path / "report.json").read_text())["requests"]["ok"] == 0
+        assert "INVALID" in report.render(built)
+
+
+def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [WARMUP, *HAND], manifest(), facts())
+    outputs = []
+    for _ in range(2):
+        built, rows = report.from_directory(run)
+        report.write(run, built, rows)
+        outputs.append({path.name: path.read_bytes() for path in run.iterdir()})
+    assert outputs[0] == outputs[1]
+    assert sorted(outputs[0]) == ["cdf.png", "cdf.svg", "manifest.json", "report.json", "report.md", "requests.jsonl"]
+    assert json.loads(outputs[0]["report.json"]) == built
+    assert outputs[0]["cdf.png"].startswith(b"\x89PNG")
+    ElementTree.fromstring(outputs[0]["cdf.svg"])
+
+
+def test_a_killed_run_is_reported_and_invalid(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HAND[:3], manifest(requests_planned=4), None)
+    path = run / "requests.jsonl"
+    path.write_bytes(path.read_bytes()[:-25])
+    built, _ = report.from_directory(run)
+    assert built["requests"] == {"planned": 4, "ok": 2, "failed": 0, "by_outcome": {"ok": 2}}
+    assert built["verdict"]["findings"][0]["code"] == "KILLED"
+    assert "2 of 4 planned requests left no record" in report.render(built)
+
+
+def test_limits_of_the_run_itself_are_the_default(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HAND, manifest(config={"goodput": ["ttft:200", "tpot:100"]}), facts())
+    assert report.from_directory(run)[0]["goodput"]["slos_ms"] == {"ttft": 200, "tpot": 100}
+    assert report.from_directory(run)[0]["goodput"]["good"] == 2
+    assert report.from_directory(run, slos={"ttft": 100})[0]["goodput"]["good"] == 1
+
+
+@pytest.mark.parametrize("convention", [name for name in CONVENTIONS if name != "loadgen"])
+def test_another_convention_is_named_in_every_text(convention: str) -> None:
+    built = hand_report(convention=convention)
+    assert built["convention"] == convention
+    assert built["convention_differs"] == CONVENTIONS[convention].differs
+    assert CONVENTIONS[convention].differs in report.render(built)
+    assert CONVENTIONS[convention].differs[:40] in report.markdown(built)
+    assert report.render(built) != report.render(hand_report())
+
+
+def test_mlperf_counts_from_zero_and_takes_whole_samples() -> None:
+    built = hand_report(convention="mlperf")
+    assert built["duration_s"] == 0.506
+    assert built["metrics"]["ttft_ms"]["p50"] == 203
+    assert built["metrics"]["ttft_ms"]["p90"] == 305
+    assert built["metrics"]["itl_ms"]["n"] == 0
+
+
+def test_unknown_names_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(
+        ReportError, match="Unknown convention 'sglang'; use one of loadgen, vllm, guidellm, aiperf, mlperf"
+    ):
+        hand_report(convention="sglang")
+    with pytest.raises(ReportError, match="goodput has no limit on 'itl'"):
+        hand_report(slos={"itl": 5})
+    with pytest.raises(ReportError, match=r"must end in \.png or \.svg"):
+        report.overlay([tmp_path], tmp_path / "cdf.jpeg")
+    with pytest.raises(runs.RunError, match=r"holds no manifest\.json"):
+        report.from_directory(tmp_path)
+    with pytest.raises(ReportError, match="cannot write the report to"):
+        report.write(tmp_path / "nowhere", hand_report(), table(HAND))
+
+
+def test_every_output_of_an_emulated_run_says_so(tmp_path: Path) -> None:
+    for emulated in (True, False):
+        run = write_run(tmp_path / str(emulated), HAND, manifest(emulated=emulated), facts())
+        built, rows = report.from_directory(run)
+        report.write(run, built, rows)
+        assert built["emulated"] is emulated
+        assert report.render(built).startswith("EMULATED") is emulated
+        for name in ("report.md", "cdf.svg"):
+            assert ("emulated" in (run / name).read_text().lower()) is emulated
+
+
+def hostile_report() -> dict[str, Any]:
+    said = manifest(model=HOSTILE, server_version=HOSTILE, arrival="burst")
+    return report.build(said, table([*HAND, failure(9, error=HOSTILE)]), [facts()])
+
+
+def test_the_terminal_is_told_nothing_by_the_server() -> None:
+    text = report.render(hostile_report())
+    assert all(character == "\n" or character.isprintable() for character in text)
+    assert "\\x1b[31mred" in text and "\\u202e" in text
+    assert len([line for line in text.splitlines() if "alert(1)" in line]) == 2  # the model and the error, a line each
+    text.encode("utf-8")
+
+
+def test_markdown_shows_hostile_text_and_does_not_obey_it() -> None:
+    text = report.markdown(hostile_report())
+    assert "<script" not in text and "\x1b" not in text and "\u202e" not in text
+    assert "&lt;script&gt;" in text
+    assert "\\!\\[z\\](http://z)" in text
+    rows = [line for line in text.splitlines() if line.startswith("| 1 | http_error |") and "alert" in line]
+    assert len(rows) == 1
+    assert rows[0].replace("\\|", "").count("|") == 4  # still three cells
+
+
+def test_hostile_text_survives_in_json_and_figures(tmp_path: Path) -> None:
+    built = hostile_report()
+    report.write(tmp_path, built, table(HAND))
+    ElementTree.fromstring((tmp_path / "cdf.svg").read_bytes())
+    assert json.loads((tmp_path / "report.json").read_bytes())["model"] == HOSTILE
+    assert report.printable("half a character: \udc80") == "half a character: \\udc80"
+
+
+def test_errors_are_grouped_most_frequent_first_and_few() -> None:
+    rows = [failure(at, error=f"reason {at}") for at in range(10)]
+    rows += [failure(100 + at, error="busy", status=503) for at in range(4)]
+    rows += [failure(200, "reset", error="busy"), failure(201, error="x" * 5000)]
+    rows += [failure(0, phase="warmup", error="warming up")]
+    errors = report.build(manifest(), table(rows), [facts()])["errors"]
+    assert errors[0] == {"count": 4, "outcome": "http_error", "message": "busy"}
+    assert len(errors) == report.MAX_ERRORS
+    assert all(len(error["message"]) <= report.MAX_ERROR_CHARACTERS for error in errors)
+
+
+def test_numbers_keep_three_figures() -> None:
+    shown = {
+        None: "-",
+        0: "0",
+        12: "12",
+        12345: "12,345",
+        0.12345: "0.123",
+        1.2345: "1.23",
+        123.45: "123.5",
+        1e6: "1,000,000",
+    }
+    assert {value: report.number(value) for value in shown} == shown
+
+
+def test_the_cdf_is_the_exact_step_function() -> None:
+    x, share = figures.cdf(Sample(np.array([1.0, 2.0, 2.0, 5.0]), 1.0))
+    # where the line jumps, and how high it is from there on
+    heights = {at: max(share[x == at]) for at in x.tolist()}
+    assert heights == {1.0: 0.25, 2.0: 0.75, 5.0: 1.0}
+    assert share[0] == 0.0
+
+
+def test_a_thinned_cdf_stays_within_a_pixel() -> None:
+    values = np.sort(np.random.default_rng(0).integers(0, 2**31, 300_000).astype(np.uint32))
+    x, share = figures.cdf(Sample(values, 1.0))
+    assert len(x) <= figures.MAX_STEPS + 3
+    assert (x[0], x[-1], share[-1]) == (values[0], values[-1], 1.0)
+    probes = np.random.default_rng(1).choice(values, 2000)
+    exact = np.searchsorted(values, probes, side="right") / len(values)
+    drawn = share[np.searchsorted(x, probes, side="right") - 1]
+    assert np.abs(exact - drawn).max() <= 1.01 / figures.MAX_STEPS
+
+
+def test_runs_are_drawn_over_each_other_with_their_names(tmp_path: Path) -> None:
+    said = [manifest(emulated=True), manifest(backend="tgi", model="a$b_c$")]
+    for name, one in zip(("first", "second"), said, strict=True):
+        write_run(tmp_path / name, HAND, one, facts())
+    out = tmp_path / "overlay.svg"
+    built = report.overlay([tmp_path / "first", tmp_path / "second"], out)
+    assert [one["backend"] for one in built] == ["vllm", "tgi"]
+    text = out.read_text()
+    assert "first: vllm llama-2-7b (emulated)" in text  # matplotlib leaves each text as a comment
+    assert "second: tgi a$b_c$" in text
+    assert "PARTLY EMULATED" in text
+    report.overlay([tmp_path / "first"] * 9, tmp_path / "many.png")
+    assert (tmp_path / "many.png").stat().st_size > 10_000
+
+
+def test_matplotlib_waits_until_a_figure_is_drawn() -> None:
+    code = "import sys, loadgen.report, loadgen.compare; print('matplotlib' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "False\n"
+
+
+def test_a_page_holds_every_number_of_the_terminal() -> None:
+    built = hand_report()
+    page = report.markdown(built)
+    for metric in METRICS:
+        for statistic in set(STATISTICS) - {"std", "min"}:
+            assert report.number(built["metrics"][metric][statistic]) in page
+    assert "![Latency CDF](cdf.svg)" in page
+
+
+def test_a_table_of_all_phases_is_not_needed() -> None:
+    only_measured = report.build(manifest(), table(HAND), [facts()])
+    assert report.build(manifest(), table([WARMUP, *HAND]), [facts()]) == only_measured
+    assert records.table([request(0)]).measured().id.tolist() == [0]
