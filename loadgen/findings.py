@@ -57,7 +57,7 @@ CACHED_WARNING_RATIO = 0.01
 CACHED_INVALID_RATIO = 0.1
 # Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
 PERCENTILE_MISS_PROBABILITY = 0.025
-# Below half of its ceiling the client adds little; see `loadgen bench`.
+# Below half of what it can take, the client leaves room for the bursts within a second.
 HEADROOM_RATIO = 2.0
 
 
