@@ -1,0 +1,152 @@
+"""The command: what it prints, how it ends, and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.servers.reader import ask_on, stamps
+
+COMMAND = [sys.executable, "-m", "servers"]
+
+
+def start(*options: str, **environment: str) -> tuple[subprocess.Popen[str], dict[str, object]]:
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=os.environ | environment,
+    )  # fmt: skip
+    assert process.stdout is not None
+    return process, json.loads(process.stdout.readline())
+
+
+def connection_to(url: object) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(str(url).removeprefix("http://"), timeout=10)
+
+
+def fails(*options: str, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [*COMMAND, *options], capture_output=True, text=True, timeout=20, env=os.environ | environment, check=False
+    )
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    return done.returncode, done.stderr
+
+
+def test_ready_line_requests_stamps_and_sigterm(tmp_path: Path) -> None:
+    process, ready = start(
+        "--dialect", "tgi", "--stamps", str(tmp_path / "s.npz"), "--model", "llama", "--ttft-ms", "5"
+    )
+    assert set(ready) == {"url", "dialect", "emulated"}
+    assert (ready["dialect"], ready["emulated"]) == ("tgi", True)
+    connection = connection_to(ready["url"])
+    assert ask_on(connection, "GET", "/info").json["model_id"] == "llama"
+    asked = {"inputs": "a", "parameters": {"max_new_tokens": 4}}
+    assert len(ask_on(connection, "POST", "/generate_stream", asked, X_Request_Id="r").events) == 4
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out, err) == (0, "", "")
+    received_ns, sent = stamps(tmp_path / "s.npz")["r"]
+    assert len(sent) == 4
+    assert sent[0] >= received_ns + 5_000_000
+
+
+def test_sigint_ends_streams_under_way_and_keeps_their_stamps(tmp_path: Path) -> None:
+    process, ready = start("--itl-ms", "20", "--stamps", str(tmp_path / "s.npz"))
+    connection = connection_to(ready["url"])
+    body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": True})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json", "X-Request-Id": "r"})
+    response = connection.getresponse()
+    assert response.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == 0
+    assert 1 <= len(stamps(tmp_path / "s.npz")["r"][1]) < 4000
+
+
+def test_ends_when_standard_input_does() -> None:
+    process, ready = start("--exit-with-stdin")
+    assert process.stdin is not None
+    process.stdin.write("ignored\n")
+    process.stdin.flush()
+    assert ask_on(connection_to(ready["url"]), "GET", "/health").status == 200
+    process.stdin.close()
+    assert process.wait(timeout=10) == 0
+
+
+def test_port_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, sentence = fails("--port", port)
+    assert code == 3
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another" in sentence
+
+
+def test_address_that_is_not_ours() -> None:
+    code, sentence = fails("--host", "no.such.host.invalid")
+    assert code == 3
+    assert "cannot listen on no.such.host.invalid" in sentence
+
+
+def test_api_key_from_the_environment() -> None:
+    process, ready = start("--api-key-env", "THE_KEY", THE_KEY="sesame")
+    connection = connection_to(ready["url"])
+    assert ask_on(connection, "GET", "/v1/models").status == 401
+    assert ask_on(connection, "GET", "/v1/models", Authorization="Bearer sesame").status == 200
+    process.terminate()
+    assert process.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--ttft"], "Unknown option"),
+        (["--dialect", "foo"], "--dialect"),
+        (["--ttft-ms", "-1"], "--ttft-ms -1 is out of range"),
+        (["--itl-ms", "nan"], "--itl-ms nan is out of range"),
+        (["--jitter-ratio", "1"], "--jitter-ratio 1 is out of range"),
+        (["--port", "70000"], "--port 70000 is no port"),
+        (["--max-model-len", "1"], "--max-model-len 1"),
+        (["--fault", "explode:2"], "there is no fault 'explode'"),
+        (["--dialect", "tgi", "--fault", "no_done:2"], "the tgi protocol has nothing of the kind"),
+        (["--stamps", "/no/such/place/s.npz"], "cannot write /no/such/place/s.npz: No such file or directory"),
+        (["--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE holds no API key"),
+    ],
+)
+def test_bad_options(options: list[str], sentence: str) -> None:
+    code, said = fails(*options)
+    assert code == 2
+    assert sentence in said
+
+
+def test_exit_with_stdin_needs_something_that_ends() -> None:
+    done = subprocess.run(
+        [*COMMAND, "--exit-with-stdin"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--exit-with-stdin needs a pipe or a terminal" in done.stderr
+
+
+def test_help_names_every_option_and_fault() -> None:
+    text = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=20, check=True).stdout
+    for word in (
+        "--jitter-ratio",
+        "--stamps",
+        "--exit-with-stdin",
+        "--max-model-len",
+        "wrong_prompt_tokens",
+        "127.0.0.1",
+    ):
+        assert word in text

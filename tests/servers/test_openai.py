@@ -1,0 +1,179 @@
+"""The vLLM and OpenAI wire, byte for byte, as their documentation and a running vLLM show it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.servers.reader import Answer, running
+
+STREAM = {"stream": True}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def ask(directory: Path, path: str, body: dict[str, Any], dialect: str = "vllm", **headers: str) -> Answer:
+    with running(directory, dialect, ttft_ms=0, itl_ms=0, max_model_len=100) as server:
+        return server.post(path, body, **headers)
+
+
+def test_completion_stream_byte_for_byte(tmp_path: Path) -> None:
+    body = {"model": "m", "prompt": [1, 15043, 3186], "max_tokens": 3} | USAGE
+    answer = ask(tmp_path, COMPLETIONS, body, X_Request_Id="r-1")
+    created = re.search(rb'"created":(\d+)', answer.body)
+    assert created is not None
+    head = b'data: {"id":"cmpl-r-1","object":"text_completion","created":' + created[1] + b',"model":"m","choices":['
+    choice = b'{"index":0,"text":"%b","logprobs":null,"finish_reason":%b,"stop_reason":null,"prompt_token_ids":null,'
+    choice += b'"token_ids":null}]}\n\n'
+    assert answer.body == b"".join(
+        [
+            head + choice % (b" the", b"null"),
+            head + choice % (b" of", b"null"),
+            head + choice % (b" and", b'"length"'),
+            head + b'],"usage":{"prompt_tokens":3,"total_tokens":6,"completion_tokens":3},'
+            b'"system_fingerprint":"vllm-0.32.0-emulated"}\n\n',
+            b"data: [DONE]\n\n",
+        ]
+    )
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["server"] == "llm-dissect (emulated)"
+
+
+def test_chat_stream_byte_for_byte(tmp_path: Path) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a b"}], "max_completion_tokens": 2} | USAGE
+    answer = ask(tmp_path, CHAT, body, X_Request_Id="r-1")
+    created = re.search(rb'"created":(\d+)', answer.body)
+    assert created is not None
+    head = b'data: {"id":"chatcmpl-r-1","object":"chat.completion.chunk","created":' + created[1]
+    head += b',"model":"m","choices":['
+    assert answer.events == [
+        head + b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n',
+        head + b'{"index":0,"delta":{"content":" the"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n',
+        head + b'{"index":0,"delta":{"content":" of"},"logprobs":null,"finish_reason":"length","stop_reason":null,'
+        b'"token_ids":null}]}\n\n',
+        head + b'],"usage":{"prompt_tokens":7,"total_tokens":9,"completion_tokens":2},'
+        b'"system_fingerprint":"vllm-0.32.0-emulated"}\n\n',
+        b"data: [DONE]\n\n",
+    ]
+
+
+def test_no_usage_unless_asked_for(tmp_path: Path) -> None:
+    answer = ask(tmp_path, COMPLETIONS, {"prompt": "a", "max_tokens": 2} | STREAM)
+    assert len(answer.events) == 3
+    assert b"usage" not in answer.body
+
+
+def test_continuous_usage_counts_up(tmp_path: Path) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = ask(tmp_path, COMPLETIONS, {"prompt": "a b", "max_tokens": 4, "stream": True, "stream_options": options})
+    assert [event["usage"]["completion_tokens"] for event in answer.data] == [1, 2, 3, 4, 4]
+    assert [event["usage"]["total_tokens"] for event in answer.data] == [3, 4, 5, 6, 6]
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "openai"])
+def test_whole_replies(tmp_path: Path, dialect: str) -> None:
+    completion = ask(tmp_path, COMPLETIONS, {"prompt": [5, 6], "max_tokens": 3}, dialect).json
+    assert completion["object"] == "text_completion"
+    assert completion["choices"][0]["text"] == " the of and"
+    assert completion["choices"][0]["finish_reason"] == "length"
+    assert completion["usage"] == {
+        "prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": None,
+    }  # fmt: skip
+    chat = ask(tmp_path, CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}, dialect).json
+    assert chat["object"] == "chat.completion"
+    assert chat["choices"][0]["message"]["content"] == " the of"
+    assert chat["usage"]["prompt_tokens"] == 6
+
+
+def test_stream_and_whole_say_the_same_text(tmp_path: Path) -> None:
+    body = {"prompt": "a", "max_tokens": 40}
+    whole = ask(tmp_path, COMPLETIONS, body).json["choices"][0]["text"]
+    stream = ask(tmp_path, COMPLETIONS, body | STREAM)
+    assert "".join(event["choices"][0]["text"] for event in stream.data) == whole
+    assert "naïve" in whole and "input/output" in whole
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n_tokens"),
+    [("one two  three\nfour", 4), ([9, 8, 7], 3), (["two words"], 2), ([[1, 2, 3, 4]], 4)],
+)
+def test_how_prompts_are_counted(tmp_path: Path, prompt: Any, n_tokens: int) -> None:
+    reply = ask(tmp_path, COMPLETIONS, {"prompt": prompt, "max_tokens": 1}).json
+    assert reply["usage"]["prompt_tokens"] == n_tokens
+
+
+def test_chat_counts_every_message_and_part(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a b"}, {"type": "text", "text": "c"}]
+    messages = [{"role": "system", "content": "d e"}, {"role": "user", "content": parts}]
+    assert ask(tmp_path, CHAT, {"messages": messages, "max_tokens": 1}).json["usage"]["prompt_tokens"] == 5 + 5
+
+
+@pytest.mark.parametrize(("asked", "made"), [(90, 90), (91, 90), (100, 90)])
+def test_max_tokens_is_cut_to_the_context_in_silence(tmp_path: Path, asked: int, made: int) -> None:
+    reply = ask(tmp_path, COMPLETIONS, {"prompt": [0] * 10, "max_tokens": asked}).json
+    assert reply["usage"]["completion_tokens"] == made
+
+
+def test_default_lengths(tmp_path: Path) -> None:
+    assert ask(tmp_path, COMPLETIONS, {"prompt": "a"}).json["usage"]["completion_tokens"] == 16
+    chat = ask(tmp_path, CHAT, {"messages": [{"role": "user", "content": "a"}]}).json
+    assert chat["usage"]["total_tokens"] == 100
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "param", "message"),
+    [
+        (b"{", 400, "BadRequestError", None, "JSON decode error"),
+        ({"max_tokens": 3}, 400, "BadRequestError", None, "required field `prompt`"),
+        ({"prompt": 7}, 400, "BadRequestError", None, "$.prompt"),
+        ({"prompt": ["a", "b"]}, 400, "BadRequestError", "prompt", "one prompt"),
+        ({"prompt": "a", "n": 2}, 400, "BadRequestError", "n", "one choice"),
+        ({"prompt": ""}, 400, "BadRequestError", "prompt", "cannot be empty"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "BadRequestError", "max_tokens", "must be at least 1, got 0"),
+        ({"prompt": "a", "max_tokens": 101}, 400, "BadRequestError", "max_tokens", "max_model_len=100"),
+        ({"prompt": [0] * 101, "max_tokens": 5}, 400, "BadRequestError", "input_tokens",
+         "This model's maximum context length is 100 tokens. However, you requested 5 output tokens and your prompt "
+         "contains 101 input tokens"),
+        ({"prompt": "a", "model": "other"}, 404, "NotFoundError", "model", "The model `other` does not exist."),
+    ],
+)  # fmt: skip
+def test_refusals(tmp_path: Path, body: Any, status: int, kind: str, param: str | None, message: str) -> None:
+    for streaming in (False, True):
+        asked = body if isinstance(body, bytes) else body | {"stream": streaming}
+        answer = ask(tmp_path, COMPLETIONS, asked)
+        assert answer.status == status
+        error = answer.json["error"]
+        assert (error["type"], error["param"], error["code"]) == (kind, param, status)
+        assert message in error["message"]
+
+
+def test_body_must_be_declared_as_json(tmp_path: Path) -> None:
+    answer = ask(tmp_path, COMPLETIONS, {"prompt": "a"}, Content_Type="text/plain")
+    assert answer.status == 400
+    assert "Unsupported Media Type" in answer.json["error"]["message"]
+    assert ask(tmp_path, COMPLETIONS, {"prompt": "a"}, Content_Type="application/json; charset=utf-8").status == 200
+
+
+def test_what_the_server_says_of_itself(tmp_path: Path) -> None:
+    with running(tmp_path, "vllm", max_model_len=123) as server:
+        assert server.ask("GET", "/health").body == b""
+        assert server.ask("GET", "/version").json == {"version": "0.32.0"}
+        model = server.ask("GET", "/v1/models").json["data"][0]
+        assert (model["id"], model["owned_by"], model["max_model_len"]) == ("m", "vllm", 123)
+    with running(tmp_path, "openai") as server:
+        model = server.ask("GET", "/v1/models").json["data"][0]
+        assert model["owned_by"] != "vllm"
+        assert "max_model_len" not in model
+
+
+def test_request_id_and_model_need_no_care(tmp_path: Path) -> None:
+    """A quote in the id is escaped, and the text of the plain frames is still found."""
+    answer = ask(tmp_path, COMPLETIONS, {"prompt": "a", "max_tokens": 4} | STREAM, X_Request_Id='"@"\\x')
+    assert {event["id"] for event in answer.data} == {'cmpl-"@"\\x'}
+    assert [event["choices"][0]["text"] for event in answer.data] == [" the", " of", " and", " to"]
+    assert json.loads(answer.events[1][6:])["object"] == "text_completion"
