@@ -77,10 +77,11 @@ def test_a_request_cut_anywhere_is_the_same_request(tmp_path: Path) -> None:
         assert whole.count(b"data: ") == 4
         bytewise = server.raw(*(request[at : at + 1] for at in range(len(request))))
         halves = server.raw(request[:200], request[200:])
+        parts = (b'{"prompt":"a","max_tok', b'ens":3,"stream":true}')
         chunked = server.raw(
-            b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nX-Request-Id: r\r\n"
-            b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
-            * (b"%x\r\n%b\r\n" % (len(part), part) for part in (b'{"prompt":"a","max_tok', b'ens":3,"stream":true}')),
+            b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nX-Request-Id: r\r\n",
+            b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n",
+            *(b"%x\r\n%b\r\n" % (len(part), part) for part in parts),
             b"0\r\n\r\n",
         )
     head, _, body = whole.partition(b"\r\n\r\n")

@@ -16,7 +16,7 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-def ask(directory: Path, path: str, body: dict[str, Any], dialect: str = "vllm", **headers: str) -> Answer:
+def ask(directory: Path, path: str, body: Any, dialect: str = "vllm", **headers: str) -> Answer:
     with running(directory, dialect, ttft_ms=0, itl_ms=0, max_model_len=100) as server:
         return server.post(path, body, **headers)
 
