@@ -1,4 +1,4 @@
-"""The servers that the instrument can talk to, found by entry point so that a plugin is no different from a built-in."""
+"""The servers that the instrument can talk to, found by entry point: a plugin is no different from a built-in."""
 
 from __future__ import annotations
 

@@ -89,8 +89,12 @@ class Backend:
     """One kind of server.
 
     encode(model, prompt, sampling) builds the request; decoder(stream) reads a 200 reply; error_message(status, body)
-    makes one line of any other reply (never raises); `info_paths` are tried in order (the first that answers 200 is read)
-    and read_info(path, body) returns what it says or raises ProtocolError when another kind of server answered.
+    makes one line of any other reply (never raises). `info_paths` are tried in order and the first that answers 200 is
+    read: read_info(path, body) returns what it says, or raises ProtocolError when another kind of server answered.
+    server_metrics maps a neutral name to the server's Prometheus series, for those that the server has: histograms
+    ttft_seconds, itl_seconds, e2el_seconds (without _sum, _count, _bucket); gauges running, waiting (requests),
+    kv_cache_usage_ratio; counters prompt_tokens, generation_tokens, prefix_cache_hits, prefix_cache_queries (tokens),
+    preemptions.
     """
 
     name: str

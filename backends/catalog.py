@@ -1,0 +1,85 @@
+"""Facts about models, as their published config.json files state them; what follows from those is derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder of the Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP (or a mixture of
+    such MLPs), no biases, separate input and output embeddings.
+
+    `hidden` and `intermediate` are widths; `max_position` is the longest sequence, in tokens, that the model was made
+    for. A dense model has 1 expert, of which 1 is active.
+    """
+
+    name: str
+    hf_id: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab_size: int
+    max_position: int
+    experts: int = 1
+    active_experts: int = 1
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def parameters(self) -> int:
+        """Parameters in memory."""
+        return self._parameters(self.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes through."""
+        return self._parameters(self.active_experts)
+
+    def _parameters(self, experts: int) -> int:
+        attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_heads * self.head_dim  # q and o; k and v
+        mlp = experts * 3 * self.hidden * self.intermediate  # gate, up, down
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        norms = 2 * self.hidden
+        embeddings = 2 * self.vocab_size * self.hidden  # in and out
+        return embeddings + self.layers * (attention + mlp + router + norms) + self.hidden
+
+
+MODELS = (
+    ModelSpec(
+        name="llama-2-7b", hf_id="meta-llama/Llama-2-7b-hf", aliases=("7b",), hidden=4096, layers=32, heads=32,
+        kv_heads=32, intermediate=11008, vocab_size=32000, max_position=4096,
+    ),
+    ModelSpec(
+        name="llama-2-13b", hf_id="meta-llama/Llama-2-13b-hf", aliases=("13b",), hidden=5120, layers=40, heads=40,
+        kv_heads=40, intermediate=13824, vocab_size=32000, max_position=4096,
+    ),
+    ModelSpec(
+        name="llama-2-70b", hf_id="meta-llama/Llama-2-70b-hf", aliases=("70b",), hidden=8192, layers=80, heads=64,
+        kv_heads=8, intermediate=28672, vocab_size=32000, max_position=4096,
+    ),
+    ModelSpec(
+        name="llama-3-8b", hf_id="meta-llama/Meta-Llama-3-8B", hidden=4096, layers=32, heads=32,
+        kv_heads=8, intermediate=14336, vocab_size=128256, max_position=8192,
+    ),
+    ModelSpec(
+        name="llama-3-70b", hf_id="meta-llama/Meta-Llama-3-70B", hidden=8192, layers=80, heads=64,
+        kv_heads=8, intermediate=28672, vocab_size=128256, max_position=8192,
+    ),
+    ModelSpec(
+        name="mixtral-8x7b", hf_id="mistralai/Mixtral-8x7B-v0.1", hidden=4096, layers=32, heads=32, kv_heads=8,
+        intermediate=14336, vocab_size=32000, max_position=32768, experts=8, active_experts=2,
+    ),
+)  # fmt: skip
+
+_BY_NAME = {name.lower(): model for model in MODELS for name in (model.name, model.hf_id, *model.aliases)}
+
+
+def find(name: str) -> ModelSpec | None:
+    """The model of that name, alias or Hugging Face id, in any case of letters; None when it is not in the catalog."""
+    return _BY_NAME.get(name.lower())

@@ -1,0 +1,76 @@
+"""Which kind of server answers, from what it says of itself: measuring another kind than the one named would be a lie.
+
+Three requests tell them apart. `/v1/models` names an owner: "vllm" in vLLM, "lightllm" in LightLLM 1.2, the model's own
+id in TGI, something else elsewhere. `/info` is TGI's, `/get_model_name` LightLLM's (before 1.2 all that it has).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from backends.protocol import ProtocolError, ServerInfo
+from backends.replies import UNDECODABLE, Count, printable, quoted
+
+PATHS = ("/v1/models", "/info", "/get_model_name")
+
+_TITLES = {"vllm": "vLLM", "lightllm": "LightLLM", "tgi": "TGI"}
+
+
+class _Model(msgspec.Struct):
+    id: str
+    owned_by: str | None = None
+    max_model_len: Count | None = None
+
+
+class _Answer(msgspec.Struct):
+    """Any of the three answers; what the others have is missing."""
+
+    data: list[_Model] | None = None
+    model_id: str | None = None
+    max_total_tokens: Count | None = None
+    version: str | None = None
+    model_name: str | None = None
+
+
+def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
+    """Backend name of the server, or the owner that it names, and what it says. Raises ProtocolError."""
+    try:
+        answer = msgspec.json.decode(body, type=_Answer)
+    except UNDECODABLE:
+        answer = _Answer()
+    if answer.data:
+        first = answer.data[0]
+        kind = "tgi" if first.owned_by == first.id else first.owned_by or ""
+        if len(answer.data) > 1:  # several names or adapters: it is not for us to choose
+            return kind, ServerInfo()
+        return kind, ServerInfo(model=first.id, max_total_tokens=first.max_model_len)
+    if answer.model_id is not None and answer.max_total_tokens is not None:
+        return "tgi", ServerInfo(answer.model_id, answer.max_total_tokens, answer.version)
+    if answer.model_name is not None:
+        return "lightllm", ServerInfo(model=answer.model_name)
+    raise ProtocolError(f"{path} answers {quoted(body)}, which is no LLM server's answer; check the URL")
+
+
+def read_as(name: str) -> Callable[[str, bytes], ServerInfo]:
+    """`read_info` of the backend `name`, which refuses every other kind of server and says which backend it needs."""
+
+    def read(path: str, body: bytes) -> ServerInfo:
+        kind, info = _identify(path, body)
+        if kind == name:
+            return info
+        if kind in _TITLES:
+            raise ProtocolError(f"this is a {_TITLES[kind]} server, not {_TITLES[name]}; use --backend {kind}")
+        owner = f"'{printable(kind, 60)}' as the models' owner" if kind else "no owner of its models"
+        raise ProtocolError(f"this is not a {_TITLES[name]} server ({path} names {owner}); use --backend openai")
+
+    return read
+
+
+def read_any(path: str, body: bytes) -> ServerInfo:
+    """`read_info` of a backend that takes any server with the OpenAI routes."""
+    kind, info = _identify(path, body)
+    if kind == "tgi":  # takes every other name on these routes for an adapter to load
+        return msgspec.structs.replace(info, model="tgi")
+    return info

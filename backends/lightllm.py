@@ -1,0 +1,132 @@
+"""LightLLM's own protocol (1.2, and 1.1 as far as it goes): /generate_stream and /generate, token ids.
+
+One event a token, `data:` without a space, no [DONE]: the event with `finished: true` is the last. Every event
+carries the number of output tokens so far; what it carried itself is the difference to the one before.
+`input_usage` tells text from image tokens and nothing about the prefix cache, so there are no cached tokens here; the
+request keeps its prompt out of that cache instead (servers before 1.2 ignore the field).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from backends.identity import PATHS, read_as
+from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
+from backends.replies import GIVEN_UP, UNDECODABLE, Count, WholeReply, error_message, error_text, given_up
+from backends.sse import EventReply
+
+_ONE_TOKEN = (TOKEN,)
+_encode = msgspec.json.Encoder().encode
+
+
+class _Token(msgspec.Struct, gc=False):
+    count_output_tokens: Count = 0
+    prompt_tokens: Count | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    token: _Token | None = None
+    finished: bool = False
+    finish_reason: str | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class _Stream(EventReply):
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0  # output tokens so far
+
+    def read(self, data: bytes) -> Sequence[Delta]:
+        try:
+            event = _decode(data)
+        except UNDECODABLE as error:
+            return self.unreadable(data, error)
+        token = event.token
+        if token is None:
+            if not event.error:
+                raise ProtocolError(f"neither a token nor an error: {error_text(data)}")
+            self.failed = True
+            return (Delta(error=error_text(data)),)
+        count = token.count_output_tokens or self._count + 1  # 0: this version does not count
+        n_tokens = count - self._count
+        if n_tokens < 0:
+            raise ProtocolError(f"count_output_tokens went back from {self._count} to {count}")
+        self._count = count
+        if not event.finished:
+            return _ONE_TOKEN if n_tokens == 1 else (Delta(n_tokens=n_tokens),) if n_tokens else ()
+        self.complete = True
+        self.failed = self.failed or event.finish_reason in GIVEN_UP
+        return (_last_delta(n_tokens, event.finish_reason, token.prompt_tokens, count),)
+
+
+def _last_delta(n_tokens: int, finish: str | None, prompt_tokens: int | None, output_tokens: int) -> Delta:
+    return Delta(
+        n_tokens=n_tokens,
+        finish=finish,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        error=given_up(finish) if finish in GIVEN_UP else None,
+    )
+
+
+class _Whole(msgspec.Struct):
+    count_output_tokens: Count | None = None
+    finish_reason: str | None = None
+    prompt_tokens: Count | None = None
+    error: Any = None
+
+
+def _read_whole(body: bytes) -> Delta:
+    reply = msgspec.json.decode(body, type=_Whole)
+    if reply.count_output_tokens is None:
+        if not reply.error:
+            raise ProtocolError(f"neither an output nor an error: {error_text(body)}")
+        return Delta(error=error_text(body))
+    count = reply.count_output_tokens
+    return _last_delta(count, reply.finish_reason, reply.prompt_tokens, count)
+
+
+def decoder(stream: bool) -> Decoder:
+    return _Stream() if stream else WholeReply(_read_whole)
+
+
+def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
+    """Token ids where the prompt has them, else its text. Neither the model's name nor a seed can be said."""
+    parameters: dict[str, object] = {
+        "max_new_tokens": sampling.max_tokens,
+        "ignore_eos": sampling.ignore_eos,
+        "do_sample": sampling.temperature > 0,
+        "add_special_tokens": False,
+        "disable_prompt_cache": True,
+    }
+    if sampling.temperature > 0:
+        parameters["temperature"] = sampling.temperature
+    inputs = prompt.text if prompt.token_ids is None else prompt.token_ids
+    path = "/generate_stream" if sampling.stream else "/generate"
+    return HttpRequest("POST", path, _encode({"inputs": inputs, "parameters": parameters, "multimodal_params": {}}))
+
+
+BACKEND = Backend(
+    name="lightllm",
+    prompt_kind="token_ids",
+    forces_output_length=True,
+    encode=encode,
+    decoder=decoder,
+    error_message=error_message,
+    info_paths=PATHS,
+    read_info=read_as("lightllm"),
+    server_metrics={
+        "ttft_seconds": "lightllm_request_first_token_duration",
+        "e2el_seconds": "lightllm_request_inference_duration",
+        "running": "lightllm_num_running_reqs",
+        "waiting": "lightllm_queue_size",
+        "prompt_tokens": "lightllm_prompt_tokens_total",
+        "generation_tokens": "lightllm_generation_tokens_total",
+    },
+)

@@ -1,0 +1,224 @@
+"""The OpenAI protocol, completions and chat, as vLLM, LightLLM, TGI, SGLang, llama.cpp and others speak it.
+
+https://platform.openai.com/docs/api-reference/completions and .../chat. One decoder reads both: a chunk says itself
+which it is. An event is not a token: servers merge tokens that wait for a slow reader, hold bytes back until a
+character is whole (an empty text, still a token), and open a chat with a role that carries nothing. How many tokens
+an event carried is known where it has `token_ids`, or where every event so far has had `usage`; else it counts as
+one. The total of the reply is the `usage` of its last event, which every request here asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from backends.identity import PATHS, read_any
+from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
+from backends.replies import GIVEN_UP, UNDECODABLE, Count, WholeReply, error_message, error_text, given_up
+from backends.sse import EventReply
+
+_ONE_TOKEN = (TOKEN,)
+_encode = msgspec.json.Encoder().encode
+
+
+class _CachedTokens(msgspec.Struct, gc=False):
+    cached_tokens: Count | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Message(msgspec.Struct, gc=False):
+    """Of chat: `delta` of a chunk, `message` of a whole reply."""
+
+    role: str | None = None
+    content: str | list[Any] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[Any] | None = None
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.content or self.reasoning_content or self.reasoning or self.refusal or self.tool_calls)
+
+    @property
+    def holds_back(self) -> bool:
+        """It has a text, and the text is empty."""
+        return "" in (self.content, self.reasoning_content, self.reasoning)
+
+
+class _Choice(msgspec.Struct, gc=False):
+    text: str | None = None
+    delta: _Message | None = None
+    finish_reason: str | None = None
+    token_ids: list[Count] | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    message: Any = None  # an error without a wrapper
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class _Stream(EventReply):
+    def __init__(self) -> None:
+        super().__init__()
+        self._told = 0  # output tokens so far that the server has counted
+        self._guessed = 0  # and those taken for one token an event
+        self._silent_end = False  # the event with the finish reason was taken for none
+
+    def read(self, data: bytes) -> Sequence[Delta]:
+        try:
+            chunk = _decode(data)
+        except UNDECODABLE as error:
+            return self.unreadable(data, error)
+        choices = chunk.choices
+        if choices and chunk.usage is None and chunk.error is None:
+            choice = choices[0]
+            if choice.finish_reason is None and choice.token_ids is None:
+                delta = choice.delta
+                if choice.text is not None if delta is None else delta.content:
+                    self._guessed += 1
+                    return _ONE_TOKEN
+        return self._read_rare(chunk, data)
+
+    def _read_rare(self, chunk: _Chunk, data: bytes) -> Sequence[Delta]:
+        """All but a plain token. Of the choices there is never more than the one that was asked for."""
+        if failure := _failure(chunk, data):
+            self.failed = True
+            return (Delta(error=failure),)
+        if not chunk.choices:
+            return (self._total(chunk.usage),) if chunk.usage is not None else ()
+        choice = chunk.choices[0]
+        n_tokens = self._count(choice, chunk.usage)
+        if not choice.finish_reason:  # a running count is not the server's last word
+            return _ONE_TOKEN if n_tokens == 1 else (Delta(n_tokens=n_tokens),) if n_tokens else ()
+        self.complete = True
+        self._silent_end = n_tokens == 0
+        self.failed = self.failed or choice.finish_reason in GIVEN_UP
+        return (_last_delta(n_tokens, choice.finish_reason, chunk.usage),)
+
+    def _total(self, usage: _Usage) -> Delta:
+        """The event after the last choice. Where it counts one token more than were seen, the end without text was that
+        token: vLLM ends so when the last bytes are no whole character, and sends both events at once."""
+        missing = (usage.completion_tokens or 0) - self._told - self._guessed
+        late = self._silent_end and missing == 1
+        self._silent_end = False
+        return _last_delta(1 if late else 0, None, usage)
+
+    def _count(self, choice: _Choice, usage: _Usage | None) -> int:
+        """Output tokens that one event carried."""
+        total = usage.completion_tokens if usage is not None else None
+        if total is not None and not self._guessed:
+            n_tokens = max(0, total - self._told)
+            self._told += n_tokens
+        elif choice.token_ids is not None:
+            n_tokens = len(choice.token_ids)
+            self._told += n_tokens
+        else:
+            n_tokens = 1 if self._carries_output(choice) else 0
+            if total is not None and total > self._told + self._guessed:
+                n_tokens = 1  # an end without text is a token if the server counts more than were seen
+            self._guessed += n_tokens
+        return n_tokens
+
+    def _carries_output(self, choice: _Choice) -> bool:
+        goes_on = not choice.finish_reason
+        if choice.delta is None:
+            return bool(choice.text) or (choice.text is not None and goes_on)
+        opens = choice.delta.role is not None and not self._told and not self._guessed
+        return choice.delta.says_something or (choice.delta.holds_back and goes_on and not opens)
+
+
+def _failure(chunk: _Chunk, data: bytes) -> str | None:
+    """The error that a chunk or reply is instead of output. Raises ProtocolError when it is neither."""
+    if chunk.error or (chunk.choices is None and chunk.message):
+        return error_text(data)
+    if chunk.choices is None and chunk.usage is None:
+        raise ProtocolError(f"neither choices nor usage nor an error: {error_text(data)}")
+    return None
+
+
+def _last_delta(n_tokens: int, finish: str | None, usage: _Usage | None) -> Delta:
+    details = usage.prompt_tokens_details if usage is not None else None
+    return Delta(
+        n_tokens=n_tokens,
+        finish=finish,
+        prompt_tokens=usage.prompt_tokens if usage is not None else None,
+        output_tokens=usage.completion_tokens if usage is not None else None,
+        cached_tokens=details.cached_tokens if details is not None else None,
+        error=given_up(finish) if finish in GIVEN_UP else None,
+    )
+
+
+def _read_whole(body: bytes) -> Delta:
+    reply = _decode(body)
+    if failure := _failure(reply, body):
+        return Delta(error=failure)
+    finish = reply.choices[0].finish_reason if reply.choices else None
+    counted = reply.usage.completion_tokens if reply.usage is not None else None
+    return _last_delta(1 if counted is None else counted, finish, reply.usage)
+
+
+def decoder(stream: bool) -> Decoder:
+    return _Stream() if stream else WholeReply(_read_whole)
+
+
+def request(path: str, model: str, sampling: Sampling, **input: object) -> HttpRequest:
+    """The request for `input` (`prompt` or `messages`).
+
+    The length is asked for as `max_tokens`, which every server here knows. `max_completion_tokens`, which OpenAI's
+    newest models want instead, is unknown to older servers, which would ignore it and write on to a limit of their
+    own. `ignore_eos` is no field of OpenAI's, so it is sent only where it is wanted.
+    """
+    fields = {"model": model, **input, "max_tokens": sampling.max_tokens}
+    fields |= {"temperature": sampling.temperature, "seed": sampling.seed}
+    if sampling.ignore_eos:
+        fields["ignore_eos"] = True
+    if sampling.stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    return HttpRequest("POST", path, _encode(fields))
+
+
+def encode_completion(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
+    return request("/v1/completions", model, sampling, prompt=prompt.text)
+
+
+def encode_chat(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
+    messages = [{"role": "user", "content": prompt.text}]
+    return request("/v1/chat/completions", model, sampling, messages=messages)
+
+
+COMPLETIONS = Backend(
+    name="openai",
+    prompt_kind="text",
+    forces_output_length=True,
+    encode=encode_completion,
+    decoder=decoder,
+    error_message=error_message,
+    info_paths=PATHS,
+    read_info=read_any,
+    server_metrics={},
+)
+
+CHAT = Backend(
+    name="openai-chat",
+    prompt_kind="text",
+    forces_output_length=True,
+    encode=encode_chat,
+    decoder=decoder,
+    error_message=error_message,
+    info_paths=PATHS,
+    read_info=read_any,
+    server_metrics={},
+)

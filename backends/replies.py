@@ -1,0 +1,104 @@
+"""What the replies of all servers have in common: errors as text, and replies that are one JSON document.
+
+A reply is untrusted input and its text ends in terminals, logs and HTML: everything that leaves here as text is one
+printable line of bounded length. Nothing here raises anything but ProtocolError, and the error texts not even that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Annotated
+
+import msgspec
+
+from backends.protocol import Delta, ProtocolError, Truncated
+
+MAX_BYTES = 16 * 1024 * 1024  # of one event, or of one whole reply: more is not a reply, and memory stays bounded
+MAX_LINE_CHARS = 300
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # a number of tokens: what does not fit a column is no count
+
+# What decoding JSON may raise: not JSON or not of the type asked for, no UTF-8, nested without end.
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+# Finish reasons by which a server says that it gave the reply up: the output is not what was asked for.
+GIVEN_UP = frozenset(("abort", "error"))
+
+
+def printable(text: str, max_chars: int = MAX_LINE_CHARS) -> str:
+    """`text` as one line of at most `max_chars` characters: runs of white space become one space, and what does not
+    print (control characters, terminal escapes, direction marks, lone surrogates) becomes an escape such as \\x1b."""
+    line = " ".join(text[: 8 * max_chars].split())[: max_chars + 1]
+    escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+    return escaped if len(escaped) <= max_chars else escaped[: max_chars - 1] + "…"
+
+
+def quoted(data: bytes) -> str:
+    """The beginning of bytes that could not be read, to show in a message."""
+    return f"'{printable(data[:200].decode('utf-8', 'replace'), 100)}'"
+
+
+def error_text(body: bytes) -> str:
+    """One line for an error in any of the shapes that servers send; never raises.
+
+    `{"error": {"message"}}` (vLLM, OpenAI, LightLLM), `{"error": "...", "error_type"}` (TGI), `{"message"}` (LightLLM
+    before 1.2, SGLang), `{"detail": "..."}` and `{"detail": [{"loc", "msg"}]}` (FastAPI); else the body as it is.
+    """
+    try:
+        text = _message(msgspec.json.decode(body))
+    except UNDECODABLE:  # a proxy's HTML, plain text, or JSON that was cut off
+        text = ""
+    return printable(text or body[: 8 * MAX_LINE_CHARS].decode("utf-8", "replace"))
+
+
+def _message(value: object) -> str:
+    while isinstance(value, dict):
+        value = next((value[key] for key in ("error", "message", "detail", "error_type", "type") if value.get(key)), "")
+    if isinstance(value, list):
+        parts = msgspec.convert(value, list[_Invalid])
+        return "; ".join(f"{'.'.join(map(str, part.loc))}: {part.msg}" for part in parts)
+    return value if isinstance(value, str) else ""
+
+
+class _Invalid(msgspec.Struct):
+    msg: str
+    loc: list[str | Count] = []
+
+
+def error_message(status: int, body: bytes) -> str:
+    """One line for a reply whose status is not 200: the status and what the server says. Never raises."""
+    try:
+        phrase = f" {HTTPStatus(status).phrase}"
+    except ValueError:
+        phrase = ""
+    return printable(f"HTTP {status}{phrase}: {error_text(body) or 'no message'}")
+
+
+def given_up(finish: str) -> str:
+    return printable(f"the server gave the reply up (finish_reason '{finish}')")
+
+
+class WholeReply:
+    """Decoder of a reply that is one JSON document. `read` makes its Delta, or raises ProtocolError or UNDECODABLE."""
+
+    def __init__(self, read: Callable[[bytes], Delta]) -> None:
+        self._read = read
+        self._body = bytearray()
+
+    def feed(self, data: bytes) -> Sequence[Delta]:
+        self._body += data
+        if len(self._body) > MAX_BYTES:
+            raise ProtocolError(f"the reply is longer than {MAX_BYTES} bytes")
+        return ()
+
+    def eof(self) -> Sequence[Delta]:
+        body = bytes(self._body)
+        if not body.strip():
+            raise Truncated("the reply has no body")
+        try:
+            return (self._read(body),)
+        except UNDECODABLE as error:
+            cut_off = str(error).startswith("Input data was truncated")  # as msgspec words it
+            kind = Truncated if cut_off else ProtocolError
+            raise kind(f"the reply is {'cut off' if cut_off else 'not what was asked for'}: {quoted(body)}") from error

@@ -1,0 +1,132 @@
+"""Replies that come as server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+
+Nearly every call of `feed` gets exactly one event, `data: {...}` and an empty line: that has a short way. The long
+way takes all that the standard allows: LF, CRLF and CR line ends, a byte order mark, comments (keep-alives),
+`event:`, `id:` and `retry:` lines, data over several lines, and cuts between reads anywhere. It is stricter than the
+standard in two ways, because a measurement must notice: a line with any other field means that this is no stream of
+events, and an event that the end of the body cuts off is an error.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from backends.protocol import Delta, ProtocolError, Truncated
+from backends.replies import MAX_BYTES, quoted
+
+_BOM = b"\xef\xbb\xbf"
+_CR = 0x0D
+_TOO_LONG = f"an event is longer than {MAX_BYTES} bytes"
+_IGNORED_FIELDS = (b"", b"event", b"id", b"retry")  # a comment has an empty name
+
+
+class EventReply(ABC):
+    """Decoder of one streamed reply. A protocol says in `read` what one event means.
+
+    `complete`: the server has said that the reply is whole. `failed`: it has sent an error and owes nothing more.
+    """
+
+    def __init__(self) -> None:
+        self.complete = False
+        self.failed = False
+        self._between_events = False  # nothing is pending (False at first, when a byte order mark may come)
+        self._first_line = True
+        self._after_cr = False  # a LF that comes next ends the same line
+        self._line = bytearray()  # of the line that is not ended yet
+        self._data: list[bytes] = []  # of the event that is not ended yet, a line each
+        self._data_bytes = 0
+        self._broken: ProtocolError | None = None
+
+    @abstractmethod
+    def read(self, data: bytes) -> Sequence[Delta]:
+        """The deltas of an event with this data (it may begin with a space). Raises ProtocolError and nothing else."""
+
+    def feed(self, data: bytes) -> Sequence[Delta]:
+        """Deltas completed by `data`, in order. Raises ProtocolError.
+
+        What came before a breach of the protocol counts: the breach is then raised by the next call, so that it makes
+        no difference how the body was cut into reads.
+        """
+        if self._between_events:
+            line, _, rest = data.partition(b"\n")
+            event = line.removeprefix(b"data:")
+            if rest == b"\n" and event is not line and _CR not in event:
+                return self.read(event)
+        if self._broken is not None:
+            raise self._broken
+        deltas: list[Delta] = []
+        try:
+            self._take(data, deltas)
+        except ProtocolError as error:
+            self._broken = error
+            self._between_events = False
+            if not deltas:
+                raise
+        return deltas
+
+    def eof(self) -> Sequence[Delta]:
+        """The body has ended. Raises Truncated for a reply that is neither complete nor an error."""
+        if self._broken is not None:
+            raise self._broken
+        line = b"" if self._line.startswith(b":") else bytes(self._line)  # nothing is lost with half a comment
+        left = b"\n".join((*self._data, line)).strip()
+        if left.removeprefix(b"data:").lstrip() == b"[DONE]":  # some servers leave the last line ends out
+            self.complete, left = True, b""
+        if self.failed:
+            return ()
+        if left:
+            raise Truncated(f"the reply ended inside an event: {quoted(left)}")
+        if not self.complete:
+            raise Truncated("the reply ended before the server had said that it is complete")
+        return ()
+
+    def unreadable(self, data: bytes, error: Exception) -> Sequence[Delta]:
+        """For `read`, when `data` is not the JSON of the protocol: its end or a keep-alive, else a ProtocolError."""
+        text = data.strip()
+        if text == b"[DONE]":
+            self.complete = True
+        elif text:
+            raise ProtocolError(f"an event is not of this protocol: {quoted(text)}") from error
+        return ()
+
+    def _take(self, data: bytes, deltas: list[Delta]) -> None:
+        """Adds the deltas completed by `data` and keeps what is left over."""
+        *ended, rest = self._lines(data)
+        for line in ended:
+            if len(line) + self._data_bytes > MAX_BYTES:
+                raise ProtocolError(_TOO_LONG)
+            if self._first_line:
+                self._first_line = False
+                line = line.removeprefix(_BOM)
+            if not line:
+                if self._data:
+                    event = b"\n".join(self._data)
+                    self._data.clear()
+                    self._data_bytes = 0
+                    deltas += self.read(event)
+                continue
+            value = line.removeprefix(b"data:")
+            if value is not line or line == b"data":
+                self._data.append(value if value is not line else b"")
+                self._data_bytes += len(line)
+            elif line.partition(b":")[0] not in _IGNORED_FIELDS:
+                raise ProtocolError(f"the reply is not a stream of events: {quoted(line)}")
+        self._line += rest
+        if len(self._line) + self._data_bytes > MAX_BYTES:
+            raise ProtocolError(_TOO_LONG)
+        self._between_events = not (self._line or self._data or self._first_line)
+
+    def _lines(self, data: bytes) -> list[bytes]:
+        """The lines that `data` ends, without their ends, and last the beginning of the next one."""
+        if self._after_cr and data:
+            self._after_cr = False
+            data = data.removeprefix(b"\n")
+        if _CR in data:
+            self._after_cr = data[-1] == _CR
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        lines = data.split(b"\n")
+        if self._line and len(lines) > 1:
+            lines[0] = bytes(self._line) + lines[0]
+            self._line.clear()
+        return lines

@@ -1,0 +1,96 @@
+"""A server of another kind is refused by name. The answers are those of the real servers."""
+
+from __future__ import annotations
+
+import pytest
+
+import backends
+from backends.protocol import ProtocolError, ServerInfo
+
+VLLM = (
+    "/v1/models",
+    b'{"object":"list","data":[{"id":"m","object":"model","created":1795000000,"owned_by":"vllm","root":"/models/m",'
+    b'"parent":null,"max_model_len":4096,"permission":[{"id":"modelperm-1","object":"model_permission"}]}]}',
+)
+VLLM_WITH_ADAPTER = (
+    "/v1/models",
+    b'{"object":"list","data":[{"id":"m","object":"model","owned_by":"vllm","parent":null,"max_model_len":4096},'
+    b'{"id":"lora","object":"model","owned_by":"vllm","root":"/l","parent":"m","max_model_len":null}]}',
+)
+LIGHTLLM = (
+    "/v1/models",
+    b'{"object":"list","data":[{"id":"m","object":"model","created":1,"owned_by":"lightllm","max_model_len":8192}]}',
+)
+LIGHTLLM_1_1 = ("/get_model_name", b'{"model_name":"default_model_name"}')
+TGI = (
+    "/info",
+    b'{"model_id":"meta-llama/Llama-2-7b-hf","model_sha":null,"model_pipeline_tag":"text-generation",'
+    b'"max_concurrent_requests":128,"max_best_of":2,"max_stop_sequences":4,"max_input_tokens":4095,'
+    b'"max_total_tokens":4096,"validation_workers":2,"max_client_batch_size":4,"router":"text-generation-router",'
+    b'"version":"3.3.7","sha":"db931fc","docker_label":"sha-db931fc"}',
+)
+TGI_MODELS = (
+    "/v1/models",
+    b'{"object":"list","data":[{"id":"meta-llama/Llama-2-7b-hf","object":"model","created":0,'
+    b'"owned_by":"meta-llama/Llama-2-7b-hf"}]}',
+)
+SGLANG = (
+    "/v1/models",
+    b'{"object":"list","data":[{"id":"m","object":"model","created":1,"owned_by":"sglang","root":"m","max_model_len":7}]}',
+)
+ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "info"),
+    [
+        ("vllm", VLLM, ServerInfo(model="m", max_total_tokens=4096)),
+        ("vllm", VLLM_WITH_ADAPTER, ServerInfo()),
+        ("lightllm", LIGHTLLM, ServerInfo(model="m", max_total_tokens=8192)),
+        ("lightllm", LIGHTLLM_1_1, ServerInfo(model="default_model_name")),
+        ("tgi", TGI, ServerInfo(model="meta-llama/Llama-2-7b-hf", max_total_tokens=4096, version="3.3.7")),
+        ("tgi", TGI_MODELS, ServerInfo(model="meta-llama/Llama-2-7b-hf")),
+        ("openai", VLLM, ServerInfo(model="m", max_total_tokens=4096)),
+        ("openai", SGLANG, ServerInfo(model="m", max_total_tokens=7)),
+        ("openai-chat", LIGHTLLM, ServerInfo(model="m", max_total_tokens=8192)),
+        ("openai-chat", TGI_MODELS, ServerInfo(model="tgi")),  # any other name would be an adapter's
+    ],
+)
+def test_read_info(name: str, answer: tuple[str, bytes], info: ServerInfo) -> None:
+    assert backends.get(name).read_info(*answer) == info
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "message"),
+    [
+        ("vllm", TGI, "this is a TGI server, not vLLM; use --backend tgi"),
+        ("vllm", TGI_MODELS, "this is a TGI server, not vLLM; use --backend tgi"),
+        ("vllm", LIGHTLLM, "this is a LightLLM server, not vLLM; use --backend lightllm"),
+        ("vllm", LIGHTLLM_1_1, "this is a LightLLM server, not vLLM; use --backend lightllm"),
+        ("lightllm", VLLM, "this is a vLLM server, not LightLLM; use --backend vllm"),
+        ("tgi", VLLM, "this is a vLLM server, not TGI; use --backend vllm"),
+        (
+            "vllm",
+            SGLANG,
+            "this is not a vLLM server (/v1/models names 'sglang' as the models' owner); use --backend openai",
+        ),
+        (
+            "vllm",
+            ("/v1/models", b'{"data":[{"id":"m"}]}'),
+            "this is not a vLLM server (/v1/models names no owner of its models); use --backend openai",
+        ),
+    ],
+)
+def test_another_kind_of_server(name: str, answer: tuple[str, bytes], message: str) -> None:
+    with pytest.raises(ProtocolError) as raised:
+        backends.get(name).read_info(*answer)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("name", ["lightllm", "tgi", "vllm"])
+def test_every_answer_is_taken_by_one_kind_only(name: str) -> None:
+    own = {"lightllm": [LIGHTLLM, LIGHTLLM_1_1], "tgi": [TGI, TGI_MODELS], "vllm": [VLLM]}[name]
+    for answer in ANSWERS:
+        if answer not in own:
+            with pytest.raises(ProtocolError, match="use --backend"):
+                backends.get(name).read_info(*answer)

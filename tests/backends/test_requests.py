@@ -1,0 +1,52 @@
+"""The bodies that are sent, field for field: servers ignore a misspelt field without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+import backends
+from backends.protocol import Prompt, Sampling
+
+IDS = Prompt(n_tokens=3, token_ids=[1, 15043, 3186])
+TEXT = Prompt(n_tokens=3, text="Hello 日\n")
+GREEDY = Sampling(max_tokens=128)
+WARM = Sampling(max_tokens=7, ignore_eos=False, temperature=0.5, seed=9, stream=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "sampling", "path", "body"),
+    [
+        ("vllm", IDS, GREEDY, "/v1/completions",
+         {"model": "m", "prompt": [1, 15043, 3186], "max_tokens": 128, "temperature": 0.0, "seed": 0,
+          "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}),
+        ("vllm", TEXT, WARM, "/v1/completions",
+         {"model": "m", "prompt": "Hello 日\n", "max_tokens": 7, "temperature": 0.5, "seed": 9}),
+        ("openai", TEXT, GREEDY, "/v1/completions",
+         {"model": "m", "prompt": "Hello 日\n", "max_tokens": 128, "temperature": 0.0, "seed": 0,
+          "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}),
+        ("openai-chat", TEXT, GREEDY, "/v1/chat/completions",
+         {"model": "m", "messages": [{"role": "user", "content": "Hello 日\n"}], "max_tokens": 128, "temperature": 0.0,
+          "seed": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}),
+        ("lightllm", IDS, GREEDY, "/generate_stream",
+         {"inputs": [1, 15043, 3186], "multimodal_params": {},
+          "parameters": {"max_new_tokens": 128, "ignore_eos": True, "do_sample": False, "add_special_tokens": False,
+                         "disable_prompt_cache": True}}),
+        ("lightllm", TEXT, WARM, "/generate",
+         {"inputs": "Hello 日\n", "multimodal_params": {},
+          "parameters": {"max_new_tokens": 7, "ignore_eos": False, "do_sample": True, "temperature": 0.5,
+                         "add_special_tokens": False, "disable_prompt_cache": True}}),
+        ("tgi", TEXT, GREEDY, "/generate_stream",
+         {"inputs": "Hello 日\n",
+          "parameters": {"max_new_tokens": 128, "do_sample": False, "details": True, "seed": 0}}),
+        ("tgi", TEXT, WARM, "/generate",
+         {"inputs": "Hello 日\n",
+          "parameters": {"max_new_tokens": 7, "do_sample": True, "temperature": 0.5, "details": True, "seed": 9}}),
+    ],
+)  # fmt: skip
+def test_request(name: str, prompt: Prompt, sampling: Sampling, path: str, body: dict[str, Any]) -> None:
+    request = backends.get(name).encode("m", prompt, sampling)
+    assert request.path == path
+    assert msgspec.json.decode(request.body) == body

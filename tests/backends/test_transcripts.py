@@ -1,0 +1,130 @@
+"""Transcripts say the same however their bytes are cut into reads, and no bytes raise anything but ProtocolError."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import backends
+from backends.protocol import Decoder, Delta, ProtocolError
+from tests.backends.transcripts import TRANSCRIPTS, Transcript
+
+BACKENDS = {name: backends.get(name) for name in ("lightllm", "openai", "openai-chat", "tgi", "vllm")}
+
+
+def replay(decoder: Decoder, pieces: list[bytes]) -> tuple[list[Delta], ProtocolError | None]:
+    """What a reader sees: the deltas until the end or until the first exception."""
+    deltas: list[Delta] = []
+    try:
+        for piece in pieces:
+            deltas += decoder.feed(piece)
+        deltas += decoder.eof()
+    except ProtocolError as error:
+        return deltas, error
+    return deltas, None
+
+
+def cut(body: bytes, places: list[int]) -> list[bytes]:
+    edges = [0, *sorted(place % (len(body) + 1) for place in places), len(body)]
+    return [body[start:end] for start, end in pairwise(edges)]
+
+
+def same(seen: tuple[list[Delta], ProtocolError | None], transcript: Transcript) -> None:
+    deltas, error = seen
+    assert tuple(deltas) == transcript.deltas
+    assert type(error) is (transcript.error or type(None)), error
+    assert transcript.says in str(error)
+
+
+def decoder_of(transcript: Transcript) -> Decoder:
+    return BACKENDS[transcript.backend].decoder(transcript.stream)
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda transcript: transcript.name)
+class TestTranscript:
+    def test_whole(self, transcript: Transcript) -> None:
+        same(replay(decoder_of(transcript), [transcript.body]), transcript)
+
+    def test_event_by_event(self, transcript: Transcript) -> None:
+        events = [event + b"\n\n" for event in transcript.body.split(b"\n\n")]
+        events[-1] = events[-1][:-2]
+        same(replay(decoder_of(transcript), events), transcript)
+
+    def test_bytewise(self, transcript: Transcript) -> None:
+        same(replay(decoder_of(transcript), [bytes([byte]) for byte in transcript.body]), transcript)
+
+    def test_in_two_reads(self, transcript: Transcript) -> None:
+        for at in range(len(transcript.body)):
+            same(replay(decoder_of(transcript), [transcript.body[:at], transcript.body[at:]]), transcript)
+
+
+places = st.lists(st.integers(min_value=0, max_value=1 << 20), max_size=12)
+streamed = st.sampled_from([transcript for transcript in TRANSCRIPTS if transcript.stream])
+
+
+@settings(max_examples=300, deadline=None)
+@given(transcript=st.sampled_from(TRANSCRIPTS), places=places)
+def test_in_any_reads(transcript: Transcript, places: list[int]) -> None:
+    same(replay(decoder_of(transcript), cut(transcript.body, places)), transcript)
+
+
+@settings(max_examples=300, deadline=None)
+@given(transcript=streamed, line_end=st.sampled_from([b"\r\n", b"\r"]), places=places)
+def test_other_line_ends(transcript: Transcript, line_end: bytes, places: list[int]) -> None:
+    body = transcript.body.replace(b"\r\n", b"\n").replace(b"\n", line_end)
+    same(replay(decoder_of(transcript), cut(body, places)), transcript)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """A transcript with some bytes changed, taken away, repeated or put in."""
+    body = bytearray(draw(st.sampled_from(TRANSCRIPTS)).body)
+    for _ in range(draw(st.integers(1, 6))):
+        at = draw(st.integers(0, len(body)))
+        upto = min(len(body), at + draw(st.integers(0, 40)))
+        body[at:upto] = draw(
+            st.one_of(
+                st.binary(max_size=4),
+                st.just(bytes(body[at:upto]) * 2),
+                st.sampled_from([b"\n\n", b"\r", b"data: ", b"null", b"-1", b"1e999", b"[]", b"{}", b'"', b"\\ud800"]),
+            )
+        )
+    return bytes(body)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("name", list(BACKENDS))
+class TestFuzz:
+    @settings(max_examples=60, deadline=None)
+    @given(
+        body=st.one_of(mutated(), st.binary(max_size=200)),
+        places=places,
+    )
+    def test_only_protocol_errors_and_the_same_for_every_cut(
+        self, name: str, stream: bool, body: bytes, places: list[int]
+    ) -> None:
+        """`replay` lets every other exception through."""
+        make = BACKENDS[name].decoder
+        whole_deltas, whole_error = replay(make(stream), [body])
+        for pieces in (cut(body, places), [bytes([byte]) for byte in body]):
+            deltas, error = replay(make(stream), pieces)
+            assert deltas == whole_deltas
+            assert (type(error), str(error)) == (type(whole_error), str(whole_error))
+        for delta in whole_deltas:
+            assert delta.n_tokens >= 0
+            assert delta.error is None or (len(delta.error) <= 300 and delta.error.isprintable())
+        assert str(whole_error).isprintable()
+
+    @settings(max_examples=30, deadline=None)
+    @given(pieces=st.lists(mutated(), max_size=3))
+    def test_calls_after_an_error(self, name: str, stream: bool, pieces: list[bytes]) -> None:
+        decoder = BACKENDS[name].decoder(stream)
+        for piece in pieces:
+            try:
+                decoder.feed(piece)
+                decoder.eof()
+            except ProtocolError:
+                pass
