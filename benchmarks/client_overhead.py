@@ -41,9 +41,7 @@ PACED = Shape(requests=500, output_tokens=16, ttft_ms=50, gap_ms=10, rate_per_s=
 POISSON = dataclasses.replace(PACED, law="poisson")
 QUICK = Shape(requests=50, output_tokens=16, ttft_ms=50, gap_ms=10)
 RAMP_GAPS_MS = (20.0, 14.0, 10.0, 8.0, 7.0, 6.0, 5.0, 4.0)
-RAMP_TRIES = (
-    2  # a rate counts as sustained when one of them held it: on a shared machine any single one may be disturbed
-)
+RAMP_TRIES = 2  # a rate is sustained when one of them held it: any single one may be disturbed
 
 OURS = ("loadgen", "loadgen-kernel", "loadgen-aiohttp")
 
@@ -165,6 +163,7 @@ def judge(watched: Watched, truth: Truth, reported: Reported, shape: Shape) -> R
     return Row(
         cpu_us=watched.cpu_between_ns(first_ns, last_ns) / 1e3 / truth.tokens,
         life_cpu_us=watched.life_cpu_ns / 1e3 / truth.tokens,
+        others_percent=watched.others_ratio(first_ns, last_ns) * 100,
         rss_mb=watched.peak_rss_bytes(first_ns, last_ns) / 1e6,
         life_rss_mb=watched.peak_rss_bytes() / 1e6,
         start_s=(first_ns - watched.started_ns) / 1e9,

@@ -29,6 +29,7 @@ class Row:
 
     cpu_us: float
     life_cpu_us: float
+    others_percent: float
     rss_mb: float
     life_rss_mb: float
     start_s: float
@@ -67,6 +68,8 @@ machine drifts between rounds, so ratios are taken within a round, and every cel
   streamed token. *Per token more*: CPU of the client's whole life with this output length minus that with 8 tokens, per
   token more: start-up and report cancel out, and work that is put off until after the stream does not. *Whole life*:
   everything, imports and report included, per token.
+- *Others on its core*: the part of the window in which anything but the client ran on its core, or the host gave the
+  core away. Where it is above a few percent, delays are the machine's as well as the client's.
 - *RSS*: resident memory of the process tree in MB, within the window and over its life.
 - *Start*: from the process's start to the first measured request received. *Makespan*: as the client reports it.
 - *Send spread*: from the first to the last request of the burst as the server reads them; in brackets as the client
@@ -114,6 +117,7 @@ COST: tuple[Column, ...] = (
     ("CPU, window us/token", lambda row: _number(row.cpu_us, 2)),
     ("per token more us", lambda row: _number(row.marginal_cpu_us, 2)),
     ("whole life us/token", lambda row: _number(row.life_cpu_us, 1)),
+    ("others on its core %", lambda row: _number(row.others_percent, 0)),
     ("RSS window / life MB", lambda row: _pair(row.rss_mb, row.life_rss_mb, 0)),
     ("start s", lambda row: _number(row.start_s, 2)),
     ("makespan s", lambda row: _number(row.makespan_s, 2)),
@@ -182,9 +186,8 @@ def _ceiling(steps: Sequence[tuple[Shape, Row]], lag_limit_ms: float, on_pace: f
         lines.append([f"{shape.events_per_s:,.0f}", f"{delivered:,.0f}", lag, _number(row.cpu_us, 2), verdict])
     return (
         f"## Highest rate that loadgen sustains on one core\n\n1000 streams, gaps falling, until the arrival of events "
-        f"is recorded more than {lag_limit_ms:g} ms late at p99 or the server cannot deliver the rate; the better of up to two "
-        f"tries at each. Sustained: "
-        f"**{best:,.0f} events/s**.\n\n{_table(head, lines)}"
+        f"is recorded more than {lag_limit_ms:g} ms late at p99 or the server cannot deliver the rate; "
+        f"the better of up to two tries at each. Sustained: **{best:,.0f} events/s**.\n\n{_table(head, lines)}"
     )
 
 

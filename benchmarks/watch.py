@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 INTERVAL_S = 0.01
-SEARCH_EVERY = 10  # intervals between two searches for new child processes
+SEARCH_EVERY = 10  # intervals between two searches for new child processes and two looks at the core
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,17 @@ class Watched:
     cpu_ns: NDArray[np.int64]
     rss_bytes: NDArray[np.int64]
     life_cpu_ns: int
+    core_busy_ns: NDArray[np.int64]  # (m, 2): monotonic ns, and the time that anything has run on the core so far
 
     def cpu_between_ns(self, first_ns: int, last_ns: int) -> float:
         """CPU time of the tree within a window, interpolated between samples."""
         at_ends = np.interp([first_ns, last_ns], self.at_ns, self.cpu_ns)
         return float(at_ends[1] - at_ends[0])
+
+    def others_ratio(self, first_ns: int, last_ns: int) -> float:
+        """The part of a window that the core spent on anything else, other machines of the host included."""
+        busy = np.interp([first_ns, last_ns], self.core_busy_ns[:, 0], self.core_busy_ns[:, 1])
+        return max(0.0, float(busy[1] - busy[0]) - self.cpu_between_ns(first_ns, last_ns)) / (last_ns - first_ns)
 
     def peak_rss_bytes(self, first_ns: int = 0, last_ns: int = 2**63 - 1) -> int:
         inside = self.rss_bytes[(self.at_ns >= first_ns) & (self.at_ns <= last_ns)]
@@ -80,6 +87,13 @@ class Tree:
         return sum(self.cpu_ns.values()), rss_bytes
 
 
+def core_busy(core: int) -> tuple[int, int]:
+    """Now, and the time that processes have run on the core or another machine has stolen it (proc(5), /proc/stat)."""
+    line = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} "))
+    user, nice, system, _idle, _iowait, _irq, _softirq, steal = (int(word) for word in line.split()[1:9])
+    return time.monotonic_ns(), (user + nice + system + steal) * TICK_NS
+
+
 def watch(command: Sequence[str], core: int, log: Path, env: Mapping[str, str], timeout_s: float) -> Watched:
     """Runs `command` pinned to one core until it ends, its output in `log`. Killed with its tree after `timeout_s`."""
     with log.open("wb") as output:
@@ -94,6 +108,7 @@ def watch(command: Sequence[str], core: int, log: Path, env: Mapping[str, str], 
         )
     tree = Tree(process.pid)
     samples = [(started_ns, 0, 0)]
+    core_samples = []
     turn = 0
     while True:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -101,6 +116,7 @@ def watch(command: Sequence[str], core: int, log: Path, env: Mapping[str, str], 
             break
         if turn % SEARCH_EVERY == 0:
             tree.search()
+            core_samples.append(core_busy(core))
         samples.append((time.monotonic_ns(), *tree.sample()))
         if samples[-1][0] - started_ns > timeout_s * 1e9:
             for member in tree.alive:
@@ -109,6 +125,8 @@ def watch(command: Sequence[str], core: int, log: Path, env: Mapping[str, str], 
         turn += 1
         time.sleep(INTERVAL_S)
     process.returncode = os.waitstatus_to_exitcode(status)
+    core_samples.append(core_busy(core))
     columns = np.array(samples, dtype=np.int64)
     life_cpu_ns = max(int(columns[-1, 1]), int((usage.ru_utime + usage.ru_stime) * 1e9))
-    return Watched(process.returncode, started_ns, columns[:, 0], columns[:, 1], columns[:, 2], life_cpu_ns)
+    at_ns, cpu_ns, rss_bytes = columns.T
+    return Watched(process.returncode, started_ns, at_ns, cpu_ns, rss_bytes, life_cpu_ns, np.array(core_samples))

@@ -7,12 +7,9 @@ each run. Its times end where the token leaves the engine, so the client can onl
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,16 +18,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import serve
+from tiny_model import MAX_MODEL_LEN
 
 from loadgen import records
 
 pytestmark = pytest.mark.vllm
 
-HERE = Path(__file__).parent
-VENV = HERE.parent.parent / ".venv-vllm"
-START_TIMEOUT_S = 300
 REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 200, 512, 32
-MAX_MODEL_LEN = 1024
 
 
 @dataclass(frozen=True)
@@ -52,52 +47,11 @@ class Server:
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if "vllm" not in request.config.option.markexpr:
         pytest.skip("needs a real vLLM; run `make test-vllm`")
-    if not (VENV / "installed").exists():
-        pytest.fail("vLLM is not installed; run tests/vllm/install.sh")
     directory = tmp_path_factory.mktemp("vllm")
-    model_dir, log = directory / "tiny", directory / "server.log"
-    subprocess.run([sys.executable, str(HERE / "tiny_model.py"), str(model_dir)], check=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [
-                str(VENV / "bin/python"), "-m", "vllm.entrypoints.openai.api_server",
-                "--model", str(model_dir), "--served-model-name", "tiny", "--load-format", "dummy",
-                "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "256",
-                "--host", "127.0.0.1", "--port", str(port), "--no-enable-prefix-caching", "--enforce-eager",
-            ],
-            env={
-                **os.environ, "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-            },
-            stdout=output, stderr=subprocess.STDOUT, cwd=directory,
-        )  # fmt: skip
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_healthy(url, process, log)
-        yield Server(url, model_dir)
-    finally:
+    with serve.real_vllm(directory) as url:
+        yield Server(url, directory / "tiny")
         if request.session.testsfailed:
-            print(f"\nthe server's log is {log}; its end:\n{log.read_text(errors='replace')[-4000:]}")
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail(f"vLLM did not become healthy (exit code {process.poll()}):\n{log.read_text(errors='replace')[-4000:]}")
+            print(f"\nthe end of the server's log:\n{serve.log_end(directory)}")
 
 
 def loadgen(server: Server, out: Path, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -198,8 +152,9 @@ def test_text_prompts_have_exactly_the_asked_length(backend: str, server: Server
     done = loadgen(
         server, out, backend=backend, tokenizer=server.model_dir, requests=32, input_tokens=256, output_tokens=16
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode in (0, 4), done.stdout[-3000:] + done.stderr[-3000:]  # 4: on a busy machine, times are poor
     table = records.read(out)[0].measured()
+    assert table.ok.all()
     assert np.unique(table.prompt_tokens).tolist() == [256]
     assert np.unique(table.output_tokens).tolist() == [16]
 
