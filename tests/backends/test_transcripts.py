@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import backends
 from backends.protocol import Decoder, Delta, ProtocolError
-from tests.backends.transcripts import TRANSCRIPTS, Transcript
+from tests.backends.frames import Transcript
+from tests.backends.transcripts import TRANSCRIPTS
 
 BACKENDS = {name: backends.get(name) for name in ("lightllm", "openai", "openai-chat", "tgi", "vllm")}
 
