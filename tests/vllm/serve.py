@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def _healthy(url: str) -> bool:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that vLLM is ended too
     try:
         with real_vllm(ROOT / "build/vllm", int(sys.argv[1]) if len(sys.argv) > 1 else 0) as listening:
             print(listening, flush=True)

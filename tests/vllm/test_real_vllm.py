@@ -25,6 +25,7 @@ from loadgen import records
 
 pytestmark = pytest.mark.vllm
 
+TRANSPORTS = ("fast", "aiohttp")
 REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 200, 512, 32
 
 
@@ -77,19 +78,14 @@ class Measured:
         return self.client_ttft_ms - self.server_ttft_ms
 
 
-@pytest.fixture(scope="module", params=["fast", "aiohttp"])
-def measured(request: pytest.FixtureRequest, server: Server, tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    return measure(server, request.param, tmp_path_factory)
+@pytest.fixture(scope="module")
+def runs(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
+    return {transport: measure(server, transport, tmp_path_factory.mktemp(transport)) for transport in TRANSPORTS}
 
 
-_MEASURED: dict[str, Measured] = {}
-
-
-def measure(server: Server, transport: str, tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    """A burst through one transport, between two looks at the server's metrics; once per transport."""
-    if transport in _MEASURED:
-        return _MEASURED[transport]
-    out = tmp_path_factory.mktemp(transport) / "run"
+def measure(server: Server, transport: str, directory: Path) -> Measured:
+    """A burst through one transport, between two looks at the server's metrics."""
+    out = directory / "run"
     before = server.sums()
     done = loadgen(
         server, out, backend="vllm", requests=REQUESTS, input_tokens=INPUT_TOKENS, output_tokens=OUTPUT_TOKENS,
@@ -105,18 +101,18 @@ def measure(server: Server, transport: str, tmp_path_factory: pytest.TempPathFac
     assert gained["vllm:time_to_first_token_seconds_count"] == len(table)
     assert gained["vllm:prompt_tokens_total"] == table.prompt_tokens.sum()
     assert gained["vllm:generation_tokens_total"] == table.output_tokens.sum()
-    _MEASURED[transport] = Measured(
+    return Measured(
         table,
         float(ttft_ms.mean()),
         gained["vllm:time_to_first_token_seconds_sum"] / len(table) * 1e3,
         float(tpot_ms.mean()),
         gained["vllm:request_time_per_output_token_seconds_sum"] / len(table) * 1e3,
     )
-    return _MEASURED[transport]
 
 
-def test_every_request_is_ok_with_exact_token_counts(measured: Measured) -> None:
-    table = measured.table
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_request_is_ok_with_exact_token_counts(transport: str, runs: dict[str, Measured]) -> None:
+    table = runs[transport].table
     assert table.ok.all() and int((table.phase == records.PHASES.index("measured")).sum()) == REQUESTS
     assert (table.prompt_tokens == INPUT_TOKENS).all()
     assert (table.output_tokens == OUTPUT_TOKENS).all()
@@ -124,10 +120,12 @@ def test_every_request_is_ok_with_exact_token_counts(measured: Measured) -> None
     assert (table.events >= 1).all() and (table.events <= OUTPUT_TOKENS).all()
 
 
-def test_client_is_never_earlier_than_the_servers_own_metrics(measured: Measured) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_client_is_never_earlier_than_the_servers_own_metrics(transport: str, runs: dict[str, Measured]) -> None:
+    measured = runs[transport]
     print(
-        f"\nTTFT mean: client {measured.client_ttft_ms:.1f} ms, vLLM's own {measured.server_ttft_ms:.1f} ms, "
-        f"client later by {measured.later_ms:.2f} ms; "
+        f"\n{transport}: TTFT mean: client {measured.client_ttft_ms:.1f} ms, vLLM's own {measured.server_ttft_ms:.1f} "
+        f"ms, client later by {measured.later_ms:.2f} ms; "
         f"TPOT mean: client {measured.client_tpot_ms:.2f} ms, vLLM's own {measured.server_tpot_ms:.2f} ms"
     )
     assert measured.later_ms >= 0
@@ -135,13 +133,13 @@ def test_client_is_never_earlier_than_the_servers_own_metrics(measured: Measured
     assert measured.client_tpot_ms == pytest.approx(measured.server_tpot_ms, rel=0.1)
 
 
-def test_transports_agree(server: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_transports_agree(runs: dict[str, Measured]) -> None:
     """By how much each is later than the server's own TTFT: the server's time differs between two runs, and cancels.
 
     On a machine that vLLM fills, both wait for a core; a tenth of the TTFT holds that and would still catch a
     transport that stamps another event or counts connecting.
     """
-    fast, slow = (measure(server, transport, tmp_path_factory) for transport in ("fast", "aiohttp"))
+    fast, slow = (runs[transport] for transport in TRANSPORTS)
     assert abs(fast.later_ms - slow.later_ms) <= 0.1 * min(fast.server_ttft_ms, slow.server_ttft_ms)
     assert fast.table.output_tokens.sum() == slow.table.output_tokens.sum()
 
