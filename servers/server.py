@@ -8,7 +8,6 @@ due.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import random
 import select
@@ -177,11 +176,9 @@ class Server:
             timeout_s = 0.0
         elif due_ns is not None:
             timeout_s = max(0.0, (due_ns - monotonic_ns()) / 1e9)
-        if timeout_s != 0.0:
-            select.select([self._selector], [], [], timeout_s)
-        ready = self._selector.select(0)
+        ready = select.select([self._selector], [], [], timeout_s)[0]
         self._woken_ns = monotonic_ns()
-        return ready
+        return self._selector.select(0) if ready else []
 
     def _emit_due(self) -> None:
         pop = self._timing.pop
@@ -207,8 +204,6 @@ class Server:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    raise
                 self.say(f"no more than {len(self._connections)} connections: {error.strerror}; raise `ulimit -n`.")
                 self._selector.unregister(self._listener)
                 self._accepting = False
@@ -219,8 +214,13 @@ class Server:
             self._selector.register(sock, selectors.EVENT_READ, connection.ready)
 
     def _drain(self, fd: int) -> None:
-        if not os.read(fd, 65536):
-            self._stopping = True
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            return
+        except OSError:  # a terminal that hung up
+            data = b""
+        self._stopping = self._stopping or not data
 
     def _woken(self, _mask: int, _now_ns: int) -> None:
         self._wakeup.recv(4096)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -93,6 +94,25 @@ def test_address_that_is_not_ours() -> None:
     code, sentence = fails("--host", "no.such.host.invalid")
     assert code == 3
     assert "cannot listen on no.such.host.invalid" in sentence
+
+
+def test_more_connections_than_files() -> None:
+    """Further ones wait until others close; the server goes on."""
+    limit = 40
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    url = str(json.loads(process.stdout.readline())["url"])
+    port = int(url.rsplit(":", 1)[1])
+    socks = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(limit + 10)]
+    assert "Too many open files; raise `ulimit -n`" in process.stderr.readline()
+    for sock in socks:
+        sock.close()
+    assert ask_on(connection_to(url), "GET", "/health").status == 200
+    process.terminate()
+    assert process.wait(timeout=10) == 0
 
 
 def test_api_key_from_the_environment() -> None:
