@@ -56,7 +56,7 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def base_path(self) -> str:
-        return self.parts.path.rstrip("/")
+        return self.parts.path.rstrip("/").removesuffix("/v1")  # as OpenAI clients are given their base URL
 
     def headers(self, request: HttpRequest) -> dict[str, str]:
         bearer = {"Authorization": f"Bearer {self.token}"} if self.token else {}

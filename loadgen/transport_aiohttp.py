@@ -55,7 +55,11 @@ class AiohttpTransport:
         )
 
     def prepare(self, request: HttpRequest, request_id: str) -> HttpRequest:
-        headers = (*self.target.headers(request).items(), ("X-Request-Id", request_id))
+        headers = (
+            *self.target.headers(request).items(),
+            ("X-Request-Id", request_id),
+            ("Accept-Encoding", "identity"),
+        )
         return HttpRequest(request.method, self.target.base_path + request.path, request.body, headers)
 
     def send(self, exchange: Exchange, prepared: bytes | HttpRequest) -> None:

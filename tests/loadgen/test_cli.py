@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -210,6 +212,14 @@ def test_reports_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     one_sentence(["report", str(tmp_path)], 2, capsys, "manifest.json")
     one_sentence(["compare", str(tmp_path), str(tmp_path)], 2, capsys, "manifest.json")
     one_sentence(["compare", str(tmp_path)], 2, capsys, "requires an argument")
+
+
+def test_a_run_does_not_wait_for_what_it_does_not_need() -> None:
+    """Drawing, other transports and Docker are imported when they are used: the first request leaves within a second."""
+    heavy = ["matplotlib", "aiohttp", "httpx", "docker", "tokenizers", "torch", "servers", "multiprocessing.spawn"]
+    code = f"import sys, loadgen.cli, loadgen.run, loadgen.progress; print([m for m in {heavy} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
 
 
 def test_config_is_checked_when_made() -> None:

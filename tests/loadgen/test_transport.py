@@ -189,7 +189,7 @@ def test_tls_and_bearer_token(kind: str, tmp_path: object, monkeypatch: pytest.M
 
         async def story() -> None:
             async with scripted(lambda n: tokens(3), tls=server_side) as world:
-                transport = make(kind, Target(world.url + "/base/", "s3cret"))
+                transport = make(kind, Target(world.url + "/base/v1/", "s3cret"))
                 await transport.open(1)
                 exchange = await ask(transport)
                 await transport.close()
