@@ -92,44 +92,18 @@ def serve(
     problem = _problem(port, max_model_len, ttft_ms, itl_ms, jitter_ratio)
     if problem:
         _fail(EXIT_BAD_OPTION, problem)
-    try:
-        parsed = tuple(faults.parse(text, dialect) for text in fault)
-    except ValueError as error:
-        _fail(EXIT_BAD_OPTION, str(error))
-    api_key = None
-    if api_key_env is not None:
-        api_key = os.environ.get(api_key_env)
-        if not api_key:
-            _fail(EXIT_BAD_OPTION, f"the environment variable {api_key_env} holds no API key; set it first.")
-    try:
-        stamps_file = Stamps(stamps) if stamps is not None else None
-    except OSError as error:
-        _fail(EXIT_BAD_OPTION, f"cannot write {stamps}: {error.strerror}; name another file for --stamps.")
+    parsed = _faults(fault, dialect)
+    api_key = _api_key(api_key_env)
+    stamps_file = _stamps(stamps)
     _raise_file_limit()
+    wire = DIALECTS[dialect](Settings(model, max_model_len))
     timing = FixedTiming(round(ttft_ms * 1e6), round(itl_ms * 1e6), jitter_ratio, seed)
     try:
-        server = Server(
-            DIALECTS[dialect](Settings(model, max_model_len)), timing, host, port, parsed, stamps_file, api_key
-        )
+        server = Server(wire, timing, host, port, parsed, stamps_file, api_key)
     except OSError as error:
-        _fail(
-            EXIT_NOT_LISTENING,
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host.",
-        )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: server.stop())
-    if exit_with_stdin:
-        try:
-            server.stop_at_end_of(sys.stdin.fileno())
-        except (OSError, ValueError):
-            _fail(EXIT_BAD_OPTION, "--exit-with-stdin needs a pipe or a terminal as standard input.")
-    ready = {"url": server.url, "dialect": dialect, "emulated": True}
-    print(msgspec.json.encode(ready).decode(), flush=True)
-    # Nothing here makes cycles while it serves, and a collection would make every stream late.
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    server.run()
+        message = f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host."
+        _fail(EXIT_NOT_LISTENING, message)
+    _run(server, exit_with_stdin)
 
 
 def main() -> None:
@@ -140,6 +114,47 @@ def main() -> None:
         app(exit_on_error=False, print_error=False)
     except CycloptsError as error:
         _fail(EXIT_BAD_OPTION, " ".join(str(error).split()))
+
+
+def _run(server: Server, exit_with_stdin: bool) -> None:
+    """Says that it listens, and serves until it is told to end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: server.stop())
+    if exit_with_stdin:
+        try:
+            server.stop_at_end_of(sys.stdin.fileno())
+        except (OSError, ValueError):
+            _fail(EXIT_BAD_OPTION, "--exit-with-stdin needs a pipe or a terminal as standard input.")
+    ready = {"url": server.url, "dialect": server.dialect.name, "emulated": True}
+    print(msgspec.json.encode(ready).decode(), flush=True)
+    # Nothing here makes cycles while it serves, and a collection would make every stream late.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    server.run()
+
+
+def _faults(texts: Sequence[str], dialect: str) -> tuple[faults.Fault, ...]:
+    try:
+        return tuple(faults.parse(text, dialect) for text in texts)
+    except ValueError as error:
+        _fail(EXIT_BAD_OPTION, str(error))
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    api_key = os.environ.get(variable)
+    if not api_key:
+        _fail(EXIT_BAD_OPTION, f"the environment variable {variable} holds no API key; set it first.")
+    return api_key
+
+
+def _stamps(path: Path | None) -> Stamps | None:
+    try:
+        return Stamps(path) if path is not None else None
+    except OSError as error:
+        _fail(EXIT_BAD_OPTION, f"cannot write {path}: {error.strerror}; name another file for --stamps.")
 
 
 def _problem(port: int, max_model_len: int, ttft_ms: float, itl_ms: float, jitter_ratio: float) -> str:
