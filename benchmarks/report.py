@@ -75,7 +75,9 @@ machine drifts between rounds, so ratios are taken within a round, and every cel
 - *Send spread*: from the first to the last request of the burst as the server reads them; in brackets as the client
   stamps them before it writes, where it does.
 - *TTFT error*: the TTFT that the client reports minus the time between the server's receive and first-event stamps: per
-  request where requests can be told apart by their id, else between percentiles of the two distributions.
+  request where requests can be told apart by their id, else between percentiles of the two distributions. It holds the
+  time that a request of a burst waits for the server to read it, which the floor shows. *First event late*: arrival of
+  the first event as the client recorded it minus the server's send stamp, the client's own part of the error.
 - *Event late*: arrival as the client recorded it minus the server's send stamp, over all events (for clients that keep
   every arrival); it holds the server's write and the kernel besides the client.
 - *Gap p99*: of all inter-token gaps that the client reports, and its ratio to the server's own gaps. *Gaps < 1 ms*:
