@@ -46,6 +46,7 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.exchange: Exchange | None = None
         self.parser = httptools.HttpResponseParser(self)
+        self.parse = self.parser.feed_data
         self.now = 0
         self.header_bytes = 0
         self.in_headers = False
@@ -80,22 +81,24 @@ class Connection(asyncio.Protocol):
         self.transport.write(payload)
 
     def data_received(self, data: bytes) -> None:
-        self.read(data, now_ns())
+        self.now = now_ns()
+        self.read(data)
 
-    def read(self, data: bytes, now: int) -> None:
-        self.now = now
+    def read(self, data: bytes) -> None:
+        """Takes what was read at `now`."""
+        try:
+            self.parse(data)
+        except httptools.HttpParserError as error:
+            self.give_up(f"not HTTP: {error}")
         if self.in_headers:
             self.header_bytes += len(data)
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            if self.exchange is not None:
-                self.exchange.fail("protocol_error", f"not HTTP: {error}", now)
-            self.abort()
-            return
-        if self.in_headers and self.header_bytes > HEADER_LIMIT_BYTES and self.exchange is not None:
-            self.exchange.fail("protocol_error", f"response headers over {HEADER_LIMIT_BYTES} bytes", now)
-            self.abort()
+            if self.header_bytes > HEADER_LIMIT_BYTES:
+                self.give_up(f"response headers over {HEADER_LIMIT_BYTES} bytes")
+
+    def give_up(self, reason: str) -> None:
+        if self.exchange is not None:
+            self.exchange.fail("protocol_error", reason, self.now)
+        self.abort()
 
     # The parser's callbacks. An exchange that is finished early (timeout, error) leaves its connection closed.
 
@@ -176,7 +179,8 @@ class StampedConnection(Connection):
                 stamp = seconds * 1_000_000_000 + nanoseconds - self.owner.wall_minus_monotonic_ns
                 if self.exchange is not None:
                     self.owner.receive_lag_ns.append(read_ns - stamp)
-        self.read(data, stamp)
+        self.now = stamp
+        self.read(data)
 
     def write_rest(self, payload: bytes) -> None:
         self.backlog += payload

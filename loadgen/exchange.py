@@ -7,7 +7,7 @@ A transport calls, in order: `sent`, `headers`, `body` for each read, then exact
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from backends.protocol import TOKEN, Decoder, Delta, ProtocolError, Truncated
@@ -21,7 +21,7 @@ class Exchange:
 
     __slots__ = (
         "abort", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "decoder", "done_ns", "error", "error_body",
-        "headers_ns", "id", "last_read_ns", "on_done", "outcome", "output_tokens", "phase", "prompt_tokens",
+        "feed", "headers_ns", "id", "last_read_ns", "on_done", "outcome", "output_tokens", "phase", "prompt_tokens",
         "scheduled_ns", "sent_ns", "status", "times",
     )  # fmt: skip
 
@@ -41,6 +41,7 @@ class Exchange:
         self.asked_prompt_tokens = asked_prompt_tokens
         self.asked_tokens = asked_tokens
         self.decoder = decoder
+        self.feed = decoder.feed
         self.on_done = on_done
         self.abort: Callable[[], None] | None = None  # the transport's way to give the connection up
         self.sent_ns = self.headers_ns = self.done_ns = self.last_read_ns = -1
@@ -60,16 +61,14 @@ class Exchange:
     def headers(self, status: int, now: int) -> None:
         self.headers_ns = self.last_read_ns = now
         self.status = status
+        if status != 200:
+            self.feed = self._keep_error
 
     def body(self, data: bytes, now: int) -> bool:
         """Takes body bytes read at `now`. False: the reply is broken and the connection must be given up."""
         self.last_read_ns = now
-        if self.status != 200:
-            if len(self.error_body) < ERROR_BODY_BYTES:
-                self.error_body += data
-            return True
         try:
-            for delta in self.decoder.feed(data):
+            for delta in self.feed(data):
                 if delta is TOKEN:
                     self.times.append(now)
                 else:
@@ -78,6 +77,11 @@ class Exchange:
             self.fail("protocol_error", str(error), now)
             return False
         return True
+
+    def _keep_error(self, data: bytes) -> Sequence[Delta]:
+        if len(self.error_body) < ERROR_BODY_BYTES:
+            self.error_body += data
+        return ()
 
     def _take(self, delta: Delta, now: int) -> None:
         if delta.n_tokens:
@@ -117,6 +121,7 @@ class Exchange:
         self.error = error
         self.done_ns = now
         self.abort = None
+        self.feed = self.decoder.feed  # not a method of its own: nothing of an exchange may be a cycle
         self.error_body = b""
         self.on_done(self)
 

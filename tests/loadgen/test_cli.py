@@ -215,7 +215,7 @@ def test_reports_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_run_does_not_wait_for_what_it_does_not_need() -> None:
-    """Drawing, other transports and Docker are imported when they are used: the first request leaves within a second."""
+    """Drawing, other transports and Docker are imported when used: the first request leaves within a second."""
     heavy = ["matplotlib", "aiohttp", "httpx", "docker", "tokenizers", "torch", "servers", "multiprocessing.spawn"]
     code = f"import sys, loadgen.cli, loadgen.run, loadgen.progress; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
