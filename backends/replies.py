@@ -83,6 +83,8 @@ class WholeReply:
     """Decoder of a reply that is one JSON document. `read` makes its Delta, or raises ProtocolError or UNDECODABLE."""
 
     def __init__(self, read: Callable[[bytes], Delta]) -> None:
+        self.plain: tuple[bytes, bytes] | None = None
+        self.guessed_tokens = 0
         self._read = read
         self._body = bytearray()
 

@@ -1,7 +1,6 @@
 """Replies that come as server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
-Nearly every call of `feed` gets exactly one event, `data: {...}` and an empty line: that has a short way, and a
-shorter one where it is the last plain token over again but for its text, which then need not be parsed at all. The long
+Nearly every call of `feed` gets exactly one event, `data: {...}` and an empty line: that has a short way. The long
 way takes all that the standard allows: LF, CRLF and CR line ends, a byte order mark, comments (keep-alives),
 `event:`, `id:` and `retry:` lines, data over several lines, and cuts between reads anywhere. It is stricter than the
 standard in two ways, because a measurement must notice: a line with any other field means that this is no stream of
@@ -10,17 +9,15 @@ events, and an event that the end of the body cuts off is an error.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from backends.protocol import TOKEN, Delta, ProtocolError, Truncated
+from backends.protocol import PLAIN_TEXT, TOKEN, Delta, ProtocolError, Truncated
 from backends.replies import MAX_BYTES, quoted
 
 _BOM = b"\xef\xbb\xbf"
 _CR = 0x0D
 _TOO_LONG = f"an event is longer than {MAX_BYTES} bytes"
-_PLAIN_TEXT = re.compile(rb"[ !#-\[\]-~]+").fullmatch  # ASCII that a JSON string holds as it is: no escape, no end
 _TEXT_BEGINS = (b'"text":"', b'"content":"')
 _LESSONS = 64  # a server whose events differ in more than the text is parsed, not learned again for every event
 _IGNORED_FIELDS = (b"", b"event", b"id", b"retry")  # a comment has an empty name
@@ -33,14 +30,14 @@ class EventReply(ABC):
     """Decoder of one streamed reply. A protocol says in `read` what one event means.
 
     `complete`: the server has said that the reply is whole. `failed`: it has sent an error and owes nothing more.
-    `guessed_tokens`: taken for one an event. Events like an earlier `PLAIN` one but for the text never reach `read`.
+    `plain` and `guessed_tokens` are as Decoder says.
     """
 
     def __init__(self) -> None:
         self.complete = False
         self.failed = False
         self.guessed_tokens = 0
-        self._head = self._tail = b"\0"  # of a plain token, up to its text and after it; of none at first
+        self.plain: tuple[bytes, bytes] | None = None
         self._lessons = _LESSONS
         self._between_events = False  # nothing is pending (False at first, when a byte order mark may come)
         self._first_line = True
@@ -61,17 +58,14 @@ class EventReply(ABC):
         no difference how the body was cut into reads.
         """
         if self._between_events:
-            head, tail = self._head, self._tail
-            if data.startswith(head) and data.endswith(tail) and _PLAIN_TEXT(data, len(head), len(data) - len(tail)):
-                self.guessed_tokens += 1
-                return PLAIN
             line, _, rest = data.partition(b"\n")
             event = line.removeprefix(b"data:")
             if rest == b"\n" and event is not line and _CR not in event:
                 found = self.read(event)
                 if found is PLAIN:
                     self.guessed_tokens += 1
-                    self._learn(data)
+                    if self._lessons:
+                        self._learn(data)
                 return found
         if self._broken is not None:
             raise self._broken
@@ -111,14 +105,16 @@ class EventReply(ABC):
         return ()
 
     def _learn(self, data: bytes) -> None:
-        """Keeps what surrounds the text of a plain token. Only strings of JSON differ between two events that share it,
-        and only in characters that cannot end them, so both are the same token to `read`."""
+        """Keeps what surrounds the text of a plain token. Two events that share it differ in one JSON string only, and
+        there in characters that cannot end it: `read` finds the same in both."""
         for begins in _TEXT_BEGINS:
             text = data.find(begins) + len(begins)
             end = data.find(b'"', text)
-            if self._lessons and text >= len(begins) and _PLAIN_TEXT(data, text, end):
-                self._lessons -= 1
-                self._head, self._tail = data[:text], data[end:]
+            if text >= len(begins) and PLAIN_TEXT(data, text, end):
+                surroundings = (data[:text], data[end:])
+                if surroundings != self.plain:
+                    self.plain = surroundings
+                    self._lessons -= 1
                 return
 
     def _take(self, data: bytes, deltas: list[Delta]) -> None:

@@ -78,6 +78,12 @@ class Exchange:
             return False
         return True
 
+    def repeat(self, now: int) -> None:
+        """The read at `now` was nothing but one more plain token (see Decoder.plain)."""
+        self.last_read_ns = now
+        self.times.append(now)
+        self.decoder.guessed_tokens += 1
+
     def _keep_error(self, data: bytes) -> Sequence[Delta]:
         if len(self.error_body) < ERROR_BODY_BYTES:
             self.error_body += data
