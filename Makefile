@@ -27,7 +27,6 @@ test-vllm: .venv/installed-dev
 	$(BIN)/python -m pytest -m vllm -s tests/vllm
 
 bench: .venv/installed-dev
-	tests/vllm/install.sh
 	benchmarks/peers.sh
 	$(BIN)/python benchmarks/client_overhead.py
 

@@ -63,8 +63,9 @@ def _per_token_ms(total_ms: Column, tokens: NDArray[np.int64], least: int) -> Co
 
 
 def _decode_ms(table: Table) -> Column:
-    """(last token - first token) / (output tokens - 1)."""
-    return _per_token_ms(between_ms(table, "first_token_ns", "last_token_ns"), table.output_tokens - 1, 1)
+    """(last token - first token) / (output tokens - 1); NaN for a reply in one event, which has no duration."""
+    decode_ms = np.where(table.events >= 2, between_ms(table, "first_token_ns", "last_token_ns"), np.nan)
+    return _per_token_ms(decode_ms, table.output_tokens - 1, 1)
 
 
 def _pooled_gaps(table: Table) -> Sample:

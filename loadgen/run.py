@@ -168,7 +168,7 @@ def manifest(
         run_id=plan.job.run_id,
         version=plan.job.version,
         started_unix_s=time.time(),
-        argv=sys.argv,
+        argv=["loadgen", *sys.argv[1:]],
         config=config.as_dict(),
         backend=plan.backend,
         model=plan.job.model,

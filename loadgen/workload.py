@@ -88,6 +88,7 @@ class TokenIds:
 class Text:
     """Random words that make up `input_tokens` tokens together with the `offset` tokens that the server adds.
 
+    All begin with the same word, because how many tokens a first word is may depend on what the server puts before it.
     count(text) is the given tokenizer's number of tokens without special ones; without one a word counts as a token.
     """
 
@@ -101,7 +102,7 @@ class Text:
         self.offset = 0
 
     def prompt(self, phase: str, number: int) -> Prompt:
-        words = [WORDS[index] for index in self._drawn.row(phase, number)]
+        words = [WORDS[0], *(WORDS[index] for index in self._drawn.row(phase, number)[1:])]
         wanted = self._input_tokens - self.offset
         return Prompt(n_tokens=self._input_tokens, text=exact_text(words, wanted, self._count))
 

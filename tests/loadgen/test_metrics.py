@@ -230,3 +230,9 @@ def test_no_event_is_lost_in_the_count_of_seconds(gaps: list[list[int]]) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("loadgen.records.ROWS_A_BLOCK", 3)
         assert metrics.peak_events_per_s(table(records)) == pytest.approx(busiest)
+
+
+def test_a_reply_in_one_event_has_no_tpot() -> None:
+    whole = msgspec.structs.replace(request(0, sent=1, first=101, gaps=(), done=102), output_tokens=64)
+    sample = metrics.sample(table([whole]), "tpot_ms", CONVENTIONS["loadgen"])
+    assert sample.values.tolist() == []
