@@ -43,9 +43,12 @@ def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
     if answer.data:
         first = answer.data[0]
         kind = "tgi" if first.owned_by == first.id else first.owned_by or ""
-        if len(answer.data) > 1:  # several names or adapters: it is not for us to choose
-            return kind, ServerInfo()
-        return kind, ServerInfo(model=first.id, max_total_tokens=first.max_model_len)
+        names = tuple(printable(model.id) for model in answer.data)
+        limits = {model.max_model_len for model in answer.data}
+        limit = limits.pop() if len(limits) == 1 else None
+        if len(names) > 1:  # several names or adapters: it is not for us to choose
+            return kind, ServerInfo(max_total_tokens=limit, models=names)
+        return kind, ServerInfo(model=first.id, max_total_tokens=limit)
     if answer.model_id is not None and answer.max_total_tokens is not None:
         return "tgi", ServerInfo(answer.model_id, answer.max_total_tokens, answer.version)
     if answer.model_name is not None:

@@ -200,7 +200,6 @@ def encode_chat(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
 COMPLETIONS = Backend(
     name="openai",
     prompt_kind="text",
-    forces_output_length=True,
     encode=encode_completion,
     decoder=decoder,
     error_message=error_message,
@@ -212,7 +211,6 @@ COMPLETIONS = Backend(
 CHAT = Backend(
     name="openai-chat",
     prompt_kind="text",
-    forces_output_length=True,
     encode=encode_chat,
     decoder=decoder,
     error_message=error_message,

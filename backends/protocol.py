@@ -89,11 +89,15 @@ class Decoder(Protocol):
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """What a server says of itself before a run. `max_total_tokens` is prompt plus output; None: it does not say."""
+    """What a server says of itself before a run. `max_total_tokens` is prompt plus output; None: it does not say.
+
+    `models` are its names where there are several; it is then not for us to choose, and `model` is None.
+    """
 
     model: str | None = None
     max_total_tokens: int | None = None
     version: str | None = None
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,6 @@ class Backend:
 
     name: str
     prompt_kind: Literal["token_ids", "text"]
-    forces_output_length: bool
     encode: Callable[[str, Prompt, Sampling], HttpRequest]
     decoder: Callable[[bool], Decoder]
     error_message: Callable[[int, bytes], str]

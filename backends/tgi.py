@@ -104,7 +104,6 @@ def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
 BACKEND = Backend(
     name="tgi",
     prompt_kind="text",
-    forces_output_length=False,
     encode=encode,
     decoder=decoder,
     error_message=error_message,

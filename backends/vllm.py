@@ -22,7 +22,6 @@ def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
 BACKEND = Backend(
     name="vllm",
     prompt_kind="token_ids",
-    forces_output_length=True,
     encode=encode,
     decoder=decoder,
     error_message=error_message,

@@ -6,6 +6,7 @@ sentence on standard error, never a traceback. Only what a command needs is impo
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tomllib
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Toml
 
+from backends.replies import printable
 from loadgen import runs
 from loadgen.config import Config, ConfigError
 
@@ -30,11 +32,16 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
+def say_error(error: object) -> None:
+    """One line: parts of it may come from a server, so nothing in it may command the terminal."""
+    say(f"loadgen: {printable(' '.join(str(error).split()), max_chars=2000)}")
+
+
 def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     """Send a load to a server and report latency CDFs, throughput, and whether the numbers can be trusted.
 
     With nothing named it starts the embedded server, and every output says `emulated`. The last line of standard
-    output is the report as JSON.
+    output is the report as JSON. `--config FILE.toml` gives any of these options as keys, with underscores.
     """
     from loadgen.embedded import EmbeddedError
     from loadgen.progress import ProgressLine
@@ -46,16 +53,17 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     config = config or Config()
     run_id = runs.new_run_id()
     directory = config.out or Path("runs") / run_id
-    runs.create(directory)
+    new = runs.create(directory)
     progress = ProgressLine()
     try:
         run_loop(whole_run(config, directory, run_id, progress, say))
     except (ServerError, TransportError, EmbeddedError) as error:
-        say(f"loadgen: {error}")
+        say_error(error)
         return EXIT_BACKEND
     finally:
         progress.end()
-        runs.remove_if_empty(directory)
+        if new:
+            runs.remove_if_empty(directory)
     return _report_one(directory, "loadgen")
 
 
@@ -75,6 +83,8 @@ def report(
         return _report_one(directories[0], convention)
     from loadgen import report as reports
 
+    if out.exists():
+        raise runs.RunError(f"{out} exists; name another --out, nothing was overwritten.")
     for result in reports.overlay(directories, out, convention):
         say(reports.render(result) + "\n")
     say(f"wrote {out}")
@@ -83,8 +93,6 @@ def report(
 
 def _report_one(directory: Path, convention: ConventionName) -> int:
     """Another tool's definitions are only shown: report.json keeps ours."""
-    import msgspec
-
     from loadgen import report as reports
 
     result, table = reports.from_directory(directory, convention=convention)
@@ -92,7 +100,7 @@ def _report_one(directory: Path, convention: ConventionName) -> int:
     if convention == "loadgen":
         reports.write(directory, result, table)
     say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+    sys.stdout.write(json.dumps(result) + "\n")  # ASCII: what a server sent must not reach a terminal as it is
     sys.stdout.flush()
     return EXIT_OK if result["verdict"]["valid"] else EXIT_INVALID
 
@@ -128,6 +136,8 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
     """Takes `--config FILE.toml` off the command line. Its keys are the flags of `run` with underscores."""
     rest: list[str] = []
     files: list[Toml] = []
+    if tokens[:1] != ["run"]:
+        return tokens, files
     queue = iter(tokens)
     for token in queue:
         if token == "--config" or token.startswith("--config="):
@@ -164,11 +174,14 @@ def invoke(tokens: Sequence[str]) -> int:
         result: Any = app(rest, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         cause = error.__cause__
-        say(f"loadgen: {cause if isinstance(cause, ConfigError) else error}")
+        say_error(cause if isinstance(cause, ConfigError) else error)
+        return EXIT_CONFIG
+    except OSError as error:  # a full disk, a file that may not be read
+        say_error(f"{error.filename or 'input or output'}: {error.strerror or error}")
         return EXIT_CONFIG
     except Exception as error:
         if isinstance(error, _user_errors()):
-            say(f"loadgen: {error}")
+            say_error(error)
             return EXIT_CONFIG
         raise
     except KeyboardInterrupt:

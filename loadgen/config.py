@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -56,6 +57,12 @@ class Config:
     ] = None
     vocab_size: Annotated[int | None, _option("Token ids are drawn below this (default: the model's, or 4000).")] = None
     stream: Annotated[bool, Parameter(help="Stream the replies.", negative="--no-stream")] = True
+    ignore_eos: Annotated[
+        bool,
+        Parameter(
+            help="Ask for the full output length; OpenAI's own servers refuse the field.", negative="--no-ignore-eos"
+        ),
+    ] = True
     seed: Annotated[int, _option("Fixes prompts and arrivals.")] = 0
     workers: Annotated[str, _option("Client processes: a number, or auto.")] = "1"
     transport: Annotated[
@@ -108,12 +115,16 @@ class Config:
                 complete = False
             if not complete:
                 raise ConfigError(f"--url is '{self.url}'; it must look like http://HOST:PORT or https://HOST.")
+            if parts.query or parts.fragment or not (self.url.isascii() and self.url.isprintable()) or " " in self.url:
+                raise ConfigError("--url may hold a host, a port and a path, in ASCII, and nothing else.")
             if parts.username is not None:
                 raise ConfigError("--url holds a user name, which would be written down; use --api-key-env instead.")
             if self.launch is not None:
                 raise ConfigError("--url measures a running server and --launch starts one; give one of them.")
         if self.concurrency is not None and self.arrival is not None:
             raise ConfigError("--concurrency is a closed loop and --arrival an open one; give one of them.")
+        if self.kernel_timestamps and sys.platform != "linux":
+            raise ConfigError("--kernel-timestamps needs Linux.")
         if self.kernel_timestamps and (self.transport != "fast" or (self.url or "").startswith("https:")):
             raise ConfigError("--kernel-timestamps needs --transport fast and a plain http:// server.")
         try:

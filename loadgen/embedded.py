@@ -39,13 +39,14 @@ async def serving(*options: str) -> AsyncIterator[str]:
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            line = await process.stdout.readline()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            raise EmbeddedError(f"the embedded server did not listen within {START_TIMEOUT_S:g} s.") from None
         if not line:
             raise EmbeddedError(f"the embedded server ended with exit code {await process.wait()} before it listened.")
         yield msgspec.json.decode(line)["url"]
-    except TimeoutError:
-        raise EmbeddedError(f"the embedded server did not listen within {START_TIMEOUT_S:g} s.") from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()

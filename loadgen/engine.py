@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import resource
 import statistics
+import sys
 import time
 from array import array
 from collections import deque
@@ -32,12 +34,15 @@ from loadgen.workload import Workload
 SLICE_NS = 1_000_000  # longest work between two looks at the sockets
 TICK_NS = 10_000_000  # how often the loop's own lag is taken
 FLUSH_S = 0.02  # how long a finished request may wait to be written
-AHEAD = 1024  # requests prepared beyond those due at t = 0
+MANY_FINISHED = 4096  # waiting to be written: from here on memory matters more than punctuality
+AHEAD, AHEAD_BYTES = 1024, 16 << 20  # requests prepared beyond those due at t = 0: whichever is reached first
+RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # of getrusage
+FAILED_WAIT_S = 0.05  # before a closed loop replaces a request that failed: a dead server is not to be hammered
 SPARE_CONNECTIONS = 64  # opened ahead for arrivals at a rate
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process sends: the requests whose number is `shard` modulo `shards`."""
+    """What one process sends: its share of the streams in a closed loop, else every `shards`-th request."""
 
     run_id: str
     version: str
@@ -45,15 +50,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     requests: int | None
     duration_s: float | None
-    concurrency: int | None  # this shard's share; None: open loop
+    concurrency: int | None  # of the whole run; None: open loop
     warmup: int
     seed: int
     timeouts: Timeouts
     shard: int = 0
     shards: int = 1
 
-    def share(self, total: int) -> int:
-        return len(range(self.shard, total, self.shards))
+    @property
+    def streams(self) -> int:
+        """How many requests of a closed loop this process keeps in flight."""
+        return len(range(self.shard, self.concurrency or 0, self.shards))
+
+    def numbers(self) -> Iterator[int]:
+        """The numbers of its requests, ascending, without end."""
+        cycle = self.concurrency or self.shards
+        return (number for number in itertools.count() if number % cycle % self.shards == self.shard)
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
@@ -88,7 +100,10 @@ class Client:
         self.closed_loop = job.concurrency is not None
         self.planned: int | None = len(self.due_ns)
         if self.closed_loop:
-            self.planned = None if job.requests is None else job.share(job.requests)
+            limit = job.requests
+            self.planned = (
+                None if limit is None else sum(1 for _ in itertools.takewhile(lambda n: n < limit, job.numbers()))
+            )
         self.in_flight: set[Exchange] = set()
         self.done = self.failed = self.events = 0
         self.stopping = False
@@ -99,28 +114,34 @@ class Client:
         self._next = 0
         self._t0_ns = 0
         self._file: RecordsFile | None = None
+        self._disk_error: OSError | None = None
         self._health = Health()
 
     async def prepare(self) -> None:
-        """Opens connections, draws what is due first, and warms the server up. Raises TransportError."""
-        at_zero = self.job.concurrency or sum(due == 0 for due in self.due_ns)
+        """Draws what is due first, warms the server up, and opens connections. Raises TransportError."""
+        await self.transport.open(1)  # before any work, since nobody may be there
+        at_zero = self.job.streams or sum(due == 0 for due in self.due_ns)
         if self.planned is not None:
             at_zero = min(at_zero, self.planned)
-        connections = at_zero or min(len(self.due_ns), SPARE_CONNECTIONS)
-        await self.transport.open(max(connections, 1))
         self._source = self._requests()
         self._warmed: list[Exchange] = []
-        await self._warm_up()
-        for _ in range(at_zero + AHEAD):
-            if not self._prepare_one():
+        bytes_ahead = made = 0
+        while made < at_zero or (made < at_zero + AHEAD and bytes_ahead < AHEAD_BYTES):
+            size = self._prepare_one()
+            if not size:
                 break
+            bytes_ahead += size if made >= at_zero else 0
+            made += 1
+        await self._warm_up()
+        # Last, because servers close connections that stay idle.
+        await self.transport.open(max(at_zero, min(len(self.due_ns), SPARE_CONNECTIONS)))
         gc.collect()  # now, since it takes tens of milliseconds; off until the run ends, which makes no cycles
         gc.freeze()
         gc.disable()
 
     async def _warm_up(self) -> None:
         self._t0_ns = now_ns()
-        for number in range(self.job.shard, self.job.warmup, self.job.shards):
+        for number in itertools.takewhile(lambda n: n < self.job.warmup, self.job.numbers()):
             exchange, prepared = self._make("warmup", number, self.workload.output_tokens(0))
             exchange.scheduled_ns = now_ns()
             self.in_flight.add(exchange)
@@ -142,19 +163,17 @@ class Client:
         return exchange, self.transport.prepare(request, request_id)
 
     def _requests(self) -> Iterator[tuple[Exchange, bytes | HttpRequest]]:
-        number = self.job.shard
-        made = 0
-        while self.planned is None or made < self.planned:
+        for number in itertools.islice(self.job.numbers(), self.planned):
             yield self._make("measured", number, self.workload.output_tokens(number))
-            number += self.job.shards
-            made += 1
 
-    def _prepare_one(self) -> bool:
+    def _prepare_one(self) -> int:
+        """Bytes of one more request that is ready to be sent; 0 when there are no more."""
         item = next(self._source, None)
         if item is None:
-            return False
+            return 0
         self._prepared.append(item)
-        return True
+        prepared = item[1]
+        return len(prepared if isinstance(prepared, bytes) else prepared.body)
 
     async def run(self, t0_ns: int, path: Path) -> ClientFacts:
         """Sends the schedule from monotonic `t0_ns` on, waits for the replies, and completes the records at `path`."""
@@ -176,6 +195,8 @@ class Client:
             alarm.close()
             self._flusher.cancel()
             facts = self._health.stop(self, "interrupted" if self.stopping else "complete")
+        if self._disk_error is not None:
+            raise self._disk_error
         while self._finished:
             self._write_one()
         self._file.close(facts)
@@ -201,7 +222,7 @@ class Client:
     def _closed_loop(self) -> None:
         """Fills the loop up to its concurrency; from then on every reply sends the next request."""
         slice_end = now_ns() + SLICE_NS
-        wanted = self.job.concurrency or 0
+        wanted = self.job.streams
         while len(self.in_flight) < wanted and self._may_send():
             self._send_next(self._t0_ns if self._next < wanted else now_ns())
             if now_ns() > slice_end:
@@ -209,7 +230,7 @@ class Client:
                 return
 
     def _replace(self, due: int) -> None:
-        if len(self.in_flight) < (self.job.concurrency or 0) and self._may_send():
+        if len(self.in_flight) < self.job.streams and self._may_send():
             self._send_next(due)
 
     def _may_send(self) -> bool:
@@ -241,8 +262,11 @@ class Client:
         elif exchange.times:
             self._recent_ttft_ms.append((exchange.times[0] - exchange.sent_ns) / 1e6)
         if self.closed_loop and exchange.phase == "measured" and self._may_send():
-            # Due now, but sent from the loop: a connection that fails at once must not recurse.
-            asyncio.get_running_loop().call_soon(self._replace, now_ns())
+            loop = asyncio.get_running_loop()
+            if exchange.outcome == "ok":  # due now, but sent from the loop: what fails at once must not recurse
+                loop.call_soon(self._replace, now_ns())
+            else:
+                loop.call_later(FAILED_WAIT_S, lambda: self._replace(now_ns()))
 
     def _all_sent(self) -> bool:
         if self.stopping:
@@ -289,11 +313,18 @@ class Client:
         self._file.write(self._finished.popleft().record(self._t0_ns, self.job.sampling.stream))
 
     def _flush(self) -> None:
+        """Writes finished requests a little at a time: replies end together, just when the last events arrive."""
         loop = asyncio.get_running_loop()
-        slice_end = now_ns() + SLICE_NS
-        while self._finished and now_ns() < slice_end:
-            self._write_one()
-        self._flusher = loop.call_later(0.001 if self._finished else FLUSH_S, self._flush)
+        slice_end = now_ns() + SLICE_NS // 2
+        try:
+            while self._finished and now_ns() < slice_end:
+                self._write_one()
+        except OSError as error:  # the disk is full: nothing more can be kept, so nothing more is sent
+            self._disk_error = error
+            self.stop(0.0)
+            return
+        behind = len(self._finished) > MANY_FINISHED or not self.in_flight
+        self._flusher = loop.call_later(0.001 if behind else FLUSH_S / 4 if self._finished else FLUSH_S, self._flush)
 
     def snapshot(self) -> Snapshot:
         in_flight_events = sum(len(exchange.times) for exchange in self.in_flight)
@@ -346,7 +377,8 @@ class Health:
             wall_s=(now - self._began[0]) / 1e9,
             cpu_s=(cpu - self._began[1]) / 1e9,
             cpu_peak_ratio=self._busiest_ratio,
-            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            * (1 if sys.platform == "darwin" else 1024),
             events=client.events,
             loop_lag_p50_ms=float(np.percentile(lag, 50)),
             loop_lag_p99_ms=float(np.percentile(lag, 99)),

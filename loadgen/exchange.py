@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+
+import numpy as np
 
 from backends.protocol import TOKEN, Decoder, Delta, ProtocolError, Truncated
 from loadgen.records import Record
@@ -138,7 +139,6 @@ class Exchange:
             return stamp - t0_ns if stamp >= 0 else None
 
         times = self.times if streamed else self.times[:0]
-        micros = [(stamp - t0_ns) // 1000 for stamp in times]
         return Record(
             id=self.id,
             scheduled_ns=self.scheduled_ns - t0_ns,
@@ -157,5 +157,5 @@ class Exchange:
             outcome=self.outcome,
             phase=self.phase,
             error=self.error,
-            itl_us=[after - before for before, after in pairwise(micros)],
+            itl_us=np.diff((np.frombuffer(times, np.int64) - t0_ns) // 1000).tolist(),
         )

@@ -323,6 +323,15 @@ def _counts(measured: Table) -> Iterator[Finding]:
             "token throughput leaves them out.",
             advice="Events are not counted as tokens; use a backend or a server version that reports usage.",
         )
+    unchecked = int((measured.prompt_tokens[measured.ok] == -1).sum())
+    if unchecked:
+        yield Finding(
+            code="NO_PROMPT_COUNT",
+            severity="warning",
+            message=f"The server gave no prompt token count for {unchecked} of {ok} replies: whether prompts had "
+            "the length asked for is unknown.",
+            advice="Stream the replies, or use a backend or a server version that reports usage.",
+        )
 
 
 def _cached(measured: Table, manifest: Manifest) -> Iterator[Finding]:

@@ -57,13 +57,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def choose_model(config: Config, info: ServerInfo) -> str:
     """The name to send: what was asked for if the server has it, its own when nothing was asked."""
     if config.model is None:
+        if info.models:
+            raise ConfigError(f"the server has several models: {', '.join(info.models)}; name one with --model.")
         if info.model is None:
             raise ConfigError("the server does not name its model; give --model.")
         return info.model
     spec = catalog.find(config.model)
     names = {config.model} if spec is None else {config.model, spec.name, spec.hf_id}
-    if info.model is None or info.model in names:
-        return info.model or config.model
+    offered = [info.model] if info.model is not None else list(info.models)
+    if not offered:
+        return config.model
+    for name in offered:
+        if name in names:
+            return name
+    if len(offered) > 1:
+        raise ConfigError(f"the server has {', '.join(offered)}, not '{config.model}'; name one of them with --model.")
     raise ConfigError(f"the server has '{info.model}', not '{config.model}'; leave --model out or name that one.")
 
 
@@ -98,7 +106,7 @@ def plan_run(config: Config, backend: Backend, target: Target, info: ServerInfo,
         run_id=run_id,
         version=runs.package_version(),
         model=choose_model(config, info),
-        sampling=Sampling(max_tokens=config.output_tokens, seed=config.seed, stream=config.stream),
+        sampling=Sampling(config.output_tokens, config.ignore_eos, seed=config.seed, stream=config.stream),
         requests=requests,
         duration_s=config.duration,
         concurrency=config.concurrency,
@@ -126,6 +134,14 @@ def streams_at_once(plan: Plan) -> int:
     return (job.requests or 0) if plan.arrival.kind == "burst" else 1
 
 
+def planned_requests(plan: Plan) -> int | None:
+    """How many requests the run will send; None when that depends on the server."""
+    job = plan.job
+    if job.concurrency is not None:
+        return job.requests if job.duration_s is None else None
+    return len(schedule.draw(plan.arrival, job.requests, job.duration_s, job.seed))
+
+
 def make_room(plan: Plan, workers: int) -> None:
     """Raises the limit on open files, or TransportError when this machine cannot hold the streams."""
     streams = streams_at_once(plan)
@@ -139,6 +155,6 @@ def make_room(plan: Plan, workers: int) -> None:
 
 def worker_count(config: Config, plan: Plan) -> int:
     if config.workers != "auto":
-        return int(config.workers)
+        return min(int(config.workers), plan.job.concurrency or int(config.workers))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, -(-streams_at_once(plan) // STREAMS_PER_WORKER)))

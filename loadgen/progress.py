@@ -41,7 +41,7 @@ class ProgressLine:
 
 
 def line(snapshots: list[Snapshot], events_per_s: float) -> str:
-    """Done of planned, failed, in flight, events/s, and the median TTFT of the latest replies."""
+    """Done of planned, failed, in flight, tokens/s (an event taken for one), the median TTFT of the latest replies."""
     done, failed, in_flight = (sum(getattr(s, key) for s in snapshots) for key in ("done", "failed", "in_flight"))
     plans = [snapshot.planned for snapshot in snapshots]
     of = "" if None in plans else f"/{sum(plan or 0 for plan in plans)}"

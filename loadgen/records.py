@@ -272,11 +272,12 @@ class RecordsFile:
 
     def __init__(self, path: Path, run_id: str, version: str, t0_monotonic_ns: int) -> None:
         self._encode = msgspec.json.Encoder().encode
-        self._file = path.open("xb", buffering=0)
+        self._file = path.open("xb")
         self._line(Header(run_id=run_id, version=version, t0_monotonic_ns=t0_monotonic_ns))
 
     def _line(self, value: msgspec.Struct) -> None:
         self._file.write(self._encode(value) + b"\n")
+        self._file.flush()  # whole lines only, or an OSError
 
     def write(self, record: Record) -> None:
         self._line(record)

@@ -18,7 +18,15 @@ from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
 from loadgen import embedded, runs
 from loadgen.config import Config, ConfigError
 from loadgen.exchange import Exchange
-from loadgen.plan import OPEN_FILES_BESIDES, Plan, make_room, plan_run, streams_at_once, worker_count
+from loadgen.plan import (
+    OPEN_FILES_BESIDES,
+    Plan,
+    make_room,
+    plan_run,
+    planned_requests,
+    streams_at_once,
+    worker_count,
+)
 from loadgen.shards import Progress, build_transport, execute, run_here
 from loadgen.transport import Target, Transport, get
 from loadgen.workload import Text
@@ -126,14 +134,16 @@ async def calibrate(plan: Plan) -> runs.Ceiling | None:
         return await asyncio.to_thread(embedded.ceiling, directory, stamps, requests, tokens)
 
 
-async def run(config: Config, directory: Path, run_id: str, progress: Progress, say: Callable[[str], None]) -> bool:
-    """The whole run; the directory exists. False: stopped early. Raises the errors of its parts, each one sentence."""
+async def run(config: Config, directory: Path, run_id: str, progress: Progress, say: Callable[[str], None]) -> None:
+    """The whole run; the directory exists. Raises the errors of its parts, each one sentence."""
     backend = backends.get(config.backend)
     token = None
     if config.api_key_env is not None:
         token = os.environ.get(config.api_key_env)
         if not token:
             raise ConfigError(f"the environment variable {config.api_key_env} named by --api-key-env is not set.")
+        if not (token.isascii() and token.isprintable()):
+            raise ConfigError(f"{config.api_key_env} holds a line break or another character that no header can carry.")
     async with contextlib.AsyncExitStack() as stack:
         if config.url is not None:
             url = config.url
@@ -158,7 +168,7 @@ async def run(config: Config, directory: Path, run_id: str, progress: Progress, 
                 f"({measured.cpu_us_per_event:.1f} us each)"
             )
         runs.write_manifest(directory, manifest(config, plan, info, emulated, measured))
-        return await execute(plan, workers, directory, progress)
+        await execute(plan, workers, directory, progress)
 
 
 def manifest(
@@ -175,7 +185,7 @@ def manifest(
         url=plan.target.url,
         emulated=emulated,
         server_version=info.version,
-        requests_planned=plan.job.requests,
+        requests_planned=planned_requests(plan),
         arrival=config.arrival_text,
         max_total_tokens=info.max_total_tokens,
         machine=runs.this_machine(),

@@ -77,15 +77,18 @@ def this_machine() -> Machine:
     )
 
 
-def create(directory: Path) -> None:
-    """Makes the run directory and proves that it can be written. Raises RunError; never overwrites a run."""
+def create(directory: Path) -> bool:
+    """Makes the run directory and proves that it can be written; whether it is new. Raises RunError; never overwrites a
+    run."""
     try:
+        new = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise RunError(f"{directory} exists and is not empty; name another --out, nothing was overwritten.")
         probe = directory / ".write"
         probe.touch()
         probe.unlink()
+        return new
     except OSError as error:
         raise RunError(f"cannot write to {directory}: {error.strerror or error}; name another --out.") from None
 

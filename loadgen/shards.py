@@ -52,14 +52,15 @@ def build_transport(plan: Plan, backend: Backend) -> Transport:
     return FastTransport(*arguments, fresh=plan.fresh, kernel_timestamps=plan.kernel_timestamps)
 
 
-async def execute(plan: Plan, workers: int, directory: Path, progress: Progress) -> bool:
-    """Sends the plan's load and leaves `requests.jsonl` in `directory`. False: stopped before its end."""
+async def execute(plan: Plan, workers: int, directory: Path, progress: Progress) -> None:
+    """Sends the plan's load and leaves `requests.jsonl` in `directory`."""
     if workers == 1:
-        return await run_here(plan, directory, progress)
-    return await _run_in_workers(plan, workers, directory, progress)
+        await run_here(plan, directory, progress)
+    else:
+        await _run_in_workers(plan, workers, directory, progress)
 
 
-async def run_here(plan: Plan, directory: Path, progress: Progress, stoppable: bool = True) -> bool:
+async def run_here(plan: Plan, directory: Path, progress: Progress, stoppable: bool = True) -> None:
     client = build_client(plan)
     loop = asyncio.get_running_loop()
     if stoppable:
@@ -75,7 +76,6 @@ async def run_here(plan: Plan, directory: Path, progress: Progress, stoppable: b
             progress([client.snapshot()])
     finally:
         await client.transport.close()
-    return not client.stopping
 
 
 async def _every_second(act: Callable[[], None]) -> None:
@@ -84,44 +84,36 @@ async def _every_second(act: Callable[[], None]) -> None:
         act()
 
 
-async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: Progress) -> bool:
+async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: Progress) -> None:
     context = multiprocessing.get_context("spawn")
     shards = [_Shard(context, _shard_plan(plan, shard, workers), directory) for shard in range(workers)]
     loop = asyncio.get_running_loop()
-    stopped = False
 
     def stop() -> None:
-        nonlocal stopped
-        stopped = True
         for shard in shards:
-            shard.tell("stop")
+            shard.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     try:
         for shard in shards:
-            await shard.until("ready")
+            await shard.ready()
         t0_ns = now_ns() + START_MARGIN_NS
         for shard in shards:
-            shard.tell(t0_ns)
+            shard.start(t0_ns)
         ticker = loop.create_task(_every_second(lambda: progress([s.snapshot for s in shards if s.snapshot])))
         for shard in shards:
-            await shard.until("done")
+            await shard.over()
         ticker.cancel()
         progress([s.snapshot for s in shards if s.snapshot])
     finally:
         for shard in shards:
             shard.end()
     records.merge(directory)
-    return not stopped
 
 
 def _shard_plan(plan: Plan, shard: int, shards: int) -> Plan:
-    job = plan.job
-    concurrency = None if job.concurrency is None else len(range(shard, job.concurrency, shards))
-    return msgspec.structs.replace(
-        plan, job=msgspec.structs.replace(job, shard=shard, shards=shards, concurrency=concurrency)
-    )
+    return msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, shard=shard, shards=shards))
 
 
 class _Shard:
@@ -130,6 +122,7 @@ class _Shard:
     def __init__(self, context: Any, plan: Plan, directory: Path) -> None:
         self.pipe, theirs = context.Pipe()
         self.snapshot: Snapshot | None = None
+        self.started = False
         path = directory / f"requests.{plan.job.shard}.jsonl"
         self.process = context.Process(target=_work, args=(theirs, msgspec.msgpack.encode(plan), str(path)))
         self.process.start()
@@ -149,28 +142,43 @@ class _Shard:
         else:
             self._said.put_nowait(message)
 
-    def tell(self, message: object) -> None:
+    async def ready(self) -> None:
+        said = await self._said.get()
+        if said != "ready":
+            raise TransportError(f"a worker process could not begin: {said}")
+
+    def start(self, t0_ns: int) -> None:
+        self.started = True
+        self._tell(t0_ns)
+
+    def stop(self) -> None:
+        if self.started:
+            self._tell("stop")
+        else:
+            self._said.put_nowait("the run was stopped before its first request.")
+
+    async def over(self) -> None:
+        """Waits until it is done, or has died: what it wrote counts, and the report says that it was killed."""
+        await self._said.get()
+
+    def _tell(self, message: object) -> None:
         with contextlib.suppress(OSError):
             self.pipe.send(message)
-
-    async def until(self, word: str) -> None:
-        said = await self._said.get()
-        if said != word:
-            raise TransportError(f"a worker process could not go on: {said}")
 
     def end(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             asyncio.get_running_loop().remove_reader(self.pipe.fileno())
         self.pipe.close()  # a worker whose parent is gone stops by itself
-        self.process.join(DRAIN_S)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        if self.started:
+            self.process.join(2 * DRAIN_S)
+        self.process.kill()
+        self.process.join()
 
 
 def _work(pipe: Pipe, encoded: bytes, path: str) -> None:
     """A worker process: ready, t = 0, snapshots every second, done."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches the parent, which tells us
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the parent gets them too, and tells us
+        signal.signal(number, signal.SIG_IGN)
     try:
         run_loop(_work_loop(pipe, msgspec.msgpack.decode(encoded, type=Plan), Path(path)))
     except (TransportError, WorkloadError) as error:
@@ -181,7 +189,7 @@ async def _work_loop(pipe: Pipe, plan: Plan, path: Path) -> None:
     make_room(plan, plan.job.shards)
     client = build_client(plan)
     loop = asyncio.get_running_loop()
-    t0: asyncio.Future[int] = loop.create_future()
+    t0: asyncio.Future[int | None] = loop.create_future()
 
     def listen() -> None:
         try:
@@ -192,7 +200,7 @@ async def _work_loop(pipe: Pipe, plan: Plan, path: Path) -> None:
         if message == "stop":
             client.stop(DRAIN_S)
             if not t0.done():
-                t0.set_result(now_ns())
+                t0.set_result(None)  # the parent is gone before it began
         else:
             t0.set_result(message)
 
@@ -200,6 +208,8 @@ async def _work_loop(pipe: Pipe, plan: Plan, path: Path) -> None:
     loop.add_reader(pipe.fileno(), listen)
     pipe.send("ready")
     start = await t0
+    if start is None:
+        return
     ticker = loop.create_task(_every_second(lambda: pipe.send(client.snapshot())))
     await client.run(start, path)
     ticker.cancel()

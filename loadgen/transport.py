@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import http.client
 import os
 import resource
@@ -22,6 +23,7 @@ from loadgen.connection import Connection, StampedConnection, wall_minus_monoton
 from loadgen.exchange import Exchange
 
 REUSE_LIMIT_NS = 2_000_000_000  # an idle connection older than this is replaced: servers close theirs after 5 s
+ENOUGH_FILES = 65_536  # where the machine sets no limit
 CONNECTS_IN_FLIGHT = 64  # below any listen backlog (LightLLM's is 100)
 
 
@@ -90,7 +92,7 @@ class Transport(Protocol):
     receive_lag_ns: array[int]
 
     async def open(self, connections: int) -> None:
-        """Opens connections ahead of time. Raises TransportError."""
+        """Sees to it that so many connections are open and idle. Raises TransportError."""
 
     def prepare(self, request: HttpRequest, request_id: str) -> bytes | HttpRequest:
         """Does all work that can be done before the request is due."""
@@ -102,15 +104,16 @@ class Transport(Protocol):
 
 
 def raise_fd_limit(needed: int) -> None:
-    """Makes room for `needed` open files. Raises TransportError when the machine does not allow that many."""
+    """As many open files as the machine allows. Raises TransportError when those are fewer than `needed`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            raise TransportError(
-                f"the run needs {needed} open files and this machine allows {hard}; "
-                "raise it with `ulimit -Hn`, lower the load, or spread it with --workers."
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else needed, hard))
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise TransportError(
+            f"the run needs {needed} open files and this machine allows {hard}; "
+            "raise it with `ulimit -Hn`, lower the load, or spread it with --workers."
+        )
+    wanted = hard if hard != resource.RLIM_INFINITY else max(needed, ENOUGH_FILES)
+    if soft not in (resource.RLIM_INFINITY, wanted):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def ephemeral_ports() -> int:
@@ -130,7 +133,7 @@ def get(target: Target, path: str, timeout_s: float = 10.0) -> tuple[int, Mappin
         connection.request("GET", target.base_path + path, headers=target.headers(HttpRequest("GET", path, b"", ())))
         reply = connection.getresponse()
         return reply.status, {k.lower(): v for k, v in reply.getheaders()}, reply.read(1 << 20)
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a host name that cannot be one
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise TransportError(f"cannot reach {target.url}: {reason}; is the server running there?") from None
     finally:
@@ -174,10 +177,13 @@ class FastTransport:
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + request.body
 
     async def open(self, connections: int) -> None:
-        remaining = connections
+        if not self.reuse:  # every request opens its own; only see that somebody is there
+            connections = min(connections, 1)
+        for stale in [connection for connection in self.idle if self._is_stale(connection)]:
+            self.idle.remove(stale)
+            stale.abort()
+        remaining = connections - len(self.idle)
         try:
-            self.idle.append(await self._connect())
-            remaining -= 1
 
             async def some() -> None:
                 nonlocal remaining
@@ -186,7 +192,7 @@ class FastTransport:
                     self.idle.append(await self._connect())
 
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(CONNECTS_IN_FLIGHT, remaining)):
+                for _ in range(max(0, min(CONNECTS_IN_FLIGHT, remaining))):
                     group.create_task(some())
         except* (OSError, TimeoutError) as errors:
             first = errors.exceptions[0]
@@ -247,17 +253,19 @@ class FastTransport:
 
     def send(self, exchange: Exchange, prepared: bytes | HttpRequest) -> None:
         assert isinstance(prepared, bytes)
-        oldest = now_ns() - REUSE_LIMIT_NS
         while self.idle:
             connection = self.idle.pop()
-            if 0 <= connection.idle_since_ns < oldest:
-                connection.abort()
-            else:
+            if not self._is_stale(connection):
                 connection.start(exchange, prepared)
                 return
+            connection.abort()
         task = asyncio.get_running_loop().create_task(self._connect_and_send(exchange, prepared))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    def _is_stale(connection: Connection) -> bool:
+        return 0 <= connection.idle_since_ns < now_ns() - REUSE_LIMIT_NS
 
     async def _connect_and_send(self, exchange: Exchange, payload: bytes) -> None:
         exchange.abort = _cancel(asyncio.current_task())
@@ -266,7 +274,8 @@ class FastTransport:
         except TimeoutError:
             exchange.fail("timeout", f"no connection within {self.timeouts.connect_s:g} s", now_ns())
         except OSError as error:
-            exchange.fail("refused", f"no connection: {_reason(error)}", now_ns())
+            ours = error.errno in (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # not the server's doing
+            exchange.fail("dropped" if ours else "refused", f"no connection: {_reason(error)}", now_ns())
         else:
             if exchange.finished:
                 connection.abort()

@@ -39,6 +39,9 @@ class AiohttpTransport:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, connections: int) -> None:
+        """Nothing to open ahead: a session opens a connection when a request needs one."""
+        if self._session is not None:
+            return
         trace = aiohttp.TraceConfig()
 
         async def started(session: object, context: object, params: object) -> None:

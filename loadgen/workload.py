@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from backends.protocol import Prompt
 
-BLOCK = 256  # prompts drawn at a time
+BLOCK_TOKENS = 1 << 17  # prompts are drawn some at a time: at most 256, fewer when they are long
 FIRST_ID = 1000  # below lie special and byte tokens in the vocabularies of Llama, Mistral, Qwen and Gemma
 UNKNOWN_VOCABULARY = 4000  # ids below this exist in nearly every model
 
@@ -56,14 +56,15 @@ class _Drawn:
 
     def __init__(self, seed: int, length: int, low: int, high: int) -> None:
         self._seed, self._length, self._low, self._high = seed, length, low, high
+        self._block_rows = max(1, min(256, BLOCK_TOKENS // length))
         self._at: tuple[str, int] | None = None
         self._rows: NDArray[np.int64] = np.empty((0, length), np.int64)
 
     def row(self, phase: str, number: int) -> list[int]:
-        block, within = divmod(number, BLOCK)
+        block, within = divmod(number, self._block_rows)
         if self._at != (phase, block):
             rng = np.random.default_rng((self._seed, int(phase == "warmup"), block))
-            self._rows = rng.integers(self._low, self._high, (BLOCK, self._length))
+            self._rows = rng.integers(self._low, self._high, (self._block_rows, self._length))
             self._at = (phase, block)
         row: list[int] = self._rows[within].tolist()
         return row

@@ -48,7 +48,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "goodput": (["ttft:5", "e2el:9"], ("ttft:5", "e2el:9")),
     "out": (["dir"], Path("dir")),
 }
-SWITCHES = {"stream": "--no-stream", "calibrate": "--no-calibrate"}
+SWITCHES = {"ignore_eos": "--no-ignore-eos", "stream": "--no-stream", "calibrate": "--no-calibrate"}
 NEEDS = {"duration": ["--concurrency", "2"]}
 
 
@@ -138,6 +138,9 @@ def one_sentence(argv: list[str], code: int, capsys: pytest.CaptureFixture[str],
         (["--workers", "none"], "--workers is 'none'"),
         (["--kernel-timestamps", "--transport", "aiohttp"], "--kernel-timestamps needs"),
         (["--api-key-env", "LOADGEN_TEST_NO_SUCH"], "LOADGEN_TEST_NO_SUCH"),
+        (["--api-key-env", "LOADGEN_TEST_BAD_KEY"], "holds a line break"),
+        (["--url", "http://h/?key=secret"], "nothing else"),
+        (["--url", "http://h/é"], "in ASCII"),
         (["--dataset", "no/such.jsonl"], "no/such.jsonl"),
         (["--input-tokens", "5000"], "limit of 4096"),
         (["--config", "no/such.toml"], "no/such.toml"),
@@ -148,7 +151,8 @@ def test_bad_input(
     argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    one_sentence(["run", *argv], 2, capsys, message)
+    monkeypatch.setenv("LOADGEN_TEST_BAD_KEY", "s3cret\n")
+    assert "s3cret" not in one_sentence(["run", *argv], 2, capsys, message)
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert left == []
 
@@ -206,6 +210,15 @@ def test_no_model_server_at_all(
 ) -> None:
     argv = ["run", "--backend", backend, "--url", tgi_like + "/elsewhere", "--out", str(tmp_path / "r")]
     assert "404" in one_sentence(argv, 3, capsys, f"does not look like a {backend} server")
+
+
+def test_host_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one_sentence(["run", "--url", "http://a..b", "--out", str(tmp_path / "r")], 3, capsys, "cannot reach")
+
+
+def test_what_a_server_says_does_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.say_error("model \x1b]0;owned\x07 \u202e\nnext")
+    assert capsys.readouterr().err == "loadgen: model \\x1b]0;owned\\x07 \\u202e next\n"
 
 
 def test_reports_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

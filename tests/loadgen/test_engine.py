@@ -14,7 +14,7 @@ import pytest
 from backends.protocol import Sampling
 from loadgen import records, schedule
 from loadgen.clock import now_ns
-from loadgen.engine import Job
+from loadgen.engine import Client, Job
 from loadgen.plan import Plan, PromptSource
 from loadgen.records import OUTCOMES, ClientFacts, Table
 from loadgen.shards import build_client, execute, run_loop
@@ -80,7 +80,8 @@ def test_every_request_is_sent_once_and_recorded(tmp_path: Path, transport: str,
 def test_open_loop_does_not_wait_for_replies(tmp_path: Path) -> None:
     """Ten requests 10 ms apart to a server that takes 200 ms: all are sent before the first reply."""
     slow = [STREAM_HEAD, 0.2, *tokens(2)[1:]]
-    _, table, _ = ran(lambda n: slow, tmp_path, arrival="constant:100", requests=10)
+    _, table, facts = ran(lambda n: slow, tmp_path, arrival="constant:100", requests=10)
+    assert facts[0].connections == 10  # all opened before
     assert table.sent_ns.max() < table.first_token_ns.min()
     assert table.scheduled_ns.tolist() == [n * 10_000_000 for n in range(10)]
 
@@ -122,6 +123,56 @@ def test_workers_send_the_same_load(tmp_path: Path) -> None:
     assert measured[0] == measured[1]
     assert len(facts) == 3
     assert sorted(path.name for path in many.iterdir()) == ["requests.jsonl"]
+
+
+@pytest.mark.parametrize(("streams", "workers"), [(1, 1), (3, 2), (4, 3)])
+def test_workers_share_the_streams_of_a_closed_loop(tmp_path: Path, streams: int, workers: int) -> None:
+    world, table, _ = ran(lambda n: tokens(3), tmp_path, workers=workers, concurrency=streams, requests=17, warmup=5)
+    assert outcomes(table.measured()) == {"ok": 17}
+    assert table.measured().id.tolist() == list(range(17))
+    assert len(ids(world)) == 22
+
+
+def test_fresh_connections_are_opened_inside(tmp_path: Path) -> None:
+    async def story() -> tuple[int, int]:
+        async with scripted(lambda n: tokens(3)) as world:
+            one = plan(world.url, requests=20)
+            for fresh in (False, True):
+                directory = tmp_path / str(fresh)
+                directory.mkdir()
+                before = world.connections
+                await execute(msgspec.structs.replace(one, fresh=fresh), 1, directory, lambda snapshots: None)
+                opened = world.connections - before
+                (fact,) = records.read(directory)[1]
+                assert opened >= fact.connections >= 20
+            return opened, fact.connections
+
+    run_loop(story())
+
+
+def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with scripted(lambda n: tokens(3)) as world:
+            client = build_client(plan(world.url, "constant:100", requests=500))
+            await client.prepare()
+            try:
+                await client.run(now_ns(), _full(client, tmp_path))
+            finally:
+                await client.transport.close()
+
+    with pytest.raises(OSError, match="No space left"):
+        run_loop(story())
+
+
+def _full(client: Client, tmp_path: Path) -> Path:
+    """Breaks the records file once it is open, as a full disk would."""
+
+    def break_it() -> None:
+        assert client._file is not None
+        client._file._file = open("/dev/full", "wb")  # noqa: PTH123, SIM115
+
+    asyncio.get_running_loop().call_later(0.1, break_it)
+    return tmp_path / "requests.jsonl"
 
 
 def test_timeouts(tmp_path: Path) -> None:

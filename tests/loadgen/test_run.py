@@ -135,6 +135,14 @@ def test_killed_run_keeps_what_finished(server: str, tmp_path: Path, workers: st
     assert codes & ({"KILLED"} if workers == "1" else {"KILLED", "INTERRUPTED"})  # workers outlive their parent briefly
 
 
+def test_a_count_and_a_duration_together(server: str, tmp_path: Path) -> None:
+    report, _ = loadgen(
+        "run", "--url", server, *FAST, "--requests", "1000", "--arrival", "constant:20", "--duration", "1",
+        "--output-tokens", "2", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert report["requests"]["planned"] == report["requests"]["ok"] == 20
+
+
 @pytest.mark.parametrize("server", [("--fault", "http_error:503:2")], indirect=True)
 def test_invalid_measurement_is_exit_4(server: str, tmp_path: Path) -> None:
     report, said = loadgen("run", "--url", server, *FAST, "--requests", "20", "--out", str(tmp_path), expect=4)
