@@ -44,7 +44,7 @@ def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
         first = answer.data[0]
         kind = "tgi" if first.owned_by == first.id else first.owned_by or ""
         names = tuple(printable(model.id) for model in answer.data)
-        limits = {model.max_model_len for model in answer.data}
+        limits = {model.max_model_len for model in answer.data if model.max_model_len is not None}
         limit = limits.pop() if len(limits) == 1 else None
         if len(names) > 1:  # several names or adapters: it is not for us to choose
             return kind, ServerInfo(max_total_tokens=limit, models=names)

@@ -177,7 +177,7 @@ def request(path: str, model: str, sampling: Sampling, **input: object) -> HttpR
 
     The length is asked for as `max_tokens`, which every server here knows. `max_completion_tokens`, which OpenAI's
     newest models want instead, is unknown to older servers, which would ignore it and write on to a limit of their
-    own. `ignore_eos` is no field of OpenAI's, so it is sent only where it is wanted.
+    own. `ignore_eos` is no field of OpenAI's, so it is sent only when asked for.
     """
     fields = {"model": model, **input, "max_tokens": sampling.max_tokens}
     fields |= {"temperature": sampling.temperature, "seed": sampling.seed}

@@ -377,8 +377,7 @@ class Health:
             wall_s=(now - self._began[0]) / 1e9,
             cpu_s=(cpu - self._began[1]) / 1e9,
             cpu_peak_ratio=self._busiest_ratio,
-            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            * (1 if sys.platform == "darwin" else 1024),
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT_BYTES,
             events=client.events,
             loop_lag_p50_ms=float(np.percentile(lag, 50)),
             loop_lag_p99_ms=float(np.percentile(lag, 99)),

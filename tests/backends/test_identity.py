@@ -45,7 +45,7 @@ ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG]
     ("name", "answer", "info"),
     [
         ("vllm", VLLM, ServerInfo(model="m", max_total_tokens=4096)),
-        ("vllm", VLLM_WITH_ADAPTER, ServerInfo()),
+        ("vllm", VLLM_WITH_ADAPTER, ServerInfo(max_total_tokens=4096, models=("m", "lora"))),
         ("lightllm", LIGHTLLM, ServerInfo(model="m", max_total_tokens=8192)),
         ("lightllm", LIGHTLLM_1_1, ServerInfo(model="default_model_name")),
         ("tgi", TGI, ServerInfo(model="meta-llama/Llama-2-7b-hf", max_total_tokens=4096, version="3.3.7")),

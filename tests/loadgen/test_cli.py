@@ -16,8 +16,10 @@ from typing import Annotated, Any
 import pytest
 from cyclopts import Parameter
 
+from backends.protocol import ServerInfo
 from loadgen import cli
 from loadgen.config import Config, ConfigError
+from loadgen.plan import choose_model
 
 # A value that differs from the default, as typed and as it must arrive.
 VALUES: dict[str, tuple[list[str], Any]] = {
@@ -238,3 +240,11 @@ def test_a_run_does_not_wait_for_what_it_does_not_need() -> None:
 def test_config_is_checked_when_made() -> None:
     with pytest.raises(ConfigError, match="--seed"):
         Config(seed=-1)
+
+
+def test_model_among_several() -> None:
+    several = ServerInfo(models=("base", "adapter"))
+    assert choose_model(Config(model="adapter"), several) == "adapter"
+    for config in (Config(), Config(model="7b")):
+        with pytest.raises(ConfigError, match="base, adapter"):
+            choose_model(config, several)

@@ -213,7 +213,7 @@ def test_prompt_length() -> None:
     assert found(prompts(-11)) == {"PROMPT_LENGTH": "invalid"}
     opposite = np.where(np.arange(CLEAN) % 2 == 0, 20, -20)
     assert found(prompts(opposite)) == {"PROMPT_LENGTH": "warning"}  # errors do not cancel
-    assert found(replace(clean(), prompt_tokens=np.full(CLEAN, -1))) == {}  # the server did not say
+    assert found(replace(clean(), prompt_tokens=np.full(CLEAN, -1))) == {"NO_PROMPT_COUNT": "warning"}
     assert found(replace(clean(), asked_prompt_tokens=np.zeros(CLEAN, np.int64))) == {}  # nothing was asked
 
 
