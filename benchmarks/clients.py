@@ -125,11 +125,7 @@ def read_loadgen(directory: Path) -> Reported:
     header = records.read_header(run)
     table = records.read(run)[0]
     t0_ns = header.t0_monotonic_ns
-    arrivals = []
-    for row in range(len(table)):
-        gaps_us = table.itl_us[table.itl_offsets[row] : table.itl_offsets[row + 1]].astype(np.int64)
-        since_first_ns = np.concatenate(([0], np.cumsum(gaps_us))) * 1000
-        arrivals.append(t0_ns + table.first_token_ns[row] + since_first_ns)
+    arrivals = [t0_ns + table.arrivals_ns(row) for row in range(len(table))]
     return Reported(
         ttft_ms=(table.first_token_ns - table.sent_ns) / 1e6,
         gaps_ms=table.itl_us / 1e3,

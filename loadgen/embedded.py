@@ -75,11 +75,9 @@ def ceiling(directory: Path, stamps: Path, requests: int, output_tokens: int) ->
     lags = []
     for index in range(len(table)):
         row = rows.get(str(table.id[index]))
-        gaps = table.itl_us[table.itl_offsets[index] : table.itl_offsets[index + 1]]
-        if row is None or len(gaps) + 1 != offsets[row + 1] - offsets[row]:
+        if row is None or table.events[index] != offsets[row + 1] - offsets[row]:
             continue
-        first = int(table.first_token_ns[index]) // 1000
-        arrived = (first + np.concatenate(([0], np.cumsum(gaps, dtype=np.int64)))) * 1000 + header.t0_monotonic_ns
+        arrived = header.t0_monotonic_ns + table.arrivals_ns(index)
         lags.append(arrived - sent[offsets[row] : offsets[row + 1]])
     cpu_us = facts[0].cpu_s / facts[0].events * 1e6
     return Ceiling(

@@ -166,6 +166,12 @@ class Table:
         for first in range(0, len(self), ROWS_A_BLOCK):
             yield self.rows(first, min(first + ROWS_A_BLOCK, len(self)))
 
+    def arrivals_ns(self, row: int) -> NDArray[np.int64]:
+        """When each event of a streamed reply arrived, rounded down to the microsecond; shape (events,)."""
+        gaps_us = self.itl_us[self.itl_offsets[row] : self.itl_offsets[row + 1]]
+        micros: NDArray[np.int64] = np.cumsum([self.first_token_ns[row] // 1000, *gaps_us], dtype=np.int64)
+        return micros * 1000
+
     def measured(self) -> Table:
         """The requests that count, as a view."""
         return self.rows(int((self.phase != _PHASE_CODE["measured"]).sum()), len(self))

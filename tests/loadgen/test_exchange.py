@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from backends.protocol import TOKEN, Delta, ProtocolError, Truncated
 from loadgen.exchange import Exchange
+from loadgen.records import table
 
 
 class Told:
@@ -66,6 +67,8 @@ def test_gaps_add_up_without_drift() -> None:
     one.eof(1_000_000_000, message)
     record = one.record(0, streamed=True)
     assert record.first_token_ns is not None and record.last_token_ns is not None
+    stamps = range(0, 1_000_000_000, 1_234_567)
+    assert table([record]).arrivals_ns(0).tolist() == [stamp // 1000 * 1000 for stamp in stamps]
     assert sum(record.itl_us) == record.last_token_ns // 1000 - record.first_token_ns // 1000
 
 
