@@ -80,7 +80,7 @@ def test_both_transports_and_workers_agree(server: str, tmp_path: Path) -> None:
         assert report["requests"]["ok"] == 30
         assert report["tokens"] == {"prompt": 30 * 512, "output": 30 * 9}
         assert report["metrics"]["ttft_ms"]["min"] >= 50
-        assert report["metrics"]["tpot_ms"]["min"] >= 9
+        assert report["metrics"]["e2el_ms"]["min"] >= 50 + 8 * 10  # not tpot: a first event read late shortens it
         table, facts = records.read(tmp_path / name)
         bodies.append(table.scheduled_ns.tolist())
         assert len(facts) == (2 if name == "workers" else 1)
