@@ -1,0 +1,224 @@
+"""What it takes to start a server, as values: a backend says what its server needs, a launcher starts it.
+
+Nothing here touches a process, a container or a file. The two launchers (docker, process) take a `Start` and give a
+`Running`; the adapters in the backend files turn `Settings`, the same words for every server, into arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+LOG_TAIL_LINES = 20
+
+
+class LaunchError(Exception):
+    """The server was not started, or died. One sentence that says why and what to do; `log` is the end of its log."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a server is to run, in the same words for all, so that runs on different servers are comparable.
+
+    model: where the server finds it, a Hugging Face id or a directory as the server sees it. served_name: the name that
+    requests use. max_model_len: prompt plus output, tokens. max_running: requests in one batch at most. max_requests:
+    how many must be accepted at once, running or waiting. memory_ratio: part of a GPU's memory that it may use, 0..1.
+    p2p: whether GPUs may read each other's memory. config_dir: where it sees the files of its Invocation.
+    """
+
+    model: str
+    served_name: str
+    tp: int
+    dtype: str  # float16, bfloat16 or float32
+    max_model_len: int
+    max_running: int
+    max_requests: int
+    memory_ratio: float
+    seed: int = 0
+    dummy_weights: bool = False
+    p2p: bool = True
+    host: str
+    port: int
+    config_dir: str
+    extra: tuple[str, ...] = ()
+
+
+class Invocation(msgspec.Struct, frozen=True, kw_only=True):
+    """What an adapter makes of Settings: arguments and environment of its server, and files to be in `config_dir`."""
+
+    arguments: tuple[str, ...]
+    env: Mapping[str, str] = {}
+    files: Mapping[str, str] = {}
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A line that a server logs when it fails, what that means, and what to do. `pattern`: a regular expression whose
+    groups may be named in `reason` and `advice` as {0}, {1}."""
+
+    pattern: str
+    reason: str
+    advice: str
+
+
+# What any server built on torch, NCCL, CUDA and the Hugging Face hub may say. A server's own come first.
+COMMON_FAILURES = (
+    Failure(
+        pattern=r"Cannot access gated repo|gated repo|401 Client Error|403 Client Error",
+        reason="the model is gated and the hub refused access",
+        advice="accept its licence on huggingface.co and set HF_TOKEN, or give a local directory with --model",
+    ),
+    Failure(
+        pattern=r"CUDA out of memory|CUDA error: out of memory|cudaErrorMemoryAllocation",
+        reason="CUDA out of memory",
+        advice="use more GPUs (--tp), lower --max-running or --max-model-len, or stop what else uses the GPUs",
+    ),
+    Failure(
+        pattern=r"NCCL error|ncclUnhandledCudaError|ncclSystemError|NCCL WARN|ncclInternalError",
+        reason="an NCCL error: the GPUs could not talk to each other",
+        advice="try --p2p off, and see that /dev/shm is large enough",
+    ),
+    Failure(
+        pattern=r"Found no NVIDIA driver|no NVIDIA driver|libcuda\.so\.1: cannot open|CUDA driver version is insufficient|"
+        r"nvidia-container-cli: initialization error",
+        reason="there is no NVIDIA driver, or one too old for the image",
+        advice="install or update the driver (nvidia-smi must work), or choose an older --image",
+    ),
+    Failure(
+        pattern=r"no kernel image is available for execution",
+        reason="the server was not built for this kind of GPU",
+        advice="choose an --image for it",
+    ),
+    Failure(
+        pattern=r"No space left on device",
+        reason="the disk is full",
+        advice="make room in the model cache or in Docker's own storage",
+    ),
+    Failure(
+        pattern=r"error: unrecognized arguments?: (.*)|error: unexpected argument '(\S+)'|"
+        r"error: argument .*|error: invalid value .*|error: the following arguments are required.*",
+        reason="it does not know an argument ({match})",
+        advice="this version of the server needs other flags: see --image and --server-arg",
+    ),
+    Failure(
+        pattern=r"[Aa]ddress already in use",
+        reason="its port is taken",
+        advice="stop what listens there, or name another --port",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """How one kind of server is started.
+
+    image_command precedes the arguments in a container: empty where the image's entry point is the server itself.
+    process_command does the same for an installed server; "{python}" stands for the interpreter. port, cache_dir (the
+    Hugging Face cache), caches (name -> directory worth keeping between runs) are the image's. loads_from_hub: takes a
+    Hugging Face id, not only a directory. overlays: file of the model's directory -> what the server must see instead,
+    from its content (None: there is none). capacity: a line that tells how many tokens its KV cache holds, in group 1.
+    """
+
+    image: str
+    image_command: tuple[str, ...] = ()
+    process_command: tuple[str, ...]
+    port: int
+    cache_dir: str
+    caches: Mapping[str, str] = field(default_factory=dict)
+    ready_path: str = "/health"
+    loads_from_hub: bool = True
+    dummy_weights: bool = False
+    dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
+    overlays: Mapping[str, Callable[[bytes | None], bytes]] = field(default_factory=dict)
+    invoke: Callable[[Settings], Invocation]
+    failures: tuple[Failure, ...] = ()
+    capacity: str | None = None
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A file or directory of this host, as the container sees it."""
+
+    source: Path
+    target: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One server to be started, in full. `port` is the server's own; a container's is published on 127.0.0.1 at
+    `host_port` (None: any free one). `gpu_ids`: NVML indices as strings; empty: none. `secrets`: names of variables of
+    our environment whose values the server gets, never written or logged. `log`: where its output is to be kept."""
+
+    run_id: str
+    backend: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    port: int
+    log: Path
+    image: str | None = None
+    host_port: int | None = None
+    gpu_ids: tuple[str, ...] = ()
+    mounts: tuple[Mount, ...] = ()
+    secrets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a server ended. `code`: exit code, negative for a signal."""
+
+    code: int
+    oom_killed: bool = False
+    error: str = ""
+
+
+class Running(Protocol):
+    """A started server. `facts`: what there is to say about it in a manifest (image digest, container id, pid)."""
+
+    urls: Sequence[str]  # where it can be reached, best first
+    facts: Mapping[str, Any]
+
+    def poll(self) -> Exit | None:
+        """How it ended; None while it runs."""
+
+    def log_tail(self, lines: int = 200) -> str:
+        """The end of what it has written."""
+
+    def stop(self) -> None:
+        """Ends it, waits for that, keeps its log, and leaves nothing behind. May be called again."""
+
+
+def explain(log: str, failures: Sequence[Failure]) -> tuple[str, str] | None:
+    """Reason and advice for the first failure pattern, in order, that the log holds."""
+    for failure in (*failures, *COMMON_FAILURES):
+        match = re.search(failure.pattern, log)
+        if match is not None:
+            words = {"match": match.group(0).strip()}
+            groups = [group or "" for group in match.groups()]
+            return failure.reason.format(*groups, **words), failure.advice.format(*groups, **words)
+    return None
+
+
+def died(what: str, exit: Exit, log: str, failures: Sequence[Failure]) -> LaunchError:
+    """The error for a server that ended by itself: exit code, reason if one is recognised, what to do."""
+    how = f"ended with exit code {exit.code}" if exit.code >= 0 else f"was killed by signal {-exit.code}"
+    if exit.oom_killed:
+        reason, advice = (
+            "the kernel killed it for want of host memory",
+            "free memory on the host or use a smaller model",
+        )
+    else:
+        reason, advice = explain(log, failures) or ("", "read the end of its log")
+    said = f": {reason}" if reason else f" ({exit.error})" if exit.error else ""
+    return LaunchError(f"{what} {how}{said}; {advice}.", last_lines(log))
+
+
+def last_lines(log: str, count: int = LOG_TAIL_LINES) -> str:
+    return "\n".join(log.rstrip().splitlines()[-count:])
