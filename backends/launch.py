@@ -86,7 +86,7 @@ COMMON_FAILURES = (
         advice="try --p2p off, and see that /dev/shm is large enough",
     ),
     Failure(
-        pattern=r"Found no NVIDIA driver|no NVIDIA driver|libcuda\.so\.1: cannot open|CUDA driver version is insufficient|"
+        pattern=r"[Nn]o NVIDIA driver|libcuda\.so\.1: cannot open|CUDA driver version is insufficient|"
         r"nvidia-container-cli: initialization error",
         reason="there is no NVIDIA driver, or one too old for the image",
         advice="install or update the driver (nvidia-smi must work), or choose an older --image",
