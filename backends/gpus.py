@@ -1,0 +1,330 @@
+"""The GPUs of this machine, through NVML: which there are, which pairs may read each other's memory (P2P), what each is
+using now; and the decision whether a server's GPUs are to use P2P.
+
+An index is NVML's: the order of the PCI bus, that of `nvidia-smi` and `docker --gpus`. Where NVML gives no answer the
+value is None (for words: "unknown"); no question to it raises. `pynvml` is imported only when it is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+from typing import Any, Literal
+
+import msgspec
+
+P2pMode = Literal["auto", "on", "off"]
+
+_OK = "ok"
+_UNKNOWN = "unknown"
+
+# RTX 40 cards have no P2P, but drivers before this one said that they had: copies hung, or moved nothing.
+_RTX_40 = re.compile(r"RTX 40\d\d")
+_RTX_40_TRUTHFUL_DRIVER = "550.40.07"
+
+# nvmlGpuP2PCapsIndex. Literals, because pynvml's own NVML_P2P_CAPS_INDEX_READ is a tuple by mistake.
+_READ, _WRITE, _NVLINK = 0, 1, 2
+_P2P_STATUS = (
+    _OK,
+    "chipset not supported",
+    "GPU not supported",
+    "topology not supported",
+    "disabled by registry key",
+    "not supported",
+    _UNKNOWN,
+)
+
+_INIT_PROBLEMS = {
+    9: "the NVIDIA driver is not loaded",
+    12: "no NVIDIA driver",  # its library, libnvidia-ml, is not installed
+    18: "the NVIDIA driver was updated since it was loaded, which takes a reboot",
+}
+
+
+class GpuError(ValueError):
+    """GPUs were asked for that cannot be had. One sentence."""
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One card. `used_bytes`: by anyone, when it was read; a part of it is the driver's own."""
+
+    index: int
+    name: str
+    uuid: str
+    memory_bytes: int | None
+    used_bytes: int | None
+
+
+class Inventory(msgspec.Struct, frozen=True, kw_only=True):
+    """What NVML says of this machine.
+
+    driver, cuda: the driver's version and the CUDA version that it supports ("13.0"). p2p, nvlink: a row for the GPU
+    that acts and a column for its peer, in the order of `gpus`; p2p is "ok" when it may read and write, else NVML's
+    reason, and "self" on the diagonal. problem: why there are no GPUs, or which one is missing; a clause.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    cuda: str | None = None
+    p2p: tuple[tuple[str, ...], ...] = ()
+    nvlink: tuple[tuple[bool, ...], ...] = ()
+    problem: str | None = None
+
+
+class P2pDecision(msgspec.Struct, frozen=True):
+    """Whether GPUs are to use P2P, and why; the reason is a clause."""
+
+    enabled: bool
+    reason: str
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU at one moment; None where it cannot tell.
+
+    utilization_ratio: part of the last moments in which any kernel ran, 0..1. power_w: the board's, on most cards the
+    mean of a second. energy_mj: a counter since the driver was loaded.
+    """
+
+    index: int
+    memory_used_bytes: int | None
+    power_w: float | None
+    utilization_ratio: float | None
+    energy_mj: int | None
+
+
+def read() -> Inventory:
+    """The GPUs that are here now; without any, `problem` says why. Never raises."""
+    try:
+        nvml = _Nvml()
+    except _NoNvmlError as absent:
+        return Inventory(problem=str(absent))
+    try:
+        return _read(nvml)
+    finally:
+        nvml.close()
+
+
+def choose(
+    inventory: Inventory, ids: Sequence[str] | None, *, environ: Mapping[str, str] = os.environ
+) -> tuple[int, ...]:
+    """Indices of the GPUs that `ids` names, in that order: an index ("0"), a UUID ("GPU-..."), or its unique beginning.
+
+    None means all of them, or those in CUDA_VISIBLE_DEVICES where that is set, because CUDA sees no others, though NVML
+    does. Its numbers are taken in NVML's order (CUDA_DEVICE_ORDER=PCI_BUS_ID); as for CUDA, -1 ends the list. Ids that
+    are given outweigh it. Raises GpuError.
+    """
+    if ids is not None:
+        return _find(inventory, ids)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not inventory.gpus:
+        return tuple(gpu.index for gpu in inventory.gpus)
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if "-1" in names:
+        names = names[: names.index("-1")]
+    try:
+        return _find(inventory, names)
+    except GpuError as error:
+        raise GpuError(f"CUDA_VISIBLE_DEVICES is {visible!r}, but {error}") from None
+
+
+def decide_p2p(mode: P2pMode, inventory: Inventory, chosen: Sequence[int]) -> P2pDecision:
+    """Whether the `chosen` GPUs (indices) are to use P2P. `auto`: when NVML says that each may read and write each
+    other's memory, and the driver can be believed. Asked for, it is on even against that, and the reason says so."""
+    if mode == "off":
+        return P2pDecision(False, "asked for with --p2p off")
+    doubt = _doubt(inventory, chosen) if len(chosen) > 1 else None
+    if mode == "on":
+        return P2pDecision(True, "asked for with --p2p on" + (f", although {doubt}" if doubt else ""))
+    if len(chosen) < 2:
+        return P2pDecision(True, f"{'one' if chosen else 'no'} GPU: nothing to decide")
+    if doubt:
+        return P2pDecision(False, doubt)
+    place = _places(inventory)
+    linked = all(inventory.nvlink[place[a]][place[b]] for a, b in permutations(chosen, 2))
+    return P2pDecision(True, "every pair reports P2P" + (" over NVLink" if linked else ""))
+
+
+class Probe:
+    """Reads memory, power, utilization and energy of some GPUs (indices), again and again. Never raises: without NVML,
+    or for a GPU that is not there or has been lost, every value is None."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        self._nvml: _Nvml | None = None
+        with contextlib.suppress(_NoNvmlError):
+            self._nvml = _Nvml()
+        self._handles = [(index, self._ask("DeviceGetHandleByIndex", index)) for index in indices]
+
+    def sample(self) -> list[Sample]:
+        """One Sample per GPU, in the order of the indices."""
+        return [self._sample(index, handle) for index, handle in self._handles]
+
+    def close(self) -> None:
+        """Lets go of NVML; what is sampled afterwards is all None. May be called again."""
+        if self._nvml is not None:
+            self._nvml.close()
+            self._nvml = None
+
+    def _sample(self, index: int, handle: Any) -> Sample:
+        memory = self._ask("DeviceGetMemoryInfo", handle)
+        power_mw = self._ask("DeviceGetPowerUsage", handle)
+        utilization = self._ask("DeviceGetUtilizationRates", handle)
+        return Sample(
+            index=index,
+            memory_used_bytes=None if memory is None else memory.used,
+            power_w=None if power_mw is None else power_mw / 1000,
+            utilization_ratio=None if utilization is None else utilization.gpu / 100,
+            energy_mj=self._ask("DeviceGetTotalEnergyConsumption", handle),
+        )
+
+    def _ask(self, what: str, argument: Any) -> Any:
+        if self._nvml is None or argument is None:
+            return None
+        return self._nvml.ask(what, argument)
+
+
+class _NoNvmlError(Exception):
+    """NVML cannot be used; the message is a clause that says why."""
+
+
+class _Nvml:
+    """NVML, opened until `close`. NVML counts who has it open, so several may at once. Raises _NoNvmlError."""
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+        except ImportError:
+            raise _NoNvmlError("the Python package nvidia-ml-py is not installed") from None
+        self.module = pynvml
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise _NoNvmlError(_INIT_PROBLEMS.get(error.value, f"NVML did not start: {error}")) from None
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """What the NVML function `nvml<what>` answers; None for any error, because no one answer is worth a run."""
+        try:
+            return getattr(self.module, "nvml" + what)(*arguments)
+        except self.module.NVMLError:
+            return None
+
+    def words(self, what: str, *arguments: Any) -> str | None:
+        """As `ask`, for text, which old versions of pynvml give as bytes."""
+        answer = self.ask(what, *arguments)
+        if isinstance(answer, bytes):
+            return answer.decode(errors="replace")
+        return None if answer is None else str(answer)
+
+    def close(self) -> None:
+        self.ask("Shutdown")
+
+
+def _read(nvml: _Nvml) -> Inventory:
+    handles: dict[int, Any] = {}
+    problem = None
+    for index in range(nvml.ask("DeviceGetCount") or 0):
+        try:
+            handles[index] = nvml.module.nvmlDeviceGetHandleByIndex(index)
+        except nvml.module.NVMLError as error:  # fallen off the bus, or not ours to use
+            problem = problem or f"GPU {index} cannot be used: {error}"
+    if not handles:
+        problem = problem or "the NVIDIA driver finds no GPU"
+    cuda = nvml.ask("SystemGetCudaDriverVersion")
+    return Inventory(
+        gpus=tuple(_gpu(nvml, index, handle) for index, handle in handles.items()),
+        driver=nvml.words("SystemGetDriverVersion"),
+        cuda=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
+        p2p=tuple(tuple(_p2p(nvml, a, b) for b in handles.values()) for a in handles.values()),
+        nvlink=tuple(
+            tuple(a is not b and nvml.ask("DeviceGetP2PStatus", a, b, _NVLINK) == 0 for b in handles.values())
+            for a in handles.values()
+        ),
+        problem=problem,
+    )
+
+
+def _gpu(nvml: _Nvml, index: int, handle: Any) -> Gpu:
+    memory = nvml.ask("DeviceGetMemoryInfo", handle)
+    return Gpu(
+        index=index,
+        name=nvml.words("DeviceGetName", handle) or _UNKNOWN,
+        uuid=nvml.words("DeviceGetUUID", handle) or _UNKNOWN,
+        memory_bytes=None if memory is None else memory.total,
+        used_bytes=None if memory is None else memory.used,
+    )
+
+
+def _p2p(nvml: _Nvml, a: Any, b: Any) -> str:
+    if a is b:
+        return "self"
+    for direction in (_READ, _WRITE):
+        status = nvml.ask("DeviceGetP2PStatus", a, b, direction)
+        if status is None or not 0 <= status < len(_P2P_STATUS):
+            return _UNKNOWN
+        if _P2P_STATUS[status] != _OK:
+            return _P2P_STATUS[status]
+    return _OK
+
+
+def _doubt(inventory: Inventory, chosen: Sequence[int]) -> str | None:
+    """Why several GPUs should not use P2P, a clause; None when they may."""
+    place = _places(inventory)
+    for index in chosen:
+        if index not in place:
+            return f"NVML does not know GPU {index}" + (f" ({inventory.problem})" if inventory.problem else "")
+    for index in chosen:
+        name = inventory.gpus[place[index]].name
+        if _RTX_40.search(name) and _numbers(inventory.driver) < _numbers(_RTX_40_TRUTHFUL_DRIVER):
+            return (
+                f"drivers before {_RTX_40_TRUTHFUL_DRIVER} misreport P2P on RTX 40 cards; "
+                f"GPU {index} is an {name}, the driver {inventory.driver or _UNKNOWN}"
+            )
+    for a, b in permutations(chosen, 2):
+        status = inventory.p2p[place[a]][place[b]]
+        if status != _OK:
+            return f"NVML says of P2P from GPU {a} to GPU {b}: {status}"
+    return None
+
+
+def _places(inventory: Inventory) -> dict[int, int]:
+    """Where each index is in the tuples of the inventory; not the same when a GPU is missing."""
+    return {gpu.index: place for place, gpu in enumerate(inventory.gpus)}
+
+
+def _numbers(version: str | None) -> tuple[int, ...]:
+    """A version as numbers to compare, 550.9 before 550.40; () when unknown, which is before all."""
+    leading = re.match(r"\d+(\.\d+)*", version or "")
+    return tuple(int(number) for number in leading.group().split(".")) if leading else ()
+
+
+def _find(inventory: Inventory, ids: Sequence[str]) -> tuple[int, ...]:
+    chosen: list[int] = []
+    for name in map(str.strip, ids):
+        if name.isdecimal():
+            found = [gpu.index for gpu in inventory.gpus if gpu.index == int(name)]
+        elif name.upper().startswith("GPU-"):
+            found = [gpu.index for gpu in inventory.gpus if gpu.uuid.lower().startswith(name.lower())]
+        else:
+            found = []
+        if not found:
+            raise GpuError(f"there is no GPU {name or repr(name)} here; {_here(inventory)}.")
+        if len(found) > 1:
+            raise GpuError(f"{name} is the beginning of several GPUs' UUIDs; give all of it.")
+        if found[0] in chosen:
+            raise GpuError(f"GPU {found[0]} is named twice; name each GPU once.")
+        chosen += found
+    return tuple(chosen)
+
+
+def _here(inventory: Inventory) -> str:
+    indices = [gpu.index for gpu in inventory.gpus]
+    if not indices:
+        return f"there is none at all ({inventory.problem})" if inventory.problem else "there is none at all"
+    missing = f" ({inventory.problem})" if inventory.problem else ""
+    if len(indices) == 1:
+        return f"there is only GPU {indices[0]}{missing}"
+    if indices[-1] - indices[0] == len(indices) - 1:
+        return f"there are {indices[0]} to {indices[-1]}{missing}"
+    return f"there are {', '.join(map(str, indices))}{missing}"
