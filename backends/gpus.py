@@ -320,11 +320,11 @@ def _find(inventory: Inventory, ids: Sequence[str]) -> tuple[int, ...]:
 
 def _here(inventory: Inventory) -> str:
     indices = [gpu.index for gpu in inventory.gpus]
-    if not indices:
-        return f"there is none at all ({inventory.problem})" if inventory.problem else "there is none at all"
     missing = f" ({inventory.problem})" if inventory.problem else ""
+    if not indices:
+        return f"there is none at all{missing}"
     if len(indices) == 1:
         return f"there is only GPU {indices[0]}{missing}"
-    if indices[-1] - indices[0] == len(indices) - 1:
+    if len(indices) > 2 and indices[-1] - indices[0] == len(indices) - 1:
         return f"there are {indices[0]} to {indices[-1]}{missing}"
-    return f"there are {', '.join(map(str, indices))}{missing}"
+    return f"there are {', '.join(map(str, indices[:-1]))} and {indices[-1]}{missing}"

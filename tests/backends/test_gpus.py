@@ -262,7 +262,7 @@ def test_a_lost_card_is_left_out_and_the_others_keep_their_indices(machine: Mach
     assert not decide_p2p("auto", inventory, (0, 2)).enabled
     with pytest.raises(GpuError) as refused:
         choose(inventory, ["1"])
-    assert str(refused.value) == "there is no GPU 1 here; there are 0, 2, 3 (GPU 1 cannot be used: GPU is lost)."
+    assert str(refused.value) == "there is no GPU 1 here; there are 0, 2 and 3 (GPU 1 cannot be used: GPU is lost)."
 
 
 # --- the decision ---
@@ -412,6 +412,9 @@ def test_choose_says_how_few_there_are(machine: Machine) -> None:
     machine("NVIDIA H200", 1, "570.86.10", always(OK))
     with pytest.raises(GpuError, match=r"^there is no GPU 1 here; there is only GPU 0\.$"):
         choose(gpus.read(), ["1"])
+    machine("NVIDIA H200", 2, "570.86.10", always(OK))
+    with pytest.raises(GpuError, match=r"^there is no GPU 2 here; there are 0 and 1\.$"):
+        choose(gpus.read(), ["2"])
     with pytest.raises(GpuError, match=r"^there is no GPU 0 here; there is none at all \(no NVIDIA driver\)\.$"):
         choose(Inventory(problem="no NVIDIA driver"), ["0"])
 
