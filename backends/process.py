@@ -1,0 +1,340 @@
+"""An installed server, started on this machine as a process group that cannot outlive loadgen.
+
+Between the two stands a small supervisor: this same file, run as a program with the standard library alone. Its stdin
+is a pipe that only loadgen holds. When the pipe closes, because `stop` closed it or because loadgen is gone, however
+that came about, the supervisor ends every process that descends from the server and then itself. So nobody has to
+remember to clean up. What the server gets, secrets included, comes through the pipe and never stands on a command line.
+
+On the wire, one line of JSON each. To the supervisor: argv, env, log, secrets, stop_s. From it: pid, or errno; and when
+everything is over, code and stuck (processes that could not be killed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ != "__main__":  # the supervisor has the standard library only
+    from backends.launch import Exit, LaunchError, Running, Start
+
+STOP_S = 20.0  # from SIGTERM to SIGKILL, when we end the server
+REST_S = 2.0  # the same for what a server that ended by itself left running
+KILL_S = 10.0  # how long a killed process may take to vanish: freeing GPUs takes time, a stuck driver takes forever
+TAIL_BYTES = 256 * 1024
+MIN_SECRET_BYTES = 4  # anything shorter is no secret, and to mask it would shred the log
+
+_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # they are about our Python, not the server's
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def free_port() -> int:
+    """A TCP port that was free on 127.0.0.1 a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def command_line(start: Start) -> list[str]:
+    """What to type to start the same server by hand; secrets are left to the environment."""
+    added = (f"{name}={value}" for name, value in _added(start).items() if name not in start.secrets)
+    return ["env", *added, *start.argv]
+
+
+def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) -> Running:
+    """Starts the server; it listens on `start.port` by what its argv says. Raises LaunchError.
+
+    It gets our environment, `start.env`, and the GPUs of `start.gpu_ids`. Returns as soon as the process exists.
+    """
+    if sys.platform != "linux":
+        raise LaunchError("--launch process needs Linux; start the server yourself and name it with --url.")
+    if cancelled.is_set():
+        raise LaunchError("stopped before the server was started.")
+    _check_port(start.port)
+    try:  # for our eyes only: until it is masked at the end, it may hold a secret that the server prints
+        log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        raise LaunchError(f"cannot write {start.log}: {error.strerror}; name another --out.") from None
+    try:
+        running = _Supervised(start, log)
+    except LaunchError:
+        with contextlib.suppress(OSError):
+            if start.log.stat().st_size == 0:
+                start.log.unlink()
+        raise
+    finally:
+        os.close(log)
+    say(f"started {start.argv[0]} as process {running.facts['pid']}, its output goes to {start.log}")
+    return running
+
+
+def _added(start: Start) -> dict[str, str]:
+    """What the server's environment has besides ours."""
+    env = dict(start.env)
+    if start.gpu_ids:  # NVML counts GPUs by their place on the bus; CUDA does not unless told to
+        env |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(start.gpu_ids)}
+    return env
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections do not count
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise LaunchError(f"port {port} is taken; stop what listens there, or name another --port.") from None
+            raise LaunchError(f"port {port} cannot be used: {error.strerror}; name another --port.") from None
+
+
+class _Supervised:
+    """A server and its supervisor, seen from loadgen. An Exit means that all its processes are gone and its log is
+    masked."""
+
+    urls: Sequence[str]
+    facts: Mapping[str, Any]
+
+    def __init__(self, start: Start, log: int) -> None:
+        env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED} | _added(start)
+        self._log = start.log
+        self._secrets = [env[name] for name in start.secrets if env.get(name)]
+        self._patience_s = STOP_S + KILL_S + 5.0
+        self._exit: Exit | None = None
+        self._lock = threading.Lock()
+        # a session of its own: a Ctrl-C in the terminal is for loadgen to act on
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(__file__).resolve())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        assert self._supervisor.stdin is not None and self._supervisor.stdout is not None
+        self._pipe, self._answers = self._supervisor.stdin, self._supervisor.stdout
+        order = {
+            "argv": start.argv,
+            "env": env,
+            "log": str(start.log.absolute()),
+            "secrets": self._secrets,
+            "stop_s": STOP_S,
+        }
+        try:
+            answer = self._ask(order)
+            if "errno" in answer:
+                raise LaunchError(_why_not(start.argv[0], answer["errno"]))
+            if "pid" not in answer:
+                code = self._supervisor.wait()
+                raise LaunchError(f"the supervisor of the server ended with exit code {code}; see {start.log}.")
+        except BaseException:
+            self._close()
+            self._answers.close()
+            raise
+        self._pid: int = answer["pid"]
+        self.urls = (f"http://127.0.0.1:{start.port}",)
+        self.facts = {"pid": self._pid, "argv": list(start.argv)}
+
+    def poll(self) -> Exit | None:
+        with self._lock:
+            if self._exit is None and self._supervisor.poll() is not None:
+                self._exit = self._ended()
+            return self._exit
+
+    def log_tail(self, lines: int = 200) -> str:
+        try:
+            with self._log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(0, size - TAIL_BYTES))
+                tail = log.read(TAIL_BYTES)
+        except OSError:
+            return ""
+        kept = tail.splitlines()
+        if size > TAIL_BYTES:
+            del kept[:1]  # it is cut, perhaps within a secret that would not be recognised
+        return _masked(b"\n".join(kept[-lines:]), self._secrets).decode(errors="replace")
+
+    def stop(self) -> None:
+        self._close()
+        self.poll()
+
+    def _ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+            self._pipe.write(json.dumps(order).encode() + b"\n")
+            self._pipe.flush()
+        return self._hear()
+
+    def _hear(self) -> dict[str, Any]:
+        """The supervisor's next line; empty if it said no more."""
+        line = self._answers.readline()
+        heard: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
+        return heard
+
+    def _close(self) -> None:
+        """Closes the pipe and waits until the supervisor has ended everything."""
+        with contextlib.suppress(OSError):
+            self._pipe.close()
+        try:
+            self._supervisor.wait(self._patience_s)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()
+            self._supervisor.wait()
+
+    def _ended(self) -> Exit:
+        last = self._hear()
+        self._answers.close()
+        if "code" in last:
+            stuck = ", ".join(str(pid) for pid in last["stuck"])
+            return Exit(last["code"], error=f"these of its processes cannot be killed: {stuck}" if stuck else "")
+        # Somebody killed the supervisor. The kernel has killed the server with it; the rest of its group is left to us.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, signal.SIGKILL)
+        _mask_file(self._log, self._secrets)
+        return Exit(-signal.SIGKILL, error="its supervisor was killed")
+
+
+def _why_not(program: str, number: int) -> str:
+    if number in (errno.ENOENT, errno.ENOTDIR):
+        return f"there is no program {program}; install the server on this machine, or use --launch docker."
+    return f"{program} cannot be started: {os.strerror(number)}; check that it is a program for this machine."
+
+
+def _masked(text: bytes, secrets: Iterable[str]) -> bytes:
+    for secret in sorted(map(os.fsencode, secrets), key=len, reverse=True):  # one may hold another
+        if len(secret) >= MIN_SECRET_BYTES:
+            text = text.replace(secret, b"***")
+    return text
+
+
+def _mask_file(path: Path, secrets: Sequence[str]) -> None:
+    """Masks secrets in place. What is written is never longer than what was read, so it cannot overtake the reading."""
+    if not secrets:
+        return
+    with contextlib.suppress(OSError), path.open("rb") as before, path.open("r+b") as after:
+        for line in before:
+            after.write(_masked(line, secrets))
+        after.truncate()
+
+
+# -- the supervisor ----------------------------------------------------------------------------------------------------
+
+
+class _Tree:
+    """The server and all that descends from it, whatever sessions and groups it has made: orphans come to us."""
+
+    def __init__(self, leader: int, woken: int) -> None:
+        self.leader = leader
+        self.code: int | None = None  # of the leader
+        self._woken = woken  # readable when a child has ended
+
+    def reap(self) -> bool:
+        """Collects the dead; whether any process lives."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self.leader:
+                self.code = os.waitstatus_to_exitcode(status)
+
+    def watch(self, pipe: int) -> None:
+        """Until the leader has ended or the pipe is closed."""
+        while self.reap() and self.code is None:
+            if pipe in self._select(pipe, timeout_s=None) and not os.read(pipe, 4096):
+                return
+
+    def end(self, grace_s: float) -> list[int]:
+        """SIGTERM, time to obey, SIGKILL until nothing is left; the processes that cannot be killed."""
+        _signal_all(signal.SIGTERM)
+        self._wait(grace_s)
+        give_up = time.monotonic() + KILL_S
+        while self.reap():
+            if time.monotonic() > give_up:
+                return _descendants()
+            _signal_all(signal.SIGKILL)  # again and again: one may have been born since we looked
+            self._wait(0.05)
+        return []
+
+    def _wait(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        while self.reap() and (left_s := until - time.monotonic()) > 0:
+            self._select(timeout_s=left_s)
+
+    def _select(self, *others: int, timeout_s: float | None) -> list[int]:
+        ready, _, _ = select.select([self._woken, *others], [], [], timeout_s)
+        if self._woken in ready:
+            os.read(self._woken, 4096)
+        return ready
+
+
+def _descendants() -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = (entry / "stat").read_bytes()
+                parent = int(stat.rpartition(b")")[2].split()[1])  # the name before it may hold anything
+                children.setdefault(parent, []).append(int(entry.name))
+    found = [os.getpid()]
+    for pid in found:
+        found += children.get(pid, ())
+    return found[1:]
+
+
+def _signal_all(number: int) -> None:
+    for pid in _descendants():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _tell(**facts: Any) -> None:
+    with contextlib.suppress(OSError):  # loadgen is gone, which is why we are here
+        os.write(1, json.dumps(facts).encode() + b"\n")
+
+
+def _supervise() -> None:
+    import ctypes
+
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)  # what is ignored with SIG_IGN stays so in the server
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return
+    order = json.loads(line)
+
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+    killed = ctypes.c_ulong(signal.SIGKILL)
+    try:
+        server = subprocess.Popen(
+            order["argv"], env=order["env"], start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.STDOUT,
+            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, killed),  # should we be killed, the server dies with us
+        )  # fmt: skip
+    except OSError as error:
+        _tell(errno=error.errno)
+        return
+    _tell(pid=server.pid)
+
+    tree = _Tree(server.pid, woken)
+    tree.watch(0)
+    stuck = tree.end(order["stop_s"] if tree.code is None else REST_S)
+    _mask_file(Path(order["log"]), order["secrets"])
+    _tell(code=-signal.SIGKILL if tree.code is None else tree.code, stuck=stuck)
+
+
+if __name__ == "__main__":
+    _supervise()
