@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 LOG_TAIL_LINES = 20
+GRAPH_BATCH = 256  # CUDA graphs are captured up to this batch where a server must be told
 
 
 class LaunchError(Exception):
@@ -31,7 +32,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model: where the server finds it, a Hugging Face id or a directory as the server sees it. served_name: the name that
     requests use. max_model_len: prompt plus output, tokens. max_running: requests in one batch at most. max_requests:
     how many must be accepted at once, running or waiting. memory_ratio: part of a GPU's memory that it may use, 0..1.
-    p2p: whether GPUs may read each other's memory. config_dir: where it sees the files of its Invocation.
+    p2p: whether GPUs may read each other's memory. config_dir: where it sees the files of its Invocation. version: the
+    server's, as far as it is known; None stands for the newest that the adapter knows.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     config_dir: str
     extra: tuple[str, ...] = ()
+    version: tuple[int, ...] | None = None
 
 
 class Invocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +84,7 @@ COMMON_FAILURES = (
         advice="use more GPUs (--tp), lower --max-running or --max-model-len, or stop what else uses the GPUs",
     ),
     Failure(
-        pattern=r"NCCL error|ncclUnhandledCudaError|ncclSystemError|NCCL WARN|ncclInternalError",
+        pattern=r"NCCL error|ncclUnhandledCudaError|ncclSystemError|ncclInternalError",
         reason="an NCCL error: the GPUs could not talk to each other",
         advice="try --p2p off, and see that /dev/shm is large enough",
     ),
@@ -195,15 +198,22 @@ class Running(Protocol):
         """Ends it, waits for that, keeps its log, and leaves nothing behind. May be called again."""
 
 
+def version_in(text: str) -> tuple[int, ...] | None:
+    """The first version number in an image's tag or a package's version: "repo/image:v0.32.0" is (0, 32, 0)."""
+    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", text.rpartition(":")[2])
+    return tuple(int(part) for part in match.groups(default="0")) if match else None
+
+
 def explain(log: str, failures: Sequence[Failure]) -> tuple[str, str] | None:
-    """Reason and advice for the first failure pattern, in order, that the log holds."""
-    for failure in (*failures, *COMMON_FAILURES):
-        match = re.search(failure.pattern, log)
-        if match is not None:
-            words = {"match": match.group(0).strip()}
-            groups = [group or "" for group in match.groups()]
-            return failure.reason.format(*groups, **words), failure.advice.format(*groups, **words)
-    return None
+    """Reason and advice for the first line of the log that some pattern knows: what follows it is mostly its result."""
+    found = [(match.start(), match, failure) for failure in (*failures, *COMMON_FAILURES)
+             if (match := re.search(failure.pattern, log))]  # fmt: skip
+    if not found:
+        return None
+    _, match, failure = min(found, key=lambda each: each[0])
+    groups = [group or "" for group in match.groups()]
+    words = {"match": " ".join(match.group(0).split())}
+    return failure.reason.format(*groups, **words), failure.advice.format(*groups, **words)
 
 
 def died(what: str, exit: Exit, log: str, failures: Sequence[Failure]) -> LaunchError:

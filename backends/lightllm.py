@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from backends.identity import PATHS, read_as
+from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, Settings
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
 from backends.replies import GIVEN_UP, UNDECODABLE, Count, WholeReply, error_message, error_text, given_up
 from backends.sse import EventReply
@@ -112,6 +113,87 @@ def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
     return HttpRequest("POST", path, _encode({"inputs": inputs, "parameters": parameters, "multimodal_params": {}}))
 
 
+# Its HTTP server's own defaults are a listen backlog of 100 and 1000 requests a connection.
+_HYPERCORN = """\
+backlog = 4096
+keep_alive_timeout = 3600
+keep_alive_max_requests = 2147483647
+h2_max_concurrent_streams = 2147483647
+"""
+
+
+def invoke(settings: Settings) -> Invocation:
+    """Arguments of `python -m lightllm.server.api_server`.
+
+    `running_max_req_size` bounds the batch and the requests that are let in: what is beyond it waits in a loop of
+    sleeps, which shows in ttft. CUDA graphs are captured up to the batch that vLLM and TGI get.
+    """
+    old = settings.version is not None and settings.version < (1, 2)
+    arguments = [
+        "--model_dir", settings.model,
+        "--model_name", settings.served_name,
+        "--tp", str(settings.tp),
+        "--data_type", settings.dtype,
+        "--max_req_total_len", str(settings.max_model_len),
+        "--running_max_req_size", str(settings.max_running),
+        "--graph_max_batch_size", str(min(settings.max_running, GRAPH_BATCH)),
+        "--mem_fraction", f"{settings.memory_ratio:g}",
+        "--disable_dynamic_prompt_cache",
+        "--host", settings.host,
+        "--port", str(settings.port),
+    ]  # fmt: skip
+    files = {}
+    if old:
+        arguments.append("--disable_chunked_prefill")  # or it refuses to do without the prompt cache
+    else:
+        files["hypercorn.toml"] = _HYPERCORN
+        arguments += ["--hypercorn_config", f"{settings.config_dir}/hypercorn.toml"]
+    env = {}
+    if not settings.p2p:
+        env["NCCL_P2P_DISABLE"] = "1"
+        arguments += (
+            ["--disable_custom_allreduce"]
+            if old
+            else ["--disable_symm_mem_allreduce", "--disable_flashinfer_allreduce"]
+        )
+    return Invocation(arguments=(*arguments, *settings.extra), env=env, files=files)
+
+
+_SERVER = ("-m", "lightllm.server.api_server")
+
+ADAPTER = Adapter(
+    image="ghcr.io/modeltc/lightllm:v1.2.0",
+    image_command=("python", *_SERVER),  # the image has no entry point
+    process_command=("{python}", *_SERVER),
+    port=8080,
+    cache_dir="/root/.cache/huggingface",
+    loads_from_hub=False,
+    invoke=invoke,
+    capacity=r"(\d+) is the profiled max_total_token_num",
+    failures=(
+        Failure(
+            pattern=r"check max len infer fail",
+            reason="a sequence of the full length does not fit into its memory",
+            advice="lower --max-model-len or --memory-ratio, or use more GPUs (--tp)",
+        ),
+        Failure(
+            pattern=r"Insufficient shared memory",
+            reason="shared memory is too small for so many requests",
+            advice="lower --max-running, or enlarge /dev/shm",
+        ),
+        Failure(
+            pattern=r"Critical LightLLM submodule exited unexpectedly: name=(\S+)",
+            reason="its {0} process died",
+            advice="read its log for the first error",
+        ),
+        Failure(
+            pattern=r"init func (\w+) : (?!init ok)(.*)",
+            reason="{0} failed to start",
+            advice="read its log for the first error",
+        ),
+    ),
+)
+
 BACKEND = Backend(
     name="lightllm",
     prompt_kind="token_ids",
@@ -128,4 +210,5 @@ BACKEND = Backend(
         "prompt_tokens": "lightllm_prompt_tokens_total",
         "generation_tokens": "lightllm_generation_tokens_total",
     },
+    adapter=ADAPTER,
 )

@@ -13,6 +13,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from backends.launch import Adapter
+
 
 class ProtocolError(Exception):
     """The server sent bytes that its protocol does not allow."""
@@ -110,7 +112,7 @@ class Backend:
     server_metrics maps a neutral name to the server's Prometheus series, for those that the server has: histograms
     ttft_seconds, itl_seconds, e2el_seconds (without _sum, _count, _bucket); gauges running, waiting (requests),
     kv_cache_usage_ratio; counters prompt_tokens, generation_tokens, prefix_cache_hits, prefix_cache_queries (tokens),
-    preemptions.
+    preemptions. adapter: how such a server is started; None: it can only be measured where it runs.
     """
 
     name: str
@@ -121,3 +123,4 @@ class Backend:
     info_paths: tuple[str, ...]
     read_info: Callable[[str, bytes], ServerInfo]
     server_metrics: Mapping[str, str]
+    adapter: Adapter | None = None

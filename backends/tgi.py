@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from backends.identity import PATHS, read_as
+from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, Settings
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
 from backends.replies import UNDECODABLE, Count, WholeReply, error_message, error_text
 from backends.sse import EventReply
@@ -101,6 +102,90 @@ def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
     return HttpRequest("POST", path, _encode({"inputs": prompt.text, "parameters": parameters}))
 
 
+def endless(generation_config: bytes | None) -> bytes:
+    """The model's generation_config.json with an end token that no token equals, so that replies have full length.
+
+    TGI has no `ignore_eos` over HTTP. It takes the end tokens from here when they are a list (a single number is
+    overruled by the tokenizer's). Raises ValueError when the file is not a JSON object.
+    """
+    config = msgspec.json.decode(generation_config, type=dict[str, Any]) if generation_config else {}
+    return msgspec.json.format(_encode({**config, "eos_token_id": [-1]}), indent=2)
+
+
+def _graph_batches(largest: int) -> str:
+    return ",".join(str(2**power) for power in range(largest.bit_length()) if 2**power <= largest)
+
+
+def invoke(settings: Settings) -> Invocation:
+    """Arguments of `text-generation-launcher`.
+
+    `--num-shard` always: else it takes every GPU it sees. `--max-concurrent-requests` (128) refuses what is beyond it.
+    CUDA graphs end at a batch of 32 unless told otherwise. No argument may hold a space: the image's entry point splits
+    them again.
+    """
+    arguments = [
+        "--model-id", settings.model,
+        "--num-shard", str(settings.tp),
+        "--dtype", settings.dtype,
+        "--max-input-tokens", str(settings.max_model_len - 1),
+        "--max-total-tokens", str(settings.max_model_len),
+        "--max-concurrent-requests", str(max(settings.max_requests, settings.max_running)),
+        "--max-batch-size", str(settings.max_running),
+        "--cuda-graphs", _graph_batches(min(settings.max_running, GRAPH_BATCH)),
+        "--cuda-memory-fraction", f"{settings.memory_ratio:g}",
+        "--usage-stats", "off",
+        "--hostname", settings.host,
+        "--port", str(settings.port),
+    ]  # fmt: skip
+    env = {"PREFIX_CACHING": "0"}
+    if not settings.p2p:
+        env["NCCL_P2P_DISABLE"] = "1"
+    return Invocation(arguments=(*arguments, *settings.extra), env=env)
+
+
+ADAPTER = Adapter(
+    image="ghcr.io/huggingface/text-generation-inference:3.3.7",
+    process_command=("text-generation-launcher",),
+    port=80,
+    cache_dir="/data",
+    dtypes=("float16", "bfloat16"),
+    overlays={"generation_config.json": endless},
+    invoke=invoke,
+    capacity=r"Setting max batch total tokens to (\d+)",
+    failures=(
+        Failure(
+            pattern=r"Not enough memory to handle (\d+) prefill tokens",
+            reason="the weights leave no room for {0} prefill tokens",
+            advice="use more GPUs (--tp), lower --max-model-len, or add --server-arg=--max-batch-prefill-tokens=2048",
+        ),
+        Failure(
+            pattern=r"Not enough memory to handle `max_total_tokens=(\d+)`|Not enough VRAM to run the model",
+            reason="its memory has no room for one sequence of full length",
+            advice="use more GPUs (--tp) or lower --max-model-len",
+        ),
+        Failure(
+            pattern=r"NotEnoughCUDADevices\(\"?([^\")]*)",
+            reason="it sees too few GPUs ({0})",
+            advice="lower --tp, or give it more --gpus",
+        ),
+        Failure(
+            pattern=r"Shard process was signaled to shutdown with signal 9",
+            reason="the kernel killed a shard for want of host memory",
+            advice="free some, or use a smaller model",
+        ),
+        Failure(
+            pattern=r"ArgumentValidation\(\"([^\"]*)",
+            reason="it refuses its arguments: {0}",
+            advice="change the option that it names",
+        ),
+        Failure(
+            pattern=r"Download encountered an error",
+            reason="the model could not be downloaded",
+            advice="see that the host reaches huggingface.co, or give a local directory with --model",
+        ),
+    ),
+)
+
 BACKEND = Backend(
     name="tgi",
     prompt_kind="text",
@@ -116,4 +201,5 @@ BACKEND = Backend(
         "prompt_tokens": "tgi_request_input_length_sum",
         "generation_tokens": "tgi_request_generated_tokens_sum",
     },
+    adapter=ADAPTER,
 )

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server (0.32), driven by token ids on /v1/completions.
+"""vLLM's OpenAI server (0.32): driven by token ids on /v1/completions, and started.
 
 Token ids reach the model as they are, so a prompt has exactly the length asked for. `ignore_eos` alone fixes the
 length of the output; `min_tokens` would add work to every step. vLLM shortens `max_tokens` without a word when prompt
@@ -8,6 +8,7 @@ and output do not fit its `max_model_len`: the usage at the end of every reply t
 from __future__ import annotations
 
 from backends.identity import PATHS, read_as
+from backends.launch import Adapter, Failure, Invocation, Settings
 from backends.openai import decoder, request
 from backends.protocol import Backend, HttpRequest, Prompt, Sampling
 from backends.replies import error_message
@@ -18,6 +19,78 @@ def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
     ids_or_text = prompt.text if prompt.token_ids is None else prompt.token_ids
     return request("/v1/completions", model, sampling, prompt=ids_or_text)
 
+
+def invoke(settings: Settings) -> Invocation:
+    """Arguments of `vllm serve`, which `python -m vllm.entrypoints.openai.api_server` takes as well.
+
+    Prefix caching is off and so are sampling defaults from the model's directory: both would change the work between
+    runs. `--model` rather than the positional, because images before 0.9 know nothing else.
+    """
+    arguments = [
+        "--model", settings.model,
+        "--served-model-name", settings.served_name,
+        "--tensor-parallel-size", str(settings.tp),
+        "--dtype", settings.dtype,
+        "--max-model-len", str(settings.max_model_len),
+        "--max-num-seqs", str(settings.max_running),
+        "--gpu-memory-utilization", f"{settings.memory_ratio:g}",
+        "--no-enable-prefix-caching",
+        "--generation-config", "vllm",
+        "--seed", str(settings.seed),
+        "--disable-uvicorn-access-log",
+        "--host", settings.host,
+        "--port", str(settings.port),
+    ]  # fmt: skip
+    if settings.version is not None and settings.version < (0, 12):
+        arguments.append("--disable-log-requests")  # on by default then; later versions refuse the flag
+    if settings.dummy_weights:
+        arguments += ["--load-format", "dummy"]
+    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}  # 5 s: shorter than a wait for a token
+    if not settings.p2p:
+        env["NCCL_P2P_DISABLE"] = "1"
+        arguments.append("--disable-custom-all-reduce")  # its own kernels do not look at NCCL's variable
+    return Invocation(arguments=(*arguments, *settings.extra), env=env)
+
+
+ADAPTER = Adapter(
+    image="vllm/vllm-openai:v0.32.0",
+    process_command=("{python}", "-m", "vllm.entrypoints.openai.api_server"),
+    port=8000,
+    cache_dir="/root/.cache/huggingface",
+    caches={"vllm": "/root/.cache/vllm"},  # compiled graphs: minutes of every start
+    dummy_weights=True,
+    invoke=invoke,
+    capacity=r"GPU KV cache size: ([\d,]+) tokens",
+    failures=(
+        Failure(
+            pattern=r"Free memory on device \S* ?\(([^)]*)\) on startup is less than desired GPU memory utilization"
+            r"|Free memory on device .* on startup is less than desired",
+            reason="the GPU is already in use ({0} GiB free)",
+            advice="stop what uses it, choose other --gpus, or lower --memory-ratio",
+        ),
+        Failure(
+            pattern=r"No available memory for the cache blocks",
+            reason="the weights leave no room for the KV cache",
+            advice="use more GPUs (--tp), raise --memory-ratio, or lower --max-model-len",
+        ),
+        Failure(
+            pattern=r"To serve at least one request with the model's max seq len \((\d+)\).*"
+            r"estimated maximum model length is (\d+)",
+            reason="the KV cache has no room for one sequence of {0} tokens",
+            advice="use --max-model-len {1} or less, or more GPUs (--tp)",
+        ),
+        Failure(
+            pattern=r"World size \((\d+)\) is larger than the number of available GPUs",
+            reason="it sees fewer than {0} GPUs",
+            advice="lower --tp, or give it more --gpus",
+        ),
+        Failure(
+            pattern=r"No available shared memory broadcast block found",
+            reason="its workers stopped answering each other, as in an NCCL hang",
+            advice="try --p2p off",
+        ),
+    ),
+)
 
 BACKEND = Backend(
     name="vllm",
@@ -40,4 +113,5 @@ BACKEND = Backend(
         "prefix_cache_queries": "vllm:prefix_cache_queries_total",
         "preemptions": "vllm:num_preemptions_total",
     },
+    adapter=ADAPTER,
 )

@@ -22,7 +22,7 @@ from backends.replies import printable
 from loadgen import runs
 from loadgen.config import Config, ConfigError
 
-EXIT_OK, EXIT_CONFIG, EXIT_BACKEND, EXIT_INVALID = 0, 2, 3, 4
+EXIT_OK, EXIT_CONFIG, EXIT_BACKEND, EXIT_INVALID, EXIT_STOPPED = 0, 2, 3, 4, 130
 
 ConventionName = Literal["loadgen", "vllm", "guidellm", "aiperf", "mlperf"]
 
@@ -43,9 +43,10 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     With nothing named it starts the embedded server, and every output says `emulated`. The last line of standard
     output is the report as JSON. `--config FILE.toml` gives any of these options as keys, with underscores.
     """
+    from backends.launch import LaunchError
     from loadgen.embedded import EmbeddedError
     from loadgen.progress import ProgressLine
-    from loadgen.run import ServerError
+    from loadgen.run import ServerError, Stopped, dry_run
     from loadgen.run import run as whole_run
     from loadgen.shards import run_loop
     from loadgen.transport import TransportError
@@ -53,13 +54,21 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     config = config or Config()
     run_id = runs.new_run_id()
     directory = config.out or Path("runs") / run_id
+    if config.dry_run:
+        print(dry_run(config, directory, run_id))
+        return EXIT_OK
     new = runs.create(directory)
     progress = ProgressLine()
     try:
         run_loop(whole_run(config, directory, run_id, progress, say))
-    except (ServerError, TransportError, EmbeddedError) as error:
+    except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
+        if isinstance(error, LaunchError) and error.log:
+            say("\n".join(f"  | {printable(line, 400)}" for line in error.log.splitlines()))
         say_error(error)
         return EXIT_BACKEND
+    except Stopped as error:
+        say_error(error)
+        return EXIT_STOPPED
     finally:
         progress.end()
         if new:
@@ -185,7 +194,7 @@ def invoke(tokens: Sequence[str]) -> int:
             return EXIT_CONFIG
         raise
     except KeyboardInterrupt:
-        return 130
+        return EXIT_STOPPED
     return result if isinstance(result, int) else EXIT_OK
 
 

@@ -26,19 +26,30 @@ def _option(help: str, **more: Any) -> Parameter:
     return Parameter(help=help, negative=(), **more)
 
 
+def _launch(help: str, **more: Any) -> Parameter:
+    return Parameter(help=help, negative=(), group="Starting a server (--launch docker or process)", **more)
+
+
+LAUNCH_ONLY = (
+    "tp", "gpus", "dtype", "p2p", "max_model_len", "max_running", "memory_ratio", "dummy_weights", "image",
+    "server_python", "server_arg", "port", "ready_timeout",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Options of `loadgen run`. Units: tokens, seconds, requests per second."""
 
-    backend: Annotated[str, _option("Kind of server: vllm, lightllm, tgi, openai, openai-chat, or a plugin's.")] = (
-        "vllm"
-    )
+    backend: Annotated[
+        str | None, _option("Kind of server: vllm (default), lightllm, tgi, openai, openai-chat, or a plugin's.")
+    ] = None
     model: Annotated[
-        str | None, _option("Model: 7b, 13b, 70b, ..., a Hugging Face id, or the name it is served under.")
+        str | None, _option("Model: 7b, 13b, 70b, ..., a Hugging Face id, a directory, or the name it is served under.")
     ] = None
     url: Annotated[str | None, _option("Measure the server that runs at this address.")] = None
     launch: Annotated[
-        Literal["embedded"] | None, _option("Start a server for the run (the default when there is no --url).")
+        Literal["docker", "process", "embedded"] | None,
+        _option("Start a server for the run: docker when a backend or model is named, else the embedded one."),
     ] = None
     requests: Annotated[int | None, _option("How many requests (default 1000, or the dataset's length).")] = None
     duration: Annotated[float | None, _option("Send for this many seconds, then wait for the replies.")] = None
@@ -89,22 +100,64 @@ class Config:
         Parameter(help="Limits that a good request meets, in ms: ttft:200 tpot:50 e2el:5000.", consume_multiple=True),
     ] = ()
     out: Annotated[Path | None, _option("Run directory to create (default runs/<run id>).")] = None
+    server_metrics: Annotated[
+        bool,
+        Parameter(help="Sample the server's /metrics and local GPUs once a second.", negative="--no-server-metrics"),
+    ] = True
+    dry_run: Annotated[bool, _option("Print the server's exact command and the first request; start nothing.")] = False
+
+    # For a server that loadgen starts (--launch docker or process).
+    tp: Annotated[
+        str | None, _launch("Tensor parallel size, or all (default: the least power of two of GPUs that fits).")
+    ] = None
+    gpus: Annotated[
+        str | None, _launch("GPUs it may use, as 0,1,2 or GPU-uuids, or none for a server without (default: all).")
+    ] = None
+    dtype: Annotated[Literal["float16", "bfloat16", "float32"], _launch("Number format of weights and KV cache.")] = (
+        "float16"
+    )
+    p2p: Annotated[
+        Literal["auto", "on", "off"], _launch("Peer-to-peer traffic between GPUs; auto asks the driver.")
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, _launch("Longest prompt plus output (default: 4096, or what the run and the model need).")
+    ] = None
+    max_running: Annotated[int, _launch("Most requests in a batch.")] = 1024
+    memory_ratio: Annotated[float, _launch("Part of each GPU's memory that it may use.")] = 0.9
+    dummy_weights: Annotated[bool, _launch("Random weights, nothing loaded (vLLM only).")] = False
+    image: Annotated[str | None, _launch("Docker image instead of the backend's own.")] = None
+    server_python: Annotated[
+        str | None, _launch("Interpreter that has the server installed, for --launch process (default: this one).")
+    ] = None
+    server_arg: Annotated[
+        tuple[str, ...],
+        _launch(
+            "One more argument for the server, repeatable: --server-arg=--enforce-eager.", allow_leading_hyphen=True
+        ),
+    ] = ()
+    port: Annotated[int | None, _launch("Port of this host to publish it on (default: a free one).")] = None
+    ready_timeout: Annotated[float, _launch("Seconds until it must be ready; a 70B model may take many minutes.")] = (
+        1800.0
+    )
 
     def __post_init__(self) -> None:
         for name, least in (
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
-            ("vocab_size", 2), ("seed", 0),
+            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{_flag(name)} is {value}; it must be at least {least}.")
-        for name in ("duration", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout"):
+        for name in (
+            "duration", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "ready_timeout",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{_flag(name)} is {value:g}; it must be above zero.")
         if self.workers != "auto" and not (self.workers.isdecimal() and int(self.workers) >= 1):
             raise ConfigError(f"--workers is '{self.workers}'; it must be auto or a number of at least 1.")
         self._check_together()
+        self._check_launch()
 
     def _check_together(self) -> None:
         if self.url is not None:
@@ -134,6 +187,43 @@ class Config:
             raise ConfigError(str(error)) from None
         if self.duration is not None and law.kind == "burst" and self.concurrency is None:
             raise ConfigError("--duration needs --concurrency or an --arrival with a rate; a burst has no duration.")
+
+    def _check_launch(self) -> None:
+        if self.where in ("url", "embedded"):
+            fields = {field.name: field.default for field in dataclasses.fields(self)}
+            given = [name for name in LAUNCH_ONLY if getattr(self, name) != fields[name]]
+            if given:
+                raise ConfigError(
+                    f"{_flag(given[0])} is for a server that loadgen starts; add --launch docker or --launch process."
+                )
+            if self.dry_run:
+                raise ConfigError("--dry-run shows how a server would be started; name a --backend and a --model.")
+        if self.tp is not None and self.tp != "all" and not (self.tp.isdecimal() and int(self.tp) >= 1):
+            raise ConfigError(f"--tp is '{self.tp}'; it must be all or a number of at least 1.")
+        if not 0 < self.memory_ratio <= 1:
+            raise ConfigError(f"--memory-ratio is {self.memory_ratio:g}; it must be above 0 and at most 1.")
+        if self.port is not None and self.port > 65535:
+            raise ConfigError(f"--port is {self.port}; ports end at 65535.")
+        if self.image is not None and self.where != "docker":
+            raise ConfigError("--image is for --launch docker.")
+        if self.server_python is not None and self.where != "process":
+            raise ConfigError("--server-python is for --launch process.")
+        if any(word.startswith(("--api-key", "--hf-token", "--api_key")) for word in self.server_arg):
+            raise ConfigError("a key in --server-arg would be written into the run directory; leave it out.")
+
+    @property
+    def where(self) -> Literal["url", "embedded", "docker", "process"]:
+        """Which server is measured: one that runs, or one that is started how."""
+        if self.url is not None:
+            return "url"
+        if self.launch is not None:
+            return self.launch
+        return "embedded" if self.backend is None and self.model is None else "docker"
+
+    @property
+    def kind(self) -> str:
+        """Name of the backend."""
+        return self.backend or "vllm"
 
     @property
     def law(self) -> schedule.Arrival:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from backends.protocol import Backend, Sampling, ServerInfo
 from loadgen import runs, schedule
 from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
 from loadgen.engine import Job
+from loadgen.models import Model
 from loadgen.transport import Target, Timeouts, TransportError, ephemeral_ports, raise_fd_limit
 from loadgen.workload import Dataset, Text, TokenIds, Workload, tokenizer_count
 
@@ -75,21 +77,24 @@ def choose_model(config: Config, info: ServerInfo) -> str:
     raise ConfigError(f"the server has '{info.model}', not '{config.model}'; leave --model out or name that one.")
 
 
-def plan_run(config: Config, backend: Backend, target: Target, info: ServerInfo, run_id: str) -> Plan:
-    """Everything about the run that does not need the network. Raises ConfigError or WorkloadError."""
+def plan_run(
+    config: Config, backend: Backend, target: Target, info: ServerInfo, run_id: str, started: Model | None = None
+) -> Plan:
+    """Everything about the run that does not need the network. `started`: the model of a server that loadgen started.
+    Raises ConfigError or WorkloadError."""
     limit = info.max_total_tokens
     if config.dataset is None and limit is not None and config.input_tokens + config.output_tokens > limit:
         raise ConfigError(
             f"{config.input_tokens} input and {config.output_tokens} output tokens are more than the server's limit "
             f"of {limit}; lower --input-tokens or --output-tokens."
         )
-    spec = catalog.find(config.model or info.model or "")
+    spec = started.spec if started is not None else catalog.find(config.model or info.model or "")
     source = PromptSource(
         input_tokens=config.input_tokens,
         output_tokens=config.output_tokens,
         vocab_size=config.vocab_size or (spec.vocab_size if spec else None),
         dataset=str(config.dataset) if config.dataset else None,
-        tokenizer=config.tokenizer,
+        tokenizer=config.tokenizer or _own_tokenizer(backend, started),
     )
     requests = config.requests
     if config.dataset is not None:
@@ -105,7 +110,7 @@ def plan_run(config: Config, backend: Backend, target: Target, info: ServerInfo,
     job = Job(
         run_id=run_id,
         version=runs.package_version(),
-        model=choose_model(config, info),
+        model=started.name if started is not None else choose_model(config, info),
         sampling=Sampling(config.output_tokens, config.ignore_eos, seed=config.seed, stream=config.stream),
         requests=requests,
         duration_s=config.duration,
@@ -116,7 +121,7 @@ def plan_run(config: Config, backend: Backend, target: Target, info: ServerInfo,
     )
     return Plan(
         job=job,
-        backend=config.backend,
+        backend=config.kind,
         target=target,
         transport=config.transport,
         fresh=config.connect == "fresh",
@@ -124,6 +129,14 @@ def plan_run(config: Config, backend: Backend, target: Target, info: ServerInfo,
         arrival=config.law,
         prompts=source,
     )
+
+
+def _own_tokenizer(backend: Backend, started: Model | None) -> str | None:
+    """The tokenizer of a model that lies on this machine, for servers that take text only."""
+    directory = started.directory if started is not None and backend.prompt_kind == "text" else None
+    if directory is None or not (directory / "tokenizer.json").is_file() or find_spec("tokenizers") is None:
+        return None
+    return str(directory)
 
 
 def streams_at_once(plan: Plan) -> int:

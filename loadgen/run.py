@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,6 +20,8 @@ from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
 from loadgen import embedded, runs
 from loadgen.config import Config, ConfigError
 from loadgen.exchange import Exchange
+from loadgen.hosted import Hosted, hosting
+from loadgen.launch import plan_launch
 from loadgen.plan import (
     OPEN_FILES_BESIDES,
     Plan,
@@ -36,6 +40,10 @@ CALIBRATION_EVENTS = 40_000  # about a second
 
 class ServerError(Exception):
     """The server is not what was asked for. One sentence."""
+
+
+class Stopped(Exception):
+    """The user ended the run before there was anything to report. One sentence."""
 
 
 def identify(backend: Backend, target: Target) -> tuple[ServerInfo, bool]:
@@ -136,7 +144,7 @@ async def calibrate(plan: Plan) -> runs.Ceiling | None:
 
 async def run(config: Config, directory: Path, run_id: str, progress: Progress, say: Callable[[str], None]) -> None:
     """The whole run; the directory exists. Raises the errors of its parts, each one sentence."""
-    backend = backends.get(config.backend)
+    backend = backends.get(config.kind)
     token = None
     if config.api_key_env is not None:
         token = os.environ.get(config.api_key_env)
@@ -144,35 +152,84 @@ async def run(config: Config, directory: Path, run_id: str, progress: Progress, 
             raise ConfigError(f"the environment variable {config.api_key_env} named by --api-key-env is not set.")
         if not (token.isascii() and token.isprintable()):
             raise ConfigError(f"{config.api_key_env} holds a line break or another character that no header can carry.")
-    async with contextlib.AsyncExitStack() as stack:
-        if config.url is not None:
-            url = config.url
-        else:
-            dialect = embedded.DIALECTS.get(backend.name)
-            if dialect is None:
-                raise ConfigError(f"the embedded server does not speak '{backend.name}'; give --url.")
-            model = embedded_model(config)
-            options = ("--dialect", dialect, "--model", model, "--seed", str(config.seed), *embedded.RUN_TIMING)
-            say(f"starting the embedded server: an emulated {dialect} server, fixed timing, no GPU")
-            url = await stack.enter_async_context(embedded.serving(*options))
-        target = Target(url, token)
-        info, emulated = await asyncio.to_thread(identify, backend, target)
-        plan = plan_run(config, backend, target, info, run_id)
-        workers = worker_count(config, plan)
-        make_room(plan, workers)
-        plan = await fit_text(plan)
-        measured = await calibrate(plan) if config.calibrate else None
-        if measured is not None:
-            say(
-                f"this client's ceiling: {measured.events_per_s_per_core:,.0f} events/s on one core "
-                f"({measured.cpu_us_per_event:.1f} us each)"
-            )
-        runs.write_manifest(directory, manifest(config, plan, info, emulated, measured))
-        await execute(plan, workers, directory, progress)
+    with _stoppable():
+        async with contextlib.AsyncExitStack() as stack:
+            url, hosted = await _server(config, backend, directory, run_id, say, stack)
+            target = Target(url, token)
+            info, emulated = await asyncio.to_thread(identify, backend, target)
+            plan = plan_run(config, backend, target, info, run_id, hosted.launch.model if hosted else None)
+            workers = worker_count(config, plan)
+            make_room(plan, workers)
+            plan = await fit_text(plan)
+            measured = await calibrate(plan) if config.calibrate else None
+            if measured is not None:
+                say(
+                    f"this client's ceiling: {measured.events_per_s_per_core:,.0f} events/s on one core "
+                    f"({measured.cpu_us_per_event:.1f} us each)"
+                )
+            said = manifest(config, plan, info, emulated, measured, hosted.facts if hosted else None)
+            runs.write_manifest(directory, said)
+            await execute(plan, workers, directory, progress)
+            ended = await asyncio.to_thread(hosted.ended) if hosted else None
+            if hosted is not None and ended is not None:
+                say(ended)
+                runs.write_manifest(directory, msgspec.structs.replace(said, launch={**hosted.facts, "ended": ended}))
+
+
+async def _server(
+    config: Config, backend: Backend, directory: Path, run_id: str, say: Callable[[str], None],
+    stack: contextlib.AsyncExitStack,
+) -> tuple[str, Hosted | None]:  # fmt: skip
+    """The address to measure: the one that was given, or of a server that is started and ends with `stack`."""
+    if config.url is not None:
+        return config.url, None
+    if config.where == "embedded":
+        dialect = embedded.DIALECTS.get(backend.name)
+        if dialect is None:
+            raise ConfigError(f"the embedded server does not speak '{backend.name}'; give --url.")
+        model = embedded_model(config)
+        options = ("--dialect", dialect, "--model", model, "--seed", str(config.seed), *embedded.RUN_TIMING)
+        say(f"starting the embedded server: an emulated {dialect} server, fixed timing, no GPU")
+        return await stack.enter_async_context(embedded.serving(*options)), None
+    launch = await asyncio.to_thread(plan_launch, config, directory, run_id)
+    for note in launch.notes:
+        say(f"note: {note}")
+    say(f"starting {launch.title}")
+    hosted = await stack.enter_async_context(hosting(launch, config.ready_timeout, say))
+    say(f"{backend.name} is ready after {hosted.facts['ready_s']:.0f} s")
+    return hosted.url, hosted
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Ctrl-C or SIGTERM end what goes on before the load, and what was started is taken back. During the load they are
+    the clients' own. Raises Stopped."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if stopped:
+            raise Stopped("stopped before the load began; nothing was measured.") from None
+        raise
 
 
 def manifest(
-    config: Config, plan: Plan, info: ServerInfo, emulated: bool, measured: runs.Ceiling | None
+    config: Config,
+    plan: Plan,
+    info: ServerInfo,
+    emulated: bool,
+    measured: runs.Ceiling | None,
+    launch: dict[str, Any] | None,
 ) -> runs.Manifest:
     return runs.Manifest(
         run_id=plan.job.run_id,
@@ -190,4 +247,22 @@ def manifest(
         max_total_tokens=info.max_total_tokens,
         machine=runs.this_machine(),
         ceiling=measured,
+        launch=launch,
     )
+
+
+def dry_run(config: Config, directory: Path, run_id: str) -> str:
+    """What a run would start and send first, as text; nothing is started and no file written. Raises as `run` does."""
+    launch = plan_launch(config, directory, run_id)
+    backend = launch.backend
+    target = Target(f"http://127.0.0.1:{launch.start.port}")
+    plan = plan_run(config, backend, target, ServerInfo(launch.settings.served_name), run_id, launch.model)
+    prompt = plan.prompts.build(backend, plan.job.seed, 0).prompt("measured", 0)
+    request = backend.encode(plan.job.model, prompt, plan.job.sampling)
+    parts = [f"# {launch.title}", *(f"# note: {note}" for note in launch.notes), launch.command_line()]
+    for path, content in launch.files.items():
+        if isinstance(content, bytes):
+            parts += ["", f"# the file {path.relative_to(directory.absolute())}", content.decode().rstrip()]
+    headers = "\n".join(f"{name}: {value}" for name, value in request.headers)
+    parts += ["", "# the first of its requests", f"{request.method} {request.path}", headers, "", request.body.decode()]
+    return "\n".join(parts)

@@ -1,0 +1,110 @@
+"""A server that was started for a run: made ready, and ended whatever happens.
+
+Starting may take many minutes, so it can be stopped at any point: no container and no process is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from backends.launch import LaunchError, Running, died, explain, last_lines
+from backends.replies import printable
+from loadgen.launch import Launch, write_files
+from loadgen.transport import Target, TransportError, get
+
+POLL_S = 0.5
+SAY_EVERY_S = 15.0
+HEALTH_TIMEOUT_S = 5.0
+
+Say = Callable[[str], None]
+
+
+class Hosted:
+    """A ready server. `facts` is what the manifest says of it."""
+
+    def __init__(self, launch: Launch, running: Running, url: str, ready_s: float) -> None:
+        self.launch = launch
+        self.running = running
+        self.url = url
+        self.facts: dict[str, Any] = {
+            **launch.facts(),
+            **running.facts,
+            "ready_s": ready_s,
+            "kv_cache_tokens": _capacity(launch, running.log_tail(5000)),
+            "log": launch.start.log.name,
+        }
+
+    def ended(self) -> str | None:
+        """Why it is no longer there; None while it runs."""
+        exit = self.running.poll()
+        if exit is None:
+            return None
+        return str(died(self.launch.backend.name, exit, self.running.log_tail(), self.launch.adapter.failures))
+
+
+@contextlib.asynccontextmanager
+async def hosting(launch: Launch, ready_timeout_s: float, say: Say) -> AsyncIterator[Hosted]:
+    """Starts the server, waits until it answers, and ends it with the block. Raises LaunchError."""
+    write_files(launch)
+    cancelled = threading.Event()
+    starting = asyncio.ensure_future(asyncio.to_thread(launch.launcher.start, launch.start, say, cancelled))
+    try:
+        running: Running = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        cancelled.set()
+        with contextlib.suppress(LaunchError):
+            (await starting).stop()
+        raise
+    try:
+        began = time.monotonic()
+        url = await _ready(launch, running, ready_timeout_s, say)
+        yield Hosted(launch, running, url, time.monotonic() - began)
+    finally:
+        say(f"stopping {launch.backend.name}")
+        await asyncio.shield(asyncio.to_thread(running.stop))
+
+
+async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -> str:
+    """The first of its addresses that answers for its health. Raises LaunchError when it dies or takes too long."""
+    name, failures = launch.backend.name, launch.adapter.failures
+    began = said = time.monotonic()
+    while True:
+        exit = await asyncio.to_thread(running.poll)
+        if exit is not None:
+            raise died(name, exit, running.log_tail(), failures)
+        for url in running.urls:
+            if await asyncio.to_thread(_healthy, url, launch.adapter.ready_path):
+                return url
+        now = time.monotonic()
+        if now - began > timeout_s:
+            log = running.log_tail()
+            reason, advice = explain(log, failures) or (
+                "its log tells no reason", "read the end of its log, or give it longer with --ready-timeout"
+            )  # fmt: skip
+            raise LaunchError(f"{name} was not ready within {timeout_s:g} s: {reason}; {advice}.", last_lines(log))
+        if now - said > SAY_EVERY_S:
+            said = now
+            last = last_lines(running.log_tail(20), 1)
+            say(f"{name} is not ready after {now - began:.0f} s; its log: {printable(last, 160)}")
+        await asyncio.sleep(POLL_S)
+
+
+def _healthy(url: str, path: str) -> bool:
+    """Whether it can serve. A published port takes connections before the server listens: any failure is `not yet`."""
+    try:
+        status, _, _ = get(Target(url), path, HEALTH_TIMEOUT_S)
+    except TransportError:
+        return False
+    return status == 200
+
+
+def _capacity(launch: Launch, log: str) -> int | None:
+    """How many tokens its KV cache holds, by its own log."""
+    found = re.search(launch.adapter.capacity, log) if launch.adapter.capacity else None
+    return int(found.group(1).replace(",", "")) if found else None
