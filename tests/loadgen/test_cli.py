@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from backends.protocol import ServerInfo
 from loadgen import cli
-from loadgen.config import Config, ConfigError
+from loadgen.config import LAUNCH_ONLY, Config, ConfigError
 from loadgen.plan import choose_model
 
 # A value that differs from the default, as typed and as it must arrive.
@@ -49,9 +49,34 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "total_timeout": (["1.5"], 1.5),
     "goodput": (["ttft:5", "e2el:9"], ("ttft:5", "e2el:9")),
     "out": (["dir"], Path("dir")),
+    "tp": (["all"], "all"),
+    "gpus": (["0,1"], "0,1"),
+    "dtype": (["bfloat16"], "bfloat16"),
+    "p2p": (["off"], "off"),
+    "max_model_len": (["2048"], 2048),
+    "max_running": (["256"], 256),
+    "memory_ratio": (["0.8"], 0.8),
+    "dummy_weights": ([], True),
+    "image": (["repo/image:tag"], "repo/image:tag"),
+    "server_python": (["python3.12"], "python3.12"),
+    "server_arg": (["--enforce-eager"], ("--enforce-eager",)),
+    "port": (["8123"], 8123),
+    "ready_timeout": (["60"], 60.0),
+    "dry_run": ([], True),
 }
-SWITCHES = {"ignore_eos": "--no-ignore-eos", "stream": "--no-stream", "calibrate": "--no-calibrate"}
-NEEDS = {"duration": ["--concurrency", "2"]}
+SWITCHES = {
+    "ignore_eos": "--no-ignore-eos",
+    "stream": "--no-stream",
+    "calibrate": "--no-calibrate",
+    "server_metrics": "--no-server-metrics",
+}
+NEEDS = {
+    "duration": ["--concurrency", "2"],
+    "server_python": ["--launch", "process"],
+    "image": ["--launch", "docker"],
+    "dry_run": ["--backend", "vllm"],
+    **{name: ["--launch", "docker"] for name in LAUNCH_ONLY if name not in ("server_python", "image")},
+}
 
 
 @pytest.fixture
@@ -121,6 +146,25 @@ def one_sentence(argv: list[str], code: int, capsys: pytest.CaptureFixture[str],
     [
         (["--backend", "vlm"], "did you mean 'vllm'"),
         (["--model", "nosuch"], "unknown model 'nosuch'"),
+        (["--model", "70bb"], "did you mean '70b'"),
+        (["--launch", "embedded", "--model", "nosuch"], "unknown model 'nosuch'"),
+        (["--model", "./no/such"], "there is no directory './no/such'"),
+        (["--model", "."], "no config.json"),
+        (["--backend", "openai"], "cannot start a 'openai' server; give --url"),
+        (["--tp", "2"], "--tp is for a server that loadgen starts"),
+        (["--url", "http://h", "--gpus", "0"], "--gpus is for a server that loadgen starts"),
+        (["--model", "7b", "--tp", "x"], "--tp is 'x'"),
+        (["--model", "7b", "--tp", "0"], "--tp is '0'"),
+        (["--model", "7b", "--memory-ratio", "1.5"], "--memory-ratio is 1.5"),
+        (["--model", "7b", "--port", "70000"], "--port is 70000"),
+        (["--model", "7b", "--server-python", "python3"], "--server-python is for --launch process"),
+        (["--launch", "process", "--image", "x"], "--image is for --launch docker"),
+        (["--model", "7b", "--server-arg=--api-key=s3cret"], "would be written"),
+        (["--backend", "tgi", "--dtype", "float32"], "tgi has no --dtype float32"),
+        (["--backend", "tgi", "--dummy-weights"], "only vllm can"),
+        (["--model", "7b", "--input-tokens", "5000"], "(4096); lower them"),
+        (["--model", "7b", "--max-model-len", "8000"], "ends at 4096 tokens"),
+        (["--dry-run"], "name a --backend and a --model"),
         (["--requests", "0"], "--requests is 0"),
         (["--requests", "-5"], "--requests is -5"),
         (["--input-tokens", "0"], "--input-tokens is 0"),

@@ -49,7 +49,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize("backend", ["vllm", "openai", "openai-chat", "lightllm", "tgi"])
 def test_the_main_job(backend: str, tmp_path: Path) -> None:
     report, said = loadgen(
-        "run", "--backend", backend, "--requests", "40", "--output-tokens", "8", "--out", str(tmp_path / "run")
+        "run", "--launch", "embedded", "--backend", backend, "--requests", "40", "--output-tokens", "8",
+        "--out", str(tmp_path / "run"),
     )  # fmt: skip
     names = {"manifest.json", "requests.jsonl", "report.json", "report.md", "cdf.png", "cdf.svg"}
     assert {path.name for path in (tmp_path / "run").iterdir()} == names

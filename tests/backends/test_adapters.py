@@ -1,0 +1,200 @@
+"""What each server is started with: the same settings in its own words, and what its log says when it fails."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+import backends
+from backends.launch import Adapter, Exit, Settings, died, explain, version_in
+
+STARTED = [name for name in backends.available() if backends.get(name).adapter is not None]
+
+
+def adapter(name: str) -> Adapter:
+    found = backends.get(name).adapter
+    assert found is not None
+    return found
+
+
+def settings(**more: Any) -> Settings:
+    return Settings(
+        **{
+            "model": "/models/m", "served_name": "m", "tp": 2, "dtype": "float16", "max_model_len": 4096,
+            "max_running": 1024, "max_requests": 1500, "memory_ratio": 0.9, "host": "0.0.0.0", "port": 8000,
+            "config_dir": "/cfg", **more,
+        }
+    )  # fmt: skip
+
+
+def words(name: str, **more: Any) -> dict[str, str | None]:
+    """Flag -> value of the arguments; None for a flag without one."""
+    arguments = adapter(name).invoke(settings(**more)).arguments
+    found: dict[str, str | None] = {}
+    for index, word in enumerate(arguments):
+        if word.startswith("--"):
+            following = arguments[index + 1] if index + 1 < len(arguments) else "--"
+            assert word not in found, f"{word} twice"
+            found[word] = None if following.startswith("--") else following
+    return found
+
+
+# The same things under three names. (vLLM, LightLLM, TGI)
+SAME = {
+    "model": ("--model", "--model_dir", "--model-id"),
+    "tp": ("--tensor-parallel-size", "--tp", "--num-shard"),
+    "dtype": ("--dtype", "--data_type", "--dtype"),
+    "max_model_len": ("--max-model-len", "--max_req_total_len", "--max-total-tokens"),
+    "max_running": ("--max-num-seqs", "--running_max_req_size", "--max-batch-size"),
+    "memory_ratio": ("--gpu-memory-utilization", "--mem_fraction", "--cuda-memory-fraction"),
+    "host": ("--host", "--host", "--hostname"),
+    "port": ("--port", "--port", "--port"),
+}
+
+
+@pytest.mark.parametrize("setting", SAME)
+@pytest.mark.parametrize("column", [0, 1, 2], ids=["vllm", "lightllm", "tgi"])
+def test_the_same_settings_for_all(setting: str, column: int) -> None:
+    name = ("vllm", "lightllm", "tgi")[column]
+    assert words(name)[SAME[setting][column]] == str(getattr(settings(), setting))
+
+
+def test_every_start_leaves_out_the_prefix_cache() -> None:
+    assert "--no-enable-prefix-caching" in words("vllm")
+    assert "--disable_dynamic_prompt_cache" in words("lightllm")
+    assert adapter("tgi").invoke(settings()).env["PREFIX_CACHING"] == "0"
+
+
+def test_none_refuses_a_burst() -> None:
+    assert words("tgi")["--max-concurrent-requests"] == "1500"
+    assert int(words("lightllm")["--running_max_req_size"] or 0) >= 1000
+    assert words("lightllm")["--hypercorn_config"] == "/cfg/hypercorn.toml"
+    assert "backlog = 4096" in adapter("lightllm").invoke(settings()).files["hypercorn.toml"]
+    assert words("tgi")["--max-input-tokens"] == "4095"  # TGI wants it below the total
+
+
+def test_graphs_up_to_the_same_batch() -> None:
+    assert words("tgi")["--cuda-graphs"] == "1,2,4,8,16,32,64,128,256"
+    assert words("lightllm")["--graph_max_batch_size"] == "256"
+    assert words("tgi", max_running=6)["--cuda-graphs"] == "1,2,4"
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_p2p_off(name: str) -> None:
+    on, off = adapter(name).invoke(settings()), adapter(name).invoke(settings(p2p=False))
+    assert "NCCL_P2P_DISABLE" not in on.env
+    assert off.env["NCCL_P2P_DISABLE"] == "1"
+    more = set(off.arguments) - set(on.arguments)
+    assert (
+        more
+        == {
+            "vllm": {"--disable-custom-all-reduce"},
+            "lightllm": {"--disable_symm_mem_allreduce", "--disable_flashinfer_allreduce"},
+            "tgi": set(),
+        }[name]
+    )
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_extra_arguments_come_last_and_none_holds_a_space(name: str) -> None:
+    arguments = adapter(name).invoke(settings(extra=("--x", "y"))).arguments
+    assert arguments[-2:] == ("--x", "y")
+    assert not any(" " in word for word in arguments)
+
+
+def test_older_versions() -> None:
+    assert "--disable-log-requests" in words("vllm", version=(0, 11, 0))
+    assert "--disable-log-requests" not in words("vllm", version=(0, 32, 0))
+    old = words("lightllm", version=(1, 1, 0), p2p=False)
+    assert {"--disable_chunked_prefill", "--disable_custom_allreduce"} <= set(old)
+    assert "--hypercorn_config" not in old and "--disable_symm_mem_allreduce" not in old
+    assert adapter("lightllm").invoke(settings(version=(1, 1, 0))).files == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("vllm/vllm-openai:v0.32.0", (0, 32, 0)), ("localhost:5000/lightllm:v1.1", (1, 1, 0)),
+        ("0.32.0+cpu", (0, 32, 0)),
+        ("repo/image:latest", None), ("repo/image", None), ("", None), ("repo/im@sha256:0a1", None),
+    ],
+)  # fmt: skip
+def test_version_in(text: str, version: tuple[int, ...] | None) -> None:
+    assert version_in(text) == version
+
+
+def test_dummy_weights() -> None:
+    assert words("vllm", dummy_weights=True)["--load-format"] == "dummy"
+    assert [name for name in STARTED if adapter(name).dummy_weights] == ["vllm"]
+
+
+@pytest.mark.parametrize("before", [None, b"{}", b'{"eos_token_id": 2, "top_p": 0.9}', b'{"eos_token_id": [2, 3]}'])
+def test_tgi_without_an_end_token(before: bytes | None) -> None:
+    after = json.loads(adapter("tgi").overlays["generation_config.json"](before))
+    assert after == {**json.loads(before or b"{}"), "eos_token_id": [-1]}
+
+
+@pytest.mark.parametrize("broken", [b"[]", b"{", b"\xff"])
+def test_a_broken_generation_config(broken: bytes) -> None:
+    with pytest.raises((ValueError, msgspec.DecodeError)):
+        adapter("tgi").overlays["generation_config.json"](broken)
+
+
+# Lines as the servers write them (their own wording, cut to what identifies them), and what must be recognised.
+LOGS = [
+    ("vllm", "ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate\nEngineCore failed to start",
+     "CUDA out of memory"),
+    ("vllm", "ValueError: Free memory on device cuda:0 (3.1/23.6 GiB) on startup is less than desired GPU memory "
+     "utilization (0.9, 21.3 GiB).", "already in use (3.1/23.6 GiB"),
+    ("vllm", "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+     "no room for the KV cache"),
+    ("vllm", "ValueError: To serve at least one request with the model's max seq len (4096), (2.00 GiB KV cache is "
+     "needed, which is larger than ... the estimated maximum model length is 3072.", "--max-model-len 3072"),
+    ("vllm", "ValueError: World size (4) is larger than the number of available GPUs (2)", "fewer than 4 GPUs"),
+    ("vllm", "RuntimeError: NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "--p2p off"),
+    ("vllm", "usage: vllm serve\nvllm: error: unrecognized arguments: --frobnicate", "--frobnicate"),
+    ("vllm", "OSError: You are trying to access a gated repo.\n401 Client Error. Cannot access gated repo", "HF_TOKEN"),
+    ("vllm", "RuntimeError: Found no NVIDIA driver on your system.", "no NVIDIA driver"),
+    ("vllm", "OSError: [Errno 98] Address already in use", "--port"),
+    ("lightllm", "check max len infer fail, you can try: 1.set --mem_fraction", "full length does not fit"),
+    ("lightllm", "torch.OutOfMemoryError: CUDA out of memory.\nRuntimeError: Critical LightLLM submodule exited "
+     "unexpectedly: name=router pid=9", "CUDA out of memory"),
+    ("lightllm", "Critical LightLLM submodule exited unexpectedly: name=router pid=9 exitcode=1", "router"),
+    ("lightllm", "init func start_router_process : init ok\ninit func start_detoken : boom", "start_detoken failed"),
+    ("tgi", "RuntimeError: Not enough memory to handle 4146 prefill tokens. You need to decrease", "4146 prefill"),
+    ("tgi", "Error: NotEnoughCUDADevices(\"`sharded` is true but only found 1 CUDA devices\")", "only found 1"),
+    ("tgi", "Shard process was signaled to shutdown with signal 9", "host memory"),
+    ("tgi", "error: unexpected argument '--frobnicate' found\n\nUsage: text-generation-launcher", "--frobnicate"),
+    ("tgi", "Error: ArgumentValidation(\"`max_input_tokens` must be < `max_total_tokens`\")", "`max_input_tokens`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "log", "told"), LOGS)
+def test_failures_are_recognised(name: str, log: str, told: str) -> None:
+    error = died(name, Exit(1), f"starting\n{log}\nmore lines\n", adapter(name).failures)
+    assert told in str(error), str(error)
+    assert str(error).startswith(f"{name} ended with exit code 1: ") and str(error).endswith(".")
+    assert error.log.endswith("more lines")
+
+
+def test_nothing_recognised() -> None:
+    assert explain("all is well", ()) is None
+    assert str(died("vllm", Exit(7), "", ())) == "vllm ended with exit code 7; read the end of its log."
+    assert "signal 9" in str(died("vllm", Exit(-9), "", ()))
+    assert "host memory" in str(died("vllm", Exit(137, oom_killed=True), "", ()))
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_capacity_lines(name: str) -> None:
+    import re
+
+    line = {
+        "vllm": "INFO GPU KV cache size: 123,456 tokens, Maximum concurrency for 4,096 tokens per request: 30.14x",
+        "lightllm": "INFO 123456 is the profiled max_total_token_num with the mem_fraction 0.9",
+        "tgi": "INFO text_generation_router: Setting max batch total tokens to 123456",
+    }[name]
+    found = re.search(adapter(name).capacity or "", line)
+    assert found is not None and found.group(1).replace(",", "") == "123456"

@@ -1,0 +1,240 @@
+"""What would be started, on machines of every kind: models, GPUs, and what does not fit said in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.gpus import Gpu, Inventory
+from backends.launch import LaunchError, Mount
+from loadgen import models
+from loadgen.config import Config, ConfigError
+from loadgen.launch import Launch, plan_launch, write_files
+
+GIB = 1 << 30
+
+
+def machine(count: int, name: str, gib: int, p2p: str = "ok", driver: str = "580.1") -> Inventory:
+    cards = tuple(Gpu(index=n, name=name, uuid=f"GPU-{n}", memory_bytes=gib * GIB, used_bytes=0) for n in range(count))
+    matrix = tuple(tuple("self" if a == b else p2p for b in range(count)) for a in range(count))
+    links = tuple(tuple(a != b and p2p == "ok" for b in range(count)) for a in range(count))
+    return Inventory(gpus=cards, driver=driver, p2p=matrix, nvlink=links)
+
+
+A800 = machine(8, "NVIDIA A800-SXM4-80GB", 80)
+RTX4090 = machine(8, "NVIDIA GeForce RTX 4090", 24, "not supported")
+ONE_4090 = machine(1, "NVIDIA GeForce RTX 4090", 24)
+NOTHING = Inventory(problem="no NVIDIA driver")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No model cache, no token, no home but the test's own."""
+    for name in ("HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def llama(directory: Path, weights: bool = True) -> Path:
+    """A directory that looks like Llama-2-7B to those who do not read the weights."""
+    directory.mkdir(parents=True)
+    config = {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
+        "vocab_size": 32000, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text('{"eos_token_id": 2, "top_p": 0.9}')
+    if weights:
+        (directory / "model.safetensors").touch()
+    return directory
+
+
+def cached(tmp_path: Path, hf_id: str = "meta-llama/Llama-2-7b-hf") -> Path:
+    """The same in the hub's cache: links into blobs."""
+    repository = tmp_path / "hf/hub" / f"models--{hf_id.replace('/', '--')}"
+    blobs = llama(repository / "blobs")
+    snapshot = repository / "snapshots/abc"
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    return snapshot
+
+
+def launch(tmp_path: Path, inventory: Inventory = A800, **options: Any) -> Launch:
+    options = {"backend": "vllm", "model": "7b", **options}
+    return plan_launch(Config(**options), tmp_path / "run", "id", inventory)
+
+
+def planned(tmp_path: Path, inventory: Inventory = A800, **options: Any) -> Launch:
+    return launch(tmp_path, inventory, dry_run=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("inventory", "model", "tp"),
+    [
+        (A800, "7b", 1), (A800, "13b", 1), (A800, "70b", 2), (RTX4090, "7b", 1), (RTX4090, "13b", 2),
+        (RTX4090, "70b", 8), (machine(2, "NVIDIA H200", 141), "70b", 2), (machine(8, "NVIDIA H200", 141), "70b", 2),
+    ],
+)  # fmt: skip
+def test_the_smallest_tensor_parallelism_that_fits(inventory: Inventory, model: str, tp: int, tmp_path: Path) -> None:
+    found = planned(tmp_path, inventory, model=model)
+    assert found.settings.tp == tp
+    assert found.start.gpu_ids == tuple(map(str, range(tp)))
+
+
+def test_asked_parallelism_and_gpus(tmp_path: Path) -> None:
+    assert planned(tmp_path, tp="all").settings.tp == 8
+    some = planned(tmp_path, tp="2", gpus="5,GPU-3,1")
+    assert some.gpu_indices == (5, 3)
+    assert planned(tmp_path, gpus="none").start.gpu_ids == ()
+
+
+def refusal(kind: type[Exception], tmp_path: Path, inventory: Inventory = A800, **options: Any) -> str:
+    with pytest.raises(kind) as caught:
+        launch(tmp_path, inventory, **options)
+    said = str(caught.value)
+    assert said.count("\n") == 0 and said.endswith(".")
+    return said
+
+
+def test_what_does_not_fit_says_how_much_and_what_would(tmp_path: Path) -> None:
+    model = str(llama(tmp_path / "m"))
+    said = refusal(LaunchError, tmp_path, ONE_4090, model=model, dtype="float32")
+    # 6.738 G parameters x 4 bytes + 4096 tokens x 1 MiB + 2 GiB, of 0.9 x 24 GiB
+    assert "m in float32 does not fit: 10.2 GB are missing on 1 x NVIDIA GeForce RTX 4090 (22 GiB" in said
+    assert "--tp 2 would fit and --dtype float16 would fit on 1" in said
+    said = refusal(LaunchError, tmp_path, ONE_4090, model="70b")
+    assert "does not fit" in said and "--tp 8 would fit" in said
+    assert "does not fit" in refusal(LaunchError, tmp_path, A800, model="70b", tp="1")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpus": "9"}, "9"),
+        ({"gpus": "0,0"}, "twice"),
+        ({"tp": "9"}, "--tp 9 needs 9 GPUs and there are 8"),
+        ({"model": "13b", "tp": "3"}, "40 attention heads, which --tp 3 does not divide"),
+    ],
+)
+def test_impossible_options(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    assert said in refusal(ConfigError, tmp_path, **options)
+
+
+def test_without_a_gpu(tmp_path: Path) -> None:
+    said = refusal(LaunchError, tmp_path, NOTHING)
+    assert "no NVIDIA driver" in said and "--dry-run" in said and "--gpus none" in said
+    assert planned(tmp_path, NOTHING, model="70b").settings.tp == 2
+    assert "80 GiB" in planned(tmp_path, NOTHING).notes[0]
+    assert planned(tmp_path, NOTHING, gpus="none").settings.tp == 1
+
+
+def test_p2p_reaches_server_and_manifest(tmp_path: Path) -> None:
+    on, off = planned(tmp_path, model="70b"), planned(tmp_path, RTX4090, model="70b")
+    assert on.p2p.enabled and "NCCL_P2P_DISABLE" not in on.start.env
+    assert not off.p2p.enabled and off.start.env["NCCL_P2P_DISABLE"] == "1"
+    assert "--disable-custom-all-reduce" in off.start.argv
+    assert planned(tmp_path, model="70b", p2p="off").start.env["NCCL_P2P_DISABLE"] == "1"
+    facts = off.facts()
+    assert facts["p2p"]["reason"] and facts["p2p"]["matrix"][0][1] == "not supported" and facts["driver"] == "580.1"
+    assert "P2P off" in off.title and "P2P" not in planned(tmp_path).title
+
+
+def test_gated_without_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "HF_TOKEN" in refusal(LaunchError, tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    found = launch(tmp_path)
+    assert found.start.secrets == ("HF_TOKEN",)
+    assert found.start.argv[:2] == ("--model", "meta-llama/Llama-2-7b-hf")
+    assert Mount(tmp_path / "hf", "/root/.cache/huggingface", read_only=False) in found.start.mounts
+    assert "hf_secret" not in repr(found)
+
+
+def test_a_cached_model_needs_neither_hub_nor_token(tmp_path: Path) -> None:
+    snapshot = cached(tmp_path)
+    found = launch(tmp_path)
+    assert found.start.secrets == ()
+    assert found.settings.model == "/models/models--meta-llama--Llama-2-7b-hf/snapshots/abc"
+    assert Mount(snapshot.parent.parent, "/models/models--meta-llama--Llama-2-7b-hf") in found.start.mounts
+    (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors", "b": "x"}}')
+    assert "HF_TOKEN" in refusal(LaunchError, tmp_path)  # a part of the weights is missing
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    found = launch(tmp_path, model=str(llama(tmp_path / "my-model")))
+    assert (found.settings.model, found.settings.served_name) == ("/models/my-model", "my-model")
+    assert found.model.spec is not None and found.model.spec.vocab_size == 32000
+    assert [mount.target for mount in found.start.mounts] == ["/models/my-model", "/root/.cache/vllm"]
+
+
+def test_lightllm_needs_a_directory(tmp_path: Path) -> None:
+    assert "hf download meta-llama/Llama-2-7b-hf" in refusal(LaunchError, tmp_path, backend="lightllm")
+    cached(tmp_path)
+    found = launch(tmp_path, backend="lightllm")
+    assert found.start.argv[:3] == ("python", "-m", "lightllm.server.api_server")
+    write_files(found)
+    config = next(mount for mount in found.start.mounts if mount.target == "/llm-dissect/config")
+    assert "backlog" in (config.source / "hypercorn.toml").read_text()
+
+
+def test_tgi_sees_a_model_without_an_end(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m")
+    found = launch(tmp_path, backend="tgi", model=str(model))
+    write_files(found)
+    assert found.settings.model == "/llm-dissect/model"
+    view = next(mount.source for mount in found.start.mounts if mount.target == "/llm-dissect/model")
+    assert json.loads((view / "generation_config.json").read_text()) == {"eos_token_id": [-1], "top_p": 0.9}
+    assert (view / "config.json").readlink() == Path("/models/m/config.json")
+    assert {path.name for path in view.iterdir()} == {path.name for path in model.iterdir()}
+    assert json.loads((model / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_tgi_from_the_hub_says_that_replies_may_end(tmp_path: Path) -> None:
+    assert any("replies may end early" in note for note in planned(tmp_path, backend="tgi").notes)
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/config.json").write_text('{"model_type": "odd"}')
+    found = launch(tmp_path, model=str(tmp_path / "odd"))
+    assert found.settings.tp == 1 and "size of odd is not known" in found.notes[0]
+
+
+def test_version_from_the_image(tmp_path: Path) -> None:
+    cached(tmp_path)
+    argv = launch(tmp_path, backend="lightllm", image="lightllm:v1.1.0").start.argv
+    assert "--disable_chunked_prefill" in argv and "--hypercorn_config" not in argv
+
+
+def test_nothing_is_written_before_the_start(tmp_path: Path) -> None:
+    cached(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    for backend in ("vllm", "lightllm", "tgi"):
+        launch(tmp_path, backend=backend)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_process_not_installed(tmp_path: Path) -> None:
+    model = str(llama(tmp_path / "m"))
+    said = refusal(LaunchError, tmp_path, backend="lightllm", model=model, launch="process")
+    assert "lightllm is not installed for" in said and "--server-python" in said
+    said = refusal(LaunchError, tmp_path, model=model, launch="process", server_python="/no/python")
+    assert "/no/python cannot be run" in said
+    said = refusal(LaunchError, tmp_path, backend="tgi", model=model, launch="process")
+    assert "text-generation-launcher is not on the PATH" in said
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-2-7b-hf", "llama-2-7b", "7B"])
+def test_names_of_one_model(name: str) -> None:
+    assert models.find(name).name == "llama-2-7b"
+
+
+def test_a_hub_id_that_nobody_knows() -> None:
+    found = models.find("org/name")
+    assert (found.name, found.hf_id, found.spec, found.directory) == ("org/name", "org/name", None, None)
