@@ -55,6 +55,10 @@ SHORTER_INVALID_RATIO = 0.1
 # tenth of the prompt tokens was never computed although every prompt is meant to be new, prefill was not measured.
 CACHED_WARNING_RATIO = 0.01
 CACHED_INVALID_RATIO = 0.1
+# A preempted request computes its prompt again: when more than a hundredth are, p99 of ttft and tpot is theirs.
+PREEMPTIONS_WARNING_RATIO = 0.01
+# A server under load may miss a sample now and then; beyond a tenth, its largest values may have been missed.
+SAMPLES_FAILED_RATIO = 0.1
 # Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
 PERCENTILE_MISS_PROBABILITY = 0.025
 # Below half of what it can take, the client leaves room for the bursts within a second.
@@ -79,6 +83,7 @@ def find(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts], 
         *_lengths(measured),
         *_counts(measured),
         *_cached(measured, manifest),
+        *_server(report, manifest),
         *_samples(report),
     ]
     order: tuple[Severity, ...] = ("invalid", "warning", "info")
@@ -347,6 +352,44 @@ def _cached(measured: Table, manifest: Manifest) -> Iterator[Finding]:
         "throughput are those of a warm cache.",
         advice="Use another --seed, restart the server, or turn its prefix cache off.",
     )
+
+
+def _server(report: dict[str, Any], manifest: Manifest) -> Iterator[Finding]:
+    server, requests = report["server"], report["requests"]
+    if server is None:
+        return
+    hits, queries, preemptions = (server[key] for key in ("prefix_cache_hits", "prefix_cache_queries", "preemptions"))
+    if hits:
+        meant = manifest.config.get("dataset") is not None
+        yield Finding(
+            code="PREFIX_CACHE",
+            severity="warning" if meant else "invalid",
+            message=f"The server counted {hits} prompt tokens found in its prefix cache"
+            + (f" ({_share(hits, queries)} of those looked up)" if queries else "")
+            + ("; ttft is that of a warm cache." if meant else ", although every prompt is meant to be new."),
+            advice="Use another --seed, restart the server, or turn its prefix cache off; let nobody else use it.",
+        )
+    if preemptions:
+        many = preemptions > PREEMPTIONS_WARNING_RATIO * (requests["ok"] + requests["failed"])
+        yield Finding(
+            code="PREEMPTIONS",
+            severity="warning" if many else "info",
+            message=f"The server preempted {preemptions} times: its KV cache was too small for the load, so ttft, tpot "
+            "and itl include work that was done twice.",
+            advice="Lower the load or the lengths, or give the server more memory for its KV cache.",
+        )
+    gaps = [server["problem"]] if server["problem"] else []
+    if server["failed"] > SAMPLES_FAILED_RATIO * server["samples"]:
+        gaps.append(f"{server['failed']} of {server['samples']} samples failed ({server['failure']})")
+    if not server["covered"] and not server["problem"]:
+        gaps.append("the samples do not reach from before the first request to after the last reply")
+    if gaps:
+        yield Finding(
+            code="SERVER_METRICS",
+            severity="info",
+            message=f"The server's own view has gaps: {'; '.join(gaps)}.",
+            advice="Latencies and throughput do not depend on it; see that GET /metrics works where the client runs.",
+        )
 
 
 def _samples(report: dict[str, Any]) -> Iterator[Finding]:

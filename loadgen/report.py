@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from loadgen import findings, metrics, records, runs
+from loadgen import findings, metrics, records, runs, serverside
 from loadgen.config import Config
 from loadgen.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.records import OUTCOMES, ClientFacts, Table
 from loadgen.runs import Manifest
+from loadgen.serverside import ServerView
 
 SCHEMA = "loadgen.report/1"
 MAX_ERRORS = 5  # distinct messages that a report lists
@@ -37,11 +38,12 @@ def build(
     facts: Sequence[ClientFacts],
     slos: Mapping[str, float] | None = None,
     convention: str = "loadgen",
+    seen: ServerView | None = None,
 ) -> Report:
     """The report as a plain dict (schema `loadgen.report/1`), latencies in milliseconds, None where undefined.
 
-    slos: limits in milliseconds by `ttft`, `tpot`, `e2el`, for goodput. Raises ReportError for an unknown limit or
-    convention.
+    slos: limits in milliseconds by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. Raises
+    ReportError for an unknown limit or convention.
     """
     if convention not in CONVENTIONS:
         raise ReportError(f"Unknown convention {convention!r}; use one of {', '.join(CONVENTIONS)}.")
@@ -82,6 +84,8 @@ def build(
         "connect_ms": _connect(facts),
         "client": _client(facts),
         "ceiling": _ceiling(manifest, measured, facts),
+        "server": msgspec.to_builtins(seen.server) if seen is not None else None,
+        "gpus": _gpus(seen, output),
         "errors": _errors(measured),
     }
     found = findings.find(report, measured, facts, manifest)
@@ -157,6 +161,17 @@ def _ceiling(manifest: Manifest, measured: Table, facts: Sequence[ClientFacts]) 
     }
 
 
+def _gpus(seen: ServerView | None, output_tokens: int | None) -> dict[str, Any] | None:
+    """What the GPUs needed, and the energy of a token of the requests that ended ok."""
+    if seen is None or seen.gpus is None:
+        return None
+    energy_j = seen.gpus.energy_j
+    return {
+        **msgspec.to_builtins(seen.gpus),
+        "j_per_output_token": energy_j / output_tokens if energy_j is not None and output_tokens else None,
+    }
+
+
 def _errors(measured: Table) -> list[dict[str, Any]]:
     """The most frequent messages, each with its outcome and how many requests it ended."""
     outcome_of = dict(zip(measured.id.tolist(), measured.outcome.tolist(), strict=True)) if measured.errors else {}
@@ -178,7 +193,9 @@ def from_directory(
     if slos is None:
         slos = Config(goodput=tuple(manifest.config.get("goodput", ()))).slos
     table, facts = records.read(directory)
-    return build(manifest, table, facts, slos, convention), table
+    t0_ns = records.read_header(directory).t0_monotonic_ns
+    seen = serverside.read(directory, manifest.run_id, t0_ns, t0_ns + int(table.done_ns.max(initial=0)))
+    return build(manifest, table, facts, slos, convention, seen), table
 
 
 def write(directory: Path, report: Report, table: Table) -> None:
@@ -263,7 +280,7 @@ _SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")
 
 
 def _summary_lines(report: Report) -> list[str]:
-    """Requests, throughput, burst, goodput and client in a line each. Numbers and our own words only."""
+    """Requests, throughput, burst, goodput, client, server and GPUs in a line each. Numbers and our own words only."""
     requests, throughput = report["requests"], report["throughput"]
     outcomes = ", ".join(f"{count} {name}" for name, count in requests["by_outcome"].items() if name != "ok")
     lines = [
@@ -295,7 +312,41 @@ def _summary_lines(report: Report) -> list[str]:
             f"Ceiling: {number(ceiling['events_per_s_per_core'])} events/s a core, {number(ceiling['headroom_ratio'])} "
             f"times what the busiest second needed ({number(ceiling['peak_events_per_s'])})."
         )
-    return lines
+    return [*lines, *_server_lines(report)]
+
+
+def _server_lines(report: Report) -> Iterator[str]:
+    """What the server and its GPUs said, as far as they did."""
+    server, gpus = report["server"], report["gpus"]
+    if server is not None:
+        kv_ratio = server["kv_cache_usage_max_ratio"]
+        said = _known(
+            ("at most {} running", server["running_max"]),
+            ("at most {} waiting", server["waiting_max"]),
+            ("KV cache at most {} % full", None if kv_ratio is None else 100 * kv_ratio),
+            ("{} preemptions", server["preemptions"]),
+            ("{} prompt tokens from its prefix cache", server["prefix_cache_hits"]),
+            ("mean ttft by its own count {} ms", server["ttft_mean_ms"]),
+        )
+        if server["ttft_mean_ms"] is not None:
+            said.append(f"by the client's {number(report['metrics']['ttft_ms']['mean'])} ms")
+        if said:
+            yield f"Server: {', '.join(said)}."
+    if gpus is not None:
+        peak_bytes = gpus["memory_peak_bytes"]
+        said = _known(
+            ("at most {} GiB of memory used", None if peak_bytes is None else peak_bytes / 2**30),
+            ("{} W on average", gpus["power_mean_w"]),
+            ("{} J", gpus["energy_j"]),
+            ("{} J an output token", gpus["j_per_output_token"]),
+        )
+        if said:
+            yield f"GPUs ({len(gpus['each'])}): {', '.join(said)}."
+
+
+def _known(*said: tuple[str, float | None]) -> list[str]:
+    """The phrases whose number is known, with it."""
+    return [phrase.format(number(value)) for phrase, value in said if value is not None]
 
 
 def _verdict_line(report: Report) -> str:
@@ -314,7 +365,7 @@ def render(report: Report) -> str:
         lines += ["", f"By the definitions of {report['convention_differs']}"]
     lines += ["", f"Verdict: {_verdict_line(report)}"]
     for finding in report["verdict"]["findings"]:
-        lines.append(f"  {finding['severity']:<8}{finding['code']}: {finding['message']}")
+        lines.append(f"  {finding['severity']:<8}{finding['code']}: {printable(finding['message'])}")
         lines.append(f"  {'':<8}{finding['advice']}")
     if report["errors"]:
         lines += ["", "Errors:"]

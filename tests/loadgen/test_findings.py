@@ -12,6 +12,7 @@ import pytest
 
 from loadgen import findings, report, runs
 from loadgen.records import OUTCOMES, ClientFacts, Table, table
+from loadgen.serverside import Server, ServerView
 from tests.loadgen.tables import facts, manifest, request
 
 CLEAN = 4000  # enough for p99.9
@@ -49,11 +50,15 @@ def ceiling(**changes: Any) -> runs.Ceiling:
 
 
 def found(
-    records: Table | None = None, clients: list[ClientFacts] | None = None, said: runs.Manifest | None = None
+    records: Table | None = None,
+    clients: list[ClientFacts] | None = None,
+    said: runs.Manifest | None = None,
+    server: Server | None = None,
 ) -> dict[str, str]:
     """code -> severity, worst first, as the report says."""
     records = clean() if records is None else records
-    built = report.build(said or manifest(), records, [facts()] if clients is None else clients)
+    seen = ServerView(server=server)
+    built = report.build(said or manifest(), records, [facts()] if clients is None else clients, seen=seen)
     listed = built["verdict"]["findings"]
     codes = [finding["code"] for finding in listed]
     assert len(set(codes)) == len(codes), "one finding a code"
@@ -280,3 +285,47 @@ def test_event_error() -> None:
 def test_a_finding_is_plain_data() -> None:
     finding = findings.Finding(code="X", severity="info", message="m.", advice="a.")
     assert msgspec.to_builtins(finding) == {"code": "X", "severity": "info", "message": "m.", "advice": "a."}
+
+
+def own_view(**changes: Any) -> Server:
+    """What a server that had nothing to complain of says of the clean run."""
+    values = {"samples": 100, "covered": True, "preemptions": 0, "prefix_cache_hits": 0, "prefix_cache_queries": 40_000}
+    return Server(**{**values, **changes})
+
+
+def test_a_server_that_says_nothing_wrong() -> None:
+    assert found(server=own_view()) == {}
+    assert found(server=own_view(preemptions=None, prefix_cache_hits=None, prefix_cache_queries=None)) == {}
+
+
+def test_a_prefix_cache_that_found_anything() -> None:
+    dataset = manifest(config={"dataset": "prompts.jsonl"})
+    assert found(server=own_view(prefix_cache_hits=16)) == {"PREFIX_CACHE": "invalid"}
+    assert found(server=own_view(prefix_cache_hits=16, prefix_cache_queries=None)) == {"PREFIX_CACHE": "invalid"}
+    assert found(server=own_view(prefix_cache_hits=30_000), said=dataset) == {"PREFIX_CACHE": "warning"}
+    seen = ServerView(server=own_view(prefix_cache_hits=10_000))
+    built = report.build(manifest(), clean(), [facts()], seen=seen)
+    assert (
+        "10000 prompt tokens found in its prefix cache (25.0 % of those" in built["verdict"]["findings"][0]["message"]
+    )
+    assert built["verdict"]["valid"] is False
+
+
+def test_preemptions_against_the_requests() -> None:
+    assert found(server=own_view(preemptions=1)) == {"PREEMPTIONS": "info"}
+    assert found(server=own_view(preemptions=40)) == {"PREEMPTIONS": "info"}  # 1 % of 4000
+    assert found(server=own_view(preemptions=41)) == {"PREEMPTIONS": "warning"}
+
+
+def test_samples_that_failed() -> None:
+    assert found(server=own_view(failed=10, failure="busy")) == {}
+    assert found(server=own_view(failed=11, failure="busy")) == {"SERVER_METRICS": "info"}
+    assert found(server=own_view(covered=False)) == {"SERVER_METRICS": "info"}
+    assert found(server=own_view(problem="there is no GPU 9 here")) == {"SERVER_METRICS": "info"}
+    built = report.build(manifest(), clean(), [facts()], seen=ServerView(server=Server(problem="it has no metrics")))
+    assert [one["message"] for one in built["verdict"]["findings"]] == [
+        "The server's own view has gaps: it has no metrics."
+    ]
+    both = Server(samples=9, failed=1, failure="\x1b[31mbusy")
+    built = report.build(manifest(), clean(), [facts()], seen=ServerView(server=both))
+    assert "1 of 9 samples failed (\\x1b[31mbusy); the samples do not reach" in report.render(built)

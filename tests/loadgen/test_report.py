@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,6 +17,8 @@ from loadgen import figures, records, report, runs
 from loadgen.metrics import CONVENTIONS, METRICS, STATISTICS, Sample
 from loadgen.records import table
 from loadgen.report import ReportError
+from loadgen.serverside import Gpu, Gpus, Header, Server, ServerView
+from loadgen.serverside import Sample as ServerSample
 from tests.loadgen.tables import facts, failure, manifest, request, write_run
 from tests.loadgen.test_metrics import HAND, WARMUP
 
@@ -51,6 +54,8 @@ def test_the_schema_key_by_key() -> None:
         "connect_ms",
         "client",
         "ceiling",
+        "server",
+        "gpus",
         "errors",
         "verdict",
     ]
@@ -116,6 +121,88 @@ def test_client_facts_of_several_processes() -> None:
     }
     assert built["connect_ms"] == {"n": 200, "p50": 0.2, "max": 9.0}
     assert built["ceiling"]["headroom_ratio"] == pytest.approx(2 * 140 * 0.3 / 7)
+
+
+SEEN = ServerView(
+    server=Server(
+        samples=4, covered=True, running_max=32, waiting_max=4, kv_cache_usage_max_ratio=0.875, preemptions=0,
+        prefix_cache_hits=0, prefix_cache_queries=30, prompt_tokens=30, generation_tokens=7, ttft_mean_ms=198.0,
+    ),
+    gpus=Gpus(
+        each=[Gpu(index=0, name="H200", memory_peak_bytes=2**30), Gpu(index=1, name="H200", memory_peak_bytes=2**31)],
+        memory_peak_bytes=3 * 2**30, power_mean_w=512.5, energy_j=1400.0, energy_from="counter",
+    ),
+)  # fmt: skip
+
+
+def test_the_servers_own_view() -> None:
+    built = hand_report(seen=SEEN)
+    assert list(built["server"]) == [
+        "samples",
+        "failed",
+        "covered",
+        "problem",
+        "failure",
+        "running_max",
+        "waiting_max",
+        "kv_cache_usage_max_ratio",
+        "preemptions",
+        "prefix_cache_hits",
+        "prefix_cache_queries",
+        "prompt_tokens",
+        "generation_tokens",
+        "ttft_mean_ms",
+        "itl_mean_ms",
+        "e2el_mean_ms",
+    ]
+    assert list(built["gpus"]) == [
+        "each",
+        "memory_peak_bytes",
+        "power_mean_w",
+        "energy_j",
+        "energy_from",
+        "j_per_output_token",
+    ]
+    assert built["gpus"]["j_per_output_token"] == 200.0  # 7 output tokens of the three that ended ok
+    client_ms = report.number(built["metrics"]["ttft_ms"]["mean"])
+    for text in (report.render(built), report.markdown(built)):
+        assert (
+            "Server: at most 32 running, at most 4 waiting, KV cache at most 87.50 % full, 0 preemptions, 0 prompt "
+            f"tokens from its prefix cache, mean ttft by its own count 198.0 ms, by the client's {client_ms} ms."
+            in text
+        )
+        assert (
+            "GPUs (2): at most 3.00 GiB of memory used, 512.5 W on average, 1,400 J, 200.0 J an output token." in text
+        )
+    assert json.loads(msgspec.json.encode(built)) == built
+
+
+def test_what_the_server_does_not_tell_is_not_shown() -> None:
+    nothing = Gpus(each=[], memory_peak_bytes=None, power_mean_w=None, energy_j=None, energy_from=None)
+    for seen in (None, ServerView(), ServerView(server=Server(problem="it has none"), gpus=nothing)):
+        built = hand_report(seen=seen)
+        assert (built["server"] is None) == (seen is None or seen.server is None)
+        assert "Server:" not in report.render(built) and "GPUs" not in report.render(built)
+    some = report.render(hand_report(seen=ServerView(server=Server(running_max=3))))
+    assert "Server: at most 3 running.\n" in some
+    energetic = ServerView(gpus=msgspec.structs.replace(nothing, energy_j=5.0))
+    without_tokens = report.build(manifest(), table([]), [facts()], seen=energetic)
+    assert without_tokens["gpus"]["j_per_output_token"] is None
+
+
+def test_the_servers_view_comes_from_the_run_directory(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [WARMUP, *HAND], manifest(), facts())
+    assert report.from_directory(run)[0]["server"] is None
+    last_ms = max(record.done_ns or 0 for record in HAND) / 1e6
+    lines = [msgspec.json.encode(Header(run_id=manifest().run_id, series=["prompt_tokens"], gpus=[]))]
+    for at_ms, prompt_tokens in ((-500, 0), (-9, 100), (1, 120), (last_ms + 1, 130), (last_ms + 900, 500)):
+        seen = ServerSample(at_ns=round(at_ms * 1e6), took_ms=5, metrics={"prompt_tokens": prompt_tokens})
+        lines.append(msgspec.json.encode(seen))
+    (run / "server.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    built, rows = report.from_directory(run)
+    assert (built["server"]["prompt_tokens"], built["server"]["covered"], built["server"]["samples"]) == (30, True, 3)
+    report.write(run, built, rows)
+    assert json.loads((run / "report.json").read_text()) == built
 
 
 def test_what_is_missing_is_null_and_the_report_still_stands(tmp_path: Path) -> None:

@@ -1,0 +1,369 @@
+"""Samples the server's `/metrics` and the GPUs once a second while a run lasts, in a process of its own.
+
+`watching` starts `python -m loadgen.scrape` and ends it. The process reads one line of JSON from its standard input,
+`Orders`, and writes `server.jsonl` (see `loadgen.serverside`): a sample at once, after which it prints `ready` (or one
+sentence that says why it cannot begin), then one each period on an absolute schedule, and a last one when its standard
+input ends, as it does when its parent dies. The bearer token comes through that line only: it is never in an argument
+or a file. Nothing here fails a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import re
+import signal
+import ssl
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from backends import gpus
+from loadgen.clock import now_ns
+from loadgen.serverside import FILE, Header, Sample
+
+PERIOD_S = 1.0
+ANSWER_RATIO = 0.8  # of a period: how long the server has to answer, so that a sample is over before the next
+MAX_BODY_BYTES = 16 << 20
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+
+
+class Orders(msgspec.Struct, kw_only=True):
+    """What to sample and where to write it. `url`: of the metrics themselves. `series`: neutral name -> the server's
+    (`Backend.server_metrics`). `gpus`: NVML indices, None: do not look at GPUs."""
+
+    url: str
+    token: str | None = None
+    series: dict[str, str]
+    run_id: str
+    path: str
+    period_s: float = PERIOD_S
+    gpus: list[int] | None = None
+
+    def __repr__(self) -> str:
+        return f"Orders({self.url!r})"
+
+
+@contextlib.asynccontextmanager
+async def watching(
+    url: str,
+    token: str | None,
+    series: Mapping[str, str],
+    run_id: str,
+    directory: Path,
+    gpus: Sequence[int] | None,
+    period_s: float = PERIOD_S,
+) -> AsyncIterator[None]:
+    """Samples into `directory` while the block lasts; the first sample is there when it begins.
+
+    url: the server's, as for requests. Does nothing where there are no series and no GPUs to look at. What cannot be
+    started or sampled is written into the header of `server.jsonl`; it never raises for that.
+    """
+    if not series and not gpus:
+        yield
+        return
+    orders = Orders(
+        url=url.rstrip("/").removesuffix("/v1") + "/metrics",
+        token=token,
+        series=dict(series),
+        run_id=run_id,
+        path=str(directory / FILE),
+        period_s=period_s,
+        gpus=list(gpus) if gpus else None,
+    )
+    process, problem = await _start(orders)
+    if problem is not None:
+        header = Header(run_id=run_id, series=list(series), gpus=[], error=problem)
+        with contextlib.suppress(OSError), (directory / FILE).open("xb") as file:  # what it did write stays
+            file.write(msgspec.json.encode(header) + b"\n")
+    try:
+        yield
+    finally:
+        if process is not None:
+            await _stop(process)
+
+
+async def _start(orders: Orders) -> tuple[Process | None, str | None]:
+    """The process once it is ready, or why there is none."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "loadgen.scrape", stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+        )
+    except OSError as error:
+        return None, f"the sampling process was not started: {error.strerror or error}"
+    assert process.stdin is not None and process.stdout is not None
+    said = ""
+    try:
+        process.stdin.write(msgspec.json.encode(orders) + b"\n")
+        async with asyncio.timeout(START_TIMEOUT_S):
+            said = (await process.stdout.readline()).decode(errors="replace").strip()
+    except TimeoutError:
+        _kill(process)
+        said = f"the sampling process was not ready within {START_TIMEOUT_S:g} s"
+    except asyncio.CancelledError:  # it must not be left behind
+        _kill(process)
+        raise
+    except ConnectionError:
+        pass  # it ended before it read its orders
+    if said == "ready":
+        return process, None
+    await _stop(process)
+    return None, said or f"the sampling process ended with exit code {process.returncode} before it was ready"
+
+
+async def _stop(process: Process) -> None:
+    """Lets it take its last sample, and waits for that."""
+    assert process.stdin is not None
+    process.stdin.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
+    if process.returncode is None:
+        _kill(process)
+        await process.wait()
+
+
+def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+# The process itself.
+
+
+class Unreadable(Exception):
+    """The server gave no metrics this time. One clause, in our own words."""
+
+
+class Absent(Unreadable):
+    """The server has no metrics at all."""
+
+
+class Series:
+    """Picks the wanted series out of Prometheus' text format.
+
+    Histograms (neutral names in `_seconds`) give `_sum` and `_count`. A counter is found with and without `_total`.
+    Values of several label sets are added up; ratios are averaged.
+    """
+
+    def __init__(self, series: Mapping[str, str]) -> None:
+        self._spellings: dict[str, tuple[str, ...]] = {}  # neutral name -> sample names, best first
+        for neutral, name in series.items():
+            if neutral.endswith("_seconds"):
+                self._spellings |= {neutral + part: (name + part,) for part in ("_sum", "_count")}
+            else:
+                other = name.removesuffix("_total") if name.endswith("_total") else f"{name}_total"
+                self._spellings[neutral] = (name, other)
+        self._wanted = {name for names in self._spellings.values() for name in names}
+
+    def pick(self, text: str) -> dict[str, float]:
+        """Neutral name -> value, for the series that are there. Raises Unreadable when this is no such text."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        # The parser reads character by character, and most of the text is histogram buckets: it gets our lines only,
+        # or everything when there are none of them, to see whether this is Prometheus' format at all.
+        lines = text.split("\n")
+        ours = [line for line in lines if re.split(r"[{\s]", line, maxsplit=1)[0] in self._wanted]
+        found: dict[str, list[float]] = {}
+        try:
+            for family in text_string_to_metric_families("\n".join(ours or lines) + "\n"):
+                for sample in family.samples:
+                    if math.isfinite(sample.value):  # a mean of nothing is NaN in some servers
+                        found.setdefault(sample.name, []).append(float(sample.value))
+        except (ValueError, IndexError, KeyError, OverflowError):
+            raise Unreadable("the answer to GET /metrics is not Prometheus' text format") from None
+        values = {}
+        for neutral, names in self._spellings.items():
+            numbers = next((found[name] for name in names if name in found), None)
+            if numbers is not None:
+                values[neutral] = sum(numbers) / (len(numbers) if neutral.endswith("_ratio") else 1)
+        return {neutral: value for neutral, value in values.items() if math.isfinite(value)}
+
+
+class Metrics:
+    """The server's `/metrics` over one connection that is kept. TLS is verified as for the requests themselves."""
+
+    def __init__(self, orders: Orders) -> None:
+        import httpx
+
+        self._url = orders.url
+        self._series = Series(orders.series)
+        self._timeout_s = ANSWER_RATIO * orders.period_s
+        headers = {"Accept": "text/plain", "Accept-Encoding": "identity"}  # compressing would cost the server
+        if orders.token:
+            headers["Authorization"] = f"Bearer {orders.token}"
+        # trust_env: the requests go to the server itself, without the environment's proxies or .netrc; so does this
+        self._client = httpx.AsyncClient(
+            headers=headers, timeout=self._timeout_s, trust_env=False, verify=ssl.create_default_context()
+        )
+
+    async def read(self) -> dict[str, float]:
+        """The values now. Raises Unreadable, and nothing else whatever the server does."""
+        import httpx
+
+        body = bytearray()
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),  # httpx's own limits begin anew with every read
+                self._client.stream("GET", self._url) as response,
+            ):
+                if response.status_code in (404, 405, 501):
+                    raise Absent(f"the server has no metrics: GET /metrics answers {response.status_code}")
+                if response.status_code != 200:
+                    raise Unreadable(f"GET /metrics answers {response.status_code}")
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > MAX_BODY_BYTES:
+                        raise Unreadable(f"the answer to GET /metrics is over {MAX_BODY_BYTES >> 20} MiB")
+        except (TimeoutError, httpx.TimeoutException):
+            raise Unreadable(f"GET /metrics was not answered within {self._timeout_s:g} s") from None
+        except httpx.ConnectError as error:
+            raise Unreadable(f"no connection for GET /metrics: {_line(str(error))}") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # their words may hold a header that we sent: names only
+            raise Unreadable(f"GET /metrics failed: {type(error).__name__}") from None
+        return self._series.pick(body.decode("utf-8", "replace"))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _line(text: str) -> str:
+    """One short line that a terminal does not obey."""
+    return text.encode("unicode_escape").decode()[:200]
+
+
+class Sampler:
+    """What can be sampled of what was ordered; `problems` says what cannot."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.problems: list[str] = []
+        self.metrics = Metrics(orders) if orders.series else None
+        self.gpus: gpus.Probe | None = None
+        self.gpu_names: list[str] = []
+        if orders.gpus:
+            self._open_gpus(orders.gpus)
+
+    def _open_gpus(self, indices: Sequence[int]) -> None:
+        inventory = gpus.read()
+        names = {gpu.index: gpu.name for gpu in inventory.gpus}
+        missing = [index for index in indices if index not in names]
+        if missing:
+            why = inventory.problem or f"there is no GPU {missing[0]} here"
+            self.problems.append(f"the GPUs cannot be sampled: {why}")
+        else:
+            self.gpus = gpus.Probe(indices)
+            self.gpu_names = [names[index] for index in indices]
+
+    async def look(self) -> None:
+        """Connects, and finds out whether the server has metrics at all."""
+        if self.metrics is not None:
+            try:
+                await self.metrics.read()
+            except Absent as error:
+                self.problems.append(str(error))
+                await self.metrics.close()
+                self.metrics = None
+            except Unreadable:  # it may come to itself; every sample says how it went
+                pass
+
+    @property
+    def blind(self) -> bool:
+        return self.metrics is None and self.gpus is None
+
+    async def sample(self) -> Sample:
+        at_ns = now_ns()
+        sample = Sample(at_ns=at_ns, took_ms=0.0)
+        if self.gpus is not None:
+            sample.gpus = self.gpus.sample()
+        if self.metrics is not None:
+            try:
+                sample.metrics = await self.metrics.read()
+            except Unreadable as error:
+                sample.error = str(error)
+        sample.took_ms = round((now_ns() - at_ns) / 1e6, 3)
+        return sample
+
+    async def close(self) -> None:
+        if self.metrics is not None:
+            await self.metrics.close()
+        if self.gpus is not None:
+            self.gpus.close()
+
+
+async def _standard_input() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+async def _work() -> None:
+    stdin = await _standard_input()
+    line = await stdin.readline()
+    if not line.endswith(b"\n"):  # whoever started us is gone
+        return
+    try:
+        orders = msgspec.json.decode(line, type=Orders)
+    except msgspec.DecodeError:
+        _say("the sampling process was given orders that it cannot read")
+        return
+    over = asyncio.ensure_future(stdin.read())
+    sampler = Sampler(orders)
+    try:
+        await sampler.look()
+        with Path(orders.path).open("xb", buffering=0) as file:
+            await _write(orders, sampler, file, over)
+    except OSError as error:  # after `ready` nobody hears it: the file ends early, which its reader sees
+        _say(f"{FILE} cannot be written: {error.strerror or error}")
+    finally:
+        await sampler.close()
+
+
+async def _write(orders: Orders, sampler: Sampler, file: IO[bytes], over: asyncio.Future[bytes]) -> None:
+    """Header, first sample, `ready`; then a sample each period until standard input is `over`, and a last one."""
+
+    def write(value: msgspec.Struct) -> None:
+        file.write(msgspec.json.encode(value) + b"\n")  # not buffered: a killed process loses no sample
+
+    header = Header(
+        run_id=orders.run_id,
+        series=list(orders.series) if sampler.metrics is not None else [],
+        gpus=sampler.gpu_names,
+        error="; ".join(sampler.problems) or None,
+    )
+    write(header)
+    if sampler.blind:
+        _say("ready")
+        await over
+        return
+    first = await sampler.sample()
+    write(first)
+    _say("ready")
+    began_ns, period_ns, number = first.at_ns, round(orders.period_s * 1e9), 0
+    last = False
+    while not last:
+        number = max(number + 1, (now_ns() - began_ns) // period_ns + 1)  # a late sample moves none, it skips some
+        await asyncio.wait({over}, timeout=(began_ns + number * period_ns - now_ns()) / 1e9)
+        last = over.done()
+        write(await sampler.sample())
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody may be left to hear it
+        os.write(sys.stdout.fileno(), text.encode() + b"\n")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run; its end closes our standard input
+    asyncio.run(_work())
+
+
+if __name__ == "__main__":
+    main()
