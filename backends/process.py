@@ -141,7 +141,7 @@ class _Supervised:
             raise
         self._pid: int = answer["pid"]
         self.urls = (f"http://127.0.0.1:{start.port}",)
-        self.facts = {"pid": self._pid, "argv": list(start.argv)}
+        self.facts = {"pid": self._pid}
 
     def poll(self) -> Exit | None:
         with self._lock:

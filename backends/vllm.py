@@ -60,7 +60,7 @@ ADAPTER = Adapter(
     caches={"vllm": "/root/.cache/vllm"},  # compiled graphs: minutes of every start
     dummy_weights=True,
     invoke=invoke,
-    capacity=r"GPU KV cache size: ([\d,]+) tokens",
+    capacity=r"[CG]PU KV cache size: ([\d,]+) tokens",
     failures=(
         Failure(
             pattern=r"Free memory on device \S* ?\(([^)]*)\) on startup is less than desired GPU memory utilization"

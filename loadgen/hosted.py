@@ -91,7 +91,7 @@ async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -
         if now - said > SAY_EVERY_S:
             said = now
             last = last_lines(running.log_tail(20), 1)
-            say(f"{name} is not ready after {now - began:.0f} s; its log: {printable(last, 160)}")
+            say(f"{name} is not ready after {now - began:.0f} s; its log: {printable(last, 160) or 'empty'}")
         await asyncio.sleep(POLL_S)
 
 

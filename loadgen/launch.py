@@ -83,6 +83,7 @@ class Launch:
         return {
             "launch": self.how,
             "command": self.command_line(),
+            "version": ".".join(map(str, self.settings.version)) if self.settings.version else None,
             "image": self.start.image,
             "model": self.settings.model,
             "tensor_parallel": self.settings.tp,

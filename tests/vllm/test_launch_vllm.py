@@ -1,0 +1,89 @@
+"""`loadgen run --launch process` with a real vLLM on the CPU: started, measured, ended, and stopped half-way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import serve
+import tiny_model
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if "vllm" not in request.config.option.markexpr:
+        pytest.skip("needs a real vLLM; run `make test-vllm`")
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_model.write(directory)
+    return directory
+
+
+def command(model: Path, out: Path, *more: str) -> list[str]:
+    return [
+        str(Path(sys.executable).parent / "loadgen"), "run", "--launch", "process", "--model", str(model),
+        "--server-python", str(serve.PYTHON), "--gpus", "none", "--dtype", "bfloat16", "--dummy-weights",
+        "--max-model-len", "1024", "--max-running", "256", "--server-arg=--enforce-eager",
+        "--requests", "40", "--input-tokens", "128", "--output-tokens", "8", "--no-calibrate", "--out", str(out), *more,
+    ]  # fmt: skip
+
+
+ENVIRONMENT = {**os.environ, **serve.ENVIRONMENT}
+
+
+def processes_with(text: str) -> list[str]:
+    """Command lines of living processes that mention `text`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if text in line and "vllm.entrypoints" in line:
+            found.append(line)
+    return found
+
+
+def test_from_start_to_clean_up(model: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(model, tmp_path / "run"), env=ENVIRONMENT, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["requests"]["ok"] == 40
+    assert report["tokens"] == {"prompt": 40 * 128, "output": 40 * 8}
+    launch = json.loads((tmp_path / "run/manifest.json").read_text())["launch"]
+    assert launch["version"].startswith("0.") and launch["kv_cache_tokens"] > 1024
+    assert "ended" not in launch
+    assert "Application startup complete" in (tmp_path / "run/server.log").read_text()
+    assert processes_with(str(model)) == []
+
+
+def test_a_bad_flag_is_named(model: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(model, tmp_path / "run", "--server-arg=--frobnicate"),
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 3
+    last = done.stderr.splitlines()[-1]
+    assert "exit code 2" in last and "--frobnicate" in last and "--server-arg" in last
+    assert "Traceback" not in last
+
+
+def test_stopped_while_it_starts(model: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(command(model, tmp_path / "run"), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not processes_with(str(model)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped before the load began" in said.splitlines()[-1]
+    assert processes_with(str(model)) == []
