@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 import backends
-from backends import catalog
+from backends import catalog, gpus
 from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
 from loadgen import embedded, runs
 from loadgen.config import Config, ConfigError
@@ -31,6 +32,7 @@ from loadgen.plan import (
     streams_at_once,
     worker_count,
 )
+from loadgen.scrape import watching
 from loadgen.shards import Progress, build_transport, execute, run_here
 from loadgen.transport import Target, Transport, get
 from loadgen.workload import Text
@@ -169,7 +171,10 @@ async def run(config: Config, directory: Path, run_id: str, progress: Progress, 
                 )
             said = manifest(config, plan, info, emulated, measured, hosted.facts if hosted else None)
             runs.write_manifest(directory, said)
-            await execute(plan, workers, directory, progress)
+            series = backend.server_metrics if config.server_metrics else {}
+            cards = await asyncio.to_thread(_local_gpus, config, hosted) if config.server_metrics else ()
+            async with watching(url, token, series, run_id, directory, cards):
+                await execute(plan, workers, directory, progress)
             ended = await asyncio.to_thread(hosted.ended) if hosted else None
             if hosted is not None and ended is not None:
                 say(ended)
@@ -198,6 +203,15 @@ async def _server(
     hosted = await stack.enter_async_context(hosting(launch, config.ready_timeout, say))
     say(f"{backend.name} is ready after {hosted.facts['ready_s']:.0f} s")
     return hosted.url, hosted
+
+
+def _local_gpus(config: Config, hosted: Hosted | None) -> tuple[int, ...]:
+    """Indices of the GPUs that the server uses: those it was given; all of this machine when it runs here."""
+    if hosted is not None:
+        return hosted.launch.gpu_indices
+    if urlsplit(config.url or "").hostname not in ("localhost", "127.0.0.1", "::1"):
+        return ()
+    return tuple(gpu.index for gpu in gpus.read().gpus)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import backends
 from loadgen import records
 
 LOADGEN = [sys.executable, "-c", "from loadgen.cli import main; main()"]
@@ -53,6 +54,8 @@ def test_the_main_job(backend: str, tmp_path: Path) -> None:
         "--out", str(tmp_path / "run"),
     )  # fmt: skip
     names = {"manifest.json", "requests.jsonl", "report.json", "report.md", "cdf.png", "cdf.svg"}
+    if backends.get(backend).server_metrics:
+        names.add("server.jsonl")
     assert {path.name for path in (tmp_path / "run").iterdir()} == names
     assert report == json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["requests"] == {"planned": 40, "ok": 40, "failed": 0, "by_outcome": {"ok": 40}}
