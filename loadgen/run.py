@@ -32,7 +32,7 @@ from loadgen.plan import (
     streams_at_once,
     worker_count,
 )
-from loadgen.scrape import watching
+from loadgen.scrape import sampling
 from loadgen.shards import Progress, build_transport, execute, run_here
 from loadgen.transport import Target, Transport, get
 from loadgen.workload import Text
@@ -156,6 +156,7 @@ async def run(config: Config, directory: Path, run_id: str, progress: Progress, 
             raise ConfigError(f"{config.api_key_env} holds a line break or another character that no header can carry.")
     with _stoppable():
         async with contextlib.AsyncExitStack() as stack:
+            watch = await stack.enter_async_context(sampling()) if config.server_metrics else None
             url, hosted = await _server(config, backend, directory, run_id, say, stack)
             target = Target(url, token)
             info, emulated = await asyncio.to_thread(identify, backend, target)
@@ -171,10 +172,12 @@ async def run(config: Config, directory: Path, run_id: str, progress: Progress, 
                 )
             said = manifest(config, plan, info, emulated, measured, hosted.facts if hosted else None)
             runs.write_manifest(directory, said)
-            series = backend.server_metrics if config.server_metrics else {}
-            cards = await asyncio.to_thread(_local_gpus, config, hosted) if config.server_metrics else ()
-            async with watching(url, token, series, run_id, directory, cards):
-                await execute(plan, workers, directory, progress)
+            if watch is not None:
+                cards = await asyncio.to_thread(_local_gpus, config, hosted)
+                await watch.begin(url, token, backend.server_metrics, run_id, directory, cards)
+            await execute(plan, workers, directory, progress)
+            if watch is not None:
+                await watch.end()
             ended = await asyncio.to_thread(hosted.ended) if hosted else None
             if hosted is not None and ended is not None:
                 say(ended)

@@ -1,6 +1,6 @@
 """Samples the server's `/metrics` and the GPUs once a second while a run lasts, in a process of its own.
 
-`watching` starts `python -m loadgen.scrape` and ends it. The process reads one line of JSON from its standard input,
+`sampling` starts `python -m loadgen.scrape` and ends it. The process reads one line of JSON from its standard input,
 `Orders`, and writes `server.jsonl` (see `loadgen.serverside`): a sample at once, after which it prints `ready` (or one
 sentence that says why it cannot begin), then one each period on an absolute schedule, and a last one when its standard
 input ends, as it does when its parent dies. The bearer token comes through that line only: it is never in an argument
@@ -52,82 +52,94 @@ class Orders(msgspec.Struct, kw_only=True):
 
 
 @contextlib.asynccontextmanager
-async def watching(
-    url: str,
-    token: str | None,
-    series: Mapping[str, str],
-    run_id: str,
-    directory: Path,
-    gpus: Sequence[int] | None,
-    period_s: float = PERIOD_S,
-) -> AsyncIterator[None]:
-    """Samples into `directory` while the block lasts; the first sample is there when it begins.
-
-    url: the server's, as for requests. Does nothing where there are no series and no GPUs to look at. What cannot be
-    started or sampled is written into the header of `server.jsonl`; it never raises for that.
-    """
-    if not series and not gpus:
-        yield
-        return
-    orders = Orders(
-        url=url.rstrip("/").removesuffix("/v1") + "/metrics",
-        token=token,
-        series=dict(series),
-        run_id=run_id,
-        path=str(directory / FILE),
-        period_s=period_s,
-        gpus=list(gpus) if gpus else None,
-    )
-    process, problem = await _start(orders)
-    if problem is not None:
-        header = Header(run_id=run_id, series=list(series), gpus=[], error=problem)
-        with contextlib.suppress(OSError), (directory / FILE).open("xb") as file:  # what it did write stays
-            file.write(msgspec.json.encode(header) + b"\n")
-    try:
-        yield
-    finally:
-        if process is not None:
-            await _stop(process)
-
-
-async def _start(orders: Orders) -> tuple[Process | None, str | None]:
-    """The process once it is ready, or why there is none."""
+async def sampling() -> AsyncIterator[Sampling]:
+    """Starts the process, which has half a second of imports to do before it gets its orders; ends it with the block."""
+    process: Process | None = None
+    problem = None
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "loadgen.scrape", stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
         )
     except OSError as error:
-        return None, f"the sampling process was not started: {error.strerror or error}"
-    assert process.stdin is not None and process.stdout is not None
-    said = ""
+        problem = f"the sampling process was not started: {error.strerror or error}"
+    watch = Sampling(process, problem)
     try:
-        process.stdin.write(msgspec.json.encode(orders) + b"\n")
-        async with asyncio.timeout(START_TIMEOUT_S):
-            said = (await process.stdout.readline()).decode(errors="replace").strip()
-    except TimeoutError:
-        _kill(process)
-        said = f"the sampling process was not ready within {START_TIMEOUT_S:g} s"
-    except asyncio.CancelledError:  # it must not be left behind
-        _kill(process)
-        raise
-    except ConnectionError:
-        pass  # it ended before it read its orders
-    if said == "ready":
-        return process, None
-    await _stop(process)
-    return None, said or f"the sampling process ended with exit code {process.returncode} before it was ready"
+        yield watch
+    finally:
+        await watch.end()
 
 
-async def _stop(process: Process) -> None:
-    """Lets it take its last sample, and waits for that."""
-    assert process.stdin is not None
-    process.stdin.close()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(STOP_TIMEOUT_S):
+class Sampling:
+    """The process as its parent sees it. What cannot be sampled is written into the header of `server.jsonl`."""
+
+    def __init__(self, process: Process | None, problem: str | None) -> None:
+        self._process = process
+        self._problem = problem
+
+    async def begin(
+        self,
+        url: str,
+        token: str | None,
+        series: Mapping[str, str],
+        run_id: str,
+        directory: Path,
+        gpus: Sequence[int] | None,
+        period_s: float = PERIOD_S,
+    ) -> None:
+        """Samples into `directory` from now on; the first sample is there when this returns.
+
+        url: the server's, as for requests. Without series and GPUs there is nothing to do, and no file.
+        """
+        if not series and not gpus:
+            await self.end()
+            return
+        orders = Orders(
+            url=url.rstrip("/").removesuffix("/v1") + "/metrics",
+            token=token,
+            series=dict(series),
+            run_id=run_id,
+            path=str(directory / FILE),
+            period_s=period_s,
+            gpus=list(gpus) if gpus else None,
+        )
+        problem = self._problem or await self._order(orders)
+        if problem is not None:
+            await self.end()
+            header = Header(run_id=run_id, series=list(series), gpus=[], error=problem)
+            with contextlib.suppress(OSError), (directory / FILE).open("xb") as file:  # what it did write stays
+                file.write(msgspec.json.encode(header) + b"\n")
+
+    async def _order(self, orders: Orders) -> str | None:
+        """Why the process does not sample; None when it does."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        said = ""
+        try:
+            process.stdin.write(msgspec.json.encode(orders) + b"\n")
+            async with asyncio.timeout(START_TIMEOUT_S):
+                said = (await process.stdout.readline()).decode(errors="replace").strip()
+        except TimeoutError:
+            _kill(process)
+            said = f"the sampling process was not ready within {START_TIMEOUT_S:g} s"
+        except ConnectionError:
+            pass  # it ended before it read its orders
+        if said == "ready":
+            return None
+        await self.end()
+        return said or f"the sampling process ended with exit code {process.returncode} before it was ready"
+
+    async def end(self) -> None:
+        """Lets it take its last sample, and waits for that. May be called again."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        if process.returncode is None:
+            _kill(process)
             await process.wait()
-    if process.returncode is None:
-        _kill(process)
-        await process.wait()
 
 
 def _kill(process: Process) -> None:
@@ -305,6 +317,9 @@ async def _standard_input() -> asyncio.StreamReader:
 
 
 async def _work() -> None:
+    import httpx  # noqa: F401  now: whoever started us is busy with something else until the orders come
+    import prometheus_client.parser  # noqa: F401
+
     stdin = await _standard_input()
     line = await stdin.readline()
     if not line.endswith(b"\n"):  # whoever started us is gone

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import backends
 from backends.gpus import Sample as GpuSample
 from loadgen import scrape
-from loadgen.scrape import Series, Unreadable, watching
+from loadgen.scrape import Series, Unreadable, sampling
 from loadgen.serverside import Header, Sample, Server, ServerView, read
 from tests.servers.reader import running
 
@@ -349,14 +349,15 @@ def test_what_it_cannot_do_is_one_sentence(tmp_path: Path) -> None:
         assert scraper.said == "the sampling process was given orders that it cannot read"
 
 
-# --- watching ---
+# --- sampling ---
 
 
 def watch(directory: Path, url: str, inside: Callable[[], None] = lambda: None, **changes: Any) -> None:
     values: dict[str, Any] = {"token": None, "series": {"running": "running"}, "gpus": None, **changes}
 
     async def run() -> None:
-        async with watching(url, run_id=RUN, directory=directory, **values):
+        async with sampling() as watch:
+            await watch.begin(url, run_id=RUN, directory=directory, **values)
             await asyncio.to_thread(inside)
 
     asyncio.run(run())
@@ -386,7 +387,7 @@ def test_a_token_that_no_header_can_carry_stays_hidden_too(tmp_path: Path, scrip
     assert TOKEN not in text and "GET /metrics failed: LocalProtocolError" in text
 
 
-def test_nothing_to_watch_starts_nothing(tmp_path: Path) -> None:
+def test_nothing_to_watch_leaves_no_file(tmp_path: Path) -> None:
     watch(tmp_path, "http://127.0.0.1:9", series={})
     watch(tmp_path, "http://127.0.0.1:9", series={}, gpus=[])
     assert list(tmp_path.iterdir()) == []
@@ -426,7 +427,7 @@ def test_it_does_not_outlive_a_killed_parent(tmp_path: Path, script: Script) -> 
     parent = f"""
 import asyncio, os, signal
 from pathlib import Path
-from loadgen.scrape import watching
+from loadgen.scrape import sampling
 start = asyncio.create_subprocess_exec
 async def telling(*argv, **options):
     process = await start(*argv, **options)
@@ -434,7 +435,8 @@ async def telling(*argv, **options):
     return process
 asyncio.create_subprocess_exec = telling
 async def run():
-    async with watching({script.url!r}, None, {{"running": "running"}}, "r", Path({str(tmp_path)!r}), None):
+    async with sampling() as watch:
+        await watch.begin({script.url!r}, None, {{"running": "running"}}, "r", Path({str(tmp_path)!r}), None)
         os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(run())
 """
