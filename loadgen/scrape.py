@@ -53,7 +53,7 @@ class Orders(msgspec.Struct, kw_only=True):
 
 @contextlib.asynccontextmanager
 async def sampling() -> AsyncIterator[Sampling]:
-    """Starts the process, which has half a second of imports to do before it gets its orders; ends it with the block."""
+    """Starts the process, which has half a second of imports to do before its orders; ends it with the block."""
     process: Process | None = None
     problem = None
     try:
