@@ -14,6 +14,7 @@ import io
 import os
 import queue
 import re
+import shlex
 import shutil
 import socket
 import tempfile
@@ -278,13 +279,12 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
         try:
             container.reload()
             facts = {
-                "launch": "docker",
                 "container_id": container.id,
                 "image": description.image,
                 "image_id": image.id,
                 "image_digest": next(iter(image.attrs.get("RepoDigests") or ()), None),
                 "engine_version": client.version()["Version"],
-                "command": description.command_line(start.secrets),
+                "command": shlex.join(description.command_line(start.secrets)),
             }
             return Container(container, start, facts, say, secrets, directory)
         except BaseException:

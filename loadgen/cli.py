@@ -91,11 +91,12 @@ def report(
     if len(directories) == 1:
         return _report_one(directories[0], convention)
     from loadgen import report as reports
+    from loadgen import text
 
     if out.exists():
         raise runs.RunError(f"{out} exists; name another --out, nothing was overwritten.")
     for result in reports.overlay(directories, out, convention):
-        say(reports.render(result) + "\n")
+        say(text.render(result) + "\n")
     say(f"wrote {out}")
     return EXIT_OK
 
@@ -103,9 +104,10 @@ def report(
 def _report_one(directory: Path, convention: ConventionName) -> int:
     """Another tool's definitions are only shown: report.json keeps ours."""
     from loadgen import report as reports
+    from loadgen import text
 
     result, table = reports.from_directory(directory, convention=convention)
-    say(reports.render(result))
+    say(text.render(result))
     if convention == "loadgen":
         reports.write(directory, result, table)
     say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from loadgen import metrics, records, runs
 from loadgen.metrics import CONVENTIONS, METRICS
 from loadgen.records import Table
-from loadgen.report import EMULATED, number, printable
 from loadgen.runs import Manifest
+from loadgen.text import EMULATED, number, printable
 
 SCHEMA = "loadgen.compare/1"
 SEED = 20231107  # fixed: the same two runs always give the same intervals

@@ -75,6 +75,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def find(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts], manifest: Manifest) -> list[Finding]:
     """Everything that a reader of `report` (without its verdict) must know, worst first."""
     found = [
+        *_server_ended(manifest),
         *_completeness(report, measured, facts),
         *_failures(report, measured),
         *_client(report, facts),
@@ -96,6 +97,17 @@ def min_samples(thousandths: int) -> int:
     With fewer, the largest of them is below the true percentile with a probability above 2.5 %: p ** n > 0.025.
     """
     return math.ceil(math.log(PERCENTILE_MISS_PROBABILITY) / math.log(thousandths / 1000))
+
+
+def _server_ended(manifest: Manifest) -> Iterator[Finding]:
+    ended = (manifest.launch or {}).get("ended")
+    if ended:
+        yield Finding(
+            code="SERVER_ENDED",
+            severity="invalid",
+            message=f"The server did not live to the end of the run: {ended}",
+            advice="Read server.log; mend that and run again.",
+        )
 
 
 def _count(measured: Table, *outcomes: str) -> int:

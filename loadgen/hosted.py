@@ -42,7 +42,10 @@ class Hosted:
 
     def ended(self) -> str | None:
         """Why it is no longer there; None while it runs."""
-        exit = self.running.poll()
+        try:
+            exit = self.running.poll()
+        except LaunchError as error:  # the Docker engine went away
+            return str(error)
         if exit is None:
             return None
         return str(died(self.launch.backend.name, exit, self.running.log_tail(), self.launch.adapter.failures))

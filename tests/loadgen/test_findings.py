@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen import findings, report, runs
+from loadgen import findings, report, runs, text
 from loadgen.records import OUTCOMES, ClientFacts, Table, table
 from loadgen.serverside import Server, ServerView
 from tests.loadgen.tables import facts, manifest, request
@@ -328,4 +328,4 @@ def test_samples_that_failed() -> None:
     ]
     both = Server(samples=9, failed=1, failure="\x1b[31mbusy")
     built = report.build(manifest(), clean(), [facts()], seen=ServerView(server=both))
-    assert "1 of 9 samples failed (\\x1b[31mbusy); the samples do not reach" in report.render(built)
+    assert "1 of 9 samples failed (\\x1b[31mbusy); the samples do not reach" in text.render(built)

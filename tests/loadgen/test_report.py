@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from loadgen import figures, records, report, runs
+from loadgen import text as texts
 from loadgen.metrics import CONVENTIONS, METRICS, STATISTICS, Sample
 from loadgen.records import table
 from loadgen.report import ReportError
@@ -54,6 +55,7 @@ def test_the_schema_key_by_key() -> None:
         "connect_ms",
         "client",
         "ceiling",
+        "launch",
         "server",
         "gpus",
         "errors",
@@ -164,8 +166,8 @@ def test_the_servers_own_view() -> None:
         "j_per_output_token",
     ]
     assert built["gpus"]["j_per_output_token"] == 200.0  # 7 output tokens of the three that ended ok
-    client_ms = report.number(built["metrics"]["ttft_ms"]["mean"])
-    for text in (report.render(built), report.markdown(built)):
+    client_ms = texts.number(built["metrics"]["ttft_ms"]["mean"])
+    for text in (texts.render(built), texts.markdown(built)):
         assert (
             "Server: at most 32 running, at most 4 waiting, KV cache at most 87.50 % full, 0 preemptions, 0 prompt "
             f"tokens from its prefix cache, mean ttft by its own count 198.0 ms, by the client's {client_ms} ms."
@@ -182,8 +184,8 @@ def test_what_the_server_does_not_tell_is_not_shown() -> None:
     for seen in (None, ServerView(), ServerView(server=Server(problem="it has none"), gpus=nothing)):
         built = hand_report(seen=seen)
         assert (built["server"] is None) == (seen is None or seen.server is None)
-        assert "Server:" not in report.render(built) and "GPUs" not in report.render(built)
-    some = report.render(hand_report(seen=ServerView(server=Server(running_max=3))))
+        assert "Server:" not in texts.render(built) and "GPUs" not in texts.render(built)
+    some = texts.render(hand_report(seen=ServerView(server=Server(running_max=3))))
     assert "Server: at most 3 running.\n" in some
     energetic = ServerView(gpus=msgspec.structs.replace(nothing, energy_j=5.0))
     without_tokens = report.build(manifest(), table([]), [facts()], seen=energetic)
@@ -215,7 +217,7 @@ def test_what_is_missing_is_null_and_the_report_still_stands(tmp_path: Path) -> 
         assert built["verdict"]["valid"] is False
         report.write(tmp_path, built, table(rows))
         assert json.loads((tmp_path / "report.json").read_text())["requests"]["ok"] == 0
-        assert "INVALID" in report.render(built)
+        assert "INVALID" in texts.render(built)
 
 
 def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_a_killed_run_is_reported_and_invalid(tmp_path: Path) -> None:
     built, _ = report.from_directory(run)
     assert built["requests"] == {"planned": 4, "ok": 2, "failed": 0, "by_outcome": {"ok": 2}}
     assert built["verdict"]["findings"][0]["code"] == "KILLED"
-    assert "2 of 4 planned requests left no record" in report.render(built)
+    assert "2 of 4 planned requests left no record" in texts.render(built)
 
 
 def test_limits_of_the_run_itself_are_the_default(tmp_path: Path) -> None:
@@ -254,9 +256,9 @@ def test_another_convention_is_named_in_every_text(convention: str) -> None:
     built = hand_report(convention=convention)
     assert built["convention"] == convention
     assert built["convention_differs"] == CONVENTIONS[convention].differs
-    assert CONVENTIONS[convention].differs in report.render(built)
-    assert CONVENTIONS[convention].differs[:40] in report.markdown(built)
-    assert report.render(built) != report.render(hand_report())
+    assert CONVENTIONS[convention].differs in texts.render(built)
+    assert CONVENTIONS[convention].differs[:40] in texts.markdown(built)
+    assert texts.render(built) != texts.render(hand_report())
 
 
 def test_mlperf_counts_from_zero_and_takes_whole_samples() -> None:
@@ -288,7 +290,7 @@ def test_every_output_of_an_emulated_run_says_so(tmp_path: Path) -> None:
         built, rows = report.from_directory(run)
         report.write(run, built, rows)
         assert built["emulated"] is emulated
-        assert report.render(built).startswith("EMULATED") is emulated
+        assert texts.render(built).startswith("EMULATED") is emulated
         for name in ("report.md", "cdf.svg"):
             assert ("emulated" in (run / name).read_text().lower()) is emulated
 
@@ -299,7 +301,7 @@ def hostile_report() -> dict[str, Any]:
 
 
 def test_the_terminal_is_told_nothing_by_the_server() -> None:
-    text = report.render(hostile_report())
+    text = texts.render(hostile_report())
     assert all(character == "\n" or character.isprintable() for character in text)
     assert "\\x1b[31mred" in text and "\\u202e" in text
     assert len([line for line in text.splitlines() if "alert(1)" in line]) == 2  # the model and the error, a line each
@@ -307,7 +309,7 @@ def test_the_terminal_is_told_nothing_by_the_server() -> None:
 
 
 def test_markdown_shows_hostile_text_and_does_not_obey_it() -> None:
-    text = report.markdown(hostile_report())
+    text = texts.markdown(hostile_report())
     assert "<script" not in text and "\x1b" not in text and "\u202e" not in text
     assert "&lt;script&gt;" in text
     assert "\\!\\[z\\](http://z)" in text
@@ -321,7 +323,7 @@ def test_hostile_text_survives_in_json_and_figures(tmp_path: Path) -> None:
     report.write(tmp_path, built, table(HAND))
     ElementTree.fromstring((tmp_path / "cdf.svg").read_bytes())
     assert json.loads((tmp_path / "report.json").read_bytes())["model"] == HOSTILE
-    assert report.printable("half a character: \udc80") == "half a character: \\udc80"
+    assert texts.printable("half a character: \udc80") == "half a character: \\udc80"
 
 
 def test_errors_are_grouped_most_frequent_first_and_few() -> None:
@@ -346,7 +348,7 @@ def test_numbers_keep_three_figures() -> None:
         123.45: "123.5",
         1e6: "1,000,000",
     }
-    assert {value: report.number(value) for value in shown} == shown
+    assert {value: texts.number(value) for value in shown} == shown
 
 
 def test_the_cdf_is_the_exact_step_function() -> None:
@@ -391,10 +393,10 @@ def test_matplotlib_waits_until_a_figure_is_drawn() -> None:
 
 def test_a_page_holds_every_number_of_the_terminal() -> None:
     built = hand_report()
-    page = report.markdown(built)
+    page = texts.markdown(built)
     for metric in METRICS:
         for statistic in set(STATISTICS) - {"std", "min"}:
-            assert report.number(built["metrics"][metric][statistic]) in page
+            assert texts.number(built["metrics"][metric][statistic]) in page
     assert "![Latency CDF](cdf.svg)" in page
 
 
@@ -402,3 +404,35 @@ def test_a_table_of_all_phases_is_not_needed() -> None:
     only_measured = report.build(manifest(), table(HAND), [facts()])
     assert report.build(manifest(), table([WARMUP, *HAND]), [facts()]) == only_measured
     assert records.table([request(0)]).measured().id.tolist() == [0]
+
+
+LAUNCH = {
+    "launch": "docker", "command": "docker run --rm image --model m", "image": "repo/vllm:v1", "version": "1.0.0",
+    "image_digest": "repo/vllm@sha256:0a", "tensor_parallel": 2, "dtype": "float16", "driver": "580.1",
+    "gpus": [{"index": n, "name": "NVIDIA <H200>", "memory_bytes": 1 << 37} for n in range(2)],
+    "p2p": {"enabled": False, "reason": "GPU 0 and 1: not supported", "matrix": [["self", "no"], ["no", "self"]]},
+    "kv_cache_tokens": 123456, "ready_s": 61.2,
+}  # fmt: skip
+
+
+def test_what_was_started_is_said() -> None:
+    built = report.build(manifest(launch=LAUNCH), table(HAND), [facts()])
+    assert built["launch"] == LAUNCH
+    said = (
+        "Started: Docker image repo/vllm@sha256:0a, tensor parallel 2 on 2 x NVIDIA <H200> (driver 580.1), float16; "
+        "P2P off: GPU 0 and 1: not supported; KV cache of 123,456 tokens; ready after 61.2 s."
+    )
+    assert said in texts.render(built)
+    page = texts.markdown(built)
+    assert "NVIDIA &lt;H200&gt;" in page and "\n      docker run --rm image --model m\n" in page
+    alone = {**LAUNCH, "image": None, "image_digest": None, "gpus": [], "kv_cache_tokens": None}
+    shown = texts.render(report.build(manifest(launch=alone), table(HAND), [facts()]))
+    assert "Started: a process (version 1.0.0), tensor parallel 2 without a GPU, float16; ready after" in shown
+    assert "Started" not in texts.render(hand_report())
+
+
+def test_a_server_that_died_makes_the_run_invalid() -> None:
+    ended = "vllm was killed by signal 9; read the end of its log."
+    built = report.build(manifest(launch={**LAUNCH, "ended": ended}), table(HAND), [facts()])
+    found = built["verdict"]["findings"][0]
+    assert (found["code"], found["severity"]) == ("SERVER_ENDED", "invalid") and ended in found["message"]

@@ -1,0 +1,192 @@
+"""A report as text: for the terminal and as Markdown.
+
+Text that came from a server is escaped for the place where it is shown. An emulated run says so first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+Report = dict[str, Any]  # schema `loadgen.report/1`, see loadgen.report
+
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """One line without anything that a terminal obeys: control characters and direction marks show as escapes."""
+    return _UNPRINTABLE.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
+
+
+def _markdown_text(text: str) -> str:
+    """Printable text that Markdown shows as it is."""
+    escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|!#~$])", r"\\\1", escaped)
+
+
+def number(value: float | None) -> str:
+    """At least three significant figures, counts whole; a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    for decimals, least in ((1, 100), (2, 1)):
+        if abs(value) >= least:
+            return f"{value:.{decimals}f}"
+    return f"{value:.3f}"
+
+
+def name_of(report: Report) -> str:
+    return f"{report['backend']} {report['model']}"
+
+
+EMULATED = "EMULATED: the embedded server answered; these numbers are emulated and describe no real hardware."
+_SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")
+
+
+def _summary_lines(report: Report) -> list[str]:
+    """Requests, throughput, burst, goodput, client, server and GPUs in a line each. Numbers and our own words only."""
+    requests, throughput = report["requests"], report["throughput"]
+    outcomes = ", ".join(f"{count} {name}" for name, count in requests["by_outcome"].items() if name != "ok")
+    lines = [
+        f"Requests: {number(requests['ok'])} ok, {number(requests['failed'])} failed"
+        + (f" ({outcomes})" if outcomes else "")
+        + (f", {number(requests['planned'])} planned" if requests["planned"] is not None else "")
+        + f"; {number(report['duration_s'])} s from the first sent to the last ended.",
+        f"Throughput: {number(throughput['requests_per_s'])} requests/s, "
+        f"{number(throughput['output_tokens_per_s'])} output tokens/s, "
+        f"{number(throughput['total_tokens_per_s'])} total tokens/s.",
+    ]
+    goodput, burst, client, ceiling = (report[key] for key in ("goodput", "burst", "client", "ceiling"))
+    if goodput is not None:
+        limits = ", ".join(f"{name} <= {number(limit)} ms" for name, limit in goodput["slos_ms"].items())
+        lines.append(f"Goodput: {number(goodput['request_goodput'])} requests/s within {limits}.")
+    if burst is not None:
+        lines.append(
+            f"Burst: {number(burst['requests'])} requests due at t = 0, "
+            f"sent within {number(burst['send_spread_ms'])} ms."
+        )
+    if client is not None:
+        lines.append(
+            f"Client: {number(client['cpu_us_per_event'])} us of CPU an event, busiest second "
+            f"{number(client['cpu_peak_ratio'])} of a core, {number(client['peak_rss_mb'])} MB, loop lag p99 "
+            f"{number(client['loop_lag_p99_ms'])} ms."
+        )
+    if ceiling is not None and ceiling["headroom_ratio"] is not None:
+        lines.append(
+            f"Ceiling: {number(ceiling['events_per_s_per_core'])} events/s a core, {number(ceiling['headroom_ratio'])} "
+            f"times what the busiest second needed ({number(ceiling['peak_events_per_s'])})."
+        )
+    return [*lines, *_server_lines(report)]
+
+
+def _launch_lines(report: Report) -> Iterator[str]:
+    """What was started for the run, and how."""
+    launch = report["launch"]
+    if launch is None:
+        return
+    image, version = launch.get("image_digest") or launch.get("image"), launch.get("version")
+    where = f"Docker image {image}" if image else f"a process{f' (version {version})' if version else ''}"
+    cards = launch["gpus"]
+    on = f" on {len(cards)} x {cards[0]['name']} (driver {launch['driver']})" if cards else " without a GPU"
+    p2p = launch["p2p"]
+    said = [f"{where}, tensor parallel {launch['tensor_parallel']}{on}, {launch['dtype']}"]
+    if len(cards) > 1:
+        said.append(f"P2P {'on' if p2p['enabled'] else 'off'}: {p2p['reason']}")
+    if launch.get("kv_cache_tokens") is not None:
+        said.append(f"KV cache of {number(launch['kv_cache_tokens'])} tokens")
+    if launch.get("ready_s") is not None:
+        said.append(f"ready after {number(launch['ready_s'])} s")
+    yield f"Started: {'; '.join(said)}."
+
+
+def _server_lines(report: Report) -> Iterator[str]:
+    """What the server and its GPUs said, as far as they did."""
+    server, gpus = report["server"], report["gpus"]
+    if server is not None:
+        kv_ratio = server["kv_cache_usage_max_ratio"]
+        said = _known(
+            ("at most {} running", server["running_max"]),
+            ("at most {} waiting", server["waiting_max"]),
+            ("KV cache at most {} % full", None if kv_ratio is None else 100 * kv_ratio),
+            ("{} preemptions", server["preemptions"]),
+            ("{} prompt tokens from its prefix cache", server["prefix_cache_hits"]),
+            ("mean ttft by its own count {} ms", server["ttft_mean_ms"]),
+        )
+        if server["ttft_mean_ms"] is not None:
+            said.append(f"by the client's {number(report['metrics']['ttft_ms']['mean'])} ms")
+        if said:
+            yield f"Server: {', '.join(said)}."
+    if gpus is not None:
+        peak_bytes = gpus["memory_peak_bytes"]
+        said = _known(
+            ("at most {} GiB of memory used", None if peak_bytes is None else peak_bytes / 2**30),
+            ("{} W on average", gpus["power_mean_w"]),
+            ("{} J", gpus["energy_j"]),
+            ("{} J an output token", gpus["j_per_output_token"]),
+        )
+        if said:
+            yield f"GPUs ({len(gpus['each'])}): {', '.join(said)}."
+
+
+def _known(*said: tuple[str, float | None]) -> list[str]:
+    """The phrases whose number is known, with it."""
+    return [phrase.format(number(value)) for phrase, value in said if value is not None]
+
+
+def _verdict_line(report: Report) -> str:
+    return "VALID" if report["verdict"]["valid"] else "INVALID: do not quote these numbers"
+
+
+def render(report: Report) -> str:
+    """A summary for a terminal: plain text (no markup), nothing in it that a terminal obeys."""
+    lines = [EMULATED, ""] if report["emulated"] else []
+    lines += [printable(f"{name_of(report)}, {report['arrival']}, run {report['run_id']}"), *_summary_lines(report)]
+    lines += [*map(printable, _launch_lines(report)), ""]
+    lines.append(f"{'latency, ms':<22}" + "".join(f"{name:>9}" for name in _SHOWN))
+    for name, statistics in report["metrics"].items():
+        cells = "".join(f"{number(statistics[statistic]):>9}" for statistic in _SHOWN)
+        lines.append(f"{name.removesuffix('_ms'):<22}{cells}")
+    if report["convention"] != "loadgen":
+        lines += ["", f"By the definitions of {report['convention_differs']}"]
+    lines += ["", f"Verdict: {_verdict_line(report)}"]
+    for finding in report["verdict"]["findings"]:
+        lines.append(f"  {finding['severity']:<8}{finding['code']}: {printable(finding['message'])}")
+        lines.append(f"  {'':<8}{finding['advice']}")
+    if report["errors"]:
+        lines += ["", "Errors:"]
+    lines += [f"  {error['count']} x {error['outcome']}: {printable(error['message'])}" for error in report["errors"]]
+    return "\n".join(lines) + "\n"
+
+
+def markdown(report: Report) -> str:
+    """report.md: the same numbers as a page, with the figure."""
+    title = f"# {_markdown_text(name_of(report))}, {_markdown_text(report['arrival'])}"
+    lines = [title, ""]
+    if report["emulated"]:
+        lines += [f"> **{EMULATED}**", ""]
+    lines += [f"**Verdict: {_verdict_line(report)}.**", ""]
+    lines += [f"- {line}" for line in _summary_lines(report)]
+    for line in _launch_lines(report):
+        lines += [f"- {_markdown_text(line)}", "", f"      {printable(report['launch']['command'])}"]
+    lines += ["", "![Latency CDF](cdf.svg)", ""]
+    lines.append("| latency, ms | " + " | ".join(_SHOWN) + " |")
+    lines.append("|---" * (len(_SHOWN) + 1) + "|")
+    for name, statistics in report["metrics"].items():
+        cells = " | ".join(number(statistics[statistic]) for statistic in _SHOWN)
+        lines.append(f"| `{name.removesuffix('_ms')}` | {cells} |")
+    lines += ["", f"Definitions: {_markdown_text(report['convention_differs'])}", ""]
+    if report["verdict"]["findings"]:
+        lines += ["## Findings", ""]
+    for finding in report["verdict"]["findings"]:
+        lines.append(f"- **{finding['severity']}** `{finding['code']}`: {_markdown_text(finding['message'])}")
+        lines.append(f"  {_markdown_text(finding['advice'])}")
+    if report["errors"]:
+        lines += ["", "## Errors", "", "| requests | outcome | message |", "|---|---|---|"]
+    lines += [
+        f"| {error['count']} | {error['outcome']} | {_markdown_text(error['message'])} |" for error in report["errors"]
+    ]
+    server = f", server version {_markdown_text(report['server_version'])}" if report["server_version"] else ""
+    lines += ["", f"Run {_markdown_text(report['run_id'])}, llm-dissect {_markdown_text(report['version'])}{server}."]
+    return "\n".join(lines) + "\n"
