@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -298,7 +299,7 @@ def test_a_limit_that_the_engine_may_not_set_is_left_and_said(
     running = launches.start(launches.plan())
     until(lambda: "RECORDED" in running.log_tail(), "its first line")
     assert f"the Docker engine may not set the limit nofile to {beyond}; its own limit holds." in launches.said
-    given = [word for word in running.facts["command"] if "=" in word]
+    given = [word for word in shlex.split(running.facts["command"]) if "=" in word]
     assert f"nofile={beyond}" not in given and "stack=67108864" in given
     assert recorded(running.log_tail()).limits["stack"] == [67108864, 67108864]
     assert len(launches.containers()) == 1
@@ -419,7 +420,7 @@ def test_the_command_line_makes_the_same_container(
 def test_the_command_line_tells_what_was_started(launches: Launches, tmp_path: Path) -> None:
     plan = launches.plan(env={"SOME": "words"}, mounts=(Mount(tmp_path, "/models/m"),))
     running = launches.start(plan)
-    line, inspected = list(running.facts["command"]), launches.inspected()
+    line, inspected = shlex.split(running.facts["command"]), launches.inspected()
 
     def values(option: str) -> list[str]:
         return [line[index + 1] for index, word in enumerate(line) if word == option]

@@ -420,7 +420,7 @@ def test_what_was_started_is_said() -> None:
     assert built["launch"] == LAUNCH
     said = (
         "Started: Docker image repo/vllm@sha256:0a, tensor parallel 2 on 2 x NVIDIA <H200> (driver 580.1), float16; "
-        "P2P off: GPU 0 and 1: not supported; KV cache of 123,456 tokens; ready after 61.2 s."
+        "P2P off: GPU 0 and 1: not supported; KV cache of 123,456 tokens; ready after 61.20 s."
     )
     assert said in texts.render(built)
     page = texts.markdown(built)
