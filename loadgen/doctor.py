@@ -1,0 +1,466 @@
+"""What a run needs of this machine, looked at before it begins: one check a question, each with what was found.
+
+Nothing is started, pulled or written. A check that cannot be made says so and stops no other. "problem": the run would
+fail. "warning": it would work, but what it measures may be worse than it must be, or it may fail under load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Literal
+
+import backends
+from backends import docker, gpus
+from backends.gpus import Gpu, Inventory
+from backends.launch import Adapter, LaunchError
+from backends.replies import printable
+from loadgen import models
+from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
+from loadgen.launch import Launch, plan_launch
+from loadgen.models import Model
+from loadgen.plan import OPEN_FILES_BESIDES
+from loadgen.runs import this_machine
+from loadgen.transport import ephemeral_ports
+
+State = Literal["ok", "warning", "problem"]
+
+GIB = 1 << 30
+ENOUGH_BACKLOG = 4096  # what containers get, and more than the servers ask for
+SHM_BYTES_PER_GPU = 1 * GIB
+IMAGE_BYTES = 20 * 10**9  # of the servers' images, unpacked
+COARSE_CLOCK_NS = 1000
+STEADY_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")  # read without a system call
+CPUS = Path("/sys/devices/system/cpu")
+
+_MARKS: dict[State, str] = {"ok": "ok", "warning": "! ", "problem": "!!"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """`said`: a clause with what was found. `advice`: what to do; empty where nothing is to be done."""
+
+    name: str
+    state: State
+    said: str
+    advice: str = ""
+
+
+def examine(config: Config, inventory: Inventory | None = None) -> list[Check]:
+    """Every check that says something about a run with these options; with no options, about this machine.
+
+    `inventory`: the GPUs (default: this machine's). Raises ConfigError and UnknownBackend for options that make no run
+    on any machine.
+    """
+    if config.where == "url" or config.launch == "embedded":
+        return list(_client_checks(config))
+    found = gpus.read() if inventory is None else inventory
+    if config.where == "embedded":
+        return [*_open_checks(found), *_client_checks(config)]
+    return [*_launch_checks(config, found), *_client_checks(config)]
+
+
+def render(checks: list[Check]) -> str:
+    """One line a check, with advice below those that need it. ASCII marks, for any terminal or log."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{_MARKS[check.state]}  {check.name:{width}}  {printable(check.said, 400)}")
+        if check.advice:
+            lines.append(f"{'':{width + 6}}{printable(check.advice, 400)}")
+    return "\n".join(lines)
+
+
+def backends_table() -> str:
+    """Every installed backend, a line each. One that cannot be loaded says why, and hides no other."""
+    rows = [("backend", "prompts as", "started in", "image", "from", "server here")]
+    for entry in sorted(entry_points(group=backends.GROUP), key=lambda entry: entry.name):
+        origin = entry.dist.name if entry.dist is not None else "unknown"
+        try:
+            backend = backends.get(entry.name)
+            prompts, adapter = backend.prompt_kind.replace("_", " "), backend.adapter
+            if adapter is None:
+                rows.append((entry.name, prompts, "no", "-", origin, "-"))
+            else:
+                here = "yes" if installed(adapter) else "no"
+                rows.append((entry.name, prompts, "docker, process", adapter.image, origin, here))
+        except Exception as error:  # anything may be in a plugin
+            rows.append((entry.name, f"cannot be loaded: {printable(str(error), 200)}", "", "", origin, ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+                     for row in rows)  # fmt: skip
+
+
+def installed(adapter: Adapter, python: str | None = None) -> str | None:
+    """What to run when the server is installed on this machine: a program, or a module of the interpreter `python`
+    (default: this one). None: it is not. Raises OSError when that interpreter cannot be run."""
+    program = adapter.process_command[0]
+    if program != "{python}":
+        return shutil.which(program)
+    module = adapter.process_command[2].partition(".")[0]
+    if python is None:
+        there = importlib.util.find_spec(module) is not None
+    else:
+        code = "import importlib.util as u, sys; sys.exit(u.find_spec(sys.argv[1]) is None)"
+        there = subprocess.run([python, "-c", code, module], capture_output=True, timeout=60).returncode == 0
+    return module if there else None
+
+
+def _guarded(name: str, check: Callable[[], Check]) -> Check:
+    """The check's answer; that it could not be made is one as well, because the others are wanted all the same."""
+    try:
+        return check()
+    except Exception as error:
+        return Check(name, "warning", f"cannot be checked: {error or type(error).__name__}")
+
+
+def _refused(name: str, error: Exception) -> Check:
+    """A problem that someone else found, as "what is wrong; what to do."."""
+    said, _, advice = str(error).rstrip(".").partition("; ")
+    return Check(name, "problem", said, advice)
+
+
+# -- a server that would be started ------------------------------------------------------------------------------------
+
+
+def _open_checks(inventory: Inventory) -> Iterator[Check]:
+    """No run is named: Docker and GPUs are only told of, since the embedded server needs neither."""
+    engine = _guarded("Docker", lambda: _docker("warning"))
+    yield engine
+    yield _guarded("GPUs", lambda: _gpus(inventory, inventory.gpus, "warning"))
+    if inventory.gpus and engine.state == "ok":
+        yield _guarded("GPUs in Docker", lambda: _nvidia("warning"))
+    if len(inventory.gpus) > 1:
+        chosen = tuple(gpu.index for gpu in inventory.gpus)
+        yield _guarded("P2P", lambda: _p2p(gpus.decide_p2p("auto", inventory, chosen), inventory, chosen))
+
+
+def _launch_checks(config: Config, inventory: Inventory) -> Iterator[Check]:
+    backend, model = backends.get(config.kind), models.find(config.model or "7b")
+    adapter = backend.adapter
+    if adapter is None:
+        raise ConfigError(f"loadgen cannot start a '{backend.name}' server; give --url, or --launch embedded.")
+    in_docker = config.where == "docker"
+    launch = _planned(config, inventory)
+    engine_ok = False
+    if in_docker:
+        engine = _guarded("Docker", lambda: _docker("problem"))
+        engine_ok = engine.state == "ok"
+        yield engine
+    else:
+        yield _guarded("server", lambda: _server(config, adapter))
+    if config.gpus != "none":
+        if engine_ok and inventory.gpus:
+            yield _guarded("GPUs in Docker", lambda: _nvidia("problem"))
+        yield from _gpu_checks(config, inventory, launch)
+    yield _plan(launch)
+    tp = 1 if isinstance(launch, Exception) else launch.settings.tp
+    yield _guarded("/dev/shm", lambda: _shared_memory(tp))
+    yield _guarded("model", lambda: _model(config, adapter, model))
+    if model.spec is not None and model.spec.gated and not _is_local(config, model):
+        yield _guarded("HF token", lambda: _token(model))
+    if engine_ok:
+        yield _guarded("image", lambda: _image(config.image or adapter.image))
+
+
+def _planned(config: Config, inventory: Inventory) -> Launch | Exception:
+    """What would be started, or why it would not: a dry run, since what it leaves out is checked one by one."""
+    try:
+        return plan_launch(dataclasses.replace(config, dry_run=True), Path("runs"), "doctor", inventory)
+    except (ConfigError, LaunchError) as error:
+        return error
+
+
+def _plan(launch: Launch | Exception) -> Check:
+    if isinstance(launch, Exception):
+        return _refused("plan", launch)
+    return Check("plan", "warning" if launch.notes else "ok", launch.title, " ".join(launch.notes))
+
+
+def _docker(absent: State) -> Check:
+    why = docker.problem()
+    if why is None:
+        return Check("Docker", "ok", "the engine answers")
+    said, _, advice = why.partition("; ")
+    return Check("Docker", absent, said, advice)
+
+
+def _nvidia(absent: State) -> Check:
+    if docker.has_nvidia():
+        return Check("GPUs in Docker", "ok", "the engine can give GPUs to a container")
+    return Check(
+        "GPUs in Docker",
+        absent,
+        "the engine cannot give GPUs to a container",
+        "install the NVIDIA Container Toolkit, run 'sudo nvidia-ctk runtime configure --runtime=docker' and restart "
+        "Docker",
+    )
+
+
+def _server(config: Config, adapter: Adapter) -> Check:
+    python = config.server_python or sys.executable
+    try:
+        found = installed(adapter, config.server_python)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("server", "problem", f"--server-python {python} cannot be run ({error})", "name another")
+    if found is not None:
+        return Check("server", "ok", f"{found} is installed")
+    program = adapter.process_command[0]
+    if program != "{python}":
+        return Check("server", "problem", f"{program} is not on the PATH", "install it, or use --launch docker")
+    return Check(
+        "server",
+        "problem",
+        f"{config.kind} is not installed for {python}",
+        "name the interpreter that has it with --server-python, or use --launch docker",
+    )
+
+
+def _gpu_checks(config: Config, inventory: Inventory, launch: Launch | Exception) -> Iterator[Check]:
+    """Of the GPUs that would be used; of all that might be, where it is not known which would."""
+    try:
+        ids = None if config.gpus is None else [name for name in config.gpus.split(",") if name.strip()]
+        indices = gpus.choose(inventory, ids)
+    except gpus.GpuError:
+        return  # the plan says it
+    if indices and isinstance(launch, Launch):
+        indices = launch.gpu_indices
+    chosen = tuple(gpu for gpu in inventory.gpus if gpu.index in indices)
+    yield _guarded("GPUs", lambda: _gpus(inventory, chosen, "problem", 1 - config.memory_ratio))
+    if len(indices) > 1:
+        decision = gpus.decide_p2p(config.p2p, inventory, indices)
+        yield _guarded("P2P", lambda: _p2p(decision, inventory, indices))
+
+
+def _gpus(inventory: Inventory, chosen: tuple[Gpu, ...], absent: State, spare_ratio: float = 0.1) -> Check:
+    """`spare_ratio`: part of a GPU's memory that others may use."""
+    if not inventory.gpus:
+        return Check(
+            "GPUs", absent, f"there is none ({inventory.problem or 'nothing found'})", "nvidia-smi must list them"
+        )
+    if not chosen:
+        return Check(
+            "GPUs",
+            absent,
+            f"{len(inventory.gpus)} here, all of them hidden",
+            "see CUDA_VISIBLE_DEVICES, or name --gpus",
+        )
+    kinds = Counter((gpu.name, gpu.memory_bytes) for gpu in chosen)
+    cards = ", ".join(
+        f"{count} x {name}" + (f" ({memory / GIB:.0f} GiB)" if memory else "")
+        for (name, memory), count in kinds.items()
+    )
+    used = f"{len(chosen)} of {len(inventory.gpus)}: " if len(chosen) < len(inventory.gpus) else ""
+    said = f"{used}{cards}, driver {inventory.driver or 'unknown'}, CUDA {inventory.cuda or 'unknown'}"
+    busy = [gpu for gpu in chosen if gpu.used_bytes and gpu.memory_bytes and
+            gpu.used_bytes > spare_ratio * gpu.memory_bytes]  # fmt: skip
+    if busy:
+        who = ", ".join(f"GPU {gpu.index}: {(gpu.used_bytes or 0) / GIB:.1f} GiB" for gpu in busy)
+        return Check("GPUs", "warning", f"{said}; in use ({who})", "stop what uses them, or name others with --gpus")
+    if inventory.problem:
+        return Check("GPUs", "warning", f"{said}; {inventory.problem}", "see nvidia-smi and dmesg")
+    return Check("GPUs", "ok", said)
+
+
+def _p2p(decision: gpus.P2pDecision, inventory: Inventory, chosen: tuple[int, ...]) -> Check:
+    """Off is no problem: servers work without, only more slowly. On against what NVML says may hang."""
+    places = [place for place, gpu in enumerate(inventory.gpus) if gpu.index in chosen]
+    pairs = [{inventory.p2p[a][b], inventory.p2p[b][a]} for a, b in combinations(places, 2)]
+    good = pairs.count({"ok"})
+    said = f"{'on' if decision.enabled else 'off'}: {decision.reason} ({good} of {len(pairs)} pairs report it)"
+    if decision.enabled and good < len(pairs):
+        return Check("P2P", "warning", said, "if the server hangs or its output is wrong: --p2p auto")
+    return Check("P2P", "ok", said)
+
+
+def _shared_memory(tp: int) -> Check:
+    size, _ = _space(Path("/dev/shm"))
+    needed = tp * SHM_BYTES_PER_GPU
+    said = f"{size / GIB:.1f} GiB in all"
+    if size >= needed:
+        return Check("/dev/shm", "ok", said)
+    return Check(
+        "/dev/shm",
+        "warning",
+        f"{said}, and {tp} GPUs may want {needed / GIB:.0f}",
+        f"sudo mount -o remount,size={max(16, needed // GIB)}G /dev/shm",
+    )
+
+
+def _is_local(config: Config, model: Model) -> bool:
+    """As the launch decides it: without weights, a directory is enough where none are to be loaded."""
+    return model.directory is not None and (model.has_weights or config.dummy_weights or model.hf_id is None)
+
+
+def _model(config: Config, adapter: Adapter, model: Model) -> Check:
+    if _is_local(config, model):
+        return Check("model", "ok", f"{model.name} is here: {model.directory}")
+    if not adapter.loads_from_hub:
+        return Check(
+            "model",
+            "problem",
+            f"{config.kind} loads from a directory, and {model.hf_id} is not on this machine",
+            f"hf download {model.hf_id}, or name its directory with --model",
+        )
+    home = models.hf_home()
+    _, free = _space(home)
+    here = f"{free / 1e9:.0f} GB are free in {home}"
+    if config.dummy_weights:
+        return Check("model", "ok", f"{model.hf_id}: no weights will be downloaded, {here}")
+    if model.spec is None:
+        return Check("model", "ok", f"{model.hf_id} will be downloaded, its size is not known here; {here}")
+    needed = 2 * model.spec.parameters  # as the hub has them: 16 bit
+    said = f"{needed / 1e9:.0f} GB of {model.hf_id} will be downloaded, {here}"
+    if free < needed:
+        return Check("model", "problem", said, "make room, or set HF_HOME to a directory on a larger disk")
+    return Check("model", "ok", said)
+
+
+def _token(model: Model) -> Check:
+    if models.hf_token_known():
+        return Check("HF token", "ok", f"there is one; whether its owner may read {model.hf_id} will show")
+    return Check(
+        "HF token",
+        "problem",
+        f"{model.hf_id} is gated and no token is known",
+        "accept its licence on huggingface.co and set HF_TOKEN, or name a local directory with --model",
+    )
+
+
+def _image(image: str) -> Check:
+    """Whether the image is here, or Docker has room for it."""
+    import docker as sdk  # the package; backends.docker is ours
+
+    client = sdk.from_env()
+    try:
+        try:
+            client.images.get(image)
+            return Check("image", "ok", f"{image} is here")
+        except sdk.errors.ImageNotFound:
+            root = Path(client.info()["DockerRootDir"])
+    finally:
+        client.close()
+    if not root.exists():
+        return Check("image", "ok", f"{image} will be pulled; Docker's disk ({root}) cannot be seen from here")
+    _, free = _space(root)
+    said = f"{image} will be pulled, {free / 1e9:.0f} GB are free in {root}"
+    if free < IMAGE_BYTES:
+        return Check(
+            "image", "problem", f"{said}, and it may need {IMAGE_BYTES / 1e9:.0f}", "make room: docker system prune"
+        )
+    return Check("image", "ok", said)
+
+
+# -- the client --------------------------------------------------------------------------------------------------------
+
+
+def _client_checks(config: Config) -> Iterator[Check]:
+    burst = config.concurrency or config.requests or DEFAULT_REQUESTS
+    yield _guarded("open files", lambda: _open_files(burst + OPEN_FILES_BESIDES))
+    if config.where != "url":  # the backlog that counts is that of the server's machine
+        yield _guarded("listen backlog", lambda: _backlog(burst))
+    yield _guarded("local ports", lambda: _ports(burst))
+    yield _guarded("clock", _clock)
+    yield _guarded("cores", _cores)
+    yield _guarded("CPU governor", _governor)
+
+
+def _open_files(needed: int) -> Check:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        allowed = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard} allowed"
+        return Check("open files", "ok", f"{allowed}, {needed} needed")
+    return Check(
+        "open files",
+        "problem",
+        f"{hard} allowed, {needed} needed",
+        f"raise the hard limit (ulimit -Hn {needed}, or nofile in /etc/security/limits.conf), or lower the load",
+    )
+
+
+def _backlog(burst: int) -> Check:
+    size = int(_text("/proc/sys/net/core/somaxconn"))
+    said = f"net.core.somaxconn is {size}"
+    if size >= min(burst, ENOUGH_BACKLOG):
+        return Check("listen backlog", "ok", said)
+    return Check(
+        "listen backlog",
+        "warning",
+        f"{said}, below a burst of {burst}: some connections would be dropped and tried again after a second",
+        f"sudo sysctl -w net.core.somaxconn={ENOUGH_BACKLOG}",
+    )
+
+
+def _ports(burst: int) -> Check:
+    count = ephemeral_ports()
+    said = f"{count} for connections to one address"
+    if count >= burst:
+        return Check("local ports", "ok", said)
+    return Check(
+        "local ports",
+        "problem",
+        f"{said}, {burst} needed",
+        "sudo sysctl -w net.ipv4.ip_local_port_range='10240 65535', or lower the load",
+    )
+
+
+def _clock() -> Check:
+    reads = [time.monotonic_ns() for _ in range(1000)]
+    step_ns = min((b - a for a, b in pairwise(reads) if b > a), default=0)
+    try:
+        source = _text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    except OSError:
+        source = ""
+    said = f"CLOCK_MONOTONIC tells {step_ns} ns apart" + (f", from {source}" if source else "")
+    if not 0 < step_ns <= COARSE_CLOCK_NS:
+        return Check("clock", "warning", said, "measure from a machine with a finer clock")
+    if source and source not in STEADY_CLOCKS:
+        return Check(
+            "clock",
+            "warning",
+            f"{said}: each look at it is a system call",
+            "see /sys/devices/system/clocksource/clocksource0/available_clocksource for tsc or kvm-clock",
+        )
+    return Check("clock", "ok", said)
+
+
+def _cores() -> Check:
+    count = this_machine().cpu_count
+    if count >= 2:
+        return Check("cores", "ok", f"{count} for us")
+    return Check("cores", "warning", f"{count} for us", "the client shares it with all else; give it a second one")
+
+
+def _governor() -> Check:
+    governors = {path.read_text().strip() for path in CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")}
+    if "powersave" in governors:
+        return Check(
+            "CPU governor",
+            "warning",
+            "powersave: a core may be slow to wake when a token arrives",
+            "sudo cpupower frequency-set -g performance",
+        )
+    return Check("CPU governor", "ok", ", ".join(sorted(governors)) or "none: the frequency is not ours to set")
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text(encoding="ascii").strip()
+
+
+def _space(path: Path) -> tuple[int, int]:
+    """Bytes in all, and free for us, of the file system that `path` is on or will be."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    usage = shutil.disk_usage(path)
+    return usage.total, usage.free
