@@ -123,7 +123,7 @@ def plan_launch(config: Config, directory: Path, run_id: str, inventory: gpus.In
     pool = _pool(config, inventory, notes)
     tp = _tensor_parallel(config, model, length, pool, notes)
     chosen = tuple(gpu.index for gpu in pool[:tp])
-    p2p = gpus.decide_p2p(config.p2p, inventory, chosen)
+    p2p = gpus.decide_p2p(config.p2p, inventory, chosen if inventory.gpus else ())  # assumed cards have no driver
     settings = Settings(
         model=model.name,
         served_name=model.name,
