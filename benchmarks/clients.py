@@ -114,6 +114,7 @@ def _loadgen(*extra: str) -> Callable[[Work], list[str]]:
             str(_OURS), "run", "--backend", "vllm", "--url", work.url,
             "--requests", str(shape.requests), "--input-tokens", str(shape.input_tokens),
             "--output-tokens", str(shape.output_tokens), "--no-calibrate", "--warmup", "0",
+            "--no-server-metrics",  # other clients do not look at the server or its GPUs either
             "--out", str(work.directory / "run"), *arrival, *extra,
         ]  # fmt: skip
 
