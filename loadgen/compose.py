@@ -71,7 +71,7 @@ def compose(config: Config, inventory: gpus.Inventory | None = None) -> str:
     }
     if contents:
         document["configs"] = {path.name: {"content": _literal(_text(launch, path))} for path in contents}
-    header = [f"# {printable(line, 2000)}" for line in _header(config, launch, model_dir, bool(contents))]
+    header = [f"# {printable(line, 2000)}" for line in _header(config, launch, assumed, model_dir, bool(contents))]
     return "\n".join([*header, "", *_lines(document)]) + "\n"
 
 
@@ -151,12 +151,15 @@ def _reservation(gpu_ids: Sequence[str], assumed: bool) -> dict[str, _Node]:
     return {"resources": {"reservations": {"devices": [device]}}}
 
 
-def _header(config: Config, launch: Launch, model_dir: bool, configs: bool) -> Iterator[str]:
+def _header(config: Config, launch: Launch, assumed: bool, model_dir: bool, configs: bool) -> Iterator[str]:
     backend, port = launch.backend.name, launch.start.host_port or HOST_PORT
     yield f"{backend} with {launch.model.name}, as `loadgen run` starts it. Made by: {_command(config)}"
     yield from (f"note: {note}" for note in launch.notes)
     if launch.settings.tp > 1:
-        yield f"P2P between the GPUs is {'on' if launch.p2p.enabled else 'off'}: {launch.p2p.reason}."
+        if assumed and config.p2p == "auto":
+            yield "P2P between the GPUs is on, which no GPU here could tell; make it with --p2p off for GPUs without."
+        else:
+            yield f"P2P between the GPUs is {'on' if launch.p2p.enabled else 'off'}: {launch.p2p.reason}."
     if model_dir:
         yield "MODEL_DIR must name that directory, with the files themselves in it, not links: add --local-dir DIR."
     for name in launch.start.secrets:

@@ -193,6 +193,21 @@ def test_gpus_are_named_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> 
     assert device(config, A800)["count"] == 2
 
 
+@pytest.mark.parametrize(
+    ("inventory", "p2p", "said", "off"),
+    [
+        (A800, "auto", "is on: every pair reports P2P", False),
+        (RTX4090, "auto", "is off: NVML says of P2P", True),
+        (NOTHING, "auto", "is on, which no GPU here could tell", False),
+        (NOTHING, "off", "is off: asked for with --p2p off", True),
+    ],
+)
+def test_what_is_said_of_p2p_is_what_is_done(inventory: Inventory, p2p: Any, said: str, off: bool) -> None:
+    text = compose(Config(model="13b", tp="2", p2p=p2p), inventory)
+    assert f"# P2P between the GPUs {said}" in text
+    assert ("NCCL_P2P_DISABLE=1" in service(text, HOME="/h")["environment"]) == off
+
+
 def test_no_value_of_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_s3cret")
     text = compose(Config(model="7b"), A800)
