@@ -151,7 +151,8 @@ def fail(behaviour: str) -> None:
 
 def serve(behaviour: str, dialect: str, host: str, port: int, model: str, max_model_len: int) -> NoReturn:
     command = [sys.executable, "-m", "servers", "--dialect", dialect, "--host", host, "--port", str(port),
-               "--model", model, "--max-model-len", str(max_model_len), "--ttft-ms", "20", "--itl-ms", "2"]  # fmt: skip
+               "--model", model, "--max-model-len", str(max_model_len),
+               "--ttft-ms", "100", "--itl-ms", "20"]  # fmt: skip
     kind, _, rest = behaviour.partition(":")
     if kind == "die":
         after_s, _, code = rest.partition(":")
