@@ -84,11 +84,6 @@ ADAPTER = Adapter(
             reason="it sees fewer than {0} GPUs",
             advice="lower --tp, or give it more --gpus",
         ),
-        Failure(
-            pattern=r"No available shared memory broadcast block found",
-            reason="its workers stopped answering each other, as in an NCCL hang",
-            advice="try --p2p off",
-        ),
     ),
 )
 

@@ -21,6 +21,7 @@ from loadgen.transport import Target, TransportError, get
 POLL_S = 0.5
 SAY_EVERY_S = 15.0
 HEALTH_TIMEOUT_S = 5.0
+WHOLE_LOG_LINES = 5000
 
 Say = Callable[[str], None]
 
@@ -36,7 +37,7 @@ class Hosted:
             **launch.facts(),
             **running.facts,
             "ready_s": ready_s,
-            "kv_cache_tokens": _capacity(launch, running.log_tail(5000)),
+            "kv_cache_tokens": _capacity(launch, running.log_tail(WHOLE_LOG_LINES)),
             "log": launch.start.log.name,
         }
 
@@ -86,16 +87,23 @@ async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -
                 return url
         now = time.monotonic()
         if now - began > timeout_s:
-            log = running.log_tail()
-            reason, advice = explain(log, failures) or (
-                "its log tells no reason", "read the end of its log, or give it longer with --ready-timeout"
-            )  # fmt: skip
+            log = running.log_tail(WHOLE_LOG_LINES)
+            reason, advice = explain(log, failures) or _never_ready(launch, log)
             raise LaunchError(f"{name} was not ready within {timeout_s:g} s: {reason}; {advice}.", last_lines(log))
         if now - said > SAY_EVERY_S:
             said = now
             last = last_lines(running.log_tail(20), 1)
             say(f"{name} is not ready after {now - began:.0f} s; its log: {printable(last, 160) or 'empty'}")
         await asyncio.sleep(POLL_S)
+
+
+def _never_ready(launch: Launch, log: str) -> tuple[str, str]:
+    """What to think of a server whose log names no failure. A hang in NCCL leaves no line of its own, but before a
+    server knows how many tokens its KV cache holds, its GPUs have loaded the model and run it together."""
+    longer = "read the end of its log, or give it longer with --ready-timeout"
+    if launch.settings.tp > 1 and _capacity(launch, log) is None:
+        return f"its {launch.settings.tp} GPUs still load the model, or hang in NCCL", f"{longer}, or try --p2p off"
+    return "its log tells no reason", longer
 
 
 def _healthy(url: str, path: str) -> bool:

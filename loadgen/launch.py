@@ -192,7 +192,8 @@ def _pool(config: Config, inventory: gpus.Inventory, notes: list[str]) -> tuple[
             f"there is no GPU for the server ({inventory.problem or 'none is visible'}); run this on a GPU machine, "
             "see what would run with --dry-run, or say --gpus none for a server that needs none."
         )
-    notes.append("no GPU here: tensor parallelism is for 80 GiB cards; name another with --tp.")
+    if config.tp is None:
+        notes.append("no GPU here: tensor parallelism is for 80 GiB cards; name another with --tp.")
     return tuple(
         gpus.Gpu(index=index, name="assumed", uuid="", memory_bytes=ASSUMED_GPU_BYTES, used_bytes=0)
         for index in range(8)

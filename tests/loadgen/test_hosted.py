@@ -73,10 +73,10 @@ def server() -> Iterator[SimpleNamespace]:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], Launch]:
-    def make(fake: Fake) -> Launch:
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launch]:
+    def make(fake: Fake, tp: int = 1) -> Launch:
         monkeypatch.setattr(Launch, "launcher", property(lambda _: fake))
-        config = Config(backend="vllm", model="7b", gpus="none", dry_run=True)
+        config = Config(backend="vllm", model="7b", gpus="none", tp=str(tp), dry_run=True)
         return plan_launch(config, tmp_path / "run", "id", Inventory(problem="none"))
 
     return make
@@ -122,11 +122,20 @@ def test_it_dies_while_starting(launch: Callable[[Fake], Launch]) -> None:
     assert fake.stopped == 1
 
 
-def test_it_is_never_ready(server: Any, launch: Callable[[Fake], Launch]) -> None:
+@pytest.mark.parametrize(
+    ("tp", "log", "reason"),
+    [
+        (1, "INFO loading", "its log tells no reason"),
+        (4, "INFO vLLM is using nccl==2.27.5", "its 4 GPUs still load the model, or hang in NCCL; .* or try --p2p off"),
+        (4, "INFO GPU KV cache size: 1,234 tokens", "its log tells no reason"),
+        (4, "RuntimeError: NCCL error: unhandled system error", "an NCCL error"),
+    ],
+)
+def test_it_is_never_ready(tp: int, log: str, reason: str, server: Any, launch: Callable[..., Launch]) -> None:
     server.status = 503
-    fake = Fake([server.url], "INFO No available shared memory broadcast block found in 60 seconds.")
-    with pytest.raises(LaunchError, match=r"not ready within 0\.2 s: its workers stopped answering.*--p2p off"):
-        host(launch(fake), ready_timeout_s=0.2)
+    fake = Fake([server.url], log)
+    with pytest.raises(LaunchError, match=rf"not ready within 0\.2 s: {reason}"):
+        host(launch(fake, tp=tp), ready_timeout_s=0.2)
     assert fake.stopped == 1
 
 
