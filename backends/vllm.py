@@ -47,8 +47,9 @@ def invoke(settings: Settings) -> Invocation:
         arguments += ["--load-format", "dummy"]
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}  # 5 s: shorter than a wait for a token
     if not settings.p2p:
-        env["NCCL_P2P_DISABLE"] = "1"
-        arguments.append("--disable-custom-all-reduce")  # its own kernels do not look at NCCL's variable
+        # its other ways to reduce read peers' memory too, and do not look at NCCL's variable
+        env |= {"NCCL_P2P_DISABLE": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+        arguments.append("--disable-custom-all-reduce")
     return Invocation(arguments=(*arguments, *settings.extra), env=env)
 
 
