@@ -1,0 +1,86 @@
+"""How servers put requests into steps: pure state machines, one for each scheduler that a server has had.
+
+A scheduler knows no clock and no cost. The engine calls `schedule` for the next step, lets it take as long as it takes,
+and then calls `finish`; `depth` is how many steps may be under way at once (2: the next step is put together while one
+runs, and so it does not know yet what that one will free).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Rejected(Exception):
+    """The server will not take the request. `status` is what it answers with; the message is one sentence."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Sequence:
+    """One request as a scheduler sees it. Lengths in tokens; `output` is what it will have generated in the end."""
+
+    __slots__ = ("blocks", "computed", "done", "emitted", "index", "output", "preemptions", "prompt", "sampled")
+
+    def __init__(self, index: int, prompt: int, output: int) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.output = output
+        self.computed = 0  # tokens whose keys and values are, or are about to be, in the cache
+        self.sampled = 0  # output tokens that scheduled steps will have given
+        self.emitted = 0  # output tokens that finished steps have given
+        self.blocks = 0
+        self.preemptions = 0
+        self.done = False
+
+
+@dataclass(slots=True)
+class Step:
+    """The work of one step, as its cost needs it. `emits` get one token each when it ends, in this order.
+
+    prefill_work counts pairs of query and key: the sum of q * (c + q / 2) over chunks of q tokens that follow c cached.
+    """
+
+    emits: list[Sequence] = field(default_factory=list)
+    decode_rows: int = 0
+    decode_context: int = 0
+    prefill_rows: int = 0
+    prefill_tokens: int = 0
+    prefill_work: float = 0.0
+
+    def prefill(self, tokens: int, cached: int) -> None:
+        self.prefill_rows += 1
+        self.prefill_tokens += tokens
+        self.prefill_work += tokens * (cached + tokens / 2)
+
+
+class Scheduler(Protocol):
+    """`waiting` and `running` are counts, `used_tokens` what the KV cache holds, of `kv_tokens`."""
+
+    depth: int
+    kv_tokens: int
+    preemptions: int
+
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def used_tokens(self) -> int: ...
+
+    def admit(self, sequence: Sequence) -> None:
+        """Takes it in at the door, before the front end has worked on it. Raises Rejected."""
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues it; the next `schedule` sees it."""
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Its client has gone, wherever it stands since `admit`."""
+
+    def schedule(self) -> Step | None:
+        """The next step; None when there is nothing that could be done now."""
+
+    def finish(self, step: Step) -> None:
+        """The step is over: its tokens are out, and what has ended frees its memory."""

@@ -1,0 +1,144 @@
+"""vLLM's schedulers: paged KV cache in blocks of 16 tokens, first come first served, recomputation after preemption."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from servers.batching import Rejected, Sequence, Step
+
+BLOCK_TOKENS = 16
+
+
+class VllmV1:
+    """vLLM's V1 scheduler: one budget of tokens a step for running requests and then waiting ones, prompts in chunks,
+    blocks of 16 tokens; where blocks run out, the request that came last starts over (recomputation).
+
+    Source: vllm/v1/core/sched/scheduler.py of 0.32, first come first served, without prefix cache and speculation. With
+    asynchronous scheduling (`depth` 2) a request that has its last token under way is left out of the next step.
+    """
+
+    def __init__(
+        self, kv_tokens: int, max_running: int = 1024, budget_tokens: int = 8192, depth: int = 2, max_model_len: int = 0
+    ) -> None:
+        self.depth = depth
+        self.kv_tokens = kv_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        self.preemptions = 0
+        self._max_running = max_running
+        self._budget_tokens = budget_tokens
+        self._total = kv_tokens // BLOCK_TOKENS - 1  # one block is kept as the null block
+        self._free = self._total
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def used_tokens(self) -> int:
+        return (self._total - self._free) * BLOCK_TOKENS
+
+    def admit(self, sequence: Sequence) -> None:
+        if -(-(sequence.prompt + sequence.output) // BLOCK_TOKENS) > self._total:
+            raise Rejected(400, "the request is longer than the KV cache.")
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        sequence.done = True
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self._release(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def schedule(self) -> Step | None:
+        step = Step()
+        budget = self._budget_tokens
+        emits = step.emits
+        running = self._running
+        preempted = False
+        rows = context = 0
+        index = 0
+        while index < len(running) and budget > 0:
+            sequence = running[index]
+            if sequence.sampled == sequence.output:
+                index += 1
+                continue
+            computed = sequence.computed
+            tokens = sequence.prompt + sequence.sampled - computed
+            if tokens > budget:
+                tokens = budget
+            missing = (computed + tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS - sequence.blocks
+            if missing > self._free:
+                preempted = True
+                while missing > self._free and running[-1] is not sequence:
+                    self._preempt()
+                if missing > self._free:  # it is the last itself
+                    self._preempt()
+                    break
+            self._free -= missing
+            sequence.blocks += missing
+            sequence.computed = computed = computed + tokens
+            budget -= tokens
+            if tokens == 1 and computed > sequence.prompt:
+                rows += 1
+                context += computed
+            else:
+                step.prefill(tokens, computed - tokens)
+            if computed == sequence.prompt + sequence.sampled:
+                sequence.sampled += 1
+                emits.append(sequence)
+            index += 1
+        step.decode_rows = rows
+        step.decode_context = context
+        if not preempted:
+            self._admit(step, budget)
+        return step if rows or step.prefill_rows else None
+
+    def finish(self, step: Step) -> None:
+        ended = False
+        for sequence in step.emits:
+            sequence.emitted += 1
+            if sequence.emitted == sequence.output and not sequence.done:
+                sequence.done = ended = True
+                self._release(sequence)
+        if ended:
+            self._running = [sequence for sequence in self._running if not sequence.done]
+            if any(sequence.done for sequence in self._waiting):  # preempted with its last token on the way
+                self._waiting = deque(sequence for sequence in self._waiting if not sequence.done)
+
+    def _admit(self, step: Step, budget: int) -> None:
+        while self._waiting and budget > 0 and len(self._running) < self._max_running:
+            sequence = self._waiting[0]
+            whole = sequence.prompt + sequence.sampled
+            if -(-whole // BLOCK_TOKENS) > self._free:  # the whole must fit, though it comes in chunks
+                return
+            self._waiting.popleft()
+            tokens = min(whole, budget)
+            sequence.blocks = -(-tokens // BLOCK_TOKENS)
+            self._free -= sequence.blocks
+            sequence.computed = tokens
+            budget -= tokens
+            step.prefill(tokens, 0)
+            if tokens == whole:
+                sequence.sampled += 1
+                step.emits.append(sequence)
+            self._running.append(sequence)
+
+    def _preempt(self) -> None:
+        sequence = self._running.pop()
+        self._release(sequence)
+        sequence.computed = 0
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self._waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._free += sequence.blocks
+        sequence.blocks = 0

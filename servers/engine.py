@@ -1,0 +1,121 @@
+"""One server's life in time: requests come in, steps follow each other, tokens go out. No clock is read here.
+
+The caller says how far time may go (`advance`), as a wall clock or as fast as it can be computed; the events are the
+same. Seconds since the start, as floats.
+
+Before and after the scheduler stands the front end, one process that takes requests in and hands tokens out, one thing
+at a time: in a burst its work is a part of ttft.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from servers.batching import Scheduler, Sequence, Step
+
+
+class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """request_us: to take in a request. token_us: to hand out a token. latency_us: between processes, each way."""
+
+    request_us: float = 0.0
+    token_us: float = 0.0
+    latency_us: float = 0.0
+
+
+class Engine:
+    """Runs a scheduler's steps. `deliver(emits, first_s, gap_s)` is told of the tokens of each step: the k-th of
+    `emits` leaves the server at first_s + k * gap_s. `schedule_s` is the scheduler's own time, hidden where steps
+    overlap."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        step_s: Callable[[Step], float],
+        deliver: Callable[[list[Sequence], float, float], None],
+        front: FrontEnd,
+        schedule_s: float = 0.0,
+    ) -> None:
+        self.scheduler = scheduler
+        self.steps = 0
+        self._step_s = step_s
+        self._deliver = deliver
+        self._request_s = front.request_us * 1e-6
+        self._token_s = front.token_us * 1e-6
+        self._latency_s = front.latency_us * 1e-6
+        self._schedule_s = schedule_s
+        self._now_s = 0.0
+        self._shared_s = (
+            0.0  # what each request being taken in has had of the front end, had it been there from the start
+        )
+        self._shared_at_s = 0.0
+        self._taking_in: deque[tuple[float, Sequence]] = deque()
+        self._front_s = 0.0  # until when the front end hands out tokens
+        self._gpu_s = 0.0  # until when the GPUs are
+        self._arriving: deque[tuple[float, Sequence]] = deque()
+        self._under_way: deque[tuple[float, Step]] = deque()
+
+    def submit(self, sequence: Sequence, at_s: float) -> None:
+        """A request has come in, after all that were submitted before. Raises batching.Rejected."""
+        self.scheduler.admit(sequence)
+        self.advance(at_s)
+        if self._taking_in:
+            self._shared_s += (at_s - self._shared_at_s) / len(self._taking_in)
+        self._shared_at_s = at_s
+        self._taking_in.append((self._shared_s + self._request_s, sequence))
+
+    def next_s(self) -> float:
+        """When something happens next; infinity if nothing will."""
+        ends = self._under_way[0][0] if self._under_way else math.inf
+        comes = self._arriving[0][0] if self._arriving else math.inf
+        return min(ends, comes, self._taken_in_s())
+
+    def advance(self, until_s: float) -> None:
+        """All that happens up to and including `until_s`."""
+        arriving, under_way, scheduler = self._arriving, self._under_way, self.scheduler
+        while True:
+            ends = under_way[0][0] if under_way else math.inf
+            comes = arriving[0][0] if arriving else math.inf
+            taken = self._taken_in_s() if self._taking_in else math.inf
+            now = min(ends, comes, taken)
+            if now > until_s or now == math.inf:
+                return
+            if taken == now:
+                self._shared_s, sequence = self._taking_in.popleft()
+                self._shared_at_s = now
+                arriving.append((now + self._latency_s, sequence))
+                continue
+            self._now_s = now
+            if comes == now:
+                scheduler.add(arriving.popleft()[1])
+            else:
+                _, step = under_way.popleft()
+                scheduler.finish(step)
+                self._hand_out(step)
+            self._fill()
+
+    def _taken_in_s(self) -> float:
+        """When the first of the requests being taken in is through: they share the front end's time evenly."""
+        if not self._taking_in:
+            return math.inf
+        return self._shared_at_s + (self._taking_in[0][0] - self._shared_s) * len(self._taking_in)
+
+    def _fill(self) -> None:
+        while len(self._under_way) < self.scheduler.depth:
+            step = self.scheduler.schedule()
+            if step is None:
+                return
+            self.steps += 1
+            self._gpu_s = max(self._now_s + self._schedule_s, self._gpu_s) + self._step_s(step)
+            self._under_way.append((self._gpu_s, step))
+
+    def _hand_out(self, step: Step) -> None:
+        if step.emits:
+            # what has not gone out when the next tokens of the same requests come goes out together with them
+            took_s = len(step.emits) * self._token_s
+            self._front_s = min(max(self._front_s, self._now_s), self._now_s + took_s)
+            self._deliver(step.emits, self._front_s + self._token_s + self._latency_s, self._token_s)
+            self._front_s += took_s
