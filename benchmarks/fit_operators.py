@@ -76,7 +76,7 @@ def main() -> None:
     prompts = d[1] + 256 * mh * mp * 512 * 512 / (p[0] * flops) + p[1] * 1e-3 * mp * 512 * mh
     m, _ = fit(lambda x: np.log((x[0] * alone + prompts) / mixed_us), (1.2,))
 
-    i, norm_us = columns(rows["norm"], "h")
+    _, norm_us = columns(rows["norm"], "h")
     small = float(np.median(norm_us[np.array([float(s["t"]) for s, _ in rows["norm"]]) <= 16]))
     links = {}
     for p2p, name in (("on", "nvlink"), ("off", "host")):
@@ -99,8 +99,8 @@ def main() -> None:
         },
         "elementwise": {"memory_ratio": chosen.elementwise, "launch_us": round(small, 2)},
         "links": links,
-        "error": f"mean absolute relative error: GEMM {error(gemm(g), gemm_us):.1%} of {len(gemm_us)}, decode attention "
-        f"{error(decode(d), decode_us):.1%} of {len(decode_us)}, prefill attention {error(prefill(p), prefill_us):.1%} "
+        "error": f"mean absolute relative error: GEMM {error(gemm(g), gemm_us):.1%} of {len(gemm_us)}, "
+        f"decode attention {error(decode(d), decode_us):.1%} of {len(decode_us)}, prefill attention {error(prefill(p), prefill_us):.1%} "
         f"of {len(prefill_us)}, mixed {error(m[0] * alone + prompts, mixed_us):.1%} of {len(mixed_us)}",
     }
     print(json.dumps(entry, indent=1))

@@ -87,6 +87,8 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     row_us: float = 0.0
     prefill_token_us: float = 0.0
     layer_us: float = 0.0
+    reduce_us: float = 0.0
+    reduce_ratio: float = 1.0
 
 
 class StepCost:
@@ -101,6 +103,7 @@ class StepCost:
         self._link = link
         self._width = DTYPE_BYTES[dtype]
         self._overheads = overheads
+        self._arguments = (model, gpu, tp, link, dtype)
         self._dense: dict[int, float] = {}  # tokens -> what depends on their number alone
         self._head: dict[int, float] = {}
         bandwidth = gpu.memory_bytes_per_s
@@ -116,6 +119,9 @@ class StepCost:
         self._prefill_work = layers * 4 * heads * model.head_dim / (attention.prefill_compute_ratio * gpu.flops)
         self._prefill_token = layers * attention.prefill_token_head_ns * 1e-9 * heads
         self._floor = layers * overheads.layer_us * 1e-6
+
+    def with_overheads(self, overheads: Overheads) -> StepCost:
+        return StepCost(*self._arguments, overheads)
 
     def __call__(self, step: Step) -> float:
         tokens = step.decode_rows + step.prefill_tokens
@@ -152,7 +158,8 @@ class StepCost:
         attention = self.gemm_s(tokens, q + kv, model.hidden) + self.gemm_s(tokens, model.hidden, q)
         layer = attention + self._mlp_s(tokens) + self._elementwise_s(tokens, q, kv)
         if self._link is not None and tp > 1:
-            layer += 2 * self._link.all_reduce_s(tokens * model.hidden * self._width, tp)
+            alone = self._link.all_reduce_s(tokens * model.hidden * self._width, tp)
+            layer += 2 * (alone * self._overheads.reduce_ratio + self._overheads.reduce_us * 1e-6)
         return model.layers * layer
 
     def _mlp_s(self, tokens: int) -> float:

@@ -47,7 +47,7 @@ class Engine:
         self._token_s = front.token_us * 1e-6
         self._latency_s = front.latency_us * 1e-6
         self._schedule_s = schedule_s
-        self._now_s = 0.0
+        self.now_s = 0.0
         self._shared_s = (
             0.0  # what each request being taken in has had of the front end, had it been there from the start
         )
@@ -88,7 +88,7 @@ class Engine:
                 self._shared_at_s = now
                 arriving.append((now + self._latency_s, sequence))
                 continue
-            self._now_s = now
+            self.now_s = now
             if comes == now:
                 scheduler.add(arriving.popleft()[1])
             else:
@@ -109,13 +109,13 @@ class Engine:
             if step is None:
                 return
             self.steps += 1
-            self._gpu_s = max(self._now_s + self._schedule_s, self._gpu_s) + self._step_s(step)
+            self._gpu_s = max(self.now_s + self._schedule_s, self._gpu_s) + self._step_s(step)
             self._under_way.append((self._gpu_s, step))
 
     def _hand_out(self, step: Step) -> None:
         if step.emits:
             # what has not gone out when the next tokens of the same requests come goes out together with them
             took_s = len(step.emits) * self._token_s
-            self._front_s = min(max(self._front_s, self._now_s), self._now_s + took_s)
+            self._front_s = min(max(self._front_s, self.now_s), self.now_s + took_s)
             self._deliver(step.emits, self._front_s + self._token_s + self._latency_s, self._token_s)
             self._front_s += took_s

@@ -17,10 +17,16 @@ LEAST = 1e-6
 
 
 def fit(
-    residuals: Callable[[Floats], Floats], start: Sequence[float], scale: float = 1.0, rounds: int = 30
+    residuals: Callable[[Floats], Floats],
+    start: Sequence[float],
+    scale: float = 1.0,
+    reach: float = 1e3,
+    rounds: int = 30,
 ) -> tuple[Floats, Floats]:
-    """The parameters that make `residuals` small, and the residuals there."""
+    """The parameters that make `residuals` small, and the residuals there. None goes farther from its start than by the
+    factor `reach`."""
     logs = np.log(np.maximum(np.asarray(start, float), LEAST))
+    low, high = logs - np.log(reach), logs + np.log(reach)
     here = residuals(np.exp(logs))
     cost = _cost(here, scale)
     damping = 1e-2
@@ -36,7 +42,7 @@ def fit(
         before = cost
         for _ in range(8):
             step = np.linalg.lstsq(normal + damping * (np.diag(np.diag(normal)) + 1e-12), -gradient, rcond=None)[0]
-            tried = logs + np.clip(step, -1.5, 1.5)
+            tried = np.clip(logs + np.clip(step, -1.5, 1.5), low, high)
             there = residuals(np.exp(tried))
             if _cost(there, scale) < cost:
                 logs, here, cost = tried, there, _cost(there, scale)

@@ -1,0 +1,203 @@
+"""`loadgen calibrate`: from real runs to a hardware profile, by fitting only what those runs can tell.
+
+Operators are pinned: they were measured alone. At TP 1 the software's own times are fitted (each step, each row, each
+prompt token; taking a request in, handing a token out, the way between processes). At TP > 1 reductions are fitted, on
+top of a profile whose software times are known. A parameter whose 95 % interval spans more than a factor of
+`SPAN_MAX` is not identified: it keeps its value and is said to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from servers.cost import Overheads
+from servers.emulation import HeldOut, Interval, Profile
+from servers.engine import FrontEnd
+from servers.fitting import fit
+from servers.observed import Observed
+
+Floats = npt.NDArray[np.float64]
+QUANTILES = np.linspace(0.02, 0.98, 25)
+SCALE = 0.02  # residuals are shares of a run's mean; beyond two percent a run counts linearly
+DRAWS = 200
+SPAN_MAX = 30.0
+START = {
+    "step_us": 200.0,
+    "row_us": 2.0,
+    "prefill_token_us": 0.3,
+    "request_us": 450.0,
+    "token_us": 20.0,
+    "latency_us": 1500.0,
+}
+FRONT = frozenset({"request_us", "token_us", "latency_us"})
+LINK = {"reduce_ratio": 1.0, "reduce_us": 5.0}
+
+
+class CalibrationError(Exception):
+    """Runs that do not say enough. One sentence."""
+
+
+def calibrate(observed: Sequence[Observed], base: Profile | None, say: Callable[[str], None]) -> Profile:
+    """The profile of one server's software on one kind of GPU. Raises CalibrationError."""
+    schedulers = {run.setup.scheduler for run in observed}
+    cards = {run.setup.gpu for run in observed}
+    if len(schedulers) > 1:
+        raise CalibrationError(
+            f"these runs are of several servers ({', '.join(sorted(schedulers))}); fit one at a time."
+        )
+    if len(cards) > 1:
+        raise CalibrationError(f"these runs are on several GPUs ({', '.join(sorted(cards))}); fit one at a time.")
+    single = [run for run in observed if run.setup.tp == 1]
+    joined = [run for run in observed if run.setup.tp != 1]
+    if not single and base is None:
+        raise CalibrationError(
+            "all runs have several GPUs: the time of a reduction cannot be told from the software's own; add a run at "
+            "TP 1, or name its profile with --base."
+        )
+    profile = msgspec.structs.replace(
+        base or Profile(scheduler=schedulers.pop()),
+        gpu=cards.pop(),
+        fitted_on=tuple(run.name for run in observed),
+        held_out=(),
+    )
+    if single:
+        names = _identifiable(single, say)
+        start = _values(profile) if base else START
+        profile = _fit(single, profile, {name: max(start[name], START[name] / 100) for name in names}, say)
+    if joined:
+        profile = _fit(joined, profile, LINK, say)
+    return profile
+
+
+def _identifiable(single: Sequence[Observed], say: Callable[[str], None]) -> list[str]:
+    """What runs at TP 1 can tell apart."""
+    names = list(START)
+    crowded = any(_in_flight(run) > 100 for run in single)
+    sparse = any(_in_flight(run) < 40 for run in single)
+    if not crowded:
+        for name in ("row_us", "request_us", "prefill_token_us"):
+            names.remove(name)
+        say("not identified: row_us, request_us, prefill_token_us (no run has 100 requests at once; add a burst).")
+    if not sparse:
+        for name in ("step_us", "latency_us"):
+            names.remove(name)
+        say("not identified: step_us, latency_us (all runs are crowded; add one with few requests at once).")
+    return names
+
+
+def _in_flight(run: Observed) -> float:
+    """Requests under way on average (Little's law)."""
+    return float(run.e2el_s.sum() / (run.end_s.max() - run.send_s.min()))
+
+
+def _values(profile: Profile) -> dict[str, float]:
+    return {**msgspec.to_builtins(profile.overheads), **msgspec.to_builtins(profile.front)}
+
+
+def with_values(profile: Profile, values: dict[str, float]) -> Profile:
+    front = {name: value for name, value in values.items() if name in FRONT}
+    own = {name: value for name, value in values.items() if name not in FRONT}
+    return msgspec.structs.replace(
+        profile,
+        front=msgspec.structs.replace(profile.front, **front),
+        overheads=msgspec.structs.replace(profile.overheads, **own),
+    )
+
+
+def _fit(
+    observed: Sequence[Observed], profile: Profile, start: dict[str, float], say: Callable[[str], None]
+) -> Profile:
+    names = list(start)
+    real = [(run, np.quantile(run.ttft_s, QUANTILES), np.quantile(run.e2el_s, QUANTILES)) for run in observed]
+
+    def residuals(values: Floats) -> Floats:
+        tried = with_values(profile, dict(zip(names, values.tolist(), strict=True)))
+        parts = []
+        for run, ttft, e2el in real:
+            predicted = run.predict(tried)
+            parts.append((np.quantile(predicted.ttft_s, QUANTILES) - ttft) / run.ttft_s.mean())
+            parts.append((np.quantile(predicted.e2el_s, QUANTILES) - e2el) / run.e2el_s.mean())
+        return np.concatenate(parts)
+
+    values, left = fit(residuals, list(start.values()), SCALE)
+    intervals = _intervals(observed, residuals, values, left)
+    kept = {}
+    for name, value, interval in zip(names, values.tolist(), intervals, strict=True):
+        if interval.high > SPAN_MAX * max(interval.low, 1e-9):
+            say(
+                f"{name} = {value:.3g}, hardly identified: its 95 % interval is {interval.low:.3g} to {interval.high:.3g}."
+            )
+        else:
+            say(f"{name} = {value:.3g} ({interval.low:.3g} to {interval.high:.3g})")
+        kept[name] = interval
+    fitted = with_values(profile, dict(zip(names, values.tolist(), strict=True)))
+    return msgspec.structs.replace(fitted, intervals={**profile.intervals, **kept})
+
+
+def _intervals(
+    observed: Sequence[Observed], residuals: Callable[[Floats], Floats], values: Floats, left: Floats
+) -> list[Interval]:
+    """95 % intervals from bootstrap draws of requests: each draw moves the real quantiles, and one Gauss-Newton step
+    from the fit follows them (linear in the parameters' logarithms)."""
+    step = 0.05
+    jacobian = np.empty((len(left), len(values)))
+    for column in range(len(values)):
+        moved = values.copy()
+        moved[column] *= np.exp(step)
+        jacobian[:, column] = (residuals(moved) - left) / step
+    solve = np.linalg.pinv(jacobian, rcond=1e-6)
+    rng = np.random.default_rng(0)
+    logs = np.empty((DRAWS, len(values)))
+    for draw in range(DRAWS):
+        parts = []
+        for run in observed:
+            rows = rng.integers(0, len(run.send_s), len(run.send_s))
+            for sample in (run.ttft_s, run.e2el_s):
+                parts.append((np.quantile(sample[rows], QUANTILES) - np.quantile(sample, QUANTILES)) / sample.mean())
+        logs[draw] = np.log(values) + solve @ np.concatenate(parts)
+    low, high = np.quantile(logs, (0.025, 0.975), axis=0)
+    return [Interval(low=float(np.exp(a)), high=float(np.exp(b))) for a, b in zip(low, high, strict=True)]
+
+
+def held_out(profile: Profile, observed: Sequence[Observed]) -> Profile:
+    """The profile with its errors on runs that it was not fitted to."""
+    return msgspec.structs.replace(profile, held_out=tuple(run.predict(profile).error(run) for run in observed))
+
+
+def leave_one_out(observed: Sequence[Observed], base: Profile | None) -> tuple[HeldOut, ...]:
+    """Each run predicted by a fit to the others, where those can be fitted."""
+    errors = []
+    for left_out in observed:
+        others = [run for run in observed if run is not left_out]
+        try:
+            profile = calibrate(others, base, lambda _: None)
+        except CalibrationError:
+            continue
+        errors.append(left_out.predict(profile).error(left_out))
+    return tuple(errors)
+
+
+def table(errors: Sequence[HeldOut]) -> str:
+    """For people."""
+    lines = [f"{'run not fitted to':34s} {'makespan':>9s} {'e2el MAPE':>10s} {'e2el W1':>8s} {'ttft W1':>8s}"]
+    lines += [
+        f"{one.run:34s} {one.makespan:+9.1%} {one.e2el_mape:10.1%} {one.e2el_w1:8.1%} {one.ttft_w1:8.1%}"
+        for one in errors
+    ]
+    return "\n".join(lines)
+
+
+def write(profile: Profile, out: Path) -> None:
+    """Raises CalibrationError."""
+    try:
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    except OSError as error:
+        raise CalibrationError(f"cannot write {out}: {error.strerror or error}.") from None
+
+
+__all__ = ["CalibrationError", "FrontEnd", "Overheads", "calibrate", "held_out", "leave_one_out", "table", "write"]

@@ -1,0 +1,198 @@
+"""A server on GPUs that one may not own: which scheduler, on what hardware, at what cost. Everything decided, no clock.
+
+`Setup` is what a user says; `emulate` checks it and joins scheduler, step cost and front end. The wire server and the
+virtual run take the same `Emulated` and make the same `Engine` of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backends.catalog import DTYPE_BYTES, ModelSpec
+from servers import hardware
+from servers.batching import Scheduler, Sequence
+from servers.batching.vllm import VllmV1
+from servers.cost import Overheads, StepCost
+from servers.engine import Engine, FrontEnd
+
+GIB = 1 << 30
+RESERVED_BYTES = GIB  # beside weights and KV on each GPU: context, activations, graphs; 1.0 to 1.3 GiB in real logs
+
+
+class EmulationError(Exception):
+    """A server that cannot be emulated as asked. One sentence."""
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    low: float
+    high: float
+
+
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+    """How far predictions were off on one real run that was not used for the fit. Ratios; signed for makespan and
+    throughput; w1: Wasserstein-1 distance over the mean, of e2el and of ttft."""
+
+    run: str
+    makespan: float
+    throughput: float
+    e2el_mape: float
+    e2el_w1: float
+    ttft_w1: float
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server's software costs, fitted to real runs. `scheduler`: of which server and version; `gpu`: on what the
+    runs were made ("" if on none: then it is assumed). `memory_ratio`: part of a GPU's memory that it fills."""
+
+    scheduler: str
+    gpu: str = ""
+    overheads: Overheads = Overheads()
+    front: FrontEnd = FrontEnd()
+    intervals: dict[str, Interval] = {}
+    fitted_on: tuple[str, ...] = ()
+    held_out: tuple[HeldOut, ...] = ()
+    source: str = ""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """kv_tokens: the KV cache's capacity over all GPUs; None: what memory leaves. max_requests: how many the server may
+    hold at once, running and waiting, before it refuses (servers that do)."""
+
+    scheduler: str
+    model: ModelSpec
+    gpu: str
+    gpus: int = 1
+    tp: int | None = None
+    topology: str | None = None
+    p2p: bool = True
+    dtype: str = "float16"
+    kv_tokens: int | None = None
+    max_running: int = 1024
+    max_requests: int = 1024
+    max_model_len: int = 4096
+    memory_ratio: float = 0.9
+    profile: Path | None = None
+
+
+class Emulated(msgspec.Struct, frozen=True, kw_only=True):
+    """A server ready to be run. `facts` say what was decided, for manifests and headings."""
+
+    setup: Setup
+    tp: int
+    kv_tokens: int
+    cost: StepCost
+    profile: Profile
+    facts: dict[str, Any]
+
+    def engine(self, deliver: Callable[[list[Sequence], float, float], None]) -> Engine:
+        return Engine(_SCHEDULERS[self.setup.scheduler](self), self.cost, deliver, self.profile.front)
+
+
+_SCHEDULERS: dict[str, Callable[[Emulated], Scheduler]] = {
+    "vllm@v1": lambda e: VllmV1(e.kv_tokens, max_running=e.setup.max_running),
+}
+SCHEDULERS = tuple(_SCHEDULERS)
+
+
+def newest(backend: str) -> str | None:
+    """The scheduler of a backend's newest server; None for a backend that is not emulated."""
+    return next((name for name in SCHEDULERS if name.partition("@")[0] == backend), None)
+
+
+@functools.cache
+def profiles() -> dict[str, Profile]:
+    """Those that come with this package, by scheduler."""
+    return msgspec.json.decode((hardware.DATA / "profiles.json").read_bytes(), type=dict[str, Profile])
+
+
+def read_profile(path: Path, scheduler: str) -> Profile:
+    """A profile that `loadgen calibrate` wrote. Raises EmulationError."""
+    try:
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise EmulationError(f"cannot read {path}: {error.strerror or error}.") from None
+    except msgspec.DecodeError as error:
+        raise EmulationError(f"{path} is no hardware profile: {error}; make one with `loadgen calibrate`.") from None
+    if profile.scheduler != scheduler:
+        raise EmulationError(
+            f"{path} was fitted to {profile.scheduler} and this is {scheduler}; calibrate on runs of that server, or "
+            f"choose --scheduler {profile.scheduler}."
+        )
+    return profile
+
+
+def emulate(setup: Setup) -> Emulated:
+    """Raises EmulationError or HardwareError."""
+    if setup.scheduler not in _SCHEDULERS:
+        raise EmulationError(f"there is no scheduler '{setup.scheduler}'; there are {', '.join(SCHEDULERS)}.")
+    gpu = hardware.find(setup.gpu)
+    usable = gpu.memory_bytes * setup.memory_ratio
+    tp = _tensor_parallel(setup, usable, gpu.name)
+    topology, link = hardware.link(gpu, tp, setup.topology, setup.p2p)
+    room = usable - _fixed_bytes(setup, tp)
+    per_token = setup.model.kv_bytes_per_token(setup.dtype) / min(tp, setup.model.kv_heads)
+    kv_tokens = int(room / per_token) if setup.kv_tokens is None else setup.kv_tokens
+    profile = profiles()[setup.scheduler] if setup.profile is None else read_profile(setup.profile, setup.scheduler)
+    return Emulated(
+        setup=setup,
+        tp=tp,
+        kv_tokens=kv_tokens,
+        cost=StepCost(setup.model, gpu, tp, link, setup.dtype, profile.overheads),
+        profile=profile,
+        facts={
+            "scheduler": setup.scheduler,
+            "gpu": gpu.name,
+            "gpus": tp,
+            "topology": topology,
+            "tensor_parallel": tp,
+            "dtype": setup.dtype,
+            "kv_cache_tokens": kv_tokens,
+            "max_running": setup.max_running,
+            "memory_ratio": setup.memory_ratio,
+            "profile": str(setup.profile) if setup.profile else f"built in ({profile.source})",
+            "gpu_source": gpu.source,
+            "gpu_error": gpu.error,
+            "held_out": msgspec.to_builtins(profile.held_out),
+        },
+    )
+
+
+def _fixed_bytes(setup: Setup, tp: int) -> float:
+    """On each GPU, beside the KV cache."""
+    return setup.model.parameters * DTYPE_BYTES[setup.dtype] / tp + RESERVED_BYTES
+
+
+def _tensor_parallel(setup: Setup, usable: float, gpu: str) -> int:
+    """How many GPUs share the model: as asked, or the least power of two that holds it and one long sequence."""
+    model = setup.model
+    least_kv = 0 if setup.kv_tokens is not None else min(setup.max_model_len, model.max_position)
+
+    def missing(tp: int) -> float:
+        kv = least_kv * model.kv_bytes_per_token(setup.dtype) / min(tp, model.kv_heads)
+        return tp * (_fixed_bytes(setup, tp) + kv - usable)
+
+    if setup.tp is not None:
+        if setup.tp > setup.gpus:
+            raise EmulationError(f"--tp {setup.tp} needs {setup.tp} GPUs and --gpus says {setup.gpus}.")
+        if not model.tensor_parallel(setup.tp):
+            raise EmulationError(
+                f"{model.name} has {model.heads} attention heads, which --tp {setup.tp} does not divide."
+            )
+        sizes = [setup.tp]
+    else:
+        powers = (1 << power for power in range(setup.gpus.bit_length()))
+        sizes = [tp for tp in powers if tp <= setup.gpus and model.tensor_parallel(tp)]
+    for tp in sizes:
+        if missing(tp) <= 0:
+            return tp
+    enough = next((1 << p for p in range(10) if model.tensor_parallel(1 << p) and missing(1 << p) <= 0), None)
+    advice = f"--tp {enough} would fit" if enough else "it needs larger GPUs"
+    raise EmulationError(
+        f"{model.name} in {setup.dtype} does not fit: {missing(sizes[-1]) / 1e9:.1f} GB are missing on {sizes[-1]} x "
+        f"{gpu} ({usable / GIB:.1f} GiB of each may be used); {advice}."
+    )

@@ -1,0 +1,217 @@
+"""Real runs, as far as a fit needs them: when each request was sent, answered and done, and on what it ran.
+
+Two forms are read: a run directory of loadgen, and a .jsonl.gz with one JSON object a request (`i`, `send`, `first`,
+`end` in seconds, `usage`), such as those in benchmarks/runs. There the first line may say what ran ({"run": {...}});
+else the file's name is read: GPU, x count, model, tp, p2poff, lightllm. What flags say comes before either.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from backends import catalog
+from loadgen import records, runs
+from servers import hardware, virtual
+from servers.emulation import Emulated, HeldOut, Profile, Setup, emulate, newest
+
+Floats = npt.NDArray[np.float64]
+_NAME = re.compile(r"(?P<gpu>[a-z]+\d+[a-z]*?)(x\d+)?_(?P<model>\d+b)(?:_|\.)")
+
+
+class ObservationError(Exception):
+    """A run that cannot be used. One sentence."""
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Line(msgspec.Struct):
+    i: int = -1
+    send: float = 0.0
+    first: float = 0.0
+    end: float = 0.0
+    usage: _Usage | None = None
+    run: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Columns of shape (n,), in order of sending; seconds."""
+
+    name: str
+    setup: Setup
+    concurrency: int | None
+    send_s: Floats
+    first_s: Floats
+    end_s: Floats
+    prompt: npt.NDArray[np.int64]
+    output: npt.NDArray[np.int64]
+
+    @property
+    def ttft_s(self) -> Floats:
+        return self.first_s - self.send_s
+
+    @property
+    def e2el_s(self) -> Floats:
+        return self.end_s - self.send_s
+
+    def predict(self, profile: Profile) -> Predicted:
+        """The same load through the model."""
+        return Predicted.of(self, msgspec.structs.replace(emulate(self.setup), profile=profile))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the model says of an observed run; seconds."""
+
+    ttft_s: Floats
+    e2el_s: Floats
+    makespan_s: float
+
+    @classmethod
+    def of(cls, seen: Observed, emulated: Emulated) -> Predicted:
+        emulated = msgspec.structs.replace(emulated, cost=emulated.cost.with_overheads(emulated.profile.overheads))
+        load = zip(seen.send_s.tolist(), seen.prompt.tolist(), seen.output.tolist(), strict=True)
+        times = np.array(list(virtual.bounds(virtual.simulate(emulated, load, seen.concurrency))))
+        if len(times) < len(seen.send_s):
+            raise ObservationError(f"{seen.name}: the emulated server refuses requests that the real one served.")
+        sent, first, last = times.T
+        return cls(first - sent, last - sent, float(last.max() - sent.min()))
+
+    def error(self, seen: Observed) -> HeldOut:
+        """How far off."""
+        makespan = float(seen.end_s.max() - seen.send_s.min())
+        return HeldOut(
+            run=seen.name,
+            makespan=self.makespan_s / makespan - 1,
+            throughput=makespan / self.makespan_s - 1,
+            e2el_mape=float(np.mean(np.abs(self.e2el_s / seen.e2el_s - 1))),
+            e2el_w1=_w1(self.e2el_s, seen.e2el_s),
+            ttft_w1=_w1(self.ttft_s, seen.ttft_s),
+        )
+
+
+def _w1(a: Floats, b: Floats) -> float:
+    """Wasserstein-1 distance of two samples of one size, over the mean of the second."""
+    return float(np.mean(np.abs(np.sort(a) - np.sort(b))) / np.mean(b))
+
+
+def read(path: Path, said: Mapping[str, Any]) -> Observed:
+    """`said`: fields of Setup by the user's flags; None where there is no flag. Raises ObservationError."""
+    if path.is_dir():
+        facts, columns = _directory(path)
+    else:
+        facts, columns = _lines(path)
+    facts |= {name: value for name, value in said.items() if value is not None}
+    missing = [name for name in ("gpu", "model") if not facts.get(name)]
+    if missing:
+        raise ObservationError(f"{path} does not tell its {' and '.join(missing)}; name it with --{missing[0]}.")
+    model = catalog.find(facts["model"])
+    if model is None:
+        known = ", ".join(spec.name for spec in catalog.MODELS)
+        raise ObservationError(f"{path}: the model '{facts['model']}' is not known here; known are {known}.")
+    tp = int(facts.get("tp") or 1)
+    setup = Setup(
+        scheduler=facts.get("scheduler") or "vllm@v1",
+        model=model,
+        gpu=facts["gpu"],
+        gpus=tp,
+        tp=tp,
+        topology=facts.get("topology"),
+        p2p=bool(facts.get("p2p", True)),
+        dtype=facts.get("dtype") or "bfloat16",
+        kv_tokens=facts.get("kv_tokens"),
+        max_running=facts.get("max_running") or 1024,
+        max_requests=1 << 20,
+    )
+    sent, first, end, prompt, output = columns
+    order = np.argsort(sent, kind="stable")
+    begin = sent.min()
+    return Observed(
+        name=path.name.removesuffix(".jsonl.gz"),
+        setup=setup,
+        concurrency=facts.get("concurrency"),
+        send_s=sent[order] - begin,
+        first_s=first[order] - begin,
+        end_s=end[order] - begin,
+        prompt=prompt[order].astype(np.int64),
+        output=output[order].astype(np.int64),
+    )
+
+
+def _lines(path: Path) -> tuple[dict[str, Any], list[Floats]]:
+    facts: dict[str, Any] = {}
+    rows = []
+    named = _NAME.match(path.name)
+    if named:
+        tp = re.search(r"_tp(\d+)", path.name)
+        facts = {
+            "gpu": named["gpu"],
+            "model": named["model"],
+            "tp": int(tp[1]) if tp else 1,
+            "p2p": "p2poff" not in path.name,
+            "scheduler": next((newest(name) for name in ("lightllm", "tgi") if name in path.name), "vllm@v1"),
+        }
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for line in file:
+                row = msgspec.json.decode(line, type=_Line)
+                if row.run is not None:
+                    facts |= row.run
+                elif row.usage is not None:
+                    rows.append((row.send, row.first, row.end, row.usage.prompt_tokens, row.usage.completion_tokens))
+    except (OSError, EOFError) as error:
+        raise ObservationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
+    except msgspec.DecodeError as error:
+        raise ObservationError(f"{path} holds no records of requests: {error}.") from None
+    if not rows:
+        raise ObservationError(f"{path} holds no records of requests.")
+    return facts, list(np.array(rows, float).T)
+
+
+def _directory(path: Path) -> tuple[dict[str, Any], list[Floats]]:
+    try:
+        manifest = runs.read_manifest(path)
+        table = records.read(path)[0].measured()
+    except (runs.RunError, records.RecordsError) as error:
+        raise ObservationError(str(error)) from None
+    if manifest.emulated:
+        raise ObservationError(f"{path} is emulated; only real runs can be fitted to.")
+    table = table.select(table.ok & (table.output_tokens > 0))
+    if not len(table):
+        raise ObservationError(f"{path} holds no complete reply.")
+    launch = manifest.launch or {}
+    cards = launch.get("gpus") or []
+    facts: dict[str, Any] = {
+        "scheduler": newest(manifest.backend),
+        "model": manifest.model,
+        "gpu": _gpu(cards[0]["name"]) if cards else None,
+        "tp": launch.get("tensor_parallel") or 1,
+        "p2p": (launch.get("p2p") or {}).get("enabled", True),
+        "dtype": launch.get("dtype"),
+        "kv_tokens": launch.get("kv_cache_tokens"),
+        "max_running": launch.get("max_running"),
+        "concurrency": manifest.config.get("concurrency"),
+    }
+    columns = (table.sent_ns, table.first_token_ns, table.done_ns)
+    return facts, [*(column / 1e9 for column in columns), table.prompt_tokens * 1.0, table.output_tokens * 1.0]
+
+
+def _gpu(name: str) -> str | None:
+    """The GPU whose name NVML gave: "NVIDIA H200" is the h200."""
+    words = name.lower().replace("-", " ").split()
+    squeezed = "".join(words)
+    return next(
+        (key for key in sorted(hardware.known(), key=len, reverse=True) if key in squeezed or key in words), None
+    )

@@ -1,0 +1,75 @@
+"""A run in virtual time: the same engine as behind the wire, as fast as it can be computed."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from servers.batching import Rejected, Sequence
+from servers.emulation import Emulated
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request. `times_s`: when each of its tokens came; empty when the server refused it with `status`."""
+
+    index: int
+    prompt: int
+    output: int
+    sent_s: float
+    times_s: array[float] = field(default_factory=lambda: array("d"))
+    status: int = 200
+    preemptions: int = 0
+
+
+def simulate(
+    emulated: Emulated, arrivals: Iterable[tuple[float, int, int]], concurrency: int | None = None
+) -> list[Outcome]:
+    """Runs all of `arrivals`, (seconds, prompt tokens, output tokens) in order of time. With `concurrency` their times
+    do not matter: so many are under way, and the next is sent when one has ended. A token has come when the server sent
+    it; the way to the client is a part of the front end's latency."""
+    outcomes: list[Outcome] = []
+    feed = iter(arrivals)
+    freed: list[float] = [0.0] * (concurrency or 0)
+
+    def deliver(emits: list[Sequence], at_s: float, gap_s: float) -> None:
+        for sequence in emits:
+            outcomes[sequence.index].times_s.append(at_s)
+            if sequence.emitted == sequence.output and concurrency is not None:
+                heapq.heappush(freed, at_s)
+            at_s += gap_s
+
+    engine = emulated.engine(deliver)
+
+    def send(at_s: float, prompt: int, output: int) -> None:
+        sequence = Sequence(len(outcomes), prompt, output)
+        outcome = Outcome(sequence.index, prompt, output, at_s)
+        outcomes.append(outcome)
+        try:
+            engine.submit(sequence, at_s)
+        except Rejected as refused:
+            outcome.status = refused.status
+            if concurrency is not None:
+                heapq.heappush(freed, at_s)
+
+    if concurrency is None:
+        for at_s, prompt, output in feed:
+            send(at_s, prompt, output)
+        engine.advance(math.inf)
+        return outcomes
+    for _, prompt, output in feed:
+        while not freed or engine.next_s() < freed[0]:
+            engine.advance(engine.next_s())
+        send(max(heapq.heappop(freed), engine.now_s), prompt, output)
+    engine.advance(math.inf)
+    return outcomes
+
+
+def bounds(outcomes: Iterable[Outcome]) -> Iterator[tuple[float, float, float]]:
+    """(sent, first token, last token) of those that were served, in seconds."""
+    for outcome in outcomes:
+        if outcome.times_s:
+            yield outcome.sent_s, outcome.times_s[0], outcome.times_s[-1]
