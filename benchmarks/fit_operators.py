@@ -99,9 +99,16 @@ def main() -> None:
         },
         "elementwise": {"memory_ratio": chosen.elementwise, "launch_us": round(small, 2)},
         "links": links,
-        "error": f"mean absolute relative error: GEMM {error(gemm(g), gemm_us):.1%} of {len(gemm_us)}, "
-        f"decode attention {error(decode(d), decode_us):.1%} of {len(decode_us)}, prefill attention {error(prefill(p), prefill_us):.1%} "
-        f"of {len(prefill_us)}, mixed {error(m[0] * alone + prompts, mixed_us):.1%} of {len(mixed_us)}",
+        "error": "mean absolute relative error: "
+        + ", ".join(
+            f"{what} {error(predicted, measured):.1%} of {len(measured)}"
+            for what, predicted, measured in (
+                ("GEMM", gemm(g), gemm_us),
+                ("decode attention", decode(d), decode_us),
+                ("prefill attention", prefill(p), prefill_us),
+                ("mixed", m[0] * alone + prompts, mixed_us),
+            )
+        ),
     }
     print(json.dumps(entry, indent=1))
 

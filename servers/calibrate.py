@@ -27,13 +27,10 @@ SCALE = 0.02  # residuals are shares of a run's mean; beyond two percent a run c
 DRAWS = 200
 SPAN_MAX = 30.0
 START = {
-    "step_us": 200.0,
-    "row_us": 2.0,
-    "prefill_token_us": 0.3,
-    "request_us": 450.0,
-    "token_us": 20.0,
+    "step_us": 200.0, "row_us": 2.0, "prefill_token_us": 0.3, "request_us": 450.0, "token_us": 20.0,
     "latency_us": 1500.0,
-}
+}  # fmt: skip
+REACH = 3.0  # as a factor from there: what else a run holds must not be explained by absurd times
 FRONT = frozenset({"request_us", "token_us", "latency_us"})
 LINK = {"reduce_ratio": 1.0, "reduce_us": 5.0}
 
@@ -124,16 +121,12 @@ def _fit(
             parts.append((np.quantile(predicted.e2el_s, QUANTILES) - e2el) / run.e2el_s.mean())
         return np.concatenate(parts)
 
-    values, left = fit(residuals, list(start.values()), SCALE)
+    values, left = fit(residuals, list(start.values()), SCALE, REACH)
     intervals = _intervals(observed, residuals, values, left)
     kept = {}
     for name, value, interval in zip(names, values.tolist(), intervals, strict=True):
-        if interval.high > SPAN_MAX * max(interval.low, 1e-9):
-            say(
-                f"{name} = {value:.3g}, hardly identified: its 95 % interval is {interval.low:.3g} to {interval.high:.3g}."
-            )
-        else:
-            say(f"{name} = {value:.3g} ({interval.low:.3g} to {interval.high:.3g})")
+        hardly = ", hardly identified" if interval.high > SPAN_MAX * interval.low else ""
+        say(f"{name} = {value:.3g}, 95 % interval {interval.low:.3g} to {interval.high:.3g}{hardly}")
         kept[name] = interval
     fitted = with_values(profile, dict(zip(names, values.tolist(), strict=True)))
     return msgspec.structs.replace(fitted, intervals={**profile.intervals, **kept})
@@ -157,11 +150,14 @@ def _intervals(
         parts = []
         for run in observed:
             rows = rng.integers(0, len(run.send_s), len(run.send_s))
-            for sample in (run.ttft_s, run.e2el_s):
-                parts.append((np.quantile(sample[rows], QUANTILES) - np.quantile(sample, QUANTILES)) / sample.mean())
+            parts += [
+                (np.quantile(sample[rows], QUANTILES) - np.quantile(sample, QUANTILES)) / sample.mean()
+                for sample in (run.ttft_s, run.e2el_s)
+            ]
         logs[draw] = np.log(values) + solve @ np.concatenate(parts)
     low, high = np.quantile(logs, (0.025, 0.975), axis=0)
-    return [Interval(low=float(np.exp(a)), high=float(np.exp(b))) for a, b in zip(low, high, strict=True)]
+    pairs = zip(np.exp(np.clip(low, -30, 30)), np.exp(np.clip(high, -30, 30)), strict=True)
+    return [Interval(low=float(a), high=float(b)) for a, b in pairs]
 
 
 def held_out(profile: Profile, observed: Sequence[Observed]) -> Profile:

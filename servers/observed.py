@@ -204,14 +204,12 @@ def _directory(path: Path) -> tuple[dict[str, Any], list[Floats]]:
         "max_running": launch.get("max_running"),
         "concurrency": manifest.config.get("concurrency"),
     }
-    columns = (table.sent_ns, table.first_token_ns, table.done_ns)
-    return facts, [*(column / 1e9 for column in columns), table.prompt_tokens * 1.0, table.output_tokens * 1.0]
+    columns = (table.sent_ns * 1e-9, table.first_token_ns * 1e-9, table.done_ns * 1e-9)
+    return facts, [np.asarray(each, float) for each in (*columns, table.prompt_tokens, table.output_tokens)]
 
 
 def _gpu(name: str) -> str | None:
     """The GPU whose name NVML gave: "NVIDIA H200" is the h200."""
-    words = name.lower().replace("-", " ").split()
-    squeezed = "".join(words)
-    return next(
-        (key for key in sorted(hardware.known(), key=len, reverse=True) if key in squeezed or key in words), None
-    )
+    squeezed = "".join(name.lower().replace("-", " ").split())
+    longest_first = sorted(hardware.known(), key=len, reverse=True)
+    return next((key for key in longest_first if key in squeezed), None)
