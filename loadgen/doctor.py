@@ -279,7 +279,7 @@ def _p2p(decision: gpus.P2pDecision, inventory: Inventory, chosen: tuple[int, ..
     pairs = [{inventory.p2p[a][b], inventory.p2p[b][a]} for a, b in combinations(places, 2)]
     good = pairs.count({"ok"})
     said = f"{'on' if decision.enabled else 'off'}: {decision.reason} ({good} of {len(pairs)} pairs report it)"
-    if decision.enabled and good < len(pairs):
+    if decision.enabled and not gpus.decide_p2p("auto", inventory, chosen).enabled:
         return Check("P2P", "warning", said, "if the server hangs or its output is wrong: --p2p auto")
     return Check("P2P", "ok", said)
 

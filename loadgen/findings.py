@@ -381,12 +381,14 @@ def _server(report: dict[str, Any], manifest: Manifest) -> Iterator[Finding]:
             + ("; ttft is that of a warm cache." if meant else ", although every prompt is meant to be new."),
             advice="Use another --seed, restart the server, or turn its prefix cache off; let nobody else use it.",
         )
-    if preemptions:
-        many = preemptions > PREEMPTIONS_WARNING_RATIO * (requests["ok"] + requests["failed"])
+    preempted = preemptions or server["paused_max"]
+    if preempted:
+        many = preempted > PREEMPTIONS_WARNING_RATIO * (requests["ok"] + requests["failed"])
+        counted = f"preempted {preemptions} times" if preemptions else f"had {preempted} requests preempted at once"
         yield Finding(
             code="PREEMPTIONS",
             severity="warning" if many else "info",
-            message=f"The server preempted {preemptions} times: its KV cache was too small for the load, so ttft, tpot "
+            message=f"The server {counted}: its KV cache was too small for the load, so ttft, tpot "
             "and itl include work that was done twice.",
             advice="Lower the load or the lengths, or give the server more memory for its KV cache.",
         )

@@ -367,7 +367,7 @@ def test_asked_for_it_is_as_asked_and_the_reason_keeps_the_doubt(machine: Machin
 def test_what_nvml_does_not_know_is_off() -> None:
     none = Inventory(problem="no NVIDIA driver")
     assert decide_p2p("auto", none, (0, 1)) == P2pDecision(False, "NVML does not know GPU 0 (no NVIDIA driver)")
-    assert decide_p2p("auto", none, ()) == P2pDecision(True, "no GPU: nothing to decide")
+    assert decide_p2p("auto", none, ()) == P2pDecision(True, "no GPU here to ask")
     assert decide_p2p("on", none, (0, 1)).enabled
 
 
