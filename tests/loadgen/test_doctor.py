@@ -92,6 +92,10 @@ def test_p2p_is_of_the_gpus_that_would_be_used() -> None:
     assert check.state == "ok" and check.said.startswith("off: NVML says") and "(0 of 28 pairs" in check.said
     forced = by_name(Config(backend="vllm", model="13b", p2p="on", tp="2"), RTX4090)["P2P"]
     assert forced.state == "warning" and "although" in forced.said and "(0 of 1 pairs" in forced.said
+    old = machine(2, "NVIDIA GeForce RTX 4090", 24, driver="545.29.06")  # it reports what it does not have
+    forced = by_name(Config(backend="vllm", model="13b", p2p="on", tp="2"), old)["P2P"]
+    assert forced.state == "warning" and "misreport" in forced.said and "(1 of 1 pairs" in forced.said
+    assert by_name(Config(backend="vllm", model="13b", tp="2"), old)["P2P"].state == "ok"
     assert "P2P" not in by_name(Config(model="7b", gpus="0"))
 
 
