@@ -114,10 +114,11 @@ def find(name: str) -> ModelSpec | None:
     return _BY_NAME.get(name.lower())
 
 
-# Keys of models whose size is another: quantized weights, mixtures of experts of other widths than `intermediate_size`.
-_NOT_OURS = frozenset((
-    "quantization_config", "num_experts", "n_routed_experts", "moe_intermediate_size", "shared_expert_intermediate_size",
-))  # fmt: skip
+# Models whose size is another: quantized weights, mixtures of experts that are not as wide as `intermediate_size`.
+_NOT_OURS = (
+    "quantization_config", "num_experts", "n_routed_experts", "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)  # fmt: skip
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> ModelSpec | None:

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import msgspec
 
 LOG_TAIL_LINES = 20
-# CUDA graphs are captured up to this batch in every server. LightLLM's default; it keeps the logits of each size that it
-# captures, so twice as many would take gigabytes which a default memory ratio does not leave on a small card.
+# CUDA graphs are captured up to this batch in every server. It is LightLLM's default, which keeps the logits of each
+# size that it captures: up to 512 they would take gigabytes, which the memory ratio does not leave on a small card.
 GRAPH_BATCH = 256
 
 

@@ -102,7 +102,8 @@ def test_graphs_up_to_the_same_batch() -> None:
 def test_p2p_off(name: str) -> None:
     on, off = adapter(name).invoke(settings()), adapter(name).invoke(settings(p2p=False))
     assert "NCCL_P2P_DISABLE" not in on.env
-    assert off.env["NCCL_P2P_DISABLE"] == "1"
+    own = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"} if name == "vllm" else {}
+    assert off.env == {**on.env, "NCCL_P2P_DISABLE": "1", **own}
     more = set(off.arguments) - set(on.arguments)
     assert (
         more
@@ -184,7 +185,8 @@ LOGS = [
      "needed, which is larger than ... the estimated maximum model length is 3072.", "--max-model-len 3072"),
     ("vllm", "ValueError: World size (4) is larger than the number of available GPUs (2)", "fewer than 4 GPUs"),
     ("vllm", "RuntimeError: NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "--p2p off"),
-    ("vllm", "usage: vllm serve\nvllm: error: unrecognized arguments: --frobnicate", "does not know an argument (unrecognized arguments: --frobnicate)"),
+    ("vllm", "usage: vllm serve\nvllm: error: unrecognized arguments: --frobnicate",
+     "does not know an argument (unrecognized arguments: --frobnicate)"),
     ("vllm", "OSError: You are trying to access a gated repo.\n401 Client Error. Cannot access gated repo", "HF_TOKEN"),
     ("vllm", "RuntimeError: Found no NVIDIA driver on your system.", "no NVIDIA driver"),
     ("vllm", "OSError: [Errno 98] Address already in use", "--port"),

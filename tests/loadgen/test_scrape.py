@@ -467,7 +467,11 @@ def _alive(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("dialect", "absent"),
-    [("vllm", {"kv_cache_usage_ratio"}), ("lightllm", {"paused", "kv_reserved_tokens"}), ("tgi", {"kv_reserved_tokens"})],
+    [
+        ("vllm", {"kv_cache_usage_ratio"}),
+        ("lightllm", {"paused", "kv_reserved_tokens"}),
+        ("tgi", {"kv_reserved_tokens"}),
+    ],
 )
 def test_every_dialect_of_the_embedded_server(tmp_path: Path, dialect: str, absent: set[str]) -> None:
     """Names agree with the backend's, and counts with what was sent."""
@@ -551,6 +555,7 @@ def seen(directory: Path, t0_s: float = 10.0, end_s: float = 12.5) -> Server:
 
 
 def test_known_samples(tmp_path: Path) -> None:
+    reserved = {"paused": 2, "kv_reserved_tokens": 900}
     counters = {"prefix_cache_queries": 0.0, "preemptions": 1.0, "ttft_seconds_sum": 7.0, "ttft_seconds_count": 70.0}
     grown = {"prefix_cache_queries": 512.0, "preemptions": 4.0, "ttft_seconds_sum": 9.0, "ttft_seconds_count": 75.0}
     grown["prefix_cache_hits"] = 16.0
@@ -559,7 +564,7 @@ def test_known_samples(tmp_path: Path) -> None:
         [
             at(8.6, running=99, prompt_tokens=0),  # long before
             at(9.6, running=1, waiting=0, kv_cache_usage_ratio=0.1, prompt_tokens=100, **counters),
-            at(10.6, running=8, waiting=3, paused=2, kv_reserved_tokens=900, kv_cache_usage_ratio=0.9, prompt_tokens=300, **counters),
+            at(10.6, running=8, waiting=3, kv_cache_usage_ratio=0.9, prompt_tokens=300, **reserved, **counters),
             at(11.6, running=5, waiting=9, kv_cache_usage_ratio=0.4, prompt_tokens=400, **counters),
             at(12.6, running=0, waiting=0, kv_cache_usage_ratio=0.0, prompt_tokens=612, generation_tokens=40, **grown),
             at(13.6, running=50, prompt_tokens=10_000),  # long after
