@@ -14,7 +14,7 @@ RESERVED_BYTES = 2 << 30
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A decoder of the Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP (or a mixture of
-    such MLPs), no biases, separate input and output embeddings.
+    such MLPs), no biases. tied: input and output embeddings are one.
 
     `hidden` and `intermediate` are widths; `max_position` is the longest sequence, in tokens, that the model was made
     for. A dense model has 1 expert, of which 1 is active. gated: its weights need a licence and a token of the hub.
@@ -31,6 +31,7 @@ class ModelSpec:
     max_position: int
     experts: int = 1
     active_experts: int = 1
+    tied: bool = False
     aliases: tuple[str, ...] = ()
     gated: bool = False
 
@@ -74,7 +75,7 @@ class ModelSpec:
         mlp = experts * 3 * self.hidden * self.intermediate  # gate, up, down
         router = self.hidden * self.experts if self.experts > 1 else 0
         norms = 2 * self.hidden
-        embeddings = 2 * self.vocab_size * self.hidden  # in and out
+        embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden  # in and out
         return embeddings + self.layers * (attention + mlp + router + norms) + self.hidden
 
 
@@ -113,14 +114,23 @@ def find(name: str) -> ModelSpec | None:
     return _BY_NAME.get(name.lower())
 
 
+# Models whose size is another: quantized weights, mixtures of experts that are not as wide as `intermediate_size`.
+_NOT_OURS = (
+    "quantization_config", "num_experts", "n_routed_experts", "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)  # fmt: skip
+
+
 def from_config(name: str, config: Mapping[str, Any]) -> ModelSpec | None:
     """The model of a config.json as transformers writes it; None when it does not say enough, or is no such decoder."""
+    if any(config.get(key) for key in _NOT_OURS):
+        return None
     try:
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
         if config.get("head_dim") not in (None, hidden // heads):
             return None
-        return ModelSpec(
+        model = ModelSpec(
             name=name,
             hf_id=name,
             hidden=hidden,
@@ -132,6 +142,9 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSpec | None:
             max_position=int(config["max_position_embeddings"]),
             experts=int(config.get("num_local_experts") or 1),
             active_experts=int(config.get("num_experts_per_tok") or 1),
+            tied=bool(config.get("tie_word_embeddings")),
         )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
+    sizes = (model.hidden, model.layers, model.heads, model.kv_heads, model.intermediate, model.vocab_size)
+    return model if min(sizes) > 0 and model.experts >= model.active_experts > 0 else None

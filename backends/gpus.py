@@ -22,7 +22,7 @@ _OK = "ok"
 _UNKNOWN = "unknown"
 
 # RTX 40 cards have no P2P, but drivers before this one said that they had: copies hung, or moved nothing.
-_RTX_40 = re.compile(r"RTX 40\d\d")
+_RTX_40 = re.compile(r"RTX 40[5-9]0")  # not the Quadro RTX 4000
 _RTX_40_TRUTHFUL_DRIVER = "550.40.07"
 
 # nvmlGpuP2PCapsIndex. Literals, because pynvml's own NVML_P2P_CAPS_INDEX_READ is a tuple by mistake.
@@ -139,7 +139,7 @@ def decide_p2p(mode: P2pMode, inventory: Inventory, chosen: Sequence[int]) -> P2
     if mode == "on":
         return P2pDecision(True, "asked for with --p2p on" + (f", although {doubt}" if doubt else ""))
     if len(chosen) < 2:
-        return P2pDecision(True, f"{'one' if chosen else 'no'} GPU: nothing to decide")
+        return P2pDecision(True, "one GPU: nothing to decide" if chosen else "no GPU here to ask")
     if doubt:
         return P2pDecision(False, doubt)
     place = _places(inventory)

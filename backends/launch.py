@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import msgspec
 
 LOG_TAIL_LINES = 20
-GRAPH_BATCH = 256  # CUDA graphs are captured up to this batch where a server must be told
+# CUDA graphs are captured up to this batch in every server. It is LightLLM's default, which keeps the logits of each
+# size that it captures: up to 512 they would take gigabytes, which the memory ratio does not leave on a small card.
+GRAPH_BATCH = 256
 
 
 class LaunchError(Exception):
@@ -64,11 +66,13 @@ class Invocation(msgspec.Struct, frozen=True, kw_only=True):
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A line that a server logs when it fails, what that means, and what to do. `pattern`: a regular expression whose
-    groups may be named in `reason` and `advice` as {0}, {1}."""
+    groups may be named in `reason` and `advice` as {0}, {1}. hint: servers that live log it too, so that it explains
+    an end only where nothing else does."""
 
     pattern: str
     reason: str
     advice: str
+    hint: bool = False
 
 
 # What any server built on torch, NCCL, CUDA and the Hugging Face hub may say. A server's own come first.
@@ -105,10 +109,14 @@ COMMON_FAILURES = (
         advice="make room in the model cache or in Docker's own storage",
     ),
     Failure(
-        pattern=r"error: unrecognized arguments?: (.*)|error: unexpected argument '(\S+)'|"
-        r"error: argument .*|error: invalid value .*|error: the following arguments are required.*",
-        reason="it does not know an argument ({match})",
+        pattern=r"error: (unrecognized arguments?: .*|unexpected argument .*)",
+        reason="it does not know an argument ({0})",
         advice="this version of the server needs other flags: see --image and --server-arg",
+    ),
+    Failure(
+        pattern=r"error: (argument .*|invalid value .*|the following .*arguments (?:are|were not) .*)",
+        reason="it refuses its arguments ({0})",
+        advice="change the option or the --server-arg behind it",
     ),
     Failure(
         pattern=r"[Aa]ddress already in use",
@@ -199,21 +207,25 @@ class Running(Protocol):
 
 
 def version_in(text: str) -> tuple[int, ...] | None:
-    """The first version number in an image's tag or a package's version: "repo/image:v0.32.0" is (0, 32, 0)."""
-    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", text.rpartition(":")[2])
+    """The version that an image's tag or a package's own version begins with: "repo/image:v0.32.0" is (0, 32, 0).
+
+    A registry's port or address and a digest are no version; None where there is no other.
+    """
+    name, _, tag = text.partition("@")[0].rpartition("/")[2].partition(":")
+    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", tag if tag or "/" in text else name.strip())
     return tuple(int(part) for part in match.groups(default="0")) if match else None
 
 
 def explain(log: str, failures: Sequence[Failure]) -> tuple[str, str] | None:
-    """Reason and advice for the first line of the log that some pattern knows: what follows it is mostly its result."""
-    found = [(match.start(), match, failure) for failure in (*failures, *COMMON_FAILURES)
+    """Reason and advice for the first line of the log that some pattern knows: what follows it is mostly its result.
+    A hint counts where there is nothing else."""
+    found = [((failure.hint, match.start()), match, failure) for failure in (*failures, *COMMON_FAILURES)
              if (match := re.search(failure.pattern, log))]  # fmt: skip
     if not found:
         return None
     _, match, failure = min(found, key=lambda each: each[0])
-    groups = [group or "" for group in match.groups()]
-    words = {"match": " ".join(match.group(0).split())}
-    return failure.reason.format(*groups, **words), failure.advice.format(*groups, **words)
+    groups = [" ".join((group or "").split()) for group in match.groups()]
+    return failure.reason.format(*groups), failure.advice.format(*groups)
 
 
 def died(what: str, exit: Exit, log: str, failures: Sequence[Failure]) -> LaunchError:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from backends.identity import PATHS, read_as
-from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, Settings
+from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, LaunchError, Settings
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
 from backends.replies import GIVEN_UP, UNDECODABLE, Count, WholeReply, error_message, error_text, given_up
 from backends.sse import EventReply
@@ -122,13 +122,20 @@ h2_max_concurrent_streams = 2147483647
 """
 
 
+_NEWEST = (1, 2)
+
+
 def invoke(settings: Settings) -> Invocation:
     """Arguments of `python -m lightllm.server.api_server`.
 
     `running_max_req_size` bounds the batch and the requests that are let in: what is beyond it waits in a loop of
-    sleeps, which shows in ttft. CUDA graphs are captured up to the batch that vLLM and TGI get.
+    sleeps, which shows in ttft. CUDA graphs are captured up to the batch that vLLM and TGI get. Before 1.1 the prompt
+    cache is off unless asked for. Raises LaunchError.
     """
-    old = settings.version is not None and settings.version < (1, 2)
+    if settings.memory_ratio >= 1:
+        raise LaunchError("lightllm takes no --memory-ratio of 1; give less, such as 0.95.")
+    version = settings.version or _NEWEST
+    old = version < (1, 2)
     arguments = [
         "--model_dir", settings.model,
         "--model_name", settings.served_name,
@@ -138,14 +145,13 @@ def invoke(settings: Settings) -> Invocation:
         "--running_max_req_size", str(settings.max_running),
         "--graph_max_batch_size", str(min(settings.max_running, GRAPH_BATCH)),
         "--mem_fraction", f"{settings.memory_ratio:g}",
-        "--disable_dynamic_prompt_cache",
         "--host", settings.host,
         "--port", str(settings.port),
     ]  # fmt: skip
+    if version >= (1, 1):
+        arguments.append("--disable_dynamic_prompt_cache")
     files = {}
-    if old:
-        arguments.append("--disable_chunked_prefill")  # or it refuses to do without the prompt cache
-    else:
+    if not old:
         files["hypercorn.toml"] = _HYPERCORN
         arguments += ["--hypercorn_config", f"{settings.config_dir}/hypercorn.toml"]
     env = {}
@@ -180,6 +186,7 @@ ADAPTER = Adapter(
             pattern=r"Insufficient shared memory",
             reason="shared memory is too small for so many requests",
             advice="lower --max-running, or enlarge /dev/shm",
+            hint=True,  # a warning, repeated every two minutes
         ),
         Failure(
             pattern=r"Critical LightLLM submodule exited unexpectedly: name=(\S+)",
@@ -205,10 +212,14 @@ BACKEND = Backend(
     server_metrics={
         "ttft_seconds": "lightllm_request_first_token_duration",
         "e2el_seconds": "lightllm_request_inference_duration",
-        "running": "lightllm_num_running_reqs",
+        "running": "lightllm_batch_current_size",
         "waiting": "lightllm_queue_size",
-        "prompt_tokens": "lightllm_prompt_tokens_total",
-        "generation_tokens": "lightllm_generation_tokens_total",
+        "paused": "lightllm_batch_pause_size",
+        "kv_reserved_tokens": "lightllm_batch_current_max_tokens",
+        "prompt_tokens": "lightllm_prompt_tokens_total lightllm_request_input_length_sum",
+        "generation_tokens": "lightllm_generation_tokens_total lightllm_request_generated_tokens_sum",
+        "prefix_cache_hits": "lightllm_cache_length_sum",
+        "prefix_cache_queries": "lightllm_request_input_length_sum",
     },
     adapter=ADAPTER,
 )

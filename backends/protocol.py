@@ -109,10 +109,12 @@ class Backend:
     encode(model, prompt, sampling) builds the request; decoder(stream) reads a 200 reply; error_message(status, body)
     makes one line of any other reply (never raises). `info_paths` are tried in order and the first that answers 200 is
     read: read_info(path, body) returns what it says, or raises ProtocolError when another kind of server answered.
-    server_metrics maps a neutral name to the server's Prometheus series, for those that the server has: histograms
-    ttft_seconds, itl_seconds, e2el_seconds (without _sum, _count, _bucket); gauges running, waiting (requests),
-    kv_cache_usage_ratio; counters prompt_tokens, generation_tokens, prefix_cache_hits, prefix_cache_queries (tokens),
-    preemptions. adapter: how such a server is started; None: it can only be measured where it runs.
+    server_metrics maps a neutral name to the server's Prometheus series, for those that the server has; where versions
+    differ, to several, newest first, with a space between. Histograms ttft_seconds, itl_seconds, e2el_seconds (without
+    _sum, _count, _bucket); gauges running, waiting, paused (requests; paused: preempted and waiting to go on),
+    kv_cache_usage_ratio, kv_reserved_tokens (what the running batch may come to need); counters prompt_tokens,
+    generation_tokens, prefix_cache_hits, prefix_cache_queries (tokens), preemptions. adapter: how such a server is
+    started; None: it can only be measured where it runs.
     """
 
     name: str

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from backends.identity import PATHS, read_as
-from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, Settings
+from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, LaunchError, Settings
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
 from backends.replies import UNDECODABLE, Count, WholeReply, error_message, error_text
 from backends.sse import EventReply
@@ -113,7 +113,8 @@ def endless(generation_config: bytes | None) -> bytes:
 
 
 def _graph_batches(largest: int) -> str:
-    return ",".join(str(2**power) for power in range(largest.bit_length()) if 2**power <= largest)
+    """Powers of two, and the largest: a batch beyond it runs without a graph, one between two is padded."""
+    return ",".join(map(str, sorted({2**power for power in range(largest.bit_length())} | {largest})))
 
 
 def invoke(settings: Settings) -> Invocation:
@@ -121,8 +122,12 @@ def invoke(settings: Settings) -> Invocation:
 
     `--num-shard` always: else it takes every GPU it sees. `--max-concurrent-requests` (128) refuses what is beyond it.
     CUDA graphs end at a batch of 32 unless told otherwise. No argument may hold a space: the image's entry point splits
-    them again.
+    them again. The KV cache takes what is free within --cuda-memory-fraction times TGI_WIGGLE_ROOM, which is 0.9 unless
+    told otherwise, and the fraction is a hard limit for CUDA graphs too, which it does without, and without a word,
+    where they find no room: so the fraction stays 1, and the other is the ratio. Raises LaunchError.
     """
+    if settings.memory_ratio >= 1:
+        raise LaunchError("tgi takes no --memory-ratio of 1; give less, such as 0.95.")
     arguments = [
         "--model-id", settings.model,
         "--num-shard", str(settings.tp),
@@ -132,12 +137,12 @@ def invoke(settings: Settings) -> Invocation:
         "--max-concurrent-requests", str(max(settings.max_requests, settings.max_running)),
         "--max-batch-size", str(settings.max_running),
         "--cuda-graphs", _graph_batches(min(settings.max_running, GRAPH_BATCH)),
-        "--cuda-memory-fraction", f"{settings.memory_ratio:g}",
+        "--cuda-memory-fraction", "1",
         "--usage-stats", "off",
         "--hostname", settings.host,
         "--port", str(settings.port),
     ]  # fmt: skip
-    env = {"PREFIX_CACHING": "0"}
+    env = {"PREFIX_CACHING": "0", "TGI_WIGGLE_ROOM": f"{settings.memory_ratio:g}"}
     if not settings.p2p:
         env["NCCL_P2P_DISABLE"] = "1"
     return Invocation(arguments=(*arguments, *settings.extra), env=env)
@@ -159,9 +164,15 @@ ADAPTER = Adapter(
             advice="use more GPUs (--tp), lower --max-model-len, or add --server-arg=--max-batch-prefill-tokens=2048",
         ),
         Failure(
-            pattern=r"Not enough memory to handle `max_total_tokens=(\d+)`|Not enough VRAM to run the model",
+            pattern=r"Not enough memory to handle `max_total_tokens=(\d+)`",
             reason="its memory has no room for one sequence of full length",
             advice="use more GPUs (--tp) or lower --max-model-len",
+        ),
+        Failure(
+            pattern=r"Not enough VRAM to run the model",
+            reason="the weights do not fit into its memory",
+            advice="use more GPUs (--tp) or a smaller model",
+            hint=True,  # its guess before it loads anything
         ),
         Failure(
             pattern=r"NotEnoughCUDADevices\(\"?([^\")]*)",
@@ -198,6 +209,7 @@ BACKEND = Backend(
         "e2el_seconds": "tgi_request_duration",
         "running": "tgi_batch_current_size",
         "waiting": "tgi_queue_size",
+        "kv_reserved_tokens": "tgi_batch_current_max_tokens",
         "prompt_tokens": "tgi_request_input_length_sum",
         "generation_tokens": "tgi_request_generated_tokens_sum",
     },

@@ -8,7 +8,7 @@ and output do not fit its `max_model_len`: the usage at the end of every reply t
 from __future__ import annotations
 
 from backends.identity import PATHS, read_as
-from backends.launch import Adapter, Failure, Invocation, Settings
+from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, Settings
 from backends.openai import decoder, request
 from backends.protocol import Backend, HttpRequest, Prompt, Sampling
 from backends.replies import error_message
@@ -24,7 +24,8 @@ def invoke(settings: Settings) -> Invocation:
     """Arguments of `vllm serve`, which `python -m vllm.entrypoints.openai.api_server` takes as well.
 
     Prefix caching is off and so are sampling defaults from the model's directory: both would change the work between
-    runs. `--model` rather than the positional, because images before 0.9 know nothing else.
+    runs. `--model` rather than the positional, because images before 0.9 know nothing else. CUDA graphs: its own rule,
+    twice the batch, because the sizes that it makes of it are steps of 8 and must not end below the batch itself.
     """
     arguments = [
         "--model", settings.model,
@@ -43,6 +44,8 @@ def invoke(settings: Settings) -> Invocation:
     ]  # fmt: skip
     if settings.version is not None and settings.version < (0, 12):
         arguments.append("--disable-log-requests")  # on by default then; later versions refuse the flag
+    else:  # older ones end at 512
+        arguments += ["--max-cudagraph-capture-size", str(min(2 * settings.max_running, GRAPH_BATCH))]
     if settings.dummy_weights:
         arguments += ["--load-format", "dummy"]
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}  # 5 s: shorter than a wait for a token
@@ -64,10 +67,20 @@ ADAPTER = Adapter(
     capacity=r"[CG]PU KV cache size: ([\d,]+) tokens",
     failures=(
         Failure(
-            pattern=r"Free memory on device \S* ?\(([^)]*)\) on startup is less than desired GPU memory utilization"
-            r"|Free memory on device .* on startup is less than desired",
-            reason="the GPU is already in use ({0} GiB free)",
+            pattern=r"Free memory on device .*?\(([\d.]+)/([\d.]+) GiB\) on startup is less than",
+            reason="the GPU is already in use ({0} of {1} GiB are free)",
             advice="stop what uses it, choose other --gpus, or lower --memory-ratio",
+        ),
+        Failure(
+            pattern=r"max_num_batched_tokens \((\d+)\) must be greater than or equal to max_num_seqs \((\d+)\)",
+            reason="its batch of {1} requests is larger than the {0} tokens that it takes in a step",
+            advice="lower --max-running to {0}, or add --server-arg=--max-num-batched-tokens={1}",
+        ),
+        Failure(
+            pattern=r"User-specified max_model_len \((\d+)\) is greater than the derived max_model_len "
+            r"\(\w+=(\d+)",
+            reason="the model ends before {0} tokens",
+            advice="use --max-model-len {1} or less, and shorter prompts and outputs",
         ),
         Failure(
             pattern=r"No available memory for the cache blocks",
@@ -98,15 +111,15 @@ BACKEND = Backend(
     read_info=read_as("vllm"),
     server_metrics={
         "ttft_seconds": "vllm:time_to_first_token_seconds",
-        "itl_seconds": "vllm:inter_token_latency_seconds",
+        "itl_seconds": "vllm:inter_token_latency_seconds vllm:time_per_output_token_seconds",
         "e2el_seconds": "vllm:e2e_request_latency_seconds",
         "running": "vllm:num_requests_running",
         "waiting": "vllm:num_requests_waiting",
-        "kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+        "kv_cache_usage_ratio": "vllm:kv_cache_usage_perc vllm:gpu_cache_usage_perc",
         "prompt_tokens": "vllm:prompt_tokens_total",
         "generation_tokens": "vllm:generation_tokens_total",
-        "prefix_cache_hits": "vllm:prefix_cache_hits_total",
-        "prefix_cache_queries": "vllm:prefix_cache_queries_total",
+        "prefix_cache_hits": "vllm:prefix_cache_hits_total vllm:gpu_prefix_cache_hits_total",
+        "prefix_cache_queries": "vllm:prefix_cache_queries_total vllm:gpu_prefix_cache_queries_total",
         "preemptions": "vllm:num_preemptions_total",
     },
     adapter=ADAPTER,

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib.metadata import entry_points
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
-from typing import Literal
 
 import backends
 from backends import docker, gpus
@@ -27,34 +23,16 @@ from backends.gpus import Gpu, Inventory
 from backends.launch import Adapter, LaunchError
 from backends.replies import printable
 from loadgen import models
-from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
+from loadgen.config import Config, ConfigError
 from loadgen.launch import Launch, plan_launch
+from loadgen.machine import Check, State, client_checks, guarded
 from loadgen.models import Model
-from loadgen.plan import OPEN_FILES_BESIDES
-from loadgen.runs import this_machine
-from loadgen.transport import ephemeral_ports
-
-State = Literal["ok", "warning", "problem"]
 
 GIB = 1 << 30
-ENOUGH_BACKLOG = 4096  # what containers get, and more than the servers ask for
 SHM_BYTES_PER_GPU = 1 * GIB
 IMAGE_BYTES = 20 * 10**9  # of the servers' images, unpacked
-COARSE_CLOCK_NS = 1000
-STEADY_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")  # read without a system call
-CPUS = Path("/sys/devices/system/cpu")
 
 _MARKS: dict[State, str] = {"ok": "ok", "warning": "! ", "problem": "!!"}
-
-
-@dataclass(frozen=True)
-class Check:
-    """`said`: a clause with what was found. `advice`: what to do; empty where nothing is to be done."""
-
-    name: str
-    state: State
-    said: str
-    advice: str = ""
 
 
 def examine(config: Config, inventory: Inventory | None = None) -> list[Check]:
@@ -64,11 +42,11 @@ def examine(config: Config, inventory: Inventory | None = None) -> list[Check]:
     on any machine.
     """
     if config.where == "url" or config.launch == "embedded":
-        return list(_client_checks(config))
+        return list(client_checks(config))
     found = gpus.read() if inventory is None else inventory
     if config.where == "embedded":
-        return [*_open_checks(found), *_client_checks(config)]
-    return [*_launch_checks(config, found), *_client_checks(config)]
+        return [*_open_checks(found), *client_checks(config)]
+    return [*_launch_checks(config, found), *client_checks(config)]
 
 
 def render(checks: list[Check]) -> str:
@@ -117,14 +95,6 @@ def installed(adapter: Adapter, python: str | None = None) -> str | None:
     return module if there else None
 
 
-def _guarded(name: str, check: Callable[[], Check]) -> Check:
-    """The check's answer; that it could not be made is one as well, because the others are wanted all the same."""
-    try:
-        return check()
-    except Exception as error:
-        return Check(name, "warning", f"cannot be checked: {error or type(error).__name__}")
-
-
 def _refused(name: str, error: Exception) -> Check:
     """A problem that someone else found, as "what is wrong; what to do."."""
     said, _, advice = str(error).rstrip(".").partition("; ")
@@ -136,14 +106,14 @@ def _refused(name: str, error: Exception) -> Check:
 
 def _open_checks(inventory: Inventory) -> Iterator[Check]:
     """No run is named: Docker and GPUs are only told of, since the embedded server needs neither."""
-    engine = _guarded("Docker", lambda: _docker("warning"))
+    engine = guarded("Docker", lambda: _docker("warning"))
     yield engine
-    yield _guarded("GPUs", lambda: _gpus(inventory, inventory.gpus, "warning"))
+    yield guarded("GPUs", lambda: _gpus(inventory, inventory.gpus, "warning"))
     if inventory.gpus and engine.state == "ok":
-        yield _guarded("GPUs in Docker", lambda: _nvidia("warning"))
+        yield guarded("GPUs in Docker", lambda: _nvidia("warning"))
     if len(inventory.gpus) > 1:
         chosen = tuple(gpu.index for gpu in inventory.gpus)
-        yield _guarded("P2P", lambda: _p2p(gpus.decide_p2p("auto", inventory, chosen), inventory, chosen))
+        yield guarded("P2P", lambda: _p2p(gpus.decide_p2p("auto", inventory, chosen), inventory, chosen))
 
 
 def _launch_checks(config: Config, inventory: Inventory) -> Iterator[Check]:
@@ -155,23 +125,23 @@ def _launch_checks(config: Config, inventory: Inventory) -> Iterator[Check]:
     launch = _planned(config, inventory)
     engine_ok = False
     if in_docker:
-        engine = _guarded("Docker", lambda: _docker("problem"))
+        engine = guarded("Docker", lambda: _docker("problem"))
         engine_ok = engine.state == "ok"
         yield engine
     else:
-        yield _guarded("server", lambda: _server(config, adapter))
+        yield guarded("server", lambda: _server(config, adapter))
     if config.gpus != "none":
         if engine_ok and inventory.gpus:
-            yield _guarded("GPUs in Docker", lambda: _nvidia("problem"))
+            yield guarded("GPUs in Docker", lambda: _nvidia("problem"))
         yield from _gpu_checks(config, inventory, launch)
     yield _plan(launch)
     tp = 1 if isinstance(launch, Exception) else launch.settings.tp
-    yield _guarded("/dev/shm", lambda: _shared_memory(tp))
-    yield _guarded("model", lambda: _model(config, adapter, model))
+    yield guarded("/dev/shm", lambda: _shared_memory(tp))
+    yield guarded("model", lambda: _model(config, adapter, model))
     if model.spec is not None and model.spec.gated and not _is_local(config, model):
-        yield _guarded("HF token", lambda: _token(model))
+        yield guarded("HF token", lambda: _token(model))
     if engine_ok:
-        yield _guarded("image", lambda: _image(config.image or adapter.image))
+        yield guarded("image", lambda: _image(config.image or adapter.image))
 
 
 def _planned(config: Config, inventory: Inventory) -> Launch | Exception:
@@ -237,10 +207,10 @@ def _gpu_checks(config: Config, inventory: Inventory, launch: Launch | Exception
     if indices and isinstance(launch, Launch):
         indices = launch.gpu_indices
     chosen = tuple(gpu for gpu in inventory.gpus if gpu.index in indices)
-    yield _guarded("GPUs", lambda: _gpus(inventory, chosen, "problem", 1 - config.memory_ratio))
+    yield guarded("GPUs", lambda: _gpus(inventory, chosen, "problem", 1 - config.memory_ratio))
     if len(indices) > 1:
         decision = gpus.decide_p2p(config.p2p, inventory, indices)
-        yield _guarded("P2P", lambda: _p2p(decision, inventory, indices))
+        yield guarded("P2P", lambda: _p2p(decision, inventory, indices))
 
 
 def _gpus(inventory: Inventory, chosen: tuple[Gpu, ...], absent: State, spare_ratio: float = 0.1) -> Check:
@@ -279,7 +249,7 @@ def _p2p(decision: gpus.P2pDecision, inventory: Inventory, chosen: tuple[int, ..
     pairs = [{inventory.p2p[a][b], inventory.p2p[b][a]} for a, b in combinations(places, 2)]
     good = pairs.count({"ok"})
     said = f"{'on' if decision.enabled else 'off'}: {decision.reason} ({good} of {len(pairs)} pairs report it)"
-    if decision.enabled and good < len(pairs):
+    if decision.enabled and not gpus.decide_p2p("auto", inventory, chosen).enabled:
         return Check("P2P", "warning", said, "if the server hangs or its output is wrong: --p2p auto")
     return Check("P2P", "ok", said)
 
@@ -360,102 +330,6 @@ def _image(image: str) -> Check:
             "image", "problem", f"{said}, and it may need {IMAGE_BYTES / 1e9:.0f}", "make room: docker system prune"
         )
     return Check("image", "ok", said)
-
-
-# -- the client --------------------------------------------------------------------------------------------------------
-
-
-def _client_checks(config: Config) -> Iterator[Check]:
-    burst = config.concurrency or config.requests or DEFAULT_REQUESTS
-    yield _guarded("open files", lambda: _open_files(burst + OPEN_FILES_BESIDES))
-    if config.where != "url":  # the backlog that counts is that of the server's machine
-        yield _guarded("listen backlog", lambda: _backlog(burst))
-    yield _guarded("local ports", lambda: _ports(burst))
-    yield _guarded("clock", _clock)
-    yield _guarded("cores", _cores)
-    yield _guarded("CPU governor", _governor)
-
-
-def _open_files(needed: int) -> Check:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        allowed = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard} allowed"
-        return Check("open files", "ok", f"{allowed}, {needed} needed")
-    return Check(
-        "open files",
-        "problem",
-        f"{hard} allowed, {needed} needed",
-        f"raise the hard limit (ulimit -Hn {needed}, or nofile in /etc/security/limits.conf), or lower the load",
-    )
-
-
-def _backlog(burst: int) -> Check:
-    size = int(_text("/proc/sys/net/core/somaxconn"))
-    said = f"net.core.somaxconn is {size}"
-    if size >= min(burst, ENOUGH_BACKLOG):
-        return Check("listen backlog", "ok", said)
-    return Check(
-        "listen backlog",
-        "warning",
-        f"{said}, below a burst of {burst}: some connections would be dropped and tried again after a second",
-        f"sudo sysctl -w net.core.somaxconn={ENOUGH_BACKLOG}",
-    )
-
-
-def _ports(burst: int) -> Check:
-    count = ephemeral_ports()
-    said = f"{count} for connections to one address"
-    if count >= burst:
-        return Check("local ports", "ok", said)
-    return Check(
-        "local ports",
-        "problem",
-        f"{said}, {burst} needed",
-        "sudo sysctl -w net.ipv4.ip_local_port_range='10240 65535', or lower the load",
-    )
-
-
-def _clock() -> Check:
-    reads = [time.monotonic_ns() for _ in range(1000)]
-    step_ns = min((b - a for a, b in pairwise(reads) if b > a), default=0)
-    try:
-        source = _text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-    except OSError:
-        source = ""
-    said = f"CLOCK_MONOTONIC tells {step_ns} ns apart" + (f", from {source}" if source else "")
-    if not 0 < step_ns <= COARSE_CLOCK_NS:
-        return Check("clock", "warning", said, "measure from a machine with a finer clock")
-    if source and source not in STEADY_CLOCKS:
-        return Check(
-            "clock",
-            "warning",
-            f"{said}: each look at it is a system call",
-            "see /sys/devices/system/clocksource/clocksource0/available_clocksource for tsc or kvm-clock",
-        )
-    return Check("clock", "ok", said)
-
-
-def _cores() -> Check:
-    count = this_machine().cpu_count
-    if count >= 2:
-        return Check("cores", "ok", f"{count} for us")
-    return Check("cores", "warning", f"{count} for us", "the client shares it with all else; give it a second one")
-
-
-def _governor() -> Check:
-    governors = {path.read_text().strip() for path in CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")}
-    if "powersave" in governors:
-        return Check(
-            "CPU governor",
-            "warning",
-            "powersave: a core may be slow to wake when a token arrives",
-            "sudo cpupower frequency-set -g performance",
-        )
-    return Check("CPU governor", "ok", ", ".join(sorted(governors)) or "none: the frequency is not ours to set")
-
-
-def _text(path: str) -> str:
-    return Path(path).read_text(encoding="ascii").strip()
 
 
 def _space(path: Path) -> tuple[int, int]:

@@ -9,34 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 
+from loadgen import lateness
 from loadgen.metrics import PERCENTILES, total
 from loadgen.records import OUTCOMES, ClientFacts, Table
 from loadgen.runs import Manifest
+from loadgen.verdict import Finding, Severity, share, worst_first
 
-Severity = Literal["info", "warning", "invalid"]
-
-# Lateness of the client below this is the grain of timers and schedulers, whatever it is compared with.
-LAG_FLOOR_MS = 2.0
-# The arrival pattern is what was asked as long as p99 lateness is small against what the server's queue can notice:
-# the longer of its time to a first token and the mean time between arrivals.
-SEND_LAG_WARNING_RATIO = 0.1
-SEND_LAG_INVALID_RATIO = 0.5
-# A stamp is late by at most the lag. A tenth of a typical ttft is more than most comparisons want to resolve; at half
-# of it the client is a large part of what is measured.
-TTFT_LAG_WARNING_RATIO = 0.1
-TTFT_LAG_INVALID_RATIO = 0.5
-# Gaps are differences of stamps, so a steady lag cancels; half a token time does not, and beyond a whole one the
-# gaps show the rhythm of the client.
-TPOT_LAG_WARNING_RATIO = 0.5
-TPOT_LAG_INVALID_RATIO = 1.0
-# In a second this busy, replies waited in the kernel for the client. One such second delays some stamps (LOOP_LAG says
-# by how much), so it warns; when the whole run is this busy, throughput is the client's own.
-CPU_SATURATED_RATIO = 0.9
 # Gaps of exactly zero shared one read of the socket. The aim is below half a percent; above five, the low percentiles
 # and the spread of itl are made by reading, not by the server.
 MERGED_READS_INFO_RATIO = 0.005
@@ -61,15 +43,6 @@ PREEMPTIONS_WARNING_RATIO = 0.01
 SAMPLES_FAILED_RATIO = 0.1
 # Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
 PERCENTILE_MISS_PROBABILITY = 0.025
-# Below half of what it can take, the client leaves room for the bursts within a second.
-HEADROOM_RATIO = 2.0
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    code: str
-    severity: Severity
-    message: str
-    advice: str
 
 
 def find(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts], manifest: Manifest) -> list[Finding]:
@@ -78,8 +51,7 @@ def find(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts], 
         *_server_ended(manifest),
         *_completeness(report, measured, facts),
         *_failures(report, measured),
-        *_client(report, facts),
-        *_headroom(report),
+        *lateness.find(report, facts),
         *_events(measured),
         *_lengths(measured),
         *_counts(measured),
@@ -87,8 +59,7 @@ def find(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts], 
         *_server(report, manifest),
         *_samples(report),
     ]
-    order: tuple[Severity, ...] = ("invalid", "warning", "info")
-    return sorted(found, key=lambda finding: order.index(finding.severity))
+    return worst_first(found)
 
 
 def min_samples(thousandths: int) -> int:
@@ -112,12 +83,6 @@ def _server_ended(manifest: Manifest) -> Iterator[Finding]:
 
 def _count(measured: Table, *outcomes: str) -> int:
     return int(np.isin(measured.outcome, [OUTCOMES.index(outcome) for outcome in outcomes]).sum())
-
-
-def _share(part: float, whole: float) -> str:
-    """A percentage that is never rounded to 0 %."""
-    percent = 100 * part / whole
-    return f"{percent:.1f} %" if percent >= 0.1 or part == 0 else "under 0.1 %"
 
 
 def _completeness(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
@@ -164,7 +129,7 @@ def _failures(report: dict[str, Any], measured: Table) -> Iterator[Finding]:
         yield Finding(
             code="FAILED_REQUESTS",
             severity="invalid" if failed > LOST_INVALID_RATIO * len(measured) else "warning",
-            message=f"{failed} of {len(measured)} requests failed ({_share(failed, len(measured))}).",
+            message=f"{failed} of {len(measured)} requests failed ({share(failed, len(measured))}).",
             advice="Read the errors and the server's log; lower the load until none fails, or report the failures.",
         )
     lost = len(measured) - ok
@@ -190,99 +155,6 @@ def _survivors(report: dict[str, Any], measured: Table, lost: int) -> Iterator[F
     )
 
 
-def _lag_severity(lag_ms: float, ttft_ms: float | None, tpot_ms: float | None) -> tuple[Severity, str] | None:
-    """How bad it is that stamps may be late by `lag_ms`, and against what."""
-    if lag_ms <= LAG_FLOOR_MS:
-        return None
-    scales = (
-        ("ttft", ttft_ms, TTFT_LAG_WARNING_RATIO, TTFT_LAG_INVALID_RATIO),
-        ("tpot", tpot_ms, TPOT_LAG_WARNING_RATIO, TPOT_LAG_INVALID_RATIO),
-    )
-    worst: tuple[Severity, str] | None = None
-    for name, scale_ms, warning, invalid in scales:
-        if scale_ms is None or lag_ms <= warning * scale_ms:
-            continue
-        if lag_ms > invalid * scale_ms:
-            return "invalid", f"{name} p50 is {scale_ms:.1f} ms"
-        worst = worst or ("warning", f"{name} p50 is {scale_ms:.1f} ms")
-    return worst
-
-
-def _client(report: dict[str, Any], facts: Sequence[ClientFacts]) -> Iterator[Finding]:
-    metrics = report["metrics"]
-    ttft_ms, tpot_ms = metrics["ttft_ms"]["p50"], metrics["tpot_ms"]["p50"]
-    yield from _send_lag(report)
-    if not facts:
-        return
-    lags = (
-        ("LOOP_LAG", "The client's event loop", max(fact.loop_lag_p99_ms for fact in facts)),
-        ("RECEIVE_LAG", "Reading after the kernel had the data", max(fact.receive_lag_p99_ms or 0.0 for fact in facts)),
-    )
-    for code, what, lag_ms in lags:
-        verdict = _lag_severity(lag_ms, ttft_ms, tpot_ms)
-        if verdict is not None:
-            yield Finding(
-                code=code,
-                severity=verdict[0],
-                message=f"{what} was late by {lag_ms:.1f} ms (p99) where {verdict[1]}.",
-                advice="Add --workers, free the machine of other work, or run the client on another machine.",
-            )
-    busiest = max(fact.cpu_peak_ratio for fact in facts)
-    mean = max(fact.cpu_s / fact.wall_s if fact.wall_s > 0 else 0.0 for fact in facts)
-    if busiest >= CPU_SATURATED_RATIO:
-        whole = mean >= CPU_SATURATED_RATIO
-        yield Finding(
-            code="CLIENT_CPU",
-            severity="invalid" if whole else "warning",
-            message=f"A client process used {busiest:.2f} of a core in its busiest second and {mean:.2f} on average"
-            + ("; throughput is the client's own limit." if whole else "."),
-            advice="Add --workers, or run the client on a machine with free cores.",
-        )
-
-
-def _send_lag(report: dict[str, Any]) -> Iterator[Finding]:
-    lag_ms = report["metrics"]["send_lag_ms"]["p99"]
-    if lag_ms is None or lag_ms <= LAG_FLOOR_MS:
-        return
-    duration_s, ok = report["duration_s"], report["requests"]["ok"]
-    interarrival_ms = 1000 * duration_s / ok if duration_s and report["burst"] is None else 0.0
-    scale_ms = max(report["metrics"]["ttft_ms"]["p50"] or report["metrics"]["e2el_ms"]["p50"], interarrival_ms)
-    if lag_ms <= SEND_LAG_WARNING_RATIO * scale_ms:
-        return
-    yield Finding(
-        code="SEND_LAG",
-        severity="invalid" if lag_ms > SEND_LAG_INVALID_RATIO * scale_ms else "warning",
-        message=f"Requests left {lag_ms:.1f} ms after they were due (p99), where ttft or the time between arrivals is "
-        f"{scale_ms:.1f} ms: the load was smoother than asked.",
-        advice="Add --workers, or lower the rate; the _from_schedule metrics include this wait.",
-    )
-
-
-def _headroom(report: dict[str, Any]) -> Iterator[Finding]:
-    ceiling = report["ceiling"]
-    if ceiling is None:
-        return
-    ratio = ceiling["headroom_ratio"]
-    if ratio is not None and ratio < HEADROOM_RATIO:
-        yield Finding(
-            code="HEADROOM",
-            severity="warning",
-            message=f"The busiest second had {ceiling['peak_events_per_s']:.0f} events; this client can take about "
-            f"{ceiling['peak_events_per_s'] * ratio:.0f} a second here ({ratio:.1f} times as many).",
-            advice="Add --workers, or run the client on a faster machine.",
-        )
-    error_ms, metrics = ceiling["event_error_p99_ms"], report["metrics"]
-    verdict = _lag_severity(error_ms or 0.0, metrics["ttft_ms"]["p50"], metrics["tpot_ms"]["p50"])
-    if verdict is not None:
-        yield Finding(
-            code="EVENT_ERROR",
-            severity="warning",  # of the calibration; what the client did in the run itself is in its lags
-            message=f"Before the run this client stamped events {error_ms:.1f} ms late (p99), by the embedded server's "
-            f"own send times, where {verdict[1]}.",
-            advice="Add --workers, or free the machine of other work.",
-        )
-
-
 def _events(measured: Table) -> Iterator[Finding]:
     gaps = len(measured.itl_us)
     zero = gaps - int(np.count_nonzero(measured.itl_us))
@@ -290,7 +162,7 @@ def _events(measured: Table) -> Iterator[Finding]:
         yield Finding(
             code="MERGED_READS",
             severity="warning" if zero > MERGED_READS_WARNING_RATIO * gaps else "info",
-            message=f"{_share(zero, gaps)} of the gaps are exactly 0: those events came in one read of the socket.",
+            message=f"{share(zero, gaps)} of the gaps are exactly 0: those events came in one read of the socket.",
             advice="The server sent them together or the client was late (LOOP_LAG tells); prefer tpot over itl here.",
         )
     counted = measured.ok & (measured.events > 0) & (measured.output_tokens > 0)
@@ -360,7 +232,7 @@ def _cached(measured: Table, manifest: Manifest) -> Iterator[Finding]:
     yield Finding(
         code="CACHED_TOKENS",
         severity="invalid" if cached > CACHED_INVALID_RATIO * prompt and not meant else "warning",
-        message=f"The server took {_share(cached, prompt)} of the prompt tokens from its prefix cache; ttft and "
+        message=f"The server took {share(cached, prompt)} of the prompt tokens from its prefix cache; ttft and "
         "throughput are those of a warm cache.",
         advice="Use another --seed, restart the server, or turn its prefix cache off.",
     )
@@ -377,16 +249,18 @@ def _server(report: dict[str, Any], manifest: Manifest) -> Iterator[Finding]:
             code="PREFIX_CACHE",
             severity="warning" if meant else "invalid",
             message=f"The server counted {hits} prompt tokens found in its prefix cache"
-            + (f" ({_share(hits, queries)} of those looked up)" if queries else "")
+            + (f" ({share(hits, queries)} of those looked up)" if queries else "")
             + ("; ttft is that of a warm cache." if meant else ", although every prompt is meant to be new."),
             advice="Use another --seed, restart the server, or turn its prefix cache off; let nobody else use it.",
         )
-    if preemptions:
-        many = preemptions > PREEMPTIONS_WARNING_RATIO * (requests["ok"] + requests["failed"])
+    preempted = preemptions or server["paused_max"]
+    if preempted:
+        many = preempted > PREEMPTIONS_WARNING_RATIO * (requests["ok"] + requests["failed"])
+        counted = f"preempted {preemptions} times" if preemptions else f"had {preempted} requests preempted at once"
         yield Finding(
             code="PREEMPTIONS",
             severity="warning" if many else "info",
-            message=f"The server preempted {preemptions} times: its KV cache was too small for the load, so ttft, tpot "
+            message=f"The server {counted}: its KV cache was too small for the load, so ttft, tpot "
             "and itl include work that was done twice.",
             advice="Lower the load or the lengths, or give the server more memory for its KV cache.",
         )

@@ -161,18 +161,20 @@ class Absent(Unreadable):
 class Series:
     """Picks the wanted series out of Prometheus' text format.
 
-    Histograms (neutral names in `_seconds`) give `_sum` and `_count`. A counter is found with and without `_total`.
-    Values of several label sets are added up; ratios are averaged.
+    Histograms (neutral names in `_seconds`) give `_sum` and `_count`. A counter is found with and without `_total`. Of
+    several names the first that is there counts. Values of several label sets are added up; ratios are averaged.
     """
 
     def __init__(self, series: Mapping[str, str]) -> None:
         self._spellings: dict[str, tuple[str, ...]] = {}  # neutral name -> sample names, best first
-        for neutral, name in series.items():
+        for neutral, known in series.items():
+            names = known.split()
             if neutral.endswith("_seconds"):
-                self._spellings |= {neutral + part: (name + part,) for part in ("_sum", "_count")}
+                self._spellings |= {neutral + part: tuple(name + part for name in names) for part in ("_sum", "_count")}
             else:
-                other = name.removesuffix("_total") if name.endswith("_total") else f"{name}_total"
-                self._spellings[neutral] = (name, other)
+                self._spellings[neutral] = tuple(
+                    spelling for name in names for spelling in (name, _other_spelling(name))
+                )
         self._wanted = {name for names in self._spellings.values() for name in names}
 
     def pick(self, text: str) -> dict[str, float]:
@@ -197,6 +199,10 @@ class Series:
             if numbers is not None:
                 values[neutral] = sum(numbers) / (len(numbers) if neutral.endswith("_ratio") else 1)
         return {neutral: value for neutral, value in values.items() if math.isfinite(value)}
+
+
+def _other_spelling(name: str) -> str:
+    return name.removesuffix("_total") if name.endswith("_total") else f"{name}_total"
 
 
 class Metrics:

@@ -64,7 +64,9 @@ class Server(msgspec.Struct, kw_only=True):
     failure: str | None = None
     running_max: int | None = None
     waiting_max: int | None = None
+    paused_max: int | None = None  # requests: preempted, and waiting to go on
     kv_cache_usage_max_ratio: float | None = None
+    kv_reserved_max_tokens: int | None = None  # what a batch might have come to need, not what it used
     preemptions: int | None = None
     prefix_cache_hits: int | None = None  # tokens
     prefix_cache_queries: int | None = None  # tokens
@@ -82,7 +84,7 @@ class Gpu(msgspec.Struct, kw_only=True):
 
 
 class Gpus(msgspec.Struct, kw_only=True):
-    """The GPUs together: the peak is of their sum at one time, power and energy are sums.
+    """The GPUs together: the peak is of their sum at one time, power and energy are sums, of the run alone.
 
     energy_from: "counter" is the GPUs' own energy counters, "power" the trapezoids under their power samples.
     """
@@ -103,7 +105,7 @@ def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | 
     """What `server.jsonl` says of the run whose schedule began at `t0_ns` and whose last reply ended at `end_ns`.
 
     It covers the samples from the last good one before t = 0 to the first good one after the end: up to a period more
-    than the run at either side. None when nothing was sampled.
+    than the run at either side, but for energy, of which that is taken away. None when nothing was sampled.
     """
     try:
         lines = (directory / FILE).read_bytes().splitlines(keepends=True)
@@ -118,7 +120,7 @@ def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | 
     before = [at for at, sample in enumerate(samples) if sample.good and sample.end_ns <= t0_ns]
     after = [at for at, sample in enumerate(samples) if sample.good and sample.at_ns >= end_ns]
     window = samples[before[-1] if before else 0 : after[0] + 1 if after else len(samples)]
-    view = ServerView(gpus=_gpus(header, window))
+    view = ServerView(gpus=_gpus(header, window, t0_ns, end_ns))
     if not header.series:
         view.server = Server(problem=problem) if problem else None
         return view
@@ -179,7 +181,9 @@ def _server(window: Sequence[Sample]) -> Server:
         failure=next((reason for reason, _ in reasons.most_common(1)), None),
         running_max=_whole(largest("running")),
         waiting_max=_whole(largest("waiting")),
+        paused_max=_whole(largest("paused")),
         kv_cache_usage_max_ratio=largest("kv_cache_usage_ratio"),
+        kv_reserved_max_tokens=_whole(largest("kv_reserved_tokens")),
         preemptions=_whole(rise("preemptions")),
         prefix_cache_hits=_whole(rise("prefix_cache_hits")),
         prefix_cache_queries=_whole(rise("prefix_cache_queries")),
@@ -195,7 +199,7 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
-def _gpus(header: Header, window: Sequence[Sample]) -> Gpus | None:
+def _gpus(header: Header, window: Sequence[Sample], t0_ns: int, end_ns: int) -> Gpus | None:
     first = next((sample.gpus for sample in window if sample.gpus), None)
     if first is None:
         return None
@@ -210,10 +214,11 @@ def _gpus(header: Header, window: Sequence[Sample]) -> Gpus | None:
             sums.setdefault(at_ns, []).append(used)
     energy_j: float | None = None
     energy_from: Literal["counter", "power"] | None = None
+    within = [_within(points, t0_ns, end_ns) for points in power]
     if all(_spans(points, window) and points[0][1] <= points[-1][1] for points in counters):
-        energy_j, energy_from = sum(points[-1][1] - points[0][1] for points in counters) / 1000, "counter"
+        energy_j, energy_from = sum(map(_counted_j, counters, power, within)), "counter"
     elif all(_spans(points, window) for points in power):
-        energy_j, energy_from = sum(_joules(points) for points in power), "power"
+        energy_j, energy_from = sum(map(_joules, within)), "power"
     return Gpus(
         each=[
             Gpu(
@@ -224,7 +229,7 @@ def _gpus(header: Header, window: Sequence[Sample]) -> Gpus | None:
             for index, points in zip(indices, memory, strict=True)
         ],
         memory_peak_bytes=_whole(max((sum(used) for used in sums.values() if len(used) == len(indices)), default=None)),
-        power_mean_w=sum(_mean_w(points) for points in power) if all(power) else None,
+        power_mean_w=sum(map(_mean_w, within)) if all(within) else None,
         energy_j=energy_j,
         energy_from=energy_from,
     )
@@ -246,6 +251,30 @@ def _points(window: Sequence[Sample], index: int, read: Callable[[GpuSample], fl
 def _spans(points: Points, window: Sequence[Sample]) -> bool:
     """Whether a value is known at both ends of the window, so that what happened between them can be told."""
     return len(points) > 1 and points[0][0] == window[0].at_ns and points[-1][0] == window[-1].at_ns
+
+
+def _within(power: Points, t0_ns: int, end_ns: int) -> Points:
+    """Power samples (ns, W) of the run alone. It begins and ends at once, so what was sampled outside says nothing of
+    it: up to its first sample and from its last, it had their power. Without any, the mean of those outside."""
+    if not power:
+        return []
+    begin_ns, finish_ns = max(t0_ns, int(power[0][0])), min(end_ns, int(power[-1][0]))
+    inside = [(at_ns, watts) for at_ns, watts in power if t0_ns <= at_ns <= end_ns]
+    if not inside:
+        mean_w = _mean_w(power)
+        return [(begin_ns, mean_w), (max(begin_ns, finish_ns), mean_w)]
+    return [(begin_ns, inside[0][1]), *inside, (finish_ns, inside[-1][1])]
+
+
+def _counted_j(counter: Points, power: Points, within: Points) -> float:
+    """Energy of the run, of a counter (ns, mJ) that was read before and after it: less what was used in between, at the
+    power that was sampled outside."""
+    counted_j = (counter[-1][1] - counter[0][1]) / 1000
+    if not power:
+        return counted_j
+    before_j = (within[0][0] - counter[0][0]) / 1e9 * power[0][1]
+    after_j = (counter[-1][0] - within[-1][0]) / 1e9 * power[-1][1]
+    return max(0.0, counted_j - max(0.0, before_j) - max(0.0, after_j))
 
 
 def _joules(points: Points) -> float:

@@ -110,7 +110,9 @@ def _server_lines(report: Report) -> Iterator[str]:
             ("at most {} running", server["running_max"]),
             ("at most {} waiting", server["waiting_max"]),
             ("KV cache at most {} % full", None if kv_ratio is None else 100 * kv_ratio),
+            ("at most {} tokens of KV cache reserved", server["kv_reserved_max_tokens"]),
             ("{} preemptions", server["preemptions"]),
+            ("at most {} paused", server["paused_max"]),
             ("{} prompt tokens from its prefix cache", server["prefix_cache_hits"]),
             ("mean ttft by its own count {} ms", server["ttft_mean_ms"]),
         )

@@ -183,6 +183,7 @@ def series(max_req_total_len: int) -> list[Series]:
         Distribution("lightllm_request_inference_duration", "Inference time of the request", "e2e", seconds),
         Distribution("lightllm_request_queue_duration_bucket", "Queue duration of requests", "queue", seconds),
         Distribution("lightllm_request_input_length", "Length of the input tokens", "prompt_tokens", tokens),
+        Distribution("lightllm_cache_length", "Tokens found in the prompt cache", "cached_tokens", tokens),
         Distribution("lightllm_request_generated_tokens", "Number of generated tokens", "output_tokens", tokens),
         Distribution("lightllm_request_max_new_tokens", "Max new token", "asked_tokens", tokens),
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Tokens = Literal["prompt_tokens", "output_tokens", "asked_tokens"]
+Tokens = Literal["prompt_tokens", "cached_tokens", "output_tokens", "asked_tokens"]
 Seconds = Literal[
     "ttft", "itl", "tpot", "mean", "e2e", "decode", "queue"
 ]  # tpot leaves the first token out, mean does not
@@ -146,6 +146,7 @@ class Telemetry:
         if reply.count > 1:
             self._observe("tpot", (reply.last_ns - reply.first_ns) / (reply.count - 1))
         self._observe("prompt_tokens", reply.n_prompt_tokens)
+        self._observe("cached_tokens", reply.n_cached_tokens)
         self._observe("output_tokens", reply.count)
         self._observe("asked_tokens", reply.asked_tokens)
 

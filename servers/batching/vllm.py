@@ -14,7 +14,9 @@ class VllmV1:
     blocks of 16 tokens; where blocks run out, the request that came last starts over (recomputation).
 
     Source: vllm/v1/core/sched/scheduler.py of 0.32, first come first served, without prefix cache and speculation. With
-    asynchronous scheduling (`depth` 2) a request that has its last token under way is left out of the next step.
+    asynchronous scheduling (`depth` 2) a request that has its last token under way is left out of the next step. Beside
+    vLLM's own classes, sync and async, none of 33192 steps of 48 workloads with 780 preemptions differs
+    (tests/vllm/test_scheduler_v1.py).
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 import backends
-from backends.launch import Adapter, Exit, Settings, died, explain, version_in
+from backends.launch import Adapter, Exit, LaunchError, Settings, died, explain, version_in
 
 STARTED = [name for name in backends.available() if backends.get(name).adapter is not None]
 
@@ -49,7 +49,6 @@ SAME = {
     "dtype": ("--dtype", "--data_type", "--dtype"),
     "max_model_len": ("--max-model-len", "--max_req_total_len", "--max-total-tokens"),
     "max_running": ("--max-num-seqs", "--running_max_req_size", "--max-batch-size"),
-    "memory_ratio": ("--gpu-memory-utilization", "--mem_fraction", "--cuda-memory-fraction"),
     "host": ("--host", "--host", "--hostname"),
     "port": ("--port", "--port", "--port"),
 }
@@ -60,6 +59,20 @@ SAME = {
 def test_the_same_settings_for_all(setting: str, column: int) -> None:
     name = ("vllm", "lightllm", "tgi")[column]
     assert words(name)[SAME[setting][column]] == str(getattr(settings(), setting))
+
+
+def test_the_same_memory_for_all() -> None:
+    """TGI's KV cache gets the product of two numbers, of which one has a default of 0.9."""
+    assert words("vllm")["--gpu-memory-utilization"] == words("lightllm")["--mem_fraction"] == "0.9"
+    assert words("tgi")["--cuda-memory-fraction"] == "1"
+    assert adapter("tgi").invoke(settings()).env["TGI_WIGGLE_ROOM"] == "0.9"
+
+
+def test_all_of_the_memory() -> None:
+    assert words("vllm", memory_ratio=1.0)["--gpu-memory-utilization"] == "1"
+    for name in ("lightllm", "tgi"):
+        with pytest.raises(LaunchError, match=f"^{name} takes no --memory-ratio of 1; .*\\.$"):
+            adapter(name).invoke(settings(memory_ratio=1.0))
 
 
 def test_every_start_leaves_out_the_prefix_cache() -> None:
@@ -79,14 +92,18 @@ def test_none_refuses_a_burst() -> None:
 def test_graphs_up_to_the_same_batch() -> None:
     assert words("tgi")["--cuda-graphs"] == "1,2,4,8,16,32,64,128,256"
     assert words("lightllm")["--graph_max_batch_size"] == "256"
-    assert words("tgi", max_running=6)["--cuda-graphs"] == "1,2,4"
+    assert words("vllm")["--max-cudagraph-capture-size"] == "256"
+    assert words("tgi", max_running=6)["--cuda-graphs"] == "1,2,4,6"
+    assert words("lightllm", max_running=6)["--graph_max_batch_size"] == "6"
+    assert words("vllm", max_running=100)["--max-cudagraph-capture-size"] == "200"  # of 100 it would make 96
 
 
 @pytest.mark.parametrize("name", STARTED)
 def test_p2p_off(name: str) -> None:
     on, off = adapter(name).invoke(settings()), adapter(name).invoke(settings(p2p=False))
     assert "NCCL_P2P_DISABLE" not in on.env
-    assert off.env["NCCL_P2P_DISABLE"] == "1"
+    own = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"} if name == "vllm" else {}
+    assert off.env == {**on.env, "NCCL_P2P_DISABLE": "1", **own}
     more = set(off.arguments) - set(on.arguments)
     assert (
         more
@@ -108,9 +125,13 @@ def test_extra_arguments_come_last_and_none_holds_a_space(name: str) -> None:
 def test_older_versions() -> None:
     assert "--disable-log-requests" in words("vllm", version=(0, 11, 0))
     assert "--disable-log-requests" not in words("vllm", version=(0, 32, 0))
+    assert "--max-cudagraph-capture-size" not in words("vllm", version=(0, 11, 0))
     old = words("lightllm", version=(1, 1, 0), p2p=False)
-    assert {"--disable_chunked_prefill", "--disable_custom_allreduce"} <= set(old)
-    assert "--hypercorn_config" not in old and "--disable_symm_mem_allreduce" not in old
+    assert {"--disable_dynamic_prompt_cache", "--disable_custom_allreduce"} <= set(old)
+    unknown = {"--hypercorn_config", "--disable_symm_mem_allreduce", "--disable_chunked_prefill"}
+    assert not unknown & set(old)
+    oldest = words("lightllm", version=(1, 0, 1), p2p=False)
+    assert not (unknown | {"--disable_dynamic_prompt_cache"}) & set(oldest)
     assert adapter("lightllm").invoke(settings(version=(1, 1, 0))).files == {}
 
 
@@ -120,6 +141,9 @@ def test_older_versions() -> None:
         ("vllm/vllm-openai:v0.32.0", (0, 32, 0)), ("localhost:5000/lightllm:v1.1", (1, 1, 0)),
         ("0.32.0+cpu", (0, 32, 0)),
         ("repo/image:latest", None), ("repo/image", None), ("", None), ("repo/im@sha256:0a1", None),
+        ("ghcr.io/modeltc/lightllm:v1.1.0@sha256:0a12.3", (1, 1, 0)), ("10.0.0.5/vllm/vllm-openai", None),
+        ("10.0.0.5:5000/vllm/vllm-openai", None), ("10.0.0.5:5000/vllm:v0.32.0-cu130", (0, 32, 0)),
+        ("im:cuda12.4", None), ("0.33\n", (0, 33, 0)), ("im:", None),
     ],
 )  # fmt: skip
 def test_version_in(text: str, version: tuple[int, ...] | None) -> None:
@@ -148,14 +172,21 @@ LOGS = [
     ("vllm", "ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate\nEngineCore failed to start",
      "CUDA out of memory"),
     ("vllm", "ValueError: Free memory on device cuda:0 (3.1/23.6 GiB) on startup is less than desired GPU memory "
-     "utilization (0.9, 21.3 GiB).", "already in use (3.1/23.6 GiB"),
+     "utilization (0.9, 21.3 GiB).", "already in use (3.1 of 23.6 GiB are free)"),
+    ("vllm", "ValueError: max_num_batched_tokens (2048) must be greater than or equal to max_num_seqs (4096).",
+     "lower --max-running to 2048"),
+    ("vllm", "ValueError: User-specified max_model_len (4096) is greater than the derived max_model_len "
+     "(max_position_embeddings=2048.0 or model_max_length=None in model's config.json).", "--max-model-len 2048 or"),
+    ("vllm", "vllm: error: argument --max-num-seqs: invalid int value: 'x'",
+     "refuses its arguments (argument --max-num-seqs: invalid int value: 'x')"),
     ("vllm", "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
      "no room for the KV cache"),
     ("vllm", "ValueError: To serve at least one request with the model's max seq len (4096), (2.00 GiB KV cache is "
      "needed, which is larger than ... the estimated maximum model length is 3072.", "--max-model-len 3072"),
     ("vllm", "ValueError: World size (4) is larger than the number of available GPUs (2)", "fewer than 4 GPUs"),
     ("vllm", "RuntimeError: NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "--p2p off"),
-    ("vllm", "usage: vllm serve\nvllm: error: unrecognized arguments: --frobnicate", "--frobnicate"),
+    ("vllm", "usage: vllm serve\nvllm: error: unrecognized arguments: --frobnicate",
+     "does not know an argument (unrecognized arguments: --frobnicate)"),
     ("vllm", "OSError: You are trying to access a gated repo.\n401 Client Error. Cannot access gated repo", "HF_TOKEN"),
     ("vllm", "RuntimeError: Found no NVIDIA driver on your system.", "no NVIDIA driver"),
     ("vllm", "OSError: [Errno 98] Address already in use", "--port"),
@@ -163,11 +194,18 @@ LOGS = [
     ("lightllm", "torch.OutOfMemoryError: CUDA out of memory.\nRuntimeError: Critical LightLLM submodule exited "
      "unexpectedly: name=router pid=9", "CUDA out of memory"),
     ("lightllm", "Critical LightLLM submodule exited unexpectedly: name=router pid=9 exitcode=1", "router"),
+    ("lightllm", "WARNING Insufficient shared memory (SHM) available.Required: 2.1G\ntorch.OutOfMemoryError: CUDA out "
+     "of memory.", "CUDA out of memory"),
+    ("lightllm", "WARNING Insufficient shared memory (SHM) available.Required: 2.1G", "shared memory is too small"),
     ("lightllm", "init func start_router_process : init ok\ninit func start_detoken : boom", "start_detoken failed"),
     ("tgi", "RuntimeError: Not enough memory to handle 4146 prefill tokens. You need to decrease", "4146 prefill"),
     ("tgi", "Error: NotEnoughCUDADevices(\"`sharded` is true but only found 1 CUDA devices\")", "only found 1"),
     ("tgi", "Shard process was signaled to shutdown with signal 9", "host memory"),
-    ("tgi", "error: unexpected argument '--frobnicate' found\n\nUsage: text-generation-launcher", "--frobnicate"),
+    ("tgi", "error: unexpected argument '--frobnicate' found\n\nUsage: text-generation-launcher",
+     "does not know an argument (unexpected argument '--frobnicate' found)"),
+    ("tgi", "error: invalid value 'float32' for '--dtype <DTYPE>'\n  [possible values: float16, bfloat16]",
+     "refuses its arguments (invalid value 'float32' for '--dtype <DTYPE>')"),
+    ("tgi", "WARN Not enough VRAM to run the model: Available: 20GB\nCUDA out of memory", "CUDA out of memory"),
     ("tgi", "Error: ArgumentValidation(\"`max_input_tokens` must be < `max_total_tokens`\")", "`max_input_tokens`"),
 ]  # fmt: skip
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from backends.catalog import MODELS, find
+from backends.catalog import MODELS, find, from_config
 
 
 @pytest.mark.parametrize(
@@ -49,3 +51,37 @@ def test_names_are_unique_and_shapes_fit() -> None:
         assert model.hidden % model.heads == 0
         assert model.heads % model.kv_heads == 0
         assert model.head_dim == 128
+
+
+# As transformers writes the config of Llama-2-7B.
+LLAMA: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_from_config() -> None:
+    model = from_config("m", LLAMA)
+    assert model is not None and model.parameters == 6_738_415_616
+    tied = from_config("m", {**LLAMA, "tie_word_embeddings": True})
+    assert tied is not None and model.parameters - tied.parameters == 32000 * 4096
+    mixtral = from_config("m", {
+        **LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+    })  # fmt: skip
+    assert mixtral is not None and mixtral.parameters == 46_702_792_704
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"quantization_config": {"quant_method": "awq", "bits": 4}},  # 4 bits are not 16
+        {"num_experts": 60, "moe_intermediate_size": 1408, "num_experts_per_tok": 4},  # Qwen2-MoE
+        {"n_routed_experts": 64, "moe_intermediate_size": 1408},  # DeepSeek
+        {"shared_expert_intermediate_size": 5632},
+        {"head_dim": 256}, {"hidden_size": 0}, {"hidden_size": None}, {"num_attention_heads": 0},
+        {"num_attention_heads": -32}, {"num_hidden_layers": 0}, {"vocab_size": -1}, {"intermediate_size": "wide"},
+        {"num_local_experts": 8, "num_experts_per_tok": 9},
+    ],
+)  # fmt: skip
+def test_a_size_that_is_not_known(more: dict[str, Any]) -> None:
+    assert from_config("m", {**LLAMA, **more}) is None

@@ -286,6 +286,11 @@ def test_a_lost_card_is_left_out_and_the_others_keep_their_indices(machine: Mach
          "NVML says of P2P from GPU 0 to GPU 2: chipset not supported"),
         ("NVIDIA GeForce RTX 3090", 4, "535.129.03", bridged_in_pairs, (2, 1), False,
          "NVML says of P2P from GPU 2 to GPU 1: chipset not supported"),
+        ("Quadro RTX 4000", 2, "535.54.03", always(OK), (0, 1), True, "every pair reports P2P over NVLink"),
+        ("NVIDIA RTX 4000 Ada Generation", 2, "535.54.03", over_pcie, (0, 1), True, "every pair reports P2P"),
+        ("NVIDIA GeForce RTX 4050 Laptop GPU", 2, "545.29.06", always(OK), (0, 1), False,
+         "drivers before 550.40.07 misreport P2P on RTX 40 cards; GPU 0 is an NVIDIA GeForce RTX 4050 Laptop GPU, "
+         "the driver 545.29.06"),
         ("NVIDIA GeForce RTX 4090", 1, "535.54.03", always(OK), (0,), True, "one GPU: nothing to decide"),
         ("NVIDIA GeForce RTX 4090", 8, "535.54.03", always(OK), (5,), True, "one GPU: nothing to decide"),
     ],
@@ -367,7 +372,7 @@ def test_asked_for_it_is_as_asked_and_the_reason_keeps_the_doubt(machine: Machin
 def test_what_nvml_does_not_know_is_off() -> None:
     none = Inventory(problem="no NVIDIA driver")
     assert decide_p2p("auto", none, (0, 1)) == P2pDecision(False, "NVML does not know GPU 0 (no NVIDIA driver)")
-    assert decide_p2p("auto", none, ()) == P2pDecision(True, "no GPU: nothing to decide")
+    assert decide_p2p("auto", none, ()) == P2pDecision(True, "no GPU here to ask")
     assert decide_p2p("on", none, (0, 1)).enabled
 
 

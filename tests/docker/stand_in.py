@@ -6,6 +6,7 @@ the begin of its SHA-256), `limits` and `somaxconn` as the process has them. STA
 
     exit:CODE         ends at once             say:TEXT    prints TEXT, ends with 1     hang        never listens
     die:SECONDS:CODE  serves, then ends        stubborn    serves, ignores SIGTERM      tell        prints the secret
+    hungry            takes memory without end, once it gets SIGUSR1
 
 Needs nothing outside the image but `python`; the flags are those of vLLM 0.32, LightLLM 1.2 and TGI 3.3.7.
 """
@@ -145,6 +146,13 @@ def fail(behaviour: str) -> None:
         print("it hangs", flush=True)
         while True:
             time.sleep(3600)
+    if kind == "hungry":  # once told: the test sets the limit first
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        print("it waits", flush=True)
+        signal.sigwait({signal.SIGUSR1})
+        taken = []
+        while True:
+            taken.append(b"x" * (1 << 20))
     if kind == "tell":
         print(f"the token is {os.environ.get('HF_TOKEN')}", flush=True)
 

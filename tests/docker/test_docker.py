@@ -26,7 +26,7 @@ import docker as sdk
 import pytest
 
 from backends import docker
-from backends.launch import Exit, LaunchError, Mount, Start
+from backends.launch import Exit, LaunchError, Mount, Start, died
 from tests.docker import images, registry
 
 pytestmark = pytest.mark.docker
@@ -246,6 +246,21 @@ def test_one_that_ignores_sigterm_is_killed(launches: Launches, monkeypatch: pyt
     running.stop()
     assert launches.containers() == []
     assert running.poll() == Exit(-9)
+
+
+def test_one_that_takes_more_memory_than_there_is(launches: Launches, engine: sdk.DockerClient) -> None:
+    """The kernel kills it; the launcher itself sets no limit, so the test does once it runs."""
+    if not engine.info()["MemoryLimit"]:
+        pytest.skip("this engine cannot limit memory")
+    running = launches.start(launches.plan(behaviour="hungry"))
+    until(lambda: "waits" in running.log_tail(), "its last line")
+    (container,) = launches.containers()
+    container.update(mem_limit="64m", memswap_limit="64m")
+    container.kill("SIGUSR1")
+    end = until(running.poll, "its end")
+    assert end == Exit(-9, oom_killed=True)
+    said = str(died("vllm", end, running.log_tail(), ()))
+    assert "the kernel killed it for want of host memory; free memory on the host" in said
 
 
 def test_one_that_never_listens_is_stopped(launches: Launches) -> None:

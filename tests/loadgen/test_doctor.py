@@ -14,8 +14,10 @@ import pytest
 from backends.gpus import Inventory
 from backends.launch import LaunchError
 from loadgen import cli, doctor
+from loadgen import machine as own_machine
 from loadgen.config import Config, ConfigError
-from loadgen.doctor import Check, examine, render
+from loadgen.doctor import examine, render
+from loadgen.machine import Check
 from tests.loadgen.test_launch import A800, GIB, NOTHING, ONE_4090, RTX4090, cached, machine
 
 FINE = {
@@ -51,10 +53,10 @@ def good_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[Path, 
     monkeypatch.setattr(doctor.docker, "problem", lambda: None)
     monkeypatch.setattr(doctor.docker, "has_nvidia", lambda: True)
     monkeypatch.setitem(sys.modules, "docker", FakeDocker((), tmp_path))
-    monkeypatch.setattr(doctor, "_text", FINE.__getitem__)
-    monkeypatch.setattr(doctor, "ephemeral_ports", lambda: 28232)
-    monkeypatch.setattr(doctor, "_governor", lambda: Check("CPU governor", "ok", "performance"))
-    monkeypatch.setattr(doctor, "this_machine", lambda: SimpleNamespace(cpu_count=8))
+    monkeypatch.setattr(own_machine, "_text", FINE.__getitem__)
+    monkeypatch.setattr(own_machine, "ephemeral_ports", lambda: 28232)
+    monkeypatch.setattr(own_machine, "_governor", lambda: Check("CPU governor", "ok", "performance"))
+    monkeypatch.setattr(own_machine, "this_machine", lambda: SimpleNamespace(cpu_count=8))
     monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 1048576))
     disks: dict[Path, tuple[int, int]] = {}
     monkeypatch.setattr(doctor, "_space", lambda path: disks.get(path, (10**13, 10**12)))
@@ -92,6 +94,10 @@ def test_p2p_is_of_the_gpus_that_would_be_used() -> None:
     assert check.state == "ok" and check.said.startswith("off: NVML says") and "(0 of 28 pairs" in check.said
     forced = by_name(Config(backend="vllm", model="13b", p2p="on", tp="2"), RTX4090)["P2P"]
     assert forced.state == "warning" and "although" in forced.said and "(0 of 1 pairs" in forced.said
+    old = machine(2, "NVIDIA GeForce RTX 4090", 24, driver="545.29.06")  # it reports what it does not have
+    forced = by_name(Config(backend="vllm", model="13b", p2p="on", tp="2"), old)["P2P"]
+    assert forced.state == "warning" and "misreport" in forced.said and "(1 of 1 pairs" in forced.said
+    assert by_name(Config(backend="vllm", model="13b", tp="2"), old)["P2P"].state == "ok"
     assert "P2P" not in by_name(Config(model="7b", gpus="0"))
 
 
@@ -174,9 +180,9 @@ def test_shared_memory(good_machine: dict[Path, tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("url", [None, "http://127.0.0.1:1"])
 def test_limits_of_the_client(url: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_text", {**FINE, "/proc/sys/net/core/somaxconn": "128"}.__getitem__)
+    monkeypatch.setattr(own_machine, "_text", {**FINE, "/proc/sys/net/core/somaxconn": "128"}.__getitem__)
     monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 4096))
-    monkeypatch.setattr(doctor, "ephemeral_ports", lambda: 5000)
+    monkeypatch.setattr(own_machine, "ephemeral_ports", lambda: 5000)
     backlog = {} if url else {"listen backlog": "warning"}
     assert not_ok(Config(url=url, concurrency=128)) == {}
     assert not_ok(Config(url=url)) == backlog
@@ -198,21 +204,21 @@ def test_unlimited_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_clock_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
-    monkeypatch.setattr(doctor, "_text", {**FINE, source: "hpet"}.__getitem__)
-    monkeypatch.setattr(doctor, "this_machine", lambda: SimpleNamespace(cpu_count=1))
+    monkeypatch.setattr(own_machine, "_text", {**FINE, source: "hpet"}.__getitem__)
+    monkeypatch.setattr(own_machine, "this_machine", lambda: SimpleNamespace(cpu_count=1))
     assert not_ok(Config()) == {"clock": "warning", "cores": "warning"}
-    monkeypatch.setattr(doctor.time, "monotonic_ns", iter(range(0, 10**10, 10**6)).__next__)
+    monkeypatch.setattr(own_machine.time, "monotonic_ns", iter(range(0, 10**10, 10**6)).__next__)
     assert by_name(Config())["clock"].said.startswith("CLOCK_MONOTONIC tells 1000000 ns apart")
 
 
 def test_governor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(doctor, "CPUS", tmp_path)
-    assert doctor._governor().state == "ok"
+    monkeypatch.setattr(own_machine, "CPUS", tmp_path)
+    assert own_machine._governor().state == "ok"
     for cpu, governor in enumerate(("performance", "powersave")):
         (tmp_path / f"cpu{cpu}/cpufreq").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}/cpufreq/scaling_governor").write_text(governor + "\n")
-        assert doctor._governor().state == ("ok", "warning")[cpu]
+        assert own_machine._governor().state == ("ok", "warning")[cpu]
 
 
 def test_an_installed_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -238,7 +244,7 @@ def test_a_check_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> N
     good = set(by_name(VLLM_70B))
     for name in ("has_nvidia", "problem"):
         monkeypatch.setattr(doctor.docker, name, broken)
-    monkeypatch.setattr(doctor, "_text", broken)
+    monkeypatch.setattr(own_machine, "_text", broken)
     monkeypatch.setattr(doctor, "_space", broken)
     monkeypatch.setattr(resource, "getrlimit", broken)
     found = {check.name: check for check in examine(VLLM_70B, A800)}

@@ -315,6 +315,9 @@ def test_preemptions_against_the_requests() -> None:
     assert found(server=own_view(preemptions=1)) == {"PREEMPTIONS": "info"}
     assert found(server=own_view(preemptions=40)) == {"PREEMPTIONS": "info"}  # 1 % of 4000
     assert found(server=own_view(preemptions=41)) == {"PREEMPTIONS": "warning"}
+    assert found(server=own_view(preemptions=None, paused_max=0)) == {}
+    assert found(server=own_view(preemptions=None, paused_max=1)) == {"PREEMPTIONS": "info"}
+    assert found(server=own_view(preemptions=None, paused_max=41)) == {"PREEMPTIONS": "warning"}
 
 
 def test_samples_that_failed() -> None:

@@ -209,7 +209,7 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
 def test_version_from_the_image(tmp_path: Path) -> None:
     cached(tmp_path)
     argv = launch(tmp_path, backend="lightllm", image="lightllm:v1.1.0").start.argv
-    assert "--disable_chunked_prefill" in argv and "--hypercorn_config" not in argv
+    assert "--disable_dynamic_prompt_cache" in argv and "--hypercorn_config" not in argv
 
 
 def test_nothing_is_written_before_the_start(tmp_path: Path) -> None:

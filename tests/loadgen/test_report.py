@@ -147,7 +147,9 @@ def test_the_servers_own_view() -> None:
         "failure",
         "running_max",
         "waiting_max",
+        "paused_max",
         "kv_cache_usage_max_ratio",
+        "kv_reserved_max_tokens",
         "preemptions",
         "prefix_cache_hits",
         "prefix_cache_queries",
@@ -177,6 +179,13 @@ def test_the_servers_own_view() -> None:
             "GPUs (2): at most 3.00 GiB of memory used, 512.5 W on average, 1,400 J, 200.0 J an output token." in text
         )
     assert json.loads(msgspec.json.encode(built)) == built
+
+
+def test_a_view_of_reservations() -> None:
+    """As LightLLM gives it: no use of the KV cache and no preemptions, but what may be needed, and who waits again."""
+    server = Server(samples=4, covered=True, waiting_max=4, kv_reserved_max_tokens=9000, paused_max=2)
+    shown = texts.render(hand_report(seen=ServerView(server=server)))
+    assert "Server: at most 4 waiting, at most 9,000 tokens of KV cache reserved, at most 2 paused." in shown
 
 
 def test_what_the_server_does_not_tell_is_not_shown() -> None:

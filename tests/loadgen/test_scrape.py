@@ -69,6 +69,15 @@ def test_the_exact_name_comes_first() -> None:
     assert Series({"preemptions": "x"}).pick("x_total 2\nx 1\n") == {"preemptions": 1.0}
 
 
+@pytest.mark.parametrize("shown", ["vllm:new", "vllm:old"])
+def test_names_of_older_versions(shown: str) -> None:
+    series = Series({"kv_cache_usage_ratio": "vllm:new vllm:old", "itl_seconds": "vllm:new_seconds vllm:old_seconds"})
+    text = f"{shown} 0.5\n{shown}_seconds_sum 3\n{shown}_seconds_count 2\n"
+    assert series.pick(text) == {"kv_cache_usage_ratio": 0.5, "itl_seconds_sum": 3.0, "itl_seconds_count": 2.0}
+    both = Series({"kv_cache_usage_ratio": "vllm:new vllm:old"})
+    assert both.pick("vllm:old 0.5\nvllm:new 0.25\n") == {"kv_cache_usage_ratio": 0.25}
+
+
 def test_a_histogram_gives_its_sum_and_count_alone() -> None:
     text = """# TYPE lightllm_request_queue_duration_bucket histogram
 lightllm_request_queue_duration_bucket_bucket{le="+Inf"} 9.0
@@ -457,7 +466,12 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "absent"), [("vllm", {"kv_cache_usage_ratio"}), ("lightllm", set()), ("tgi", set())]
+    ("dialect", "absent"),
+    [
+        ("vllm", {"kv_cache_usage_ratio"}),
+        ("lightllm", {"paused", "kv_reserved_tokens"}),
+        ("tgi", {"kv_reserved_tokens"}),
+    ],
 )
 def test_every_dialect_of_the_embedded_server(tmp_path: Path, dialect: str, absent: set[str]) -> None:
     """Names agree with the backend's, and counts with what was sent."""
@@ -494,7 +508,31 @@ def test_every_dialect_of_the_embedded_server(tmp_path: Path, dialect: str, abse
     assert seen.e2el_mean_ms is not None and seen.e2el_mean_ms >= 20 + 3 * 10
     assert (seen.ttft_mean_ms or 20) >= 20 and (seen.ttft_mean_ms is None) == (dialect == "tgi")
     assert (seen.itl_mean_ms is None) == (dialect != "vllm")
-    assert (seen.prefix_cache_hits, seen.preemptions) == ((0, 0) if dialect == "vllm" else (None, None))
+    assert seen.prefix_cache_hits == (None if dialect == "tgi" else 0)  # TGI cannot tell
+    assert seen.prefix_cache_queries == (None if dialect == "tgi" else 15)
+    assert seen.preemptions == (0 if dialect == "vllm" else None)
+
+
+def test_lightllms_own_names() -> None:
+    """Its cache tells of hits in a histogram of tokens; versions before 1.2 count tokens in histograms alone."""
+    text = """# TYPE lightllm_cache_length histogram
+lightllm_cache_length_bucket{le="+Inf"} 2.0
+lightllm_cache_length_count 2.0
+lightllm_cache_length_sum 300.0
+lightllm_request_input_length_sum 1024.0
+lightllm_request_generated_tokens_sum 64.0
+lightllm_batch_current_size 2.0
+lightllm_batch_pause_size 1.0
+lightllm_batch_current_max_tokens 1088.0
+"""
+    known = {
+        "prefix_cache_hits": 300.0, "prefix_cache_queries": 1024.0, "prompt_tokens": 1024.0, "generation_tokens": 64.0,
+        "running": 2.0, "paused": 1.0, "kv_reserved_tokens": 1088.0,
+    }  # fmt: skip
+    series = Series(backends.get("lightllm").server_metrics)
+    assert series.pick(text) == known
+    newer = text + "lightllm_prompt_tokens_total 512.0\nlightllm_num_running_reqs 2.0\n"
+    assert series.pick(newer) == {**known, "prompt_tokens": 512.0}
 
 
 # --- reading, with known answers ---
@@ -517,6 +555,7 @@ def seen(directory: Path, t0_s: float = 10.0, end_s: float = 12.5) -> Server:
 
 
 def test_known_samples(tmp_path: Path) -> None:
+    reserved = {"paused": 2, "kv_reserved_tokens": 900}
     counters = {"prefix_cache_queries": 0.0, "preemptions": 1.0, "ttft_seconds_sum": 7.0, "ttft_seconds_count": 70.0}
     grown = {"prefix_cache_queries": 512.0, "preemptions": 4.0, "ttft_seconds_sum": 9.0, "ttft_seconds_count": 75.0}
     grown["prefix_cache_hits"] = 16.0
@@ -525,7 +564,7 @@ def test_known_samples(tmp_path: Path) -> None:
         [
             at(8.6, running=99, prompt_tokens=0),  # long before
             at(9.6, running=1, waiting=0, kv_cache_usage_ratio=0.1, prompt_tokens=100, **counters),
-            at(10.6, running=8, waiting=3, kv_cache_usage_ratio=0.9, prompt_tokens=300, **counters),
+            at(10.6, running=8, waiting=3, kv_cache_usage_ratio=0.9, prompt_tokens=300, **reserved, **counters),
             at(11.6, running=5, waiting=9, kv_cache_usage_ratio=0.4, prompt_tokens=400, **counters),
             at(12.6, running=0, waiting=0, kv_cache_usage_ratio=0.0, prompt_tokens=612, generation_tokens=40, **grown),
             at(13.6, running=50, prompt_tokens=10_000),  # long after
@@ -536,7 +575,9 @@ def test_known_samples(tmp_path: Path) -> None:
         covered=True,
         running_max=8,
         waiting_max=9,
+        paused_max=2,
         kv_cache_usage_max_ratio=0.9,
+        kv_reserved_max_tokens=900,
         preemptions=3,
         prefix_cache_hits=16,  # not shown before: it had counted nothing
         prefix_cache_queries=512,
@@ -644,8 +685,8 @@ def test_known_gpus(tmp_path: Path) -> None:
             {"index": 1, "name": "B200", "memory_peak_bytes": 40 * GIB},
         ],
         "memory_peak_bytes": 51 * GIB,  # at once, not the sum of the peaks
-        "power_mean_w": (2 * 150 + 1 * 300) / 3 + 300,
-        "energy_j": 600 + 900,
+        "power_mean_w": 250 + 300,  # from 10 to 12 s
+        "energy_j": (600 - 100) + (900 - 300),  # what was used from 9 to 10 s is none of the run's
         "energy_from": "counter",
     }
 
@@ -654,10 +695,36 @@ def test_energy_without_counters_is_the_area_under_the_power(tmp_path: Path) -> 
     rows = [at(9, gpus=[gpu(0, w=100, mj=1), gpu(1, w=50)]), at(11, gpus=[gpu(0, w=200, mj=2), gpu(1, w=50)]),
             at(12, gpus=[gpu(0, w=400, mj=3), gpu(1, w=50)])]  # fmt: skip
     found = gpus_of(tmp_path, *rows)  # one of the two has no counter
-    assert (found["energy_j"], found["energy_from"]) == (2 * 150 + 300 + 150, "power")
+    assert (found["energy_j"], found["energy_from"]) == (200 + 300 + 100, "power")
     rows[0].gpus[1] = gpu(1, w=50, mj=9)  # a counter that fell: the driver was loaded anew
     rows[2].gpus[1] = gpu(1, w=50, mj=2)
     assert gpus_of(tmp_path, *rows)["energy_from"] == "power"
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("first_s", [9.05, 9.4, 9.75])
+def test_energy_is_of_the_load_alone(tmp_path: Path, first_s: float, counted: bool) -> None:
+    """A second of load at 700 W between idling at 60 W, sampled once a second, wherever the samples fall."""
+
+    def row(at_s: float) -> Sample:
+        busy_s = min(max(at_s - 10, 0), 1)
+        idle_s = at_s - 9 - busy_s
+        watts = 700 if 10 <= at_s <= 11 else 60
+        return at(at_s, gpus=[gpu(0, 1, watts, round(1000 * (700 * busy_s + 60 * idle_s)) if counted else None)])
+
+    write(tmp_path, [row(first_s + second) for second in range(4)], series=[], gpus=["H200"])
+    view = read(tmp_path, RUN, 10 * SECONDS, 11 * SECONDS)
+    assert view is not None and view.gpus is not None
+    assert view.gpus.energy_j == pytest.approx(700) and view.gpus.power_mean_w == pytest.approx(700)
+    assert view.gpus.energy_from == ("counter" if counted else "power")
+
+
+def test_energy_of_a_run_between_two_samples(tmp_path: Path) -> None:
+    """The counter knows what the power samples missed."""
+    write(tmp_path, [at(9.8, gpus=[gpu(0, 1, 60, 0)]), at(10.8, gpus=[gpu(0, 1, 60, 380_000)])], series=[], gpus=["H"])
+    view = read(tmp_path, RUN, 10 * SECONDS, round(10.5 * SECONDS))
+    assert view is not None and view.gpus is not None
+    assert view.gpus.energy_j == pytest.approx(380 - 60 * 0.5)
 
 
 def test_what_gpus_do_not_tell_is_none(tmp_path: Path) -> None:

@@ -1,0 +1,235 @@
+"""The simulated V1 scheduler beside vLLM's own, step by step, with synchronous and asynchronous scheduling.
+
+Both get the same requests; drive_scheduler.py says how vLLM's is run and what is told of each step. Run by
+`make test-vllm`, well under a minute.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any, TypedDict
+
+import pytest
+import serve
+
+from servers.batching import Sequence, Step
+from servers.batching.vllm import BLOCK_TOKENS, VllmV1
+
+pytestmark = pytest.mark.vllm
+
+DRIVER = Path(__file__).parent / "drive_scheduler.py"
+
+
+class Workload(TypedDict):
+    """`requests` are (prompt tokens, output tokens, steps that are scheduled before it comes, before it is aborted)."""
+
+    name: str
+    asynchronous: bool
+    blocks: int
+    max_running: int
+    budget_tokens: int
+    requests: list[tuple[int, int, int, int | None]]
+
+
+Told = dict[str, Any]  # of one step; drive_scheduler.py says what
+
+
+def burst(blocks: int) -> Workload:
+    requests: list[tuple[int, int, int, int | None]] = [(512, 64, 0, None)] * 200
+    return Workload(
+        name="burst", asynchronous=False, blocks=blocks, max_running=1024, budget_tokens=8192, requests=requests
+    )
+
+
+def mixed(blocks: int) -> Workload:
+    """Prompts longer than what is left of a step's budget, so that they are computed in chunks."""
+    draw = random.Random(4)
+    requests: list[tuple[int, int, int, int | None]] = [
+        (draw.randint(1, 2000), draw.randint(1, 300), 10 * (index // 4), None) for index in range(150)
+    ]
+    return Workload(
+        name="mixed", asynchronous=False, blocks=blocks, max_running=64, budget_tokens=2048, requests=requests
+    )
+
+
+def drawn(seed: int) -> Workload:
+    """Short and long, crowded and idle, with KV for little more than one request or for plenty, some aborted."""
+    draw = random.Random(seed)
+    longest, most = draw.choice([(20, 200), (100, 100), (300, 40), (2000, 20)])
+    gaps = draw.choice([[0], [0, 0, 0, 1], [0, 1, 2, 40]])
+    aborted_ratio = draw.choice([0, 0, 0.1, 0.4])
+    comes = 0
+    requests: list[tuple[int, int, int, int | None]] = []
+    for _ in range(40):
+        comes += draw.choice(gaps)
+        leaves = comes + draw.randint(0, 100) if draw.random() < aborted_ratio else None
+        requests.append((draw.randint(1, longest), draw.randint(1, most), comes, leaves))
+    blocks = max(-(-(prompt + output) // BLOCK_TOKENS) for prompt, output, _, _ in requests)
+    max_running = draw.choice([4, 16, 128])
+    return Workload(
+        name="drawn", asynchronous=False, blocks=1 + int(blocks * draw.choice([1, 1.5, 2.5, 6])),
+        max_running=max_running, budget_tokens=max_running + longest // draw.choice([1, 4, 30]), requests=requests,
+    )  # fmt: skip
+
+
+SHAPES = {
+    "burst, ample KV": [burst(200 * 36 + 1)],
+    "burst, KV for 60": [burst(60 * 36 + 1)],
+    "mixed, ample KV": [mixed(64 * 144 + 1)],
+    "mixed, KV for 20": [mixed(20 * 72 + 1)],
+    "20 drawn ones": [drawn(seed) for seed in range(20)],
+}
+
+
+def with_scheduling(asynchronous: bool, shape: str) -> list[Workload]:
+    kind = "async" if asynchronous else "sync"
+    return [
+        Workload({**workload, "name": f"{shape}, {kind}, {number}", "asynchronous": asynchronous})
+        for number, workload in enumerate(SHAPES[shape])
+    ]
+
+
+@pytest.fixture(scope="module")
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Told]]:
+    """What vLLM's scheduler did with each workload."""
+    if "vllm" not in request.config.option.markexpr:
+        pytest.skip("needs a real vLLM; run `make test-vllm`")
+    if not (serve.PYTHON.parent.parent / "installed").exists():
+        raise serve.VllmError("vLLM is not installed; run tests/vllm/install.sh.")
+    workloads = [each for kind in (False, True) for shape in SHAPES for each in with_scheduling(kind, shape)]
+    done = subprocess.run(
+        [str(serve.PYTHON), str(DRIVER), str(tmp_path_factory.mktemp("model"))],
+        input=json.dumps(workloads), env={**os.environ, **serve.ENVIRONMENT},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps: dict[str, list[Told]] = {workload["name"]: [] for workload in workloads}
+    for line in done.stdout.splitlines():
+        step = json.loads(line)
+        step["tokens"] = dict(step["tokens"])
+        steps[step.pop("workload")].append(step)
+    return steps
+
+
+def ours(workload: Workload) -> list[Told]:
+    """What VllmV1 does with it, called in the order in which the simulated engine calls it."""
+    scheduler = VllmV1(
+        workload["blocks"] * BLOCK_TOKENS,
+        max_running=workload["max_running"],
+        budget_tokens=workload["budget_tokens"],
+        depth=2 if workload["asynchronous"] else 1,
+    )
+    coming = deque(enumerate(workload["requests"]))
+    present: dict[int, Sequence] = {}
+    leaving: dict[int, int] = {}
+    under_way: deque[tuple[Step, Told]] = deque()
+    told: list[Told] = []
+    scheduled = 0
+    preempted: list[int] = []
+    while coming or present or under_way:
+        while len(under_way) < scheduler.depth:
+            while coming and (coming[0][1][2] <= scheduled or not (present or under_way)):
+                index, (prompt, output, _, leaves) = coming.popleft()
+                present[index] = Sequence(index, prompt, output)
+                scheduler.admit(present[index])
+                scheduler.add(present[index])
+                if leaves is not None:
+                    leaving[index] = leaves
+            for index in [index for index, leaves in leaving.items() if leaves <= scheduled]:
+                del leaving[index]
+                if index in present:
+                    scheduler.cancel(present.pop(index))
+            before = [(sequence, sequence.computed, sequence.preemptions) for sequence in present.values()]
+            step = scheduler.schedule()
+            preempted += sorted(s.index for s, _, preemptions in before if s.preemptions > preemptions)
+            if step is None:
+                break
+            scheduled += 1
+            tokens = {s.index: s.computed - computed for s, computed, _ in before if s.computed > computed}
+            assert step.decode_rows + step.prefill_rows == len(tokens)
+            assert step.decode_rows + step.prefill_tokens == sum(tokens.values())
+            about: Told = {
+                "tokens": tokens,
+                "preempted": preempted,
+                "free_blocks": workload["blocks"] - 1 - scheduler.used_tokens // BLOCK_TOKENS,
+                "running": scheduler.running,
+                "waiting": scheduler.waiting,
+            }
+            under_way.append((step, about))
+            preempted = []
+        if not under_way:
+            continue  # those that were there are gone, and others come
+        step, about = under_way.popleft()
+        emits = [sequence for sequence in step.emits if not sequence.done]
+        scheduler.finish(step)
+        about["emitted"] = [sequence.index for sequence in emits]
+        about["finished"] = [sequence.index for sequence in emits if sequence.done]
+        for index in about["finished"]:
+            del present[index]
+        told.append(about)
+    assert scheduler.used_tokens == 0
+    assert scheduler.preemptions == preemptions(told) + len(preempted)
+    return told
+
+
+def preemptions(steps: list[Told]) -> int:
+    return sum(len(step["preempted"]) for step in steps)
+
+
+def token_steps(steps: list[Told]) -> tuple[dict[int, int], dict[int, int]]:
+    """In which step each request got its first token, and its last."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        for index in step["emitted"]:
+            first.setdefault(index, number)
+            last[index] = number
+    return first, last
+
+
+def first_difference(mine: list[Told], other: list[Told]) -> str:
+    for number, (one, two) in enumerate(itertools.zip_longest(mine, other)):
+        if one != two:
+            return f"step {number}, ours: {one}, vLLM's: {two}"
+    return ""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_step_differs(shape: str, asynchronous: bool, theirs: dict[str, list[Told]]) -> None:
+    counts: Counter[str] = Counter()
+    differences = []
+    for workload in with_scheduling(asynchronous, shape):
+        mine, other = ours(workload), theirs[workload["name"]]
+        mine_first, mine_last = token_steps(mine)
+        other_first, other_last = token_steps(other)
+        requests = range(len(workload["requests"]))
+        counts["steps"] += len(other)
+        counts["steps that differ"] += sum(one != two for one, two in itertools.zip_longest(mine, other))
+        counts["requests"] += len(requests)
+        counts["first tokens that differ"] += sum(mine_first.get(i) != other_first.get(i) for i in requests)
+        counts["last tokens that differ"] += sum(mine_last.get(i) != other_last.get(i) for i in requests)
+        counts["preemptions, ours"] += preemptions(mine)
+        counts["vLLM's"] += preemptions(other)
+        counts["aborted"] += len(requests) - sum(len(step["finished"]) for step in other)
+        if mine != other:
+            differences.append(f"{workload['name']}: {first_difference(mine, other)}")
+    print(f"\n{shape}, {'async' if asynchronous else 'sync'}:", ", ".join(f"{n} {what}" for what, n in counts.items()))
+    assert differences == []
+
+
+def test_the_workloads_are_hard_enough(theirs: dict[str, list[Told]]) -> None:
+    steps = [step for workload in theirs.values() for step in workload]
+    chunks = sum(index not in step["emitted"] for step in steps for index in step["tokens"])
+    assert sum(len(step["finished"]) for step in steps) > 2000
+    assert preemptions(steps) > 300
+    assert chunks > 3000
+    # some lost their blocks while their last token was on the way, and so ended in the queue
+    pairs = itertools.chain.from_iterable(itertools.pairwise(workload) for workload in theirs.values())
+    assert any(set(before["finished"]) & set(step["preempted"]) for before, step in pairs)
