@@ -74,7 +74,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
         progress.end()
         if new:
             runs.remove_if_empty(directory)
-    return _report_one(directory, "loadgen")
+    return report_one(directory, "loadgen")
 
 
 def report(
@@ -90,7 +90,7 @@ def report(
 ) -> int:
     """Redo the report of a run from its records (also of a killed one), or draw several runs in one figure."""
     if len(directories) == 1:
-        return _report_one(directories[0], convention)
+        return report_one(directories[0], convention)
     from loadgen import report as reports
     from loadgen import text
 
@@ -102,7 +102,7 @@ def report(
     return EXIT_OK
 
 
-def _report_one(directory: Path, convention: ConventionName) -> int:
+def report_one(directory: Path, convention: ConventionName) -> int:
     """Another tool's definitions are only shown: report.json keeps ours."""
     from loadgen import report as reports
     from loadgen import text

@@ -30,6 +30,12 @@ def _launch(help: str, **more: Any) -> Parameter:
     return Parameter(help=help, negative=(), group="Starting a server (--launch docker or process)", **more)
 
 
+def _model_of(help: str, **more: Any) -> Parameter:
+    return Parameter(help=help, negative=(), group="Modelled hardware (--gpu): emulated, no GPU needed", **more)
+
+
+MODELLED_ONLY = ("topology", "scheduler", "kv_tokens", "profile", "speed")
+MODELLED_TOO = ("tp", "gpus", "dtype", "p2p", "max_model_len", "max_running", "memory_ratio")  # of LAUNCH_ONLY
 LAUNCH_ONLY = (
     "tp", "gpus", "dtype", "p2p", "max_model_len", "max_running", "memory_ratio", "dummy_weights", "image",
     "server_python", "server_arg", "port", "ready_timeout",
@@ -140,10 +146,25 @@ class Config:
         1800.0
     )
 
+    # For the embedded server, and for `predict`.
+    gpu: Annotated[
+        str | None, _model_of("GPU to model: h200, h100, a800, rtx4090, ..., or a JSON file; --gpus N says how many.")
+    ] = None
+    topology: Annotated[
+        Literal["nvlink", "nvlink-pairs", "pcie", "host"] | None,
+        _model_of("How they are joined (default: the best that this GPU has; --p2p off means host)."),
+    ] = None
+    scheduler: Annotated[
+        str | None, _model_of("Which version of the server: vllm@v1, vllm@0.2, tgi@3, tgi@1, lightllm@1.2, ...")
+    ] = None
+    kv_tokens: Annotated[int | None, _model_of("Tokens that its KV cache holds (default: what memory leaves).")] = None
+    profile: Annotated[Path | None, _model_of("Profile from `loadgen calibrate` (default: the built-in one).")] = None
+    speed: Annotated[float, _model_of("Modelled seconds that pass in a real one.")] = 1.0
+
     def __post_init__(self) -> None:
         for name, least in (
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
-            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1),
+            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1), ("kv_tokens", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
@@ -158,6 +179,7 @@ class Config:
             raise ConfigError(f"--workers is '{self.workers}'; it must be auto or a number of at least 1.")
         self._check_together()
         self._check_launch()
+        self._check_modelled()
 
     def _check_together(self) -> None:
         if self.url is not None:
@@ -188,10 +210,25 @@ class Config:
         if self.duration is not None and law.kind == "burst" and self.concurrency is None:
             raise ConfigError("--duration needs --concurrency or an --arrival with a rate; a burst has no duration.")
 
+    def _check_modelled(self) -> None:
+        if self.gpu is None:
+            fields = {field.name: field.default for field in dataclasses.fields(self)}
+            given = [name for name in MODELLED_ONLY if getattr(self, name) != fields[name]]
+            if given:
+                raise ConfigError(f"{_flag(given[0])} is for modelled hardware; name the GPU to model with --gpu.")
+            return
+        if self.where != "embedded":
+            raise ConfigError("--gpu models hardware in the embedded server; leave --url and --launch out.")
+        if self.gpus is not None and not (self.gpus.isdecimal() and int(self.gpus) >= 1):
+            raise ConfigError(f"--gpus is '{self.gpus}'; with --gpu it is how many of them there are.")
+        if not 0 < self.speed < float("inf"):
+            raise ConfigError(f"--speed is {self.speed:g}; it must be above 0.")
+
     def _check_launch(self) -> None:
         if self.where in ("url", "embedded"):
             fields = {field.name: field.default for field in dataclasses.fields(self)}
-            given = [name for name in LAUNCH_ONLY if getattr(self, name) != fields[name]]
+            modelled = MODELLED_TOO if self.gpu is not None else ()
+            given = [name for name in LAUNCH_ONLY if name not in modelled and getattr(self, name) != fields[name]]
             if given:
                 raise ConfigError(
                     f"{_flag(given[0])} is for a server that loadgen starts; add --launch docker or --launch process."
@@ -218,6 +255,8 @@ class Config:
             return "url"
         if self.launch is not None:
             return self.launch
+        if self.gpu is not None:
+            return "embedded"
         return "embedded" if self.backend is None and self.model is None else "docker"
 
     @property

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from loadgen import records
+from loadgen.config import Config
 from loadgen.runs import Ceiling
 
 START_TIMEOUT_S = 20.0
@@ -24,6 +25,27 @@ EMULATED_MARK = "emulated"  # in the Server header of every reply
 
 # What a run against the embedded server meets when nothing is said: a burst of 1000 streams at 50,000 events a second.
 RUN_TIMING = ("--ttft-ms", "200", "--itl-ms", "20", "--jitter-ratio", "0.1")
+
+
+def options(config: Config, dialect: str, model: str) -> list[str]:
+    """The embedded server's flags for a run: fixed times, or those of modelled GPUs."""
+    chosen = ["--dialect", dialect, "--model", model, "--seed", str(config.seed)]
+    if config.gpu is None:
+        return [*chosen, *RUN_TIMING]
+    given = {
+        "gpu": config.gpu, "gpus": config.gpus, "tp": config.gpus if config.tp == "all" else config.tp,
+        "topology": config.topology, "scheduler": config.scheduler, "kv-tokens": config.kv_tokens,
+        "profile": config.profile, "max-model-len": config.max_model_len,
+        "speed": config.speed, "dtype": config.dtype, "max-running": config.max_running,
+        "memory-ratio": config.memory_ratio, "max-requests": UNREFUSED,
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None:
+            chosen += [f"--{name}", str(value)]
+    return [*chosen, *(["--no-p2p"] if config.p2p == "off" else [])]
+
+
+UNREFUSED = 1 << 20  # requests at once: as in a server started for the run, none is turned away
 
 
 class EmbeddedError(Exception):

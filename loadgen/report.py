@@ -82,6 +82,7 @@ def build(
         "connect_ms": _connect(facts),
         "client": _client(facts),
         "ceiling": _ceiling(manifest, measured, facts),
+        "emulation": manifest.emulation,
         "launch": manifest.launch,
         "server": msgspec.to_builtins(seen.server) if seen is not None else None,
         "gpus": _gpus(seen, output),

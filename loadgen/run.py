@@ -196,8 +196,9 @@ async def _server(
         if dialect is None:
             raise ConfigError(f"the embedded server does not speak '{backend.name}'; give --url.")
         model = embedded_model(config)
-        options = ("--dialect", dialect, "--model", model, "--seed", str(config.seed), *embedded.RUN_TIMING)
-        say(f"starting the embedded server: an emulated {dialect} server, fixed timing, no GPU")
+        options = embedded.options(config, dialect, model)
+        times = "fixed timing" if config.gpu is None else f"times as modelled for {config.gpus or 1} x {config.gpu}"
+        say(f"starting the embedded server: an emulated {dialect} server, {times}, no GPU")
         return await stack.enter_async_context(embedded.serving(*options)), None
     launch = await asyncio.to_thread(plan_launch, config, directory, run_id)
     for note in launch.notes:

@@ -58,6 +58,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     max_total_tokens: int | None = None
     machine: Machine
     ceiling: Ceiling | None = None
+    emulation: dict[str, Any] | None = None  # modelled hardware: scheduler, GPU, KV cache, how far off it was elsewhere
     launch: dict[str, Any] | None = None  # the server that was started for the run: command, image, GPUs, P2P, ...
 
 

@@ -42,6 +42,13 @@ def name_of(report: Report) -> str:
 
 
 EMULATED = "EMULATED: the embedded server answered; these numbers are emulated and describe no real hardware."
+MODELLED = "EMULATED: computed by a model of the hardware, not measured; how far off it was elsewhere stands below."
+
+
+def _warning(report: Report) -> str:
+    return EMULATED if report["emulation"] is None else MODELLED
+
+
 _SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")
 
 
@@ -67,7 +74,7 @@ def _summary_lines(report: Report) -> list[str]:
             f"Burst: {number(burst['requests'])} requests due at t = 0, "
             f"sent within {number(burst['send_spread_ms'])} ms."
         )
-    if client is not None:
+    if client is not None and client["cpu_us_per_event"]:
         lines.append(
             f"Client: {number(client['cpu_us_per_event'])} us of CPU an event, busiest second "
             f"{number(client['cpu_peak_ratio'])} of a core, {number(client['peak_rss_mb'])} MB, loop lag p99 "
@@ -78,7 +85,7 @@ def _summary_lines(report: Report) -> list[str]:
             f"Ceiling: {number(ceiling['events_per_s_per_core'])} events/s a core, {number(ceiling['headroom_ratio'])} "
             f"times what the busiest second needed ({number(ceiling['peak_events_per_s'])})."
         )
-    return [*lines, *_server_lines(report)]
+    return [*lines, *_server_lines(report), *map(printable, _emulation_lines(report))]
 
 
 def _launch_lines(report: Report) -> Iterator[str]:
@@ -99,6 +106,35 @@ def _launch_lines(report: Report) -> Iterator[str]:
     if launch.get("ready_s") is not None:
         said.append(f"ready after {number(launch['ready_s'])} s")
     yield f"Started: {'; '.join(said)}."
+
+
+def _emulation_lines(report: Report) -> Iterator[str]:
+    """What was modelled, and how far off the same model was on real runs that it had not seen."""
+    emulation = report["emulation"]
+    if emulation is None:
+        return
+    yield (
+        f"Modelled: {emulation['scheduler']} on {emulation['gpus']} x {emulation['gpu']} "
+        f"({'one GPU' if emulation['gpus'] == 1 else 'joined by ' + emulation['topology']}), {emulation['dtype']}, KV "
+        f"cache of {number(emulation['kv_cache_tokens'])} tokens; profile {emulation['profile']}."
+    )
+    held_out = emulation["held_out"]
+    if not held_out:
+        yield "Held out: no real run was kept aside for this profile, so nobody knows how far off these numbers are."
+    for name, what in HELD_OUT.items():
+        off = sorted(abs(run[name]) for run in held_out)
+        if off:
+            yield (
+                f"Held out: {what} was off by {100 * off[len(off) // 2]:.1f} % (median) and {100 * off[-1]:.1f} % at "
+                f"worst, on {len(off)} real runs that the model was not fitted to."
+            )
+
+
+HELD_OUT = {
+    "throughput": "throughput",
+    "e2el_w1": "the distribution of e2el (Wasserstein-1 over the mean)",
+    "ttft_w1": "the distribution of ttft (Wasserstein-1 over the mean)",
+}
 
 
 def _server_lines(report: Report) -> Iterator[str]:
@@ -143,7 +179,7 @@ def _verdict_line(report: Report) -> str:
 
 def render(report: Report) -> str:
     """A summary for a terminal: plain text (no markup), nothing in it that a terminal obeys."""
-    lines = [EMULATED, ""] if report["emulated"] else []
+    lines = [_warning(report), ""] if report["emulated"] else []
     lines += [printable(f"{name_of(report)}, {report['arrival']}, run {report['run_id']}"), *_summary_lines(report)]
     lines += [*map(printable, _launch_lines(report)), ""]
     lines.append(f"{'latency, ms':<22}" + "".join(f"{name:>9}" for name in _SHOWN))
@@ -167,7 +203,7 @@ def markdown(report: Report) -> str:
     title = f"# {_markdown_text(name_of(report))}, {_markdown_text(report['arrival'])}"
     lines = [title, ""]
     if report["emulated"]:
-        lines += [f"> **{EMULATED}**", ""]
+        lines += [f"> **{_warning(report)}**", ""]
     lines += [f"**Verdict: {_verdict_line(report)}.**", ""]
     lines += [f"- {line}" for line in _summary_lines(report)]
     for line in _launch_lines(report):

@@ -19,12 +19,15 @@ import msgspec
 from cyclopts import App, CycloptsError, Parameter
 
 from servers import faults
+from servers.emulation import EmulationError, Hardware, emulate
+from servers.hardware import HardwareError
 from servers.lightllm import LightLLM
 from servers.openai import OpenAI
 from servers.server import Server
+from servers.simulated import SimulatedTiming
 from servers.stamps import Stamps
 from servers.tgi import TGI
-from servers.timing import FixedTiming
+from servers.timing import FixedTiming, Timing
 from servers.wire import Dialect, Settings
 
 DialectName = Literal["vllm", "openai", "tgi", "lightllm"]
@@ -48,13 +51,14 @@ def serve(
     ttft_ms: float = 50.0,
     itl_ms: float = 10.0,
     jitter_ratio: float = 0.0,
+    hardware: Annotated[Hardware | None, Parameter(name="*")] = None,
     seed: int = 0,
     fault: Annotated[Sequence[str], Parameter(negative="")] = (),
     stamps: Path | None = None,
     exit_with_stdin: Annotated[bool, Parameter(negative="")] = False,
     api_key_env: str | None = None,
 ) -> None:
-    """Serve an emulated LLM server: the real wire, fixed and known times, no model.
+    """Serve an emulated LLM server: the real wire, no model; fixed and known times, or those of modelled GPUs (--gpu).
 
     Prompts are counted as token ids, or as text one token a word. Every reply carries the header
     `Server: llm-dissect (emulated)`.
@@ -97,13 +101,22 @@ def serve(
     stamps_file = _stamps(stamps)
     _raise_file_limit()
     wire = DIALECTS[dialect](Settings(model, max_model_len))
-    timing = FixedTiming(round(ttft_ms * 1e6), round(itl_ms * 1e6), jitter_ratio, seed)
+    timing: Timing = FixedTiming(round(ttft_ms * 1e6), round(itl_ms * 1e6), jitter_ratio, seed)
+    if hardware is not None and hardware.gpu is not None:
+        timing = _simulated(dialect, model, max_model_len, hardware)
     try:
         server = Server(wire, timing, host, port, parsed, stamps_file, api_key)
     except OSError as error:
         message = f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host."
         _fail(EXIT_NOT_LISTENING, message)
     _run(server, exit_with_stdin)
+
+
+def _simulated(dialect: str, model: str, max_model_len: int, hardware: Hardware) -> SimulatedTiming:
+    try:
+        return SimulatedTiming(emulate(hardware.setup(dialect, model, max_model_len)), hardware.speed)
+    except (EmulationError, HardwareError) as error:
+        _fail(EXIT_BAD_OPTION, str(error))
 
 
 def main() -> None:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from cyclopts import Parameter
 
-from servers.cost import Overheads
-from servers.emulation import HeldOut, Interval, Profile
-from servers.engine import FrontEnd
+from loadgen.config import ConfigError
+from servers.emulation import EmulationError, HeldOut, Interval, Profile, read_profile
 from servers.fitting import fit
-from servers.observed import Observed
+from servers.hardware import HardwareError
+from servers.observed import ObservationError, Observed, read
 
 Floats = npt.NDArray[np.float64]
 QUANTILES = np.linspace(0.02, 0.98, 25)
@@ -30,7 +32,7 @@ START = {
     "step_us": 200.0, "row_us": 2.0, "prefill_token_us": 0.3, "request_us": 450.0, "token_us": 20.0,
     "latency_us": 1500.0,
 }  # fmt: skip
-REACH = 3.0  # as a factor from there: what else a run holds must not be explained by absurd times
+REACH = 2.0  # as a factor from there: what else a run holds must not be explained by absurd times
 FRONT = frozenset({"request_us", "token_us", "latency_us"})
 LINK = {"reduce_ratio": 1.0, "reduce_us": 5.0}
 
@@ -160,7 +162,7 @@ def _intervals(
     return [Interval(low=float(a), high=float(b)) for a, b in pairs]
 
 
-def held_out(profile: Profile, observed: Sequence[Observed]) -> Profile:
+def judged(profile: Profile, observed: Sequence[Observed]) -> Profile:
     """The profile with its errors on runs that it was not fitted to."""
     return msgspec.structs.replace(profile, held_out=tuple(run.predict(profile).error(run) for run in observed))
 
@@ -196,4 +198,47 @@ def write(profile: Profile, out: Path) -> None:
         raise CalibrationError(f"cannot write {out}: {error.strerror or error}.") from None
 
 
-__all__ = ["CalibrationError", "FrontEnd", "Overheads", "calibrate", "held_out", "leave_one_out", "table", "write"]
+def command(
+    observed: Annotated[list[Path], Parameter(name="run", help="Run directories, or files such as benchmarks/runs/*.")],
+    /,
+    *,
+    out: Annotated[Path, Parameter(help="The profile to write.")],
+    held_out: Annotated[
+        list[Path], Parameter(help="Runs to judge the fit by (default: each is left out once).", consume_multiple=True)
+    ] = [],  # noqa: B006
+    base: Annotated[
+        Path | None,
+        Parameter(help="Profile of the same server whose software times are kept where they are not fitted."),
+    ] = None,
+    gpu: Annotated[str | None, Parameter(help="On which GPU, where the runs do not tell.")] = None,
+    model: Annotated[str | None, Parameter(help="Of which model, where they do not tell.")] = None,
+    tp: Annotated[int | None, Parameter(help="Tensor parallel size, where they do not tell.")] = None,
+    kv_tokens: Annotated[int | None, Parameter(help="Tokens that the KV cache held, where they do not tell.")] = None,
+    scheduler: Annotated[str | None, Parameter(help="Server and version, such as vllm@v1.")] = None,
+) -> int:
+    """Fit a hardware profile to real runs, for `predict --profile` and `run --gpu --profile`.
+
+    Fits what the runs can tell and says what they cannot. The errors it prints are of runs that were not fitted to.
+    """
+    said = {"gpu": gpu, "model": model, "tp": tp, "kv_tokens": kv_tokens, "scheduler": scheduler}
+    try:
+        if out.exists():
+            raise CalibrationError(f"{out} exists; name another --out, nothing was overwritten.")
+        runs = [read(path, said) for path in observed]
+        aside = [read(path, said) for path in held_out]
+        known = None if base is None else read_profile(base, runs[0].setup.scheduler)
+        profile = calibrate(runs, known, print)
+        if aside:
+            profile = judged(profile, aside)
+        elif len(runs) > 1:
+            print("judging the fit: each run is predicted from the others")
+            profile = msgspec.structs.replace(profile, held_out=leave_one_out(runs, known))
+        else:
+            print(
+                "one run, and none to judge by: nobody knows how far off this profile is; name others with --held-out."
+            )
+        write(profile, out)
+    except (CalibrationError, ObservationError, EmulationError, HardwareError) as error:
+        raise ConfigError(str(error)) from None
+    print(table(profile.held_out) if profile.held_out else "", f"wrote {out}", sep="\n")
+    return 0

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from backends import catalog
 from backends.catalog import DTYPE_BYTES, ModelSpec
 from servers import hardware
 from servers.batching import Scheduler, Sequence
@@ -77,6 +79,57 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 4096
     memory_ratio: float = 0.9
     profile: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The options of modelled hardware, for a command line: flags of one name everywhere.
+
+    gpu: which GPU to model (h200, a800, rtx4090, ... or a JSON file). gpus: how many there are. tp: how many share the
+    model (default: the least power of two that holds it). topology: nvlink, nvlink-pairs, pcie or host (default: the
+    best the GPU has). p2p: `--no-p2p` sends everything through host memory. scheduler: which server and version
+    (default: the backend's newest). speed: modelled seconds in a real one.
+    """
+
+    gpu: str | None = None
+    gpus: int | None = None
+    tp: int | None = None
+    topology: str | None = None
+    p2p: bool = True
+    scheduler: str | None = None
+    dtype: str = "float16"
+    kv_tokens: int | None = None
+    max_running: int = 1024
+    max_requests: int = 1024
+    memory_ratio: float = 0.9
+    profile: Path | None = None
+    speed: float = 1.0
+
+    def setup(self, backend: str, model: str, max_model_len: int) -> Setup:
+        """What to emulate. Raises EmulationError for what cannot be."""
+        scheduler = self.scheduler or newest(backend)
+        if scheduler is None:
+            kinds = ", ".join(dict.fromkeys(name.partition("@")[0] for name in SCHEDULERS))
+            raise EmulationError(f"a '{backend}' server is not modelled; modelled are {kinds}.")
+        if scheduler.partition("@")[0] != backend:
+            raise EmulationError(f"--scheduler {scheduler} is no {backend} server; there are {', '.join(SCHEDULERS)}.")
+        spec = catalog.find(model)
+        if spec is None:
+            known = ", ".join(each.name for each in catalog.MODELS)
+            raise EmulationError(f"the size of '{model}' is not known here; known are {known}.")
+        for name, value in (("tp", self.tp), ("gpus", self.gpus), ("kv-tokens", self.kv_tokens)):
+            if value is not None and value < 1:
+                raise EmulationError(f"--{name} is {value}; it must be at least 1.")
+        if not self.speed > 0:
+            raise EmulationError(f"--speed is {self.speed:g}; it must be above 0.")
+        if self.gpu is None:
+            raise EmulationError(f"name the GPU to model with --gpu; known are {', '.join(hardware.known())}.")
+        return Setup(
+            scheduler=scheduler, model=spec, gpu=self.gpu, gpus=self.gpus or self.tp or 1, tp=self.tp,
+            topology=self.topology, p2p=self.p2p, dtype=self.dtype, kv_tokens=self.kv_tokens,
+            max_running=self.max_running, max_requests=self.max_requests, max_model_len=max_model_len,
+            memory_ratio=self.memory_ratio, profile=self.profile,
+        )  # fmt: skip
 
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,6 +67,11 @@ class Engine:
         self._shared_at_s = at_s
         self._taking_in.append((self._shared_s + self._request_s, sequence))
 
+    def cancel(self, sequence: Sequence) -> None:
+        """Its client has gone; nothing more of it is worked on."""
+        sequence.done = True
+        self.scheduler.cancel(sequence)
+
     def next_s(self) -> float:
         """When something happens next; infinity if nothing will."""
         ends = self._under_way[0][0] if self._under_way else math.inf
@@ -90,7 +95,9 @@ class Engine:
                 continue
             self.now_s = now
             if comes == now:
-                scheduler.add(arriving.popleft()[1])
+                _, sequence = arriving.popleft()
+                if not sequence.done:  # its client may have gone
+                    scheduler.add(sequence)
             else:
                 _, step = under_way.popleft()
                 scheduler.finish(step)

@@ -324,13 +324,14 @@ def series(max_model_len: int) -> list[Series]:
     """vLLM's families, as far as there is something true to say: there is no KV cache here, and no queue."""
     tokens = _one_two_five(max_model_len)
     return [
-        Sample("vllm:num_requests_running", "gauge", "Requests running.", lambda t: {"": len(t.running)}),
-        Sample("vllm:num_requests_waiting", "gauge", "Requests waiting.", lambda t: {"": 0}),
+        Sample("vllm:num_requests_running", "gauge", "Requests running.", lambda t: {"": t.n_running}),
+        Sample("vllm:num_requests_waiting", "gauge", "Requests waiting.", lambda t: {"": t.n_waiting}),
+        Sample("vllm:kv_cache_usage_perc", "gauge", "1 means 100 percent usage.", lambda t: {"": t.kv_usage_ratio}),
         Sample("vllm:prompt_tokens_total", "counter", "Prompt tokens processed.", lambda t: {"": t.prompt_tokens}),
         Sample("vllm:generation_tokens_total", "counter", "Tokens generated.", lambda t: {"": t.output_tokens}),
         Sample("vllm:prefix_cache_queries_total", "counter", "Tokens looked up.", lambda t: {"": t.prompt_tokens}),
         Sample("vllm:prefix_cache_hits_total", "counter", "Tokens found cached.", lambda t: {"": t.cached_tokens}),
-        Sample("vllm:num_preemptions_total", "counter", "Preemptions.", lambda t: {"": 0}),
+        Sample("vllm:num_preemptions_total", "counter", "Preemptions.", lambda t: {"": t.preemptions}),
         Sample("vllm:request_success_total", "counter", "Requests finished.",
                lambda t: {reason: t.finished[reason] for reason in ("stop", "length")} | {"abort": t.failed.total()},
                label="finished_reason"),

@@ -17,12 +17,14 @@ import sys
 from collections import deque
 from time import monotonic_ns
 
+from servers.batching import Rejected
 from servers.faults import Fault, striking
 from servers.http import Connection, Request
 from servers.replies import Reply
+from servers.simulated import SimulatedTiming
 from servers.stamps import Stamps
 from servers.telemetry import Telemetry
-from servers.timing import FixedTiming
+from servers.timing import Timing
 from servers.wire import Dialect, Page, Refusal
 
 BACKLOG = 65535  # the kernel cuts it to net.core.somaxconn
@@ -38,7 +40,7 @@ class Server:
     def __init__(
         self,
         dialect: Dialect,
-        timing: FixedTiming,
+        timing: Timing,
         host: str = "127.0.0.1",
         port: int = 0,
         faults: tuple[Fault, ...] = (),
@@ -50,6 +52,8 @@ class Server:
         self.telemetry = Telemetry(dialect.series, dialect.labels)
         self.unparsed: deque[tuple[Connection, bytes, int]] = deque()
         self._timing = timing
+        if isinstance(timing, SimulatedTiming):
+            self.telemetry.scheduler = timing.scheduler
         self._faults = faults
         self._stamps = stamps
         self._authorization = None if api_key is None else b"Bearer " + api_key.encode()
@@ -159,9 +163,14 @@ class Server:
             connection.respond(self.dialect.error(505, "a stream needs HTTP/1.1."))
             return
         reply = Reply(self, connection, wire, self._requests, request_id, fault)
+        try:
+            self._timing.submit(reply)
+        except Rejected as rejected:
+            self.telemetry.refused("overloaded" if rejected.status == 429 else "validation")
+            connection.respond(self.dialect.error(rejected.status, str(rejected)))
+            return
         connection.reply = reply
         self.telemetry.started(reply)
-        self._timing.submit(reply)
         if wire.streaming:
             connection.begin_stream(wire.content_type)
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from servers.batching import Scheduler
+
 Tokens = Literal["prompt_tokens", "cached_tokens", "output_tokens", "asked_tokens"]
 Seconds = Literal[
     "ttft", "itl", "tpot", "mean", "e2e", "decode", "queue"
@@ -98,6 +100,7 @@ class Telemetry:
         # Observed once a streamed event: the one histogram is at hand, whether the dialect shows it or not.
         self.itl = self._by_quantity.get("itl", [Histogram((), 1_000_000_000)])[0]
         self.running: set[Progress] = set()
+        self.scheduler: Scheduler | None = None  # of modelled hardware: it knows who waits and what the cache holds
         self.finished: Counter[str] = Counter()  # by finish reason: what ended as it should
         self.failed: Counter[str] = Counter()  # by reason: refused, broken on purpose, or the client left
         self._prompt_tokens = 0
@@ -117,6 +120,22 @@ class Telemetry:
     def output_tokens(self) -> int:
         """Output tokens sent so far, of running requests too."""
         return self._output_tokens + sum(reply.count for reply in self.running)
+
+    @property
+    def n_running(self) -> int:
+        return len(self.running) if self.scheduler is None else self.scheduler.running
+
+    @property
+    def n_waiting(self) -> int:
+        return 0 if self.scheduler is None else self.scheduler.waiting
+
+    @property
+    def kv_usage_ratio(self) -> float:
+        return 0.0 if self.scheduler is None else self.scheduler.used_tokens / self.scheduler.kv_tokens
+
+    @property
+    def preemptions(self) -> int:
+        return 0 if self.scheduler is None else self.scheduler.preemptions
 
     @property
     def requests(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Reply(Protocol):
@@ -27,8 +27,24 @@ class Reply(Protocol):
         """Sends the next token."""
 
 
-_INDEX_BITS = 32
-_INDEX = (1 << _INDEX_BITS) - 1
+INDEX_BITS = 32
+INDEX = (1 << INDEX_BITS) - 1
+
+
+class Timing(Protocol):
+    """What the server asks. Times are monotonic nanoseconds."""
+
+    def submit(self, reply: Any) -> None:
+        """Takes a reply on. May raise batching.Rejected."""
+
+    def cancel(self, reply: Any) -> None:
+        """Nothing more of it will be due."""
+
+    def next_due_ns(self) -> int | None:
+        """When to ask `pop` again."""
+
+    def pop(self, now_ns: int) -> Any | None:
+        """The reply whose next token is due; None: none is yet."""
 
 
 class FixedTiming:
@@ -51,7 +67,7 @@ class FixedTiming:
         pending = _Pending(reply, self._draw(reply.index))
         first_ns = self._ttft_ns if pending.draw is None else pending.draw(self._ttft_ns)
         self._pending[reply.index] = pending
-        heapq.heappush(self._heap, (reply.received_ns + first_ns) << _INDEX_BITS | reply.index)
+        heapq.heappush(self._heap, (reply.received_ns + first_ns) << INDEX_BITS | reply.index)
 
     def cancel(self, reply: Reply) -> None:
         """Nothing more of `reply` will be due. Its place in the queue goes when its time comes."""
@@ -59,27 +75,27 @@ class FixedTiming:
 
     def next_due_ns(self) -> int | None:
         """When something is due next."""
-        return self._heap[0] >> _INDEX_BITS if self._heap else None
+        return self._heap[0] >> INDEX_BITS if self._heap else None
 
     def pop(self, now_ns: int) -> Reply | None:
         """The reply whose next token is due longest at `now_ns`, or None: nothing is due yet. Never early."""
         heap = self._heap
-        until = now_ns << _INDEX_BITS | _INDEX
+        until = now_ns << INDEX_BITS | INDEX
         while heap:
             key = heap[0]
             if key > until:
                 return None
-            pending = self._pending.get(key & _INDEX)
+            pending = self._pending.get(key & INDEX)
             if pending is None:
                 heapq.heappop(heap)
                 continue
             pending.n_left -= 1
             if pending.n_left:
                 gap_ns = self._itl_ns if pending.draw is None else pending.draw(self._itl_ns)
-                heapq.heapreplace(heap, key + (gap_ns << _INDEX_BITS))
+                heapq.heapreplace(heap, key + (gap_ns << INDEX_BITS))
             else:
                 heapq.heappop(heap)
-                del self._pending[key & _INDEX]
+                del self._pending[key & INDEX]
             return pending.reply
         return None
 

@@ -1,0 +1,177 @@
+"""`loadgen predict`: a run that nobody made, in virtual time, written and reported like one that somebody did."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from cyclopts import Parameter
+
+import backends
+from loadgen import cli, embedded, models, records, runs, schedule
+from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
+from loadgen.workload import Dataset
+from servers.emulation import Emulated, EmulationError, Hardware, emulate
+from servers.hardware import HardwareError
+from servers.virtual import Outcome, simulate
+
+URL = "virtual time"  # in the place of an address
+
+
+def predict(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
+    """Predict what `run` would measure on GPUs that you need not have: the same load, computed in virtual time.
+
+    Takes the options of `run`; --gpu says which GPU. Writes a run directory like that of a run, marked as emulated, and
+    prints beside the numbers how far off the model was on real runs that it was not fitted to.
+    """
+    config = config or Config()
+    if config.gpu is None:
+        raise ConfigError("name the GPU to predict for, such as --gpu h200 (and --gpus 4).")
+    began = time.perf_counter()
+    load = draw(config)
+    try:
+        emulated = emulate(hardware(config).setup(config.kind, _model(config), _length(config, load)))
+    except (EmulationError, HardwareError) as error:
+        raise ConfigError(str(error)) from None
+    run_id = runs.new_run_id()
+    directory = config.out or Path("runs") / run_id
+    runs.create(directory)
+    outcomes = simulate(emulated, load, config.concurrency)
+    cli.say(f"{len(load)} requests in {time.perf_counter() - began:.2f} s of computing")
+    write(directory, run_id, config, emulated, outcomes)
+    return cli.report_one(directory, "loadgen")
+
+
+def hardware(config: Config) -> Hardware:
+    """The options that shape the modelled server."""
+    gpus = None if config.gpus is None else int(config.gpus)
+    return Hardware(
+        gpu=config.gpu,
+        gpus=gpus,
+        tp=gpus if config.tp == "all" else None if config.tp is None else int(config.tp),
+        topology=config.topology,
+        p2p=config.p2p != "off",
+        scheduler=config.scheduler,
+        dtype=config.dtype,
+        kv_tokens=config.kv_tokens,
+        max_running=config.max_running,
+        max_requests=embedded.UNREFUSED,
+        memory_ratio=config.memory_ratio,
+        profile=config.profile,
+    )
+
+
+def draw(config: Config) -> list[tuple[float, int, int]]:
+    """The load of a run with these options: seconds, prompt and output tokens of each request."""
+    requests = config.requests
+    lengths: tuple[list[int], list[int]] | None = None
+    if config.dataset is not None:
+        kind = backends.get(config.kind).prompt_kind
+        dataset = Dataset(config.dataset, config.output_tokens, kind, 0)
+        requests = min(requests or len(dataset), len(dataset))
+        prompts = [dataset.prompt("measured", number).n_tokens for number in range(requests)]
+        unknown = sum(length is None for length in prompts)
+        if unknown:
+            raise ConfigError(
+                f"{unknown} prompts of the dataset are text of unknown length; give token ids to predict."
+            )
+        lengths = ([length or 0 for length in prompts], [dataset.output_tokens(number) for number in range(requests)])
+    elif requests is None and config.duration is None:
+        requests = DEFAULT_REQUESTS
+    if config.concurrency is not None:
+        if requests is None:
+            raise ConfigError("a closed loop is predicted for a number of requests; give --requests for --duration.")
+        times = np.zeros(requests)
+    else:
+        times = schedule.draw(config.law, requests, config.duration, config.seed) / 1e9
+    if lengths is None:
+        return [(at_s, config.input_tokens, config.output_tokens) for at_s in times.tolist()]
+    return list(zip(times.tolist(), *lengths, strict=False))
+
+
+def _model(config: Config) -> str:
+    model = models.find(config.model or "7b")
+    return model.spec.name if model.spec is not None else model.name
+
+
+def _length(config: Config, load: list[tuple[float, int, int]]) -> int:
+    longest = max((prompt + output for _, prompt, output in load), default=0)
+    if config.max_model_len is not None and longest > config.max_model_len:
+        raise ConfigError(f"--max-model-len is {config.max_model_len} and the longest request has {longest} tokens.")
+    return config.max_model_len or max(4096, longest)
+
+
+def write(directory: Path, run_id: str, config: Config, emulated: Emulated, outcomes: list[Outcome]) -> None:
+    """The run directory: manifest and records."""
+    version = runs.package_version()
+    manifest = runs.Manifest(
+        run_id=run_id,
+        version=version,
+        started_unix_s=time.time(),
+        argv=["loadgen", *sys.argv[1:]],
+        config=config.as_dict(),
+        backend=config.kind,
+        model=emulated.setup.model.name,
+        url=URL,
+        emulated=True,
+        server_version=emulated.setup.scheduler,
+        requests_planned=len(outcomes),
+        arrival=config.arrival_text,
+        machine=runs.this_machine(),
+        emulation=emulated.facts,
+    )
+    runs.write_manifest(directory, manifest)
+    file = records.RecordsFile(directory / "requests.jsonl", run_id, version, 0)
+    events = 0
+    last_s = 0.0
+    for outcome in outcomes:
+        file.write(_record(outcome))
+        events += len(outcome.times_s)
+        last_s = max(last_s, outcome.times_s[-1] if outcome.times_s else outcome.sent_s)
+    file.close(
+        records.ClientFacts(
+            state="complete",
+            wall_s=last_s,
+            cpu_s=0.0,
+            cpu_peak_ratio=0.0,
+            events=events,
+            connections=0,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            loop_lag_p50_ms=0.0,
+            loop_lag_p99_ms=0.0,
+            loop_lag_max_ms=0.0,
+        )  # fmt: skip
+    )
+
+
+def _record(outcome: Outcome) -> records.Record:
+    sent_ns = int(outcome.sent_s * 1e9)
+    record = records.Record(
+        id=outcome.index,
+        scheduled_ns=sent_ns,
+        sent_ns=sent_ns,
+        asked_prompt_tokens=outcome.prompt,
+        asked_tokens=outcome.output,
+        status=outcome.status,
+        outcome="ok" if outcome.status == 200 else "http_error",
+        error=None if outcome.status == 200 else f"status {outcome.status} (emulated)",
+    )
+    if outcome.status != 200:
+        return msgspec.structs.replace(record, done_ns=sent_ns)
+    micros = (np.frombuffer(outcome.times_s) * 1e6).astype(np.int64)
+    return msgspec.structs.replace(
+        record,
+        headers_ns=int(micros[0]) * 1000,
+        first_token_ns=int(micros[0]) * 1000,
+        last_token_ns=int(micros[-1]) * 1000,
+        done_ns=int(micros[-1]) * 1000,
+        prompt_tokens=outcome.prompt,
+        output_tokens=len(micros),
+        events=len(micros),
+        itl_us=np.diff(micros).tolist(),
+    )
