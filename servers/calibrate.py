@@ -208,7 +208,7 @@ def command(
     ] = [],  # noqa: B006
     base: Annotated[
         Path | None,
-        Parameter(help="Profile of the same server whose software times are kept where they are not fitted."),
+        Parameter(help="Profile of the same server, for the times that these runs cannot tell."),
     ] = None,
     gpu: Annotated[str | None, Parameter(help="On which GPU, where the runs do not tell.")] = None,
     model: Annotated[str | None, Parameter(help="Of which model, where they do not tell.")] = None,
@@ -234,9 +234,7 @@ def command(
             print("judging the fit: each run is predicted from the others")
             profile = msgspec.structs.replace(profile, held_out=leave_one_out(runs, known))
         else:
-            print(
-                "one run, and none to judge by: nobody knows how far off this profile is; name others with --held-out."
-            )
+            print("one run and none to judge by: how far off this profile is, nobody knows; name others: --held-out.")
         write(profile, out)
     except (CalibrationError, ObservationError, EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None

@@ -77,9 +77,7 @@ def draw(config: Config) -> list[tuple[float, int, int]]:
         prompts = [dataset.prompt("measured", number).n_tokens for number in range(requests)]
         unknown = sum(length is None for length in prompts)
         if unknown:
-            raise ConfigError(
-                f"{unknown} prompts of the dataset are text of unknown length; give token ids to predict."
-            )
+            raise ConfigError(f"{unknown} prompts of the dataset are text, whose length is not known; give token ids.")
         lengths = ([length or 0 for length in prompts], [dataset.output_tokens(number) for number in range(requests)])
     elif requests is None and config.duration is None:
         requests = DEFAULT_REQUESTS
@@ -145,7 +143,7 @@ def write(directory: Path, run_id: str, config: Config, emulated: Emulated, outc
             loop_lag_p50_ms=0.0,
             loop_lag_p99_ms=0.0,
             loop_lag_max_ms=0.0,
-        )  # fmt: skip
+        )
     )
 
 
