@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-STEP = 0.03  # of a logarithm; residuals come from simulations and jump a little
+STEP = 0.1  # of a logarithm; residuals come from simulations and jump a little
 LEAST = 1e-6
 
 

@@ -30,6 +30,7 @@ class SimulatedTiming:
         self._ns_per_s = 1e9 / speed
         self._start_ns: int | None = None
         self._now_s = 0.0
+        self.popped_due_ns = 0  # when the token that `pop` gave last was due
         self._sequences: dict[int, Sequence] = {}  # by the reply's number
         self._replies: dict[int, Reply] = {}
         self._out: list[int] = []  # a heap of due times in ns above the reply's number, as in FixedTiming
@@ -68,8 +69,10 @@ class SimulatedTiming:
         until = now_ns << INDEX_BITS | INDEX
         while True:
             while self._out and self._out[0] <= until:
-                reply = self._replies.get(heapq.heappop(self._out) & INDEX)
+                key = heapq.heappop(self._out)
+                reply = self._replies.get(key & INDEX)
                 if reply is not None:
+                    self.popped_due_ns = key >> INDEX_BITS
                     return reply
             next_s = self._engine.next_s()
             if next_s == math.inf or self._real_ns(next_s) > now_ns:

@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from backends.protocol import ServerInfo
 from loadgen import cli
-from loadgen.config import LAUNCH_ONLY, Config, ConfigError
+from loadgen.config import LAUNCH_ONLY, MODELLED_ONLY, Config, ConfigError
 from loadgen.plan import choose_model
 
 # A value that differs from the default, as typed and as it must arrive.
@@ -63,6 +63,12 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "port": (["8123"], 8123),
     "ready_timeout": (["60"], 60.0),
     "dry_run": ([], True),
+    "gpu": (["h200"], "h200"),
+    "topology": (["host"], "host"),
+    "scheduler": (["vllm@v1"], "vllm@v1"),
+    "kv_tokens": (["100000"], 100000),
+    "profile": (["profile.json"], Path("profile.json")),
+    "speed": (["2"], 2.0),
 }
 SWITCHES = {
     "ignore_eos": "--no-ignore-eos",
@@ -75,6 +81,7 @@ NEEDS = {
     "server_python": ["--launch", "process"],
     "image": ["--launch", "docker"],
     "dry_run": ["--backend", "vllm"],
+    **{name: ["--gpu", "h200"] for name in MODELLED_ONLY},
     **{name: ["--launch", "docker"] for name in LAUNCH_ONLY if name not in ("server_python", "image")},
 }
 

@@ -55,6 +55,7 @@ def test_the_schema_key_by_key() -> None:
         "connect_ms",
         "client",
         "ceiling",
+        "emulation",
         "launch",
         "server",
         "gpus",
