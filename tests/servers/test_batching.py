@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import pytest
@@ -59,11 +59,7 @@ class Run:
         self.tokens: dict[Sequence, int] = {}
         self.trace: list[tuple[tuple[int, ...], int, int, int, float]] = []
         under_way: deque[Step] = deque()
-        at = 0
-        coming: deque[tuple[int, int, Request]] = deque()
-        for index, request in enumerate(load):
-            at += request.gap
-            coming.append((at, index, request))
+        coming = deque(zip(accumulate(request.gap for request in load), range(len(load)), load, strict=True))
         leaving: dict[int, list[Sequence]] = {}
         now = 0
         while coming or leaving or under_way:
@@ -176,8 +172,7 @@ def enter(scheduler: Scheduler, *requests: tuple[int, int]) -> list[Sequence]:
 
 
 def rows(step: Step | None) -> tuple[int, int]:
-    assert step is not None
-    return step.prefill_rows, step.decode_rows
+    return (step.prefill_rows, step.decode_rows) if step else (0, 0)
 
 
 # TGI: its own tests of the queue (router/src/queue.rs, backends/v3/src/queue.rs), in blocks for their tokens
@@ -224,8 +219,7 @@ def test_tgi3_max_batch_size() -> None:
 
 def test_tgi_a_request_whose_client_left_the_queue_gives_no_batch() -> None:
     for scheduler in (tgi1(4), Tgi3(64)):
-        (sequence,) = enter(scheduler, (1, 1))
-        scheduler.cancel(sequence)
+        scheduler.cancel(enter(scheduler, (1, 1))[0])
         assert scheduler.schedule() is None
         assert (scheduler.waiting, scheduler.running, scheduler.used_tokens) == (0, 0, 0)
 
