@@ -82,10 +82,14 @@ def serve(
     jitter_ratio
         Multiply each of these times by a factor drawn uniformly from 1 - J to 1 + J.
     seed
-        Seed of the jitter; it and a request's number fix all times of the request.
+        Seed of the jitter and of faults that strike a share; it and a request's number fix what a request meets.
     fault
-        KIND:EVERY, may be repeated: break every EVERY-th request on purpose. Kinds: reset, truncate, stall,
-        http_error:STATUS, stream_error, short, merge, coalesce, no_done, refuse, cached, wrong_prompt_tokens, garbage.
+        KIND:WHEN, may be repeated: break requests on purpose. WHEN: N (every N-th), P% (that share of them, drawn from
+        the seed) or @N (the N-th alone). Kinds: reset, truncate, stall, http_error:STATUS, stream_error, short, merge,
+        coalesce, no_done, refuse, cached, wrong_prompt_tokens, garbage, die (the process ends with exit code 1). Of the
+        whole server: slow_start:SECONDS (503 until then), and with --gpu kv_exhaustion:SHARE% (the KV cache keeps that
+        share, and preemptions storm) and slow_rank:FACTOR (one of the GPUs is that much slower, and all wait for it).
+        Or a script: FILE.json, a list of {"request": N, "kind": KIND}.
     stamps
         File (.npz) to write at exit with the time at which each token was sent.
     exit_with_stdin
@@ -103,18 +107,24 @@ def serve(
     wire = DIALECTS[dialect](Settings(model, max_model_len))
     timing: Timing = FixedTiming(round(ttft_ms * 1e6), round(itl_ms * 1e6), jitter_ratio, seed)
     if hardware is not None and hardware.gpu is not None:
-        timing = _simulated(dialect, model, max_model_len, hardware)
+        timing = _simulated(dialect, model, max_model_len, hardware, parsed)
+    elif needing := [fault.kind for fault in parsed if fault.kind in faults.MODELLED]:
+        _fail(EXIT_BAD_OPTION, f"fault {needing[0]} needs modelled hardware; name it, such as --gpu h200.")
     try:
-        server = Server(wire, timing, host, port, parsed, stamps_file, api_key)
+        server = Server(wire, timing, host, port, parsed, stamps_file, api_key, seed)
     except OSError as error:
         message = f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host."
         _fail(EXIT_NOT_LISTENING, message)
     _run(server, exit_with_stdin)
 
 
-def _simulated(dialect: str, model: str, max_model_len: int, hardware: Hardware) -> SimulatedTiming:
+def _simulated(
+    dialect: str, model: str, max_model_len: int, hardware: Hardware, parsed: tuple[faults.Fault, ...]
+) -> SimulatedTiming:
     try:
-        return SimulatedTiming(emulate(hardware.setup(dialect, model, max_model_len)), hardware.speed)
+        emulated = emulate(hardware.setup(dialect, model, max_model_len))
+        kv_share = faults.amount(parsed, "kv_exhaustion", 1.0)
+        return SimulatedTiming(emulated.degraded(kv_share, faults.amount(parsed, "slow_rank", 1.0)), hardware.speed)
     except (EmulationError, HardwareError) as error:
         _fail(EXIT_BAD_OPTION, str(error))
 
@@ -149,7 +159,7 @@ def _run(server: Server, exit_with_stdin: bool) -> None:
 
 def _faults(texts: Sequence[str], dialect: str) -> tuple[faults.Fault, ...]:
     try:
-        return tuple(faults.parse(text, dialect) for text in texts)
+        return faults.read(texts, dialect)
     except ValueError as error:
         _fail(EXIT_BAD_OPTION, str(error))
 

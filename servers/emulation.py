@@ -23,6 +23,7 @@ from servers.cost import Overheads, StepCost
 from servers.engine import Engine, FrontEnd
 
 GIB = 1 << 30
+LEAST_KV_TOKENS = 256  # that a degraded server is left with
 RESERVED_BYTES = GIB  # beside weights and KV on each GPU: context, activations, graphs; 1.0 to 1.3 GiB in real logs
 
 
@@ -141,9 +142,22 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     cost: StepCost
     profile: Profile
     facts: dict[str, Any]
+    slow_rank: float = 1.0  # how much longer than the others one GPU takes: all wait for it
 
     def engine(self, deliver: Callable[[list[Sequence], float, float], None]) -> Engine:
-        return Engine(_SCHEDULERS[self.setup.scheduler](self), self.cost, deliver, self.profile.front)
+        cost, factor = self.cost, self.slow_rank
+        step_s = cost if factor == 1.0 else lambda step: factor * cost(step)
+        return Engine(_SCHEDULERS[self.setup.scheduler](self), step_s, deliver, self.profile.front)
+
+    def degraded(self, kv_share: float, slow_rank: float) -> Emulated:
+        """The same server with that share of its KV cache, and one of its GPUs slower. Raises EmulationError."""
+        if slow_rank != 1.0 and self.tp == 1:
+            raise EmulationError("a slow rank needs a model on several GPUs, such as --gpus 2 --tp 2.")
+        kv_tokens = int(self.kv_tokens * kv_share)
+        if kv_tokens < min(LEAST_KV_TOKENS, self.kv_tokens):
+            raise EmulationError(f"{kv_share:.3%} of the KV cache is {kv_tokens} tokens; leave {LEAST_KV_TOKENS}.")
+        facts = self.facts | {"kv_cache_tokens": kv_tokens}
+        return msgspec.structs.replace(self, kv_tokens=kv_tokens, slow_rank=slow_rank, facts=facts)
 
 
 _SCHEDULERS: dict[str, Callable[[Emulated], Scheduler]] = {

@@ -18,7 +18,7 @@ from collections import deque
 from time import monotonic_ns
 
 from servers.batching import Rejected
-from servers.faults import Fault, striking
+from servers.faults import Fault, amount, striking
 from servers.http import Connection, Request
 from servers.replies import Reply
 from servers.simulated import SimulatedTiming
@@ -29,6 +29,7 @@ from servers.wire import Dialect, Page, Refusal
 
 BACKLOG = 65535  # the kernel cuts it to net.core.somaxconn
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})  # need no API key
+HEALTH_PATHS = frozenset({"/health", "/healthz", "/ping"})
 _EMIT_AT_ONCE = 64
 _PARSE_AT_ONCE = 8
 _ACCEPT_AT_ONCE = 64
@@ -46,8 +47,10 @@ class Server:
         faults: tuple[Fault, ...] = (),
         stamps: Stamps | None = None,
         api_key: str | None = None,
+        seed: int = 0,
     ) -> None:
-        """Listens at once. Raises OSError where the address cannot be had."""
+        """Listens at once. `seed` draws the faults that strike a share of requests. Raises OSError where the address
+        cannot be had."""
         self.dialect = dialect
         self.telemetry = Telemetry(dialect.series, dialect.labels)
         self.unparsed: deque[tuple[Connection, bytes, int]] = deque()
@@ -55,6 +58,8 @@ class Server:
         if isinstance(timing, SimulatedTiming):
             self.telemetry.scheduler = timing.scheduler
         self._faults = faults
+        self._seed = seed
+        self._healthy_ns = monotonic_ns() + int(amount(faults, "slow_start", 0) * 1e9)
         self._stamps = stamps
         self._authorization = None if api_key is None else b"Bearer " + api_key.encode()
         self._requests = 0
@@ -84,13 +89,16 @@ class Server:
             self._waker.send(b"\0")
 
     def run(self) -> None:
-        """Serves until stopped, then closes everything and writes the stamps."""
-        while not self._stopping:
-            for key, mask in self._wait():
-                key.data(mask, self._woken_ns)
-            self._emit_due()
-            self._parse_some()
-        self._shut()
+        """Serves until stopped, then closes everything and writes the stamps. Raises SystemExit where a fault says that
+        the server dies."""
+        try:
+            while not self._stopping:
+                for key, mask in self._wait():
+                    key.data(mask, self._woken_ns)
+                self._emit_due()
+                self._parse_some()
+        finally:
+            self._shut()
 
     def handle(self, connection: Connection, request: Request) -> None:
         """Answers one request, or starts the reply that the timing will carry on."""
@@ -133,6 +141,8 @@ class Server:
             media_type = request.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
             return None if media_type == b"application/json" else dialect.media_type_error
         if request.method in ("GET", "HEAD"):
+            if path in HEALTH_PATHS and path in dialect.pages and self._starting():
+                return dialect.error(503)
             if path == "/metrics":
                 return Page(200, self.telemetry.render(), content_type=dialect.metrics_content_type)
             if path in dialect.pages:
@@ -142,8 +152,15 @@ class Server:
 
     def _generate(self, connection: Connection, request: Request) -> None:
         self._requests += 1
-        fault = striking(self._faults, self._requests)
+        if self._starting():
+            self.telemetry.refused("starting")
+            connection.respond(self.dialect.error(503))
+            return
+        fault = striking(self._faults, self._requests, self._seed)
         kind = fault.kind if fault else ""
+        if kind == "die":
+            self.say(f"request {self._requests} ends this server, as its faults say.")
+            raise SystemExit(1)
         if kind in ("refuse", "http_error"):
             self.telemetry.refused(kind)
             if fault is not None and fault.status:
@@ -173,6 +190,12 @@ class Server:
         self.telemetry.started(reply)
         if wire.streaming:
             connection.begin_stream(wire.content_type)
+
+    def _starting(self) -> bool:
+        """A slow start is not over. Once it is, no clock is read any more."""
+        if self._healthy_ns and monotonic_ns() >= self._healthy_ns:
+            self._healthy_ns = 0
+        return self._healthy_ns > 0
 
     def _wait(self) -> list[tuple[selectors.SelectorKey, int]]:
         """Sleeps until a socket is ready or a token is due, and stamps the moment.

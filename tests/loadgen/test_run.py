@@ -154,6 +154,53 @@ def test_invalid_measurement_is_exit_4(server: str, tmp_path: Path) -> None:
     assert report["verdict"]["valid"] is False and "INVALID" in said
 
 
+def failures(url: str, out: Path, requests: int = 20) -> dict[str, int]:
+    """What a run that is not valid says of its requests."""
+    report, _ = loadgen("run", "--url", url, *FAST, "--requests", str(requests), "--out", str(out), expect=4)
+    return dict(report["requests"]["by_outcome"])
+
+
+@pytest.mark.parametrize("server", [("--fault", "slow_start:600")], indirect=True)
+def test_a_server_that_is_not_up_yet(server: str, tmp_path: Path) -> None:
+    assert failures(server, tmp_path) == {"http_error": 20}
+
+
+@pytest.mark.parametrize("server", [("--fault", "http_error:429:@3", "--fault", "stream_error:@5")], indirect=True)
+def test_single_requests_that_fail(server: str, tmp_path: Path) -> None:
+    assert failures(server, tmp_path) == {"http_error": 1, "stream_error": 1, "ok": 18}
+
+
+@pytest.mark.parametrize("server", [("--fault", "http_error:503:25%", "--seed", "1")], indirect=True)
+def test_a_share_of_requests_that_fail(server: str, tmp_path: Path) -> None:
+    failed = failures(server, tmp_path / "a", 200)["http_error"]
+    assert 30 < failed < 70
+
+
+@pytest.mark.parametrize("server", [("--fault", "die:12", "--ttft-ms", "2000")], indirect=True)
+def test_a_server_that_dies_in_the_run(server: str, tmp_path: Path) -> None:
+    seen = failures(server, tmp_path)
+    assert "ok" not in seen and sum(seen.values()) == 20
+
+
+SMALL_CACHE = ("--gpu", "h200", "--model", "llama-2-7b", "--kv-tokens", "20000", "--fault", "kv_exhaustion:20%")
+
+
+@pytest.mark.parametrize("server", [SMALL_CACHE], indirect=True)
+def test_preemptions_that_storm_are_found(server: str, tmp_path: Path) -> None:
+    report, _ = loadgen("run", "--url", server, *FAST, "--requests", "30", "--output-tokens", "60", "--out",
+                        str(tmp_path), expect=(0, 4))  # fmt: skip
+    assert report["requests"]["ok"] == 30
+    assert report["server"]["preemptions"] > 0
+    assert "PREEMPTIONS" in {finding["code"] for finding in report["verdict"]["findings"]}
+
+
+@pytest.mark.parametrize("factor", [(), ("--fault", "slow_rank:4")])
+def test_a_slow_rank_shows_in_every_token(factor: tuple[str, ...], tmp_path: Path) -> None:
+    with serving("--gpu", "h200", "--gpus", "2", "--tp", "2", "--model", "llama-2-7b", *factor) as url:
+        report, _ = loadgen("run", "--url", url, *FAST, "--requests", "4", "--out", str(tmp_path), expect=(0, 4))
+    assert (report["metrics"]["tpot_ms"]["min"] > 10) == bool(factor)
+
+
 def test_api_key_goes_to_the_server_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_SERVER_KEY", "s3cret-token")
     with serving("--api-key-env", "TEST_SERVER_KEY") as url:

@@ -109,9 +109,10 @@ def running(
     server = Server(
         DIALECTS[dialect](Settings("m", max_model_len)),
         FixedTiming(round(ttft_ms * 1e6), round(itl_ms * 1e6), jitter, seed),
-        faults=tuple(faults.parse(text, dialect) for text in fault),
+        faults=faults.read(fault, dialect),
         stamps=Stamps(stamps_path),
         api_key=api_key,
+        seed=seed,
     )
     thread = threading.Thread(target=server.run)
     thread.start()

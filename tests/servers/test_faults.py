@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from servers import faults
-from tests.servers.reader import Running, http_request, running, stamps
+from servers.batching import Sequence
+from servers.emulation import Emulated, EmulationError, Hardware, emulate
+from servers.virtual import simulate
+from tests.servers.reader import Running, ask_on, http_request, running, stamps
+from tests.servers.test_app import connection_to, fails, start
 
 DIALECTS = ("vllm", "tgi", "lightllm")
 PATHS = {"vllm": "/v1/completions", "tgi": "/generate_stream", "lightllm": "/generate_stream"}
@@ -209,10 +213,21 @@ def test_a_reply_of_one_token_can_break_too(tmp_path: Path, kind: str) -> None:
     ("text", "sentence"),
     [
         ("explode:3", "there is no fault 'explode'"),
-        ("reset", "not of the form reset:EVERY"),
-        ("reset:0", "whole number from 1"),
-        ("reset:2:3", "not of the form reset:EVERY"),
-        ("http_error:3", "http_error:STATUS:EVERY"),
+        ("reset", "not of the form reset:WHEN"),
+        ("reset:0", "not of the form reset:WHEN"),
+        ("reset:2:3", "not of the form reset:WHEN"),
+        ("http_error:3", "http_error:STATUS:WHEN"),
+        ("http_error:x:3", "http_error:STATUS:WHEN"),
+        ("reset:0%", "not of the form reset:WHEN"),
+        ("reset:101%", "not of the form reset:WHEN"),
+        ("reset:nan%", "not of the form reset:WHEN"),
+        ("reset:@0", "not of the form reset:WHEN"),
+        ("slow_start:0", "slow_start:SECONDS, above 0"),
+        ("slow_start:soon", "slow_start:SECONDS"),
+        ("slow_rank:1", "slow_rank:FACTOR, above 1"),
+        ("slow_rank:2%", "slow_rank:FACTOR"),
+        ("kv_exhaustion:0.5", "kv_exhaustion:SHARE%, above 0 and at most 100%"),
+        ("kv_exhaustion:120%", "kv_exhaustion:SHARE%"),
         ("http_error:200:3", "200 is no error status"),
         ("", "there is no fault ''"),
     ],
@@ -225,3 +240,111 @@ def test_faults_that_make_no_sense(text: str, sentence: str) -> None:
 def test_what_a_dialect_cannot_say_is_refused() -> None:
     with pytest.raises(ValueError, match="the tgi protocol has nothing of the kind"):
         faults.parse("cached:2", "tgi")
+
+
+def test_a_share_is_drawn_from_seed_and_number_alone(tmp_path: Path) -> None:
+    fault = faults.read(["reset:5%"], "vllm")
+    struck = [number for number in range(1, 10_001) if faults.striking(fault, number, seed=3)]
+    assert 430 < len(struck) < 570
+    assert struck == [number for number in range(1, 10_001) if faults.striking(fault, number, seed=3)]
+    assert struck != [number for number in range(1, 10_001) if faults.striking(fault, number, seed=4)]
+    expected = [429 if faults.striking(faults.read(["http_error:429:50%"], "vllm"), n, 7) else 200 for n in range(1, 9)]
+    assert set(expected) == {200, 429}
+    with running(tmp_path, "vllm", "http_error:429:50%", seed=7) as server:
+        assert [stream_of(server, "vllm", 1).status for _ in range(8)] == expected
+
+
+def test_shares_of_several_kinds_are_drawn_apart() -> None:
+    both = faults.read(["http_error:429:50%", "http_error:503:50%", "reset:50%"], "vllm")
+    kinds = [fault.status if fault else None for n in range(1, 4001) if [fault := faults.striking(both, n)]]
+    assert [round(kinds.count(each) / 4000, 1) for each in (429, 503, 0, None)] == [0.5, 0.2, 0.1, 0.1]
+
+
+def test_a_script_names_single_requests(tmp_path: Path) -> None:
+    script = tmp_path / "script.json"
+    script.write_text('[{"request": 2, "kind": "http_error:503"}, {"request": 4, "kind": "stream_error"}]')
+    with running(tmp_path, "vllm", str(script), "http_error:429:@5") as server:
+        answers = [stream_of(server, "vllm", 2) for _ in range(6)]
+    assert [answer.status for answer in answers] == [200, 503, 200, 200, 429, 200]
+    assert "error" in answers[3].data[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[{]", "is no script of faults"),
+        ('[{"request": 1}]', "is no script of faults"),
+        ('[{"request": 1, "kind": "reset", "every": 2}]', "is no script of faults"),
+        ('[{"request": 0, "kind": "reset"}]', "not of the form reset:WHEN"),
+        ('[{"request": 1, "kind": "explode"}]', "there is no fault 'explode'"),
+        ('[{"request": 1, "kind": "slow_start"}]', "slow_start:SECONDS"),
+    ],
+)
+def test_scripts_that_make_no_sense(tmp_path: Path, text: str, sentence: str) -> None:
+    script = tmp_path / "script.json"
+    script.write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        faults.read([str(script)], "vllm")
+
+
+def test_a_script_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    code, said = fails("--fault", str(tmp_path / "none.json"))
+    assert (code, "cannot read" in said) == (2, True)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_slow_start_refuses_until_it_is_over(tmp_path: Path, dialect: str) -> None:
+    with running(tmp_path, dialect, "slow_start:3600") as server:
+        assert [server.ask("GET", path).status for path in ("/health", "/metrics", "/nowhere")] == [503, 200, 404]
+        assert stream_of(server, dialect).status == 503
+        server.server._healthy_ns = 1  # long ago
+        assert server.ask("GET", "/health").status == 200
+        assert stream_of(server, dialect).status == 200
+
+
+def test_the_process_dies_at_the_request_that_says_so() -> None:
+    process, ready = start("--fault", "die:3", "--ttft-ms", "0", "--itl-ms", "0")
+    for _ in range(2):
+        assert ask_on(connection_to(ready["url"]), "POST", PATHS["vllm"], body("vllm", 2)).status == 200
+    with pytest.raises((http.client.HTTPException, OSError)):
+        ask_on(connection_to(ready["url"]), "POST", PATHS["vllm"], body("vllm", 2))
+    _, said = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert said == "llm-dissect server: request 3 ends this server, as its faults say.\n"
+
+
+def modelled(kv_share: float = 1.0, slow_rank: float = 1.0, gpus: int = 1) -> Emulated:
+    setup = Hardware(gpu="h200", gpus=gpus, tp=gpus, kv_tokens=60_000).setup("vllm", "llama-2-7b", 4096)
+    return emulate(setup).degraded(kv_share, slow_rank)
+
+
+def test_kv_exhaustion_makes_preemptions_storm() -> None:
+    load = [(0.0, 512, 256)] * 60
+    preempted, makespans = [], []
+    for share in (1.0, 0.1):
+        emulated = modelled(share)
+        engine = emulated.engine(lambda _emits, _first_s, _gap_s: None)
+        outcomes = simulate(emulated, load)
+        makespans.append(max(outcome.times_s[-1] for outcome in outcomes))
+        assert [len(outcome.times_s) for outcome in outcomes] == [256] * 60
+        for index, (_, prompt, output) in enumerate(load):
+            engine.submit(Sequence(index, prompt, output), 0.0)
+        engine.advance(float("inf"))
+        preempted.append(engine.scheduler.preemptions)
+    assert preempted[0] == 0 < preempted[1]
+    assert makespans[1] > 2 * makespans[0]
+
+
+def test_a_slow_rank_slows_every_step_by_its_factor() -> None:
+    last_s = [simulate(modelled(1.0, factor, gpus=2), [(0.0, 512, 256)])[0].times_s[-1] for factor in (1.0, 3.0)]
+    assert last_s[1] / last_s[0] == pytest.approx(3, rel=0.01)
+    with pytest.raises(EmulationError, match="on several GPUs"):
+        modelled(1.0, 2.0, gpus=1)
+    with pytest.raises(EmulationError, match="leave 256"):
+        modelled(0.001)
+
+
+@pytest.mark.parametrize("fault", ["kv_exhaustion:10%", "slow_rank:2"])
+def test_faults_of_modelled_hardware_need_one(fault: str) -> None:
+    code, said = fails("--fault", fault)
+    assert (code, "needs modelled hardware" in said) == (2, True)
