@@ -30,11 +30,11 @@ def _launch(help: str, **more: Any) -> Parameter:
     return Parameter(help=help, negative=(), group="Starting a server (--launch docker or process)", **more)
 
 
-def _model_of(help: str, **more: Any) -> Parameter:
+def _modelled(help: str, **more: Any) -> Parameter:
     return Parameter(help=help, negative=(), group="Modelled hardware (--gpu): emulated, no GPU needed", **more)
 
 
-MODELLED_ONLY = ("topology", "scheduler", "kv_tokens", "profile", "speed")
+MODELLED_ONLY = ("topology", "scheduler", "scheduler_arg", "kv_tokens", "profile", "speed")
 MODELLED_TOO = ("tp", "gpus", "dtype", "p2p", "max_model_len", "max_running", "memory_ratio")  # of LAUNCH_ONLY
 LAUNCH_ONLY = (
     "tp", "gpus", "dtype", "p2p", "max_model_len", "max_running", "memory_ratio", "dummy_weights", "image",
@@ -148,18 +148,21 @@ class Config:
 
     # For the embedded server, and for `predict`.
     gpu: Annotated[
-        str | None, _model_of("GPU to model: h200, h100, a800, rtx4090, ..., or a JSON file; --gpus N says how many.")
+        str | None, _modelled("GPU to model: h200, h100, a800, rtx4090, ..., or a JSON file; --gpus N says how many.")
     ] = None
     topology: Annotated[
         Literal["nvlink", "nvlink-pairs", "pcie", "host"] | None,
-        _model_of("How they are joined (default: the best that this GPU has; --p2p off means host)."),
+        _modelled("How they are joined (default: the best that this GPU has; --p2p off means host)."),
     ] = None
     scheduler: Annotated[
-        str | None, _model_of("Which version of the server: vllm@v1, vllm@0.2, tgi@3, tgi@1, lightllm@1.2, ...")
+        str | None, _modelled("Which version of the server: vllm@v1, vllm@0.2, tgi@3, tgi@1, lightllm@1.2, ...")
     ] = None
-    kv_tokens: Annotated[int | None, _model_of("Tokens that its KV cache holds (default: what memory leaves).")] = None
-    profile: Annotated[Path | None, _model_of("Profile from `loadgen calibrate` (default: the built-in one).")] = None
-    speed: Annotated[float, _model_of("Modelled seconds that pass in a real one.")] = 1.0
+    scheduler_arg: Annotated[
+        tuple[str, ...], _modelled("A setting of it, repeatable: --scheduler-arg max_concurrent_requests=128.")
+    ] = ()
+    kv_tokens: Annotated[int | None, _modelled("Tokens that its KV cache holds (default: what memory leaves).")] = None
+    profile: Annotated[Path | None, _modelled("Profile from `loadgen calibrate` (default: the built-in one).")] = None
+    speed: Annotated[float, _modelled("Modelled seconds that pass in a real one.")] = 1.0
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -42,6 +42,8 @@ def options(config: Config, dialect: str, model: str) -> list[str]:
     for name, value in given.items():
         if value is not None:
             chosen += [f"--{name}", str(value)]
+    for setting in config.scheduler_arg:
+        chosen += ["--scheduler-arg", setting]
     return [*chosen, *(["--no-p2p"] if config.p2p == "off" else [])]
 
 

@@ -66,8 +66,11 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, say: Callable[
     )
     if single:
         names = _identifiable(single, say)
-        start = _values(profile) if base else START
-        profile = _fit(single, profile, {name: max(start[name], START[name] / 100) for name in names}, say)
+        start = START | (_values(profile) if base else {})
+        if not profile.scheduler.startswith("vllm"):  # whose attention is that of the operators' tables
+            names.append("attention_ratio")
+            start["attention_ratio"] = 1.5
+        profile = _fit(single, profile, {name: max(start[name], START.get(name, 1.0) / 100) for name in names}, say)
     if joined:
         profile = _fit(joined, profile, LINK, say)
     return profile

@@ -81,12 +81,14 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     """What a server's own software adds. step: before each step's kernels run; layer: least time of a layer where
-    kernels are launched one by one (0 with CUDA graphs)."""
+    kernels are launched one by one (0 with CUDA graphs). attention_ratio: the time of its attention over that of the
+    GPU's table (FlashAttention 3). reduce: for reductions slower than those measured alone."""
 
     step_us: float = 0.0
     row_us: float = 0.0
     prefill_token_us: float = 0.0
     layer_us: float = 0.0
+    attention_ratio: float = 1.0
     reduce_us: float = 0.0
     reduce_ratio: float = 1.0
 
@@ -133,12 +135,10 @@ class StepCost:
         if head is None:
             head = self._head[samples] = self._head_s(samples)
         decode = step.decode_rows * self._decode_row + step.decode_context * self._decode_context
-        seconds = dense + head + self._decode_launch
         if step.prefill_rows:
-            prefill = step.prefill_work * self._prefill_work + step.prefill_tokens * self._prefill_token
-            seconds += self._gpu.attention.mixed * decode + prefill
-        else:
-            seconds += decode
+            decode *= self._gpu.attention.mixed
+            decode += step.prefill_work * self._prefill_work + step.prefill_tokens * self._prefill_token
+        seconds = dense + head + self._decode_launch + decode * self._overheads.attention_ratio
         if seconds < self._floor:
             seconds = self._floor
         own = self._overheads

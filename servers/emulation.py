@@ -7,6 +7,7 @@ virtual run take the same `Emulated` and make the same `Engine` of it.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from backends import catalog
 from backends.catalog import DTYPE_BYTES, ModelSpec
 from servers import hardware
 from servers.batching import Scheduler, Sequence
-from servers.batching.vllm import VllmV1
+from servers.batching.lightllm import LightLLM2310, LightLLMNow
+from servers.batching.tgi import Tgi1, Tgi3
+from servers.batching.vllm import Vllm02, VllmV1
 from servers.cost import Overheads, StepCost
 from servers.engine import Engine, FrontEnd
 
@@ -64,7 +67,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """kv_tokens: the KV cache's capacity over all GPUs; None: what memory leaves. max_requests: how many the server may
-    hold at once, running and waiting, before it refuses (servers that do)."""
+    hold at once, running and waiting, before it refuses (servers that do). options: settings of the scheduler by the
+    names that its class gives them, beyond those above."""
 
     scheduler: str
     model: ModelSpec
@@ -80,6 +84,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 4096
     memory_ratio: float = 0.9
     profile: Path | None = None
+    options: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,7 @@ class Hardware:
     gpu: which GPU to model (h200, a800, rtx4090, ... or a JSON file). gpus: how many there are. tp: how many share the
     model (default: the least power of two that holds it). topology: nvlink, nvlink-pairs, pcie or host (default: the
     best the GPU has). p2p: `--no-p2p` sends everything through host memory. scheduler: which server and version
-    (default: the backend's newest). speed: modelled seconds in a real one.
+    (default: the backend's newest). scheduler_arg: NAME=NUMBER, settings of it. speed: modelled seconds in a real one.
     """
 
     gpu: str | None = None
@@ -98,6 +103,7 @@ class Hardware:
     topology: str | None = None
     p2p: bool = True
     scheduler: str | None = None
+    scheduler_arg: tuple[str, ...] = ()
     dtype: str = "float16"
     kv_tokens: int | None = None
     max_running: int = 1024
@@ -147,7 +153,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     def engine(self, deliver: Callable[[list[Sequence], float, float], None]) -> Engine:
         cost, factor = self.cost, self.slow_rank
         step_s = cost if factor == 1.0 else lambda step: factor * cost(step)
-        return Engine(_SCHEDULERS[self.setup.scheduler](self), step_s, deliver, self.profile.front)
+        return Engine(_scheduler(self), step_s, deliver, self.profile.front)
 
     def degraded(self, kv_share: float, slow_rank: float) -> Emulated:
         """The same server with that share of its KV cache, and one of its GPUs slower. Raises EmulationError."""
@@ -160,8 +166,32 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, kv_tokens=kv_tokens, slow_rank=slow_rank, facts=facts)
 
 
-_SCHEDULERS: dict[str, Callable[[Emulated], Scheduler]] = {
-    "vllm@v1": lambda e: VllmV1(e.kv_tokens, max_running=e.setup.max_running),
+def _scheduler(emulated: Emulated) -> Scheduler:
+    """With the settings that loadgen gives a server that it starts, and then those that were asked for."""
+    setup = emulated.setup
+    make, usual = _SCHEDULERS[setup.scheduler]
+    options = usual(setup) | dict(setup.options)
+    known = [name for name in inspect.signature(make).parameters if name != "kv_tokens"]
+    for name in options:
+        if name not in known:
+            raise EmulationError(f"{setup.scheduler} has no setting '{name}'; it has {', '.join(known)}.")
+    return make(emulated.kv_tokens, **options)
+
+
+_SCHEDULERS: dict[str, tuple[Callable[..., Scheduler], Callable[[Setup], dict[str, int]]]] = {
+    "vllm@v1": (VllmV1, lambda s: {"max_running": s.max_running}),
+    "vllm@0.2": (Vllm02, lambda s: {"max_num_seqs": min(s.max_running, 256), "max_model_len": s.max_model_len}),
+    "tgi@3": (Tgi3, lambda s: {"max_concurrent_requests": s.max_requests, "max_batch_size": s.max_running}),
+    "tgi@1": (
+        Tgi1,
+        lambda s: {
+            "max_concurrent_requests": s.max_requests,
+            "max_input_length": s.max_model_len - 1,
+            "max_total_tokens": s.max_model_len,
+        },
+    ),
+    "lightllm@1.2": (LightLLMNow, lambda s: {"running_max_req_size": s.max_running}),
+    "lightllm@2310": (LightLLM2310, lambda s: {"running_max_req_size": s.max_running}),
 }
 SCHEDULERS = tuple(_SCHEDULERS)
 
@@ -227,6 +257,13 @@ def emulate(setup: Setup) -> Emulated:
             "held_out": msgspec.to_builtins(profile.held_out),
         },
     )
+
+
+def _option(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    if not (name and value.isdecimal()):
+        raise EmulationError(f"--scheduler-arg '{text}' must be NAME=NUMBER, such as max_concurrent_requests=128.")
+    return name, int(value)
 
 
 def _fixed_bytes(setup: Setup, tp: int) -> float:

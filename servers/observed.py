@@ -134,6 +134,7 @@ def read(path: Path, said: Mapping[str, Any]) -> Observed:
         kv_tokens=facts.get("kv_tokens"),
         max_running=facts.get("max_running") or 1024,
         max_requests=1 << 20,
+        options=tuple((facts.get("options") or {}).items()),
     )
     sent, first, end, prompt, output = columns
     order = np.argsort(sent, kind="stable")

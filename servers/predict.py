@@ -57,6 +57,7 @@ def hardware(config: Config) -> Hardware:
         topology=config.topology,
         p2p=config.p2p != "off",
         scheduler=config.scheduler,
+        scheduler_arg=config.scheduler_arg,
         dtype=config.dtype,
         kv_tokens=config.kv_tokens,
         max_running=config.max_running,

@@ -66,6 +66,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "gpu": (["h200"], "h200"),
     "topology": (["host"], "host"),
     "scheduler": (["vllm@v1"], "vllm@v1"),
+    "scheduler_arg": (["a=1"], ("a=1",)),
     "kv_tokens": (["100000"], 100000),
     "profile": (["profile.json"], Path("profile.json")),
     "speed": (["2"], 2.0),
