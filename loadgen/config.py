@@ -152,7 +152,7 @@ class Config:
     ] = None
     topology: Annotated[
         Literal["nvlink", "nvlink-pairs", "pcie", "host"] | None,
-        _modelled("How they are joined (default: the best that this GPU has; --p2p off means host)."),
+        _modelled("How they are joined (default: as usual for this GPU; --p2p off means host)."),
     ] = None
     scheduler: Annotated[
         str | None, _modelled("Which version of the server: vllm@v1, vllm@0.2, tgi@3, tgi@1, lightllm@1.2, ...")

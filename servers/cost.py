@@ -63,8 +63,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of GPU. memory_bytes: what a server sees of it. links: nvlink, nvlink-pairs, pcie, host; where it has
-    them."""
+    """One kind of GPU. memory_bytes: what a server sees of it. links: nvlink, nvlink-pairs, pcie,
+    host, where it has them; the usual one first."""
 
     name: str
     aliases: tuple[str, ...] = ()

@@ -92,8 +92,8 @@ class Hardware:
     """The options of modelled hardware, for a command line: flags of one name everywhere.
 
     gpu: which GPU to model (h200, a800, rtx4090, ... or a JSON file). gpus: how many there are. tp: how many share the
-    model (default: the least power of two that holds it). topology: nvlink, nvlink-pairs, pcie or host (default: the
-    best the GPU has). p2p: `--no-p2p` sends everything through host memory. scheduler: which server and version
+    model (default: the least power of two that holds it). topology: nvlink, nvlink-pairs, pcie or host (default: as
+    usual for the GPU). p2p: `--no-p2p` sends everything through host memory. scheduler: which server and version
     (default: the backend's newest). scheduler_arg: NAME=NUMBER, settings of it. speed: modelled seconds in a real one.
     """
 
@@ -136,6 +136,7 @@ class Hardware:
             topology=self.topology, p2p=self.p2p, dtype=self.dtype, kv_tokens=self.kv_tokens,
             max_running=self.max_running, max_requests=self.max_requests, max_model_len=max_model_len,
             memory_ratio=self.memory_ratio, profile=self.profile,
+            options=tuple(_option(text) for text in self.scheduler_arg),
         )  # fmt: skip
 
 
@@ -170,12 +171,7 @@ def _scheduler(emulated: Emulated) -> Scheduler:
     """With the settings that loadgen gives a server that it starts, and then those that were asked for."""
     setup = emulated.setup
     make, usual = _SCHEDULERS[setup.scheduler]
-    options = usual(setup) | dict(setup.options)
-    known = [name for name in inspect.signature(make).parameters if name != "kv_tokens"]
-    for name in options:
-        if name not in known:
-            raise EmulationError(f"{setup.scheduler} has no setting '{name}'; it has {', '.join(known)}.")
-    return make(emulated.kv_tokens, **options)
+    return make(emulated.kv_tokens, **usual(setup) | dict(setup.options))
 
 
 _SCHEDULERS: dict[str, tuple[Callable[..., Scheduler], Callable[[Setup], dict[str, int]]]] = {
@@ -227,6 +223,10 @@ def emulate(setup: Setup) -> Emulated:
     """Raises EmulationError or HardwareError."""
     if setup.scheduler not in _SCHEDULERS:
         raise EmulationError(f"there is no scheduler '{setup.scheduler}'; there are {', '.join(SCHEDULERS)}.")
+    settings = [name for name in inspect.signature(_SCHEDULERS[setup.scheduler][0]).parameters if name != "kv_tokens"]
+    for name, _ in setup.options:
+        if name not in settings:
+            raise EmulationError(f"{setup.scheduler} has no setting '{name}'; it has {', '.join(settings)}.")
     gpu = hardware.find(setup.gpu)
     usable = gpu.memory_bytes * setup.memory_ratio
     tp = _tensor_parallel(setup, usable, gpu.name)

@@ -47,14 +47,14 @@ def find(name: str) -> Gpu:
 
 
 def link(gpu: Gpu, tp: int, topology: str | None, p2p: bool) -> tuple[str, Link | None]:
-    """How `tp` of them are joined, and what a reduction costs there; the best that the card has when nothing is said.
-    Raises HardwareError."""
+    """How `tp` of them are joined, and what a reduction costs there; the first that its data names when nothing is
+    said: what such a machine usually has. Raises HardwareError."""
     if tp == 1:
         return "none", None
     if not p2p:
         topology = "host"
     elif topology is None:
-        topology = next((name for name in ("nvlink", "nvlink-pairs", "pcie", "host") if _has(gpu, name)), "host")
+        topology = next(name for name in gpu.links if name in TOPOLOGIES)
     if not _has(gpu, topology):
         has = ", ".join(name for name in TOPOLOGIES if _has(gpu, name))
         raise HardwareError(f"{gpu.name} is not known to be joined by '{topology}'; known are {has}.")

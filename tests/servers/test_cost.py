@@ -134,9 +134,10 @@ def test_a_gpu_from_a_file(tmp_path: Path) -> None:
         ("h200", 1, None, True, "none"),
         ("h200", 8, None, True, "nvlink"),
         ("h200", 8, None, False, "host"),
-        ("rtx3090", 2, None, True, "nvlink-pairs"),
+        ("rtx3090", 2, "nvlink-pairs", True, "nvlink-pairs"),
+        ("rtx3090", 2, None, True, "host"),
         ("rtx3090", 8, "host", True, "host"),
-        ("rtx4090", 8, None, True, "pcie"),
+        ("rtx4090", 8, None, True, "host"),
     ],
 )
 def test_how_gpus_are_joined(gpu: str, tp: int, topology: str | None, p2p: bool, found: str) -> None:

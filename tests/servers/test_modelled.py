@@ -151,6 +151,17 @@ def test_what_cannot_be_emulated(options: dict[str, Any], said: str) -> None:
         emulated(**options)
 
 
+def test_settings_of_the_scheduler() -> None:
+    """TGI at its own limit of requests turns away what comes on top (429)."""
+    world = emulated("tgi", scheduler_arg=("max_concurrent_requests=128",))
+    statuses = [outcome.status for outcome in virtual.simulate(world, [(0.0, 512, 8)] * 200)]
+    assert statuses == [200] * 128 + [429] * 72
+    with pytest.raises(EmulationError, match=r"tgi@3 has no setting 'x'; it has max_batch_prefill_tokens, "):
+        virtual.simulate(emulated("tgi", scheduler_arg=("x=1",)), [])
+    with pytest.raises(EmulationError, match="must be NAME=NUMBER"):
+        emulated(scheduler_arg=("max_running",))
+
+
 def test_a_profile_of_another_server(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     calibrate.write(msgspec.structs.replace(profiles()["vllm@v1"], scheduler="tgi@3"), path)
