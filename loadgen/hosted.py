@@ -15,6 +15,7 @@ from typing import Any
 
 from backends.launch import LaunchError, Running, died, explain, last_lines
 from backends.replies import printable
+from loadgen import models
 from loadgen.launch import Launch, write_files
 from loadgen.transport import Target, TransportError, get
 
@@ -68,6 +69,8 @@ class Hosted:
 async def hosting(launch: Launch, ready_timeout_s: float, say: Say) -> AsyncIterator[Hosted]:
     """Starts the server, waits until it answers, and ends it with the block. Raises LaunchError."""
     write_files(launch)
+    if "HF_TOKEN" in launch.start.secrets:
+        models.lend_token()
     cancelled = threading.Event()
     starting = asyncio.ensure_future(asyncio.to_thread(launch.launcher.start, launch.start, say, cancelled))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -116,6 +117,16 @@ def test_ready_at_the_first_address_that_answers(server: Any, launch: Callable[[
     assert asyncio.run(hosted.ended()) is None
     fake.exit = Exit(137, oom_killed=True)
     assert "host memory" in str(asyncio.run(hosted.ended()))
+
+
+def test_the_token_of_a_login_is_there_when_it_starts(
+    server: Any, launch: Callable[[Fake], Launch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "")  # so that it is taken back
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    (tmp_path / "token").write_text("hf_secret")
+    host(launch(Fake([server.url])))
+    assert os.environ["HF_TOKEN"] == "hf_secret"
 
 
 def test_it_waits_for_health(server: Any, launch: Callable[[Fake], Launch]) -> None:
