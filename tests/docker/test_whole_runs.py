@@ -159,7 +159,7 @@ def test_a_server_that_dies_during_the_run(model: Path, tmp_path: Path, engine: 
     assert ours(engine) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("behaviour", ["hang", ""])
 def test_stopped(number: signal.Signals, behaviour: str, model: Path, tmp_path: Path, engine: sdk.DockerClient) -> None:
     """While it starts: nothing was measured. During the load: what finished is reported."""
