@@ -74,7 +74,10 @@ def run(*argv: str, expect: int | tuple[int, ...], **options: Any) -> tuple[dict
 
 
 def ours(client: sdk.DockerClient) -> list[str]:
-    return sorted(container.name for container in client.containers.list(all=True, filters={"label": docker.LABEL}))
+    return sorted(
+        container.name
+        for container in client.containers.list(all=True, filters={"label": docker.LABEL}, ignore_removed=True)
+    )
 
 
 @pytest.mark.parametrize("kind", images.ENTRYPOINTS)
