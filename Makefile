@@ -38,7 +38,7 @@ bench: .venv/installed-dev
 
 compose: .venv/installed-dev
 	for name in vllm lightllm tgi; do \
-	    env -u HF_HOME -u XDG_CACHE_HOME HF_HUB_CACHE=/nonexistent CUDA_VISIBLE_DEVICES= \
+	    env -i HOME=/nonexistent CUDA_VISIBLE_DEVICES= \
 	        $(BIN)/loadgen compose --backend $$name --model 7b --tp 1 >compose/$$name.yaml || exit 1; \
 	done
 

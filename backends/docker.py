@@ -2,8 +2,8 @@
 
 One description of the container gives both the engine's call and the `docker run` line that equals it. Secrets are not
 part of it: a variable given to the engine would be written to its disk and shown by `docker inspect`, so their values
-lie in memory-backed files that a shell in the container reads before it becomes the server. `docker` is imported only
-where it is used: a run without it does not pay for it. Works on Linux, with an engine on this machine.
+lie in memory-backed files that a shell in the container reads before it becomes the server (docker_owner). What the
+engine itself is asked is in docker_engine. Works on Linux, with an engine on this machine.
 """
 
 from __future__ import annotations
@@ -11,41 +11,46 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import os
-import queue
 import re
 import shlex
 import shutil
-import socket
-import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from backends.docker_engine import connect, engine_errors, find_image, has_nvidia, is_gone, problem, said_by
+from backends.docker_owner import (
+    LABEL,
+    OWNER_LABEL,
+    SECRETS_ROOT,
+    Orphan,
+    clean,
+    orphans,
+    owner,
+    reading_secrets,
+    secrets_of,
+    write_secrets,
+)
 from backends.launch import Exit, LaunchError, Mount, Start
 
 if TYPE_CHECKING:
     from docker import DockerClient
     from docker.models.containers import Container as SdkContainer
-    from docker.models.images import Image
 
-LABEL = "llm-dissect.run"  # its value: the run's id
-OWNER_LABEL = "llm-dissect.owner"  # host:pid:start of the process that takes the container down
+__all__ = [
+    "LABEL", "OWNER_LABEL", "SECRETS_ROOT", "Container", "Orphan", "clean", "command_line", "has_nvidia", "orphans",
+    "problem", "start",
+]  # fmt: skip
+
 ADDRESS = "127.0.0.1"
 IPC_MODE = "host"  # NCCL and the servers' workers share memory; the default 64 MB are too few
 CAPABILITIES = ("SYS_NICE",)  # lets NCCL place memory near a GPU
 SYSCTLS = {"net.core.somaxconn": "4096"}  # a burst of connections must not be cut by the container's own limit
 STOP_TIMEOUT_S = 20  # from SIGTERM to SIGKILL
 LOG_LIMIT_BYTES = 20_000_000
-ENGINE_TIMEOUT_S = 120
-PROGRESS_INTERVAL_S = 3.0
-SECRETS_ROOT = Path("/dev/shm")  # memory, never a disk
-SECRETS_TARGET = "/run/llm-dissect"
-_SECRETS_PREFIX = "llm-dissect-"
 
 
 class _Ulimit(NamedTuple):
@@ -79,16 +84,6 @@ _START_FAILURES = (
     (r"is already in use by container", "a container named {name} exists already; remove it with loadgen clean"),
     (r"no space left on device", "Docker's disk is full ({said}); make room with docker system prune"),
 )
-
-
-class Orphan(NamedTuple):
-    """A container whose owner is gone."""
-
-    id: str
-    name: str
-    run_id: str
-    image: str
-    status: str
 
 
 @dataclass(frozen=True)
@@ -191,9 +186,9 @@ class Container:
             try:
                 self._container.reload()
                 self._exit = _ended(self._container.attrs["State"])
-            except _engine_errors() as error:
-                if not _is_gone(error):
-                    raise LaunchError(f"the Docker engine no longer answers: {_said(error)}.") from None
+            except engine_errors() as error:
+                if not is_gone(error):
+                    raise LaunchError(f"the Docker engine no longer answers: {said_by(error)}.") from None
                 self._exit = Exit(-9, error="somebody removed its container")
         return self._exit
 
@@ -203,36 +198,39 @@ class Container:
             with contextlib.suppress(OSError):
                 return "".join(self._log.read_text(errors="replace").splitlines(keepends=True)[-lines:])
             return ""
-        with contextlib.suppress(*_engine_errors()):
+        with contextlib.suppress(*engine_errors()):
             return self._without_secrets(self._container.logs(tail=lines)).decode(errors="replace")
         return ""
 
     def stop(self) -> None:
         """SIGTERM, SIGKILL after STOP_TIMEOUT_S; keeps the log, removes container and secrets. What it cannot do it
-        says; it never raises for that."""
+        says, when all is done; it never raises for that."""
+        failed: list[str] = []
         try:
             if not self._removed:
-                self._end()
+                self._end(failed)
         finally:
             if self._secrets_directory is not None:
                 shutil.rmtree(self._secrets_directory, ignore_errors=True)
+        for sentence in failed:
+            self._say(sentence)
 
-    def _end(self) -> None:
-        with contextlib.suppress(*_engine_errors()):  # remove() kills it all the same
+    def _end(self, failed: list[str]) -> None:
+        with contextlib.suppress(*engine_errors()):  # remove() kills it all the same
             self._container.stop(timeout=STOP_TIMEOUT_S)
         with contextlib.suppress(LaunchError):
             self.poll()
-        self._keep_log()
+        self._keep_log(failed)
         try:
             self._container.remove(force=True, v=True)
-        except _engine_errors() as error:
-            if not _is_gone(error):
+        except engine_errors() as error:
+            if not is_gone(error):
                 name = self._container.name
-                self._say(f"could not remove the container {name} ({_said(error)}); run loadgen clean later.")
+                failed.append(f"could not remove the container {name} ({said_by(error)}); run loadgen clean later.")
                 return
         self._removed = True
 
-    def _keep_log(self) -> None:
+    def _keep_log(self, failed: list[str]) -> None:
         """Writes the log, at most its last LOG_LIMIT_BYTES, from the start of a line."""
         chunks: deque[bytes] = deque()
         size = 0
@@ -242,9 +240,9 @@ class Container:
                 size += len(chunk)
                 while size - len(chunks[0]) >= LOG_LIMIT_BYTES:
                     size -= len(chunks.popleft())
-        except _engine_errors() as error:
-            if not _is_gone(error):
-                self._say(f"could not read the server's log: {_said(error)}.")
+        except engine_errors() as error:
+            if not is_gone(error):
+                failed.append(f"could not read the server's log: {said_by(error)}.")
         log = self._without_secrets(b"".join(chunks))
         if len(log) > LOG_LIMIT_BYTES:
             log = log[-LOG_LIMIT_BYTES:].partition(b"\n")[2]
@@ -252,7 +250,7 @@ class Container:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             self._log.write_bytes(log)
         except OSError as error:
-            self._say(f"could not keep the server's log in {self._log}: {error.strerror}.")
+            failed.append(f"could not keep the server's log in {self._log}: {error.strerror}.")
 
     def _without_secrets(self, log: bytes) -> bytes:
         for value in self._masked:
@@ -269,12 +267,12 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
     for mount in description.mounts:
         if not mount.source.exists():
             raise LaunchError(f"there is no {mount.source} to be mounted at {mount.target}; check the path.")
-    secrets = _secrets(start.secrets)
-    client = _connect()
-    image = _image(client, description.image, say, cancelled)
-    directory = _write(secrets) if secrets else None
+    secrets = secrets_of(start.secrets)
+    client = connect()
+    image = find_image(client, description.image, say, cancelled)
+    directory = write_secrets(secrets) if secrets else None
     try:
-        extra = _reading(directory, secrets, image.attrs) if directory is not None else {}
+        extra = reading_secrets(directory, secrets, image.attrs) if directory is not None else {}
         container, description = _run(client, description, extra, say, cancelled)
         try:
             container.reload()
@@ -293,7 +291,7 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
     except BaseException as error:
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
-        if isinstance(error, _engine_errors()):
+        if isinstance(error, engine_errors()):
             raise _not_started(error, description) from None
         raise
 
@@ -302,189 +300,6 @@ def command_line(start: Start) -> list[str]:
     """The `docker run` that equals `start`, for a person to read or use. Only the label that names an owner is not
     there: a container started by hand has none, so nothing here will take it down."""
     return _Description.of(start).command_line(start.secrets)
-
-
-def orphans() -> list[Orphan]:
-    """Containers of ours, running or not, whose owner is gone. Raises LaunchError where Docker cannot be asked."""
-    return [_orphan(container) for container in _ours(_connect()) if _is_gone_owner(_owner_of(container))]
-
-
-def clean(say: Callable[[str], None]) -> int:
-    """Removes orphans and the secrets that they were given; how many containers. Raises LaunchError like `orphans`."""
-    for directory in SECRETS_ROOT.glob(f"{_SECRETS_PREFIX}*"):
-        match = re.fullmatch(rf"{_SECRETS_PREFIX}(\d+)-(\d+)-\w+", directory.name)
-        if match and _is_dead(int(match[1]), match[2]):
-            shutil.rmtree(directory, ignore_errors=True)
-    removed = 0
-    for container in _ours(_connect()):
-        owner = _owner_of(container)
-        if _is_gone_owner(owner):
-            try:
-                container.remove(force=True, v=True)
-            except _engine_errors() as error:
-                if not _is_gone(error):
-                    say(f"could not remove the container {container.name}: {_said(error)}.")
-                    continue
-            removed += 1
-            say(f"removed the container {container.name} ({container.status}).")
-        elif owner and not owner.startswith(f"{socket.gethostname()}:"):
-            host = owner.partition(":")[0]
-            say(f"left the container {container.name}: whether its owner on {host} lives cannot be seen from here.")
-    return removed
-
-
-def problem() -> str | None:
-    """Why Docker cannot be used, and what to do, as one clause; None: it can."""
-    try:
-        _client().close()
-    except _engine_errors() as error:
-        return _why(error)
-    return None
-
-
-def has_nvidia() -> bool:
-    """Whether the engine can give GPUs to a container. Raises LaunchError where it cannot be asked."""
-    client = _connect()
-    try:
-        info = client.info()
-    except _engine_errors() as error:
-        raise LaunchError(f"Docker cannot be used: {_why(error)}.") from None
-    devices = info.get("DiscoveredDevices") or ()
-    specs = [path for folder in info.get("CDISpecDirs") or () for path in Path(folder).glob("*nvidia*")]
-    return (
-        "nvidia" in (info.get("Runtimes") or {})
-        or any(str(device.get("ID", "")).startswith("nvidia.com/gpu") for device in devices)
-        or bool(specs)
-        or shutil.which("nvidia-container-runtime-hook") is not None
-    )
-
-
-def _engine_errors() -> tuple[type[Exception], ...]:
-    """What the SDK raises when the engine refuses, breaks off or is not there."""
-    from docker.errors import DockerException
-    from requests.exceptions import RequestException
-    from urllib3.exceptions import HTTPError
-
-    return (DockerException, RequestException, HTTPError)
-
-
-def _is_gone(error: Exception) -> bool:
-    """Whether the container is not there, or is just being removed by someone else."""
-    return getattr(error, "status_code", None) == 404 or "removal of container" in str(error)
-
-
-def _said(error: Exception) -> str:
-    """What the engine said, in one line without a full stop."""
-    words = " ".join(str(getattr(error, "explanation", None) or error).split())
-    return (words if len(words) <= 300 else words[:297] + "...").rstrip(".")
-
-
-def _client() -> DockerClient:
-    import docker
-
-    return docker.from_env(timeout=ENGINE_TIMEOUT_S)
-
-
-def _connect() -> DockerClient:
-    try:
-        return _client()
-    except _engine_errors() as error:
-        raise LaunchError(f"Docker cannot be used: {_why(error)}.") from None
-
-
-def _why(error: Exception) -> str:
-    said = str(error)
-    where = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
-    if "Permission denied" in said or "PermissionError" in said:
-        return (
-            "this user may not talk to the engine; join its group ('sudo usermod -aG docker $USER', then log in "
-            "again), or use --launch process"
-        )
-    if "FileNotFoundError" in said or "No such file" in said:
-        return f"no engine is installed or running (there is no {where}); install or start it, or use --launch process"
-    if "ConnectionRefusedError" in said or "Connection refused" in said:
-        return f"the engine is not running ({where} refuses connections); start it ('sudo systemctl start docker')"
-    return f"the engine at {where} does not answer as one ({_said(error)})"
-
-
-def _image(client: DockerClient, name: str, say: Callable[[str], None], cancelled: threading.Event) -> Image:
-    from docker.errors import ImageNotFound
-
-    try:
-        try:
-            return client.images.get(name)
-        except ImageNotFound:
-            _pull(client, name, say, cancelled)
-            return client.images.get(name)
-    except _engine_errors() as error:
-        raise _no_image(name, _said(error)) from None
-
-
-def _no_image(name: str, why: str) -> LaunchError:
-    return LaunchError(f"there is no image {name} here, and it cannot be pulled: {why}; name another with --image.")
-
-
-def _pull(client: DockerClient, name: str, say: Callable[[str], None], cancelled: threading.Event) -> None:
-    """Pulls, and says every few seconds how far it is. The engine may be silent for long, so another thread listens;
-    it gives up, and with it the engine, at the first word after `cancelled`."""
-    messages: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
-
-    def listen() -> None:
-        try:
-            for message in client.api.pull(name, stream=True, decode=True):
-                messages.put(message)
-                if cancelled.is_set():
-                    return
-            messages.put(None)
-        except Exception as error:  # whatever it is, the one who waits must hear of it
-            messages.put(error)
-
-    say(f"pulling {name}.")
-    threading.Thread(target=listen, name="docker-pull", daemon=True).start()
-    progress = _Progress()
-    said_at_s = time.monotonic()
-    while True:
-        if cancelled.is_set():
-            raise LaunchError(f"the pull of {name} was broken off.")
-        try:
-            message = messages.get(timeout=0.2)
-        except queue.Empty:
-            continue
-        if message is None:
-            return
-        if isinstance(message, Exception):
-            raise _no_image(name, _said(message))
-        if "error" in message:
-            raise _no_image(name, " ".join(str(message["error"]).split()).rstrip("."))
-        progress.take(message)
-        if time.monotonic() - said_at_s >= PROGRESS_INTERVAL_S:
-            said_at_s = time.monotonic()
-            say(f"pulling {name}: {progress}.")
-
-
-class _Progress:
-    """How far a pull is, from the engine's messages. A layer's size is known once its download began."""
-
-    def __init__(self) -> None:
-        self._layers: dict[str, tuple[int, int]] = {}  # id -> bytes here, bytes in all
-
-    def take(self, message: Mapping[str, Any]) -> None:
-        layer, status = message.get("id", ""), message.get("status")
-        detail = message.get("progressDetail") or {}
-        if status == "Downloading" and detail.get("total"):
-            self._layers[layer] = (detail.get("current", 0), detail["total"])
-        elif status in ("Download complete", "Pull complete") and layer in self._layers:
-            total = self._layers[layer][1]
-            self._layers[layer] = (total, total)
-
-    def __str__(self) -> str:
-        here = sum(current for current, _ in self._layers.values())
-        total = sum(total for _, total in self._layers.values())
-        if not total:
-            return "waiting for the registry"
-        if here >= total:
-            return f"{total / 1e6:.0f} MB are here, unpacking"
-        return f"{here / 1e6:.0f} of {total / 1e6:.0f} MB ({100 * here // total}%)"
 
 
 def _run(
@@ -498,7 +313,7 @@ def _run(
     that comes back says with which. Raises what the SDK raises, with nothing left behind."""
     while True:
         options = description.sdk()
-        options["labels"][OWNER_LABEL] = _owner()
+        options["labels"][OWNER_LABEL] = owner()
         options["mounts"] += extra.get("mounts", [])
         container = client.containers.create(
             **{**options, **{key: value for key, value in extra.items() if key != "mounts"}}
@@ -528,55 +343,17 @@ def _refused_limit(error: BaseException, limits: Sequence[_Ulimit]) -> _Ulimit |
 
 
 def _remove(container: SdkContainer) -> None:
-    with contextlib.suppress(*_engine_errors()):
+    with contextlib.suppress(*engine_errors()):
         container.remove(force=True, v=True)
 
 
 def _not_started(error: Exception, description: _Description) -> LaunchError:
-    said = _said(error)
+    said = said_by(error)
     for pattern, sentence in _START_FAILURES:
         if re.search(pattern, said, re.IGNORECASE):
             words = {"gpus": ", ".join(description.gpu_ids), "port": description.host_port or description.port}
             return LaunchError(sentence.format(said=said, name=description.name, **words) + ".")
     return LaunchError(f"Docker did not start the image {description.image}: {said}.")
-
-
-def _secrets(names: Iterable[str]) -> dict[str, str]:
-    """Those that our environment holds. Raises LaunchError for one that no line can hold."""
-    secrets = {name: os.environ[name] for name in names if os.environ.get(name)}
-    for name, value in secrets.items():
-        if "\n" in value:
-            raise LaunchError(f"the value of {name} holds a line break; set it again without.")
-    return secrets
-
-
-def _write(secrets: Mapping[str, str]) -> Path:
-    """A fresh directory in memory, for us and root alone, with one file a secret."""
-    try:
-        directory = Path(tempfile.mkdtemp(prefix=f"{_SECRETS_PREFIX}{os.getpid()}-{_started(os.getpid())}-",
-                                          dir=SECRETS_ROOT))  # fmt: skip
-    except OSError as error:
-        raise LaunchError(
-            f"cannot pass {', '.join(secrets)} to the server: {SECRETS_ROOT}: {error.strerror}."
-        ) from None
-    for name, value in secrets.items():
-        descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(os.fsencode(value) + b"\n")
-    return directory
-
-
-def _reading(directory: Path, secrets: Iterable[str], image: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes the container's first process read the secrets into its environment and then become the server."""
-    from docker.types import Mount as SdkMount
-
-    reads = [f"IFS= read -r {name} <{SECRETS_TARGET}/{name} || exit 126; export {name}" for name in secrets]
-    script = "; ".join([*reads, 'exec "$@"'])
-    entrypoint = (image.get("Config") or {}).get("Entrypoint") or []
-    return {
-        "mounts": [SdkMount(SECRETS_TARGET, str(directory), type="bind", read_only=True)],
-        "entrypoint": ["/bin/sh", "-c", script, "sh", *entrypoint],
-    }
 
 
 def _urls(container: SdkContainer, start: Start) -> tuple[str, ...]:
@@ -603,51 +380,3 @@ def _mount_words(mount: Mount) -> str:
     words = ["type=bind", f"source={mount.source}", f"target={mount.target}"]
     csv.writer(line, lineterminator="").writerow([*words, "readonly"] if mount.read_only else words)
     return line.getvalue()
-
-
-def _ours(client: DockerClient) -> list[SdkContainer]:
-    try:
-        containers: list[SdkContainer] = client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True)
-    except _engine_errors() as error:
-        raise LaunchError(f"Docker cannot list its containers: {_said(error)}.") from None
-    return containers
-
-
-def _orphan(container: SdkContainer) -> Orphan:
-    return Orphan(
-        container.short_id,
-        container.name,
-        container.labels.get(LABEL, ""),
-        container.attrs["Config"]["Image"],
-        container.status,
-    )
-
-
-def _owner() -> str:
-    return f"{socket.gethostname()}:{os.getpid()}:{_started(os.getpid())}"
-
-
-def _owner_of(container: SdkContainer) -> str:
-    """host:pid:start; empty for a container that was started by hand."""
-    return str(container.labels.get(OWNER_LABEL, ""))
-
-
-def _is_gone_owner(owner: str) -> bool:
-    """Whether the owner ran on this host and does no longer."""
-    host, _, process = owner.partition(":")
-    pid, _, started = process.partition(":")
-    return host == socket.gethostname() and pid.isdigit() and _is_dead(int(pid), started)
-
-
-def _is_dead(pid: int, started: str) -> bool:
-    """Whether the process `pid` that began at `started` has ended; another may have its number since."""
-    return _started(pid) != started
-
-
-def _started(pid: int) -> str:
-    """When the process began, in the kernel's ticks; "" for one that is not there or has been killed."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]

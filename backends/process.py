@@ -36,6 +36,7 @@ TAIL_BYTES = 256 * 1024
 MIN_SECRET_BYTES = 4  # anything shorter is no secret, and to mask it would shred the log
 
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # they are about our Python, not the server's
+_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # inherited with the rest, and masked even where nobody asked for them
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -57,7 +58,8 @@ def command_line(start: Start) -> list[str]:
 def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) -> Running:
     """Starts the server; it listens on `start.port` by what its argv says. Raises LaunchError.
 
-    It gets our environment, `start.env`, and the GPUs of `start.gpu_ids`. Returns as soon as the process exists.
+    It gets our environment and `start.env`, and sees the GPUs of `start.gpu_ids` and no other. Returns as soon as the
+    process exists.
     """
     if sys.platform != "linux":
         raise LaunchError("--launch process needs Linux; start the server yourself and name it with --url.")
@@ -84,9 +86,13 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
 def _added(start: Start) -> dict[str, str]:
     """What the server's environment has besides ours."""
     env = dict(start.env)
-    if start.gpu_ids:  # NVML counts GPUs by their place on the bus; CUDA does not unless told to
-        env |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(start.gpu_ids)}
-    return env
+    # Without any, there are to be none. NVML counts GPUs by their place on the bus; CUDA does not unless told to.
+    return env | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(start.gpu_ids)}
+
+
+def inherited() -> dict[str, str]:
+    """What a server has of our environment."""
+    return {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
 
 
 def _check_port(port: int) -> None:
@@ -108,9 +114,9 @@ class _Supervised:
     facts: Mapping[str, Any]
 
     def __init__(self, start: Start, log: int) -> None:
-        env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED} | _added(start)
+        env = inherited() | _added(start)
         self._log = start.log
-        self._secrets = [env[name] for name in start.secrets if env.get(name)]
+        self._secrets = [env[name] for name in (*start.secrets, *_TOKENS) if env.get(name)]
         self._patience_s = STOP_S + KILL_S + 5.0
         self._exit: Exit | None = None
         self._lock = threading.Lock()

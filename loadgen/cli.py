@@ -1,8 +1,9 @@
 """The command line: `loadgen run`, `report`, `compare`, what looks at a machine or prepares it (`doctor`, `compose`,
 `backends`, `clean`), and what other packages add through entry points.
 
-Exit codes: 0 ok, 2 bad configuration, 3 the backend failed, 4 the measurement is invalid. A user's mistake is one
-sentence on standard error, never a traceback. Only what a command needs is imported: a run never waits for matplotlib.
+Exit codes: 0 ok, 2 bad configuration, 3 the backend failed, 4 the measurement is invalid; 130 stopped, 141 standard
+output was not read to its end. A user's mistake is one sentence on standard error, never a traceback. Only what a
+command needs is imported: a run never waits for matplotlib.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Toml
@@ -23,14 +24,23 @@ from backends.replies import printable
 from loadgen import runs
 from loadgen.config import Config, ConfigError
 
-EXIT_OK, EXIT_CONFIG, EXIT_BACKEND, EXIT_INVALID, EXIT_STOPPED = 0, 2, 3, 4, 130
+EXIT_OK, EXIT_CONFIG, EXIT_BACKEND, EXIT_INVALID, EXIT_STOPPED, EXIT_UNREAD = 0, 2, 3, 4, 130, 141
 
 ConventionName = Literal["loadgen", "vllm", "guidellm", "aiperf", "mlperf"]
 
 
 def say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    """To whoever listens: with nobody left (a closed pipe, a terminal that is gone) the work goes on all the same."""
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Nobody reads it: what is still in its buffer must not fail at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def say_error(error: object) -> None:
@@ -46,6 +56,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     """
     from backends.launch import LaunchError
     from loadgen.embedded import EmbeddedError
+    from loadgen.hosted import quoted
     from loadgen.progress import ProgressLine
     from loadgen.run import ServerError, Stopped, dry_run
     from loadgen.run import run as whole_run
@@ -64,7 +75,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
         run_loop(whole_run(config, directory, run_id, progress, say))
     except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
         if isinstance(error, LaunchError) and error.log:
-            say("\n".join(f"  | {printable(line, 400)}" for line in error.log.splitlines()))
+            say(quoted(error.log))
         say_error(error)
         return EXIT_BACKEND
     except Stopped as error:
@@ -236,6 +247,8 @@ def invoke(tokens: Sequence[str]) -> int:
         cause = error.__cause__
         say_error(cause if isinstance(cause, ConfigError) else error)
         return EXIT_CONFIG
+    except BrokenPipeError:
+        raise
     except OSError as error:  # a full disk, a file that may not be read
         say_error(f"{error.filename or 'input or output'}: {error.strerror or error}")
         return EXIT_CONFIG
@@ -257,6 +270,6 @@ def main() -> None:
         code = invoke(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_OK
+        _discard(sys.stdout)
+        code = EXIT_UNREAD
     sys.exit(code)

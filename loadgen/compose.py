@@ -14,13 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-import msgspec
-
 from backends import docker, gpus
 from backends.launch import Mount
 from backends.replies import printable
 from loadgen.config import Config, ConfigError
-from loadgen.launch import CONTAINER_MODELS, Launch, plan_launch
+from loadgen.launch import MODEL_DIR, Launch, plan_launch
 
 HOST_PORT = 8000  # where --port names no other
 
@@ -42,13 +40,8 @@ def compose(config: Config, inventory: gpus.Inventory | None = None) -> str:
     if inventory is None:
         inventory = gpus.read()
     launch = plan_launch(dataclasses.replace(config, dry_run=True), _RUN_DIRECTORY, "", inventory)
-    model_dir = not launch.adapter.loads_from_hub and launch.settings.model == launch.model.hf_id
-    if model_dir:
-        launch = _from_directory(launch)
-    volumes = [_volume(mount) for mount in _mounts(launch)]
-    if model_dir:
-        source = "${MODEL_DIR:?name the directory that holds " + str(launch.model.hf_id) + "}"
-        volumes.insert(0, _bind(source, launch.settings.model, read_only=True))
+    volumes = [_volume(launch, mount) for mount in _mounts(launch)]
+    model_dir = any(mount.source == MODEL_DIR for mount in launch.start.mounts)
     assumed = config.gpus is None and not gpus.choose(inventory, None)
     contents = _contents(launch)
     service: dict[str, _Node] = {
@@ -73,17 +66,6 @@ def compose(config: Config, inventory: gpus.Inventory | None = None) -> str:
         document["configs"] = {path.name: {"content": _literal(_text(launch, path))} for path in contents}
     header = [f"# {printable(line, 2000)}" for line in _header(config, launch, assumed, model_dir, bool(contents))]
     return "\n".join([*header, "", *_lines(document)]) + "\n"
-
-
-def _from_directory(launch: Launch) -> Launch:
-    """For a server that takes nothing from the hub, and a model that is not here: as it would be started where the
-    model lies in a directory. Who starts it says which."""
-    name = launch.model.name.rpartition("/")[2]
-    settings = msgspec.structs.replace(launch.settings, model=f"{CONTAINER_MODELS}/{name}")
-    argv = (*launch.adapter.image_command, *launch.adapter.invoke(settings).arguments)
-    mounts = tuple(mount for mount in launch.start.mounts if mount.target != launch.adapter.cache_dir)
-    start = dataclasses.replace(launch.start, argv=argv, mounts=mounts, secrets=())
-    return dataclasses.replace(launch, settings=settings, start=start)
 
 
 def _mounts(launch: Launch) -> Iterator[Mount]:
@@ -122,13 +104,12 @@ def _on_host(launch: Launch, target: str) -> Path:
     return mount.source / Path(target).relative_to(mount.target)
 
 
-def _volume(mount: Mount) -> _Node:
-    return _bind(_home_relative(mount.source), _literal(mount.target), mount.read_only)
-
-
-def _bind(source: str, target: str, read_only: bool) -> _Node:
+def _volume(launch: Launch, mount: Mount) -> _Node:
     """Docker is not to make a directory that is missing: it would be empty, and root's."""
-    return {"type": "bind", "source": source, "target": target, "read_only": read_only,
+    source = _home_relative(mount.source)
+    if mount.source == MODEL_DIR:  # who starts it says which that is
+        source = "${MODEL_DIR:?name the directory that holds " + str(launch.model.hf_id) + "}"
+    return {"type": "bind", "source": source, "target": _literal(mount.target), "read_only": mount.read_only,
             "bind": {"create_host_path": False}}  # fmt: skip
 
 
@@ -156,7 +137,7 @@ def _header(config: Config, launch: Launch, assumed: bool, model_dir: bool, conf
     yield f"{backend} with {launch.model.name}, as `loadgen run` starts it. Made by: {_command(config)}"
     yield from (f"note: {note}" for note in launch.notes)
     if launch.settings.tp > 1:
-        if assumed and config.p2p == "auto":
+        if config.p2p == "auto" and (assumed or not launch.inventory.gpus):
             yield "P2P between the GPUs is on, which no GPU here could tell; make it with --p2p off for GPUs without."
         else:
             yield f"P2P between the GPUs is {'on' if launch.p2p.enabled else 'off'}: {launch.p2p.reason}."

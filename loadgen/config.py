@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,7 +249,7 @@ class Config:
             raise ConfigError("--image is for --launch docker.")
         if self.server_python is not None and self.where != "process":
             raise ConfigError("--server-python is for --launch process.")
-        if any(word.startswith(("--api-key", "--hf-token", "--api_key")) for word in self.server_arg):
+        if any(map(_is_secret, self.server_arg)):
             raise ConfigError("a key in --server-arg would be written into the run directory; leave it out.")
 
     @property
@@ -293,6 +294,15 @@ class Config:
         """Plain values for the manifest."""
         plain = dataclasses.asdict(self)
         return {key: str(value) if isinstance(value, Path) else value for key, value in plain.items()}
+
+
+def _is_secret(word: str) -> bool:
+    """Whether it gives a key or token: servers take `_` for `-`, and the beginning of a flag for the flag."""
+    flag = re.split(r"[=\s]", word, maxsplit=1)[0].lower().replace("_", "-")
+    return any(
+        flag.startswith(secret) or (secret.startswith(flag) and flag.startswith(least))
+        for secret, least in (("--api-key", "--api"), ("--hf-token", "--hf-t"))
+    )
 
 
 def _flag(name: str) -> str:

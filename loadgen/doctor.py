@@ -7,7 +7,6 @@ fail. "warning": it would work, but what it measures may be worse than it must b
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from backends.launch import Adapter, LaunchError
 from backends.replies import printable
 from loadgen import models
 from loadgen.config import Config, ConfigError
+from loadgen.installed import installed
 from loadgen.launch import Launch, plan_launch
 from loadgen.machine import Check, State, client_checks, guarded
 from loadgen.models import Model
@@ -78,21 +78,6 @@ def backends_table() -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
                      for row in rows)  # fmt: skip
-
-
-def installed(adapter: Adapter, python: str | None = None) -> str | None:
-    """What to run when the server is installed on this machine: a program, or a module of the interpreter `python`
-    (default: this one). None: it is not. Raises OSError when that interpreter cannot be run."""
-    program = adapter.process_command[0]
-    if program != "{python}":
-        return shutil.which(program)
-    module = adapter.process_command[2].partition(".")[0]
-    if python is None:
-        there = importlib.util.find_spec(module) is not None
-    else:
-        code = "import importlib.util as u, sys; sys.exit(u.find_spec(sys.argv[1]) is None)"
-        there = subprocess.run([python, "-c", code, module], capture_output=True, timeout=60).returncode == 0
-    return module if there else None
 
 
 def _refused(name: str, error: Exception) -> Check:
@@ -185,7 +170,7 @@ def _server(config: Config, adapter: Adapter) -> Check:
     except (OSError, subprocess.TimeoutExpired) as error:
         return Check("server", "problem", f"--server-python {python} cannot be run ({error})", "name another")
     if found is not None:
-        return Check("server", "ok", f"{found} is installed")
+        return Check("server", "ok", f"{found.what} is installed")
     program = adapter.process_command[0]
     if program != "{python}":
         return Check("server", "problem", f"{program} is not on the PATH", "install it, or use --launch docker")
@@ -298,7 +283,7 @@ def _model(config: Config, adapter: Adapter, model: Model) -> Check:
 
 
 def _token(model: Model) -> Check:
-    if models.hf_token_known():
+    if models.hf_token():
         return Check("HF token", "ok", f"there is one; whether its owner may read {model.hf_id} will show")
     return Check(
         "HF token",

@@ -15,12 +15,14 @@ from typing import Any
 
 from backends.launch import LaunchError, Running, died, explain, last_lines
 from backends.replies import printable
+from loadgen import models
 from loadgen.launch import Launch, write_files
 from loadgen.transport import Target, TransportError, get
 
 POLL_S = 0.5
 SAY_EVERY_S = 15.0
 HEALTH_TIMEOUT_S = 5.0
+END_WAIT_S = 6.0  # vLLM's API server outlives its engine by up to 5 s
 WHOLE_LOG_LINES = 5000
 
 Say = Callable[[str], None]
@@ -41,37 +43,73 @@ class Hosted:
             "log": launch.start.log.name,
         }
 
-    def ended(self) -> str | None:
-        """Why it is no longer there; None while it runs."""
-        try:
-            exit = self.running.poll()
-        except LaunchError as error:  # the Docker engine went away
-            return str(error)
-        if exit is None:
-            return None
-        return str(died(self.launch.backend.name, exit, self.running.log_tail(), self.launch.adapter.failures))
+    async def ended(self, wait_s: float = 0.0) -> LaunchError | None:
+        """Why it is no longer there, with the end of its log; None while it runs, for `wait_s` seconds from now."""
+        give_up = time.monotonic() + wait_s
+        while True:
+            try:
+                exit = await asyncio.to_thread(self.running.poll)
+            except LaunchError as error:  # the Docker engine went away
+                return error
+            if exit is not None:
+                log = await asyncio.to_thread(self.running.log_tail)
+                return died(self.launch.backend.name, exit, log, self.launch.adapter.failures)
+            if time.monotonic() >= give_up:
+                return None
+            await asyncio.sleep(POLL_S)
+
+    async def trouble(self) -> str | None:
+        """What its log tells of a failure, as one sentence, while it runs; None: nothing that is known."""
+        log = await asyncio.to_thread(self.running.log_tail, WHOLE_LOG_LINES)
+        found = explain(log, self.launch.adapter.failures)
+        return f"{self.launch.backend.name} still runs, but its log tells: {found[0]}; {found[1]}." if found else None
 
 
 @contextlib.asynccontextmanager
 async def hosting(launch: Launch, ready_timeout_s: float, say: Say) -> AsyncIterator[Hosted]:
     """Starts the server, waits until it answers, and ends it with the block. Raises LaunchError."""
     write_files(launch)
+    if "HF_TOKEN" in launch.start.secrets:
+        models.lend_token()
     cancelled = threading.Event()
     starting = asyncio.ensure_future(asyncio.to_thread(launch.launcher.start, launch.start, say, cancelled))
     try:
         running: Running = await asyncio.shield(starting)
     except asyncio.CancelledError:
         cancelled.set()
-        with contextlib.suppress(LaunchError):
-            (await starting).stop()
+        await _over(starting)
+        if starting.exception() is None:
+            await _over(asyncio.ensure_future(asyncio.to_thread(starting.result().stop)))
         raise
     try:
         began = time.monotonic()
         url = await _ready(launch, running, ready_timeout_s, say)
         yield Hosted(launch, running, url, time.monotonic() - began)
     finally:
-        say(f"stopping {launch.backend.name}")
-        await asyncio.shield(asyncio.to_thread(running.stop))
+        stopping = asyncio.ensure_future(asyncio.to_thread(running.stop))
+        try:
+            say(f"stopping {launch.backend.name}")
+        finally:  # whoever listened may be gone
+            cancelled_again = await _over(stopping)
+        stopping.result()
+        if cancelled_again:
+            raise asyncio.CancelledError
+
+
+async def _over(future: asyncio.Future[Any]) -> bool:
+    """Waits for its end, whatever that is, however often we are cancelled meanwhile; whether we were."""
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled
+
+
+def quoted(log: str) -> str:
+    """Lines of a server's log, as they are shown to a person."""
+    return "\n".join(f"  | {printable(line, 400)}" for line in log.splitlines())
 
 
 async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -> str:

@@ -9,7 +9,6 @@ import dataclasses
 import importlib
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,27 +19,20 @@ import msgspec
 
 import backends
 from backends import gpus
-from backends.catalog import DTYPE_BYTES
 from backends.launch import Adapter, Invocation, LaunchError, Mount, Settings, Start, version_in
-from backends.protocol import Backend
+from backends.protocol import Backend, ServerInfo
 from loadgen import models
-from loadgen.config import Config, ConfigError
+from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
+from loadgen.fitting import gpu_pool, model_length, tensor_parallel
+from loadgen.installed import installed
 from loadgen.models import Model
-
-ASSUMED_GPU_BYTES = 80 << 30  # a dry run where there is no GPU
-USUAL_MODEL_LEN = 4096
-GIB = 1 << 30
+from loadgen.plan import Plan, plan_run, planned_requests
+from loadgen.transport import Target
+from loadgen.workload import Dataset
 
 CONTAINER_CONFIG = "/llm-dissect"  # where a container sees the files that are written for it
 CONTAINER_MODELS = "/models"
-
-_FIND_MODULE = """
-import importlib.metadata as m, importlib.util as u, sys
-name = sys.argv[1]
-if u.find_spec(name) is None: sys.exit(1)
-dists = m.packages_distributions().get(name, [])
-print(m.version(dists[0]) if dists else "")
-"""
+MODEL_DIR = Path("/MODEL_DIR")  # in a dry run: stands for a directory that is not here
 
 Files = dict[Path, bytes | str]  # to be there before it starts: content, or where a link points
 
@@ -116,12 +108,13 @@ def plan_launch(config: Config, directory: Path, run_id: str, inventory: gpus.In
     if config.dummy_weights and not adapter.dummy_weights:
         raise ConfigError(f"{backend.name} cannot make --dummy-weights; only vllm can.")
     model = models.find(config.model or "7b")
-    length = _model_length(config, model)
+    plan = plan_run(config, backend, Target(""), ServerInfo(model.name), run_id, model)
+    notes: list[str] = []
+    length = model_length(config, model, _longest(config, plan, backend), notes)
     if inventory is None:
         inventory = gpus.read()
-    notes: list[str] = []
-    pool = _pool(config, inventory, notes)
-    tp = _tensor_parallel(config, model, length, pool, notes)
+    pool = gpu_pool(config, inventory, notes)
+    tp = tensor_parallel(config, model, length, pool, notes)
     chosen = tuple(gpu.index for gpu in pool[:tp])
     p2p = gpus.decide_p2p(config.p2p, inventory, chosen if inventory.gpus else ())  # assumed cards have no driver
     settings = Settings(
@@ -131,7 +124,7 @@ def plan_launch(config: Config, directory: Path, run_id: str, inventory: gpus.In
         dtype=config.dtype,
         max_model_len=length,
         max_running=config.max_running,
-        max_requests=max(config.max_running, config.requests or 0, config.concurrency or 0),
+        max_requests=max(config.max_running, _at_once(config, plan)),
         memory_ratio=config.memory_ratio,
         seed=config.seed,
         dummy_weights=config.dummy_weights,
@@ -142,7 +135,7 @@ def plan_launch(config: Config, directory: Path, run_id: str, inventory: gpus.In
         extra=config.server_arg,
     )
     local = _local(adapter, model, config, notes)
-    draft = _Draft(config, backend, adapter, model.hf_id or "", local, settings, directory.absolute())
+    draft = _Draft(config, backend, adapter, model, local, settings, directory.absolute())
     settings, start, files = draft.in_docker() if config.where == "docker" else draft.as_process()
     start = dataclasses.replace(start, run_id=run_id, gpu_ids=tuple(str(index) for index in chosen))
     return Launch(
@@ -160,102 +153,31 @@ def plan_launch(config: Config, directory: Path, run_id: str, inventory: gpus.In
     )
 
 
-def _model_length(config: Config, model: Model) -> int:
-    needed = config.input_tokens + config.output_tokens
-    limit = model.max_position
-    # One more than needed where there is room: TGI counts a begin-of-sequence token.
-    length = config.max_model_len or min(limit or USUAL_MODEL_LEN, max(USUAL_MODEL_LEN, needed + 1))
-    if limit is not None and length > limit:
-        raise ConfigError(f"--max-model-len is {length} and {model.name} ends at {limit} tokens.")
-    if config.dataset is None and needed > length:
-        raise ConfigError(
-            f"{config.input_tokens} input and {config.output_tokens} output tokens are more than "
-            f"{'--max-model-len' if config.max_model_len else model.name + ' takes'} ({length}); lower them."
-        )
-    return length
+def _longest(config: Config, plan: Plan, backend: Backend) -> int | None:
+    """Tokens of the run's longest prompt and its reply; None where the prompts do not tell theirs."""
+    if config.dataset is None:
+        return config.input_tokens + config.output_tokens
+    return Dataset(config.dataset, config.output_tokens, backend.prompt_kind, config.warmup).longest_tokens()
 
 
-def _pool(config: Config, inventory: gpus.Inventory, notes: list[str]) -> tuple[gpus.Gpu, ...]:
-    """The GPUs that may be used; empty for a server without. Raises ConfigError or LaunchError."""
-    if config.gpus == "none":
-        return ()
-    ids = None if config.gpus is None else [word.strip() for word in config.gpus.split(",") if word.strip()]
-    try:
-        indices = gpus.choose(inventory, ids)
-    except gpus.GpuError as error:
-        raise ConfigError(str(error)) from None
-    if indices:
-        by_index = {gpu.index: gpu for gpu in inventory.gpus}
-        return tuple(by_index[index] for index in indices)
-    if not config.dry_run:
-        raise LaunchError(
-            f"there is no GPU for the server ({inventory.problem or 'none is visible'}); run this on a GPU machine, "
-            "see what would run with --dry-run, or say --gpus none for a server that needs none."
-        )
-    if config.tp is None:
-        notes.append("no GPU here: tensor parallelism is for 80 GiB cards; name another with --tp.")
-    return tuple(
-        gpus.Gpu(index=index, name="assumed", uuid="", memory_bytes=ASSUMED_GPU_BYTES, used_bytes=0)
-        for index in range(8)
-    )
-
-
-def _tensor_parallel(config: Config, model: Model, length: int, pool: tuple[gpus.Gpu, ...], notes: list[str]) -> int:
-    """How many GPUs share the model. Raises ConfigError when they are too few or cannot hold it."""
-    asked = None if config.tp is None else len(pool) if config.tp == "all" else int(config.tp)
-    if not pool:
-        return asked or 1
-    if asked is not None and asked > len(pool):
-        raise ConfigError(f"--tp {asked} needs {asked} GPUs and there {_are(len(pool))} to use; lower it.")
-    spec = model.spec
-    if spec is None:
-        notes.append(f"the size of {model.name} is not known here: whether it fits will show when it starts.")
-        return asked or 1
-    memories = [gpu.memory_bytes for gpu in pool if gpu.memory_bytes is not None]
-    if not memories:
-        return asked or 1
-    usable = min(memories) * config.memory_ratio
-    fits = spec.smallest_tp(config.dtype, length, usable, at_most=len(pool))
-    tp = asked or fits
-    if tp is not None and not spec.tensor_parallel(tp):
-        raise ConfigError(f"{model.name} has {spec.heads} attention heads, which --tp {tp} does not divide.")
-    if tp is not None and spec.serving_bytes(config.dtype, tp, length) <= usable:
-        return tp
-    tp = tp or len(pool)
-    missing = tp * (spec.serving_bytes(config.dtype, tp, length) - usable)
-    raise LaunchError(
-        f"{model.name} in {config.dtype} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x "
-        f"{pool[0].name} ({usable / GIB:.0f} GiB of each may be used); {_what_fits(config, spec, length, usable, tp)}."
-    )
-
-
-def _are(count: int) -> str:
-    return f"is {count}" if count == 1 else f"are {count}"
-
-
-def _what_fits(config: Config, spec: Any, length: int, usable: float, tp: int) -> str:
-    enough = spec.smallest_tp(config.dtype, length, usable)
-    ways = []
-    if enough is not None:
-        ways.append(f"--tp {enough} would fit")
-    for dtype in ("float16",) if DTYPE_BYTES[config.dtype] > 2 else ():
-        smaller = spec.smallest_tp(dtype, length, usable)
-        if smaller is not None and smaller <= tp:
-            ways.append(f"--dtype {dtype} would fit on {smaller}")
-    return " and ".join(ways) or "it needs larger GPUs"
+def _at_once(config: Config, plan: Plan) -> int:
+    """Requests that the server may have at once, running or waiting: all of an open loop if it is slow. Not fewer than
+    a usual burst, for whoever measures it with other options (compose)."""
+    most = config.concurrency or planned_requests(plan) or 0
+    return max(most, config.warmup, DEFAULT_REQUESTS)
 
 
 @dataclass(frozen=True)
 class _Draft:
     """A launch but for where the server finds its model and its files: in a container, or as a process of this machine.
 
-    `local`: the model's directory on this host; None: the server takes `hf_id` from the hub.
+    `local`: the model's directory on this host, or MODEL_DIR; None: the server takes its `hf_id` from the hub.
     """
 
     config: Config
     backend: Backend
     adapter: Adapter
-    hf_id: str
+    model: Model
     local: Path | None
     settings: Settings
     directory: Path
@@ -263,15 +185,17 @@ class _Draft:
     def in_docker(self) -> tuple[Settings, Start, Files]:
         adapter, image = self.adapter, self.config.image or self.adapter.image
         mounts: list[Mount] = []
-        seen = self.hf_id
-        if self.local is not None:
+        seen = self.model.hf_id or ""
+        if self.local == MODEL_DIR:
+            mounts.append(Mount(MODEL_DIR, seen := f"{CONTAINER_MODELS}/{self.model.name.rpartition('/')[2]}"))
+        elif self.local is not None:
             seen = _mount_model(self.local, mounts)
         else:
-            mounts.append(Mount(models.hf_home(), adapter.cache_dir, read_only=False))
+            mounts.append(_hub_mount(adapter))
         seen, files = self._overlay(seen)
         if files:
             mounts.append(Mount(self.directory / "model", seen := f"{CONTAINER_CONFIG}/model"))
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "llm-dissect"
+        cache = models.user_cache() / "llm-dissect"
         mounts += [Mount(cache / name, target, read_only=False) for name, target in adapter.caches.items()]
         settings = self._settled(seen, "0.0.0.0", adapter.port, f"{CONTAINER_CONFIG}/config", version_in(image))
         invocation = adapter.invoke(settings)
@@ -287,20 +211,27 @@ class _Draft:
         from backends import process
 
         python = self.config.server_python or sys.executable
-        version = None if self.config.dry_run else _installed(self.backend.name, self.adapter, python)
-        seen, files = self._overlay(str(self.local or self.hf_id))
+        try:
+            version = _installed(self.backend.name, self.adapter, python)
+        except LaunchError:
+            if not self.config.dry_run:
+                raise
+            version = None
+        seen, files = self._overlay(str(self.local or self.model.hf_id))
         settings = self._settled(
             seen, "127.0.0.1", self.config.port or process.free_port(), str(self.directory / "config"), version
         )
         invocation = self.adapter.invoke(settings)
         command = tuple(python if word == "{python}" else word for word in self.adapter.process_command)
         start = self._start((*command, *invocation.arguments), invocation, settings.port)
+        if self.config.api_key_env is not None:  # the server inherits it, and may print it
+            start = dataclasses.replace(start, secrets=(*start.secrets, self.config.api_key_env))
         return settings, start, files | self._config_files(invocation)
 
     def _overlay(self, seen: str) -> tuple[str, Files]:
         """Where the server is to look for a model that it would find at `seen`: there, or in a directory of links to it
         but for the files that it must see otherwise. Raises LaunchError."""
-        if self.local is None or not self.adapter.overlays:
+        if self.local in (None, MODEL_DIR) or not self.adapter.overlays:
             return seen, {}
         view = self.directory / "model"
         files: Files = {view / path.name: f"{seen}/{path.name}" for path in self.local.iterdir()}
@@ -333,7 +264,8 @@ class _Draft:
 
 
 def _local(adapter: Adapter, model: Model, config: Config, notes: list[str]) -> Path | None:
-    """The model's directory on this host; None: the server takes it from the hub. Raises LaunchError."""
+    """The model's directory on this host; None: the server takes it from the hub; MODEL_DIR: it will have to be there.
+    Raises LaunchError."""
     if model.directory is not None and (model.has_weights or config.dummy_weights or model.hf_id is None):
         return model.directory
     if not adapter.loads_from_hub and not config.dry_run:
@@ -341,14 +273,19 @@ def _local(adapter: Adapter, model: Model, config: Config, notes: list[str]) -> 
             f"{config.kind} loads a model from a directory and {model.hf_id} is not on this machine; download it with "
             f"`hf download {model.hf_id}`, or name its directory with --model."
         )
-    if model.spec is not None and model.spec.gated and not models.hf_token_known() and not config.dry_run:
+    if model.spec is not None and model.spec.gated and not models.hf_token() and not config.dry_run:
         raise LaunchError(
             f"{model.hf_id} is gated: accept its licence on huggingface.co and set HF_TOKEN, or name a local directory "
             "with --model."
         )
     if not adapter.loads_from_hub:
-        notes.append(f"{config.kind} loads from a directory: `hf download {model.hf_id}` must have put it there.")
-    elif adapter.overlays:
+        notes.append(
+            f"{config.kind} loads from a directory: {MODEL_DIR} stands for where `hf download {model.hf_id}` puts it."
+        )
+        return MODEL_DIR
+    if not os.environ.get("HF_TOKEN") and models.hf_token():
+        notes.append("HF_TOKEN is not set: a run takes the token of your login to the hub.")
+    if adapter.overlays:
         notes.append(
             f"{model.hf_id} is not on this machine, so its end token cannot be taken away: replies may end early; "
             f"`hf download {model.hf_id}` first."
@@ -358,10 +295,25 @@ def _local(adapter: Adapter, model: Model, config: Config, notes: list[str]) -> 
 
 def _mount_model(local: Path, mounts: list[Mount]) -> str:
     """Mounts the directory and returns where a container sees it. A snapshot in the hub's cache is made of links into
-    the directory two above it."""
+    the directory two above it. Raises LaunchError for a link that leads elsewhere: no container could follow it."""
     root = local.parent.parent if local.parent.name == "snapshots" else local
+    whole = root.resolve()
+    for path in local.iterdir():
+        if path.is_symlink() and not path.resolve().is_relative_to(whole):
+            raise LaunchError(
+                f"{path} is a link out of {root}, which a container cannot follow; name a directory that holds the "
+                "files themselves with --model, or use --launch process."
+            )
     mounts.append(Mount(root, f"{CONTAINER_MODELS}/{root.name}"))
     return f"{CONTAINER_MODELS}/{local.relative_to(root.parent)}"
+
+
+def _hub_mount(adapter: Adapter) -> Mount:
+    """The hub's cache as the container sees it: with all that is beside it, unless it lies elsewhere on this host."""
+    home, hub = models.hf_home(), models.hub_cache()
+    if hub == home / "hub":
+        return Mount(home, adapter.cache_dir, read_only=False)
+    return Mount(hub, f"{adapter.cache_dir}/hub", read_only=False)
 
 
 def write_files(launch: Launch) -> None:
@@ -380,18 +332,15 @@ def write_files(launch: Launch) -> None:
 def _installed(name: str, adapter: Adapter, python: str) -> tuple[int, ...] | None:
     """The installed server's version, as far as it tells. Raises LaunchError when it is not installed."""
     program = adapter.process_command[0]
-    if program != "{python}":
-        if shutil.which(program) is None:
-            raise LaunchError(f"{program} is not on the PATH; install {name} on this machine or use --launch docker.")
-        return None
-    module = adapter.process_command[2].partition(".")[0]
     try:
-        found = subprocess.run([python, "-c", _FIND_MODULE, module], capture_output=True, text=True, timeout=60)
+        found = installed(adapter, python)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"--server-python {python} cannot be run: {error}.") from None
-    if found.returncode != 0:
-        raise LaunchError(
-            f"{module} is not installed for {python}; name the interpreter that has it with --server-python, or use "
-            "--launch docker."
-        )
-    return version_in(found.stdout)
+    if found is not None:
+        return found.version
+    if program != "{python}":
+        raise LaunchError(f"{program} is not on the PATH; install {name} on this machine or use --launch docker.")
+    raise LaunchError(
+        f"{name} is not installed for {python}; name the interpreter that has it with --server-python, or use "
+        "--launch docker."
+    )

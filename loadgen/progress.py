@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import time
@@ -27,17 +28,21 @@ class ProgressLine:
         rate = (events - self._last[1]) / max(now - self._last[0], 1e-3)
         text = line(snapshots, rate)
         if self._live:
-            sys.stderr.write(f"\r\x1b[2K{text}")
-            sys.stderr.flush()
+            _write(f"\r\x1b[2K{text}")
         elif now - self._said >= QUIET_EVERY_S:
-            sys.stderr.write(text + "\n")
+            _write(text + "\n")
             self._said = now
         self._last = (now, events)
 
     def end(self) -> None:
         if self._live:
-            sys.stderr.write("\r\x1b[2K")
-            sys.stderr.flush()
+            _write("\r\x1b[2K")
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody looks any more, and the run goes on
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def line(snapshots: list[Snapshot], events_per_s: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +13,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+import numpy as np
 
 import backends
 from backends import catalog, gpus
 from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
-from loadgen import embedded, runs
+from loadgen import embedded, records, runs
 from loadgen.config import Config, ConfigError
 from loadgen.exchange import Exchange
-from loadgen.hosted import Hosted, hosting
+from loadgen.hosted import END_WAIT_S, Hosted, hosting, quoted
 from loadgen.launch import plan_launch
 from loadgen.plan import (
     OPEN_FILES_BESIDES,
@@ -32,9 +32,9 @@ from loadgen.plan import (
     streams_at_once,
     worker_count,
 )
-from loadgen.scrape import sampling
-from loadgen.shards import Progress, build_transport, execute, run_here
-from loadgen.transport import Target, Transport, get
+from loadgen.scrape import Sampling, sampling
+from loadgen.shards import Progress, build_transport, execute, run_here, stop_signals
+from loadgen.transport import Target, Transport, TransportError, get
 from loadgen.workload import Text
 
 CALIBRATION_EVENTS = 40_000  # about a second
@@ -159,29 +159,63 @@ async def run(config: Config, directory: Path, run_id: str, progress: Progress, 
             watch = await stack.enter_async_context(sampling()) if config.server_metrics else None
             url, hosted = await _server(config, backend, directory, run_id, say, stack)
             target = Target(url, token)
-            info, emulated = await asyncio.to_thread(identify, backend, target)
-            plan = plan_run(config, backend, target, info, run_id, hosted.launch.model if hosted else None)
-            workers = worker_count(config, plan)
-            make_room(plan, workers)
-            plan = await fit_text(plan)
-            measured = await calibrate(plan) if config.calibrate else None
-            if measured is not None:
-                say(
-                    f"this client's ceiling: {measured.events_per_s_per_core:,.0f} events/s on one core "
-                    f"({measured.cpu_us_per_event:.1f} us each)"
-                )
-            said = manifest(config, plan, info, emulated, measured, hosted.facts if hosted else None)
-            runs.write_manifest(directory, said)
-            if watch is not None:
-                cards = await asyncio.to_thread(_local_gpus, config, hosted)
-                await watch.begin(url, token, backend.server_metrics, run_id, directory, cards)
-            await execute(plan, workers, directory, progress)
-            if watch is not None:
-                await watch.end()
-            ended = await asyncio.to_thread(hosted.ended) if hosted else None
-            if hosted is not None and ended is not None:
-                say(ended)
-                runs.write_manifest(directory, msgspec.structs.replace(said, launch={**hosted.facts, "ended": ended}))
+            try:
+                said = await _measure(config, backend, target, hosted, watch, directory, run_id, progress, say)
+            except (ServerError, TransportError):
+                ended = await hosted.ended(END_WAIT_S) if hosted else None
+                if ended is None:
+                    raise
+                raise ended from None
+            if hosted is not None:
+                await _look_after(hosted, directory, said, say)
+
+
+async def _measure(
+    config: Config, backend: Backend, target: Target, hosted: Hosted | None, watch: Sampling | None, directory: Path,
+    run_id: str, progress: Progress, say: Callable[[str], None],
+) -> runs.Manifest:  # fmt: skip
+    """Looks at the server, sends the load, and leaves the records; the manifest as it was written."""
+    info, emulated = await asyncio.to_thread(identify, backend, target)
+    plan = plan_run(config, backend, target, info, run_id, hosted.launch.model if hosted else None)
+    workers = worker_count(config, plan)
+    make_room(plan, workers)
+    plan = await fit_text(plan)
+    measured = await calibrate(plan) if config.calibrate else None
+    if measured is not None:
+        say(
+            f"this client's ceiling: {measured.events_per_s_per_core:,.0f} events/s on one core "
+            f"({measured.cpu_us_per_event:.1f} us each)"
+        )
+    said = manifest(config, plan, info, emulated, measured, hosted.facts if hosted else None)
+    runs.write_manifest(directory, said)
+    if watch is not None:
+        cards = await asyncio.to_thread(_local_gpus, config, hosted)
+        await watch.begin(target.url, target.token, backend.server_metrics, run_id, directory, cards)
+    await execute(plan, workers, directory, progress)
+    if watch is not None:
+        await watch.end()
+    return said
+
+
+async def _look_after(hosted: Hosted, directory: Path, said: runs.Manifest, say: Callable[[str], None]) -> None:
+    """How the server took the load: that it died goes into the manifest. One that failed requests gets time to die."""
+    failed = await asyncio.to_thread(_any_failed, directory)
+    ended = await hosted.ended(END_WAIT_S if failed else 0.0)
+    if ended is not None:
+        if ended.log:
+            say(quoted(ended.log))
+        say(str(ended))
+        launch = {**hosted.facts, "ended": str(ended)}
+        runs.write_manifest(directory, msgspec.structs.replace(said, launch=launch))
+    elif failed and (trouble := await hosted.trouble()):
+        say(trouble)
+
+
+def _any_failed(directory: Path) -> bool:
+    """Whether a request failed otherwise than by being cancelled with the run."""
+    table, _ = records.read(directory)
+    ours = [records.OUTCOMES.index(outcome) for outcome in ("ok", "cancelled", "dropped")]
+    return not bool(np.isin(table.outcome, ours).all())
 
 
 async def _server(
@@ -220,8 +254,8 @@ def _local_gpus(config: Config, hosted: Hosted | None) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """Ctrl-C or SIGTERM end what goes on before the load, and what was started is taken back. During the load they are
-    the clients' own. Raises Stopped."""
+    """Ctrl-C and its like end what goes on before the load, and what was started is taken back. During the load they
+    are the clients' own. Raises Stopped."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     stopped = False
@@ -231,7 +265,7 @@ def _stoppable() -> Iterator[None]:
         stopped = True
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         loop.add_signal_handler(number, stop)
     try:
         yield

@@ -33,6 +33,13 @@ START_MARGIN_NS = 20_000_000  # from the last worker's "ready" to t = 0
 Progress = Callable[[list[Snapshot]], None]
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a run in good order: Ctrl-C, `kill`, and a terminal that is gone, unless `nohup` says that
+    the run is to outlive it."""
+    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hangup)
+
+
 def build_client(plan: Plan) -> Client:
     backend = backends.get(plan.backend)
     job = plan.job
@@ -64,7 +71,7 @@ async def run_here(plan: Plan, directory: Path, progress: Progress, stoppable: b
     client = build_client(plan)
     loop = asyncio.get_running_loop()
     if stoppable:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             loop.add_signal_handler(number, client.stop, DRAIN_S)
     try:
         await client.prepare()
@@ -93,7 +100,7 @@ async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: P
         for shard in shards:
             shard.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         loop.add_signal_handler(number, stop)
     try:
         for shard in shards:
@@ -177,7 +184,11 @@ class _Shard:
 
 def _work(pipe: Pipe, encoded: bytes, path: str) -> None:
     """A worker process: ready, t = 0, snapshots every second, done."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the parent gets them too, and tells us
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # sent to the whole group: the parent gets them too, and tells us
         signal.signal(number, signal.SIG_IGN)
     try:
         run_loop(_work_loop(pipe, msgspec.msgpack.decode(encoded, type=Plan), Path(path)))

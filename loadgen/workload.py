@@ -184,6 +184,13 @@ class Dataset:
     def __len__(self) -> int:
         return len(self._lines) - self._warmup
 
+    def longest_tokens(self) -> int | None:
+        """Tokens of the longest prompt and its reply, the warm-up's too; None where the length of one is not known."""
+        lengths = [line.prompt_tokens if isinstance(line.prompt, str) else len(line.prompt) for line in self._lines]
+        replies = [line.output_tokens or self._output_tokens for line in self._lines]
+        known = [length + reply for length, reply in zip(lengths, replies, strict=True) if length]
+        return max(known) if len(known) == len(lengths) else None
+
     def prompt(self, phase: str, number: int) -> Prompt:
         line = self._lines[-1 - number] if phase == "warmup" else self._lines[number]
         if isinstance(line.prompt, str):

@@ -139,8 +139,8 @@ def _files() -> Iterator[tuple[Path, str]]:
     site = Path(sysconfig.get_path("purelib"))
     for path in packages:
         yield path, f"{_APP}/site/{path.relative_to(site)}"
-    for path in sorted((ROOT / "servers").glob("*.py")):
-        yield path, f"{_APP}/servers/{path.name}"
+    for path in (*_tree(ROOT / "servers"), *_tree(ROOT / "backends")):  # which knows the models
+        yield path, f"{_APP}/{path.relative_to(ROOT)}"
     yield Path(__file__).with_name("stand_in.py"), f"{_APP}/stand_in.py"
     native = [path for path in (*_tree(stdlib), *packages) if ".so" in path.suffixes]
     for library in _libraries((*binaries, *native)):

@@ -25,7 +25,7 @@ from typing import Any
 import docker as sdk
 import pytest
 
-from backends import docker
+from backends import docker, docker_engine, docker_owner
 from backends.launch import Exit, LaunchError, Mount, Start, died
 from tests.docker import images, registry
 
@@ -157,7 +157,7 @@ def test_a_server_is_reached_by_both_addresses_and_leaves_only_its_log(launches:
     inspected = launches.inspected()
     assert {binding["HostIp"] for binding in inspected["NetworkSettings"]["Ports"][f"{port}/tcp"]} == {"127.0.0.1"}
     assert inspected["Config"]["Labels"][docker.LABEL] == launches.run_id
-    assert inspected["Config"]["Labels"][docker.OWNER_LABEL].split(":")[1] == str(os.getpid())
+    assert inspected["Config"]["Labels"][docker.OWNER_LABEL] == docker_owner.owner()
     assert inspected["Name"] == f"/llm-dissect-{kind}-{launches.run_id}"
 
     running.stop()
@@ -496,9 +496,10 @@ def test_what_a_killed_owner_left_is_found_and_removed(launches: Launches, tmp_p
 
 
 def test_another_process_with_the_owners_number_is_not_the_owner(launches: Launches, engine: sdk.DockerClient) -> None:
-    labels = {docker.LABEL: launches.run_id, docker.OWNER_LABEL: f"{socket.gethostname()}:{os.getpid()}:12345"}
+    host, namespace, pid, _ = docker_owner.owner().split(":")
+    labels = {docker.LABEL: launches.run_id, docker.OWNER_LABEL: f"{host}:{namespace}:{pid}:12345"}
     stopped = engine.containers.create(images.image("vllm"), command=["x"], labels=labels)
-    elsewhere = {docker.LABEL: launches.run_id, docker.OWNER_LABEL: "another-host:1:1"}
+    elsewhere = {docker.LABEL: launches.run_id, docker.OWNER_LABEL: "another-host:1:1:1"}
     kept = engine.containers.create(images.image("vllm"), command=["x"], labels=elsewhere)
     by_hand = engine.containers.create(images.image("vllm"), command=["x"], labels={docker.LABEL: launches.run_id})
     found = [orphan for orphan in docker.orphans() if orphan.run_id == launches.run_id]
@@ -527,7 +528,7 @@ def pulled(engine: sdk.DockerClient, layer: bytes) -> Iterator[registry.Registry
 def test_a_missing_image_is_pulled_and_its_digest_kept(
     pulled: registry.Registry, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(docker_engine, "PROGRESS_INTERVAL_S", 0.0)
     pulled.go_on.set()
     running = launches.start(launches.plan(image=pulled.image))
     assert running.facts["image_digest"] == f"{pulled.image.rpartition(':')[0]}@{registry.digest(pulled.manifest)}"
@@ -539,7 +540,7 @@ def test_a_missing_image_is_pulled_and_its_digest_kept(
 def test_a_pull_says_how_far_it_is_and_can_be_broken_off(
     launches: Launches, engine: sdk.DockerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(docker_engine, "PROGRESS_INTERVAL_S", 0.0)
     unknown = os.urandom(8_000_000)  # no layer that the engine has
     held = registry.Registry(unknown, images.config("vllm", unknown))
     failed: list[Exception] = []

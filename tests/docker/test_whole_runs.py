@@ -74,7 +74,10 @@ def run(*argv: str, expect: int | tuple[int, ...], **options: Any) -> tuple[dict
 
 
 def ours(client: sdk.DockerClient) -> list[str]:
-    return sorted(container.name for container in client.containers.list(all=True, filters={"label": docker.LABEL}))
+    return sorted(
+        container.name
+        for container in client.containers.list(all=True, filters={"label": docker.LABEL}, ignore_removed=True)
+    )
 
 
 @pytest.mark.parametrize("kind", images.ENTRYPOINTS)
@@ -159,7 +162,7 @@ def test_a_server_that_dies_during_the_run(model: Path, tmp_path: Path, engine: 
     assert ours(engine) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("behaviour", ["hang", ""])
 def test_stopped(number: signal.Signals, behaviour: str, model: Path, tmp_path: Path, engine: sdk.DockerClient) -> None:
     """While it starts: nothing was measured. During the load: what finished is reported."""

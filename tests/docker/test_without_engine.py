@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 from docker.errors import APIError
 
-from backends import docker
+from backends import docker, docker_engine, docker_owner
 from backends.launch import LaunchError, Mount, Start
+from loadgen import cli
 
 START = Start(
     run_id="2026 a/b", backend="vllm", argv=("--model", "/models/m"), env={"A": "b c"}, port=8000, host_port=8123,
@@ -77,7 +79,7 @@ def test_an_engine_that_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 PERMITTED = """
 import os, sys
-from backends import docker
+from backends import docker, docker_engine, docker_owner
 path = os.environ.pop("TEST_SOCKET")
 os.environ["DOCKER_HOST"] = "unix:///absent.sock"
 docker.problem()  # everything is imported now
@@ -100,6 +102,17 @@ def test_an_engine_that_this_user_may_not_use() -> None:
         finally:
             Path(path).unlink()
     assert ran.stdout.startswith("this user may not talk to the engine; join its group"), ran.stderr
+
+
+@pytest.mark.parametrize("host", ["tcp://x:abc", "http://[::1"])
+def test_an_address_that_is_none(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", host)
+    problem = docker.problem()
+    assert problem is not None and host in problem and "\n" not in problem
+    assert cli.invoke(["clean"]) == 3
+    assert host in capsys.readouterr().err
 
 
 def test_something_else_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +194,7 @@ def test_the_limit_that_was_refused_is_known(said: str, limit: str | None) -> No
 def test_gpus_are_known_from_what_the_engine_says(
     monkeypatch: pytest.MonkeyPatch, info: dict[str, Any], able: bool
 ) -> None:
-    monkeypatch.setattr(docker, "_connect", lambda: SimpleNamespace(info=lambda: info))
+    monkeypatch.setattr(docker_engine, "connect", lambda: SimpleNamespace(info=lambda: info))
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert docker.has_nvidia() is able
 
@@ -196,7 +209,7 @@ def test_a_secret_must_be_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_how_far_a_pull_is() -> None:
-    progress = docker._Progress()
+    progress = docker_engine._Progress()
     assert str(progress) == "waiting for the registry"
     for message in (
         {"status": "Pulling fs layer", "id": "a", "progressDetail": {}},
@@ -209,3 +222,121 @@ def test_how_far_a_pull_is() -> None:
     assert str(progress) == "7 of 10 MB (70%)"
     progress.take({"status": "Pull complete", "id": "b", "progressDetail": {}})
     assert str(progress) == "10 MB are here, unpacking"
+
+
+class Left:
+    """A container as the SDK shows it, with a removal that may fail."""
+
+    def __init__(self, owner: str, refused: str = "") -> None:
+        self.name, self.short_id, self.status = f"llm-dissect-{owner}", "1", "running"
+        self.labels = {docker.LABEL: "r", docker.OWNER_LABEL: owner}
+        self.attrs = {"Config": {"Image": "i"}}
+        self.refused, self.removed = refused, False
+
+    def remove(self, **_: Any) -> None:
+        if self.refused:
+            raise APIError("500", explanation=self.refused)
+        self.removed = True
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Left]:
+    """What an engine of ours would list."""
+    listed: list[Left] = []
+    engine = SimpleNamespace(containers=SimpleNamespace(list=lambda **_: listed))
+    monkeypatch.setattr(docker_owner, "connect", lambda: engine)
+    monkeypatch.setattr(docker_owner, "SECRETS_ROOT", tmp_path)
+    return listed
+
+
+def gone() -> str:
+    """A process that was here."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from backends import docker_owner as d; print(d.owner())"],
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip()
+
+
+def test_only_what_a_dead_process_of_this_namespace_owned_is_removed(left: list[Left], tmp_path: Path) -> None:
+    host, namespace, _, began = docker_owner.owner().split(":")
+    dead = gone()
+    pid, started = dead.split(":")[2:]
+    left += [
+        Left(dead), Left(docker_owner.owner()), Left(f"{host}:{namespace}:{os.getpid()}:1"), Left(""), Left("nonsense"),
+        Left(f"{host}:{int(namespace) + 1}:{pid}:{started}"), Left(f"elsewhere:{namespace}:{pid}:{started}"),
+        Left(f"{host}:{namespace}:{'9' * 30}:1"),
+    ]  # fmt: skip
+    secrets = {
+        name: tmp_path / f"llm-dissect-{name}-x"
+        for name in (
+            f"{namespace}-{pid}-{started}",
+            f"{namespace}-{os.getpid()}-{began}",
+            f"{namespace}1-{pid}-{started}",
+        )
+    }
+    for directory in secrets.values():
+        directory.mkdir()
+    said: list[str] = []
+    assert docker.clean(said.append) == 2
+    assert [container.removed for container in left] == [True, False, True, False, False, False, False, False]
+    assert [directory.exists() for directory in secrets.values()] == [False, True, True]
+    assert any(f"in the PID namespace {int(namespace) + 1} lives cannot be seen" in sentence for sentence in said)
+    assert any("on elsewhere lives cannot be seen" in sentence for sentence in said)
+
+
+def test_an_owner_that_cannot_be_looked_at_may_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under hidepid: its entry in /proc is not there for us, and a signal is refused."""
+
+    def refused(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(docker_owner, "_started", lambda pid: None)
+    assert not docker_owner._is_dead(os.getpid(), "1")
+    monkeypatch.setattr(os, "kill", refused)
+    assert not docker_owner._is_dead(1, "1")
+
+
+def test_a_container_that_cannot_be_removed_is_an_error(left: list[Left], capsys: pytest.CaptureFixture[str]) -> None:
+    stuck, other = Left(gone(), "device or resource busy"), Left(gone())
+    left += [stuck, other]
+    assert cli.invoke(["clean"]) == 3
+    assert other.removed
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"loadgen: could not remove {stuck.name} (device or resource busy)")
+
+
+class Stopping:
+    """A container that ends well, but cannot be removed."""
+
+    name = "c"
+
+    def __init__(self) -> None:
+        self.attrs = {"State": {"Status": "exited"}, "NetworkSettings": {}}
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(**_: Any) -> Any:
+            self.asked.append(name)
+            if name == "remove":
+                raise APIError("500", explanation="busy")
+            return []
+
+        return ask
+
+
+def test_nobody_need_hear_what_stop_says(tmp_path: Path) -> None:
+    """With nobody to be told, all is ended first."""
+
+    def say(_: str) -> None:
+        raise BrokenPipeError
+
+    lent = tmp_path / "lent"
+    lent.mkdir()
+    sdk = Stopping()
+    unwritable = replace(START, log=Path("/dev/null/log"))
+    container = docker.Container(sdk, unwritable, {}, say, {}, lent)  # type: ignore[arg-type]
+    with pytest.raises(BrokenPipeError):
+        container.stop()
+    assert sdk.asked[-1] == "remove" and not lent.exists()

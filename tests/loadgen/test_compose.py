@@ -151,6 +151,7 @@ def test_the_committed_file_of_lightllm_is_the_launch_of_a_directory(tmp_path: P
         (RTX4090, {"backend": "vllm", "model": "13b", "gpus": "5,6", "server_arg": ("--enforce-eager", "--x=$HOME")}),
         (RTX4090, {"backend": "tgi", "model": "70b", "image": "somewhere/tgi:2.4.1"}),
         (NOTHING, {"backend": "tgi", "model": "70b", "tp": "4"}),
+        (NOTHING, {"backend": "vllm", "model": "70b", "gpus": "4,6"}),
         (NOTHING, {"backend": "vllm", "model": "org/unknown", "gpus": "none", "dummy_weights": True}),
         (A800, {"model": "mixtral-8x7b", "dtype": "bfloat16", "p2p": "off", "tp": "all"}),
     ],
@@ -202,8 +203,11 @@ def test_gpus_are_named_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> 
         (NOTHING, "off", "is off: asked for with --p2p off", True),
     ],
 )
-def test_what_is_said_of_p2p_is_what_is_done(inventory: Inventory, p2p: Any, said: str, off: bool) -> None:
-    text = compose(Config(model="13b", tp="2", p2p=p2p), inventory)
+@pytest.mark.parametrize("named", [None, "0,1"])
+def test_what_is_said_of_p2p_is_what_is_done(
+    inventory: Inventory, p2p: Any, said: str, off: bool, named: str | None
+) -> None:
+    text = compose(Config(model="13b", tp="2", p2p=p2p, gpus=named), inventory)
     assert f"# P2P between the GPUs {said}" in text
     assert ("NCCL_P2P_DISABLE=1" in service(text, HOME="/h")["environment"]) == off
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import sys
 from pathlib import Path
@@ -224,10 +225,13 @@ def test_governor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_an_installed_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexport PYTHONPATH={tmp_path}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     config = Config(backend="vllm", model="7b", launch="process", server_python=sys.executable)
     assert by_name(config)["server"].state == "problem"
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert by_name(config)["server"] == Check("server", "ok", "vllm is installed")
+    has_it = dataclasses.replace(config, server_python=str(python))
+    assert by_name(has_it)["server"] == Check("server", "ok", "vllm is installed")
     absent = Config(backend="vllm", model="7b", launch="process", server_python="/no/such/python")
     assert "cannot be run" in by_name(absent)["server"].said
     tgi = Config(backend="tgi", model="7b", launch="process")

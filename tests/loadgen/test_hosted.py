@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,32 +17,42 @@ import pytest
 
 from backends.gpus import Inventory
 from backends.launch import Exit, LaunchError
+from loadgen import cli
 from loadgen.config import Config
 from loadgen.hosted import Hosted, hosting
 from loadgen.launch import Launch, plan_launch
+from tests.loadgen.test_run import serving
 
 
 class Fake:
     """A launcher and what it runs."""
 
-    def __init__(self, urls: list[str], log: str = "", exit: Exit | None = None, start_s: float = 0.0) -> None:
-        self.urls, self.log, self.exit, self.start_s = urls, log, exit, start_s
+    def __init__(
+        self, urls: list[str], log: str = "", exit: Exit | None = None, start_s: float = 0.0, polls: int = 0
+    ) -> None:
+        """`exit`: how it has ended, as seen after the first `polls` looks at it."""
+        self.urls, self.log, self.exit, self.start_s, self.polls = urls, log, exit, start_s, polls
         self.facts = {"image_digest": "sha256:1"}
         self.stopped = 0
         self.starts = 0
+        self.hurried = True  # whether it heeds `cancelled`
         self.cancelled: threading.Event | None = None
 
     def start(self, start: Any, say: Callable[[str], None], cancelled: threading.Event) -> Fake:
         self.starts += 1
         self.cancelled = cancelled
-        cancelled.wait(self.start_s)
+        if self.hurried:
+            cancelled.wait(self.start_s)
+        else:
+            time.sleep(self.start_s)
         return self
 
     def command_line(self, start: Any) -> list[str]:
         return ["run", *start.argv]
 
     def poll(self) -> Exit | None:
-        return self.exit
+        self.polls -= 1
+        return self.exit if self.polls < 0 else None
 
     def log_tail(self, lines: int = 200) -> str:
         return self.log
@@ -102,9 +114,19 @@ def test_ready_at_the_first_address_that_answers(server: Any, launch: Callable[[
     assert hosted.facts["kv_cache_tokens"] == 1234
     assert hosted.facts["image_digest"] == "sha256:1" and hosted.facts["command"].startswith("run --model")
     assert fake.stopped == 1
-    assert hosted.ended() is None
+    assert asyncio.run(hosted.ended()) is None
     fake.exit = Exit(137, oom_killed=True)
-    assert "host memory" in (hosted.ended() or "")
+    assert "host memory" in str(asyncio.run(hosted.ended()))
+
+
+def test_the_token_of_a_login_is_there_when_it_starts(
+    server: Any, launch: Callable[[Fake], Launch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "")  # so that it is taken back
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    (tmp_path / "token").write_text("hf_secret")
+    host(launch(Fake([server.url])))
+    assert os.environ["HF_TOKEN"] == "hf_secret"
 
 
 def test_it_waits_for_health(server: Any, launch: Callable[[Fake], Launch]) -> None:
@@ -139,11 +161,16 @@ def test_it_is_never_ready(tp: int, log: str, reason: str, server: Any, launch: 
     assert fake.stopped == 1
 
 
-@pytest.mark.parametrize("start_s", [0.0, 30.0])
-def test_cancelled_while_it_starts(start_s: float, server: Any, launch: Callable[[Fake], Launch]) -> None:
-    """In the launcher's thread (a pull, say), or while waiting for health: what was started is ended."""
+@pytest.mark.parametrize("cancels", [1, 2, 3])
+@pytest.mark.parametrize(("start_s", "hurried"), [(0.0, True), (30.0, True), (0.4, False)])
+def test_cancelled_while_it_starts(
+    start_s: float, hurried: bool, cancels: int, server: Any, launch: Callable[[Fake], Launch]
+) -> None:
+    """In the launcher's thread (a pull, say), or while waiting for health: what was started is ended, however often
+    somebody presses Ctrl-C."""
     server.status = 503
     fake = Fake([server.url], start_s=start_s)
+    fake.hurried = hurried
     prepared = launch(fake)
 
     async def main() -> None:
@@ -156,9 +183,87 @@ def test_cancelled_while_it_starts(start_s: float, server: Any, launch: Callable
         while not fake.starts and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
-        task.cancel()
+        for _ in range(cancels):
+            task.cancel()
+            await asyncio.sleep(0.02)
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert fake.stopped == 1  # not only when the loop ends
 
     asyncio.run(main())
     assert fake.stopped == 1
+
+
+def test_nobody_hears_what_is_said(server: Any, launch: Callable[[Fake], Launch]) -> None:
+    fake = Fake([server.url])
+
+    def say(_: str) -> None:
+        raise BrokenPipeError
+
+    async def main() -> None:
+        async with hosting(launch(fake), 30.0, say):
+            pass
+
+    with pytest.raises(BrokenPipeError):
+        asyncio.run(main())
+    assert fake.stopped == 1
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """`loadgen run` with a launcher that starts nothing: exit code, report, and what was said."""
+
+    def run(fake: Fake, expect: int | tuple[int, ...]) -> tuple[dict[str, Any], str]:
+        monkeypatch.setattr(Launch, "launcher", property(lambda _: fake))
+        code = cli.invoke(
+            ["run", "--backend", "vllm", "--model", "org/m", "--gpus", "none", "--requests", "4", "--output-tokens",
+             "2", "--warmup", "0", "--no-calibrate", "--out", str(tmp_path / "run")]
+        )  # fmt: skip
+        captured = capsys.readouterr()
+        assert code in (expect if isinstance(expect, tuple) else (expect,)), captured.err
+        return (json.loads(captured.out) if captured.out else {}), captured.err
+
+    return run
+
+
+def test_it_dies_before_the_first_request(server: Any, run: Callable[..., Any]) -> None:
+    """Ready, and then it answers nothing that makes sense, since it is about to end."""
+    fake = Fake([server.url], "x\nRuntimeError: NCCL error: unhandled system error\n", Exit(1), polls=2)
+    _, said = run(fake, 3)
+    assert said.splitlines()[-1].startswith("loadgen: vllm ended with exit code 1: an NCCL error")
+    assert "  | RuntimeError: NCCL error" in said and fake.stopped == 1
+
+
+def test_a_server_of_another_kind_that_lives(
+    server: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loadgen.run.END_WAIT_S", 0.0)
+    _, said = run(Fake([server.url]), 3)
+    assert "does not look like a vllm server" in said.splitlines()[-1]
+
+
+LOG = "INFO up\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
+
+
+def test_failed_requests_give_it_time_to_die(run: Callable[..., Any]) -> None:
+    with serving("--model", "org/m", "--fault", "http_error:503:2") as url:
+        report, said = run(Fake([url], LOG, Exit(1), polls=2), 4)
+    assert report["requests"]["failed"] == 2
+    found = report["verdict"]["findings"][0]
+    assert found["code"] == "SERVER_ENDED" and "CUDA out of memory" in found["message"]
+    assert "  | torch.OutOfMemoryError: CUDA out of memory." in said
+
+
+def test_one_that_lives_on_after_failures_may_say_why(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadgen.run.END_WAIT_S", 0.0)
+    with serving("--model", "org/m", "--fault", "http_error:503:2") as url:
+        report, said = run(Fake([url], LOG), 4)
+    assert "SERVER_ENDED" not in {found["code"] for found in report["verdict"]["findings"]}
+    assert "vllm still runs, but its log tells: CUDA out of memory" in said
+
+
+def test_one_that_fails_nothing_is_not_watched_for_its_end(run: Callable[..., Any]) -> None:
+    with serving("--model", "org/m") as url:
+        report, said = run(Fake([url], LOG, Exit(1), polls=2), (0, 4))
+    assert report["requests"]["ok"] == 4
+    assert "SERVER_ENDED" not in {found["code"] for found in report["verdict"]["findings"]} and "log tells" not in said

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ NOTHING = Inventory(problem="no NVIDIA driver")
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No model cache, no token, no home but the test's own."""
-    for name in ("HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE", "CUDA_VISIBLE_DEVICES"):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -114,6 +116,15 @@ def test_what_does_not_fit_says_how_much_and_what_would(tmp_path: Path) -> None:
     assert "does not fit" in refusal(LaunchError, tmp_path, A800, model="70b", tp="1")
 
 
+@pytest.mark.parametrize(("count", "used"), [(3, 2), (6, 4)])
+def test_what_is_missing_is_of_gpus_that_could_share_it(count: int, used: int, tmp_path: Path) -> None:
+    said = refusal(LaunchError, tmp_path, machine(count, "NVIDIA RTX 5090", 32), model="70b")
+    missing = float(said.partition("does not fit: ")[2].split(" GB")[0])
+    # 68.98 G parameters x 2 bytes, 1.34 GB of KV and 2 GiB for each; 0.9 x 32 GiB of each may be used
+    assert missing == pytest.approx(137.95 + 1.34 + used * (2 - 0.9 * 32) * 1.0737, abs=0.1)
+    assert f"on {used} x NVIDIA RTX 5090" in said and "--tp 8 would fit" in said
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -133,6 +144,10 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     assert planned(tmp_path, NOTHING, model="70b").settings.tp == 2
     assert "80 GiB" in planned(tmp_path, NOTHING).notes[0]
     assert planned(tmp_path, NOTHING, gpus="none").settings.tp == 1
+    named = planned(tmp_path, NOTHING, model="70b", gpus="5, 3,1")
+    assert named.gpu_indices == (5, 3) and named.start.gpu_ids == ("5", "3")
+    for ids in ("0,0", "GPU-1", "0,x"):
+        assert refusal(ConfigError, tmp_path, NOTHING, model="70b", gpus=ids, dry_run=True)
 
 
 def test_p2p_reaches_server_and_manifest(tmp_path: Path) -> None:
@@ -156,6 +171,48 @@ def test_gated_without_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "hf_secret" not in repr(found)
 
 
+@pytest.mark.parametrize("where", ["usual", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN"])
+def test_the_token_of_a_login_is_given_like_any(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "")  # so that it is taken back
+    if where == "HUGGING_FACE_HUB_TOKEN":
+        monkeypatch.setenv(where, "hf_secret")
+    else:
+        path = tmp_path / ("hf/token" if where == "usual" else "elsewhere")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("hf_secret\n")
+        if where == "HF_TOKEN_PATH":
+            monkeypatch.setenv(where, str(path))
+    found = launch(tmp_path)
+    assert found.start.secrets == ("HF_TOKEN",)
+    assert any("your login to the hub" in note for note in found.notes)
+    assert "hf_secret" not in repr(found) + found.command_line() and not os.environ["HF_TOKEN"]
+    models.lend_token()
+    assert os.environ["HF_TOKEN"] == "hf_secret"
+
+
+def test_the_places_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As huggingface_hub takes them."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", "~/hub home")
+    assert (models.hf_home(), models.hub_cache()) == (tmp_path / "hub home", tmp_path / "hub home/hub")
+    monkeypatch.delenv("HF_HOME")
+    assert models.hf_home() == tmp_path / "cache/huggingface"  # XDG_CACHE_HOME
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert models.hf_home() == tmp_path / ".cache/huggingface"
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_HUB_CACHE", "~/big")
+    for backend, target in (("vllm", "/root/.cache/huggingface/hub"), ("tgi", "/data/hub")):
+        mounts = launch(tmp_path, backend=backend).start.mounts
+        assert mounts[0] == Mount(tmp_path / "big", target, read_only=False)
+        assert not any(mount.source == models.hf_home() for mount in mounts)
+
+
+def test_the_key_is_masked_in_the_log_of_a_process(tmp_path: Path) -> None:
+    options = {"model": str(llama(tmp_path / "m")), "gpus": "none", "api_key_env": "MY_KEY"}
+    assert planned(tmp_path, launch="process", **options).start.secrets == ("MY_KEY",)
+    assert planned(tmp_path, **options).start.secrets == ()  # a container does not get it
+
+
 def test_a_cached_model_needs_neither_hub_nor_token(tmp_path: Path) -> None:
     snapshot = cached(tmp_path)
     found = launch(tmp_path)
@@ -166,6 +223,21 @@ def test_a_cached_model_needs_neither_hub_nor_token(tmp_path: Path) -> None:
     assert "HF_TOKEN" in refusal(LaunchError, tmp_path)  # a part of the weights is missing
 
 
+def test_weights_in_one_format_are_enough(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m", weights=False)
+    assert not models.find(str(model)).has_weights
+    (model / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-1.bin"}}')
+    (model / "training_args.bin").touch()
+    assert not models.find(str(model)).has_weights
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
+    (model / "1.safetensors").touch()
+    assert not models.find(str(model)).has_weights
+    (model / "2.safetensors").touch()
+    assert models.find(str(model)).has_weights
+    (model / "a.index.json").write_text("not json")
+    assert models.find(str(model)).has_weights
+
+
 def test_a_directory(tmp_path: Path) -> None:
     found = launch(tmp_path, model=str(llama(tmp_path / "my-model")))
     assert (found.settings.model, found.settings.served_name) == ("/models/my-model", "my-model")
@@ -173,8 +245,37 @@ def test_a_directory(tmp_path: Path) -> None:
     assert [mount.target for mount in found.start.mounts] == ["/models/my-model", "/root/.cache/vllm"]
 
 
+def test_a_directory_by_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (llama(tmp_path / "my-model") / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "my-model/sub")
+    found = launch(tmp_path, model="..")
+    assert (found.settings.model, found.settings.served_name) == ("/models/my-model", "my-model")
+
+    snapshot = cached(tmp_path)
+    (tmp_path / "link").symlink_to(snapshot)
+    found = launch(tmp_path, model=str(tmp_path / "link"))
+    assert (found.settings.model, found.settings.served_name) == (
+        "/models/models--meta-llama--Llama-2-7b-hf/snapshots/abc", "link",
+    )  # fmt: skip
+    assert found.start.mounts[0].source == snapshot.parent.parent
+
+
+def test_a_link_that_no_container_could_follow(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m", weights=False)
+    (tmp_path / "model.safetensors").touch()
+    (model / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+    said = refusal(LaunchError, tmp_path, model=str(model))
+    assert f"{model}/model.safetensors is a link out of {model}" in said
+    assert planned(tmp_path, model=str(model), launch="process").settings.model == str(model)
+
+
 def test_lightllm_needs_a_directory(tmp_path: Path) -> None:
     assert "hf download meta-llama/Llama-2-7b-hf" in refusal(LaunchError, tmp_path, backend="lightllm")
+    dry = planned(tmp_path, backend="lightllm")
+    assert dry.start.argv[3:5] == ("--model_dir", "/models/llama-2-7b") and dry.start.secrets == ()
+    assert dry.start.mounts[0] == Mount(Path("/MODEL_DIR"), "/models/llama-2-7b")
+    assert any("/MODEL_DIR stands for" in note for note in dry.notes)
+    assert planned(tmp_path, backend="lightllm", launch="process").settings.model == "/MODEL_DIR"
     cached(tmp_path)
     found = launch(tmp_path, backend="lightllm")
     assert found.start.argv[:3] == ("python", "-m", "lightllm.server.api_server")
@@ -203,7 +304,53 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/config.json").write_text('{"model_type": "odd"}')
     found = launch(tmp_path, model=str(tmp_path / "odd"))
-    assert found.settings.tp == 1 and "size of odd is not known" in found.notes[0]
+    assert found.settings.tp == 1
+    assert any("how long a sequence odd takes is not known here" in note for note in found.notes)
+    assert any("size of odd is not known" in note for note in found.notes)
+
+
+def test_the_length_is_what_the_model_says_or_the_run_needs(tmp_path: Path) -> None:
+    def model(name: str, config: str) -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+        return str(tmp_path / name)
+
+    opt = model("opt", '{"model_type": "opt", "max_position_embeddings": 2048}')
+    assert launch(tmp_path, model=opt).settings.max_model_len == 2048
+    assert "more than opt takes (2048)" in refusal(ConfigError, tmp_path, model=opt, input_tokens=2000)
+    assert "ends at 2048" in refusal(ConfigError, tmp_path, model=opt, max_model_len=4096)
+    gpt = model("gpt", '{"n_positions": 1024}')
+    assert launch(tmp_path, model=gpt).settings.max_model_len == 1024
+    odd = model("odd", "{}")
+    assert launch(tmp_path, model=odd).settings.max_model_len == 512 + 128 + 1
+    assert launch(tmp_path, model=odd, input_tokens=9000).settings.max_model_len == 9000 + 128 + 1
+    assert launch(tmp_path, model=odd, max_model_len=2000).settings.max_model_len == 2000
+
+
+def test_the_length_is_enough_for_a_dataset(tmp_path: Path) -> None:
+    ids, text = tmp_path / "ids.jsonl", tmp_path / "text.jsonl"
+    ids.write_text("".join(json.dumps({"prompt": [7] * n, "output_tokens": 9}) + "\n" for n in (5, 5000, 6)))
+    text.write_text('{"prompt": "a b"}\n{"prompt": "a", "prompt_tokens": 1}\n')
+    assert planned(tmp_path, model="llama-3-8b", dataset=ids, warmup=1).settings.max_model_len == 5010
+    assert "5009 tokens" in refusal(ConfigError, tmp_path, dataset=ids, warmup=1)
+    assert planned(tmp_path, dataset=text, warmup=1).settings.max_model_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("options", "accepted"),
+    [
+        ({}, 1000), ({"requests": 3000}, 3000), ({"arrival": "constant:100", "duration": 40.0}, 4000),
+        ({"concurrency": 2000, "requests": 9000}, 2000), ({"concurrency": 32}, 1000), ({"dataset": 1499}, 1499),
+        ({"max_running": 5000}, 5000),
+    ],
+)  # fmt: skip
+def test_no_planned_request_is_refused(options: dict[str, Any], accepted: int, tmp_path: Path) -> None:
+    if "dataset" in options:
+        dataset = tmp_path / "d.jsonl"
+        dataset.write_text('{"prompt": "a"}\n' * (options["dataset"] + 8))
+        options = {"dataset": dataset}
+    argv = planned(tmp_path, backend="tgi", **{"max_running": 64, **options}).start.argv
+    assert argv[argv.index("--max-concurrent-requests") + 1] == str(accepted)
 
 
 def test_version_from_the_image(tmp_path: Path) -> None:
@@ -228,6 +375,34 @@ def test_process_not_installed(tmp_path: Path) -> None:
     assert "/no/python cannot be run" in said
     said = refusal(LaunchError, tmp_path, backend="tgi", model=model, launch="process")
     assert "text-generation-launcher is not on the PATH" in said
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_only_what_the_server_would_see_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = str(llama(tmp_path / "m"))
+    package = tmp_path / "site/vllm"
+    package.mkdir(parents=True)
+    options = {"model": model, "launch": "process", "gpus": "none", "server_python": sys.executable}
+    monkeypatch.chdir(tmp_path / "site")  # a folder of that name, with nothing in it
+    assert "vllm is not installed for" in refusal(LaunchError, tmp_path, **options)
+    (package / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))  # ours, which the server does not get
+    assert "vllm is not installed for" in refusal(LaunchError, tmp_path, **options)
+    python = script(tmp_path / "python", f'PYTHONPATH={tmp_path}/site exec {sys.executable} "$@"')
+    assert launch(tmp_path, **{**options, "server_python": python}).settings.version is None
+
+
+def test_a_dry_run_takes_the_version_that_is_installed(tmp_path: Path) -> None:
+    options = {"model": str(llama(tmp_path / "m")), "launch": "process", "gpus": "none"}
+    old = planned(tmp_path, server_python=script(tmp_path / "old", "echo 0.9.1"), **options)
+    assert old.settings.version == (0, 9, 1) and "--disable-log-requests" in old.start.argv
+    assert planned(tmp_path, server_python="/no/python", **options).settings.version is None
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-2-7b-hf", "llama-2-7b", "7B"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -92,7 +93,9 @@ def test_both_transports_and_workers_agree(server: str, tmp_path: Path) -> None:
 
 
 def start(*argv: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([*LOADGEN, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [*LOADGEN, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def wait_for_rows(directory: Path, least: int) -> None:
@@ -108,20 +111,43 @@ def wait_for_rows(directory: Path, least: int) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_run_still_reports(server: str, tmp_path: Path, number: signal.Signals, workers: str) -> None:
     process = start(
         "run", "--url", server, *FAST, "--requests", "5000", "--output-tokens", "4", "--arrival", "constant:100",
         "--workers", workers, "--out", str(tmp_path),
     )  # fmt: skip
     wait_for_rows(tmp_path, 20)
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal does
     out, said = process.communicate(timeout=30)
     report = json.loads(out.splitlines()[-1])
     assert process.returncode in (0, 4), said
     assert 20 <= report["requests"]["ok"] < 2000
     assert "INTERRUPTED" in {finding["code"] for finding in report["verdict"]["findings"]}
     assert (tmp_path / "cdf.png").exists() and (tmp_path / "report.json").exists()
+
+
+def test_nohup_is_heeded(server: str, tmp_path: Path) -> None:
+    argv = ["run", "--url", server, *FAST, "--requests", "100", "--output-tokens", "4", "--arrival", "constant:100"]
+    process = subprocess.Popen(["nohup", *LOADGEN, *argv, "--out", str(tmp_path)],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    wait_for_rows(tmp_path, 20)
+    process.send_signal(signal.SIGHUP)
+    out, said = process.communicate(timeout=30)
+    assert json.loads(out.splitlines()[-1])["requests"]["ok"] == 100, said
+
+
+def test_a_run_that_nobody_reads(server: str, tmp_path: Path) -> None:
+    """What is said goes nowhere, and the run goes on; that its report was not read shows in the exit code."""
+    argv = [*LOADGEN, "run", "--url", server, *FAST, "--requests", "20", "--output-tokens", "2"]
+    reader, deaf = os.pipe()
+    os.close(reader)
+    with os.fdopen(deaf, "wb") as nobody:
+        unheard = subprocess.run([*argv, "--out", str(tmp_path / "a")], stdout=subprocess.PIPE, stderr=nobody)
+        unread = subprocess.run([*argv, "--out", str(tmp_path / "b")], stdout=nobody, stderr=subprocess.PIPE)
+    assert unheard.returncode in (0, 4) and json.loads(unheard.stdout)["requests"]["ok"] == 20
+    assert unread.returncode == 141 and b"Traceback" not in unread.stderr
+    assert (tmp_path / "a/report.json").exists() and (tmp_path / "b/report.json").exists()
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
