@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from loadgen.config import Config
 from loadgen.runs import Ceiling
 
 START_TIMEOUT_S = 20.0
+REFUSED = 2  # its exit code for options that it will not serve with
 DIALECTS = {"vllm": "vllm", "openai": "openai", "openai-chat": "openai", "lightllm": "lightllm", "tgi": "tgi"}
 EMULATED_MARK = "emulated"  # in the Server header of every reply
 
@@ -50,18 +52,40 @@ def options(config: Config, dialect: str, model: str) -> list[str]:
 UNREFUSED = 1 << 20  # requests at once: as in a server started for the run, none is turned away
 
 
+class Serving(msgspec.Struct, frozen=True):
+    """What the server says when it listens. `emulation`: of modelled hardware; None with fixed times."""
+
+    url: str
+    emulation: dict[str, Any] | None = None
+
+
 class EmbeddedError(Exception):
     """The embedded server did not start. One sentence."""
 
 
 @contextlib.asynccontextmanager
-async def serving(*options: str) -> AsyncIterator[str]:
-    """Runs `python -m servers` on a free port while the block lasts; gives its URL. It dies with this process."""
+async def serving(*options: str) -> AsyncIterator[Serving]:
+    """Runs `python -m servers` on a free port while the block lasts. It dies with this process. Raises EmbeddedError
+    with its own sentence when it refuses its options."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "servers", "--port", "0", "--exit-with-stdin", *options,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
     )  # fmt: skip
-    assert process.stdout is not None
+    assert process.stdout is not None and process.stderr is not None
+    said: list[str] = []
+    listening = False
+
+    async def hear(stderr: asyncio.StreamReader) -> None:
+        async for line in stderr:
+            text = line.decode(errors="replace").rstrip()
+            if listening:
+                with contextlib.suppress(OSError):
+                    print(text, file=sys.stderr)
+            else:
+                said.append(text)
+
+    hearing = asyncio.ensure_future(hear(process.stderr))
     try:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -69,8 +93,14 @@ async def serving(*options: str) -> AsyncIterator[str]:
         except TimeoutError:
             raise EmbeddedError(f"the embedded server did not listen within {START_TIMEOUT_S:g} s.") from None
         if not line:
-            raise EmbeddedError(f"the embedded server ended with exit code {await process.wait()} before it listened.")
-        yield msgspec.json.decode(line)["url"]
+            code = await process.wait()
+            await hearing
+            if code == REFUSED and said:
+                raise EmbeddedError(said[-1].removeprefix("error: "))
+            last = f": {said[-1]}" if said else "."
+            raise EmbeddedError(f"the embedded server ended with exit code {code} before it listened{last}")
+        listening = True
+        yield msgspec.json.decode(line, type=Serving)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
@@ -80,6 +110,7 @@ async def serving(*options: str) -> AsyncIterator[str]:
         if process.returncode is None:
             process.kill()
             await process.wait()
+        hearing.cancel()
 
 
 def ceiling(directory: Path, stamps: Path, requests: int, output_tokens: int) -> Ceiling | None:

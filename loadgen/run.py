@@ -132,14 +132,14 @@ async def calibrate(plan: Plan) -> runs.Ceiling | None:
         directory.mkdir()
         options = ("--dialect", dialect, "--stamps", str(stamps), "--ttft-ms", "30", "--itl-ms", f"{itl_ms:g}")
         length = plan.prompts.input_tokens + tokens + OPEN_FILES_BESIDES
-        async with embedded.serving(*options, "--max-model-len", str(length)) as url:
+        async with embedded.serving(*options, "--max-model-len", str(length)) as served:
             small = msgspec.structs.replace(
                 plan.job, model="llama-2-7b", requests=requests, duration_s=None, concurrency=streams, warmup=0
             )
             prompts = msgspec.structs.replace(
                 plan.prompts, output_tokens=tokens, dataset=None, tokenizer=None, vocab_size=None, offset=0
             )
-            small_plan = msgspec.structs.replace(plan, job=small, target=Target(url), prompts=prompts)
+            small_plan = msgspec.structs.replace(plan, job=small, target=Target(served.url), prompts=prompts)
             await run_here(small_plan, directory, lambda snapshots: None, stoppable=False)
         return await asyncio.to_thread(embedded.ceiling, directory, stamps, requests, tokens)
 
@@ -157,10 +157,12 @@ async def run(config: Config, directory: Path, run_id: str, progress: Progress, 
     with _stoppable():
         async with contextlib.AsyncExitStack() as stack:
             watch = await stack.enter_async_context(sampling()) if config.server_metrics else None
-            url, hosted = await _server(config, backend, directory, run_id, say, stack)
+            url, hosted, emulation = await _server(config, backend, directory, run_id, say, stack)
             target = Target(url, token)
             try:
-                said = await _measure(config, backend, target, hosted, watch, directory, run_id, progress, say)
+                said = await _measure(
+                    config, backend, target, hosted, emulation, watch, directory, run_id, progress, say
+                )
             except (ServerError, TransportError):
                 ended = await hosted.ended(END_WAIT_S) if hosted else None
                 if ended is None:
@@ -171,7 +173,7 @@ async def run(config: Config, directory: Path, run_id: str, progress: Progress, 
 
 
 async def _measure(
-    config: Config, backend: Backend, target: Target, hosted: Hosted | None, watch: Sampling | None, directory: Path,
+    config: Config, backend: Backend, target: Target, hosted: Hosted | None, emulation: dict[str, Any] | None, watch: Sampling | None, directory: Path,
     run_id: str, progress: Progress, say: Callable[[str], None],
 ) -> runs.Manifest:  # fmt: skip
     """Looks at the server, sends the load, and leaves the records; the manifest as it was written."""
@@ -186,7 +188,7 @@ async def _measure(
             f"this client's ceiling: {measured.events_per_s_per_core:,.0f} events/s on one core "
             f"({measured.cpu_us_per_event:.1f} us each)"
         )
-    said = manifest(config, plan, info, emulated, measured, hosted.facts if hosted else None)
+    said = manifest(config, plan, info, emulated, measured, hosted.facts if hosted else None, emulation)
     runs.write_manifest(directory, said)
     if watch is not None:
         cards = await asyncio.to_thread(_local_gpus, config, hosted)
@@ -221,10 +223,11 @@ def _any_failed(directory: Path) -> bool:
 async def _server(
     config: Config, backend: Backend, directory: Path, run_id: str, say: Callable[[str], None],
     stack: contextlib.AsyncExitStack,
-) -> tuple[str, Hosted | None]:  # fmt: skip
-    """The address to measure: the one that was given, or of a server that is started and ends with `stack`."""
+) -> tuple[str, Hosted | None, dict[str, Any] | None]:  # fmt: skip
+    """The address to measure: the one that was given, or of a server that is started and ends with `stack`. With it the
+    server, or what was modelled."""
     if config.url is not None:
-        return config.url, None
+        return config.url, None, None
     if config.where == "embedded":
         dialect = embedded.DIALECTS.get(backend.name)
         if dialect is None:
@@ -233,14 +236,15 @@ async def _server(
         options = embedded.options(config, dialect, model)
         times = "fixed timing" if config.gpu is None else f"times as modelled for {config.gpus or 1} x {config.gpu}"
         say(f"starting the embedded server: an emulated {dialect} server, {times}, no GPU")
-        return await stack.enter_async_context(embedded.serving(*options)), None
+        served = await stack.enter_async_context(embedded.serving(*options))
+        return served.url, None, served.emulation
     launch = await asyncio.to_thread(plan_launch, config, directory, run_id)
     for note in launch.notes:
         say(f"note: {note}")
     say(f"starting {launch.title}")
     hosted = await stack.enter_async_context(hosting(launch, config.ready_timeout, say))
     say(f"{backend.name} is ready after {hosted.facts['ready_s']:.0f} s")
-    return hosted.url, hosted
+    return hosted.url, hosted, None
 
 
 def _local_gpus(config: Config, hosted: Hosted | None) -> tuple[int, ...]:
@@ -282,6 +286,7 @@ def manifest(
     emulated: bool,
     measured: runs.Ceiling | None,
     launch: dict[str, Any] | None,
+    emulation: dict[str, Any] | None,
 ) -> runs.Manifest:
     return runs.Manifest(
         run_id=plan.job.run_id,
@@ -300,6 +305,7 @@ def manifest(
         machine=runs.this_machine(),
         ceiling=measured,
         launch=launch,
+        emulation=emulation,
     )
 
 

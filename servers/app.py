@@ -148,7 +148,7 @@ def _run(server: Server, exit_with_stdin: bool) -> None:
             server.stop_at_end_of(sys.stdin.fileno())
         except (OSError, ValueError):
             _fail(EXIT_BAD_OPTION, "--exit-with-stdin needs a pipe or a terminal as standard input.")
-    ready = {"url": server.url, "dialect": server.dialect.name, "emulated": True}
+    ready = {"url": server.url, "dialect": server.dialect.name, "emulated": True, "emulation": server.emulation}
     print(msgspec.json.encode(ready).decode(), flush=True)
     # Nothing here makes cycles while it serves, and a collection would make every stream late.
     gc.collect()

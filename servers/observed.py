@@ -117,7 +117,9 @@ def read(path: Path, said: Mapping[str, Any]) -> Observed:
     missing = [name for name in ("gpu", "model") if not facts.get(name)]
     if missing:
         raise ObservationError(f"{path} does not tell its {' and '.join(missing)}; name it with --{missing[0]}.")
-    model = catalog.find(facts["model"])
+    model = catalog.find(facts["model"]) or catalog.find(
+        Path(facts["model"]).name
+    )  # a server may be named by a directory
     if model is None:
         known = ", ".join(spec.name for spec in catalog.MODELS)
         raise ObservationError(f"{path}: the model '{facts['model']}' is not known here; known are {known}.")

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections import deque
 from time import monotonic_ns
+from typing import Any
 
 from servers.batching import Rejected
 from servers.faults import Fault, amount, striking
@@ -55,7 +56,9 @@ class Server:
         self.telemetry = Telemetry(dialect.series, dialect.labels)
         self.unparsed: deque[tuple[Connection, bytes, int]] = deque()
         self._timing = timing
+        self.emulation: dict[str, Any] | None = None
         if isinstance(timing, SimulatedTiming):
+            self.emulation = timing.facts
             self.telemetry.scheduler = timing.scheduler
         self._faults = faults
         self._seed = seed

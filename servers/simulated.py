@@ -26,6 +26,7 @@ class SimulatedTiming:
     """Times given and taken are monotonic nanoseconds; modelled seconds begin at the first request."""
 
     def __init__(self, emulated: Emulated, speed: float = 1.0) -> None:
+        self.facts = emulated.facts
         self._engine = emulated.engine(self._deliver)
         self._ns_per_s = 1e9 / speed
         self._start_ns: int | None = None
