@@ -1,0 +1,512 @@
+"""`loadgen plan`: which GPUs, how many and how joined, would serve a load within limits, cheapest first. Predictions.
+
+One server is tried in virtual time at Poisson rates until the highest is found at which it keeps the limits and works
+off what comes. A load that is split at random over n servers is Poisson again, at 1/n of the rate: so many are needed.
+What cannot do it stands below with the reason; nothing that was asked about is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from cyclopts import Parameter
+
+from loadgen import cli, embedded, models, schedule, text
+from loadgen.config import ConfigError
+from servers import hardware
+from servers.batching import Rejected, Sequence
+from servers.emulation import Emulated, EmulationError, Hardware, emulate, read_profile
+from servers.hardware import HardwareError
+from servers.virtual import simulate
+
+METRICS = ("ttft", "tpot", "e2el")
+LARGEST_TP = 8  # a host of eight GPUs
+BURST = 512  # most requests of the burst that tells how fast a server can work off what it has
+STABLE_RATIO = 0.95  # of that rate; beyond it, queues grow for longer than a short run can show
+LIVES = 8  # a run lasts at least so many times as long as a request
+STRETCH = 10  # and at most so many times the requests that were asked for
+TOLERANCE = 1.05  # the highest rate is found within this factor
+LONELY = 0.1  # requests under way on average: below this a server is not crowded, and a lower rate will not help it
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
+    """Dollars an hour for one GPU, by the names of `servers/data/gpus.json`; the user's to edit."""
+
+    usd_per_gpu_hour: dict[str, float]
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Seconds by metric; `percentile` percent of the requests keep each of them."""
+
+    seconds: dict[str, float]
+    percentile: float = 99.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Requests of one length that come at random, `rate` in a second. `requests`: how many a run has at least."""
+
+    rate: float
+    input_tokens: int = 512
+    output_tokens: int = 128
+    requests: int = 400
+
+    @functools.cached_property
+    def arrivals(self) -> list[float]:
+        """Poisson arrivals of one a second: every rate and every server meets the same, faster or slower."""
+        drawn = schedule.draw(schedule.Arrival("poisson", 1.0), STRETCH * self.requests, None, 0)
+        return [float(at_ns) / 1e9 for at_ns in drawn]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run. missed: the limit that it did not keep. percentiles: seconds by metric. in_flight: most at once."""
+
+    missed: str | None
+    percentiles: dict[str, float]
+    in_flight: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """`tp` GPUs of one kind as one server. `gpu` as the user names it."""
+
+    gpu: str
+    tp: int
+    max_running: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What would do. server_rate: the highest that one server keeps up with, requests/s; bound: by which limit.
+    trial: one server's share of the load."""
+
+    candidate: Candidate
+    emulated: Emulated
+    servers: int
+    usd_per_hour: float | None
+    server_rate: float
+    bound: str
+    trial: Trial
+
+    @property
+    def gpus(self) -> int:
+        return self.servers * self.candidate.tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmet:
+    candidate: Candidate
+    reason: str
+
+
+class _Missed(Exception):
+    pass
+
+
+class _NotMet(Exception):
+    """A candidate that will not do. One phrase."""
+
+
+def parse_slo(slo: str, percentile: float = 99.0) -> Limits:
+    """'ttft_ms=500,tpot_ms=50'. Raises ConfigError."""
+    seconds: dict[str, float] = {}
+    for item in slo.split(","):
+        name, _, limit = item.strip().partition("=")
+        metric = name.removesuffix("_ms")
+        try:
+            milliseconds = float(limit)
+        except ValueError:
+            milliseconds = math.nan
+        if metric not in METRICS or not name.endswith("_ms") or not 0 < milliseconds < math.inf:
+            raise ConfigError(
+                f"--slo '{item.strip()}' is not understood; use ttft_ms=500,tpot_ms=50 (or e2el_ms), above 0."
+            )
+        if metric in seconds:
+            raise ConfigError(f"--slo limits {name} twice; give each once.")
+        seconds[metric] = milliseconds / 1e3
+    if not 0 < percentile < 100:
+        raise ConfigError(f"--percentile is {percentile:g}; it must be between 0 and 100.")
+    return Limits(seconds=seconds, percentile=percentile)
+
+
+def read_prices(path: Path | None) -> Prices:
+    """The user's, or those that come with this package. Raises ConfigError."""
+    path = path or hardware.DATA / "prices.json"
+    try:
+        prices = msgspec.json.decode(path.read_bytes(), type=Prices)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}.") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is no list of prices: {error}; copy {hardware.DATA / 'prices.json'}.") from None
+    wrong = [name for name, price in prices.usd_per_gpu_hour.items() if not 0 <= price < math.inf]
+    if wrong:
+        raise ConfigError(f"{path}: the price of {wrong[0]} is below 0.")
+    return prices
+
+
+def price(prices: Prices, gpu: str) -> float | None:
+    """Dollars an hour for one, by any name of that GPU; None when the list has none. Raises HardwareError."""
+    found = hardware.find(gpu)
+    names = {gpu.lower(), found.name.lower(), *found.aliases}
+    names |= {key for key, known in hardware.known().items() if known is found}
+    return next((each for name, each in prices.usd_per_gpu_hour.items() if name.lower() in names), None)
+
+
+def trial(emulated: Emulated, load: Load, limits: Limits, rate: float, settled_s: float) -> Trial:
+    """One server at `rate` requests/s. It ends early when more have missed a limit than may. Those that come before
+    `settled_s` are served and not judged: the server is not yet as full as it will be."""
+    first_s: dict[int, float] = {}
+    sent_s: list[float] = []
+    values: dict[str, list[float]] = {name: [] for name in METRICS}
+    misses = dict.fromkeys(limits.seconds, 0)
+    may_miss = 1 - limits.percentile / 100
+    output = load.output_tokens
+    judged = ended = most = 0
+    lives_s = 0.0
+
+    def miss(name: str) -> None:
+        misses[name] += 1
+        if misses[name] > may_miss * max(judged, load.requests) + 1e-9:
+            raise _Missed(name)
+
+    def end(index: int, at_s: float) -> None:
+        nonlocal ended, lives_s
+        sent, first = sent_s[index], first_s.pop(index)
+        ended += 1
+        lives_s += at_s - sent
+        if sent < settled_s:
+            return
+        took = (first - sent, (at_s - first) / (output - 1) if output > 1 else 0.0, at_s - sent)
+        for name, value in zip(METRICS, took, strict=True):
+            values[name].append(value)
+            if value > limits.seconds.get(name, math.inf):
+                miss(name)
+
+    def deliver(emits: list[Sequence], at_s: float, gap_s: float) -> None:
+        for sequence in emits:
+            if sequence.emitted == 1:
+                first_s[sequence.index] = at_s
+            if sequence.emitted == output:
+                end(sequence.index, at_s)
+            at_s += gap_s
+
+    engine = emulated.engine(deliver)
+    missed = None
+    try:
+        for index, unit in enumerate(load.arrivals):
+            at_s = unit / rate
+            if judged >= load.requests and ended and at_s >= LIVES * lives_s / ended:
+                break
+            sent_s.append(at_s)
+            judged += at_s >= settled_s
+            try:
+                engine.submit(Sequence(index, load.input_tokens, output), at_s)
+            except Rejected:
+                ended += 1
+                for name in limits.seconds:
+                    miss(name)
+            most = max(most, index + 1 - ended)
+        engine.advance(math.inf)
+    except _Missed as reason:
+        missed = str(reason)
+    return Trial(
+        missed=missed,
+        percentiles={
+            name: float(np.percentile(each, limits.percentile, method="inverted_cdf")) if each else math.nan
+            for name, each in values.items()
+        },
+        in_flight=most,
+    )
+
+
+class Server:
+    """One server's limits. Raises _NotMet where a single request alone is too much for it."""
+
+    def __init__(self, emulated: Emulated, load: Load, limits: Limits) -> None:
+        self._emulated = emulated
+        self._load = load
+        self._limits = limits
+        shape = (0.0, load.input_tokens, load.output_tokens)
+        alone = simulate(emulated, [shape])[0]
+        if alone.status != 200:
+            raise _NotMet(f"refuses a request of this length (KV cache of {emulated.kv_tokens} tokens)")
+        first_s, last_s = alone.times_s[0], alone.times_s[-1]
+        self._alone_s = last_s
+        took = (first_s, (last_s - first_s) / max(load.output_tokens - 1, 1), last_s)
+        for name, value in zip(METRICS, took, strict=True):
+            if value > limits.seconds.get(name, math.inf):
+                raise _NotMet(f"{name} is {1e3 * value:.3g} ms for a request that is alone")
+        burst = min(BURST, emulated.setup.max_running, max(1, emulated.kv_tokens // sum(shape[1:])))
+        ends_s = max(outcome.times_s[-1] for outcome in simulate(emulated, [shape] * burst))
+        self.capacity = burst / ends_s  # requests/s
+
+    def at(self, rate: float) -> Trial:
+        return trial(self._emulated, self._load, self._limits, rate, 2 * self._alone_s)
+
+    def highest(self) -> tuple[float, str]:
+        """The highest rate, requests/s, within the limits, and what is in the way of a higher one. Raises _NotMet."""
+        low = high = STABLE_RATIO * self.capacity
+        bound = "throughput"
+        while (missed := self.at(low).missed) is not None:
+            high, bound = low, missed
+            if low * self._alone_s < LONELY:
+                raise _NotMet(f"{bound} is missed even at {low:.2g} requests/s, where most requests are alone")
+            low /= 2
+        while high / low > TOLERANCE:
+            middle = math.sqrt(low * high)
+            missed = self.at(middle).missed
+            if missed is None:
+                low = middle
+            else:
+                high, bound = middle, missed
+        return low, bound
+
+
+def judge(
+    candidate: Candidate, emulation: Callable[[Candidate], Emulated], load: Load, limits: Limits, prices: Prices,
+    max_gpus: int,
+) -> Row | Unmet:  # fmt: skip
+    """What one kind of server needs for the whole load. `emulation` raises EmulationError or HardwareError for what
+    cannot be."""
+    try:
+        emulated = emulation(candidate)
+        server = Server(emulated, load, limits)
+        highest, bound = server.highest()
+        servers = math.ceil(load.rate / highest)
+        if servers * candidate.tp > max_gpus:
+            raise _NotMet(
+                f"needs {servers} servers of {highest:.3g} requests/s, {servers * candidate.tp} GPUs; --max-gpus is "
+                f"{max_gpus}"
+            )
+        share = server.at(load.rate / servers)
+        if share.missed is not None:  # a lower rate than the highest: rare, where a percentile hangs on few requests
+            raise _NotMet(f"{share.missed} is missed at {load.rate / servers:.3g} requests/s, though not at more")
+    except (EmulationError, HardwareError, _NotMet) as reason:
+        return Unmet(candidate=candidate, reason=str(reason))
+    each = price(prices, candidate.gpu)
+    return Row(
+        candidate=candidate,
+        emulated=emulated,
+        servers=servers,
+        usd_per_hour=None if each is None else each * servers * candidate.tp,
+        server_rate=highest,
+        bound=bound,
+        trial=share,
+    )
+
+
+def ranked(judged: Iterable[Row | Unmet]) -> tuple[list[Row], list[Unmet]]:
+    """Those that do, cheapest first (then the fewest GPUs; without a price last), and those that do not."""
+    rows: list[Row] = []
+    unmet: list[Unmet] = []
+    for each in judged:
+        if isinstance(each, Row):
+            rows.append(each)
+        else:
+            unmet.append(each)
+    rows.sort(key=lambda row: (math.inf if row.usd_per_hour is None else row.usd_per_hour, row.gpus))
+    return rows, unmet
+
+
+def _table(rows: list[Row], limits: Limits) -> list[str]:
+    percent = f"p{limits.percentile:g}"
+    heads = (
+        "$/hour", "GPUs", "servers of", "joined by", "max-running", "req/s each", "bound", f"{percent} ttft", "tpot",
+        "e2el ms", "in flight",
+    )  # fmt: skip
+    cells = [heads]
+    for row in rows:
+        facts = row.emulated.facts
+        shown = (text.number(1e3 * row.trial.percentiles[name]) for name in METRICS)
+        ttft, tpot, e2el = shown
+        cells.append((
+            "no price" if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}",
+            str(row.gpus),
+            f"{row.servers} x {_name(row.candidate)}",
+            "-" if row.candidate.tp == 1 else str(facts["topology"]),
+            str(row.candidate.max_running),
+            text.number(row.server_rate),
+            row.bound,
+            ttft,
+            tpot,
+            e2el,
+            str(row.trial.in_flight),
+        ))  # fmt: skip
+    widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
+    left = (2, 3, 6)  # words
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def _name(candidate: Candidate) -> str:
+    return f"{candidate.gpu} tp {candidate.tp}"
+
+
+def _predict(row: Row, load: Load, limits: Limits, more: list[str]) -> str:
+    """The command that looks at one server's share of the load more closely."""
+    setup = row.emulated.setup
+    goodput = " ".join(f"{name}:{1e3 * limit:g}" for name, limit in limits.seconds.items())
+    words = [
+        f"loadgen predict --backend {setup.scheduler.partition('@')[0]} --model {setup.model.name}",
+        f"--gpu {row.candidate.gpu} --gpus {row.candidate.tp} --tp {row.candidate.tp}",
+        f"--arrival poisson:{load.rate / row.servers:.4f}",
+        f"--input-tokens {load.input_tokens} --output-tokens {load.output_tokens} --goodput {goodput}",
+        *more,
+    ]
+    return " ".join(words)
+
+
+def _reliability(emulated: Emulated, gpus: Iterable[str]) -> list[str]:
+    """How far these numbers may be off: of the server's software and of each GPU."""
+    profile = emulated.profile
+    lines = [text.printable(line) for line in text.held_out_lines(emulated.facts["held_out"])]
+    lines.append(f"Software times: {emulated.facts['profile']}, fitted on {profile.gpu or 'no GPU'}, assumed elsewhere.")
+    for gpu in dict.fromkeys(gpus):
+        found = hardware.find(gpu)
+        lines.append(text.printable(f"{gpu}: operators off by: {found.error}."))
+    return lines
+
+
+def render(
+    rows: list[Row], unmet: list[Unmet], load: Load, limits: Limits, prices: Prices, more: list[str] | None = None
+) -> str:
+    """For people: the table, what will not do, and how far to trust it."""
+    wanted = ", ".join(f"{name} <= {1e3 * limit:g} ms" for name, limit in limits.seconds.items())
+    lines = [
+        "PREDICTIONS: emulated, computed by a model of the hardware; nothing was measured.",
+        f"{load.rate:g} requests/s (Poisson, {load.input_tokens} tokens in, {load.output_tokens} out); "
+        f"{limits.percentile:g} % of the requests within {wanted}.",
+        "",
+    ]
+    if rows:
+        lines += _table(rows, limits)
+        first = rows[0]
+        lines += [
+            "",
+            "req/s each: the highest rate at which one server keeps the limits, and what is in the way of more; the "
+            "latencies are predicted at its share of the load.",
+            f"Look closer at the first: {_predict(first, load, limits, more or [])}",
+        ]
+        if any(row.emulated.facts["topology"] == "pcie" for row in rows):
+            lines.append(
+                "pcie: the cards reach each other directly (P2P), which drivers of GeForce cards do not allow; --p2p "
+                "off sends everything through host memory."
+            )
+    else:
+        lines.append("Nothing that was looked at would do.")
+    if unmet:
+        lines += ["", "Would not do:"]
+        width = max(len(_name(each.candidate)) for each in unmet)
+        for each in unmet:
+            with_limit = f" (max-running {each.candidate.max_running})" if len(_runnings(rows, unmet)) > 1 else ""
+            lines.append(text.printable(f"  {_name(each.candidate):{width}s}  {each.reason.rstrip('.')}{with_limit}."))
+    if rows:
+        lines += ["", *_reliability(rows[0].emulated, (row.candidate.gpu for row in rows))]
+        lines.append(text.printable(f"Prices: {prices.source} ({prices.date}). Edit them: --prices FILE."))
+    return "\n".join(lines)
+
+
+def _runnings(rows: list[Row], unmet: list[Unmet]) -> set[int]:
+    return {each.candidate.max_running for each in (*rows, *unmet)}
+
+
+def command(
+    *,
+    slo: Annotated[str, Parameter(help="Limits in ms: ttft_ms=500,tpot_ms=50 and e2el_ms; at least one.")],
+    rate: Annotated[float, Parameter(help="Requests per second over all servers (Poisson).")],
+    model: Annotated[str, Parameter(help="Model: 7b, 13b, 70b, ..., or a Hugging Face id that is known.")] = "7b",
+    backend: Annotated[str, Parameter(help="Kind of server: vllm, tgi or lightllm.")] = "vllm",
+    input_tokens: Annotated[int, Parameter(help="Length of every prompt.")] = 512,
+    output_tokens: Annotated[int, Parameter(help="Length of every reply.")] = 128,
+    percentile: Annotated[float, Parameter(help="How many percent of the requests keep each limit.")] = 99.0,
+    gpu: Annotated[
+        tuple[str, ...],
+        Parameter(help="GPUs to look at, by name or JSON file (default: all that are known).", consume_multiple=True),
+    ] = (),
+    max_gpus: Annotated[int, Parameter(help="Most GPUs in all.")] = 64,
+    max_running: Annotated[
+        tuple[int, ...],
+        Parameter(help="Most requests in a batch; several: each is tried.", consume_multiple=True),
+    ] = (1024,),
+    dtype: Annotated[
+        Literal["float16", "bfloat16", "float32"], Parameter(help="Number format of weights and KV cache.")
+    ] = "float16",
+    memory_ratio: Annotated[float, Parameter(help="Part of each GPU's memory that a server may use.")] = 0.9,
+    p2p: Annotated[
+        Literal["auto", "off"], Parameter(help="off: GPUs reach each other through host memory only.")
+    ] = "auto",
+    scheduler: Annotated[str | None, Parameter(help="Which version of the server, such as vllm@v1.")] = None,
+    profile: Annotated[Path | None, Parameter(help="Profile from `loadgen calibrate` (default: the built-in).")] = None,
+    prices: Annotated[Path | None, Parameter(help="Your prices, in the form of servers/data/prices.json.")] = None,
+    requests: Annotated[int, Parameter(help="Least requests of each virtual run.")] = 400,
+) -> int:
+    """List which GPUs would serve a load within limits, cheapest first. Predictions: nothing is measured.
+
+    For each GPU and tensor parallel size (1, 2, 4, 8): the highest rate that one server keeps up with, how many servers
+    the load needs, and dollars an hour. What will not do is listed too, with the reason.
+    """
+    limits = parse_slo(slo, percentile)
+    for name, value in (
+        ("--input-tokens", input_tokens), ("--output-tokens", output_tokens), ("--requests", requests),
+        ("--max-gpus", max_gpus), *(("--max-running", each) for each in max_running),
+    ):  # fmt: skip
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1.")
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"--rate is {rate:g}; it must be above 0.")
+    if not 0 < memory_ratio <= 1:
+        raise ConfigError(f"--memory-ratio is {memory_ratio:g}; it must be above 0 and at most 1.")
+    if "tpot" in limits.seconds and output_tokens == 1:
+        raise ConfigError("--slo limits tpot_ms and replies of one token have none; leave it out.")
+    load = Load(rate=rate, input_tokens=input_tokens, output_tokens=output_tokens, requests=requests)
+    listed = read_prices(prices)
+    spec = models.find(model).spec
+    base = Hardware(
+        p2p=p2p != "off", scheduler=scheduler, dtype=dtype, max_requests=embedded.UNREFUSED, memory_ratio=memory_ratio,
+        profile=profile,
+    )  # fmt: skip
+    length = max(4096, input_tokens + output_tokens)
+
+    def emulation(candidate: Candidate) -> Emulated:
+        chosen = dataclasses.replace(
+            base, gpu=candidate.gpu, gpus=candidate.tp, tp=candidate.tp, max_running=candidate.max_running
+        )
+        return emulate(chosen.setup(backend, model if spec is None else spec.name, length))
+
+    kinds = gpu or tuple(hardware.known())
+    try:  # what is wrong with every candidate is the user's mistake and no reason against one
+        for kind in kinds:
+            hardware.find(kind)
+        asked = dataclasses.replace(base, gpu=kinds[0]).setup(backend, model if spec is None else spec.name, length)
+        if profile is not None:
+            read_profile(profile, asked.scheduler)
+    except (EmulationError, HardwareError) as error:
+        raise ConfigError(str(error)) from None
+    sizes = [1 << power for power in range(LARGEST_TP.bit_length()) if 1 << power <= min(LARGEST_TP, max_gpus)]
+    judged = []
+    for kind in dict.fromkeys(kinds):
+        for tp in sizes:
+            for running in dict.fromkeys(max_running):
+                candidate = Candidate(gpu=kind, tp=tp, max_running=running)
+                judged.append(judge(candidate, emulation, load, limits, listed, max_gpus))
+        cli.say(f"{kind}: {len(sizes)} sizes looked at")
+    rows, unmet = ranked(judged)
+    print(render(rows, unmet, load, limits, listed))
+    return cli.EXIT_OK
