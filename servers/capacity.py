@@ -379,8 +379,9 @@ def _commands(row: Row, load: Load, limits: Limits) -> Iterator[str]:
 def _reliability(profile: Profile, gpus: Iterable[str]) -> Iterator[str]:
     """How far these numbers may be off: a server's software and the operators of each GPU."""
     yield from text.held_out_lines(msgspec.to_builtins(profile.held_out))
-    source, where = profile.source or f"{profile.scheduler}, as calibrated", profile.gpu or "no GPU"
-    yield f"Software: {source}; fitted on {where}, assumed elsewhere."
+    yield "A high percentile near its limit is harder to predict than those: measure one such server before buying many."
+    where = f"; on {profile.gpu}, assumed elsewhere" if profile.gpu else ""
+    yield f"Software: {profile.source or profile.scheduler + ', as calibrated'}{where}."
     for gpu in gpus:
         yield f"Operators of {gpu}, how far off: {hardware.find(gpu).error}."
 
