@@ -26,7 +26,7 @@ from servers import hardware
 from servers.batching import Rejected, Sequence
 from servers.emulation import Emulated, EmulationError, Hardware, Profile, emulate, profiles, read_profile
 from servers.hardware import HardwareError
-from servers.virtual import simulate
+from servers.virtual import bounds, simulate
 
 METRICS = ("ttft", "tpot", "e2el")
 LARGEST_TP = 8  # a host of eight GPUs
@@ -35,6 +35,7 @@ STABLE_RATIO = 0.95  # of that rate; beyond it, queues grow for longer than a sh
 LIVES = 8  # a run lasts at least so many times as long as a request
 STRETCH = 10  # and at most so many times the requests that were asked for
 TOLERANCE = 1.1  # the highest rate is found within this factor
+MOST_RATE = 1e9
 LONELY = 0.1  # requests under way on average: below this a server is not crowded, and a lower rate will not help it
 
 
@@ -116,7 +117,7 @@ class Unmet:
 
 
 class _Missed(Exception):
-    pass
+    """The limit that more requests have missed than may."""
 
 
 class _NotMet(Exception):
@@ -253,8 +254,8 @@ class Server:
             if value > limits.seconds.get(name, math.inf):
                 raise _NotMet(f"{name} is {1e3 * value:.3g} ms for a request that is alone")
         burst = min(BURST, emulated.setup.max_running, max(1, emulated.kv_tokens // sum(shape[1:])))
-        ends_s = max(outcome.times_s[-1] for outcome in simulate(emulated, [shape] * burst))
-        self.capacity = burst / ends_s  # requests/s
+        served = list(bounds(simulate(emulated, [shape] * burst)))
+        self.capacity = len(served) / max(last_s for _, _, last_s in served)  # requests/s
 
     def at(self, rate: float) -> Trial:
         return trial(self._emulated, self._load, self._limits, rate, 2 * self._alone_s)
@@ -379,7 +380,7 @@ def _commands(row: Row, load: Load, limits: Limits) -> Iterator[str]:
 def _reliability(profile: Profile, gpus: Iterable[str]) -> Iterator[str]:
     """How far these numbers may be off: a server's software and the operators of each GPU."""
     yield from text.held_out_lines(msgspec.to_builtins(profile.held_out))
-    yield "A high percentile near its limit is harder to predict than those: measure one such server before buying many."
+    yield "A high percentile near its limit is harder to predict than that: measure one server before renting many."
     where = f"; on {profile.gpu}, assumed elsewhere" if profile.gpu else ""
     yield f"Software: {profile.source or profile.scheduler + ', as calibrated'}{where}."
     for gpu in gpus:
@@ -433,12 +434,17 @@ def command(
     percentile: Annotated[float, Parameter(help="How many percent of the requests keep each limit.")] = 99.0,
     gpu: Annotated[
         tuple[str, ...],
-        Parameter(help="GPUs to look at, by name or JSON file (default: all that are known).", consume_multiple=True),
+        Parameter(
+            help="GPUs to look at, by name or JSON file (default: all that are known).",
+            consume_multiple=True,
+            negative=(),
+            show_default=False,
+        ),
     ] = (),
     max_gpus: Annotated[int, Parameter(help="Most GPUs in all.")] = 64,
     max_running: Annotated[
         tuple[int, ...],
-        Parameter(help="Most requests in a batch; several: each is tried.", consume_multiple=True),
+        Parameter(help="Most requests in a batch; several: each is tried.", consume_multiple=True, negative=()),
     ] = (1024,),
     dtype: Annotated[
         Literal["float16", "bfloat16", "float32"], Parameter(help="Number format of weights and KV cache.")
@@ -464,8 +470,8 @@ def command(
     ):  # fmt: skip
         if value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1.")
-    if not 0 < rate < math.inf:
-        raise ConfigError(f"--rate is {rate:g}; it must be above 0.")
+    if not 0 < rate <= MOST_RATE:
+        raise ConfigError(f"--rate is {rate:g}; it must be above 0 and at most {MOST_RATE:g}.")
     if not 0 < memory_ratio <= 1:
         raise ConfigError(f"--memory-ratio is {memory_ratio:g}; it must be above 0 and at most 1.")
     if "tpot" in limits.seconds and output_tokens == 1:
@@ -473,6 +479,11 @@ def command(
     load = Load(rate=rate, input_tokens=input_tokens, output_tokens=output_tokens, requests=requests)
     listed = read_prices(prices)
     spec = models.find(model).spec
+    if spec is not None and input_tokens + output_tokens > spec.max_position:
+        raise ConfigError(
+            f"{spec.name} takes {spec.max_position} tokens in all; --input-tokens and --output-tokens make "
+            f"{input_tokens + output_tokens}."
+        )
     base = Hardware(
         p2p=p2p != "off", scheduler=scheduler, dtype=dtype, max_requests=embedded.UNREFUSED, memory_ratio=memory_ratio,
         profile=profile,
