@@ -13,8 +13,9 @@ import pytest
 from loadgen import cli
 from loadgen.config import ConfigError
 from servers import capacity, hardware
-from servers.capacity import Candidate, Limits, Load, Prices, Row, Server, Unmet, judge, parse_slo, ranked
+from servers.capacity import Candidate, Prices, Row, Unmet, judge, parse_slo, ranked
 from servers.emulation import Emulated, Hardware, emulate
+from servers.sizing import Limits, Load, Server, trial
 from servers.virtual import bounds, simulate
 
 LIMITS = parse_slo("ttft_ms=500,tpot_ms=50")
@@ -72,7 +73,7 @@ def test_a_trial_agrees_with_the_virtual_run_of_the_same_load() -> None:
     emulated = emulation(Candidate(gpu="h100", tp=1))
     asked = load(requests=200)
     rate = 4.0
-    seen = capacity.trial(emulated, asked, parse_slo("ttft_ms=1e6", 90.0), rate, 0.0)
+    seen = trial(emulated, asked, parse_slo("ttft_ms=1e6", 90.0), rate, 0.0)
     arrivals = [(at / rate, asked.input_tokens, asked.output_tokens) for at in asked.arrivals[:200]]
     ttft = sorted(first - sent for sent, first, _ in bounds(simulate(emulated, arrivals)))
     assert seen.missed is None
