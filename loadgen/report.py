@@ -24,6 +24,7 @@ from loadgen.text import Report, markdown, name_of, printable
 SCHEMA = "loadgen.report/1"
 MAX_ERRORS = 5  # distinct messages that a report lists
 MAX_ERROR_CHARACTERS = 300
+MEASURED, PREDICTED = "measured, ", "predicted, "  # what the label of a curve begins with
 
 
 class ReportError(ValueError):
@@ -225,13 +226,22 @@ def overlay(directories: Sequence[Path], out_path: Path, convention: str = "load
     for directory in directories:
         report, table = from_directory(directory, convention=convention)
         reports.append(report)
-        curves.append(_curves(report, table, f"{directory.name}: {name_of(report)}"))
+        curves.append(_curves(report, table, f"{_origin(report)}{directory.name}: {name_of(report)}"))
         del table
     try:
-        figures.draw(curves, "Latency by run", [out_path])
+        origins = {_origin(report) for report in reports}
+        title = "Predicted and measured latency" if origins >= {PREDICTED, MEASURED} else "Latency by run"
+        figures.draw(curves, title, [out_path])
     except OSError as error:
         raise ReportError(f"cannot write {out_path}: {error.strerror or error}.") from None
     return reports
+
+
+def _origin(report: Report) -> str:
+    """What a curve's label begins with. The embedded server on its fixed timetable predicts nothing."""
+    if not report["emulated"]:
+        return MEASURED
+    return PREDICTED if report["emulation"] is not None else ""
 
 
 def _curves(report: Report, table: Table, label: str | None = None) -> Any:

@@ -118,7 +118,11 @@ def _emulation_lines(report: Report) -> Iterator[str]:
         f"({'one GPU' if emulation['gpus'] == 1 else 'joined by ' + emulation['topology']}), {emulation['dtype']}, KV "
         f"cache of {number(emulation['kv_cache_tokens'])} tokens; profile {emulation['profile']}."
     )
-    held_out = emulation["held_out"]
+    yield from held_out_lines(emulation["held_out"])
+
+
+def held_out_lines(held_out: list[dict[str, Any]]) -> Iterator[str]:
+    """How far off a profile was on runs that it was not fitted to: the errors that `emulation` holds as `held_out`."""
     if not held_out:
         yield "Held out: no real run was kept aside for this profile, so nobody knows how far off these numbers are."
     for name, what in HELD_OUT.items():

@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -23,13 +23,23 @@ from servers.virtual import Outcome, simulate
 URL = "virtual time"  # in the place of an address
 
 
-def predict(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
+def predict(
+    config: Annotated[Config | None, Parameter(name="*")] = None, *, preset: Literal["paper"] | None = None
+) -> int:
     """Predict what `run` would measure on GPUs that you need not have: the same load, computed in virtual time.
 
     Takes the options of `run`; --gpu says which GPU. Writes a run directory like that of a run, marked as emulated, and
     prints beside the numbers how far off the model was on real runs that it was not fitted to.
+
+    Parameters
+    ----------
+    preset
+        paper: Section VI of arXiv 2311.03687, its figures and what it states beside what is predicted. It takes --out
+        and --seed, and nothing else.
     """
     config = config or Config()
+    if preset is not None:
+        return _paper(config)
     if config.gpu is None:
         raise ConfigError("name the GPU to predict for, such as --gpu h200 (and --gpus 4).")
     began = time.perf_counter()
@@ -45,6 +55,22 @@ def predict(config: Annotated[Config | None, Parameter(name="*")] = None) -> int
     cli.say(f"{len(load)} requests in {time.perf_counter() - began:.2f} s of computing")
     write(directory, run_id, config, emulated, outcomes)
     return cli.report_one(directory, "loadgen")
+
+
+def _paper(config: Config) -> int:
+    from servers import paper  # with matplotlib
+
+    if config != Config(out=config.out, seed=config.seed):
+        raise ConfigError("--preset paper decides on load, servers and GPUs; only --out and --seed go with it.")
+    directory = config.out or Path("runs") / runs.new_run_id()
+    runs.create(directory)
+    began = time.perf_counter()
+    found = paper.write(directory, config.seed)
+    cli.say(paper.markdown(found))
+    cli.say(f"{len(found['runs'])} runs in {time.perf_counter() - began:.0f} s of computing")
+    cli.say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
+    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    return cli.EXIT_OK
 
 
 def hardware(config: Config) -> Hardware:

@@ -395,6 +395,25 @@ def test_runs_are_drawn_over_each_other_with_their_names(tmp_path: Path) -> None
     assert (tmp_path / "many.png").stat().st_size > 10_000
 
 
+def test_predicted_and_measured_runs_are_told_apart_over_each_other(tmp_path: Path) -> None:
+    modelled = {
+        "scheduler": "vllm@v1", "gpu": "NVIDIA H200", "gpus": 1, "topology": "none", "dtype": "float16",
+        "kv_cache_tokens": 1000, "profile": "built in", "held_out": [],
+    }  # fmt: skip
+    write_run(tmp_path / "model", HAND, manifest(emulated=True, emulation=modelled, url="virtual time"), facts())
+    write_run(tmp_path / "real", HAND, manifest(), facts())
+    write_run(tmp_path / "timetable", HAND, manifest(emulated=True), facts())
+    out = tmp_path / "overlay.svg"
+    report.overlay([tmp_path / "model", tmp_path / "real", tmp_path / "timetable"], out)
+    text = out.read_text()
+    assert "predicted, model: vllm llama-2-7b (emulated)" in text
+    assert "measured, real: vllm llama-2-7b" in text and "measured, real: vllm llama-2-7b (emulated)" not in text
+    assert "PARTLY EMULATED" in text and "Predicted and measured latency" in text
+    assert "timetable: vllm llama-2-7b (emulated)" in text and ", timetable: " not in text
+    report.overlay([tmp_path / "real"] * 2, tmp_path / "real.svg")
+    assert "redicted" not in (tmp_path / "real.svg").read_text()
+
+
 def test_matplotlib_waits_until_a_figure_is_drawn() -> None:
     code = "import sys, loadgen.report, loadgen.compare; print('matplotlib' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -46,8 +46,8 @@ def test_ready_line_requests_stamps_and_sigterm(tmp_path: Path) -> None:
     process, ready = start(
         "--dialect", "tgi", "--stamps", str(tmp_path / "s.npz"), "--model", "llama", "--ttft-ms", "5"
     )
-    assert set(ready) == {"url", "dialect", "emulated"}
-    assert (ready["dialect"], ready["emulated"]) == ("tgi", True)
+    assert set(ready) == {"url", "dialect", "emulated", "emulation"}
+    assert (ready["dialect"], ready["emulated"], ready["emulation"]) == ("tgi", True, None)
     connection = connection_to(ready["url"])
     assert ask_on(connection, "GET", "/info").json["model_id"] == "llama"
     asked = {"inputs": "a", "parameters": {"max_new_tokens": 4}}
