@@ -174,7 +174,8 @@ async def run(config: Config, directory: Path, run_id: str, progress: Progress, 
 
 async def _measure(
     config: Config, backend: Backend, target: Target, hosted: Hosted | None,
-    emulation: dict[str, Any] | None, watch: Sampling | None, directory: Path, run_id: str, progress: Progress, say: Callable[[str], None],
+    emulation: dict[str, Any] | None, watch: Sampling | None, directory: Path, run_id: str, progress: Progress,
+    say: Callable[[str], None],
 ) -> runs.Manifest:  # fmt: skip
     """Looks at the server, sends the load, and leaves the records; the manifest as it was written."""
     info, emulated = await asyncio.to_thread(identify, backend, target)

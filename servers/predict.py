@@ -128,6 +128,9 @@ def _length(config: Config, load: list[tuple[float, int, int]]) -> int:
     longest = max((prompt + output for _, prompt, output in load), default=0)
     if config.max_model_len is not None and longest > config.max_model_len:
         raise ConfigError(f"--max-model-len is {config.max_model_len} and the longest request has {longest} tokens.")
+    limit = models.find(config.model or "7b").max_position
+    if limit is not None and longest > limit:
+        raise ConfigError(f"the longest request has {longest} tokens and {_model(config)} ends at {limit}; lower it.")
     return config.max_model_len or max(4096, longest)
 
 
