@@ -58,7 +58,7 @@ def test_the_wall_clock_and_virtual_time_agree(scheduler: str, load: list[tuple[
         assert due is not None
         reply = timing.pop(due)
         if reply is not None:
-            reply.at_ns.append(due)
+            reply.at_ns.append(timing.popped_due_ns)
     for reply, outcome in zip(replies, truth, strict=True):
         modelled = (np.array(reply.at_ns) - replies[0].received_ns) / 1e9 * speed
         assert modelled == pytest.approx(np.array(outcome.times_s), abs=2e-6 * speed + 1e-6)
