@@ -15,7 +15,6 @@ from servers.batching import Scheduler, Sequence
 from servers.emulation import Emulated
 from servers.timing import INDEX, INDEX_BITS
 
-
 # A wake-up of this process and of the client for each of many tokens, some 20 us apart, costs more than the tokens
 # themselves: where many are under way they go out in groups, none later by more than this.
 GRAIN_NS = 500_000
