@@ -55,6 +55,7 @@ _SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")
 def _summary_lines(report: Report) -> list[str]:
     """Requests, throughput, burst, goodput, client, server and GPUs in a line each. Numbers and our own words only."""
     requests, throughput = report["requests"], report["throughput"]
+    held_out = (report["emulation"] or {}).get("held_out")
     outcomes = ", ".join(f"{count} {name}" for name, count in requests["by_outcome"].items() if name != "ok")
     lines = [
         f"Requests: {number(requests['ok'])} ok, {number(requests['failed'])} failed"
@@ -63,7 +64,8 @@ def _summary_lines(report: Report) -> list[str]:
         + f"; {number(report['duration_s'])} s from the first sent to the last ended.",
         f"Throughput: {number(throughput['requests_per_s'])} requests/s, "
         f"{number(throughput['output_tokens_per_s'])} output tokens/s, "
-        f"{number(throughput['total_tokens_per_s'])} total tokens/s.",
+        f"{number(throughput['total_tokens_per_s'])} total tokens/s"
+        + (f" (held out: off by {_off(held_out, 'throughput')})." if held_out else "."),
     ]
     goodput, burst, client, ceiling = (report[key] for key in ("goodput", "burst", "client", "ceiling"))
     if goodput is not None:
@@ -125,20 +127,29 @@ def held_out_lines(held_out: list[dict[str, Any]]) -> Iterator[str]:
     """How far off a profile was on runs that it was not fitted to: the errors that `emulation` holds as `held_out`."""
     if not held_out:
         yield "Held out: no real run was kept aside for this profile, so nobody knows how far off these numbers are."
-    for name, what in HELD_OUT.items():
-        off = sorted(abs(run[name]) for run in held_out)
-        if off:
-            yield (
-                f"Held out: {what} was off by {100 * off[len(off) // 2]:.1f} % (median) and {100 * off[-1]:.1f} % at "
-                f"worst, on {len(off)} real runs that the model was not fitted to."
-            )
+        return
+    said = ", ".join(f"{what} {_off(held_out, name)}" for name, what in HELD_OUT.items())
+    yield f"Held out: off by, median and at worst of {len(held_out)} real runs that it was not fitted to: {said}."
 
 
-HELD_OUT = {
-    "throughput": "throughput",
-    "e2el_w1": "the distribution of e2el (Wasserstein-1 over the mean)",
-    "ttft_w1": "the distribution of ttft (Wasserstein-1 over the mean)",
-}
+# errors of a profile: throughput as a ratio, latencies as the distance of distributions (Wasserstein-1 over the mean)
+HELD_OUT = {"throughput": "throughput", "ttft_w1": "ttft", "tpot_w1": "tpot", "e2el_w1": "e2el"}
+
+
+def _off(held_out: list[dict[str, Any]], name: str) -> str:
+    off = sorted(100 * abs(run[name]) for run in held_out)
+    return f"{off[len(off) // 2]:.1f}, {off[-1]:.1f} %"
+
+
+def _off_by_metric(report: Report) -> dict[str, str]:
+    """For each latency of a prediction, how far off its distribution was on real runs; empty for what was measured."""
+    held_out = (report["emulation"] or {}).get("held_out")
+    if not held_out:
+        return {}
+    return {
+        name: _off(held_out, f"{base}_w1") if (base := name.partition("_")[0]) in ("ttft", "tpot", "e2el") else "-"
+        for name in report["metrics"]
+    }
 
 
 def _server_lines(report: Report) -> Iterator[str]:
@@ -186,10 +197,13 @@ def render(report: Report) -> str:
     lines = [_warning(report), ""] if report["emulated"] else []
     lines += [printable(f"{name_of(report)}, {report['arrival']}, run {report['run_id']}"), *_summary_lines(report)]
     lines += [*map(printable, _launch_lines(report)), ""]
-    lines.append(f"{'latency, ms':<22}" + "".join(f"{name:>9}" for name in _SHOWN))
+    off = _off_by_metric(report)
+    lines.append(
+        f"{'latency, ms':<22}" + "".join(f"{name:>9}" for name in _SHOWN) + ("  held out, off by" if off else "")
+    )
     for name, statistics in report["metrics"].items():
         cells = "".join(f"{number(statistics[statistic]):>9}" for statistic in _SHOWN)
-        lines.append(f"{name.removesuffix('_ms'):<22}{cells}")
+        lines.append(f"{name.removesuffix('_ms'):<22}{cells}" + (f"  {off[name]}" if off else ""))
     if report["convention"] != "loadgen":
         lines += ["", f"By the definitions of {report['convention_differs']}"]
     lines += ["", f"Verdict: {_verdict_line(report)}"]
@@ -213,10 +227,12 @@ def markdown(report: Report) -> str:
     for line in _launch_lines(report):
         lines += [f"- {_markdown_text(line)}", "", f"      {printable(report['launch']['command'])}"]
     lines += ["", "![Latency CDF](cdf.svg)", ""]
-    lines.append("| latency, ms | " + " | ".join(_SHOWN) + " |")
-    lines.append("|---" * (len(_SHOWN) + 1) + "|")
+    off = _off_by_metric(report)
+    shown = [*_SHOWN, "held out, off by"] if off else _SHOWN
+    lines.append("| latency, ms | " + " | ".join(shown) + " |")
+    lines.append("|---" * (len(shown) + 1) + "|")
     for name, statistics in report["metrics"].items():
-        cells = " | ".join(number(statistics[statistic]) for statistic in _SHOWN)
+        cells = " | ".join([*(number(statistics[statistic]) for statistic in _SHOWN), *([off[name]] if off else [])])
         lines.append(f"| `{name.removesuffix('_ms')}` | {cells} |")
     lines += ["", f"Definitions: {_markdown_text(report['convention_differs'])}", ""]
     if report["verdict"]["findings"]:

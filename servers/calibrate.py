@@ -185,9 +185,12 @@ def leave_one_out(observed: Sequence[Observed], base: Profile | None) -> tuple[H
 
 def table(errors: Sequence[HeldOut]) -> str:
     """For people."""
-    lines = [f"{'run not fitted to':34s} {'makespan':>9s} {'e2el MAPE':>10s} {'e2el W1':>8s} {'ttft W1':>8s}"]
+    lines = [
+        f"{'run not fitted to':34s} {'makespan':>9s} {'e2el MAPE':>10s} {'e2el W1':>8s} {'ttft W1':>8s} {'tpot W1':>8s}"
+    ]
     lines += [
-        f"{one.run:34s} {one.makespan:+9.1%} {one.e2el_mape:10.1%} {one.e2el_w1:8.1%} {one.ttft_w1:8.1%}"
+        f"{one.run:34s} {one.makespan:+9.1%} {one.e2el_mape:10.1%} {one.e2el_w1:8.1%} {one.ttft_w1:8.1%} "
+        f"{one.tpot_w1:8.1%}"
         for one in errors
     ]
     return "\n".join(lines)

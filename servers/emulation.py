@@ -41,7 +41,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     """How far predictions were off on one real run that was not used for the fit. Ratios; signed for makespan and
-    throughput; w1: Wasserstein-1 distance over the mean, of e2el and of ttft."""
+    throughput; w1: Wasserstein-1 distance over the mean, of e2el, ttft and tpot."""
 
     run: str
     makespan: float
@@ -49,6 +49,7 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     e2el_mape: float
     e2el_w1: float
     ttft_w1: float
+    tpot_w1: float
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):

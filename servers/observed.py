@@ -99,11 +99,20 @@ class Predicted:
             e2el_mape=float(np.mean(np.abs(self.e2el_s / seen.e2el_s - 1))),
             e2el_w1=_w1(self.e2el_s, seen.e2el_s),
             ttft_w1=_w1(self.ttft_s, seen.ttft_s),
+            tpot_w1=_w1(_tpot_s(self, seen.output), _tpot_s(seen, seen.output)),
         )
 
 
+def _tpot_s(run: Observed | Predicted, output: npt.NDArray[np.int64]) -> Floats:
+    many = output > 1
+    tpot: Floats = (run.e2el_s - run.ttft_s)[many] / (output[many] - 1)
+    return tpot
+
+
 def _w1(a: Floats, b: Floats) -> float:
-    """Wasserstein-1 distance of two samples of one size, over the mean of the second."""
+    """Wasserstein-1 distance of two samples of one size, over the mean of the second; 0 for none."""
+    if not len(b):
+        return 0.0
     return float(np.mean(np.abs(np.sort(a) - np.sort(b))) / np.mean(b))
 
 
