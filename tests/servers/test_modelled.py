@@ -88,7 +88,7 @@ def test_the_wire_gives_the_times_of_virtual_time(backend: str, tmp_path: Path) 
     tries = []
     for number in range(4):
         run = tmp_path / str(number)
-        flags = f"--backend {backend} --model 7b --gpu h200 --requests 40 --arrival poisson:20 --output-tokens 60 --warmup 0"
+        flags = f"--backend {backend} --gpu h200 --requests 40 --arrival poisson:20 --output-tokens 60 --warmup 0"
         command = [sys.executable, "-c", "from loadgen.cli import main; main()", "run", *flags.split()]
         command += ["--no-calibrate", "--no-server-metrics", "--out", str(run)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
