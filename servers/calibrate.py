@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cyclopts import Parameter
 
 from loadgen.config import ConfigError
-from servers.emulation import EmulationError, HeldOut, Interval, Profile, read_profile
+from servers.emulation import EmulationError, HeldOut, Interval, Profile, emulate, read_profile
 from servers.fitting import fit
 from servers.hardware import HardwareError
 from servers.observed import ObservationError, Observed, read
@@ -32,7 +32,7 @@ START = {
     "step_us": 200.0, "row_us": 2.0, "prefill_token_us": 0.3, "request_us": 450.0, "token_us": 20.0,
     "latency_us": 1500.0,
 }  # fmt: skip
-REACH = 2.0  # as a factor from there: what else a run holds must not be explained by absurd times
+REACH = 3.0  # as a factor from there: what else a run holds must not be explained by absurd times
 FRONT = frozenset({"request_us", "token_us", "latency_us"})
 LINK = {"reduce_ratio": 1.0, "reduce_us": 5.0}
 
@@ -59,7 +59,7 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, say: Callable[
             "TP 1, or name its profile with --base."
         )
     profile = msgspec.structs.replace(
-        base or Profile(scheduler=schedulers.pop()),
+        base or with_values(Profile(scheduler=schedulers.pop()), START),
         gpu=cards.pop(),
         fitted_on=tuple(run.name for run in observed),
         held_out=(),
@@ -72,7 +72,10 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, say: Callable[
             start["attention_ratio"] = 1.5
         profile = _fit(single, profile, {name: max(start[name], START.get(name, 1.0) / 100) for name in names}, say)
     if joined:
-        profile = _fit(joined, profile, LINK, say)
+        ways = {str(emulate(run.setup).facts["topology"]) for run in joined}
+        if len(ways) > 1:
+            raise CalibrationError(f"the GPUs are joined by {' and '.join(sorted(ways))}; fit one at a time.")
+        profile = _fit(joined, msgspec.structs.replace(profile, reductions=ways.pop()), LINK, say)
     return profile
 
 
@@ -127,14 +130,24 @@ def _fit(
         return np.concatenate(parts)
 
     values, left = fit(residuals, list(start.values()), SCALE, REACH)
-    intervals = _intervals(observed, residuals, values, left)
-    kept = {}
-    for name, value, interval in zip(names, values.tolist(), intervals, strict=True):
-        hardly = ", hardly identified" if interval.high > SPAN_MAX * interval.low else ""
-        say(f"{name} = {value:.3g}, 95 % interval {interval.low:.3g} to {interval.high:.3g}{hardly}")
-        kept[name] = interval
+    intervals = dict(zip(names, _intervals(observed, residuals, values, left), strict=True))
+    vague = [name for name in names if intervals[name].high > SPAN_MAX * intervals[name].low]
+    if vague and len(vague) < len(names):
+        for name in vague:
+            low, high = intervals[name].low, intervals[name].high
+            say(f"not identified: {name} stays {start[name]:.3g} (95 % of draws: {low:.3g} to {high:.3g}).")
+        kept = with_values(profile, {name: start[name] for name in vague})
+        return _fit(observed, kept, {name: start[name] for name in names if name not in vague}, say)
+    for name, value in zip(names, values.tolist(), strict=True):
+        edge = max(value / start[name], start[name] / value) > 0.99 * REACH
+        say(
+            f"{name} = {value:.3g}, 95 % interval {intervals[name].low:.3g} to {intervals[name].high:.3g}"
+            + (f", at the limit of the search ({REACH:g} times from {start[name]:.3g})" if edge else "")
+        )
+    if vague:
+        raise CalibrationError(f"these runs do not tell {', '.join(vague)}; add runs of another kind of load.")
     fitted = with_values(profile, dict(zip(names, values.tolist(), strict=True)))
-    return msgspec.structs.replace(fitted, intervals={**profile.intervals, **kept})
+    return msgspec.structs.replace(fitted, intervals={**profile.intervals, **intervals})
 
 
 def _intervals(
@@ -163,6 +176,22 @@ def _intervals(
     low, high = np.quantile(logs, (0.025, 0.975), axis=0)
     pairs = zip(np.exp(np.clip(low, -30, 30)), np.exp(np.clip(high, -30, 30)), strict=True)
     return [Interval(low=float(a), high=float(b)) for a, b in pairs]
+
+
+def _check(runs: Sequence[Observed], aside: Sequence[Observed]) -> None:
+    """A run may be fitted to once, and not judge the fit to itself. Raises CalibrationError."""
+    seen: list[Observed] = []
+    for run in (*runs, *aside):
+        for other in seen:
+            if np.array_equal(run.end_s, other.end_s):
+                raise CalibrationError(f"{run.name} and {other.name} are the same records; give each once.")
+        seen.append(run)
+    strangers = [run for run in aside if run.setup.scheduler != runs[0].setup.scheduler]
+    if strangers:
+        raise CalibrationError(
+            f"{strangers[0].name} is of {strangers[0].setup.scheduler} and cannot judge a fit of "
+            f"{runs[0].setup.scheduler}."
+        )
 
 
 def judged(profile: Profile, observed: Sequence[Observed]) -> Profile:
@@ -232,6 +261,11 @@ def command(
             raise CalibrationError(f"{out} exists; name another --out, nothing was overwritten.")
         runs = [read(path, said) for path in observed]
         aside = [read(path, said) for path in held_out]
+        _check(runs, aside)
+        for run in (*runs, *aside):
+            if run.setup.kv_tokens is None:
+                tokens = emulate(run.setup).kv_tokens
+                print(f"{run.name} does not tell its KV cache: {tokens:,} tokens computed; name it with --kv-tokens.")
         known = None if base is None else read_profile(base, runs[0].setup.scheduler)
         profile = calibrate(runs, known, print)
         if aside:

@@ -63,7 +63,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     intervals: dict[str, Interval] = {}
     fitted_on: tuple[str, ...] = ()
     held_out: tuple[HeldOut, ...] = ()
+    reductions: str = ""  # over which topology its reductions were fitted; elsewhere they cost what was measured alone
     source: str = ""
+
+    def overheads_over(self, topology: str) -> Overheads:
+        if self.reductions in ("", topology):
+            return self.overheads
+        return msgspec.structs.replace(self.overheads, reduce_us=0.0, reduce_ratio=1.0)
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,7 +246,7 @@ def emulate(setup: Setup) -> Emulated:
         setup=setup,
         tp=tp,
         kv_tokens=kv_tokens,
-        cost=StepCost(setup.model, gpu, tp, link, setup.dtype, profile.overheads),
+        cost=StepCost(setup.model, gpu, tp, link, setup.dtype, profile.overheads_over(topology)),
         profile=profile,
         facts={
             "scheduler": setup.scheduler,

@@ -3,8 +3,9 @@
 The caller says how far time may go (`advance`), as a wall clock or as fast as it can be computed; the events are the
 same. Seconds since the start, as floats.
 
-Before and after the scheduler stands the front end, one process that takes requests in and hands tokens out, one thing
-at a time: in a burst its work is a part of ttft.
+Before and after the scheduler stands the front end, one process whose loop takes requests in and hands tokens out. What
+comes while it is busy with others holds those back too: it reads all that is there before it works on any of it, so a
+burst of 1000 reaches the scheduler as a whole, after a thousand times `request_us`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable
 import msgspec
 
 from servers.batching import Scheduler, Sequence, Step
+
+ROUND = 4096  # requests that one round of the front end's loop takes in at most
 
 
 class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,11 +51,8 @@ class Engine:
         self._latency_s = front.latency_us * 1e-6
         self._schedule_s = schedule_s
         self.now_s = 0.0
-        self._shared_s = (
-            0.0  # what each request being taken in has had of the front end, had it been there from the start
-        )
-        self._shared_at_s = 0.0
-        self._taking_in: deque[tuple[float, Sequence]] = deque()
+        self._taking_in: list[Sequence] = []
+        self._taken_in_s = math.inf  # when they are through
         self._front_s = 0.0  # until when the front end hands out tokens
         self._gpu_s = 0.0  # until when the GPUs are
         self._arriving: deque[tuple[float, Sequence]] = deque()
@@ -62,10 +62,12 @@ class Engine:
         """A request has come in, after all that were submitted before. Raises batching.Rejected."""
         self.scheduler.admit(sequence)
         self.advance(at_s)
-        if self._taking_in:
-            self._shared_s += (at_s - self._shared_at_s) / len(self._taking_in)
-        self._shared_at_s = at_s
-        self._taking_in.append((self._shared_s + self._request_s, sequence))
+        if not self._taking_in:
+            self._taken_in_s = at_s
+        self._taking_in.append(sequence)
+        self._taken_in_s += self._request_s
+        if len(self._taking_in) == ROUND:
+            self._pass_on()
 
     def cancel(self, sequence: Sequence) -> None:
         """Its client has gone; nothing more of it is worked on."""
@@ -76,7 +78,7 @@ class Engine:
         """When something happens next; infinity if nothing will."""
         ends = self._under_way[0][0] if self._under_way else math.inf
         comes = self._arriving[0][0] if self._arriving else math.inf
-        return min(ends, comes, self._taken_in_s())
+        return min(ends, comes, self._taken_in_s)
 
     def advance(self, until_s: float) -> None:
         """All that happens up to and including `until_s`."""
@@ -84,31 +86,30 @@ class Engine:
         while True:
             ends = under_way[0][0] if under_way else math.inf
             comes = arriving[0][0] if arriving else math.inf
-            taken = self._taken_in_s() if self._taking_in else math.inf
+            taken = self._taken_in_s
             now = min(ends, comes, taken)
             if now > until_s or now == math.inf:
                 return
             if taken == now:
-                self._shared_s, sequence = self._taking_in.popleft()
-                self._shared_at_s = now
-                arriving.append((now + self._latency_s, sequence))
+                self._pass_on()
                 continue
             self.now_s = now
             if comes == now:
-                _, sequence = arriving.popleft()
-                if not sequence.done:  # its client may have gone
-                    scheduler.add(sequence)
+                while arriving and arriving[0][0] == now:
+                    _, sequence = arriving.popleft()
+                    if not sequence.done:  # its client may have gone
+                        scheduler.add(sequence)
             else:
                 _, step = under_way.popleft()
                 scheduler.finish(step)
                 self._hand_out(step)
             self._fill()
 
-    def _taken_in_s(self) -> float:
-        """When the first of the requests being taken in is through: they share the front end's time evenly."""
-        if not self._taking_in:
-            return math.inf
-        return self._shared_at_s + (self._taking_in[0][0] - self._shared_s) * len(self._taking_in)
+    def _pass_on(self) -> None:
+        """What was taken in together reaches the scheduler together."""
+        self._arriving.extend((self._taken_in_s + self._latency_s, sequence) for sequence in self._taking_in)
+        self._taking_in = []
+        self._taken_in_s = math.inf
 
     def _fill(self) -> None:
         while len(self._under_way) < self.scheduler.depth:

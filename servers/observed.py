@@ -12,18 +12,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from backends import catalog
+from backends.launch import version_in
 from loadgen import records, runs
 from servers import hardware, virtual
 from servers.emulation import Emulated, HeldOut, Profile, Setup, emulate, newest
 
 Floats = npt.NDArray[np.float64]
+FEWEST = 20  # requests
 _NAME = re.compile(r"(?P<gpu>[a-z]+\d+[a-z]*?)(x\d+)?_(?P<model>\d+b)(?:_|\.)")
 
 
@@ -36,13 +38,30 @@ class _Usage(msgspec.Struct):
     completion_tokens: int
 
 
+class _Run(msgspec.Struct, forbid_unknown_fields=True):
+    """What ran, in the words of Setup."""
+
+    scheduler: str | None = None
+    gpu: str | None = None
+    model: str | None = None
+    tp: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    topology: str | None = None
+    p2p: bool | None = None
+    dtype: Literal["float16", "bfloat16", "float32"] | None = None
+    kv_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_running: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    options: dict[str, int] | None = None
+    source: str = ""
+
+
 class _Line(msgspec.Struct):
     i: int = -1
     send: float = 0.0
     first: float = 0.0
     end: float = 0.0
     usage: _Usage | None = None
-    run: dict[str, Any] | None = None
+    run: _Run | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +100,8 @@ class Predicted:
 
     @classmethod
     def of(cls, seen: Observed, emulated: Emulated) -> Predicted:
-        emulated = msgspec.structs.replace(emulated, cost=emulated.cost.with_overheads(emulated.profile.overheads))
+        overheads = emulated.profile.overheads_over(emulated.facts["topology"])
+        emulated = msgspec.structs.replace(emulated, cost=emulated.cost.with_overheads(overheads))
         load = zip(seen.send_s.tolist(), seen.prompt.tolist(), seen.output.tolist(), strict=True)
         times = np.array(list(virtual.bounds(virtual.simulate(emulated, load, seen.concurrency))))
         if len(times) < len(seen.send_s):
@@ -117,18 +137,18 @@ def _w1(a: Floats, b: Floats) -> float:
 
 
 def read(path: Path, said: Mapping[str, Any]) -> Observed:
-    """`said`: fields of Setup by the user's flags; None where there is no flag. Raises ObservationError."""
+    """`said`: fields of Setup by the user's flags, for what the run itself does not tell; None where there is no flag.
+    Raises ObservationError."""
     if path.is_dir():
         facts, columns = _directory(path)
     else:
         facts, columns = _lines(path)
-    facts |= {name: value for name, value in said.items() if value is not None}
+    told = {name: value for name, value in facts.items() if value is not None}
+    facts = {name: value for name, value in said.items() if value is not None} | told
     missing = [name for name in ("gpu", "model") if not facts.get(name)]
     if missing:
         raise ObservationError(f"{path} does not tell its {' and '.join(missing)}; name it with --{missing[0]}.")
-    model = catalog.find(facts["model"]) or catalog.find(
-        Path(facts["model"]).name
-    )  # a server may be named by a directory
+    model = catalog.find(facts["model"]) or catalog.find(Path(facts["model"]).name)  # it may be served from a directory
     if model is None:
         known = ", ".join(spec.name for spec in catalog.MODELS)
         raise ObservationError(f"{path}: the model '{facts['model']}' is not known here; known are {known}.")
@@ -148,6 +168,12 @@ def read(path: Path, said: Mapping[str, Any]) -> Observed:
         options=tuple((facts.get("options") or {}).items()),
     )
     sent, first, end, prompt, output = columns
+    if len(sent) < FEWEST:
+        raise ObservationError(f"{path} has {len(sent)} complete requests; a fit needs {FEWEST} of a run.")
+    if not (np.isfinite([sent, first, end]).all() and (sent < first).all() and (first <= end).all()):
+        raise ObservationError(f"{path} has requests that do not begin, answer and end in that order.")
+    if prompt.min() < 1 or output.min() < 1:
+        raise ObservationError(f"{path} has requests without a prompt or without output.")
     order = np.argsort(sent, kind="stable")
     begin = sent.min()
     return Observed(
@@ -167,7 +193,7 @@ def _lines(path: Path) -> tuple[dict[str, Any], list[Floats]]:
     rows = []
     named = _NAME.match(path.name)
     if named:
-        tp = re.search(r"_tp(\d+)", path.name)
+        tp = re.search(r"_tp(\d+)", path.name) or re.match(r"[a-z]+\d+[a-z]*?x(\d+)_", path.name)
         facts = {
             "gpu": named["gpu"],
             "model": named["model"],
@@ -180,7 +206,7 @@ def _lines(path: Path) -> tuple[dict[str, Any], list[Floats]]:
             for line in file:
                 row = msgspec.json.decode(line, type=_Line)
                 if row.run is not None:
-                    facts |= row.run
+                    facts |= {name: value for name, value in msgspec.to_builtins(row.run).items() if value is not None}
                 elif row.usage is not None:
                     rows.append((row.send, row.first, row.end, row.usage.prompt_tokens, row.usage.completion_tokens))
     except (OSError, EOFError) as error:
@@ -206,7 +232,7 @@ def _directory(path: Path) -> tuple[dict[str, Any], list[Floats]]:
     launch = manifest.launch or {}
     cards = launch.get("gpus") or []
     facts: dict[str, Any] = {
-        "scheduler": newest(manifest.backend),
+        "scheduler": _scheduler(path, manifest.backend, launch.get("version") or manifest.server_version),
         "model": manifest.model,
         "gpu": _gpu(cards[0]["name"]) if cards else None,
         "tp": launch.get("tensor_parallel") or 1,
@@ -223,5 +249,19 @@ def _directory(path: Path) -> tuple[dict[str, Any], list[Floats]]:
 def _gpu(name: str) -> str | None:
     """The GPU whose name NVML gave: "NVIDIA H200" is the h200."""
     squeezed = "".join(name.lower().replace("-", " ").split())
+    if "40gb" in squeezed or "pcie" in squeezed:  # other memory, clocks and links than the cards that are known
+        return None
     longest_first = sorted(hardware.known(), key=len, reverse=True)
-    return next((key for key in longest_first if key in squeezed), None)
+    return next((key for key in longest_first if re.search(rf"(nvidia|geforce){key}(?![0-9])", squeezed)), None)
+
+
+def _scheduler(path: Path, backend: str, version: str | None) -> str | None:
+    """Which of the modelled schedulers a server of that version has. Raises ObservationError for one between them."""
+    numbers = version_in(version) if version else None
+    if backend == "vllm" and numbers is not None and numbers < (0, 8):
+        if numbers >= (0, 3):
+            raise ObservationError(f"{path}: vLLM {version} is not modelled; vllm@0.2 and vllm@v1 (0.8 and newer) are.")
+        return "vllm@0.2"
+    if backend == "tgi" and numbers is not None and numbers < (2,):
+        return "tgi@1"
+    return newest(backend)

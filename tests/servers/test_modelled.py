@@ -131,6 +131,52 @@ def test_real_runs_that_the_profile_was_not_fitted_to(run: str, makespan: float,
     )  # as shipped
 
 
+@pytest.mark.parametrize("run", ["h200_7b_burst_o64_b", "h200_7b_poisson8_o128_b", "h200_7b_lightllm_burst_o64_b"])
+def test_real_runs_through_another_client(run: str) -> None:
+    """These are in the fit: the model can follow sends that are spread, and LightLLM's waves."""
+    seen = observed.read(RUNS / f"{run}.jsonl.gz", {})
+    profile = profiles()[seen.setup.scheduler]
+    assert run in profile.fitted_on
+    error = seen.predict(profile).error(seen)
+    assert abs(error.makespan) <= 0.04 and error.e2el_mape <= 0.05 and error.e2el_w1 <= 0.05
+
+
+def test_what_cannot_be_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*argv: str) -> str:
+        sys.argv = ["loadgen", "calibrate", *argv, "--out", str(tmp_path / "p.json")]
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        said = capsys.readouterr().err.strip()
+        assert len(said.splitlines()) == 1
+        return said
+
+    burst, light = (str(RUNS / f"h200_7b_{name}o64_b.jsonl.gz") for name in ("burst_", "lightllm_burst_"))
+    assert "are the same records" in refused(burst, burst)
+    assert "are the same records" in refused(burst, "--held-out", burst)
+    assert "cannot judge a fit of vllm@v1" in refused(burst, "--held-out", light)
+    assert "of several servers" in refused(burst, light)
+    good = {"i": 0, "send": 0.0, "first": 1.0, "end": 2.0, "usage": {"prompt_tokens": 5, "completion_tokens": 5}}
+    for text, sentence in (
+        ("", "holds no records"),
+        (json.dumps(good), "a fit needs 20"),
+        ("\n".join([json.dumps({**good, "first": 3.0})] * 30), "do not begin, answer and end in that order"),
+        ("\n".join([json.dumps({"run": {"tp": "x"}}), json.dumps(good)]), "holds no records of requests"),
+        (
+            "\n".join([json.dumps({**good, "usage": {"prompt_tokens": 0, "completion_tokens": 5}})] * 30),
+            "without a prompt",
+        ),
+    ):
+        path = tmp_path / "h200_7b_x.jsonl"
+        path.write_text(text)
+        assert sentence in refused(str(path))
+
+
+def test_flags_fill_only_what_a_run_does_not_tell() -> None:
+    seen = observed.read(RUNS / "h200x4_70b_tp4_burst_o128.jsonl.gz", {"kv_tokens": 5, "model": "7b", "gpu": "h100"})
+    assert (seen.setup.kv_tokens, seen.setup.model.name, seen.setup.gpu) == (1_211_232, "llama-2-70b", "h200")
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "tokens"), [("7b", 1, 229_904), ("7b", 2, 485_264), ("7b", 4, 996_768), ("70b", 4, 1_211_232)]
 )
@@ -198,9 +244,9 @@ def made(path: Path, world: Any, load: list[tuple[float, int, int]]) -> observed
 
 
 def test_a_fit_finds_a_known_world_again(tmp_path: Path) -> None:
-    """Software half as slow again as where the fit starts; judged by a load that it has not seen."""
-    times = {"step_us": 300.0, "row_us": 3.0, "prefill_token_us": 0.4, "request_us": 600.0, "token_us": 15.0}
-    truth = calibrate.with_values(profiles()["vllm@v1"], {**times, "latency_us": 2000.0})
+    """Software about twice as slow as where the fit starts; judged by a load that it has not seen."""
+    times = {"step_us": 450.0, "row_us": 3.0, "prefill_token_us": 0.4, "request_us": 600.0, "token_us": 15.0}
+    truth = calibrate.with_values(profiles()["vllm@v1"], {**times, "latency_us": 3000.0})
     world = msgspec.structs.replace(emulated(kv_tokens=60_000), profile=truth)
     world = msgspec.structs.replace(world, cost=world.cost.with_overheads(truth.overheads))
     burst = made(tmp_path / "h200_7b_burst.jsonl", world, [(0.0, 512, 32)] * 300)
@@ -209,8 +255,8 @@ def test_a_fit_finds_a_known_world_again(tmp_path: Path) -> None:
     said: list[str] = []
     fitted = calibrate.calibrate([burst, steady], None, said.append)
     error, before = (other.predict(profile).error(other) for profile in (fitted, profiles()["vllm@v1"]))
-    assert error.e2el_w1 < 0.02 < before.e2el_w1
-    assert set(fitted.intervals) == {*times, "latency_us"}
+    assert error.e2el_w1 < 0.015 and before.e2el_w1 > 0.04
+    assert set(fitted.intervals) <= {*times, "latency_us"}
     calibrate.calibrate([steady], None, said.append)
     assert any(line.startswith("not identified: row_us") for line in said)
     joined = dataclasses.replace(burst, setup=msgspec.structs.replace(burst.setup, tp=4, gpus=4))
