@@ -205,7 +205,7 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
     keys."""
     rest: list[str] = []
     files: list[Toml] = []
-    if tokens[:1] not in (["run"], ["doctor"], ["compose"]):
+    if tokens[:1] not in (["run"], ["doctor"], ["compose"], ["predict"]):
         return tokens, files
     queue = iter(tokens)
     for token in queue:

@@ -46,7 +46,7 @@ def options(config: Config, dialect: str, model: str) -> list[str]:
             chosen += [f"--{name}", str(value)]
     for setting in config.scheduler_arg:
         chosen += ["--scheduler-arg", setting]
-    return [*chosen, *(["--no-p2p"] if config.p2p == "off" else [])]
+    return [*chosen, *{"auto": [], "on": ["--p2p"], "off": ["--no-p2p"]}[config.p2p]]
 
 
 UNREFUSED = 1 << 20  # requests at once: as in a server started for the run, none is turned away

@@ -45,8 +45,23 @@ EMULATED = "EMULATED: the embedded server answered; these numbers are emulated a
 MODELLED = "EMULATED: computed by a model of the hardware, not measured; how far off it was elsewhere stands below."
 
 
+SPED = "EMULATED: computed by a model of the hardware, not measured, and not at its own speed; see below."
+
+
 def _warning(report: Report) -> str:
-    return EMULATED if report["emulation"] is None else MODELLED
+    emulation = report["emulation"]
+    return EMULATED if emulation is None else MODELLED if _speed(emulation) == 1 else SPED
+
+
+def _speed(emulation: dict[str, Any]) -> float:
+    """Modelled seconds that passed in a real one."""
+    return float(emulation.get("speed", 1.0))
+
+
+def _held_out(report: Report) -> list[dict[str, Any]]:
+    """The errors that apply to the numbers of this run: none where it was not at the hardware's own speed."""
+    emulation = report["emulation"]
+    return [] if emulation is None or _speed(emulation) != 1 else emulation["held_out"]
 
 
 _SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")
@@ -55,7 +70,7 @@ _SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")
 def _summary_lines(report: Report) -> list[str]:
     """Requests, throughput, burst, goodput, client, server and GPUs in a line each. Numbers and our own words only."""
     requests, throughput = report["requests"], report["throughput"]
-    held_out = (report["emulation"] or {}).get("held_out")
+    held_out = _held_out(report)
     outcomes = ", ".join(f"{count} {name}" for name, count in requests["by_outcome"].items() if name != "ok")
     lines = [
         f"Requests: {number(requests['ok'])} ok, {number(requests['failed'])} failed"
@@ -120,7 +135,20 @@ def _emulation_lines(report: Report) -> Iterator[str]:
         f"({'one GPU' if emulation['gpus'] == 1 else 'joined by ' + emulation['topology']}), {emulation['dtype']}, KV "
         f"cache of {number(emulation['kv_cache_tokens'])} tokens; profile {emulation['profile']}."
     )
+    if emulation.get("gpu_error"):
+        yield f"Operators of {emulation['gpu']}, how far off: {emulation['gpu_error']}."
+    assumed = emulation.get("profile_assumed")
+    speed = _speed(emulation)
+    if speed != 1:
+        changed = f"{speed:g} times shorter" if speed > 1 else f"{1 / speed:g} times longer"
+        yield f"Speed: times here are {changed} than modelled, and rates as much the other way (--speed {speed:g})."
+        if assumed:
+            yield f"The software's times are of {', '.join(emulation['profile_gpus'])}; assumed here."
+        return
     yield from held_out_lines(emulation["held_out"])
+    if assumed:
+        errors = " and these errors" if emulation["held_out"] else ""
+        yield f"The software's times{errors} are of {', '.join(emulation['profile_gpus'])}; assumed here."
 
 
 def held_out_lines(held_out: list[dict[str, Any]]) -> Iterator[str]:
@@ -143,7 +171,7 @@ def _off(held_out: list[dict[str, Any]], name: str) -> str:
 
 def _off_by_metric(report: Report) -> dict[str, str]:
     """For each latency of a prediction, how far off its distribution was on real runs; empty for what was measured."""
-    held_out = (report["emulation"] or {}).get("held_out")
+    held_out = _held_out(report)
     if not held_out:
         return {}
     return {

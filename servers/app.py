@@ -108,6 +108,8 @@ def serve(
     timing: Timing = FixedTiming(round(ttft_ms * 1e6), round(itl_ms * 1e6), jitter_ratio, seed)
     if hardware is not None and hardware.gpu is not None:
         timing = _simulated(dialect, model, max_model_len, hardware, parsed)
+    elif hardware is not None and (given := hardware.given()):
+        _fail(EXIT_BAD_OPTION, f"--{given[0]} is for modelled hardware; name the GPU to model with --gpu.")
     elif needing := [fault.kind for fault in parsed if fault.kind in faults.MODELLED]:
         _fail(EXIT_BAD_OPTION, f"fault {needing[0]} needs modelled hardware; name it, such as --gpu h200.")
     try:
@@ -124,7 +126,9 @@ def _simulated(
     try:
         emulated = emulate(hardware.setup(dialect, model, max_model_len))
         kv_share = faults.amount(parsed, "kv_exhaustion", 1.0)
-        return SimulatedTiming(emulated.degraded(kv_share, faults.amount(parsed, "slow_rank", 1.0)), hardware.speed)
+        emulated = emulated.degraded(kv_share, faults.amount(parsed, "slow_rank", 1.0))
+        emulated = msgspec.structs.replace(emulated, facts=emulated.facts | {"speed": hardware.speed})
+        return SimulatedTiming(emulated, hardware.speed)
     except (EmulationError, HardwareError) as error:
         _fail(EXIT_BAD_OPTION, str(error))
 

@@ -324,8 +324,8 @@ def command(
             f"{input_tokens + output_tokens}."
         )
     base = Hardware(
-        p2p=p2p != "off", scheduler=scheduler, dtype=dtype, max_requests=embedded.UNREFUSED, memory_ratio=memory_ratio,
-        profile=profile,
+        p2p=False if p2p == "off" else None, scheduler=scheduler, dtype=dtype, max_requests=embedded.UNREFUSED,
+        memory_ratio=memory_ratio, profile=profile,
     )  # fmt: skip
     length = max(4096, input_tokens + output_tokens)
 

@@ -44,14 +44,19 @@ def predict(
         raise ConfigError("name the GPU to predict for, such as --gpu h200 (and --gpus 4).")
     began = time.perf_counter()
     load = draw(config)
-    try:
-        emulated = emulate(hardware(config).setup(config.kind, _model(config), _length(config, load)))
-    except (EmulationError, HardwareError) as error:
-        raise ConfigError(str(error)) from None
     run_id = runs.new_run_id()
     directory = config.out or Path("runs") / run_id
-    runs.create(directory)
-    outcomes = simulate(emulated, load, config.concurrency)
+    try:
+        emulated = emulate(hardware(config).setup(config.kind, _model(config), _length(config, load)))
+        new = runs.create(directory)
+        try:
+            outcomes = simulate(emulated, load, config.concurrency)
+        except EmulationError:
+            if new:
+                runs.remove_if_empty(directory)
+            raise
+    except (EmulationError, HardwareError) as error:
+        raise ConfigError(str(error)) from None
     cli.say(f"{len(load)} requests in {time.perf_counter() - began:.2f} s of computing")
     write(directory, run_id, config, emulated, outcomes)
     return cli.report_one(directory, "loadgen")
@@ -81,7 +86,7 @@ def hardware(config: Config) -> Hardware:
         gpus=gpus,
         tp=gpus if config.tp == "all" else None if config.tp is None else int(config.tp),
         topology=config.topology,
-        p2p=config.p2p != "off",
+        p2p={"auto": None, "on": True, "off": False}[config.p2p],
         scheduler=config.scheduler,
         scheduler_arg=config.scheduler_arg,
         dtype=config.dtype,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from servers.batching import Rejected, Sequence
-from servers.emulation import Emulated
+from servers.emulation import Emulated, EmulationError
 
 
 @dataclass(slots=True)
@@ -30,7 +30,8 @@ def simulate(
 ) -> list[Outcome]:
     """Runs all of `arrivals`, (seconds, prompt tokens, output tokens) in order of time. With `concurrency` their times
     do not matter: so many are under way, and the next is sent when one has ended. A token has come when the server sent
-    it; the way to the client is a part of the front end's latency."""
+    it; the way to the client is a part of the front end's latency. Raises EmulationError where the server keeps a
+    request and never ends it."""
     outcomes: list[Outcome] = []
     feed = iter(arrivals)
     freed: list[float] = [0.0] * (concurrency or 0)
@@ -58,14 +59,30 @@ def simulate(
     if concurrency is None:
         for at_s, prompt, output in feed:
             send(at_s, prompt, output)
-        engine.advance(math.inf)
-        return outcomes
-    for _, prompt, output in feed:
-        while not freed or engine.next_s() < freed[0]:
-            engine.advance(engine.next_s())
-        send(max(heapq.heappop(freed), engine.now_s), prompt, output)
+    else:
+        for _, prompt, output in feed:
+            while not freed or engine.next_s() < freed[0]:
+                if engine.next_s() == math.inf:
+                    raise _stuck(outcomes)
+                engine.advance(engine.next_s())
+            send(max(heapq.heappop(freed), engine.now_s), prompt, output)
     engine.advance(math.inf)
+    if any(map(_lacks, outcomes)):
+        raise _stuck(outcomes)
     return outcomes
+
+
+def _lacks(outcome: Outcome) -> bool:
+    return len(outcome.times_s) < outcome.output and outcome.status == 200
+
+
+def _stuck(outcomes: Iterable[Outcome]) -> EmulationError:
+    never = list(filter(_lacks, outcomes))
+    longest = max(never, key=lambda each: each.prompt + each.output)
+    return EmulationError(
+        f"this server never ends {len(never)} of the requests, such as {longest.prompt} tokens in and {longest.output} "
+        "out; change its --scheduler-arg settings or --max-running."
+    )
 
 
 def bounds(outcomes: Iterable[Outcome]) -> Iterator[tuple[float, float, float]]:

@@ -79,9 +79,7 @@ class VllmV1(_Paged):
     (tests/vllm/test_scheduler_v1.py).
     """
 
-    def __init__(
-        self, kv_tokens: int, max_running: int = 1024, budget_tokens: int = 8192, depth: int = 2, max_model_len: int = 0
-    ) -> None:
+    def __init__(self, kv_tokens: int, max_running: int = 1024, budget_tokens: int = 8192, depth: int = 2) -> None:
         super().__init__(kv_tokens, kv_tokens // BLOCK_TOKENS - 1)  # one block is kept as the null block
         self.depth = depth
         self._max_running = max_running

@@ -170,3 +170,27 @@ def test_help_names_every_option_and_fault() -> None:
         "127.0.0.1",
     ):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--kv-tokens", "100"), "--kv-tokens is for modelled hardware; name the GPU to model with --gpu."),
+        (("--gpus", "2"), "--gpus is for modelled hardware"),
+        (("--speed", "2"), "--speed is for modelled hardware"),
+        (("--gpu", "h200", "--dtype", "int4"), "--dtype int4 is not known here"),
+        (("--gpu", "h200", "--speed", "inf"), "--speed is inf"),
+        (("--gpu", "h200", "--scheduler-arg", "max_running=0"), "max_running is 0; it must be at least 1"),
+    ],
+)
+def test_modelled_hardware_that_cannot_be(options: tuple[str, ...], said: str) -> None:
+    code, sentence = fails(*options)
+    assert code == 2 and said in sentence
+
+
+def test_the_wire_tells_its_speed() -> None:
+    process, ready = start("--gpu", "rtx4090", "--gpus", "2", "--tp", "2", "--p2p", "--speed", "8")
+    assert isinstance(ready["emulation"], dict)
+    assert (ready["emulation"]["speed"], ready["emulation"]["topology"]) == (8.0, "pcie")
+    process.terminate()
+    assert process.wait(timeout=10) == 0

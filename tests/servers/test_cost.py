@@ -135,6 +135,11 @@ def test_a_gpu_from_a_file(tmp_path: Path) -> None:
         ("h200", 8, None, True, "nvlink"),
         ("h200", 8, None, False, "host"),
         ("rtx3090", 2, "nvlink-pairs", True, "nvlink-pairs"),
+        ("a100", 2, "nvlink-pairs", True, "nvlink-pairs"),
+        ("a100", 4, "nvlink-pairs", True, "nvlink-pairs"),
+        ("a40", 2, "nvlink-pairs", True, "nvlink-pairs"),
+        ("a40", 2, None, True, "pcie"),
+        ("rtx4090", 2, hardware.DIRECT, True, "pcie"),
         ("rtx3090", 2, None, True, "host"),
         ("rtx3090", 8, "host", True, "host"),
         ("rtx4090", 8, None, True, "host"),
@@ -147,3 +152,51 @@ def test_how_gpus_are_joined(gpu: str, tp: int, topology: str | None, p2p: bool,
 def test_a_bridge_that_the_card_has_not() -> None:
     with pytest.raises(hardware.HardwareError, match="not known to be joined by 'nvlink'; known are pcie, host"):
         hardware.link(hardware.find("rtx4090"), 2, "nvlink", True)
+    with pytest.raises(hardware.HardwareError, match="not known to be joined by 'nvlink-pairs'; known are pcie, host"):
+        hardware.link(hardware.find("a40"), 4, "nvlink-pairs", True)  # a bridge joins two
+
+
+ONLY_HOST = {"host": {"beta_bytes_per_s": 1e10}}
+
+
+def described(path: Path, change: dict[str, object]) -> hardware.Gpu:
+    entry = json.loads((hardware.DATA / "gpus.json").read_text())["h200"]
+    for name, value in change.items():
+        part, _, inner = name.rpartition(".")
+        (entry[part] if part else entry)[inner] = value
+    path.write_text(json.dumps(entry))
+    return hardware.find(str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"flops": 0}, "flops is 0 and must be above 0"),
+        ({"memory_bytes": -1}, "memory_bytes is -1 and must be above 0"),
+        ({"gemm.softness": 0}, "gemm.softness is 0 and must be above 0"),
+        ({"gemm.softness": 1e-4}, "gemm.softness is 0.0001 and must be at least 0.1"),
+        ({"gemm.launch_us": -1}, "gemm.launch_us is -1 and must be at least 0"),
+        ({"attention.mixed": 0}, "attention.mixed is 0 and must be above 0"),
+        ({"elementwise.memory_ratio": 0}, "elementwise.memory_ratio is 0 and must be above 0"),
+        ({"links": {"bus": {}}}, "there is no link 'bus', there are nvlink, "),
+        ({"links": {"host": {}}}, "links.host has neither a table nor beta_bytes_per_s"),
+        ({"links": {"host": {"beta_bytes_per_s": 0}}}, "links.host.beta_bytes_per_s is 0 and must be above 0"),
+        ({"links": {"host": {"bytes": [1], "us": [1]}}}, "links.host.ranks is 0 and must be at least 2"),
+        ({"links": {"host": {"ranks": 2, "bytes": [1, 2], "us": [1]}}}, "links.host has 2 bytes and 1 us"),
+        ({"links": {"host": {"ranks": 2, "bytes": [2, 2], "us": [1, 1]}}}, "links.host.bytes must be above 0 and rise"),
+        ({"links": {"host": {"ranks": 2, "bytes": [1, 2], "us": [1, 0]}}}, "links.host.us must be above 0"),
+    ],
+)
+def test_a_file_that_describes_no_gpu(change: dict[str, object], said: str, tmp_path: Path) -> None:
+    with pytest.raises(hardware.HardwareError, match=f"mine.json does not describe a GPU: {said}.*holds examples"):
+        described(tmp_path / "mine.json", change)
+
+
+def test_gpus_that_nothing_joins(tmp_path: Path) -> None:
+    alone = described(tmp_path / "mine.json", {"links": {}})
+    assert hardware.link(alone, 1, None, True) == ("none", None)
+    for topology in (None, "host", hardware.DIRECT):
+        with pytest.raises(hardware.HardwareError, match="so that --tp must be 1"):
+            hardware.link(alone, 2, topology, True)
+    with pytest.raises(hardware.HardwareError, match="is not known to have P2P among 2; leave --p2p on out"):
+        hardware.link(described(tmp_path / "other.json", {"links": ONLY_HOST}), 2, hardware.DIRECT, True)

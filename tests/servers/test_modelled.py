@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
@@ -16,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen import records
-from loadgen.cli import main
+from loadgen import records, text
+from loadgen.cli import invoke, main
 from servers import calibrate, observed, virtual
 from servers.emulation import SCHEDULERS, EmulationError, Hardware, emulate, profiles
 from servers.simulated import SimulatedTiming
@@ -275,8 +276,8 @@ def test_predict_writes_a_run_that_reports(tmp_path: Path, capsys: pytest.Captur
     assert report["emulated"] is True and report["requests"]["ok"] == 50
     assert report["emulation"]["tensor_parallel"] == 2 and report["emulation"]["held_out"]
     assert json.loads((out / "report.json").read_text()) == report
-    text = (out / "report.md").read_text()
-    assert "EMULATED" in text and "held out, off by" in text and "(held out: off by" in text
+    page = (out / "report.md").read_text()
+    assert "EMULATED" in page and "held out, off by" in page and "(held out: off by" in page
 
 
 @pytest.mark.parametrize(
@@ -305,3 +306,127 @@ def test_a_burst_is_predicted_quickly_enough_to_search_with() -> None:
     outcomes = virtual.simulate(emulated(), [(0.0, 512, 256)] * 1000)
     print(f"{time.process_time() - began:.2f} s")
     assert sum(len(outcome.times_s) for outcome in outcomes) == 256_000
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_no_setting_of_a_scheduler_makes_it_fall_or_hang(scheduler: str) -> None:
+    """Each at its least, and below: either it serves, or one sentence says why not."""
+    backend = scheduler.partition("@")[0]
+    with pytest.raises(EmulationError, match=" has no setting 'x'; it has ") as said:
+        emulated(backend, scheduler=scheduler, scheduler_arg=("x=1",))
+    settings = str(said.value).partition("; it has ")[2].rstrip(".").split(", ")
+    assert "depth" not in settings and "kv_tokens" not in settings
+    for name in settings:
+        with pytest.raises(EmulationError, match=f"--scheduler-arg {name} has 5000 digits"):
+            emulated(backend, scheduler=scheduler, scheduler_arg=(f"{name}={'9' * 5000}",))
+        for value in (0, 1, 2, 999_999_999):
+            for concurrency in (None, 2):
+                try:
+                    world = emulated(backend, scheduler=scheduler, scheduler_arg=(f"{name}={value}",), kv_tokens=9000)
+                    outcomes = virtual.simulate(world, [(0.0, 700, 9)] * 5, concurrency)
+                except EmulationError:
+                    continue
+                assert all(len(each.times_s) == 9 for each in outcomes if each.status == 200)
+
+
+@pytest.mark.parametrize(
+    ("backend", "setting", "said"),
+    [
+        ("vllm", "max_running=0", "max_running is 0; it must be at least 1"),
+        ("vllm", "budget_tokens=0", "budget_tokens is 0; it must be at least 1"),
+        ("vllm", "depth=0", "has no setting 'depth'; it has max_running, budget_tokens\\.$"),
+        ("tgi", "block_tokens=0", "block_tokens is 0; it must be at least 1"),
+        ("tgi", "chunking=2", "chunking is 2; it must be 0 or 1"),
+        ("lightllm", "running_max_req_size=0", "running_max_req_size is 0; it must be at least 1"),
+        ("lightllm", "batch_max_tokens=1", "lightllm@1.2 cannot serve with these settings .*batch_max_tokens=1"),
+    ],
+)
+def test_settings_that_no_scheduler_can_have(backend: str, setting: str, said: str) -> None:
+    with pytest.raises(EmulationError, match=said):
+        emulated(backend, scheduler_arg=(setting,))
+
+
+@pytest.mark.parametrize("concurrency", [None, 2])
+def test_a_server_that_never_ends_a_request(concurrency: int | None) -> None:
+    """Its chunks are larger than a batch may be: such a prompt is never prefilled."""
+    world = emulated("lightllm", scheduler_arg=("batch_max_tokens=64", "chunked_prefill_size=100"))
+    assert virtual.simulate(world, [(0.0, 50, 3)])[0].times_s
+    with pytest.raises(EmulationError, match=r"never ends \d of the requests, such as 200 tokens in and 3 out"):
+        virtual.simulate(world, [(0.0, 200, 3)] * 2 + [(0.0, 50, 3)], concurrency)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "int4"}, "--dtype int4 is not known here; known are float16, "),
+        ({"memory_ratio": 5.0}, "--memory-ratio is 5; it must be above 0 and at most 1"),
+        ({"memory_ratio": float("nan")}, "--memory-ratio is nan"),
+        ({"max_running": 0}, "--max-running is 0; it must be at least 1"),
+        ({"max_requests": 0}, "--max-requests is 0; it must be at least 1"),
+        ({"speed": float("inf")}, "--speed is inf"),
+        ({"speed": float("nan")}, "--speed is nan"),
+        ({"topology": "nvlink", "p2p": False}, "P2P is off and --topology is 'nvlink', which do not agree"),
+        ({"topology": "host", "p2p": True}, "P2P is on and --topology is 'host'"),
+    ],
+)
+def test_options_of_the_hardware_that_make_no_sense(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(EmulationError, match=said):
+        emulated(**options)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "p2p", "topology"), [("rtx4090", None, "host"), ("rtx4090", True, "pcie"), ("h200", False, "host")]
+)
+def test_p2p_on_is_not_through_host_memory(gpu: str, p2p: bool | None, topology: str) -> None:
+    assert emulated(gpu=gpu, gpus=2, tp=2, p2p=p2p).facts["topology"] == topology
+
+
+def test_budget_of_vllm_by_gpu() -> None:
+    """As vLLM's API server chooses it: by memory, and less on an A100."""
+    expected = {"h100": 8192, "h200": 8192, "b200": 16384, "a800": 8192, "a100": 2048, "a40": 2048}
+    assert {gpu: emulated(gpu=gpu, gpus=2).settings["budget_tokens"] for gpu in expected} == expected
+    assert emulated(gpu="a40", scheduler_arg=("budget_tokens=512",)).settings["budget_tokens"] == 512
+
+
+@pytest.mark.parametrize(("part", "name"), [("overheads", "step_us"), ("front", "token_us")])
+def test_a_profile_with_impossible_times(part: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    written = msgspec.to_builtins(profiles()["vllm@v1"])
+    written[part][name] = -5.0
+    path.write_text(json.dumps(written))
+    with pytest.raises(EmulationError, match=f"p.json: {name} is -5; it must be a number of at least 0"):
+        emulated(profile=path)
+
+
+def predicted(capsys: pytest.CaptureFixture[str], out: Path, *flags: str) -> str:
+    assert invoke(["predict", "--requests", "20", "--output-tokens", "8", "--out", str(out), *flags]) == 0
+    capsys.readouterr()
+    return (out / "report.md").read_text()
+
+
+def test_a_prediction_says_whose_errors_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for gpu in ("h200", "h100"):  # both were compared with real runs
+        said = predicted(capsys, tmp_path / gpu, "--gpu", gpu)
+        assert re.search(r"Operators of NVIDIA H\d00 .*, how far off: mean absolute relative error: GEMM", said)
+        assert "assumed here" not in said
+    said = predicted(capsys, tmp_path / "l40s", "--gpu", "l40s")
+    assert "Operators of NVIDIA L40S 48 GB, how far off: not measured." in said
+    assert "The software's times and these errors are of h200, h100; assumed here." in said
+
+
+def test_a_prediction_takes_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('gpu = "h100"\nscheduler_arg = ["budget_tokens=1024"]\n')
+    assert "on 1 x NVIDIA H100" in predicted(capsys, tmp_path / "run", "--config", str(path))
+
+
+def test_sped_up_times_are_not_the_hardwares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    predicted(capsys, out, "--gpu", "h200")
+    report = json.loads((out / "report.json").read_text())
+    assert report["emulation"]["speed"] == 1
+    assert "Speed:" not in text.render(report) and "held out, off by" in text.render(report)
+    report["emulation"]["speed"] = 8.0  # as the wire's says, where it was asked for
+    for said in (text.render(report), text.markdown(report)):
+        assert "times here are 8 times shorter than modelled" in said
+        assert not re.search("held out", said, re.IGNORECASE)
