@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen import records, text
+from loadgen import records
+from loadgen import text as texts
 from loadgen.cli import invoke, main
 from servers import calibrate, observed, virtual
 from servers.emulation import SCHEDULERS, EmulationError, Hardware, emulate, profiles
@@ -425,8 +426,8 @@ def test_sped_up_times_are_not_the_hardwares(tmp_path: Path, capsys: pytest.Capt
     predicted(capsys, out, "--gpu", "h200")
     report = json.loads((out / "report.json").read_text())
     assert report["emulation"]["speed"] == 1
-    assert "Speed:" not in text.render(report) and "held out, off by" in text.render(report)
+    assert "Speed:" not in texts.render(report) and "held out, off by" in texts.render(report)
     report["emulation"]["speed"] = 8.0  # as the wire's says, where it was asked for
-    for said in (text.render(report), text.markdown(report)):
+    for said in (texts.render(report), texts.markdown(report)):
         assert "times here are 8 times shorter than modelled" in said
         assert not re.search("held out", said, re.IGNORECASE)
