@@ -33,6 +33,7 @@ START = {
     "latency_us": 1500.0,
 }  # fmt: skip
 REACH = 3.0  # as a factor from there: what else a run holds must not be explained by absurd times
+OTHER_ATTENTION = 1.5  # of kernels other than FlashAttention 3, until a run tells
 FRONT = frozenset({"request_us", "token_us", "latency_us"})
 LINK = {"reduce_ratio": 1.0, "reduce_us": 5.0}
 
@@ -66,10 +67,11 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, say: Callable[
     )
     if single:
         names = _identifiable(single, say)
-        start = START | (_values(profile) if base else {})
         if not profile.scheduler.startswith("vllm"):  # whose attention is that of the operators' tables
             names.append("attention_ratio")
-            start["attention_ratio"] = 1.5
+            if profile.overheads.attention_ratio == 1.0:
+                profile = with_values(profile, {"attention_ratio": OTHER_ATTENTION})
+        start = _values(profile)
         profile = _fit(single, profile, {name: max(start[name], START.get(name, 1.0) / 100) for name in names}, say)
     if joined:
         ways = {str(emulate(run.setup).facts["topology"]) for run in joined}
@@ -133,11 +135,11 @@ def _fit(
     intervals = dict(zip(names, _intervals(observed, residuals, values, left), strict=True))
     vague = [name for name in names if intervals[name].high > SPAN_MAX * intervals[name].low]
     if vague and len(vague) < len(names):
+        usual = _values(profile)
         for name in vague:
             low, high = intervals[name].low, intervals[name].high
-            say(f"not identified: {name} stays {start[name]:.3g} (95 % of draws: {low:.3g} to {high:.3g}).")
-        kept = with_values(profile, {name: start[name] for name in vague})
-        return _fit(observed, kept, {name: start[name] for name in names if name not in vague}, say)
+            say(f"not identified: {name} stays {usual[name]:.3g} (95 % of draws: {low:.3g} to {high:.3g}).")
+        return _fit(observed, profile, {name: start[name] for name in names if name not in vague}, say)
     for name, value in zip(names, values.tolist(), strict=True):
         edge = max(value / start[name], start[name] / value) > 0.99 * REACH
         say(
