@@ -57,18 +57,18 @@ class ModelSpec:
         """Whether attention can be split over `tp` GPUs: heads evenly, key-value heads evenly or each on several."""
         return self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
-    def serving_bytes(self, dtype: str, tp: int, tokens: int) -> int:
+    def serving_bytes(self, dtype: str, tp: int, tokens: int, reserved_bytes: int = RESERVED_BYTES) -> int:
         """Least memory of each of `tp` GPUs that serves one sequence of `tokens`: weights, its KV, what is reserved."""
         kv = tokens * self.kv_bytes_per_token(dtype) // min(tp, self.kv_heads)
-        return self.parameters * DTYPE_BYTES[dtype] // tp + kv + RESERVED_BYTES
+        return self.parameters * DTYPE_BYTES[dtype] // tp + kv + reserved_bytes
 
-    def smallest_tp(self, dtype: str, tokens: int, gpu_bytes: float, at_most: int = 64) -> int | None:
+    def smallest_tp(
+        self, dtype: str, tokens: int, gpu_bytes: float, at_most: int = 64, reserved_bytes: int = RESERVED_BYTES
+    ) -> int | None:
         """The smallest power of two of GPUs with `gpu_bytes` each (what may be used of them) that can serve it."""
         sizes = (2**power for power in range(at_most.bit_length()) if 2**power <= at_most)
-        return next(
-            (tp for tp in sizes if self.tensor_parallel(tp) and self.serving_bytes(dtype, tp, tokens) <= gpu_bytes),
-            None,
-        )
+        split = (tp for tp in sizes if self.tensor_parallel(tp))
+        return next((tp for tp in split if self.serving_bytes(dtype, tp, tokens, reserved_bytes) <= gpu_bytes), None)
 
     def _parameters(self, experts: int) -> int:
         attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_heads * self.head_dim  # q and o; k and v

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from servers.fitting import Floats, fit
+from servers.least_squares import Floats, fit
 
 Rows = dict[str, list[tuple[dict[str, str], float]]]
 

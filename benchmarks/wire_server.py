@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from servers.emulation import Hardware, emulate
+from servers.emulation import emulate
 from servers.openai import OpenAI
+from servers.options import Hardware
 from servers.server import Server
 from servers.simulated import SimulatedTiming
 from servers.wire import Settings

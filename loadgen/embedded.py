@@ -34,19 +34,36 @@ def options(config: Config, dialect: str, model: str) -> list[str]:
     chosen = ["--dialect", dialect, "--model", model, "--seed", str(config.seed)]
     if config.gpu is None:
         return [*chosen, *RUN_TIMING]
-    given = {
-        "gpu": config.gpu, "gpus": config.gpus, "tp": config.gpus if config.tp == "all" else config.tp,
-        "topology": config.topology, "scheduler": config.scheduler, "kv-tokens": config.kv_tokens,
-        "profile": config.profile, "max-model-len": config.max_model_len,
-        "speed": config.speed, "dtype": config.dtype, "max-running": config.max_running,
-        "memory-ratio": config.memory_ratio, "max-requests": UNREFUSED,
-    }  # fmt: skip
-    for name, value in given.items():
-        if value is not None:
-            chosen += [f"--{name}", str(value)]
-    for setting in config.scheduler_arg:
-        chosen += ["--scheduler-arg", setting]
-    return [*chosen, *{"auto": [], "on": ["--p2p"], "off": ["--no-p2p"]}[config.p2p]]
+    flags = modelled(config) | {"max_model_len": config.max_model_len}
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            chosen.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            several = value if isinstance(value, tuple) else () if value is None else (value,)
+            chosen += [word for each in several for word in (f"--{flag}", str(each))]
+    return chosen
+
+
+def modelled(config: Config) -> dict[str, Any]:
+    """The options of modelled hardware, as the embedded server and the predictions name them."""
+    gpus = None if config.gpus is None else int(config.gpus)
+    return {
+        "gpu": config.gpu,
+        "gpus": gpus,
+        "tp": gpus if config.tp == "all" else None if config.tp is None else int(config.tp),
+        "topology": config.topology,
+        "p2p": {"auto": None, "on": True, "off": False}[config.p2p],
+        "scheduler": config.scheduler,
+        "scheduler_arg": config.scheduler_arg,
+        "dtype": config.dtype,
+        "kv_tokens": config.kv_tokens,
+        "max_running": config.max_running,
+        "max_requests": UNREFUSED,
+        "memory_ratio": config.memory_ratio,
+        "profile": config.profile,
+        "speed": config.speed,
+    }
 
 
 UNREFUSED = 1 << 20  # requests at once: as in a server started for the run, none is turned away

@@ -19,10 +19,11 @@ import msgspec
 from cyclopts import App, CycloptsError, Parameter
 
 from servers import faults
-from servers.emulation import EmulationError, Hardware, emulate
+from servers.emulation import EmulationError, emulate
 from servers.hardware import HardwareError
 from servers.lightllm import LightLLM
 from servers.openai import OpenAI
+from servers.options import Hardware
 from servers.server import Server
 from servers.simulated import SimulatedTiming
 from servers.stamps import Stamps

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from cyclopts import Parameter
 
 from loadgen.config import ConfigError
-from servers.emulation import EmulationError, HeldOut, Interval, Profile, emulate, read_profile
-from servers.fitting import fit
+from servers.emulation import EmulationError, HeldOut, Interval, Profile, read_profile
 from servers.hardware import HardwareError
+from servers.least_squares import fit
 from servers.observed import ObservationError, Observed, read
 
 Floats = npt.NDArray[np.float64]
@@ -74,7 +74,7 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, say: Callable[
         start = _values(profile)
         profile = _fit(single, profile, {name: max(start[name], START.get(name, 1.0) / 100) for name in names}, say)
     if joined:
-        ways = {str(emulate(run.setup).facts["topology"]) for run in joined}
+        ways = {str(run.emulated.facts["topology"]) for run in joined}
         if len(ways) > 1:
             raise CalibrationError(f"the GPUs are joined by {' and '.join(sorted(ways))}; fit one at a time.")
         profile = _fit(joined, msgspec.structs.replace(profile, reductions=ways.pop()), LINK, say)
@@ -266,7 +266,7 @@ def command(
         _check(runs, aside)
         for run in (*runs, *aside):
             if run.setup.kv_tokens is None:
-                tokens = emulate(run.setup).kv_tokens
+                tokens = run.emulated.kv_tokens
                 print(f"{run.name} does not tell its KV cache: {tokens:,} tokens computed; name it with --kv-tokens.")
         known = None if base is None else read_profile(base, runs[0].setup.scheduler)
         profile = calibrate(runs, known, print)

@@ -21,8 +21,9 @@ from cyclopts import Parameter
 from loadgen import cli, embedded, models, text
 from loadgen.config import ConfigError
 from servers import hardware
-from servers.emulation import Emulated, EmulationError, Hardware, Profile, emulate, profiles, read_profile
+from servers.emulation import Emulated, EmulationError, Profile, emulate, profiles, read_profile
 from servers.hardware import HardwareError
+from servers.options import Hardware
 from servers.sizing import METRICS, Limits, Load, NotMet, Server, Trial
 
 LARGEST_TP = 8  # a host of eight GPUs

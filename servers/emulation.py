@@ -6,19 +6,16 @@ virtual run take the same `Emulated` and make the same `Engine` of it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from backends import catalog
-from backends.catalog import DTYPE_BYTES, ModelSpec
+from backends.catalog import ModelSpec
 from servers import hardware
 from servers.batching import Rejected, Scheduler, Sequence
 from servers.batching.lightllm import LightLLM2310, LightLLMNow
@@ -29,7 +26,7 @@ from servers.engine import Engine, FrontEnd
 from servers.hardware import HardwareError
 
 GIB = 1 << 30
-MOST_DIGITS = 9  # of a scheduler's setting
+MOST_GPUS = 512  # that are tried for a model that does not fit
 LEAST_KV_TOKENS = 256  # that a degraded server is left with
 RESERVED_BYTES = GIB  # beside weights and KV on each GPU: context, activations, graphs; 1.0 to 1.3 GiB in real logs
 
@@ -58,7 +55,7 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What a server's software costs, fitted to real runs. `scheduler`: of which server and version; `gpu`: on what the
-    runs were made ("" if on none: then it is assumed). `memory_ratio`: part of a GPU's memory that it fills."""
+    runs were made ("" if on none: then it is assumed)."""
 
     scheduler: str
     gpu: str = ""
@@ -98,81 +95,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     options: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """The options of modelled hardware, for a command line: flags of one name everywhere.
-
-    gpu: which GPU to model (h200, a800, rtx4090, ... or a JSON file). gpus: how many there are. tp: how many share the
-    model (default: the least power of two that holds it). topology: nvlink, nvlink-pairs, pcie or host (default: as
-    usual for the GPU). p2p: `--no-p2p` sends everything through host memory, `--p2p` nothing. scheduler: which server
-    and version (default: the backend's newest). scheduler_arg: NAME=NUMBER, settings of it. speed: modelled seconds in
-    a real one.
-    """
-
-    gpu: str | None = None
-    gpus: int | None = None
-    tp: int | None = None
-    topology: str | None = None
-    p2p: bool | None = None
-    scheduler: str | None = None
-    scheduler_arg: tuple[str, ...] = ()
-    dtype: str = "float16"
-    kv_tokens: int | None = None
-    max_running: int = 1024
-    max_requests: int = 1024
-    memory_ratio: float = 0.9
-    profile: Path | None = None
-    speed: float = 1.0
-
-    def setup(self, backend: str, model: str, max_model_len: int) -> Setup:
-        """What to emulate. Raises EmulationError for what cannot be."""
-        scheduler = self.scheduler or newest(backend)
-        if scheduler is None:
-            kinds = ", ".join(dict.fromkeys(name.partition("@")[0] for name in SCHEDULERS))
-            raise EmulationError(f"a '{backend}' server is not modelled; modelled are {kinds}.")
-        if scheduler.partition("@")[0] != backend:
-            raise EmulationError(f"--scheduler {scheduler} is no {backend} server; there are {', '.join(SCHEDULERS)}.")
-        spec = catalog.find(model)
-        if spec is None:
-            known = ", ".join(each.name for each in catalog.MODELS)
-            raise EmulationError(f"the size of '{model}' is not known here; known are {known}.")
-        self._check()
-        if self.gpu is None:
-            raise EmulationError(f"name the GPU to model with --gpu; known are {', '.join(hardware.known())}.")
-        return Setup(
-            scheduler=scheduler, model=spec, gpu=self.gpu, gpus=self.gpus or self.tp or 1, tp=self.tp,
-            topology=self._topology(), p2p=self.p2p is not False, dtype=self.dtype, kv_tokens=self.kv_tokens,
-            max_running=self.max_running, max_requests=self.max_requests, max_model_len=max_model_len,
-            memory_ratio=self.memory_ratio, profile=self.profile,
-            options=tuple(_option(text) for text in self.scheduler_arg),
-        )  # fmt: skip
-
-    def given(self) -> list[str]:
-        """The names of the options that are not at their defaults."""
-        fields = dataclasses.fields(self)
-        return [field.name.replace("_", "-") for field in fields if getattr(self, field.name) != field.default]
-
-    def _check(self) -> None:
-        for name in ("tp", "gpus", "kv_tokens", "max_running", "max_requests"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise EmulationError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
-        if not 0 < self.speed < math.inf:
-            raise EmulationError(f"--speed is {self.speed:g}; it must be a number above 0.")
-        if not 0 < self.memory_ratio <= 1:
-            raise EmulationError(f"--memory-ratio is {self.memory_ratio:g}; it must be above 0 and at most 1.")
-        if self.dtype not in DTYPE_BYTES:
-            raise EmulationError(f"--dtype {self.dtype} is not known here; known are {', '.join(DTYPE_BYTES)}.")
-
-    def _topology(self) -> str | None:
-        if self.topology is None:
-            return hardware.DIRECT if self.p2p else None
-        if self.p2p is not None and self.p2p == (self.topology == "host"):
-            state = "on" if self.p2p else "off"
-            raise EmulationError(f"P2P is {state} and --topology is '{self.topology}', which do not agree; drop one.")
-        return self.topology
-
-
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """A server ready to be run. `facts` say what was decided, for manifests and headings."""
 
@@ -189,6 +111,11 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
         cost, factor = self.cost, self.slow_rank
         step_s = cost if factor == 1.0 else lambda step: factor * cost(step)
         return Engine(_scheduler(self), step_s, deliver, self.profile.front)
+
+    def with_profile(self, profile: Profile) -> Emulated:
+        """The same server with other software times."""
+        cost = self.cost.with_overheads(profile.overheads_over(self.facts["topology"]))
+        return msgspec.structs.replace(self, profile=profile, cost=cost)
 
     def degraded(self, kv_share: float, slow_rank: float) -> Emulated:
         """The same server with that share of its KV cache, and one of its GPUs slower. Raises EmulationError."""
@@ -273,7 +200,7 @@ def emulate(setup: Setup) -> Emulated:
     usable = gpu.memory_bytes * setup.memory_ratio
     tp = _tensor_parallel(setup, usable, gpu.name)
     topology, link = hardware.link(gpu, tp, setup.topology, setup.p2p)
-    room = usable - _fixed_bytes(setup, tp)
+    room = usable - setup.model.serving_bytes(setup.dtype, tp, 0, RESERVED_BYTES)
     per_token = setup.model.kv_bytes_per_token(setup.dtype) / min(tp, setup.model.kv_heads)
     kv_tokens = int(room / per_token) if setup.kv_tokens is None else setup.kv_tokens
     profile = profiles()[setup.scheduler] if setup.profile is None else read_profile(setup.profile, setup.scheduler)
@@ -358,46 +285,27 @@ def _try_scheduler(emulated: Emulated) -> None:
         raise EmulationError(f"{emulated.setup.scheduler} cannot serve with these settings ({settings}); change them.")
 
 
-def _option(text: str) -> tuple[str, int]:
-    name, _, value = text.partition("=")
-    if not (name and value.isascii() and value.isdecimal()):
-        raise EmulationError(f"--scheduler-arg '{text}' must be NAME=NUMBER, such as max_concurrent_requests=128.")
-    if len(value) > MOST_DIGITS:
-        raise EmulationError(f"--scheduler-arg {name} has {len(value)} digits; a number may have {MOST_DIGITS}.")
-    return name, int(value)
-
-
-def _fixed_bytes(setup: Setup, tp: int) -> float:
-    """On each GPU, beside the KV cache."""
-    return setup.model.parameters * DTYPE_BYTES[setup.dtype] / tp + RESERVED_BYTES
-
-
 def _tensor_parallel(setup: Setup, usable: float, gpu: str) -> int:
     """How many GPUs share the model: as asked, or the least power of two that holds it and one long sequence."""
-    model = setup.model
-    least_kv = 0 if setup.kv_tokens is not None else min(setup.max_model_len, model.max_position)
-
-    def missing(tp: int) -> float:
-        kv = least_kv * model.kv_bytes_per_token(setup.dtype) / min(tp, model.kv_heads)
-        return tp * (_fixed_bytes(setup, tp) + kv - usable)
-
-    if setup.tp is not None:
-        if setup.tp > setup.gpus:
-            raise EmulationError(f"--tp {setup.tp} needs {setup.tp} GPUs and --gpus says {setup.gpus}.")
-        if not model.tensor_parallel(setup.tp):
-            raise EmulationError(
-                f"{model.name} has {model.heads} attention heads, which --tp {setup.tp} does not divide."
-            )
-        sizes = [setup.tp]
+    model, dtype = setup.model, setup.dtype
+    tokens = 0 if setup.kv_tokens is not None else min(setup.max_model_len, model.max_position)
+    tp = setup.tp
+    if tp is not None:
+        if tp > setup.gpus:
+            raise EmulationError(f"--tp {tp} needs {tp} GPUs and --gpus says {setup.gpus}.")
+        if not model.tensor_parallel(tp):
+            raise EmulationError(f"{model.name} has {model.heads} attention heads, which --tp {tp} does not divide.")
+        fits = model.serving_bytes(dtype, tp, tokens, RESERVED_BYTES) <= usable
     else:
-        powers = (1 << power for power in range(setup.gpus.bit_length()))
-        sizes = [tp for tp in powers if tp <= setup.gpus and model.tensor_parallel(tp)]
-    for tp in sizes:
-        if missing(tp) <= 0:
-            return tp
-    enough = next((1 << p for p in range(10) if model.tensor_parallel(1 << p) and missing(1 << p) <= 0), None)
+        least = model.smallest_tp(dtype, tokens, usable, setup.gpus, RESERVED_BYTES)
+        fits = least is not None
+        tp = least or max(1 << p for p in range(setup.gpus.bit_length()) if model.tensor_parallel(1 << p))
+    if fits:
+        return tp
+    missing = tp * (model.serving_bytes(dtype, tp, tokens, RESERVED_BYTES) - usable)
+    enough = model.smallest_tp(dtype, tokens, usable, MOST_GPUS, RESERVED_BYTES)
     advice = f"--tp {enough} would fit" if enough else "it needs larger GPUs"
     raise EmulationError(
-        f"{model.name} in {setup.dtype} does not fit: {missing(sizes[-1]) / 1e9:.1f} GB are missing on {sizes[-1]} x "
-        f"{gpu} ({usable / GIB:.1f} GiB of each may be used); {advice}."
+        f"{model.name} in {dtype} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x {gpu} "
+        f"({usable / GIB:.1f} GiB of each may be used); {advice}."
     )

@@ -31,8 +31,7 @@ class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 class Engine:
     """Runs a scheduler's steps. `deliver(emits, first_s, gap_s)` is told of the tokens of each step: the k-th of
-    `emits` leaves the server at first_s + k * gap_s. `schedule_s` is the scheduler's own time, hidden where steps
-    overlap."""
+    `emits` leaves the server at first_s + k * gap_s."""
 
     def __init__(
         self,
@@ -40,16 +39,13 @@ class Engine:
         step_s: Callable[[Step], float],
         deliver: Callable[[list[Sequence], float, float], None],
         front: FrontEnd,
-        schedule_s: float = 0.0,
     ) -> None:
         self.scheduler = scheduler
-        self.steps = 0
         self._step_s = step_s
         self._deliver = deliver
         self._request_s = front.request_us * 1e-6
         self._token_s = front.token_us * 1e-6
         self._latency_s = front.latency_us * 1e-6
-        self._schedule_s = schedule_s
         self.now_s = 0.0
         self._taking_in: list[Sequence] = []
         self._taken_in_s = math.inf  # when they are through
@@ -116,8 +112,7 @@ class Engine:
             step = self.scheduler.schedule()
             if step is None:
                 return
-            self.steps += 1
-            self._gpu_s = max(self.now_s + self._schedule_s, self._gpu_s) + self._step_s(step)
+            self._gpu_s = max(self.now_s, self._gpu_s) + self._step_s(step)
             self._under_way.append((self._gpu_s, step))
 
     def _hand_out(self, step: Step) -> None:

@@ -2,11 +2,12 @@
 
 Two forms are read: a run directory of loadgen, and a .jsonl.gz with one JSON object a request (`i`, `send`, `first`,
 `end` in seconds, `usage`), such as those in benchmarks/runs. There the first line may say what ran ({"run": {...}});
-else the file's name is read: GPU, x count, model, tp, p2poff, lightllm. What flags say comes before either.
+else the file's name is read: GPU, x count, model, tp, p2poff, lightllm. Flags fill what neither tells.
 """
 
 from __future__ import annotations
 
+import functools
 import gzip
 import re
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from backends import catalog
 from backends.launch import version_in
-from loadgen import records, runs
+from loadgen import embedded, records, runs
 from servers import hardware, virtual
 from servers.emulation import Emulated, HeldOut, Profile, Setup, emulate, newest
 
@@ -85,9 +86,19 @@ class Observed:
     def e2el_s(self) -> Floats:
         return self.end_s - self.send_s
 
+    @functools.cached_property
+    def emulated(self) -> Emulated:
+        return emulate(self.setup)
+
     def predict(self, profile: Profile) -> Predicted:
         """The same load through the model."""
-        return Predicted.of(self, msgspec.structs.replace(emulate(self.setup), profile=profile))
+        emulated = self.emulated.with_profile(profile)
+        load = zip(self.send_s.tolist(), self.prompt.tolist(), self.output.tolist(), strict=True)
+        times = np.array(list(virtual.bounds(virtual.simulate(emulated, load, self.concurrency))))
+        if len(times) < len(self.send_s):
+            raise ObservationError(f"{self.name}: the emulated server refuses requests that the real one served.")
+        sent, first, last = times.T
+        return Predicted(first - sent, last - sent, float(last.max() - sent.min()))
 
 
 @dataclass(frozen=True)
@@ -97,17 +108,6 @@ class Predicted:
     ttft_s: Floats
     e2el_s: Floats
     makespan_s: float
-
-    @classmethod
-    def of(cls, seen: Observed, emulated: Emulated) -> Predicted:
-        overheads = emulated.profile.overheads_over(emulated.facts["topology"])
-        emulated = msgspec.structs.replace(emulated, cost=emulated.cost.with_overheads(overheads))
-        load = zip(seen.send_s.tolist(), seen.prompt.tolist(), seen.output.tolist(), strict=True)
-        times = np.array(list(virtual.bounds(virtual.simulate(emulated, load, seen.concurrency))))
-        if len(times) < len(seen.send_s):
-            raise ObservationError(f"{seen.name}: the emulated server refuses requests that the real one served.")
-        sent, first, last = times.T
-        return cls(first - sent, last - sent, float(last.max() - sent.min()))
 
     def error(self, seen: Observed) -> HeldOut:
         """How far off."""
@@ -164,7 +164,7 @@ def read(path: Path, said: Mapping[str, Any]) -> Observed:
         dtype=facts.get("dtype") or "bfloat16",
         kv_tokens=facts.get("kv_tokens"),
         max_running=facts.get("max_running") or 1024,
-        max_requests=1 << 20,
+        max_requests=embedded.UNREFUSED,
         options=tuple((facts.get("options") or {}).items()),
     )
     sent, first, end, prompt, output = columns

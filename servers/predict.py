@@ -16,8 +16,9 @@ import backends
 from loadgen import cli, embedded, models, records, runs, schedule
 from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
 from loadgen.workload import Dataset
-from servers.emulation import Emulated, EmulationError, Hardware, emulate
+from servers.emulation import Emulated, EmulationError, emulate
 from servers.hardware import HardwareError
+from servers.options import Hardware
 from servers.virtual import Outcome, simulate
 
 URL = "virtual time"  # in the place of an address
@@ -47,7 +48,8 @@ def predict(
     run_id = runs.new_run_id()
     directory = config.out or Path("runs") / run_id
     try:
-        emulated = emulate(hardware(config).setup(config.kind, _model(config), _length(config, load)))
+        hardware = Hardware(**embedded.modelled(config))
+        emulated = emulate(hardware.setup(config.kind, _model(config), _length(config, load)))
         new = runs.create(directory)
         try:
             outcomes = simulate(emulated, load, config.concurrency)
@@ -76,26 +78,6 @@ def _paper(config: Config) -> int:
     cli.say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     return cli.EXIT_OK
-
-
-def hardware(config: Config) -> Hardware:
-    """The options that shape the modelled server."""
-    gpus = None if config.gpus is None else int(config.gpus)
-    return Hardware(
-        gpu=config.gpu,
-        gpus=gpus,
-        tp=gpus if config.tp == "all" else None if config.tp is None else int(config.tp),
-        topology=config.topology,
-        p2p={"auto": None, "on": True, "off": False}[config.p2p],
-        scheduler=config.scheduler,
-        scheduler_arg=config.scheduler_arg,
-        dtype=config.dtype,
-        kv_tokens=config.kv_tokens,
-        max_running=config.max_running,
-        max_requests=embedded.UNREFUSED,
-        memory_ratio=config.memory_ratio,
-        profile=config.profile,
-    )
 
 
 def draw(config: Config) -> list[tuple[float, int, int]]:

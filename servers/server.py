@@ -16,13 +16,11 @@ import socket
 import sys
 from collections import deque
 from time import monotonic_ns
-from typing import Any
 
 from servers.batching import Rejected
 from servers.faults import Fault, amount, striking
 from servers.http import Connection, Request
 from servers.replies import Reply
-from servers.simulated import SimulatedTiming
 from servers.stamps import Stamps
 from servers.telemetry import Telemetry
 from servers.timing import Timing
@@ -56,10 +54,8 @@ class Server:
         self.telemetry = Telemetry(dialect.series, dialect.labels)
         self.unparsed: deque[tuple[Connection, bytes, int]] = deque()
         self._timing = timing
-        self.emulation: dict[str, Any] | None = None
-        if isinstance(timing, SimulatedTiming):
-            self.emulation = timing.facts
-            self.telemetry.scheduler = timing.scheduler
+        self.emulation = timing.facts
+        self.telemetry.scheduler = timing.scheduler
         self._faults = faults
         self._seed = seed
         self._healthy_ns = monotonic_ns() + int(amount(faults, "slow_start", 0) * 1e9)

@@ -15,6 +15,8 @@ import random
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from servers.batching import Scheduler
+
 
 class Reply(Protocol):
     """What is scheduled; `index` numbers the requests and is below 2**32."""
@@ -32,7 +34,13 @@ INDEX = (1 << INDEX_BITS) - 1
 
 
 class Timing(Protocol):
-    """What the server asks. Times are monotonic nanoseconds."""
+    """What the server asks. Times are monotonic nanoseconds. `facts` and `scheduler`: of modelled hardware; None where
+    times are fixed."""
+
+    @property
+    def facts(self) -> dict[str, Any] | None: ...
+    @property
+    def scheduler(self) -> Scheduler | None: ...
 
     def submit(self, reply: Any) -> None:
         """Takes a reply on. May raise batching.Rejected."""
@@ -53,6 +61,9 @@ class FixedTiming:
     The queue is a heap of plain integers, the due time above the reply's number: at 100,000 tokens a second the
     comparison of anything richer would be a tenth of all work.
     """
+
+    facts = None
+    scheduler = None
 
     def __init__(self, ttft_ns: int, itl_ns: int, jitter_ratio: float = 0.0, seed: int = 0) -> None:
         self._ttft_ns = ttft_ns

@@ -22,7 +22,6 @@ class Outcome:
     sent_s: float
     times_s: array[float] = field(default_factory=lambda: array("d"))
     status: int = 200
-    preemptions: int = 0
 
 
 def simulate(

@@ -7,6 +7,7 @@ runs, and so it does not know yet what that one will free).
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,6 +55,28 @@ class Step:
         self.prefill_rows += 1
         self.prefill_tokens += tokens
         self.prefill_work += tokens * (cached + tokens / 2)
+
+
+class Queues:
+    """The waiting, and the running or let in, of a scheduler that takes them in the order in which they came."""
+
+    def __init__(self, kv_tokens: int) -> None:
+        self.kv_tokens = kv_tokens
+        self.preemptions = 0
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        if not sequence.done:
+            self._waiting.append(sequence)
 
 
 class Scheduler(Protocol):

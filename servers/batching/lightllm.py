@@ -5,9 +5,8 @@ the running ones and it will never need more than there are, given what each has
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
 
-from servers.batching import Rejected, Sequence, Step
+from servers.batching import Queues, Rejected, Sequence, Step
 
 
 def _peak(requests: list[tuple[int, int]]) -> int:
@@ -24,31 +23,16 @@ def _peak(requests: list[tuple[int, int]]) -> int:
     return peak
 
 
-class _Queues:
-    """The waiting, and all that have been let in and have not ended (some of them may be paused)."""
+class _Estimated(Queues):
+    """Those let in have not ended; some of them may be paused."""
 
     def __init__(self, kv_tokens: int) -> None:
-        self.kv_tokens = kv_tokens
-        self.preemptions = 0
+        super().__init__(kv_tokens)
         self.used_tokens = 0
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
         self._hopeless = 0  # steps in which the estimate will not let the next one in
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
 
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    def add(self, sequence: Sequence) -> None:
-        if not sequence.done:
-            self._waiting.append(sequence)
-
-
-class LightLLM2310(_Queues):
+class LightLLM2310(_Estimated):
     """LightLLM of October 2023: ten steps of decoding, then, if the estimate lets any in, a prefill of new requests.
 
     Source: lightllm/server/router/manager.py, req_queue.py, httpserver/manager.py and api_server.py of 08f28f95
@@ -154,7 +138,7 @@ class LightLLM2310(_Queues):
         return Step(list(self._running), len(self._running), context)
 
 
-class LightLLMNow(_Queues):
+class LightLLMNow(_Estimated):
     """LightLLM 1.2: a router lets requests in, by an estimate, and the workers prefill all that are in, in chunks,
     before they decode again; two steps are under way at once.
 

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 
-from servers.batching import Rejected, Sequence, Step
+from servers.batching import Queues, Rejected, Sequence, Step
 
 BLOCK_TOKENS = 16
 
 
-class _Paged:
-    """What both have: the blocks, the two queues, and what happens to a request that ends, leaves or is preempted."""
+class _Paged(Queues):
+    """What both have: the blocks, and what happens to a request that ends, leaves or is preempted."""
 
     def __init__(self, kv_tokens: int, blocks: int) -> None:
-        self.kv_tokens = kv_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-        self.preemptions = 0
+        super().__init__(kv_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
         self._total = blocks
         self._free = blocks
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
 
     @property
     def used_tokens(self) -> int:
         return (self._total - self._free) * BLOCK_TOKENS
-
-    def add(self, sequence: Sequence) -> None:
-        if not sequence.done:
-            self._waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         sequence.done = True

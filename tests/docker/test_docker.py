@@ -29,21 +29,10 @@ from backends import docker, docker_engine, docker_owner
 from backends.launch import Exit, LaunchError, Mount, Start, died
 from tests.docker import images, registry
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("engine")]
 
 READY_TIMEOUT_S = 30.0
 SECRET = f"hf_{uuid.uuid4().hex}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engine(request: pytest.FixtureRequest) -> Iterator[sdk.DockerClient]:
-    if "docker" not in request.config.option.markexpr:
-        pytest.skip("needs a Docker engine; run `make test-docker`")
-    if problem := docker.problem():
-        pytest.skip(f"Docker cannot be used: {problem}")
-    client = sdk.from_env()
-    yield client
-    client.close()
 
 
 class Launches:

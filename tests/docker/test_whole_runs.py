@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,10 @@ import pytest
 from backends import docker
 from tests.docker import images
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("engine")]
 
 LOADGEN = [sys.executable, "-c", "from loadgen.cli import main; main()"]
 TOKEN = "hf_" + "5ecret" * 5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engine(request: pytest.FixtureRequest) -> Iterator[sdk.DockerClient]:
-    if "docker" not in request.config.option.markexpr:
-        pytest.skip("needs a Docker engine; run `make test-docker`")
-    if problem := docker.problem():
-        pytest.skip(f"Docker cannot be used: {problem}")
-    client = sdk.from_env()
-    yield client
-    client.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from loadgen import cli
 from loadgen.config import ConfigError
 from servers import capacity, hardware
 from servers.capacity import Candidate, Prices, Row, Unmet, judge, parse_slo, ranked
-from servers.emulation import Emulated, Hardware, emulate
+from servers.emulation import Emulated, emulate
+from servers.options import Hardware
 from servers.sizing import Limits, Load, Server, trial
 from servers.virtual import bounds, simulate
 

@@ -12,7 +12,8 @@ import pytest
 
 from servers import faults
 from servers.batching import Sequence
-from servers.emulation import Emulated, EmulationError, Hardware, emulate
+from servers.emulation import Emulated, EmulationError, emulate
+from servers.options import Hardware
 from servers.virtual import simulate
 from tests.servers.reader import Running, ask_on, http_request, running, stamps
 from tests.servers.test_app import connection_to, fails, start

@@ -21,7 +21,8 @@ from loadgen import records
 from loadgen import text as texts
 from loadgen.cli import invoke, main
 from servers import calibrate, observed, virtual
-from servers.emulation import SCHEDULERS, EmulationError, Hardware, emulate, profiles
+from servers.emulation import SCHEDULERS, EmulationError, emulate, profiles
+from servers.options import Hardware
 from servers.simulated import SimulatedTiming
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "runs"

@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypedDict
 
 import tiny_model
 import torch
@@ -43,19 +42,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from workload import Workload
 
 BLOCK_TOKENS = 16
 MAX_MODEL_LEN = 4096
 SOME_TOKEN = 7
-
-
-class Workload(TypedDict):
-    name: str
-    asynchronous: bool
-    blocks: int
-    max_running: int
-    budget_tokens: int
-    requests: list[tuple[int, int, int, int | None]]
 
 
 @dataclass

@@ -13,10 +13,11 @@ import random
 import subprocess
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import pytest
 import serve
+from workload import Workload
 
 from servers.batching import Sequence, Step
 from servers.batching.vllm import BLOCK_TOKENS, VllmV1
@@ -24,17 +25,6 @@ from servers.batching.vllm import BLOCK_TOKENS, VllmV1
 pytestmark = pytest.mark.vllm
 
 DRIVER = Path(__file__).parent / "drive_scheduler.py"
-
-
-class Workload(TypedDict):
-    """`requests` are (prompt tokens, output tokens, steps that are scheduled before it comes, before it is aborted)."""
-
-    name: str
-    asynchronous: bool
-    blocks: int
-    max_running: int
-    budget_tokens: int
-    requests: list[tuple[int, int, int, int | None]]
 
 
 Told = dict[str, Any]  # of one step; drive_scheduler.py says what

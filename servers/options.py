@@ -1,0 +1,99 @@
+"""The options of modelled hardware as a command line gives them, and what they say of the server to be emulated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from backends import catalog
+from backends.catalog import DTYPE_BYTES
+from servers import hardware
+from servers.emulation import SCHEDULERS, EmulationError, Setup, newest
+
+MOST_DIGITS = 9  # of a scheduler's setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Flags of one name everywhere.
+
+    gpu: which GPU to model (h200, a800, rtx4090, ... or a JSON file). gpus: how many there are. tp: how many share the
+    model (default: the least power of two that holds it). topology: nvlink, nvlink-pairs, pcie or host (default: as
+    usual for the GPU). p2p: `--no-p2p` sends everything through host memory, `--p2p` nothing. scheduler: which server
+    and version (default: the backend's newest). scheduler_arg: NAME=NUMBER, settings of it. speed: modelled seconds in
+    a real one.
+    """
+
+    gpu: str | None = None
+    gpus: int | None = None
+    tp: int | None = None
+    topology: str | None = None
+    p2p: bool | None = None
+    scheduler: str | None = None
+    scheduler_arg: tuple[str, ...] = ()
+    dtype: str = "float16"
+    kv_tokens: int | None = None
+    max_running: int = 1024
+    max_requests: int = 1024
+    memory_ratio: float = 0.9
+    profile: Path | None = None
+    speed: float = 1.0
+
+    def setup(self, backend: str, model: str, max_model_len: int) -> Setup:
+        """What to emulate. Raises EmulationError for what cannot be."""
+        scheduler = self.scheduler or newest(backend)
+        if scheduler is None:
+            kinds = ", ".join(dict.fromkeys(name.partition("@")[0] for name in SCHEDULERS))
+            raise EmulationError(f"a '{backend}' server is not modelled; modelled are {kinds}.")
+        if scheduler.partition("@")[0] != backend:
+            raise EmulationError(f"--scheduler {scheduler} is no {backend} server; there are {', '.join(SCHEDULERS)}.")
+        spec = catalog.find(model)
+        if spec is None:
+            known = ", ".join(each.name for each in catalog.MODELS)
+            raise EmulationError(f"the size of '{model}' is not known here; known are {known}.")
+        self._check()
+        if self.gpu is None:
+            raise EmulationError(f"name the GPU to model with --gpu; known are {', '.join(hardware.known())}.")
+        return Setup(
+            scheduler=scheduler, model=spec, gpu=self.gpu, gpus=self.gpus or self.tp or 1, tp=self.tp,
+            topology=self._topology(), p2p=self.p2p is not False, dtype=self.dtype, kv_tokens=self.kv_tokens,
+            max_running=self.max_running, max_requests=self.max_requests, max_model_len=max_model_len,
+            memory_ratio=self.memory_ratio, profile=self.profile,
+            options=tuple(_option(text) for text in self.scheduler_arg),
+        )  # fmt: skip
+
+    def given(self) -> list[str]:
+        """The names of the options that are not at their defaults."""
+        fields = dataclasses.fields(self)
+        return [field.name.replace("_", "-") for field in fields if getattr(self, field.name) != field.default]
+
+    def _check(self) -> None:
+        for name in ("tp", "gpus", "kv_tokens", "max_running", "max_requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise EmulationError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+        if not 0 < self.speed < math.inf:
+            raise EmulationError(f"--speed is {self.speed:g}; it must be a number above 0.")
+        if not 0 < self.memory_ratio <= 1:
+            raise EmulationError(f"--memory-ratio is {self.memory_ratio:g}; it must be above 0 and at most 1.")
+        if self.dtype not in DTYPE_BYTES:
+            raise EmulationError(f"--dtype {self.dtype} is not known here; known are {', '.join(DTYPE_BYTES)}.")
+
+    def _topology(self) -> str | None:
+        if self.topology is None:
+            return hardware.DIRECT if self.p2p else None
+        if self.p2p is not None and self.p2p == (self.topology == "host"):
+            state = "on" if self.p2p else "off"
+            raise EmulationError(f"P2P is {state} and --topology is '{self.topology}', which do not agree; drop one.")
+        return self.topology
+
+
+def _option(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    if not (name and value.isascii() and value.isdecimal()):
+        raise EmulationError(f"--scheduler-arg '{text}' must be NAME=NUMBER, such as max_concurrent_requests=128.")
+    if len(value) > MOST_DIGITS:
+        raise EmulationError(f"--scheduler-arg {name} has {len(value)} digits; a number may have {MOST_DIGITS}.")
+    return name, int(value)
