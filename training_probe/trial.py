@@ -1,0 +1,85 @@
+"""What passes between the sweep and the processes of one cell: files, so that a process that dies loses nothing.
+
+The sweep writes `trial.json` (Trial) and starts the processes; each writes `rank<N>.json` (RankReport) by an atomic
+rename when it ends, whichever way, and rank 0 appends one line to `steps.jsonl` (Step) after every step. Imported on
+both sides: the standard library, msgspec and the cell.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from backends.catalog import ModelSpec
+from training_probe.grid import Cell
+
+TRIAL_FILE, STEPS_FILE, LOG_FILE = "trial.json", "steps.jsonl", "log.txt"
+TIMELINE_STEPS = 4  # as in the lecture's figure
+
+Phase = Literal["warmup", "timed"]
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of one cell. spec: the model's shape where it is known; model_dir: a directory with a config.json, used
+    instead of the shape when it is given. timeline: whether allocations of the first steps are recorded, which costs time, so
+    such a run is not timed. host_memory_bytes: limit of each process's own memory, for the CPU."""
+
+    cell: Cell
+    spec: ModelSpec | None = None
+    model_dir: str | None = None
+    warmup_steps: int = 30
+    steps: int = 100
+    seed: int = 0
+    timeline: bool = False
+    host_memory_bytes: int | None = None
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step of rank 0. forward and backward are sums over the micro batches that are accumulated; what the
+    step has besides the three phases is the rest of `step_s`. loss: the mean over the micro batches."""
+
+    step: int
+    phase: Phase
+    step_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    loss: float | None = None
+
+
+class RankReport(msgspec.Struct, kw_only=True):
+    """How one process fared. Peaks are the allocator's on a GPU, on the CPU the process's own resident memory (its peak, and
+    what was allocated beyond what it had before the model was built).
+
+    seconds: of all timed steps, between synchronised clocks. energy_j: of this rank's GPU in that time.
+    sampled: (step, bytes allocated) pairs or finer, of a timeline.
+    """
+
+    rank: int
+    outcome: Literal["ok", "oom", "unsupported", "crashed"]
+    reason: str = ""
+    seconds: float | None = None
+    steps: int = 0
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    device_memory_bytes: int | None = None
+    energy_j: float | None = None
+    losses: list[float] = []
+    parameters: int | None = None  # of the whole model
+    trainable_parameters: int | None = None
+    optimizer: str = ""
+    versions: dict[str, str] = {}
+    device_name: str = ""
+
+
+def read_trial(path: Path) -> Trial:
+    return msgspec.json.decode(path.read_bytes(), type=Trial)
+
+
+def write_atomically(path: Path, value: object) -> None:
+    """All of it or nothing, whenever the process dies."""
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(msgspec.json.encode(value) + b"\n")
+    part.replace(path)
