@@ -19,7 +19,7 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
-def _markdown_text(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Printable text that Markdown shows as it is."""
     escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|!#~$])", r"\\\1", escaped)
@@ -246,14 +246,14 @@ def render(report: Report) -> str:
 
 def markdown(report: Report) -> str:
     """report.md: the same numbers as a page, with the figure."""
-    title = f"# {_markdown_text(name_of(report))}, {_markdown_text(report['arrival'])}"
+    title = f"# {markdown_text(name_of(report))}, {markdown_text(report['arrival'])}"
     lines = [title, ""]
     if report["emulated"]:
         lines += [f"> **{_warning(report)}**", ""]
     lines += [f"**Verdict: {_verdict_line(report)}.**", ""]
     lines += [f"- {line}" for line in _summary_lines(report)]
     for line in _launch_lines(report):
-        lines += [f"- {_markdown_text(line)}", "", f"      {printable(report['launch']['command'])}"]
+        lines += [f"- {markdown_text(line)}", "", f"      {printable(report['launch']['command'])}"]
     lines += ["", "![Latency CDF](cdf.svg)", ""]
     off = _off_by_metric(report)
     shown = [*_SHOWN, "held out, off by"] if off else _SHOWN
@@ -262,17 +262,17 @@ def markdown(report: Report) -> str:
     for name, statistics in report["metrics"].items():
         cells = " | ".join([*(number(statistics[statistic]) for statistic in _SHOWN), *([off[name]] if off else [])])
         lines.append(f"| `{name.removesuffix('_ms')}` | {cells} |")
-    lines += ["", f"Definitions: {_markdown_text(report['convention_differs'])}", ""]
+    lines += ["", f"Definitions: {markdown_text(report['convention_differs'])}", ""]
     if report["verdict"]["findings"]:
         lines += ["## Findings", ""]
     for finding in report["verdict"]["findings"]:
-        lines.append(f"- **{finding['severity']}** `{finding['code']}`: {_markdown_text(finding['message'])}")
-        lines.append(f"  {_markdown_text(finding['advice'])}")
+        lines.append(f"- **{finding['severity']}** `{finding['code']}`: {markdown_text(finding['message'])}")
+        lines.append(f"  {markdown_text(finding['advice'])}")
     if report["errors"]:
         lines += ["", "## Errors", "", "| requests | outcome | message |", "|---|---|---|"]
     lines += [
-        f"| {error['count']} | {error['outcome']} | {_markdown_text(error['message'])} |" for error in report["errors"]
+        f"| {error['count']} | {error['outcome']} | {markdown_text(error['message'])} |" for error in report["errors"]
     ]
-    server = f", server version {_markdown_text(report['server_version'])}" if report["server_version"] else ""
-    lines += ["", f"Run {_markdown_text(report['run_id'])}, llm-dissect {_markdown_text(report['version'])}{server}."]
+    server = f", server version {markdown_text(report['server_version'])}" if report["server_version"] else ""
+    lines += ["", f"Run {markdown_text(report['run_id'])}, llm-dissect {markdown_text(report['version'])}{server}."]
     return "\n".join(lines) + "\n"

@@ -16,6 +16,7 @@ from backends.catalog import ModelSpec
 from training_probe.grid import Cell
 
 TRIAL_FILE, STEPS_FILE, LOG_FILE = "trial.json", "steps.jsonl", "log.txt"
+TIMELINE_FILE = "timeline.json"
 TIMELINE_STEPS = 4  # as in the lecture's figure
 
 Phase = Literal["warmup", "timed"]
@@ -72,6 +73,16 @@ class RankReport(msgspec.Struct, kw_only=True):
     optimizer: str = ""
     versions: dict[str, str] = {}
     device_name: str = ""
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory over the first steps of rank 0, in `timeline.json`: time_s ascending, bytes[c][i] those of categories[c] at
+    time_s[i] (parameters, gradients, optimizer, activations, or one `allocated`), steps_s: when each step began."""
+
+    categories: list[str]
+    time_s: list[float]
+    bytes: list[list[int]]
+    steps_s: list[float]
 
 
 def read_trial(path: Path) -> Trial:

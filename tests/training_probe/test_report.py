@@ -1,0 +1,160 @@
+"""A report of known results: what it says, and figures that can be read and are not blank."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import msgspec
+import numpy as np
+import pytest
+
+from tests.training_probe.measured import HOSTILE, result
+from training_probe import drawn, figures, report
+from training_probe.results import CellResult, append
+from training_probe.trial import TIMELINE_FILE, Timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def sweep() -> list[CellResult]:
+    large = {"predicted_memory_gb": 33.0, "peak_memory_gb": 30.0, "device_memory_gb": 80.0}
+    ran_out = {"predicted_memory_gb": 50.0, "device_memory_gb": 80.0}
+    return [
+        result("Naive", said=large),
+        result("Z3", said={"predicted_memory_gb": 1.0, "peak_memory_gb": 2.0}),  # too small to judge by
+        result("Z2", outcome="oom", reason="CUDA out of memory", said=ran_out),
+        result("F+Z2", 700.0, said={"valid": False}),
+        *(result("Q", 1000.0 * count**0.9, gpus=count, micro_batch=2) for count in (1, 2, 4)),
+    ]
+
+
+def timeline(samples: int = 50) -> Timeline:
+    each = [int(2**30 * (1 + at % 7)) for at in range(samples)]
+    names = ["activations", "parameters", HOSTILE]
+    return Timeline(
+        categories=names, time_s=[0.1 * at for at in range(samples)], bytes=[each, each, each], steps_s=[0.0, 1.0, 2.5]
+    )
+
+
+def seen(path: Path) -> tuple[int, int]:
+    """Pixels (width, height) of a PNG that shows something; its SVG parses."""
+    pixels = np.asarray(matplotlib.image.imread(path.with_suffix(".png")))
+    assert np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0).shape[0] > 20
+    assert 0.005 < np.mean(pixels[..., :3].min(axis=-1) < 0.9) < 0.9  # neither blank nor a block
+    root = ElementTree.parse(path.with_suffix(".svg")).getroot()
+    assert root.tag == f"{SVG}svg"
+    assert len(root.findall(f".//{SVG}path")) > 5
+    return pixels.shape[1], pixels.shape[0]
+
+
+def test_the_report_counts_and_judges() -> None:
+    made = report.build(sweep(), {"run_id": "r1", "preset": "mine"})
+    assert made["schema"] == "training_probe.report/1"
+    assert made["cells"] == {"all": 7, "by_outcome": {"ok": 6, "oom": 1}, "invalid": 1}
+    prediction = made["prediction"]
+    assert prediction["cells"] == 1
+    assert prediction["worst_ratio"] == pytest.approx(0.1)
+    assert len(prediction["said_to_fit_but_ran_out"]) == 1
+    assert made["profile"]["as_paper"]
+    assert len(made["results"]) == 7
+    text = report.text(sweep(), {}, 200)
+    assert "7 cells: 6 ok (1 of them INVALID), 1 oom." in text
+    assert "as in the paper" in text
+    assert "Predicted to fit, but ran out of memory: 7b_pretrain_deepspeed_Z2" in text
+
+
+def test_a_short_profile_is_said() -> None:
+    short = result(said={"warmup_steps": 2, "steps": 5, "runs": 1})
+    made = report.build([short], {})
+    assert not made["profile"]["as_paper"]
+    assert "2 warm-up and 5 timed steps in 1 run." in " ".join(report.summary(made, [short]))
+
+
+def test_nothing_measured_is_a_report_all_the_same(tmp_path: Path) -> None:
+    made = report.write(tmp_path, [], {"platform": "CPU", "warmup_steps": 2, "steps": 3, "runs": 1})
+    assert (made["platform"], made["cells"]["all"]) == ("CPU", 0)
+    assert made["profile"]["each"] == [{"warmup_steps": 2, "steps": 3, "runs": 1}]
+    assert not list(tmp_path.glob("*.svg"))
+
+
+def test_failures_stand_with_their_reasons_and_nothing_is_obeyed() -> None:
+    found = [result("Z3", outcome="crashed", reason=HOSTILE, said={"log": "a/b_log.txt"})]
+    text = report.markdown(report.build(found, {"run_id": HOSTILE}), found)
+    assert "## Cells without a valid number" in text
+    assert "a/b\\_log.txt" in text
+    assert "\x1b" not in text and "<b>" not in text
+    assert "\x1b" not in report.text(found, {"preset": HOSTILE}, 100)
+    assert "\x1b" not in report.latex(found)
+
+
+def test_redoing_a_directory_writes_all_of_it(tmp_path: Path) -> None:
+    for each in sweep():
+        append(tmp_path, each)
+    cell = tmp_path / "cells" / "one"
+    cell.mkdir(parents=True)
+    (cell / TIMELINE_FILE).write_bytes(msgspec.json.encode(timeline()))
+    (tmp_path / "manifest.json").write_text('{"run_id": "r1", "machine": {"cpu": "x"}, "unknown": [1]}')
+    made = report.redo(tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == made
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {"report.md", "tables.csv", "tables.tex"} <= written
+    text = (tmp_path / "report.md").read_text()
+    for name in ("throughput-table-III", "throughput", "memory", "scaling", "timeline-cells-one"):
+        assert f"]({name}.svg)" in text
+        width, height = seen(tmp_path / f"{name}.svg")
+        assert width >= 1000 and height >= 500
+    assert "As Table III" in (tmp_path / "tables.tex").read_text()
+
+
+@pytest.mark.parametrize("wrong", ["", "[1]", "{", "\xff"])
+def test_a_broken_manifest_is_one_sentence(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "manifest.json").write_bytes(wrong.encode("latin-1"))
+    with pytest.raises(report.ReportError, match=r"is not a sweep's manifest"):
+        report.read_manifest(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    assert report.read_manifest(tmp_path) == {}
+
+
+def test_a_directory_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(report.ReportError, match="cannot write the report"):
+        report.write(tmp_path / "none", [result()], {})
+
+
+@pytest.mark.parametrize(
+    "broken", [b"{", b"{}", b"\xff", msgspec.json.encode(msgspec.structs.replace(timeline(), bytes=[[1]]))]
+)
+def test_a_broken_timeline_costs_no_report(tmp_path: Path, broken: bytes) -> None:
+    (tmp_path / TIMELINE_FILE).write_bytes(broken)
+    report.write(tmp_path, [result()], {})
+    assert not list(tmp_path.glob("timeline-*"))
+
+
+def test_a_long_timeline_keeps_its_highest_and_lowest_sample() -> None:
+    total = np.full(200_000, 5.0)
+    total[123_457], total[99_999] = 9.0, 1.0
+    drawn = figures._telling(total)
+    assert len(drawn) <= 2 * figures.MOST_SAMPLES + 2
+    assert {0, 123_457, 99_999, len(total) - 1} <= set(drawn.tolist())
+
+
+def test_bars_of_a_logarithmic_axis_begin_below_the_smallest(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"paper": [10.0, 7000.0, "OOM"], "ours $x$": [400.0, "crashed", None]}
+    panel = figures.Panel("7B $_", ["Z2", "Q", HOSTILE], values, ("device", 9000.0))
+    figures.bars([panel], HOSTILE, "Tokens/s", tmp_path / "bars", log=True)
+    seen(tmp_path / "bars.svg")
+    assert figures._floor([10.0, 7000.0]) == 1.0
+    assert figures._floor([12.0]) == 10.0
+
+
+def test_speed_never_stands_where_memory_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn_panels: list[figures.Panel] = []
+    monkeypatch.setattr(figures, "bars", lambda panels, *_, **__: drawn_panels.extend(panels))
+    unknown = {"predicted_memory_gb": 9.0, "peak_memory_gb": None, "peak_reserved_gb": None}
+    drawn._memory(tmp_path, [result(said=unknown), result("Z2", outcome="timeout", said=unknown), result("Q")])
+    assert [dict(panel.values) for panel in drawn_panels] == [
+        {"predicted": [9.0, 9.0, None], "allocated": [None, "timeout", 31.5], "reserved": [None, None, 40.25]}
+    ]

@@ -1,0 +1,167 @@
+"""Which figures a sweep's results give, and what is in each. Imports matplotlib (through `figures`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from training_probe import figures, paper, tables
+from training_probe.figures import Panel
+from training_probe.paper import TableName
+from training_probe.results import CellResult
+from training_probe.trial import TIMELINE_FILE, Timeline
+
+MOST_GROUPS = 24  # of bars in a row; more go into a panel below
+MOST_LINES = 7  # of different colours
+# What the points of a line of Figure 4 share.
+ALIKE = (
+    "platform", "model", "task", "engine", "method", "seq_len", "batch_size", "grad_accum", "tp", "pp", "cp",
+    "attention", "compile", "device",
+)  # fmt: skip
+
+
+def draw(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
+    """Writes the figures (PNG and SVG); the SVGs' names with what they show. Raises OSError."""
+    shown: dict[str, str] = {}
+    placed: set[str] = set()
+    for table in paper.TABLES:
+        matched = tables.matched(table, found)
+        placed |= {result.cell for ours in matched.values() for result in ours.values()}
+        if matched:
+            shown |= _beside_paper(directory, table, matched)
+    return {
+        **shown,
+        **_speeds(directory, [result for result in found if result.cell not in placed]),
+        **_memory(directory, found),
+        **_scaling(directory, found),
+        **_timelines(directory),
+    }
+
+
+def _beside_paper(directory: Path, table: TableName, matched: tables.Matched) -> dict[str, str]:
+    machines = list(dict.fromkeys(machine for ours in matched.values() for machine in ours))
+    panels = []
+    for model in dict.fromkeys(line.model for line in matched):
+        lines = {line: ours for line, ours in matched.items() if line.model == model}
+        values: dict[str, list[float | str | None]] = {}
+        for platform in dict.fromkeys(name for line in lines for name in line.printed):
+            printed = (line.printed[platform] for line in lines)
+            values[platform] = ["OOM" if row.oom else row.likely_tokens_per_s for row in printed]
+        for machine in machines:
+            values[str(machine)] = [_speed(ours.get(machine)) for ours in lines.values()]
+        names = [f"{line.label}{f' BS {line.batch_label}' if table == 'II' else ''}" for line in lines]
+        panels.append(Panel(model.upper(), names, values))
+    title = f"As Table {table} of {paper.SOURCE}: {paper.TITLES[table]} (all GPUs together, {paper.GPUS} in the paper)"
+    stem = directory / f"throughput-table-{table}"
+    figures.bars(panels, title, "Tokens/s", stem, log=True)
+    return {f"{stem.name}.svg": title}
+
+
+def _speeds(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
+    """Tokens/s of cells that the paper has no number for."""
+    if not any(result.outcome == "ok" for result in found):
+        return {}
+    panels = [
+        Panel(title, [_short(result) for result in part], {"tokens/s": [_speed(result) for result in part]})
+        for title, part in _parts(found)
+    ]
+    title = f"Tokens/s, all GPUs or processes of a cell together: {', '.join(dict.fromkeys(r.platform for r in found))}"
+    figures.bars(panels, title, "Tokens/s", directory / "throughput")
+    return {"throughput.svg": title}
+
+
+def _speed(result: CellResult | None) -> float | str | None:
+    if result is None:
+        return None
+    return _end(result) or (result.tokens_per_s if result.valid else "invalid")
+
+
+def _end(result: CellResult) -> str | None:
+    """A word for how it ended, if it gave no number."""
+    return {"ok": None, "oom": "OOM"}.get(result.outcome, result.outcome)
+
+
+def _memory(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
+    """Cells of which anything was measured or predicted."""
+    told = [result for result in found if result.peak_memory_gb or result.predicted_memory_gb]
+    panels = []
+    for title, part in _parts(told):
+        sizes = {result.device_memory_gb for result in part}
+        size = sizes.pop() if len(sizes) == 1 else None
+        values: dict[str, list[float | str | None]] = {
+            "predicted": [result.predicted_memory_gb for result in part],
+            "allocated": [result.peak_memory_gb or _end(result) for result in part],
+            "reserved": [result.peak_reserved_gb for result in part],
+        }
+        # a limit far above the bars would flatten them
+        near = size is not None and size < 4 * max(
+            max(result.peak_memory_gb or 0, result.predicted_memory_gb or 0) for result in part
+        )
+        panels.append(
+            Panel(title, [_short(result) for result in part], values, ("device", size) if near and size else None)
+        )
+    if not panels:
+        return {}
+    title = "Peak memory, predicted and measured, of the GPU or process that had most"
+    figures.bars(panels, title, "GiB", directory / "memory")
+    return {"memory.svg": title}
+
+
+def _parts(found: Iterable[CellResult]) -> list[tuple[str, list[CellResult]]]:
+    """The cells in panels: a model and a task each, in rows that are not too long."""
+    groups: dict[str, list[CellResult]] = {}
+    for result in found:
+        groups.setdefault(f"{paper.model_name(result.model)}, {result.task}", []).append(result)
+    return [
+        (f"{title}{' (more)' if start else ''}", part[start : start + MOST_GROUPS])
+        for title, part in groups.items()
+        for start in range(0, len(part), MOST_GROUPS)
+    ]
+
+
+def _short(result: CellResult) -> str:
+    batch = f" BS {result.batch_size}" if result.batch_size not in (None, 1) else ""
+    return f"{result.engine} {result.method} {result.gpus}x{batch}"
+
+
+def _scaling(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
+    """Cells that differ in nothing but how many GPUs they had."""
+    lines: dict[tuple[object, ...], list[CellResult]] = {}
+    for result in found:
+        if result.outcome == "ok" and result.valid and result.tokens_per_s and not result.search:
+            lines.setdefault(tuple(getattr(result, name) for name in ALIKE), []).append(result)
+    points: dict[str, list[tuple[int, float, float | None]]] = {}
+    for part in lines.values():
+        part.sort(key=lambda result: result.gpus)
+        if len(part) > 1 and len(points) < MOST_LINES:
+            first = part[0]
+            name = f"{paper.model_name(first.model)} {first.task} {first.engine} {first.method}, BS {first.batch_size}"
+            points[f"{name}, {first.seq_len} tokens"] = [
+                (result.gpus, result.tokens_per_s or 0.0, result.tokens_per_s_std) for result in part
+            ]
+    if not points:
+        return {}
+    title = f"Scaling, as Figure 4 of {paper.SOURCE}: {', '.join(dict.fromkeys(result.platform for result in found))}"
+    on = "processes" if all(result.device == "cpu" for result in found) else "GPUs"
+    figures.scaling(points, title, directory / "scaling", on=on)
+    return {"scaling.svg": title}
+
+
+def _timelines(directory: Path) -> dict[str, str]:
+    """Memory over the first steps, of each cell that recorded it. A file that was cut by a kill gives none."""
+    shown: dict[str, str] = {}
+    for path in sorted(directory.rglob(TIMELINE_FILE)):
+        name = "-".join(path.parent.relative_to(directory).parts) or directory.name
+        try:
+            recorded = msgspec.json.decode(path.read_bytes(), type=Timeline)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        if not recorded.time_s or any(len(each) != len(recorded.time_s) for each in recorded.bytes):
+            continue
+        stem = directory / f"timeline-{figures.file_stem(name)}"
+        title = f"Memory of the first steps: {name}"
+        figures.timeline(recorded, title, stem)
+        shown[f"{stem.name}.svg"] = title
+    return shown

@@ -1,0 +1,247 @@
+"""Figures of a sweep: tokens/s by method, memory predicted beside memory used, Figure 4's scaling, and memory over the
+first steps. Only this module imports matplotlib here: import it when a figure is wanted, not before.
+
+Text that came from elsewhere is shown as it is, never read as mathematics.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from loadgen.figures import COLOURS, GRID, STYLE
+from loadgen.text import printable
+from training_probe.results import GIB
+from training_probe.trial import Timeline
+
+SUFFIXES = (".svg", ".png")
+FADED = "#888888"
+DECADE = 10.0
+MOST_SAMPLES = 1500  # stretches of a timeline, more than a figure has pixels for
+Array = NDArray[np.float64]
+
+# What memory is for, from the bottom of the stack; other categories go on top in the order given.
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
+NAMED_COLOURS = dict(zip(CATEGORIES, COLOURS, strict=False))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Groups of bars: values[series][group]; None: nothing there, a word instead of a number: it stands there."""
+
+    title: str
+    groups: Sequence[str]
+    values: Mapping[str, Sequence[float | str | None]]
+    limit: tuple[str, float] | None = None  # a line across, with its name
+
+
+def bars(panels: Sequence[Panel], title: str, unit: str, stem: Path, *, log: bool = False) -> None:
+    """One panel below the other, all with the same series in the same colours."""
+    series = list(dict.fromkeys(name for panel in panels for name in panel.values))
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        most = max(len(panel.groups) for panel in panels)
+        width = min(16.0, max(7.0, 2.0 + 0.15 * most * (len(series) + 1)))
+        figure = _figure(width, 1.0 + 3.1 * len(panels), title)
+        for axis, panel in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
+            _bars(axis, panel, series, log)
+            axis.set_xlim(-0.6, most - 0.4)  # bars of all panels are equally wide
+            axis.set_ylabel(unit)
+        _legend(figure, figure.axes[0])
+        _save(figure, stem)
+
+
+def _bars(axis: Axes, panel: Panel, series: Sequence[str], log: bool) -> None:
+    width = 0.84 / len(series)
+    if log:
+        axis.set_yscale("log")
+    numbers = [value for values in panel.values.values() for value in values if isinstance(value, int | float)]
+    floor = _floor(numbers) if log else 0.0
+    for row, name in enumerate(series):
+        values = panel.values.get(name, ())
+        at = np.arange(len(panel.groups)) + (row - (len(series) - 1) / 2) * width
+        heights = [value - floor if isinstance(value, int | float) else 0.0 for value in values] or [0.0] * len(at)
+        axis.bar(at, heights, 0.9 * width, bottom=floor, color=COLOURS[row % len(COLOURS)], label=printable(name))
+        for place, value in zip(at, values, strict=False):
+            if isinstance(value, str):
+                _word(axis, float(place), floor, value, COLOURS[row % len(COLOURS)])
+    if panel.limit is not None:
+        name, value = panel.limit
+        axis.axhline(value, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
+        text = axis.text(
+            1.0, value, f"{printable(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom"
+        )
+        text.set(parse_math=False, color=FADED, fontsize=8)
+    _dress(axis, panel, floor, max(numbers, default=1.0), log)
+
+
+def _dress(axis: Axes, panel: Panel, floor: float, top: float, log: bool) -> None:
+    axis.set_title(printable(panel.title)).set_parse_math(False)
+    names = [printable(group) for group in panel.groups]
+    tilted = len(names) > 6 or max(map(len, names), default=0) > 9
+    axis.set_xticks(np.arange(len(names)), names, fontsize=8)
+    for label in axis.get_xticklabels():
+        label.set_parse_math(False)
+        if tilted:
+            label.set(rotation=40, ha="right", rotation_mode="anchor")
+    top = max(top, panel.limit[1] if panel.limit else 0.0) or 1.0
+    axis.set_ylim(floor, top * (1.6 if log else 1.1))
+    axis.yaxis.set_major_formatter(_tick)
+    axis.tick_params(axis="x", length=0)
+    axis.grid(axis="y", color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+
+
+def _tick(value: float, _: object) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:g}"
+
+
+def _floor(numbers: Sequence[float]) -> float:
+    """Where the bars of a logarithmic axis begin: the power of ten below the smallest."""
+    least = min((value for value in numbers if value > 0), default=1.0)
+    return float(DECADE ** np.floor(np.log10(least) - 0.05))
+
+
+def _word(axis: Axes, place: float, floor: float, word: str, colour: str) -> None:
+    text = axis.annotate(
+        printable(word), (place, floor), (0, 2), textcoords="offset points", rotation=90, ha="center", va="bottom"
+    )
+    text.set(parse_math=False, color=colour, fontsize=6.5)
+
+
+def scaling(
+    lines: Mapping[str, Sequence[tuple[int, float, float | None]]], title: str, stem: Path, *, on: str = "GPUs"
+) -> None:
+    """Figure 4: tokens/s over GPUs beside the ideal, and the share of the ideal that was reached.
+
+    lines: by name, (GPUs, tokens/s, standard deviation) from the fewest GPUs, which the ideal goes by.
+    """
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        figure = _figure(9.5, 4.1, title)
+        speed, share = figure.subplots(1, 2)
+        for row, (name, points) in enumerate(lines.items()):
+            colour = COLOURS[row % len(COLOURS)]
+            gpus = np.array([point[0] for point in points], dtype=np.float64)
+            reached = np.array([point[1] for point in points])
+            spread = np.array([point[2] or 0.0 for point in points])
+            ideal = reached[0] / gpus[0] * gpus
+            speed.errorbar(
+                gpus, reached, yerr=spread, marker="o", markersize=5, capsize=3, color=colour, label=printable(name)
+            )
+            speed.plot(
+                gpus, ideal, linestyle=(0, (4, 2)), color=colour, linewidth=1, label="ideal" if not row else None
+            )
+            efficiency = 100 * reached / ideal
+            share.plot(gpus, efficiency, marker="o", markersize=5, color=colour)
+            for place, percent in zip(gpus[1:], efficiency[1:], strict=True):
+                share.annotate(f"{percent:.0f} %", (place, percent), (0, -16), textcoords="offset points", ha="center")
+        counts = sorted({point[0] for points in lines.values() for point in points})
+        for axis, name in ((speed, "Tokens/s, all together"), (share, "Scaling efficiency, %")):
+            axis.set_xticks(counts)
+            axis.set_xlim(counts[0] - 0.05 * counts[-1], 1.05 * counts[-1])
+            axis.set_xlabel(on)
+            axis.set_ylabel(name)
+            axis.grid(color=GRID, linewidth=0.6)
+            axis.set_axisbelow(True)
+            axis.set_ylim(0, 1.1 * axis.get_ylim()[1] if axis is speed else max(112.0, 1.1 * axis.get_ylim()[1]))
+        share.axhline(100, color=FADED, linewidth=1, linestyle=(0, (4, 2)))
+        speed.yaxis.set_major_formatter(_tick)
+        _legend(figure, speed)
+        _save(figure, stem)
+
+
+def timeline(of: Timeline, title: str, stem: Path) -> None:
+    """Memory of rank 0 over its first steps, stacked by what it is for; steps are marked where they begin.
+
+    Above over time, below over allocations and releases, where what is short in time can be seen too.
+    """
+    gib = np.array(of.bytes, dtype=np.float64).reshape(len(of.categories), -1) / GIB  # (categories, samples)
+    time_s = np.array(of.time_s, dtype=np.float64)
+    known = [name for name in CATEGORIES if name in of.categories]
+    names = [*known, *(name for name in of.categories if name not in known)]
+    gib = gib[[of.categories.index(name) for name in names]]
+    event = np.arange(len(time_s), dtype=np.float64)
+    seen = _telling(gib.sum(axis=0))
+    begins_s = np.maximum(0, np.array(of.steps_s, dtype=np.float64) - time_s[0])
+    over = (
+        (time_s - time_s[0], begins_s, "s"),
+        (event, np.interp(begins_s, time_s - time_s[0], event), "allocations and releases"),
+    )
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        figure = _figure(10.5, 6.2, title)
+        axes = figure.subplots(2, 1)
+        for axis, (x, begins, unit) in zip(axes, over, strict=True):
+            _stack(axis, x[seen], gib[:, seen], names)
+            _mark_steps(axis, begins)
+            axis.set_xlabel(unit)
+        _legend(figure, axes[0])
+        _save(figure, stem)
+
+
+def _telling(total: Array) -> NDArray[np.int64]:
+    """Which samples are drawn, ascending: the highest and the lowest of each of `MOST_SAMPLES` stretches."""
+    stretches = np.array_split(np.arange(len(total)), min(len(total), MOST_SAMPLES))
+    ends = [part[end] for part in stretches for end in (np.argmax(total[part]), np.argmin(total[part]))]
+    return np.unique(np.array([0, *ends, len(total) - 1]))
+
+
+def _stack(axis: Axes, x: Array, gib: Array, names: Sequence[str]) -> None:
+    spare = [colour for colour in COLOURS if colour not in NAMED_COLOURS.values()]
+    under = np.zeros(len(x))
+    for number, (name, own) in enumerate(zip(names, gib, strict=True)):
+        colour = NAMED_COLOURS.get(name, spare[number % len(spare)])
+        axis.fill_between(x, under, under + own, step="post", color=colour, linewidth=0, label=printable(name))
+        under = under + own
+    peak = float(under.max(initial=0.0))
+    axis.set_ylim(0, 1.25 * peak or 1.0)
+    axis.set_xlim(0, float(x[-1]) or 1.0)
+    axis.set_ylabel("GiB allocated")
+    axis.axhline(peak, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
+    axis.text(
+        1.0, peak, f"peak {peak:.3g} GiB ", transform=axis.get_yaxis_transform(), ha="right", va="bottom", color=FADED,
+        fontsize=8,
+    )  # fmt: skip
+
+
+def _mark_steps(axis: Axes, begins: Array) -> None:
+    for number, place in enumerate(begins, 1):
+        axis.axvline(float(place), color="#222222", linewidth=0.8, linestyle=(0, (1.5, 1.5)))
+        axis.annotate(
+            f"step {number}", (float(place), 1.0), (3, -3), xycoords=axis.get_xaxis_transform(),
+            textcoords="offset points", va="top", fontsize=8,
+        )  # fmt: skip
+
+
+def _figure(width: float, height: float, title: str) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(printable(title), x=0.01, ha="left", fontsize=11).set_parse_math(False)
+    return figure
+
+
+def _legend(figure: Figure, axis: Axes) -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    if len(labels) < 2:
+        return
+    legend = figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _save(figure: Figure, stem: Path) -> None:
+    for suffix in SUFFIXES:
+        metadata = {"Date": None} if suffix == ".svg" else None
+        figure.savefig(stem.with_name(stem.name + suffix), dpi=160, metadata=metadata)
+
+
+def file_stem(name: str) -> str:
+    """A name that came from elsewhere as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9.+-]+", "_", name).strip("._") or "cell"
