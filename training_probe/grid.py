@@ -63,7 +63,9 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
         letters = [] if text.strip().lower() == NAIVE.lower() else [part.strip().upper() for part in text.split("+")]
         for letter in letters:
             if letter not in LETTERS:
-                raise GridError(f"unknown letter '{letter}' in method '{text}'; known are {NAIVE}, {', '.join(LETTERS)}.")
+                raise GridError(
+                    f"unknown letter '{letter}' in method '{text}'; known are {NAIVE}, {', '.join(LETTERS)}."
+                )
             if letters.count(letter) > 1:
                 raise GridError(f"method '{text}' names {letter} twice; name it once.")
         for rivals in (("Z1", "Z2", "Z3"), ("L", "QL", "PT"), ("R", "RS"), ("Q", "QL"), ("Q", "L"), ("Q", "PT")):
@@ -149,7 +151,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         ]
         extras += ["math"] if self.attention == "math" else []
         extras += ["compile"] if self.compile else []
-        return "_".join([self.model.rstrip("/").rpartition("/")[2], self.task, self.engine, self.method, *sizes, *extras])
+        return "_".join(
+            [self.model.rstrip("/").rpartition("/")[2], self.task, self.engine, self.method, *sizes, *extras]
+        )
 
 
 def cell(method: str, *, attention: Attention = "eager", **more: object) -> Cell:

@@ -22,6 +22,10 @@ TIMELINE_STEPS = 4  # as in the lecture's figure
 Phase = Literal["warmup", "timed"]
 
 
+class Unsupported(Exception):
+    """The cell cannot be run with what is installed here; a clause that says why."""
+
+
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One run of one cell. spec: the model's shape where it is known; model_dir: a directory with a config.json, used
     instead of the shape when it is given. timeline: whether allocations of the first steps are recorded, which costs time, so

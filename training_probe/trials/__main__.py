@@ -1,0 +1,106 @@
+"""One rank of one run: builds the engine, measures, says how it went in `rank<N>.json`, and leaves at once.
+
+Its exit code is 0, 77 for out of memory, 78 for what cannot be run here, 1 for all else; what counts is the report.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, Literal
+
+from training_probe.trial import TRIAL_FILE, RankReport, Trial, Unsupported, read_trial, write_atomically
+
+EXIT_OOM, EXIT_UNSUPPORTED, EXIT_CRASHED = 77, 78, 1
+_OUT_OF_MEMORY = (
+    "out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+    "Cannot allocate memory", "std::bad_alloc",
+)  # fmt: skip
+
+
+def main(directory: Path) -> int:
+    trial = read_trial(directory / TRIAL_FILE)
+    rank = int(os.environ.get("RANK", "0"))
+    if trial.host_memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (trial.host_memory_bytes, trial.host_memory_bytes))
+    try:
+        report, code = _run(trial, rank, directory), 0
+    except Exception as error:
+        traceback.print_exc()
+        report, code = _failed(rank, error)
+    write_atomically(directory / f"rank{rank}.json", report)
+    return code
+
+
+def _failed(rank: int, error: Exception) -> tuple[RankReport, int]:
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    outcome: Literal["oom", "unsupported", "crashed"]
+    if isinstance(error, MemoryError) or any(mark in str(error) for mark in _OUT_OF_MEMORY):
+        outcome, code = "oom", EXIT_OOM
+    elif isinstance(error, Unsupported | ImportError):
+        outcome, code = "unsupported", EXIT_UNSUPPORTED
+    else:
+        outcome, code = "crashed", EXIT_CRASHED
+    return RankReport(rank=rank, outcome=outcome, reason=said), code
+
+
+def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
+    import torch
+    import torch.distributed as dist
+
+    from training_probe.trials import engines, measure, model
+    from training_probe.trials.resources import resident_bytes
+
+    cell = trial.cell
+    device = _device(cell.device)
+    base_bytes = resident_bytes() or 0
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+    )
+    with model.attention_kernel(cell):
+        stepper = engines.build(trial, device)
+        vocab_size = trial.spec.vocab_size if trial.spec is not None else model.vocab_size(trial)
+        replica = rank // (cell.tp * cell.cp) % cell.data_parallel
+        micro_batches = measure.batch(trial, replica, device, vocab_size)
+        if trial.timeline:
+            from training_probe.trials.timeline import record
+
+            report = record(trial, stepper, micro_batches, device, directory)
+        else:
+            report = measure.measure(trial, stepper, micro_batches, device, directory, base_bytes)
+    report.versions = _versions()
+    report.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return report
+
+
+def _device(kind: str) -> Any:
+    import torch
+
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // int(os.environ.get("WORLD_SIZE", "1"))))
+    return torch.device("cpu")
+
+
+def _versions() -> dict[str, str]:
+    """Of those that were used."""
+    names = {"torch": "torch", "transformers": "transformers", "deepspeed": "deepspeed", "peft": "peft",
+             "bitsandbytes": "bitsandbytes", "megatron.core": "megatron-core"}  # fmt: skip
+    return {
+        name: str(getattr(sys.modules[module], "__version__", ""))
+        for module, name in names.items()
+        if module in sys.modules
+    }
+
+
+if __name__ == "__main__":
+    code = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # tearing engines down may hang or abort after all has been said
