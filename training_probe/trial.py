@@ -42,14 +42,14 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step of rank 0. forward and backward are sums over the micro batches that are accumulated; what the
-    step has besides the three phases is the rest of `step_s`. loss: the mean over the micro batches."""
+    """One optimizer step of rank 0. forward and backward: sums over the micro batches that are accumulated, None where a
+    pipeline interleaves them. loss: the mean over the micro batches."""
 
     step: int
     phase: Phase
     step_s: float
-    forward_s: float
-    backward_s: float
+    forward_s: float | None
+    backward_s: float | None
     optimizer_s: float
     loss: float | None = None
 

@@ -23,11 +23,15 @@ class Stepper(Protocol):
 
     optimizer: str  # what it is called
     parameters: tuple[int, int]  # of the whole model; those that train
+    pipelined: bool  # forward and backward passes interleave: only `forward_backward` is called
 
     def forward(self, tokens: Tensor, last: bool) -> Tensor:
         """The mean loss of a (micro batch, sequence) of token ids that are their own labels."""
 
     def backward(self, loss: Tensor, last: bool) -> None: ...
+
+    def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
+        """Both passes of all micro batches; their mean loss."""
 
     def step(self) -> None:
         """Clips, updates, and lets go of the gradients."""
@@ -50,7 +54,16 @@ def adam(parameters: Any, trial: Trial) -> torch.optim.AdamW:
     return torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-class DeepSpeed:
+class _Phased:
+    """Engines whose passes follow one another."""
+
+    pipelined = False
+
+    def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+
+class DeepSpeed(_Phased):
     def __init__(self, trial: Trial, device: torch.device) -> None:
         cell = trial.cell
         os.environ.setdefault("DS_ACCELERATOR", cell.device)
@@ -112,7 +125,7 @@ def _model(trial: Trial, device: torch.device) -> nn.Module:
     return models.adapt(model, trial.cell, trial.seed)
 
 
-class _Torch:
+class _Torch(_Phased):
     """What ddp and fsdp2 share: torch's optimizer and clipping."""
 
     parameters: tuple[int, int]

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def batch(trial: Trial, replica: int, device: torch.device, vocab_size: int) -> 
 
 
 class Run:
-    """The steps of one rank. `forward_backward`: an engine's that has no phases of its own to be told apart."""
+    """The steps of one rank."""
 
     def __init__(self, trial: Trial, stepper: Stepper, micro_batches: list[Tensor], device: torch.device) -> None:
         self._trial, self._stepper, self._micro_batches = trial, stepper, micro_batches
@@ -75,21 +76,27 @@ class Run:
     def step(self, number: int) -> None:
         """One optimizer step, issued and not waited for."""
         marks = [self.clock.mark()]
-        total: Tensor | None = None
-        last_batch = len(self._micro_batches) - 1
-        for index, tokens in enumerate(self._micro_batches):
-            loss = self._stepper.forward(tokens, index == last_batch)
+        if self._stepper.pipelined:
+            loss = self._stepper.forward_backward(self._micro_batches)
             marks.append(self.clock.mark())
-            self._stepper.backward(loss, index == last_batch)
-            marks.append(self.clock.mark())
-            total = loss.detach() if total is None else total + loss.detach()
+        else:
+            loss = self._forward_backward(marks)
         self._stepper.step()
-        assert total is not None
-        self._losses[number : number + 1].copy_(
-            (total.float() / len(self._micro_batches)).reshape(1), non_blocking=True
-        )
+        self._losses[number : number + 1].copy_(loss.float().reshape(1), non_blocking=True)
         marks.append(self.clock.mark())
         self._pending.append((number, marks))
+
+    def _forward_backward(self, marks: list[Any]) -> Tensor:
+        """The mean loss; marks what each pass of each micro batch takes."""
+        losses: list[Tensor] = []
+        for left in reversed(range(len(self._micro_batches))):
+            loss = self._stepper.forward(self._micro_batches[-1 - left], left == 0)
+            marks.append(self.clock.mark())
+            self._stepper.backward(loss, left == 0)
+            marks.append(self.clock.mark())
+            losses.append(loss.detach())
+            del loss
+        return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
 
     def drain(self, keep: int, written: Callable[[Step], None] | None) -> None:
         """Reads the steps that are over, all but the newest `keep`."""
@@ -102,13 +109,14 @@ class Run:
 
     def _read(self, number: int, marks: list[Any]) -> Step:
         seconds = self.clock.seconds
-        spans = [seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+        spans = [seconds(a, b) for a, b in pairwise(marks)]
+        phases = None if self._stepper.pipelined else (sum(spans[:-1:2]), sum(spans[1:-1:2]))
         return Step(
             step=number,
             phase="warmup" if number < self._trial.warmup_steps else "timed",
             step_s=seconds(marks[0], marks[-1]),
-            forward_s=sum(spans[:-1:2]),
-            backward_s=sum(spans[1:-1:2]),
+            forward_s=phases and phases[0],
+            backward_s=phases and phases[1],
             optimizer_s=spans[-1],
             loss=float(self._losses[number]),
         )
