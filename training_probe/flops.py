@@ -1,0 +1,124 @@
+"""Model FLOPs of a training step per token, and what share of the device's peak they are: MFU and HFU. Pure.
+
+Counted: matrix products and attention's two batched products, a multiply-add as 2. Attention counts the full s x s
+square although it is causal, as PaLM (appendix B) and llm-foundry do, so that numbers can be laid beside theirs. Not
+counted: norms, softmax, rotations, the loss, the embedding's look-up, dequantization, the optimizer. METHODOLOGY.md
+("Training: model FLOPs, MFU and HFU") derives the terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.catalog import ModelSpec
+from training_probe.grid import PROMPT_TOKENS, Cell
+from training_probe.weights import attention_linears, mlp_linears, weights
+
+# Dense bf16 matrix products with fp32 accumulation, FLOP/s, by words of the name that torch and NVML report; the first
+# entry that fits counts, so a longer name stands before a shorter one. NVIDIA's datasheets and white papers (GA102
+# for the RTX 3090 and A6000, AD102 for the RTX 4090); numbers "with sparsity" are halved.
+PEAKS: tuple[tuple[str, float], ...] = (
+    ("B200", 2250e12),
+    ("GH200", 989.4e12),
+    ("H200 NVL", 835e12),
+    ("H200", 989.4e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989.4e12),
+    ("H800 PCIe", 756e12),
+    ("H800", 989.4e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("A40", 149.7e12),
+    ("A10", 125e12),
+    ("L4", 121e12),
+    ("RTX 6000 Ada", 364.2e12),
+    ("RTX A6000", 154.8e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+)
+
+OTHER_CHIPS = {"mig", "laptop", "ti", "d"}  # words that make it a slower or faster one than the name before them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs per token of the data. recomputed: forward work that is done twice, which no model needs."""
+
+    forward: float
+    backward: float
+    recomputed: float
+
+    @property
+    def model(self) -> float:
+        """What MFU counts."""
+        return self.forward + self.backward
+
+    @property
+    def hardware(self) -> float:
+        """What HFU counts."""
+        return self.model + self.recomputed
+
+
+def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
+    """Forward, backward and recomputed FLOPs per token, over all GPUs that share its work.
+
+    With M matmul parameters that a token passes through (adapters too, active experts only), T of them trainable, and
+    attention's a = 4 L s h: forward 2M + a; backward 2M (gradients of inputs) + 2T (of weights) + 2a. Full training has
+    T = M, so 6M + 3a.
+    """
+    method = cell.letters
+    counts = weights(spec, method)
+    length = cell.seq_len + (PROMPT_TOKENS if method.adapter == "PT" else 0)
+    longer = length / cell.seq_len  # virtual tokens pass through the model and are no tokens of the data
+
+    lora = counts.adapter if method.adapter in ("L", "QL") else 0
+    in_layers = spec.layers * _layer_parameters(spec) + lora
+    head = spec.vocab_size * spec.hidden
+    trained = lora if method.adapter else head if method.quantized else in_layers + head
+    attention = 4.0 * spec.layers * length * spec.hidden
+
+    recomputed = {"none": 0.0, "full": 2.0 * in_layers + attention, "selective": attention}[method.recompute]
+    return Flops(
+        forward=longer * (2.0 * (in_layers + head) + attention),
+        backward=longer * (2.0 * (in_layers + head) + 2.0 * trained + 2.0 * attention),
+        recomputed=longer * recomputed,
+    )
+
+
+def mfu(cell: Cell, spec: ModelSpec, tokens_per_s: float, device_name: str) -> float | None:
+    """Model FLOPs utilization, a ratio: tokens_per_s is of all GPUs together. None where the peak is not known."""
+    return _utilization(flops_per_token(cell, spec).model, cell, tokens_per_s, device_name)
+
+
+def hfu(cell: Cell, spec: ModelSpec, tokens_per_s: float, device_name: str) -> float | None:
+    """Hardware FLOPs utilization, a ratio: recomputed work counts too. None where the peak is not known."""
+    return _utilization(flops_per_token(cell, spec).hardware, cell, tokens_per_s, device_name)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of one device by the name that torch or NVML reports; None for others, MIG slices, CPUs."""
+    words = device_name.lower().replace("-", " ").split()
+    if not OTHER_CHIPS.isdisjoint(words):
+        return None
+    for name, flops in PEAKS:
+        wanted = name.lower().split()
+        if any(words[at : at + len(wanted)] == wanted for at in range(len(words))):
+            return flops
+    return None
+
+
+def _utilization(flops: float, cell: Cell, tokens_per_s: float, device_name: str) -> float | None:
+    peak = None if cell.device == "cpu" else peak_flops(device_name)
+    return None if peak is None else flops * tokens_per_s / (cell.gpus * peak)
+
+
+def _layer_parameters(spec: ModelSpec) -> int:
+    """Matmul parameters of one layer that a token passes through."""
+    attention = sum(inputs * outputs for inputs, outputs in attention_linears(spec))
+    expert = sum(inputs * outputs for inputs, outputs in mlp_linears(spec))
+    router = spec.hidden * spec.experts if spec.experts > 1 else 0
+    return attention + spec.active_experts * expert + router

@@ -1,0 +1,368 @@
+"""What each engine holds at each moment of a training step: the terms of `training_probe.memory`.
+
+One generator an engine; each yields the moments that can be the highest. Between them memory moves in a line, a layer's
+activations going and its gradients coming, so the ends are enough. Everything empirical is a constant right below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from backends.catalog import ModelSpec
+from training_probe.activations import LayerBytes, layer_bytes, logits_bytes, outside_bytes
+from training_probe.grid import Cell, Method
+from training_probe.weights import Weights, weights
+
+# --- What is set or measured, and may need a new look with a new version ---
+# Context, modules and NCCL's own memory are outside torch's allocator. About half a GiB; not measured here yet.
+CUDA_CONTEXT_BYTES = 512 << 20
+# cuBLAS takes 32 MiB on Hopper (8 on others) for each thread that calls it, forward and autograd's, cuBLASLt once more.
+LIBRARIES_BYTES = 96 << 20
+# DeepSpeed's own defaults: reduce_bucket_size, sub_group_size, stage3_max_live_parameters; elements.
+REDUCE_BUCKET = 500_000_000
+SUB_GROUP = 1_000_000_000
+MAX_LIVE = 1_000_000_000
+# Buckets that ZeRO 1 and 2 fill in turn: 2 with overlap_comm, as this probe sets it, 1 without. ZeRO 3 has one.
+OVERLAP_BUCKETS = 2
+# engine.allreduce_gradients without ZeRO: a flat bf16 copy and its fp32 form, which is what it sends where no bf16
+# section asks for less; bytes per element of a bucket.
+PLAIN_REDUCE_BYTES = 6
+# NF4 with double quantization: half a byte, a byte of scale for 64 weights, 4 bytes for 256 such scales.
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+# LoRA and prompt adapters are bf16 (autocast_adapter_dtype=False). PEFT's default is fp32, and keeps fp32 inputs, too.
+ADAPTER_BYTES = 2
+# --- ---
+
+STATES_BF16, STATES_FP32 = 4, 8  # Adam's two moments, bytes per parameter
+MASTER = 4
+
+
+class Term(msgspec.Struct, frozen=True):
+    """`formula` has the numbers filled in; B is bytes."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """One moment of a step, and everything that is allocated then."""
+
+    name: str
+    terms: tuple[Term, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(term.bytes for term in self.terms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What is the same for all engines, on one rank. layers: those it computes. in_flight: micro batches whose
+    activations it holds at once (pipeline). head: whether it computes logits."""
+
+    cell: Cell
+    spec: ModelSpec
+    method: Method
+    counts: Weights
+    batch: int
+    layer: LayerBytes
+    layers: int
+    in_flight: int = 1
+    head: bool = True
+
+    @property
+    def ranks(self) -> int:
+        """Among which ZeRO divides."""
+        return self.cell.data_parallel
+
+    @property
+    def accumulates(self) -> bool:
+        return self.cell.grad_accum > 1
+
+    def loss(self, held: Iterable[Term]) -> Phase:
+        """The gradient of the logits: all activations and the loss's tensors."""
+        return Phase("loss", (*held, self.activations(self.layers), *self._logits()))
+
+    def last_layer(self, held: Iterable[Term], name: str = "backward, last layer", gone: int = 0) -> Phase:
+        """A layer in the backward pass, when `gone` layers after it are done."""
+        before = self.activations(self.layers - 1 - gone, outside=False)
+        return Phase(name, (*held, before, *self._working()))
+
+    def first_layer(self, held: Iterable[Term]) -> Phase:
+        """The end of the backward pass: the activations of one layer are left."""
+        return Phase("backward, first layer", (*held, *self._working()))
+
+    def activations(self, layers: int, outside: bool = True) -> Term:
+        """Of `layers` layers of the last micro batch, and all of those before it in the pipeline."""
+        total = layers + (self.in_flight - 1) * self.layers
+        beyond = outside_bytes(self.cell, self.spec, self.batch) if outside and self.head else 0
+        spec = self.spec
+        sizes = f"b={self.batch} s={self.cell.seq_len} h={spec.hidden} f={spec.intermediate} a={spec.heads}"
+        text = f"{total} layers x ({self.layer.formula}), {sizes}" + (
+            f", tp={self.cell.tp}" if self.cell.tp > 1 else ""
+        )
+        return Term("activations", total * self.layer.kept + beyond, text + (" + last norm" if beyond else ""))
+
+    def _logits(self) -> Iterator[Term]:
+        if self.head:
+            text = (
+                f"12 B x {self.batch} x {self.cell.seq_len} x {self.spec.vocab_size} (log-probabilities, two gradients)"
+            )
+            yield Term("logits and loss", logits_bytes(self.cell, self.spec, self.batch), text)
+
+    def _working(self) -> Iterator[Term]:
+        again = "recomputed and its gradients" if self.method.recompute != "none" else "and its gradients"
+        yield Term("working set", self.layer.working, f"one layer's activations, {again}")
+        if self.method.four_bit:
+            yield _product("dequantized weight", 2, self.spec.hidden * self.spec.intermediate, "elements")
+
+
+def phases(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Phase, ...], tuple[Term, ...]]:
+    """The moments of a step on the worst rank, and the host's terms."""
+    if cell.engine == "megatron":
+        stages = [tuple(_megatron(rank)) for rank in _stages(cell, spec, batch)]
+        return max(stages, key=lambda stage: max(phase.bytes for phase in stage)), ()
+    method = cell.letters
+    rank = Rank(
+        cell=cell, spec=spec, method=method, counts=weights(spec, method), batch=batch,
+        layer=layer_bytes(cell, spec, batch), layers=spec.layers,
+    )  # fmt: skip
+    if cell.engine == "fsdp2":
+        return tuple(_fsdp2(rank)), tuple(_host(rank))
+    if cell.engine == "ddp":
+        return tuple(_ddp(rank)), ()
+    engine = {0: _deepspeed_plain, 3: _deepspeed_3}.get(method.zero, _deepspeed_2)
+    return tuple(engine(rank)), tuple(_host(rank))
+
+
+def _deepspeed_plain(rank: Rank) -> Iterator[Phase]:
+    """No ZeRO and no bf16 section: a bf16 model, bf16 states, gradients made anew each step."""
+    trainable = rank.counts.trainable
+    held = [
+        *_whole_parameters(rank),
+        _product("optimizer states", STATES_BF16, trainable, "trainable"),
+        *_libraries(rank),
+    ]
+    gradients = _product("gradients", 2, trainable, "trainable")
+    bucket = min(trainable, REDUCE_BUCKET + rank.counts.largest_trainable)
+    before = [gradients] if rank.accumulates else []
+    yield rank.loss([*held, *before])
+    yield rank.last_layer([*held, *before])
+    yield rank.first_layer([*held, gradients])
+    yield Phase(
+        "reduction", (*held, gradients, _product("buckets", PLAIN_REDUCE_BYTES, bucket, "elements, flat and fp32"))
+    )
+
+
+def _ddp(rank: Rank) -> Iterator[Phase]:
+    """Like plain, but gradients are views of buckets, which stay."""
+    trainable = rank.counts.trainable
+    held = [
+        *_whole_parameters(rank),
+        _product("optimizer states", STATES_BF16, trainable, "trainable"),
+        _product("gradients", 2, trainable, "trainable, as buckets"),
+        *_libraries(rank),
+    ]
+    yield rank.loss(held)
+    yield rank.last_layer(
+        [*held, _product("newest gradient", 2, rank.counts.largest_trainable, "elements, on its way to a bucket")]
+    )
+
+
+def _deepspeed_2(rank: Rank) -> Iterator[Phase]:
+    """ZeRO 1 and 2: stage_1_and_2.py. With overlap_comm both drop the gradients of others as buckets are reduced."""
+    counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
+    trainable = counts.trainable
+    held = [*_whole_parameters(rank), *_libraries(rank)]
+    if offload:
+        held.append(_product("offload buffer", 2, counts.largest_trainable, "elements of the largest tensor"))
+    else:
+        held.append(_product("optimizer states", MASTER + STATES_FP32, trainable, "trainable", ranks))
+    buckets = _product("buckets", 2 * OVERLAP_BUCKETS, REDUCE_BUCKET, f"elements of {OVERLAP_BUCKETS} buckets")
+    copy = _product("reduction copy", 2, min(trainable, REDUCE_BUCKET), "elements of a bucket, flattened")
+    own = [] if offload else [_product("gradients", 2, trainable, "trainable", ranks)]
+    whole = [_product("gradients", 2, trainable, "trainable, until the last micro batch")]
+    kept = [] if not rank.accumulates else whole if rank.method.zero == 1 else own
+    arriving = _product(
+        "newest gradient", 6 if offload else 2, counts.largest_trainable, "elements of the largest tensor"
+    )
+    yield rank.loss([*held, *kept])
+    yield rank.last_layer([*held, *kept, buckets])
+    if (gone := _layers_in_bucket(rank)) is not None:
+        yield rank.last_layer([*held, *(kept or own), buckets, copy], "first reduction", gone)
+    yield rank.first_layer([*held, *(kept or own), buckets, copy, arriving])
+    if not offload:
+        step = _product("optimizer temporaries", 6, trainable, "trainable: a flat bf16 copy, fp32 gradients", ranks)
+        yield Phase("optimizer step", (*held, *own, step))
+
+
+def _deepspeed_3(rank: Rank) -> Iterator[Phase]:
+    """ZeRO 3: stage3.py. One rank gathers nothing: its parameters are views, unless they come from the host."""
+    counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
+    trainable = counts.trainable
+    held = [_product("buckets", 2, REDUCE_BUCKET, "elements of the bucket"), *_libraries(rank)]
+    if not offload:
+        held += [
+            *_four_bit(rank, ranks),
+            _product("parameters", 2, counts.frozen + trainable, "parameters", ranks),
+            _product("optimizer states", MASTER + STATES_FP32, trainable, "trainable", ranks),
+            _product("gradients", 2, trainable, "trainable", ranks),
+        ]
+    held.append(_gathered(rank))
+    copy = _product("reduction copy", 2, min(trainable, REDUCE_BUCKET), "elements of a bucket, interleaved")
+    arriving = _product(
+        "newest gradient", 6 if offload else 2, counts.largest_trainable, "elements of the largest tensor"
+    )
+    yield rank.loss(held)
+    yield rank.last_layer(held)
+    if (gone := _layers_in_bucket(rank)) is not None:
+        yield rank.last_layer([*held, copy], "first reduction", gone)
+    yield rank.first_layer([*held, copy, arriving])
+    if not offload:
+        group = min(-(-trainable // ranks), SUB_GROUP + -(-counts.largest_trainable // ranks))
+        step = _product("optimizer temporaries", 6, group, "elements of a sub-group: a flat bf16 copy, fp32 gradients")
+        yield Phase("optimizer step", (*held[:-1], step))
+
+
+def _fsdp2(rank: Rank) -> Iterator[Phase]:
+    """fully_shard on each layer and on the root, which holds embeddings, last norm and head. Trainable parameters are
+    fp32, gradients are reduced in fp32; frozen ones stay bf16."""
+    counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
+    trainable, root = counts.trainable, (1 if rank.spec.tied else 2) * counts.embedding
+    held = _libraries(rank)
+    gradients = []
+    if not offload:
+        held += [
+            _product("parameters", 4, trainable, "trainable", ranks),
+            *([_product("frozen parameters", 2, counts.frozen, "frozen", ranks)] if counts.frozen else []),
+            _product("optimizer states", STATES_FP32, trainable, "trainable", ranks),
+        ]
+        gradients = [_product("gradients", 4, trainable, "trainable", ranks)]
+    if rank.method.zero == 3:  # a layer in use and the next one
+        gathered = _product("gathered parameters", 2, root + 2 * counts.layer, "of the root and 2 layers")
+        fewer = _product("gathered parameters", 2, root + counts.layer, "of the root and the next layer")
+    else:
+        gathered = _product("gathered parameters", 2, counts.total, "parameters, kept for the backward pass")
+        fewer = _product("gathered parameters", 2, counts.total - counts.layer, "parameters, without the layer done")
+    last = _product("gathered parameters", 2, root + counts.layer, "of the root and a layer")
+    before = gradients if rank.accumulates else []
+    root_trains = 0 if rank.method.adapter else root
+    own = _product("layer's gradients", 2, counts.layer_trainable, "trainable of a layer, not yet divided")
+    reduced = _product("buckets", 4, counts.layer_trainable, "trainable of a layer, fp32, to be reduced")
+    head = _product(
+        "head's gradient", 2, min(root_trains, counts.embedding), "elements, kept until the root's are reduced"
+    )
+    yield rank.loss([*held, *before, gathered])
+    yield rank.last_layer([*held, *before, gathered, own, head])
+    remaining = rank.activations(rank.layers - 1, outside=False)
+    yield Phase("first reduction", (*held, *before, fewer, own, reduced, head, remaining))
+    reached = [] if offload else [_product("gradients", 4, trainable - root_trains, "trainable but the root", ranks)]
+    yield rank.first_layer([*held, *(before or reached), last, own, reduced, head])
+    roots = _product("buckets", 6, root_trains, "elements of the root: bf16 gradients, fp32 to be reduced")
+    yield Phase("last reduction", (*held, *gradients, roots))
+    yield Phase("optimizer step", (*held, *gradients))
+
+
+def _megatron(rank: Rank) -> Iterator[Phase]:
+    """bf16 parameters, fp32 main gradients that stay, fp32 master weights and moments, which Z1 divides."""
+    parameters, states = rank.counts.trainable, rank.ranks if rank.method.zero else 1
+    held = [
+        _product("parameters", 2, parameters, "parameters of a rank"),
+        _product("gradients", 4, parameters, "parameters of a rank, fp32"),
+        _product("optimizer states", MASTER + STATES_FP32, parameters, "parameters of a rank", states),
+        *_libraries(rank),
+    ]
+    yield rank.loss(held)
+    yield rank.last_layer([*held, _product("newest gradient", 2, rank.counts.largest_trainable, "elements, bf16")])
+
+
+def _stages(cell: Cell, spec: ModelSpec, batch: int) -> Iterator[Rank]:
+    """The first and the last rank of a pipeline; without one they are the same."""
+    method = cell.letters
+    whole = weights(spec, method)
+    layer = layer_bytes(cell, spec, batch)
+    layers = spec.layers // cell.pp
+    for first, last in {(True, cell.pp == 1), (cell.pp == 1, True)}:
+        parameters = (layers * whole.layer + (first + last) * whole.embedding) // cell.tp
+        counts = replace(whole, trainable=parameters, largest_trainable=whole.largest_trainable // cell.tp)
+        in_flight = min(cell.pp, cell.grad_accum) if first else 1
+        yield Rank(
+            cell=cell, spec=spec, method=method, counts=counts, batch=batch, layer=layer, layers=layers,
+            in_flight=in_flight, head=last,
+        )  # fmt: skip
+
+
+def _host(rank: Rank) -> Iterator[Term]:
+    """What offload keeps on the node, all ranks together. Pinned buffers are rounded up to a power of two by torch."""
+    if not rank.method.offload:
+        return
+    counts, ranks = rank.counts, rank.ranks
+    trainable = counts.trainable
+    own = -(-trainable // ranks)
+    if rank.cell.engine == "fsdp2":
+        yield _product("parameters and gradients", 8, trainable, "trainable")
+    elif rank.method.zero == 3:
+        yield _pinned("parameters", 2, -(-(counts.frozen + trainable) // ranks), ranks)
+        yield _pinned("gradients", 2, own, ranks)
+        yield _product("fp32 gradients", 4, trainable, "trainable, pinned by sub-group")
+        yield _product("master weights", MASTER, trainable, "trainable")
+    else:
+        yield _pinned("master weights", MASTER, own, ranks)
+        yield _pinned("fp32 gradients", 4, own, ranks)
+        yield _pinned("bf16 parameters", 2, own, ranks)
+    yield _product("optimizer states", STATES_FP32, trainable, "trainable")
+
+
+def _pinned(name: str, coefficient: int, count: int, ranks: int) -> Term:
+    rounded = 1 << (max(1, coefficient * count) - 1).bit_length()
+    return Term(name, ranks * rounded, f"{ranks} ranks x {coefficient} B x {count:,}, pinned: to a power of two")
+
+
+def _whole_parameters(rank: Rank) -> list[Term]:
+    """Parameters that every rank has all of, in 16 bits or 4."""
+    counts = rank.counts
+    terms = _four_bit(rank, 1)
+    terms.append(_product("parameters", 2, counts.frozen + counts.trainable - counts.adapter, "parameters"))
+    if counts.adapter:
+        terms.append(_product("adapters", ADAPTER_BYTES, counts.adapter, "adapter parameters"))
+    return terms
+
+
+def _four_bit(rank: Rank, ranks: int) -> list[Term]:
+    four_bit = rank.counts.four_bit
+    return [_product("4-bit weights", NF4_BYTES, four_bit, "weights, NF4", ranks)] if four_bit else []
+
+
+def _gathered(rank: Rank) -> Term:
+    counts = rank.counts
+    if rank.ranks == 1 and not rank.method.offload:
+        return Term("gathered parameters", 0, "one rank gathers nothing")
+    return _product("gathered parameters", 2, min(counts.total - counts.four_bit, MAX_LIVE), "live parameters")
+
+
+def _libraries(rank: Rank) -> list[Term]:
+    bytes_ = LIBRARIES_BYTES if rank.cell.device == "cuda" else 0
+    return [Term("CUDA libraries", bytes_, "workspaces of cuBLAS")]
+
+
+def _layers_in_bucket(rank: Rank) -> int | None:
+    """How many whole layers' gradients fill the first bucket, after the head's; None when they all do not."""
+    counts = rank.counts
+    if counts.trainable <= REDUCE_BUCKET or not counts.layer_trainable:
+        return None
+    head = 0 if rank.method.adapter else counts.embedding
+    return min(rank.layers - 1, max(0, REDUCE_BUCKET - head) // counts.layer_trainable)
+
+
+def _product(name: str, coefficient: float, count: int, what: str, ranks: int = 1) -> Term:
+    """Bytes of `count` elements, divided among ranks, rounded up."""
+    own = -(-count // ranks)
+    return Term(
+        name,
+        round(coefficient * own),
+        f"{coefficient:g} B x {count:,} {what}" + (f" / {ranks} ranks" if ranks > 1 else ""),
+    )
