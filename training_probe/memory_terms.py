@@ -229,19 +229,20 @@ def _deepspeed_3(rank: Rank) -> Iterator[Phase]:
 
 
 def _fsdp2(rank: Rank) -> Iterator[Phase]:
-    """fully_shard on each layer and on the root, which holds embeddings, last norm and head. Trainable parameters are
-    fp32, gradients are reduced in fp32; frozen ones stay bf16."""
+    """fully_shard on each layer and on the root, which holds embeddings, last norm and head. What is trained
+    is fp32, beside a frozen model bf16; gradients are reduced in fp32."""
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
     trainable, root = counts.trainable, (1 if rank.spec.tied else 2) * counts.embedding
+    width = 2 if rank.method.adapter else 4  # bytes of a trained weight, its gradient and each moment
     held = _libraries(rank)
     gradients = []
     if not offload:
         held += [
-            _product("parameters", 4, trainable, "trainable", ranks),
+            _product("parameters", width, trainable, "trainable", ranks),
             *([_product("frozen parameters", 2, counts.frozen, "frozen", ranks)] if counts.frozen else []),
-            _product("optimizer states", STATES_FP32, trainable, "trainable", ranks),
+            _product("optimizer states", 2 * width, trainable, "trainable", ranks),
         ]
-        gradients = [_product("gradients", 4, trainable, "trainable", ranks)]
+        gradients = [_product("gradients", width, trainable, "trainable", ranks)]
     if rank.method.zero == 3:  # a layer in use and the next one
         gathered = _product("gathered parameters", 2, root + 2 * counts.layer, "of the root and 2 layers")
         fewer = _product("gathered parameters", 2, root + counts.layer, "of the root and the next layer")
@@ -260,7 +261,9 @@ def _fsdp2(rank: Rank) -> Iterator[Phase]:
     yield rank.last_layer([*held, *before, gathered, own, head])
     remaining = rank.activations(rank.layers - 1, outside=False)
     yield Phase("first reduction", (*held, *before, fewer, own, reduced, head, remaining))
-    reached = [] if offload else [_product("gradients", 4, trainable - root_trains, "trainable but the root", ranks)]
+    reached = (
+        [] if offload else [_product("gradients", width, trainable - root_trains, "trainable but the root", ranks)]
+    )
     yield rank.first_layer([*held, *(before or reached), last, own, reduced, head])
     roots = _product("buckets", 6, root_trains, "elements of the root: bf16 gradients, fp32 to be reduced")
     yield Phase("last reduction", (*held, *gradients, roots))
@@ -304,8 +307,12 @@ def _host(rank: Rank) -> Iterator[Term]:
     trainable = counts.trainable
     own = -(-trainable // ranks)
     if rank.cell.engine == "fsdp2":
-        yield _product("parameters and gradients", 8, trainable, "trainable")
-    elif rank.method.zero == 3:
+        width = 2 if rank.method.adapter else 4
+        yield _product("frozen parameters", 2, counts.frozen, "frozen")
+        yield _product("parameters and gradients", 2 * width, trainable, "trainable")
+        yield _product("optimizer states", 2 * width, trainable, "trainable")
+        return
+    if rank.method.zero == 3:
         yield _pinned("parameters", 2, -(-(counts.frozen + trainable) // ranks), ranks)
         yield _pinned("gradients", 2, own, ranks)
         yield _product("fp32 gradients", 4, trainable, "trainable, pinned by sub-group")
