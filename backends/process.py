@@ -117,7 +117,8 @@ class _Supervised:
         env = inherited() | _added(start)
         self._log = start.log
         self._secrets = [env[name] for name in (*start.secrets, *_TOKENS) if env.get(name)]
-        self._patience_s = STOP_S + KILL_S + 5.0
+        stop_s = STOP_S if start.stop_s is None else start.stop_s
+        self._patience_s = stop_s + KILL_S + 5.0
         self._exit: Exit | None = None
         self._lock = threading.Lock()
         # a session of its own: a Ctrl-C in the terminal is for loadgen to act on
@@ -132,7 +133,7 @@ class _Supervised:
             "env": env,
             "log": str(start.log.absolute()),
             "secrets": self._secrets,
-            "stop_s": STOP_S,
+            "stop_s": stop_s,
         }
         try:
             answer = self._ask(order)

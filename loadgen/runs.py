@@ -1,4 +1,5 @@
-"""A run directory: its files, and the manifest that says what was run before the first request is sent."""
+"""A run directory: its files, the manifest that says what was run before the first request is sent, and the snapshot of
+what a run that goes on has measured so far, for whoever exports it."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import time
 import uuid
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 MANIFEST_SCHEMA = "loadgen.manifest/1"
+SNAPSHOT_SCHEMA = "llm_dissect.snapshot/1"
+SNAPSHOT_FILE = "snapshot.json"
 
 
 class RunError(Exception):
@@ -60,6 +63,33 @@ class Manifest(msgspec.Struct, kw_only=True):
     ceiling: Ceiling | None = None
     emulation: dict[str, Any] | None = None  # modelled hardware: scheduler, GPU, KV cache, how far off it was elsewhere
     launch: dict[str, Any] | None = None  # the server that was started for the run: command, image, GPUs, P2P, ...
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One value of a family; labels tell it from the others."""
+
+    value: float
+    labels: dict[str, str] = {}
+
+
+class Family(msgspec.Struct, frozen=True):
+    """One metric, as Prometheus knows them; the unit is the end of the name."""
+
+    name: str
+    type: Literal["gauge", "counter"]
+    help: str
+    samples: list[Sample] = []
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a program has measured up to now; `labels` are of every sample."""
+
+    schema: str = SNAPSHOT_SCHEMA
+    run_id: str
+    program: str
+    state: Literal["running", "finished", "stopped"]
+    labels: dict[str, str] = {}
+    families: list[Family] = []
 
 
 def package_version() -> str:
@@ -111,6 +141,13 @@ def read_manifest(directory: Path) -> Manifest:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from None
     except msgspec.DecodeError as error:
         raise RunError(f"{path} is not a manifest of this version: {error}") from None
+
+
+def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
+    """Replaces the snapshot of a run directory; a reader finds the old one or the new one, never a part."""
+    part = directory / (SNAPSHOT_FILE + ".part")
+    part.write_bytes(msgspec.json.encode(snapshot) + b"\n")
+    part.replace(directory / SNAPSHOT_FILE)
 
 
 def remove_if_empty(directory: Path) -> None:

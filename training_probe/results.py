@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,6 +107,12 @@ def append(directory: Path, result: CellResult) -> None:
     with (directory / RESULTS_FILE).open("ab") as file:
         file.write(msgspec.json.encode(result) + b"\n")
         file.flush()
+
+
+def mend(directory: Path) -> None:
+    """Cuts off a last line that a kill left unfinished, so that the next result begins a line of its own."""
+    with contextlib.suppress(FileNotFoundError), (directory / RESULTS_FILE).open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def read(path: Path) -> list[CellResult]:

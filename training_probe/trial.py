@@ -7,6 +7,7 @@ both sides: the standard library, msgspec and the cell.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -71,7 +72,7 @@ class RankReport(msgspec.Struct, kw_only=True):
     peak_reserved_bytes: int | None = None
     device_memory_bytes: int | None = None
     energy_j: float | None = None
-    losses: list[float] = []
+    losses: Sequence[float | None] = ()  # None: not finite, for which JSON has no number
     parameters: int | None = None  # of the whole model
     trainable_parameters: int | None = None
     optimizer: str = ""

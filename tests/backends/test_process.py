@@ -154,6 +154,14 @@ def test_a_server_that_ignores_sigterm_is_killed(launch: Launch, monkeypatch: py
     assert not alive(running.facts["pid"])
 
 
+def test_a_start_says_how_long_it_may_take_to_end(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "STOP_S", 60.0)  # as long as it sleeps: it would end by itself
+    running = launch(STUBBORN, stop_s=0.1)
+    until(lambda: said(running, "up"))
+    running.stop()
+    assert running.poll() == Exit(-signal.SIGKILL)
+
+
 def test_children_and_daemons_are_ended_too(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "STOP_S", 0.1)
     running = launch(FAMILY)

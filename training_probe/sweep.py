@@ -1,0 +1,125 @@
+"""Many cells, one after another: each becomes one line of results, whatever happens to it.
+
+    DIR/manifest.json, results.jsonl, snapshot.json
+    DIR/trials/<cell>/search-<micro batch>/, run-<k>/: trial.json, log.txt, rank<N>.json, steps.jsonl
+
+A cell that makes no sense or is certain not to fit is not run, and says so. A sweep that was stopped, or killed, goes
+on where it was: what counts as done is what stands in results.jsonl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from loadgen import runs
+from training_probe import manifest as manifests
+from training_probe import results
+from training_probe.cell_run import CellRun, Context
+from training_probe.grid import Cell
+from training_probe.manifest import Manifest, Settings
+from training_probe.memory_return import MemoryReturn
+from training_probe.progress import Progress
+from training_probe.results import CellResult, of_cell
+from training_probe.runner import StoppedError
+from training_probe.surroundings import Surroundings, device_memory_bytes, utilization
+
+EXIT_FINISHED, EXIT_STOPPED = 0, 130
+Say = Callable[[str], None]
+
+
+def sweep(
+    cells: Sequence[Cell], settings: Settings, directory: Path, say: Say, around: Surroundings | None = None
+) -> int:
+    """Measures the cells into a new directory; the exit code, 130 when it was stopped. Raises RunError, RunnerError."""
+    around = around or Surroundings()
+    cells = manifests.one_name_each(cells)
+    runs.create(directory)
+    inventory = around.inventory()
+    chosen = {gpu.index: gpu for gpu in inventory.gpus}
+    devices = [chosen.get(index) for index in settings.gpu_ids]
+    names = [device.name if device else "unknown" for device in devices]
+    platform = settings.platform or (f"{len(names)}x {names[0]}" if names else "CPU")
+    manifest = Manifest(
+        run_id=runs.new_run_id(),
+        started_unix_s=time.time(),
+        version=runs.package_version(),
+        device_names=names,
+        device_memory_bytes=[device.memory_bytes if device else None for device in devices],
+        driver=inventory.driver,
+        cells=cells,
+        **{**msgspec.structs.asdict(settings), "platform": platform},
+    )
+    manifests.write(directory, manifest)
+    return _measure(directory, manifest, [], say, around)
+
+
+def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int:
+    """Goes on with a sweep, as its manifest says. Raises RunError, ResultsError, RunnerError."""
+    manifest = manifests.read(directory)
+    results.mend(directory)
+    done = results.read(directory) if (directory / results.RESULTS_FILE).exists() else []
+    say(f"{len(done)} of {len(manifest.cells)} cells are done; going on with the rest")
+    return _measure(directory, manifest, done, say, around or Surroundings())
+
+
+def _measure(directory: Path, manifest: Manifest, done: Sequence[CellResult], say: Say, around: Surroundings) -> int:
+    """Measures the cells that have no result yet."""
+    finished = {result.cell for result in done}
+    cells = [cell for cell in manifest.cells if cell.name not in finished]
+    refused = {cell.name: around.refusal(cell, manifest, device_memory_bytes(cell, manifest)) for cell in cells}
+    to_run = sum(why is None for why in refused.values())
+    progress = Progress(
+        directory, manifest.run_id, manifest.platform, len(manifest.cells), done, say,
+        lambda cell, speed: utilization(cell, manifest, speed),
+    )  # fmt: skip
+    context = Context(
+        directory=directory, manifest=manifest, around=around, progress=progress,
+        memory=MemoryReturn(around.probe, manifest.gpu_ids), cancelled=threading.Event(),
+    )  # fmt: skip
+    state: Literal["finished", "stopped"] = "stopped"
+    try:
+        with _stopped_by_signals(context.cancelled):
+            for cell in cells:
+                shutil.rmtree(directory / "trials" / cell.name, ignore_errors=True)
+                why = refused[cell.name]
+                predicted = {} if why and why[0] == "unsupported" else around.predicted_fields(cell, manifest)
+                if why is None:
+                    to_run -= 1
+                    progress.begin(cell, predicted.get("predicted_memory_gb"), to_run)
+                    result = CellRun(context, cell).result()
+                else:
+                    result = of_cell(cell, platform=manifest.platform, outcome=why[0], reason=why[1],
+                                     started_unix_s=time.time(), **predicted)  # fmt: skip
+                results.append(directory, result)
+                progress.over(result)
+        state = "finished"
+    except StoppedError:
+        say(f"stopped; what is done is in {directory}, and a resumed sweep goes on from there")
+        return EXIT_STOPPED
+    finally:
+        progress.end(state)
+        context.memory.close()
+    return EXIT_FINISHED
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(cancelled: threading.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM end the present run in good order; more of them do not hurry it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: cancelled.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
