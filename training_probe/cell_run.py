@@ -18,7 +18,7 @@ from training_probe.results import Attempt, CellResult, Outcome, of_cell
 from training_probe.runner import TrialOutcome
 from training_probe.search import SEARCH_STEPS, SEARCH_WARMUP_STEPS, largest
 from training_probe.surroundings import Surroundings, device_memory_bytes, utilization
-from training_probe.trial import Step, Trial
+from training_probe.trial import TIMELINE_STEPS, Step, Trial
 
 
 class _Failed(Exception):
@@ -64,6 +64,8 @@ class CellRun:
                 assert cell.micro_batch is not None
                 self._attempts.append(Attempt(micro_batch=cell.micro_batch, outcome="oom"))
                 cell = msgspec.structs.replace(cell, micro_batch=cell.micro_batch // 2)
+            if failed.outcome == "ok" and self._settings.timeline:
+                self._record(cell)
         except _Failed as given_up:
             failed = given_up
         return self._result(cell, failed)
@@ -101,6 +103,15 @@ class CellRun:
                 return _Failed(ended.outcome, ended.reason)
         return _Failed("ok", "")
 
+    def _record(self, cell: Cell) -> None:
+        """What the first steps hold, recorded beside the measurement; that it failed is a note."""
+        trial = msgspec.structs.replace(self._trial(cell, 0, TIMELINE_STEPS, seed=0), timeline=True)
+        log = self._log
+        ended = self._run(trial, "timeline", "memory timeline", 1.0)
+        self._log = log
+        if ended.outcome != "ok":
+            self._notes.append(f"no memory timeline ({ended.outcome}: {ended.reason})")
+
     def _search(self) -> int:
         """The largest micro batch that fits. Raises _Failed when none does."""
         last = TrialOutcome(outcome="ok", reason="", measured=numbers.Measured(), wall_s=0.0, log=Path())
@@ -135,7 +146,7 @@ class CellRun:
         """One launch. `done`: the share of the cell that is done before it. Raises StoppedError."""
         progress, settings, of = self._sweep.progress, self._settings, trial.warmup_steps + trial.steps
         progress.trial(trial.cell, what, done)
-        share = 0.0 if name.startswith("search") else 1 / settings.runs
+        share = 1 / settings.runs if name.startswith("run-") else 0.0
         steps_done = 0
 
         def on_step(step: Step) -> None:

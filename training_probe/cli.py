@@ -1,15 +1,272 @@
-"""The command line of the training probe. The sweep itself is not built yet; this says so instead of pretending."""
+"""The command line: `training_probe sweep` measures; `plan` and `memory` predict; `report` and `compare` read results.
+
+Exit codes: 0 ok, 2 bad options, 3 a cell crashed or hung, 4 a cell's losses make its speed meaningless, 130 stopped, 141
+standard output was not read to its end. Out of memory is a result. A user's mistake is one sentence on standard error.
+Only what a command needs is imported; torch never is: it belongs to the processes of a trial.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+
+from training_probe.options import Grid, Measuring
+
+if TYPE_CHECKING:
+    from training_probe.grid import Cell, Device
+    from training_probe.manifest import Model
+
+EXIT_OK, EXIT_CONFIG, EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_UNREAD = 0, 2, 3, 4, 130, 141
+MIN_WIDTH, PLAIN_WIDTH = 80, 160
+
+
+def say(text: str) -> None:
+    """To whoever listens; with nobody left the work goes on all the same."""
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def say_error(error: object) -> None:
+    from loadgen.text import printable
+
+    say(f"training_probe: {printable(' '.join(str(error).split()))[:2000]}")
+
+
+def width(stream: Any) -> int:
+    """Columns of a terminal; of anything else enough for every table."""
+    return max(MIN_WIDTH, shutil.get_terminal_size().columns) if stream.isatty() else PLAIN_WIDTH
+
+
+def sweep(
+    grid: Annotated[Grid | None, Parameter(name="*")] = None,
+    measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
+    *,
+    out: Annotated[Path | None, Parameter(help="Directory of the sweep; by default runs/ and its time.")] = None,
+    resume: Annotated[
+        Path | None, Parameter(help="Go on with the sweep in this directory; what it measures stands in its manifest.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        Parameter(negative=(), help="Print commands, DeepSpeed's configurations and predicted memory; start nothing."),
+    ] = False,
+) -> int:
+    """Measure how fast and in how much memory this machine trains, method by method, and print the paper's tables with
+    this machine's column beside the paper's.
+
+    Without options it is the laptop preset: a tiny model through three real engines, in minutes and without a GPU. Each
+    cell runs in processes of its own; what fails becomes a row with its reason. The last line of standard output is the
+    report as JSON.
+    """
+    from loadgen import runs
+    from training_probe import dry_run as dry
+    from training_probe import sweep as sweeps
+    from training_probe.grid import GridError
+
+    grid, measuring = grid or Grid(), measuring or Measuring()
+    if resume is not None:
+        if grid != Grid() or measuring != Measuring() or out is not None or dry_run:
+            raise GridError("--resume goes on with what was asked for before; leave all other options out.")
+        return _reported(resume, sweeps.resume(resume, say))
+    if grid == Grid():
+        grid = Grid(preset="laptop")
+    cells, known, gpu_ids, here = _asked(grid)
+    settings = measuring.settings(grid.preset, known, gpu_ids, sys.argv[1:])
+    directory = out or Path("runs") / runs.new_run_id()
+    if dry_run:
+        print(dry.dry_run(cells, settings, directory), end="")
+        return EXIT_OK
+    from training_probe.options import check_machine
+
+    check_machine(cells, here)
+    return _reported(directory, sweeps.sweep(cells, settings, directory, say))
+
+
+def _asked(grid: Grid) -> tuple[list[Cell], dict[str, Model], tuple[int, ...], int]:
+    """Cells, their models, the GPUs that may be used, and how many those are."""
+    from backends import gpus
+    from training_probe.options import known_models, visible_gpus
+
+    gpu_ids: tuple[int, ...] = ()
+    if grid.device != "cpu":
+        gpu_ids = visible_gpus(gpus.read())
+    device: Device = grid.device or ("cuda" if gpu_ids else "cpu")
+    cells = grid.cells(device, len(gpu_ids))
+    return cells, known_models(cells), gpu_ids, len(gpu_ids)
+
+
+def _reported(directory: Path, code: int) -> int:
+    """Prints what the sweep has so far, and writes its report."""
+    import json
+
+    from training_probe import report as reports
+    from training_probe import results
+
+    if not (directory / results.RESULTS_FILE).exists():
+        return code
+    found = results.read(directory)
+    say("\n" + reports.text(found, reports.read_manifest(directory), width(sys.stderr)))
+    report = reports.redo(directory)
+    say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
+    print(json.dumps(report))
+    if code != EXIT_OK:
+        return code
+    if any(result.outcome in ("crashed", "timeout") for result in found):
+        return EXIT_FAILED
+    return EXIT_INVALID if any(result.outcome == "ok" and not result.valid for result in found) else EXIT_OK
+
+
+def plan(
+    grid: Annotated[Grid | None, Parameter(name="*")] = None,
+    *,
+    gpu_memory_gb: Annotated[
+        float | None, Parameter(help="Memory of each GPU, GiB; by default that of the GPUs here.")
+    ] = None,
+) -> int:
+    """Predict the memory of each cell, term by term, and which are certain not to fit. Needs no GPU and starts nothing."""
+    from training_probe import planned
+
+    grid = grid or Grid()
+    if grid == Grid():
+        grid = Grid(preset="paper-table3", device="cuda")
+    cells, known, device_bytes = _hypothetical(grid, gpu_memory_gb)
+    print(planned.plan(cells, known, device_bytes), end="")
+    return EXIT_OK
+
+
+def memory(
+    grid: Annotated[Grid | None, Parameter(name="*")] = None,
+    *,
+    gpu_memory_gb: Annotated[
+        float | None, Parameter(help="Memory of each GPU, GiB; by default the answer is for the usual cards.")
+    ] = None,
+) -> int:
+    """Predict the memory of a cell at each moment of a step, with the arithmetic, and on which cards it fits.
+
+    For example: training_probe memory --model 70b --method F+R+Z3+O --gpus 8
+    """
+    from training_probe import planned
+
+    cells, known, device_bytes = _hypothetical(grid or Grid(), gpu_memory_gb)
+    print("\n".join(planned.explained(cell, known, device_bytes if gpu_memory_gb else None) for cell in cells), end="")
+    return EXIT_OK
+
+
+def _hypothetical(grid: Grid, gpu_memory_gb: float | None) -> tuple[list[Cell], dict[str, Model], int | None]:
+    """Cells on GPUs, however many there are here, and how much memory each of those has."""
+    from dataclasses import replace
+
+    from backends import gpus
+    from training_probe.grid import GridError
+    from training_probe.options import known_models
+
+    if gpu_memory_gb is not None and not gpu_memory_gb > 0:
+        raise GridError(f"--gpu-memory-gb is {gpu_memory_gb:g}; it must be above 0.")
+    if grid.device == "cpu":
+        raise GridError("memory is predicted for GPUs; leave --device cpu out.")
+    inventory = gpus.read()
+    here = [gpu.memory_bytes for gpu in inventory.gpus if gpu.memory_bytes]
+    cells = replace(grid, device="cuda").cells("cuda", len(here))
+    given = None if gpu_memory_gb is None else int(gpu_memory_gb * (1 << 30))
+    return cells, known_models(cells), given or min(here, default=None)
+
+
+def report(directory: Annotated[Path, Parameter(help="Directory of a sweep.")], /) -> int:
+    """Make the tables and figures of a sweep anew from its results, also of one that was killed."""
+    from training_probe.results import RESULTS_FILE, ResultsError
+
+    if not (directory / RESULTS_FILE).is_file():
+        raise ResultsError(f"{directory} holds no {RESULTS_FILE}; name the directory of a sweep.")
+    return _reported(directory, EXIT_OK)
+
+
+def compare(
+    a: Annotated[Path, Parameter(help="Directory of a sweep.")],
+    b: Annotated[Path, Parameter(help="Directory of the sweep to compare with it.")],
+    /,
+) -> int:
+    """Print how sweep B differs from sweep A, cell by cell."""
+    from training_probe import compare as comparison
+
+    print(comparison.render(comparison.compare(a, b), width(sys.stdout)))
+    return EXIT_OK
+
+
+def letters() -> int:
+    """List the letters of a method and what each means."""
+    from training_probe.grid import LETTERS, NAIVE
+
+    for letter, meaning in {NAIVE: "none of these", **LETTERS}.items():
+        print(f"{letter:<6} {meaning}")
+    return EXIT_OK
+
+
+def build_app() -> App:
+    from loadgen.runs import package_version
+
+    app = App(
+        name="training_probe",
+        help="Measures how fast and in how much memory large language models are trained and fine-tuned here.",
+        version=package_version,
+        result_action="return_value",
+    )
+    for command in (sweep, plan, memory, report, compare, letters):
+        app.command(command)
+    return app
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """Mistakes that end with exit code 2: imported late, since most commands never meet them."""
+    from backends.gpus import GpuError
+    from loadgen.config import ConfigError
+    from loadgen.runs import RunError
+    from training_probe.grid import GridError
+    from training_probe.report import ReportError
+    from training_probe.results import ResultsError
+
+    return GridError, ConfigError, RunError, GpuError, ReportError, ResultsError
+
+
+def invoke(tokens: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    try:
+        result: Any = build_app()(list(tokens), exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        say_error(error)
+        return EXIT_CONFIG
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        say_error(f"{error.filename or 'input or output'}: {error.strerror or error}")
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return EXIT_STOPPED
+    except Exception as error:
+        from training_probe.runner import RunnerError
+
+        if isinstance(error, _user_errors()):
+            say_error(error)
+            return EXIT_CONFIG
+        if isinstance(error, RunnerError):
+            say_error(error)
+            return EXIT_FAILED
+        raise
+    return result if isinstance(result, int) else EXIT_OK
 
 
 def main() -> None:
-    """Says what is coming, exit 2: nothing was measured."""
-    sys.stderr.write(
-        "training_probe: not built yet. `training_probe sweep` will measure pre-training and fine-tuning\n"
-        "(DeepSpeed ZeRO, offload, recomputation, FlashAttention, quantization, LoRA/QLoRA, Megatron) and\n"
-        "`training_probe micro` GEMM, memcpy and collectives. Today this project measures serving: `loadgen run`.\n"
-    )
-    sys.exit(2)
+    try:
+        code = invoke(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_UNREAD
+    sys.exit(code)

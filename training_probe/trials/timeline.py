@@ -11,18 +11,19 @@ A block belongs to a category by when it is taken and when it is given back, whi
 
 from __future__ import annotations
 
+import gc
+import time
 from bisect import bisect_right
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from training_probe.trial import TIMELINE_FILE, TIMELINE_STEPS, RankReport, Trial
+from training_probe.trial import TIMELINE_FILE, TIMELINE_STEPS, RankReport, Timeline, Trial, write_atomically
 from training_probe.trials.engines import Stepper
 
 CATEGORIES = ("model and engine", "optimizer states", "gradients", "activations", "temporary")
@@ -49,8 +50,6 @@ def record(
     trial: Trial, stepper: Stepper, micro_batches: list[Tensor], device: torch.device, directory: Path
 ) -> RankReport:
     """Trains `TIMELINE_STEPS` steps under the profiler; rank 0 writes the timeline. Nothing of it is timed."""
-    import time
-
     spans: list[Span] = []
 
     def begin(phase: str) -> None:
@@ -78,14 +77,12 @@ def record(
     if rank == 0:
         events = allocations(profiler.profiler.kineto_results.experimental_event_tree(), device.type)  # type: ignore[union-attr]
         timeline = categorised(blocks(events), spans, built_bytes)
-        (directory / TIMELINE_FILE).write_bytes(msgspec.json.encode(timeline))
+        write_atomically(directory / TIMELINE_FILE, timeline)
     return RankReport(rank=rank, outcome="ok", steps=TIMELINE_STEPS, optimizer=stepper.optimizer)
 
 
 def _tensors_bytes() -> int:
     """Of all tensors there are, each storage once: the CPU's allocator does not count."""
-    import gc
-
     storages = {}
     for thing in gc.get_objects():
         if isinstance(thing, Tensor) and thing.device.type == "cpu":
@@ -131,8 +128,8 @@ def category(block: Block, spans: list[Span]) -> str:
     return "temporary" if ended == place else _KEPT.get(spans[place].phase, "temporary")
 
 
-def categorised(found: list[Block], spans: list[Span], built_bytes: int) -> dict[str, Any]:
-    """Bytes of every category over time: {"categories", "time_s" (n,), "bytes" [category][n], "steps_s"}."""
+def categorised(found: list[Block], spans: list[Span], built_bytes: int) -> Timeline:
+    """Bytes of every category over time."""
     origin = spans[0].start_ns
     changes: list[tuple[int, int, int]] = []
     index = {name: place for place, name in enumerate(CATEGORIES)}
@@ -153,12 +150,12 @@ def categorised(found: list[Block], spans: list[Span], built_bytes: int) -> dict
     kept = _thinned(levels)
     starts = [span.start_ns for before, span in zip([Span(0, "optimizer"), *spans], spans, strict=False)
               if span.phase == "forward" and before.phase == "optimizer"]  # fmt: skip
-    return {
-        "categories": list(CATEGORIES),
-        "time_s": [times[at] for at in kept],
-        "bytes": [[levels[at][place] for at in kept] for place in range(len(CATEGORIES))],
-        "steps_s": [(start - origin) / 1e9 for start in starts],
-    }
+    return Timeline(
+        categories=list(CATEGORIES),
+        time_s=[times[at] for at in kept],
+        bytes=[[levels[at][place] for at in kept] for place in range(len(CATEGORIES))],
+        steps_s=[(start - origin) / 1e9 for start in starts],
+    )
 
 
 def _thinned(levels: list[list[int]]) -> list[int]:

@@ -1,0 +1,227 @@
+"""The options of `sweep`, `plan` and `memory`, each declared once, and the cells that they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from backends import gpus as gpu_facts
+from backends.catalog import ModelSpec
+from backends.gpus import Inventory
+from loadgen import models
+from training_probe import grid, paper
+from training_probe.grid import Cell, Engine, GridError, Method, Task
+from training_probe.manifest import Model, Settings
+
+TINY = ModelSpec(
+    name="tiny", hf_id="tiny", hidden=256, layers=4, heads=8, kv_heads=4, intermediate=688, vocab_size=2048,
+    max_position=2048,
+)  # fmt: skip
+PACKAGES = ("torch", "transformers")  # besides those of the engine and the method
+PAPER_STEPS, LAPTOP_STEPS = (30, 100, 3), (2, 8, 1)  # warm-up, timed, runs
+
+
+def _option(help: str, group: str, **more: Any) -> Parameter:
+    return Parameter(help=help, negative=(), group=group, **more)
+
+
+def _cells(help: str) -> Parameter:
+    return _option(help, "Cells: every combination of what is named")
+
+
+def _list(help: str) -> Parameter:
+    return _option(help, "Cells: every combination of what is named", consume_multiple=True)
+
+
+def _measured(help: str) -> Parameter:
+    return _option(help, "How they are measured")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Which cells. What takes several values is an axis of the grid."""
+
+    preset: Annotated[
+        Literal["laptop", "paper-table2", "paper-table3", "paper-table4", "paper-table9", "paper-fig4"] | None,
+        _cells("Ready cells; --model, --engine and --method then choose among them."),
+    ] = None
+    model: Annotated[
+        tuple[str, ...], _list("7b, 13b, 70b, llama-3-8b, mixtral-8x7b, ..., tiny, or a directory with a config.json.")
+    ] = ()
+    task: Annotated[Task | None, _cells("By default finetune for methods with L, QL or PT, else pretrain.")] = None
+    engine: Annotated[tuple[Engine, ...], _list("By default deepspeed.")] = ()
+    method: Annotated[
+        tuple[str, ...],
+        _list(
+            "Letters joined by +, as in F+R+Z3+O: Z1 Z2 Z3 O Q R RS F L QL PT; Naive has none (training_probe letters)."
+        ),
+    ] = ()
+    gpus: Annotated[tuple[int, ...], _list("Processes, one a GPU; by default all GPUs here, or 1 on the CPU.")] = ()
+    seq_len: Annotated[tuple[int, ...], _list(f"Tokens of a sequence; by default {grid.PAPER_SEQ_LEN}.")] = ()
+    micro_batch: Annotated[
+        tuple[str, ...],
+        _list("Sequences a process takes at once, or max: the largest that fits is searched. Default 1."),
+    ] = ()
+    grad_accum: Annotated[int, _cells("Micro batches to an optimizer step.")] = 1
+    tp: Annotated[int, _cells("Tensor parallel (megatron).")] = 1
+    pp: Annotated[int, _cells("Pipeline parallel (megatron).")] = 1
+    cp: Annotated[int, _cells("Context parallel (megatron).")] = 1
+    attention: Annotated[Literal["eager", "math"], _cells("What attention is without the letter F.")] = "eager"
+    compile: Annotated[bool, _cells("torch.compile every layer (fsdp2, ddp).")] = False
+    device: Annotated[Literal["cuda", "cpu"] | None, _cells("By default cuda where there is a GPU.")] = None
+
+    def cells(self, device: grid.Device, here: int) -> list[Cell]:
+        """What is asked for on a machine with `here` GPUs of its own. Raises GridError."""
+        if self.preset is not None:
+            return self._of_preset(self.preset, device, here)
+        if not self.method:
+            raise GridError("name --method (Naive Z2 F+R+Z3+O ...) or a --preset.")
+        default_gpus = (here,) if device == "cuda" and here else (1,)
+        named: list[Cell] = []
+        for method in self.method:
+            task = self.task or ("finetune" if Method.parse(method).adapter else "pretrain")
+            named += grid.grid(
+                models=self.model or ("tiny" if device == "cpu" else "7b",),
+                engines=self.engine or ("deepspeed",),
+                methods=(method,),
+                gpus=self.gpus or default_gpus,
+                seq_lens=self.seq_len or (grid.PAPER_SEQ_LEN,),
+                micro_batches=[_micro_batch(text) for text in self.micro_batch or ("1",)],
+                task=task, grad_accum=self.grad_accum, tp=self.tp, pp=self.pp, cp=self.cp,
+                attention=self.attention, compile=self.compile, device=device,
+            )  # fmt: skip
+        return list(dict.fromkeys(named))
+
+    def _of_preset(self, preset: str, device: grid.Device, here: int) -> list[Cell]:
+        if len(self.gpus) > 1:
+            raise GridError(f"--preset {preset} takes one number of --gpus.")
+        for name in ("task", "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "attention", "compile"):
+            if getattr(self, name) != getattr(Grid, name, None):
+                raise GridError(f"--preset {preset} has a --{name.replace('_', '-')} of its own; leave that out.")
+        cells = paper.presets()[preset](self.gpus[0] if self.gpus else max(1, here), device)
+        methods = {str(Method.parse(text)) for text in self.method}
+        chosen = [
+            cell for cell in cells
+            if (not self.model or cell.model in map(paper.model_name, self.model))
+            and (not self.engine or cell.engine in self.engine)
+            and (not methods or cell.method in methods)
+        ]  # fmt: skip
+        if not chosen:
+            raise GridError(f"--preset {preset} has no cell of that --model, --engine and --method.")
+        return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """How the cells are measured. Steps: None stands for the paper's (30, 100, 3), or the laptop preset's (2, 8, 1)."""
+
+    warmup_steps: Annotated[int | None, _measured("Steps before the clock starts; by default 30, laptop: 2.")] = None
+    steps: Annotated[int | None, _measured("Timed steps; by default 100, laptop: 8.")] = None
+    runs: Annotated[int | None, _measured("Launches of each cell, each in processes of its own; 3, laptop: 1.")] = None
+    timeline: Annotated[
+        bool, _measured("Also record, in a launch that is not timed, what memory the first four steps hold: a figure.")
+    ] = False
+    timeout: Annotated[float, _measured("Seconds without a new step after which a cell is ended.")] = 600.0
+    limit: Annotated[float | None, _measured("Seconds that a whole cell may take.")] = None
+    max_micro_batch: Annotated[int, _measured("Where a search for max ends.")] = Settings().max_micro_batch
+    skip: Annotated[
+        bool, Parameter(help="Leave out cells that are certain to run out of memory.", group="How they are measured")
+    ] = True
+    host_memory_gb: Annotated[float | None, _measured("Limit of each process's own memory, GiB.")] = None
+    platform: Annotated[str, _measured("This machine's name in tables; by default its GPUs' name.")] = ""
+
+    def settings(
+        self, preset: str | None, known: dict[str, Model], gpu_ids: tuple[int, ...], argv: Iterable[str]
+    ) -> Settings:
+        """Raises GridError for numbers that make no measurement."""
+        usual = LAPTOP_STEPS if preset == "laptop" else PAPER_STEPS
+        given = (self.warmup_steps, self.steps, self.runs)
+        warmup_steps, steps, runs = (own if value is None else value for value, own in zip(given, usual, strict=True))
+        least = {"--warmup-steps": (warmup_steps, 0), "--steps": (steps, 1), "--runs": (runs, 1)}
+        least["--max-micro-batch"] = (self.max_micro_batch, 1)
+        for flag, (value, at_least) in least.items():
+            if value < at_least:
+                raise GridError(f"{flag} is {value}; it must be at least {at_least}.")
+        for flag, seconds in {
+            "--timeout": self.timeout,
+            "--limit": self.limit,
+            "--host-memory-gb": self.host_memory_gb,
+        }.items():
+            if seconds is not None and not seconds > 0:
+                raise GridError(f"{flag} is {seconds:g}; it must be above 0.")
+        return Settings(
+            platform=self.platform, preset=preset, models=known, gpu_ids=gpu_ids, warmup_steps=warmup_steps, steps=steps,
+            runs=runs, timeline=self.timeline, timeout_s=self.timeout, limit_s=self.limit,
+            max_micro_batch=self.max_micro_batch, no_skip=not self.skip,
+            host_memory_bytes=None if self.host_memory_gb is None else int(self.host_memory_gb * (1 << 30)),
+            argv=tuple(argv),
+        )  # fmt: skip
+
+
+def _micro_batch(text: str) -> int | None:
+    if text == "max":
+        return None
+    if not text.isdecimal() or len(text) > 6:
+        raise GridError(f"--micro-batch is '{text}'; it must be a number, or max.")
+    return int(text)
+
+
+def known_models(cells: Sequence[Cell]) -> dict[str, Model]:
+    """What the cells' models are. Raises GridError or ConfigError for one whose shape is not known."""
+    return {name: _model(name) for name in dict.fromkeys(cell.model for cell in cells)}
+
+
+def _model(name: str) -> Model:
+    if name == TINY.name:
+        return Model(spec=TINY)
+    found = models.find(name)
+    if found.spec is None and found.directory is None:
+        raise GridError(f"the shape of '{name}' is not known here; give a directory that holds its config.json.")
+    own = found.hf_id is None or found.spec is None
+    return Model(spec=found.spec, directory=str(found.directory) if own else None)
+
+
+def visible_gpus(inventory: Inventory) -> tuple[int, ...]:
+    """NVML indices of the GPUs that may be used. Raises GpuError."""
+    return gpu_facts.choose(inventory, None)
+
+
+def check_machine(cells: Sequence[Cell], here: int) -> None:
+    """That the cells can be started on this machine at all. Raises GridError."""
+    most = max(cells, key=lambda cell: cell.gpus)
+    if most.device == "cuda" and most.gpus > here:
+        have = f"{here} GPU{'' if here == 1 else 's'}" if here else "no GPU that can be used (--device cpu uses none)"
+        raise GridError(f"--gpus is {most.gpus} and this machine has {have}.")
+    lacking = [name for name in _needed(cells) if not _installed(name)]
+    if lacking:
+        extra = "train,megatron" if "megatron.core" in lacking else "train"
+        names = ", ".join(name.partition(".")[0] for name in lacking)
+        raise GridError(
+            f"{names} {'is' if len(lacking) == 1 else 'are'} not installed; pip install 'llm-dissect[{extra}]'."
+        )
+
+
+def _needed(cells: Sequence[Cell]) -> list[str]:
+    needed = dict.fromkeys(PACKAGES)
+    for cell in cells:
+        method = cell.letters
+        if cell.engine == "deepspeed":
+            needed["deepspeed"] = None
+        if cell.engine == "megatron":
+            needed["megatron.core"] = None
+        if method.adapter:
+            needed["peft"] = None
+        if method.four_bit:
+            needed["bitsandbytes"] = None
+    return list(needed)
+
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
