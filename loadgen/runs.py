@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 import uuid
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,7 +93,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def package_version() -> str:
-    return version("llm-dissect")
+    try:
+        return version("llm-dissect")
+    except PackageNotFoundError:  # run from a checkout that is on the path and not installed
+        return "not installed"
 
 
 def new_run_id() -> str:

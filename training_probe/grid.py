@@ -26,6 +26,7 @@ ENGINES: tuple[Engine, ...] = get_args(Engine)
 PAPER_SEQ_LEN = 350
 LORA_RANK = 64
 PROMPT_TOKENS = 8
+PAPER_MAX_MICRO_BATCH = 64
 
 LETTERS = {
     "Z1": "ZeRO 1: optimizer states sharded",

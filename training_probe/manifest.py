@@ -11,8 +11,7 @@ import msgspec
 from backends import catalog
 from backends.catalog import ModelSpec
 from loadgen.runs import Machine, RunError, this_machine
-from training_probe.grid import Cell
-from training_probe.search import PAPER_MAX_MICRO_BATCH
+from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell
 
 MANIFEST_FILE = "manifest.json"
 SCHEMA = "training_probe.manifest/1"

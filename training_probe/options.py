@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from backends import gpus as gpu_facts
 from backends.catalog import ModelSpec
-from backends.gpus import Inventory
-from loadgen import models
-from training_probe import grid, paper
+from training_probe import grid
 from training_probe.grid import Cell, Engine, GridError, Method, Task
-from training_probe.manifest import Model, Settings
+
+if TYPE_CHECKING:  # a line of options is read in a moment; what it means may take longer
+    from backends.gpus import Inventory
+    from training_probe.manifest import Model, Settings
 
 TINY = ModelSpec(
     name="tiny", hf_id="tiny", hidden=256, layers=4, heads=8, kv_heads=4, intermediate=688, vocab_size=2048,
@@ -102,6 +102,8 @@ class Grid:
         for name in ("task", "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "attention", "compile"):
             if getattr(self, name) != getattr(Grid, name, None):
                 raise GridError(f"--preset {preset} has a --{name.replace('_', '-')} of its own; leave that out.")
+        from training_probe import paper
+
         cells = paper.presets()[preset](self.gpus[0] if self.gpus else max(1, here), device)
         methods = {str(Method.parse(text)) for text in self.method}
         chosen = [
@@ -127,7 +129,7 @@ class Measuring:
     ] = False
     timeout: Annotated[float, _measured("Seconds without a new step after which a cell is ended.")] = 600.0
     limit: Annotated[float | None, _measured("Seconds that a whole cell may take.")] = None
-    max_micro_batch: Annotated[int, _measured("Where a search for max ends.")] = Settings().max_micro_batch
+    max_micro_batch: Annotated[int, _measured("Where a search for max ends.")] = grid.PAPER_MAX_MICRO_BATCH
     skip: Annotated[
         bool, Parameter(help="Leave out cells that are certain to run out of memory.", group="How they are measured")
     ] = True
@@ -138,6 +140,8 @@ class Measuring:
         self, preset: str | None, known: dict[str, Model], gpu_ids: tuple[int, ...], argv: Iterable[str]
     ) -> Settings:
         """Raises GridError for numbers that make no measurement."""
+        from training_probe.manifest import Settings
+
         usual = LAPTOP_STEPS if preset == "laptop" else PAPER_STEPS
         given = (self.warmup_steps, self.steps, self.runs)
         warmup_steps, steps, runs = (own if value is None else value for value, own in zip(given, usual, strict=True))
@@ -176,6 +180,9 @@ def known_models(cells: Sequence[Cell]) -> dict[str, Model]:
 
 
 def _model(name: str) -> Model:
+    from loadgen import models
+    from training_probe.manifest import Model
+
     if name == TINY.name:
         return Model(spec=TINY)
     found = models.find(name)
@@ -187,7 +194,9 @@ def _model(name: str) -> Model:
 
 def visible_gpus(inventory: Inventory) -> tuple[int, ...]:
     """NVML indices of the GPUs that may be used. Raises GpuError."""
-    return gpu_facts.choose(inventory, None)
+    from backends import gpus
+
+    return gpus.choose(inventory, None)
 
 
 def check_machine(cells: Sequence[Cell], here: int) -> None:

@@ -9,7 +9,6 @@ import msgspec
 from training_probe.results import Attempt
 
 SEARCH_WARMUP_STEPS, SEARCH_STEPS = 2, 3
-PAPER_MAX_MICRO_BATCH = 64
 
 
 class Found(msgspec.Struct, frozen=True):
