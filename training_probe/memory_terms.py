@@ -30,6 +30,8 @@ OVERLAP_BUCKETS = 2
 # engine.allreduce_gradients without ZeRO: a flat bf16 copy and its fp32 form, which is what it sends where no bf16
 # section asks for less; bytes per element of a bucket.
 PLAIN_REDUCE_BYTES = 6
+# torch's AdamW, which megatron-core takes where apex and Transformer Engine are not, has all square roots at once.
+FOREACH_ADAM_BYTES = 4
 # NF4 with double quantization: half a byte, a byte of scale for 64 weights, 4 bytes for 256 such scales.
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 # LoRA and prompt adapters are bf16 (autocast_adapter_dtype=False). PEFT's default is fp32, and keeps fp32 inputs, too.
@@ -159,14 +161,21 @@ def _deepspeed_plain(rank: Rank) -> Iterator[Phase]:
 
 
 def _ddp(rank: Rank) -> Iterator[Phase]:
-    """Like plain, but gradients are views of buckets, which stay."""
+    """Like plain, but gradients are views of buckets, which stay; alone there are none."""
     trainable = rank.counts.trainable
     held = [
         *_whole_parameters(rank),
         _product("optimizer states", STATES_BF16, trainable, "trainable"),
-        _product("gradients", 2, trainable, "trainable, as buckets"),
         *_libraries(rank),
     ]
+    if rank.ranks == 1:
+        gradients = _product("gradients", 2, trainable, "trainable")
+        before = [gradients] if rank.accumulates else []
+        yield rank.loss([*held, *before])
+        yield rank.last_layer([*held, *before])
+        yield rank.first_layer([*held, gradients])
+        return
+    held.append(_product("gradients", 2, trainable, "trainable, as buckets"))
     yield rank.loss(held)
     yield rank.last_layer(
         [*held, _product("newest gradient", 2, rank.counts.largest_trainable, "elements, on its way to a bucket")]
@@ -191,7 +200,8 @@ def _deepspeed_2(rank: Rank) -> Iterator[Phase]:
         "newest gradient", 6 if offload else 2, counts.largest_trainable, "elements of the largest tensor"
     )
     yield rank.loss([*held, *kept])
-    yield rank.last_layer([*held, *kept, buckets])
+    # the buckets are taken when the first gradient comes: with prompt tuning at the very end
+    yield rank.last_layer([*held, *kept, *([buckets] if counts.layer_trainable else [])])
     if (gone := _layers_in_bucket(rank)) is not None:
         yield rank.last_layer([*held, *(kept or own), buckets, copy], "first reduction", gone)
     yield rank.first_layer([*held, *(kept or own), buckets, copy, arriving])
@@ -217,11 +227,15 @@ def _deepspeed_3(rank: Rank) -> Iterator[Phase]:
     arriving = _product(
         "newest gradient", 6 if offload else 2, counts.largest_trainable, "elements of the largest tensor"
     )
+    leaving = []  # a bucket's gradients, each on the device until all have gone to the host
+    if offload:
+        bucket = min(trainable, REDUCE_BUCKET)
+        leaving = [_product("gradients to offload", 2, bucket, "elements of a bucket", ranks)]
     yield rank.loss(held)
     yield rank.last_layer(held)
     if (gone := _layers_in_bucket(rank)) is not None:
-        yield rank.last_layer([*held, copy], "first reduction", gone)
-    yield rank.first_layer([*held, copy, arriving])
+        yield rank.last_layer([*held, copy, *leaving], "first reduction", gone)
+    yield rank.first_layer([*held, copy, *leaving, arriving])
     if not offload:
         group = min(-(-trainable // ranks), SUB_GROUP + -(-counts.largest_trainable // ranks))
         step = _product("optimizer temporaries", 6, group, "elements of a sub-group: a flat bf16 copy, fp32 gradients")
@@ -281,6 +295,8 @@ def _megatron(rank: Rank) -> Iterator[Phase]:
     ]
     yield rank.loss(held)
     yield rank.last_layer([*held, _product("newest gradient", 2, rank.counts.largest_trainable, "elements, bf16")])
+    roots = _product("optimizer step", FOREACH_ADAM_BYTES, parameters, "parameters of a rank, square roots", states)
+    yield Phase("optimizer step", (*held, roots))
 
 
 def _stages(cell: Cell, spec: ModelSpec, batch: int) -> Iterator[Rank]:

@@ -79,7 +79,7 @@ def test_sixteen_bytes_a_parameter_of_fp32_masters() -> None:
 
 def test_bf16_states_are_eight_bytes_a_parameter() -> None:
     assert phase(of("Naive"), "backward, first layer").bytes == pytest.approx(8 * N, rel=0.005)
-    ddp = {each.name: each.bytes for each in phase(of("Naive", engine="ddp"), "loss").terms}
+    ddp = {each.name: each.bytes for each in phase(of("Naive", engine="ddp", gpus=2), "loss").terms}
     assert ddp["parameters"] + ddp["gradients"] + ddp["optimizer states"] == 8 * N
 
 
@@ -222,10 +222,49 @@ def test_the_host_holds_what_is_offloaded() -> None:
 
 @pytest.mark.parametrize(
     ("method", "batch", "measured_gb", "tolerance"),
-    [("Z2", 1, 44.1, 0.01), ("Z3", 1, 31.7, 0.02), ("F+Z3", 16, 61.8, 0.02), ("Z3+O", 1, 6.8, 0.07)],
+    [("Z2", 1, 44.1, 0.01), ("Z3", 1, 31.7, 0.02), ("F+Z3", 16, 61.8, 0.02), ("Z3+O", 1, 6.8, 0.04)],
 )
 def test_deepspeed_on_four_h200(method: str, batch: int, measured_gb: float, tolerance: float) -> None:
     assert peak_gb(method, gpus=4, micro_batch=batch) == pytest.approx(measured_gb, rel=tolerance)
+
+
+SMALL = ModelSpec(
+    name="small", hf_id="", hidden=2560, layers=24, heads=20, kv_heads=20, intermediate=6912, vocab_size=32000,
+    max_position=4096,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("engine", "method", "batch", "measured_gb"),
+    [
+        ("deepspeed", "Naive", 1, 53.77),
+        ("deepspeed", "Z3", 1, 107.06),
+        ("deepspeed", "Q", 2, 9.35),
+        ("deepspeed", "L", 1, 16.14),
+        ("deepspeed", "QL", 1, 7.21),
+        ("deepspeed", "PT+Z2", 1, 14.83),
+        ("ddp", "Naive", 1, 50.27),
+        ("ddp", "Naive", 8, 60.01),
+        ("ddp", "RS", 8, 54.39),
+        ("ddp", "F+R", 16, 51.02),
+        ("fsdp2", "F+R+Z3", 8, 101.45),
+    ],
+)
+def test_seven_billion_on_one_h200(engine: Any, method: str, batch: int, measured_gb: float) -> None:
+    """Allocated at most in 3 + 6 steps of 350 tokens. Predicted before, but for PT+Z2 and Naive of ddp, which showed that
+    buckets come with the first gradient, and that a single replica has none."""
+    assert peak_gb(method, engine=engine, micro_batch=batch) == pytest.approx(measured_gb, rel=0.015)
+
+
+@pytest.mark.parametrize(("method", "measured_gb"), [("Z2+O", 7.57), ("Z3+O", 5.58)])
+def test_offload_of_two_billion_on_one_h200(method: str, measured_gb: float) -> None:
+    assert predict(cell(method, model="small"), SMALL).peak_bytes / GIB == pytest.approx(measured_gb, rel=0.05)
+
+
+def test_what_ran_out_on_one_h200_was_predicted_to_need_all_of_it() -> None:
+    """139.8 GiB: ZeRO 2 had 113.03 and asked for 25.10 more; Megatron with torch's AdamW ran out in its step."""
+    assert peak_gb("Z2") == pytest.approx(113.03 + 25.10, rel=0.005)
+    assert peak_gb("Naive", engine="megatron") == pytest.approx(139.0, rel=0.01)
 
 
 def test_fsdp2_on_four_h200() -> None:
@@ -262,7 +301,11 @@ def test_fsdp2_as_torch_tracks_it_with_fake_tensors(model: str, method: str, tra
 @pytest.mark.parametrize(("batch", "measured_gb"), [(1, 49.1), (4, 55.6)])
 def test_megatron_of_the_papers_table_2(batch: int, measured_gb: float) -> None:
     """7B on 8 A800 with the distributed optimizer; its "BS=32" is taken as 8 x 4, since 32 each would need 114 GiB."""
-    assert peak_gb("F+Z1", engine="megatron", gpus=8, micro_batch=batch) == pytest.approx(measured_gb, rel=0.01)
+    prediction = of("F+Z1", engine="megatron", gpus=8, micro_batch=batch)
+    before_step = max(
+        each.bytes for each in prediction.phases if each.name != "optimizer step"
+    )  # apex needs no more in it
+    assert before_step / GIB == pytest.approx(measured_gb, rel=0.01)
 
 
 @pytest.mark.parametrize(
