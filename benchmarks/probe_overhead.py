@@ -1,4 +1,4 @@
-"""What the probe adds to a training step: the same step of the same engine in a bare loop and under `measure`, in turns.
+"""What the probe adds to a training step: the same step of one engine in a bare loop and under `measure`, in turns.
 
     torchrun --nproc-per-node 1 benchmarks/probe_overhead.py --model 7b --method F --engine ddp
 

@@ -1,8 +1,8 @@
 """The command line: `training_probe sweep` measures; `plan` and `memory` predict; `report` and `compare` read results.
 
-Exit codes: 0 ok, 2 bad options, 3 a cell crashed or hung, 4 a cell's losses make its speed meaningless, 130 stopped, 141
-standard output was not read to its end. Out of memory is a result. A user's mistake is one sentence on standard error.
-Only what a command needs is imported; torch never is: it belongs to the processes of a trial.
+Exit codes: 0 ok, 2 bad options, 3 a cell crashed or hung, 4 a cell's losses make its speed meaningless, 130 stopped,
+141 standard output was not read to its end. Out of memory is a result. A user's mistake is one sentence on standard
+error. Only what a command needs is imported; torch never is: it belongs to the processes of a trial.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def plan(
         float | None, Parameter(help="Memory of each GPU, GiB; by default that of the GPUs here.")
     ] = None,
 ) -> int:
-    """Predict the memory of each cell, term by term, and which are certain not to fit. Needs no GPU and starts nothing."""
+    """Predict the memory of each cell, term by term, and which are certain not to fit. Needs no GPU, starts nothing."""
     from training_probe import planned
 
     grid = grid or Grid()

@@ -1,8 +1,8 @@
 """Cells of the training grid, and which of them make sense. Pure: nothing is imported, asked or started here.
 
-A cell is one training configuration: a model, an engine, the paper's method letters, sizes. Letters that contradict each
-other make no cell (GridError); a cell that is well said but cannot be run has a reason (`impossible`), and becomes a row
-of the results with that reason.
+A cell is one training configuration: a model, an engine, the paper's method letters, sizes. Letters that contradict
+each other make no cell (GridError); a cell that is well said but cannot be run has a reason (`impossible`), and becomes
+a row of the results with that reason.
 """
 
 from __future__ import annotations

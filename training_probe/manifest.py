@@ -29,8 +29,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     platform: this machine's name in tables; empty: named after its devices. models: by the cells' model names; what is
     not in it is looked up in the catalog. gpu_ids: NVML indices, of which a cell takes as many as it needs from the
-    front. timeline: whether what the first steps hold is recorded as well, in a launch of its own. timeout_s: without a new step; limit_s: of a whole cell. max_micro_batch: where a search ends. no_skip: cells
-    that are predicted not to fit are run as well. host_memory_bytes: limit of each process, for the CPU.
+    front. timeline: whether what the first steps hold is recorded as well, in a launch of its own. timeout_s: without a
+    new step; limit_s: of a whole cell. max_micro_batch: where a search ends. no_skip: cells that are predicted not to
+    fit are run as well. host_memory_bytes: limit of each process, for the CPU.
     """
 
     platform: str = ""

@@ -158,8 +158,9 @@ class Measuring:
             if seconds is not None and not seconds > 0:
                 raise GridError(f"{flag} is {seconds:g}; it must be above 0.")
         return Settings(
-            platform=self.platform, preset=preset, models=known, gpu_ids=gpu_ids, warmup_steps=warmup_steps, steps=steps,
-            runs=runs, timeline=self.timeline, timeout_s=self.timeout, limit_s=self.limit,
+            platform=self.platform, preset=preset, models=known, gpu_ids=gpu_ids,
+            warmup_steps=warmup_steps, steps=steps, runs=runs,
+            timeline=self.timeline, timeout_s=self.timeout, limit_s=self.limit,
             max_micro_batch=self.max_micro_batch, no_skip=not self.skip,
             host_memory_bytes=None if self.host_memory_gb is None else int(self.host_memory_gb * (1 << 30)),
             argv=tuple(argv),

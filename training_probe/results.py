@@ -94,8 +94,10 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
 
 def of_cell(cell: Cell, *, platform: str, outcome: Outcome, reason: str = "", **more: Any) -> CellResult:
     """A result that says which cell it is of."""
-    same = ("model", "task", "engine", "method", "gpus", "seq_len", "grad_accum", "tp", "pp", "cp", "attention", "compile",
-            "device")  # fmt: skip
+    same = (
+        "model", "task", "engine", "method", "gpus", "seq_len", "grad_accum", "tp", "pp", "cp", "attention", "compile",
+        "device",
+    )  # fmt: skip
     said = {name: getattr(cell, name) for name in same}
     return CellResult(
         **said, **{"batch_size": cell.micro_batch, **more},
@@ -116,8 +118,8 @@ def mend(directory: Path) -> None:
 
 
 def read(path: Path) -> list[CellResult]:
-    """The results of a sweep's directory, or of a file: the last one of each cell, in the order of the first. A last line
-    that was cut by a kill is left out. Raises ResultsError."""
+    """The results of a sweep's directory, or of a file: the last one of each cell, in the order of the first. A last
+    line that was cut by a kill is left out. Raises ResultsError."""
     path = path / RESULTS_FILE if path.is_dir() else path
     try:
         lines = path.read_bytes().split(b"\n")

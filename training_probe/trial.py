@@ -29,8 +29,8 @@ class Unsupported(Exception):
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One run of one cell. spec: the model's shape where it is known; model_dir: a directory with a config.json, used
-    instead of the shape when it is given. timeline: whether allocations of the first steps are recorded, which costs time, so
-    such a run is not timed. host_memory_bytes: limit of each process's own memory, for the CPU."""
+    instead of the shape when it is given. timeline: whether allocations of the first steps are recorded, which costs
+    time, so such a run is not timed. host_memory_bytes: limit of each process's own memory, for the CPU."""
 
     cell: Cell
     spec: ModelSpec | None = None
@@ -43,8 +43,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step of rank 0. forward and backward: sums over the micro batches that are accumulated, None where a
-    pipeline interleaves them. loss: the mean over the micro batches."""
+    """One optimizer step of rank 0. forward and backward: sums over the micro batches that are accumulated, None where
+    a pipeline interleaves them. loss: the mean over the micro batches."""
 
     step: int
     phase: Phase
@@ -56,11 +56,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReport(msgspec.Struct, kw_only=True):
-    """How one process fared. Peaks are the allocator's on a GPU, on the CPU the process's own resident memory (its peak, and
-    what was allocated beyond what it had before the model was built).
+    """How one process fared. Peaks are the allocator's on a GPU, on the CPU the process's own resident memory (its
+    peak, and what was allocated beyond what it had before the model was built).
 
     seconds: of all timed steps, between synchronised clocks. energy_j: of this rank's GPU in that time.
-    sampled: (step, bytes allocated) pairs or finer, of a timeline.
     """
 
     rank: int
@@ -82,7 +81,7 @@ class RankReport(msgspec.Struct, kw_only=True):
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Memory over the first steps of rank 0, in `timeline.json`. time_s: ascending; bytes[c][i]: of categories[c] at
-    time_s[i] (parameters, gradients, optimizer, activations, or one `allocated`); steps_s: when each step began."""
+    time_s[i] (blocks.CATEGORIES); steps_s: when each step began."""
 
     categories: list[str]
     time_s: list[float]

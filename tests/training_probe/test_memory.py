@@ -251,8 +251,8 @@ SMALL = ModelSpec(
     ],
 )
 def test_seven_billion_on_one_h200(engine: Any, method: str, batch: int, measured_gb: float) -> None:
-    """Allocated at most in 3 + 6 steps of 350 tokens. Predicted before, but for PT+Z2 and Naive of ddp, which showed that
-    buckets come with the first gradient, and that a single replica has none."""
+    """Allocated at most in 3 + 6 steps of 350 tokens. Predicted before, but for PT+Z2 and Naive of ddp, which showed
+    that buckets come with the first gradient, and that a single replica has none."""
     assert peak_gb(method, engine=engine, micro_batch=batch) == pytest.approx(measured_gb, rel=0.015)
 
 

@@ -23,9 +23,9 @@ def learning_rate(method: Method) -> float:
 def deepspeed_config(cell: Cell) -> dict[str, Any]:
     """What `deepspeed.initialize` gets.
 
-    With ZeRO: bf16 weights and gradients, fp32 master weights and Adam moments. Without: a plain bf16 model and Adam moments in
-    bf16, the paper's Naive. On the CPU the optimizer is torch's, given by the trial, because DeepSpeed's own is compiled at its
-    first use (about a minute).
+    With ZeRO: bf16 weights and gradients, fp32 master weights and Adam moments. Without: a plain bf16 model and Adam
+    moments in bf16, the paper's Naive. On the CPU the optimizer is torch's, given by the trial, because DeepSpeed's own
+    is compiled at its first use (about a minute).
     """
     method = cell.letters
     cuda = cell.device == "cuda"

@@ -7,6 +7,7 @@ METHODOLOGY.md; learning rate, betas, weight decay and gradient clipping are the
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +45,8 @@ def build(trial: Trial, device: torch.device) -> Stepper:
         from training_probe.trials.megatron import Megatron
 
         return Megatron(trial, device)
-    return {"deepspeed": DeepSpeed, "fsdp2": Fsdp2, "ddp": Ddp}[engine](trial, device)
+    others: dict[str, Callable[[Trial, torch.device], Stepper]] = {"deepspeed": DeepSpeed, "fsdp2": Fsdp2, "ddp": Ddp}
+    return others[engine](trial, device)
 
 
 def adam(parameters: Any, trial: Trial) -> torch.optim.AdamW:
@@ -203,7 +205,7 @@ class Fsdp2(_Torch):
         super().__init__(trial, model)
 
     def _synchronise(self, last: bool) -> None:
-        self._model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        self._model.set_requires_gradient_sync(last)
 
 
 def _compile_layers(model: nn.Module, trial: Trial) -> None:

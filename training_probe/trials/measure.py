@@ -1,7 +1,8 @@
-"""The protocol: warm-up steps, then timed ones, on one fixed batch. What is read on the way must not hold the device up.
+"""The protocol: warm-up steps, then timed ones, on one fixed batch. What is read meanwhile must not hold the device up.
 
-On a GPU phases are bounded by events in its stream and read two steps later; the loss travels to pinned memory on its own. Only
-the first and the last timed step are bounded by a synchronisation. Throughput comes from those two, phases from the events.
+On a GPU phases are bounded by events in its stream and read two steps later; the loss travels to pinned memory on its
+own. Only the first and the last timed step are bounded by a synchronisation. Throughput comes from those two, phases
+from the events.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ class _CpuClock:
 
 
 def batch(trial: Trial, replica: int, device: torch.device, vocab_size: int) -> list[Tensor]:
-    """The micro batches of a step, (micro batch, sequence) token ids each: the same in every step, others on every replica."""
+    """The micro batches of a step, (micro batch, sequence) token ids each: the same in every step, others on every
+    replica."""
     cell = trial.cell
     generator = torch.Generator().manual_seed(trial.seed * 65_537 + replica)
     shape = (cell.grad_accum, cell.micro_batch or 1, cell.seq_len)
@@ -70,7 +72,6 @@ class Run:
         pinned = device.type == "cuda"
         self._losses = torch.full((total,), float("nan"), dtype=torch.float32, pin_memory=pinned)
         self._pending: deque[tuple[int, list[Any]]] = deque()
-        self._done: Callable[[Step], None] | None = None
         self._device = device
 
     def step(self, number: int) -> None:
@@ -140,8 +141,7 @@ def measure(
     total = trial.warmup_steps + trial.steps
     synchronise = run.clock.synchronise
     started = 0.0
-    with (directory / STEPS_FILE).open("wb", buffering=0) if rank == 0 else _nowhere() as file:
-        written = (lambda step: file.write(msgspec.json.encode(step) + b"\n")) if rank == 0 else None
+    with _step_log(directory / STEPS_FILE if rank == 0 else None) as written:
         for number in range(total):
             if number == trial.warmup_steps:
                 run.drain(0, written)
@@ -173,5 +173,15 @@ def measure(
     )
 
 
-def _nowhere() -> Any:
-    return contextlib.nullcontext()
+@contextlib.contextmanager
+def _step_log(path: Path | None) -> Iterator[Callable[[Step], None] | None]:
+    """What writes a step as a line, unbuffered; None without a path."""
+    if path is None:
+        yield None
+        return
+    with path.open("wb", buffering=0) as file:
+
+        def write(step: Step) -> None:
+            file.write(msgspec.json.encode(step) + b"\n")
+
+        yield write

@@ -1,8 +1,8 @@
 """Megatron-core: a GPT of the cell's shape out of its local modules, its own data parallelism and optimizer.
 
-Without Transformer Engine and apex, whose fused kernels are no part of the wheel: what is measured is megatron-core alone, and
-slower than NVIDIA's own container. On the CPU, where its optimizer refuses tensors, torch's AdamW and DDP stand in for its own, and
-`torch.cuda` is told to mean the CPU.
+Without Transformer Engine and apex, whose fused kernels are no part of the wheel: what is measured is megatron-core
+alone, and slower than NVIDIA's own container. On the CPU, where its optimizer refuses tensors, torch's AdamW and DDP
+stand in for its own, and `torch.cuda` is told to mean the CPU.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Megatron:
         self._optimizer.zero_grad()
 
     def _losses(self, module: nn.Module, tokens: Tensor) -> Tensor:
-        """A loss a position on the last stage, (micro batch, sequence - 1); what goes on to the next one on the others."""
+        """A loss a position on the last stage, (micro batch, sequence - 1); on the others what goes on to the next."""
         positions = torch.arange(tokens.shape[1], device=self._device).expand_as(tokens)
         labels = torch.cat((tokens[:, 1:], tokens[:, :1]), dim=1)
         mask = None
@@ -164,22 +164,23 @@ def _transformer_config(trial: Trial, device: torch.device) -> Any:
 
     cell, spec = trial.cell, trial.spec
     assert spec is not None
-    recompute: dict[str, Any] = {
+    recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         "selective": {"recompute_granularity": "selective"},
-    }[cell.letters.recompute]
+    }
     return TransformerConfig(
         num_layers=spec.layers, hidden_size=spec.hidden, num_attention_heads=spec.heads, num_query_groups=spec.kv_heads,
-        ffn_hidden_size=spec.intermediate, gated_linear_unit=True, activation_func=functional.silu, normalization="RMSNorm",
-        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16, tensor_model_parallel_size=cell.tp, pipeline_model_parallel_size=cell.pp,
+        ffn_hidden_size=spec.intermediate, gated_linear_unit=True, activation_func=functional.silu,
+        normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+        bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+        tensor_model_parallel_size=cell.tp, pipeline_model_parallel_size=cell.pp,
         attention_softmax_in_fp32=True,
         use_cpu_initialization=device.type == "cpu", perform_initialization=False,
         # these need apex or Transformer Engine
         bias_dropout_fusion=False, bias_activation_fusion=False, gradient_accumulation_fusion=False,
         masked_softmax_fusion=False, apply_rope_fusion=False, persist_layer_norm=False,
-        **recompute,
+        **recompute[cell.letters.recompute],
     )  # fmt: skip
 
 
@@ -232,10 +233,10 @@ class _NoTracker:
 
 def _cuda_means_cpu() -> None:
     """For the rest of this process, which trains this one cell."""
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()  # type: ignore[assignment]
-    torch.cuda.set_rng_state = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda *_: None
     from megatron.core.tensor_parallel import random
 
     for name in ("_set_cuda_rng_state", "_get_cuda_rng_state"):

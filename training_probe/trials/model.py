@@ -1,8 +1,8 @@
 """The model of a trial: a transformers decoder of the cell's shape, its methods built in, its weights random.
 
-Weights are drawn on the device they live on, parameter by parameter, from a seed and the parameter's name: nothing passes through
-one process's memory, and every engine starts from the same weights. Normal with a standard deviation of 0.02, not constants: zeros
-make a GPU's matrix products measurably faster.
+Weights are drawn on the device they live on, parameter by parameter, from a seed and the parameter's name: nothing
+passes through one process's memory, and every engine starts from the same weights. Normal with a standard deviation of
+0.02, not constants: zeros make a GPU's matrix products measurably faster.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def draw(name: str, shape: torch.Size, seed: int, device: torch.device | str) ->
 
 
 def materialise(model: nn.Module, seed: int, device: torch.device, *, four_bit: bool = False) -> None:
-    """Gives a model that was built on the meta device its weights, a module at a time; with `four_bit` the linear layers of
-    the decoder in NF4 with double quantization."""
+    """Gives a model that was built on the meta device its weights, a module at a time; with `four_bit` the linear
+    layers of the decoder in NF4 with double quantization."""
     for path, module in list(model.named_modules()):
         if four_bit and isinstance(module, nn.Linear) and path.rpartition(".")[2] != "lm_head":
             parent = model.get_submodule(path.rpartition(".")[0])

@@ -12,8 +12,8 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Memory:
-    """Peaks from now on: of torch's allocator on a GPU; on the CPU, which has no such counters, of the process's resident
-    memory, and of what that has grown by since `base_bytes`."""
+    """Peaks from now on: of torch's allocator on a GPU; on the CPU, which has no such counters, of the process's
+    resident memory, and of what that has grown by since `base_bytes`."""
 
     def __init__(self, device: torch.device, base_bytes: int = 0) -> None:
         self._cuda, self._base = device.type == "cuda", base_bytes
