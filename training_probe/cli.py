@@ -56,15 +56,21 @@ def sweep(
     ] = None,
     dry_run: Annotated[
         bool,
-        Parameter(negative=(), help="Print commands, DeepSpeed's configurations and predicted memory; start nothing."),
+        Parameter(
+            negative=(),
+            show_default=False,
+            help="Print commands, DeepSpeed's configurations and predicted memory; start nothing.",
+        ),
     ] = False,
 ) -> int:
     """Measure how fast and in how much memory this machine trains, method by method, and print the paper's tables with
     this machine's column beside the paper's.
 
-    Without options it is the laptop preset: a tiny model through three real engines, in minutes and without a GPU. Each
+    Without cells it is the laptop preset: a tiny model through three real engines, in minutes, also without a GPU. Each
     cell runs in processes of its own; what fails becomes a row with its reason. The last line of standard output is the
     report as JSON.
+
+    For example: training_probe sweep --model 7b --method F+Z3 F+R+Z3 --micro-batch 1 max
     """
     from loadgen import runs
     from training_probe import dry_run as dry
@@ -76,13 +82,14 @@ def sweep(
         if grid != Grid() or measuring != Measuring() or out is not None or dry_run:
             raise GridError("--resume goes on with what was asked for before; leave all other options out.")
         return _reported(resume, sweeps.resume(resume, say))
-    if grid == Grid():
-        grid = Grid(preset="laptop")
+    if grid == Grid(device=grid.device):
+        grid = Grid(preset="laptop", device=grid.device)
     cells, known, gpu_ids, here = _asked(grid)
     settings = measuring.settings(grid.preset, known, gpu_ids, sys.argv[1:])
     directory = out or Path("runs") / runs.new_run_id()
     if dry_run:
         print(dry.dry_run(cells, settings, directory), end="")
+        say(f"{_counted(len(cells), 'cell')}; nothing was started")
         return EXIT_OK
     from training_probe.options import check_machine
 
@@ -131,12 +138,17 @@ def plan(
         float | None, Parameter(help="Memory of each GPU, GiB; by default that of the GPUs here.")
     ] = None,
 ) -> int:
-    """Predict the memory of each cell, term by term, and which are certain not to fit. Needs no GPU, starts nothing."""
+    """Predict the memory of each cell, term by term, and which are certain not to fit. Needs no GPU, starts nothing.
+
+    Without cells it is the preset paper-table3. A preset without GPUs here is for as many as the paper had.
+
+    For example: training_probe plan --preset paper-table3 --gpus 8 --gpu-memory-gb 80
+    """
     from training_probe import planned
 
     grid = grid or Grid()
-    if grid == Grid():
-        grid = Grid(preset="paper-table3", device="cuda")
+    if grid == Grid(gpus=grid.gpus):
+        grid = Grid(preset="paper-table3", gpus=grid.gpus)
     cells, known, device_bytes = _hypothetical(grid, gpu_memory_gb)
     print(planned.plan(cells, known, device_bytes), end="")
     return EXIT_OK
@@ -165,18 +177,24 @@ def _hypothetical(grid: Grid, gpu_memory_gb: float | None) -> tuple[list[Cell], 
     from dataclasses import replace
 
     from backends import gpus
+    from training_probe import paper
     from training_probe.grid import GridError
-    from training_probe.options import known_models
+    from training_probe.options import check_above_0, known_models, visible_gpus
 
-    if gpu_memory_gb is not None and not gpu_memory_gb > 0:
-        raise GridError(f"--gpu-memory-gb is {gpu_memory_gb:g}; it must be above 0.")
+    check_above_0("--gpu-memory-gb", gpu_memory_gb)
     if grid.device == "cpu":
         raise GridError("memory is predicted for GPUs; leave --device cpu out.")
     inventory = gpus.read()
-    here = [gpu.memory_bytes for gpu in inventory.gpus if gpu.memory_bytes]
-    cells = replace(grid, device="cuda").cells("cuda", len(here))
+    visible = visible_gpus(inventory)
+    count = len(visible) or (paper.GPUS if grid.preset else 1)
+    cells = replace(grid, device="cuda").cells("cuda", count)
+    here = [gpu.memory_bytes for gpu in inventory.gpus if gpu.index in visible and gpu.memory_bytes]
     given = None if gpu_memory_gb is None else int(gpu_memory_gb * (1 << 30))
     return cells, known_models(cells), given or min(here, default=None)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def report(directory: Annotated[Path, Parameter(help="Directory of a sweep.")], /) -> int:

@@ -14,6 +14,8 @@ from training_probe import grid
 from training_probe.grid import Cell, Engine, GridError, Method, Task
 
 if TYPE_CHECKING:  # a line of options is read in a moment; what it means may take longer
+    from cyclopts import Token
+
     from backends.gpus import Inventory
     from training_probe.manifest import Model, Settings
 
@@ -25,20 +27,40 @@ PACKAGES = ("torch", "transformers")  # besides those of the engine and the meth
 PAPER_STEPS, LAPTOP_STEPS = (30, 100, 3), (2, 8, 1)  # warm-up, timed, runs
 
 
+BILLION = 1e9  # beyond it nothing is meant seriously
+
+
+def whole(kind: Any, tokens: Sequence[Token]) -> Any:
+    """Numbers as they are typed, one or several; no fraction is rounded in silence. Raises ValueError."""
+    numbers = []
+    for text in (token.value for token in tokens):
+        digits = text.removeprefix("-")
+        if not (digits.isascii() and digits.isdecimal() and len(digits) < 10):
+            raise ValueError(f"'{text}' is not a whole number below a billion.")
+        numbers.append(int(text))
+    return numbers[0] if kind is int else tuple(numbers)
+
+
+def check_above_0(flag: str, value: float | None) -> None:
+    """Raises GridError."""
+    if value is not None and not 0 < value < BILLION:
+        raise GridError(f"{flag} is {value:g}; it must be above 0 and below a billion.")
+
+
 def _option(help: str, group: str, **more: Any) -> Parameter:
     return Parameter(help=help, negative=(), group=group, **more)
 
 
-def _cells(help: str) -> Parameter:
-    return _option(help, "Cells: every combination of what is named")
+def _cells(help: str, **more: Any) -> Parameter:
+    return _option(help, "Cells: every combination of what is named", **more)
 
 
-def _list(help: str) -> Parameter:
-    return _option(help, "Cells: every combination of what is named", consume_multiple=True)
+def _list(help: str, **more: Any) -> Parameter:
+    return _cells(help, consume_multiple=True, show_default=False, **more)
 
 
-def _measured(help: str) -> Parameter:
-    return _option(help, "How they are measured")
+def _measured(help: str, **more: Any) -> Parameter:
+    return _option(help, "How they are measured", **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +82,22 @@ class Grid:
             "Letters joined by +, as in F+R+Z3+O: Z1 Z2 Z3 O Q R RS F L QL PT; Naive has none (training_probe letters)."
         ),
     ] = ()
-    gpus: Annotated[tuple[int, ...], _list("Processes, one a GPU; by default all GPUs here, or 1 on the CPU.")] = ()
-    seq_len: Annotated[tuple[int, ...], _list(f"Tokens of a sequence; by default {grid.PAPER_SEQ_LEN}.")] = ()
+    gpus: Annotated[
+        tuple[int, ...], _list("Processes, one a GPU; by default all GPUs here, without any 1.", converter=whole)
+    ] = ()
+    seq_len: Annotated[
+        tuple[int, ...], _list(f"Tokens of a sequence; by default {grid.PAPER_SEQ_LEN}.", converter=whole)
+    ] = ()
     micro_batch: Annotated[
         tuple[str, ...],
-        _list("Sequences a process takes at once, or max: the largest that fits is searched. Default 1."),
+        _list("Sequences a process takes at once, or max: the largest that fits is searched; by default 1."),
     ] = ()
-    grad_accum: Annotated[int, _cells("Micro batches to an optimizer step.")] = 1
-    tp: Annotated[int, _cells("Tensor parallel (megatron).")] = 1
-    pp: Annotated[int, _cells("Pipeline parallel (megatron).")] = 1
-    cp: Annotated[int, _cells("Context parallel (megatron).")] = 1
+    grad_accum: Annotated[int, _cells("Micro batches to an optimizer step.", converter=whole)] = 1
+    tp: Annotated[int, _cells("Tensor parallel (megatron).", converter=whole)] = 1
+    pp: Annotated[int, _cells("Pipeline parallel (megatron).", converter=whole)] = 1
+    cp: Annotated[int, _cells("Context parallel (megatron).", converter=whole)] = 1
     attention: Annotated[Literal["eager", "math"], _cells("What attention is without the letter F.")] = "eager"
-    compile: Annotated[bool, _cells("torch.compile every layer (fsdp2, ddp).")] = False
+    compile: Annotated[bool, _cells("torch.compile every layer (fsdp2, ddp).", show_default=False)] = False
     device: Annotated[Literal["cuda", "cpu"] | None, _cells("By default cuda where there is a GPU.")] = None
 
     def cells(self, device: grid.Device, here: int) -> list[Cell]:
@@ -99,6 +125,8 @@ class Grid:
     def _of_preset(self, preset: str, device: grid.Device, here: int) -> list[Cell]:
         if len(self.gpus) > 1:
             raise GridError(f"--preset {preset} takes one number of --gpus.")
+        if self.gpus and self.gpus[0] < 1:
+            raise GridError(f"--gpus is {self.gpus[0]}; it must be at least 1.")
         for name in ("task", "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "attention", "compile"):
             if getattr(self, name) != getattr(Grid, name, None):
                 raise GridError(f"--preset {preset} has a --{name.replace('_', '-')} of its own; leave that out.")
@@ -121,20 +149,33 @@ class Grid:
 class Measuring:
     """How the cells are measured. Steps: None stands for the paper's (30, 100, 3), or the laptop preset's (2, 8, 1)."""
 
-    warmup_steps: Annotated[int | None, _measured("Steps before the clock starts; by default 30, laptop: 2.")] = None
-    steps: Annotated[int | None, _measured("Timed steps; by default 100, laptop: 8.")] = None
-    runs: Annotated[int | None, _measured("Launches of each cell, each in processes of its own; 3, laptop: 1.")] = None
+    warmup_steps: Annotated[
+        int | None, _measured("Steps before the clock starts; by default 30, laptop: 2.", converter=whole)
+    ] = None
+    steps: Annotated[int | None, _measured("Timed steps; by default 100, laptop: 8.", converter=whole)] = None
+    runs: Annotated[
+        int | None,
+        _measured("Launches of each cell, in processes of their own; by default 3, laptop: 1.", converter=whole),
+    ] = None
     timeline: Annotated[
-        bool, _measured("Also record, in a launch that is not timed, what memory the first four steps hold: a figure.")
+        bool,
+        _measured(
+            "Also record, in a launch that is not timed, what memory the first four steps hold: a figure.",
+            show_default=False,
+        ),
     ] = False
     timeout: Annotated[float, _measured("Seconds without a new step after which a cell is ended.")] = 600.0
     limit: Annotated[float | None, _measured("Seconds that a whole cell may take.")] = None
-    max_micro_batch: Annotated[int, _measured("Where a search for max ends.")] = grid.PAPER_MAX_MICRO_BATCH
+    max_micro_batch: Annotated[int, _measured("Where a search for max ends.", converter=whole)] = (
+        grid.PAPER_MAX_MICRO_BATCH
+    )
     skip: Annotated[
         bool, Parameter(help="Leave out cells that are certain to run out of memory.", group="How they are measured")
     ] = True
     host_memory_gb: Annotated[float | None, _measured("Limit of each process's own memory, GiB.")] = None
-    platform: Annotated[str, _measured("This machine's name in tables; by default its GPUs' name.")] = ""
+    platform: Annotated[
+        str, _measured("This machine's name in tables; by default its GPUs' name.", show_default=False)
+    ] = ""
 
     def settings(
         self, preset: str | None, known: dict[str, Model], gpu_ids: tuple[int, ...], argv: Iterable[str]
@@ -150,13 +191,9 @@ class Measuring:
         for flag, (value, at_least) in least.items():
             if value < at_least:
                 raise GridError(f"{flag} is {value}; it must be at least {at_least}.")
-        for flag, seconds in {
-            "--timeout": self.timeout,
-            "--limit": self.limit,
-            "--host-memory-gb": self.host_memory_gb,
-        }.items():
-            if seconds is not None and not seconds > 0:
-                raise GridError(f"{flag} is {seconds:g}; it must be above 0.")
+        check_above_0("--timeout", self.timeout)
+        check_above_0("--limit", self.limit)
+        check_above_0("--host-memory-gb", self.host_memory_gb)
         return Settings(
             platform=self.platform, preset=preset, models=known, gpu_ids=gpu_ids,
             warmup_steps=warmup_steps, steps=steps, runs=runs,
@@ -171,7 +208,7 @@ def _micro_batch(text: str) -> int | None:
     if text == "max":
         return None
     if not text.isdecimal() or len(text) > 6:
-        raise GridError(f"--micro-batch is '{text}'; it must be a number, or max.")
+        raise GridError(f"--micro-batch is '{text}'; it must be a number from 1 to 999999, or max.")
     return int(text)
 
 
@@ -204,8 +241,8 @@ def check_machine(cells: Sequence[Cell], here: int) -> None:
     """That the cells can be started on this machine at all. Raises GridError."""
     most = max(cells, key=lambda cell: cell.gpus)
     if most.device == "cuda" and most.gpus > here:
-        have = f"{here} GPU{'' if here == 1 else 's'}" if here else "no GPU that can be used (--device cpu uses none)"
-        raise GridError(f"--gpus is {most.gpus} and this machine has {have}.")
+        have = f"has {here}" if here else "has none that can be used; --device cpu needs none"
+        raise GridError(f"{most.gpus} GPU{'' if most.gpus == 1 else 's'} would be needed and this machine {have}.")
     lacking = [name for name in _needed(cells) if not _installed(name)]
     if lacking:
         extra = "train,megatron" if "megatron.core" in lacking else "train"
