@@ -56,7 +56,7 @@ def _cells(help: str, **more: Any) -> Parameter:
 
 
 def _list(help: str, **more: Any) -> Parameter:
-    return _cells(help, consume_multiple=True, show_default=False, **more)
+    return _cells(help, consume_multiple=1, show_default=False, **more)
 
 
 def _measured(help: str, **more: Any) -> Parameter:

@@ -1,0 +1,354 @@
+"""The command line: every mistake is one sentence and exit code 2, every prediction adds up, nothing needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends import gpus
+from training_probe import cli, options, results
+from training_probe.grid import LETTERS, Cell, cell
+from training_probe.results import CellResult, of_cell
+from training_probe.trials.ds_config import deepspeed_config
+
+EXAMPLE = ["memory", "--model", "70b", "--method", "F+R+Z3+O", "--gpus", "8"]
+ROOT = Path(cli.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without GPUs and without the engines, in an empty directory."""
+    monkeypatch.setattr(gpus, "read", gpus.Inventory)
+    monkeypatch.setattr(options, "_installed", lambda name: False)
+    monkeypatch.chdir(tmp_path)
+
+
+def one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str], message: str) -> str:
+    assert cli.invoke(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("training_probe: ") and captured.err.count("\n") == 1, captured.err
+    assert message in captured.err and "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--method", "Z4"], "unknown letter 'Z4' in method 'Z4'; known are Naive, Z1, Z2, Z3"),
+        (["--method", "F", "Z9+F"], "unknown letter 'Z9'"),
+        (["--method", "L+QL"], "L and QL exclude each other"),
+        (["--method", "O"], "offloads without ZeRO; add Z1, Z2 or Z3"),
+        (["--method", "Z3+Z3"], "names Z3 twice"),
+        (["--method", "F", "--attention", "math"], "name one"),
+        (["--method", "Z3", "--gpus", "9", "--device", "cuda"], "9 GPUs would be needed and this machine has none"),
+        (["--method", "Z3", "--device", "cuda"], "1 GPU would be needed and this machine has none"),
+        (["--method", "F", "--engine", "ddp"], "torch, transformers are not installed; pip install 'llm-"),
+        (["--method", "Z3"], "torch, transformers, deepspeed are not installed"),
+        (["--method", "QL"], "deepspeed, peft, bitsandbytes are not installed; pip install 'llm-dissect[train]'"),
+        (["--method", "F", "--engine", "megatron"], "megatron are not installed; pip install 'llm-dissect[train,meg"),
+        ([], "pip install 'llm-dissect[train]'"),
+        (["--model", ".", "--method", "Z3"], "no config.json"),
+        (["--model", "./no/such", "--method", "Z3"], "there is no directory './no/such'"),
+        (["--model", "nosuch", "--method", "Z3"], "unknown model 'nosuch'; known are 7b"),
+        (["--model", "70bb", "--method", "Z3"], "did you mean '70b'"),
+        (["--model", "7b"], "name --method"),
+        (["--method", "Z3", "--micro-batch", "0"], "--micro-batch is 0"),
+        (["--method", "Z3", "--micro-batch", "x"], "--micro-batch is 'x'; it must be a number from 1 to"),
+        (["--method", "Z3", "--gpus", "0"], "--gpus is 0; it must be at least 1"),
+        (["--method", "Z3", "--gpus", "1.5"], "--gpus: '1.5' is not a whole number"),
+        (["--method", "Z3", "--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--method", "Z3", "--steps", "many"], "--steps: 'many' is not a whole number"),
+        (["--method", "Z3", "--warmup-steps", "-1"], "--warmup-steps is -1; it must be at least 0"),
+        (["--method", "Z3", "--runs", "0"], "--runs is 0"),
+        (["--method", "Z3", "--timeout", "-5"], "--timeout is -5; it must be above 0"),
+        (["--method", "Z3", "--timeout", "nan"], "--timeout is nan"),
+        (["--method", "Z3", "--limit", "0"], "--limit is 0"),
+        (["--method", "Z3", "--host-memory-gb", "inf"], "--host-memory-gb is inf"),
+        (["--engine", "deepsped", "--method", "Z3"], "deepsped"),
+        (["--preset", "paper-table5"], 'Choose from: "laptop", "paper-table2"'),
+        (["--preset", "laptop", "--model", "70b"], "has no cell of that --model, --engine and --method"),
+        (["--preset", "laptop", "--method", "RS"], "--preset laptop has no cell"),
+        (["--preset", "laptop", "--method", "Z4"], "unknown letter 'Z4'"),
+        (["--preset", "paper-table3", "--seq-len", "100"], "has a --seq-len of its own; leave that out"),
+        (["--preset", "laptop", "--micro-batch", "4"], "has a --micro-batch of its own"),
+        (["--preset", "laptop", "--gpus", "1", "2"], "takes one number of --gpus"),
+        (["--preset", "laptop", "--gpus", "0"], "--gpus is 0"),
+        (["--resume", "no/such"], "holds no manifest.json; name the directory of a sweep"),
+        (["--resume", "."], "holds no manifest.json"),
+        (["--resume", ".", "--steps", "3"], "leave all other options out"),
+        (["--resume", ".", "--method", "Z3"], "leave all other options out"),
+        (["--resume", ".", "--out", "x"], "leave all other options out"),
+        (["--resume", ".", "--dry-run"], "leave all other options out"),
+        (["--metod", "Z3"], "Did you mean --method?"),
+        (["--micro-bach", "2"], "Did you mean --micro-batch?"),
+        (["surplus"], "surplus"),
+        (["--method"], "--method"),
+        (["--method", "--device", "cpu"], "--method"),
+    ],
+)  # fmt: skip
+def test_bad_input(argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one_sentence(["sweep", *argv], capsys, message)
+    assert list(tmp_path.iterdir()) == []  # and nothing was begun
+
+
+def test_a_directory_in_use_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(options, "_installed", lambda name: True)
+    (tmp_path / "notes.txt").write_text("precious")
+    one_sentence(["sweep", "--device", "cpu", "--out", str(tmp_path)], capsys, "nothing was overwritten")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    one_sentence(["sweep", "--device", "cpu", "--out", str(tmp_path / "notes.txt" / "x")], capsys, "notes.txt")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["report", "."], "holds no results.jsonl; name the directory of a sweep"),
+        (["report", "no/such"], "holds no results.jsonl"),
+        (["report"], "requires an argument"),
+        (["compare", ".", "."], "results.jsonl"),
+        (["compare", "no/such", "."], "no/such"),
+        (["compare", "."], "requires an argument"),
+        (["memory"], "name --method"),
+        (["memory", "--method", "Z3", "--device", "cpu"], "leave --device cpu out"),
+        (["memory", "--method", "Z3", "--gpu-memory-gb", "0"], "--gpu-memory-gb is 0"),
+        (["memory", "--method", "Z3", "--gpu-memory-gb", "inf"], "--gpu-memory-gb is inf"),
+        (["memory", "--method", "Z3", "--gpu-memry-gb", "80"], "Did you mean --gpu-memory-gb?"),
+        (["plan", "--gpu-memory-gb", "-1"], "--gpu-memory-gb is -1"),
+        (["plan", "--method", "Z4"], "unknown letter 'Z4'"),
+        (["plan", "--steps", "3"], "--steps"),
+        (["letters", "x"], "x"),
+        (["swep"], "swep"),
+    ],
+)
+def test_bad_input_of_the_other_commands(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_sentence(argv, capsys, message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_typed_does_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    said = one_sentence(["sweep", "--method", "Z\x1b]0;owned\x07\u202e3"], capsys, "unknown letter")
+    assert said[:-1].isprintable()
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+TERM = re.compile(r" +(\d+\.\d\d)  (\S.*?)  +(\S.*)")
+
+
+def adds_up(total: float, parts: list[float]) -> bool:
+    """As far as two decimals tell."""
+    return abs(total - sum(parts)) <= 0.005 * (len(parts) + 1) + 1e-9
+
+
+def test_the_example_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.invoke(EXAMPLE) == 0
+    text = capsys.readouterr().out
+    head, *sections, answer = text.rstrip("\n").split("\n\n")
+    assert head.startswith("70b_pretrain_deepspeed_F+R+Z3+O_8x_s350_b1: PREDICTED, nothing was run.")
+    totals = {}
+    for section in sections:
+        title, *lines = section.splitlines()
+        found = re.fullmatch(r"(.+): (\d+\.\d\d) GiB( allocated(  <- peak)?)?", title)
+        assert found, title
+        terms = [TERM.fullmatch(line) for line in lines]
+        assert terms and all(terms)
+        assert adds_up(float(found[2]), [float(term[1]) for term in terms if term])
+        totals[found[1]] = (float(found[2]), bool(found[4]))
+    host = totals.pop("Host memory of a node that holds all ranks")[0]
+    (peak,) = [size for size, peak in totals.values() if peak]
+    assert peak == max(size for size, _ in totals.values())
+    # Masters, moments and fp32 gradients of 69 billion parameters are 16 B each; bf16 weights and gradients 2 B each.
+    assert host > 20 * 68_976_648_192 / (1 << 30)
+    assert answer == (
+        "It fits, the allocator's fragments left out, on GPUs of 24 GB or more; "
+        f"the host needs {host:.0f} GiB of memory for it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "answer"), [("80", "It fits: predicted peak of"), ("4", "It does not fit: predicted peak of")]
+)
+def test_memory_of_a_card(memory_gb: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.invoke([*EXAMPLE, "--gpu-memory-gb", memory_gb]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(answer)
+
+
+def test_what_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.invoke(["memory", "--model", "70b", "--method", "Naive"]) == 0
+    assert "It fits on no GPU of up to 192 GB" in capsys.readouterr().out
+
+
+def test_memory_of_what_cannot_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.invoke(["memory", "--method", "Z1", "--engine", "ddp"]) == 0
+    assert "unsupported: ddp shards nothing" in capsys.readouterr().out
+
+
+def planned(text: str) -> list[tuple[str, list[str]]]:
+    """The first line of every cell, and the lines below it; without the heading and the last line."""
+    _, *cells, _ = text.rstrip("\n").split("\n\n")
+    return [(part.splitlines()[0], part.splitlines()[1:]) for part in cells]
+
+
+def test_plan_shows_every_term_of_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--model", "7b", "13b", "--method", "Naive", "QL", "F+R+Z3+O", "--gpus", "1", "8"]
+    assert cli.invoke(argv) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("PREDICTED memory") and "no GPU here to compare with (--gpu-memory-gb)" in text
+    assert text.endswith("\n12 cells: 12 predicted.\n")
+    for title, lines in planned(text):
+        found = re.fullmatch(r"\S+: (\d+\.\d\d) GiB \(.+\)", title)
+        assert found, title
+        terms = [term for line in lines if (term := TERM.fullmatch(line))]
+        assert adds_up(float(found[1]), [float(term[1]) for term in terms]), title
+        offloads = "+O" in title
+        assert len(terms) == len(lines) - offloads and (lines[-1].startswith("  host memory") == offloads)
+
+
+def test_plan_says_what_will_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--model", "7b", "--method", "Naive", "QL", "--engine", "deepspeed", "fsdp2", "--gpu-memory-gb=24"]
+    assert cli.invoke(argv) == 0
+    text = capsys.readouterr().out
+    assert "GPUs of 24.0 GiB" in text
+    naive, no_naive, qlora, no_qlora = (title for title, _ in planned(text))
+    assert re.search(r"GiB \(.+\), SKIPPED: predicted peak of .+, which is more than the 23\.\d GiB", naive)
+    assert qlora.endswith(", fits")
+    assert "unsupported: fsdp2 always shards" in no_naive and "unsupported: fsdp2 always shards" in no_qlora
+    assert text.endswith("\n4 cells: 1 fit, 1 certain not to fit, 2 unsupported.\n")
+
+
+def test_a_plan_without_gpus_is_of_the_papers_eight(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.invoke(["plan"]) == 0
+    whole = capsys.readouterr().out
+    assert cli.invoke(["plan", "--preset", "paper-table3", "--gpus", "8"]) == 0
+    assert whole == capsys.readouterr().out and "_8x_" in whole and "_1x_" not in whole
+
+
+def test_a_batch_that_is_searched_is_planned_from_its_start(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--model", "7b", "--method", "F+R+Z3+O", "--micro-batch", "max", "--gpu-memory-gb", "80"]
+    assert cli.invoke(argv) == 0
+    ((title, _),) = planned(capsys.readouterr().out)
+    found = re.search(r"_b(\d+) \(max is searched from (\d+)\): .*, fits$", title)
+    assert found and found[1] == found[2] and int(found[1]) > 1
+
+
+def test_letters_are_all_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.invoke(["letters"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["Naive", *LETTERS]
+    assert [line.split(None, 1)[1] for line in lines[1:]] == list(LETTERS.values())
+
+
+def test_a_dry_run_needs_neither_gpus_nor_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model", "7b", "--method", "Z3+O", "Naive", "--engine", "deepspeed", "ddp", "--gpus", "8"]
+    assert cli.invoke(["sweep", *argv, "--device", "cuda", "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "4 cells; nothing was started\n" and list(tmp_path.iterdir()) == []
+    offloaded, sharded, plain, replicas = captured.out.rstrip("\n").split("\n\n")
+    assert sharded.splitlines()[1:] == ["unsupported: ddp shards nothing; use deepspeed or fsdp2 for ZeRO"]
+    for part, config in ((offloaded, True), (plain, True), (replicas, False)):
+        name, command, *more, predicted = part.splitlines()
+        assert name.startswith("# 7b_pretrain_") and name.endswith("_8x_s350_b1")
+        assert "-m torch.distributed.run --nproc-per-node 8" in command and "-m training_probe.trials" in command
+        if config:
+            asked = cell(name.split("_")[3], model="7b", gpus=8)
+            assert json.loads("\n".join(more)) == deepspeed_config(asked)
+        else:
+            assert more == []
+        found = re.fullmatch(r"predicted memory: (\d+\.\d\d) GiB \((.+)\)", predicted)
+        assert found
+        assert adds_up(float(found[1]), [float(term.rpartition(" ")[2]) for term in found[2].split(", ")])
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def row(outcome: str = "ok", **fields: Any) -> CellResult:
+    asked = Cell(model="tiny", method={"ok": "Naive", "oom": "Z1"}.get(outcome, "Z2"), device="cpu")
+    return of_cell(asked, platform="here", outcome=outcome, **fields)  # type: ignore[arg-type]
+
+
+GOOD = row(valid=True, runs=1, tokens_per_s=100.0, tokens_per_s_runs=[100.0], peak_memory_gb=1.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"),
+    [
+        ([GOOD], 0),
+        ([GOOD, row("oom", reason="out of memory")], 0),
+        ([row("unsupported", reason="no")], 0),
+        ([row("skipped", reason="too large")], 0),
+        ([GOOD, row("crashed", reason="signal 11")], 3),
+        ([row("timeout", reason="no step")], 3),
+        ([row(valid=False, runs=1, tokens_per_s=9.0, reason="the loss did not fall")], 4),
+        ([row(valid=False, runs=1, tokens_per_s=9.0), row("crashed")], 3),
+    ],
+)
+def test_the_report_tells_by_its_exit_code(
+    rows: list[CellResult], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for each in rows:
+        results.append(tmp_path, each)
+    assert cli.invoke(["report", str(tmp_path)]) == code
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == json.loads((tmp_path / "report.json").read_text())
+    assert captured.out.count("\n") == 1 and "Traceback" not in captured.err
+    assert cli.invoke(["compare", str(tmp_path), str(tmp_path)]) == 0
+
+
+# -- as a program ------------------------------------------------------------------------------------------------------
+
+PROGRAM = [sys.executable, "-c", "from training_probe.cli import main; main()"]
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([*PROGRAM, *argv], capture_output=True, text=True, env=environment, timeout=60)
+
+
+def test_the_program_itself() -> None:
+    done = run(*EXAMPLE)
+    assert (done.returncode, done.stderr) == (0, "") and "It fits" in done.stdout
+    done = run("sweep", "--method", "Z4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("training_probe: unknown letter 'Z4'") and done.stderr.count("\n") == 1
+    assert run("--version").stdout.strip()
+
+
+def test_a_reader_that_has_enough_ends_it_quietly() -> None:
+    program = subprocess.Popen(
+        [*PROGRAM, "plan"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert program.stdout is not None and program.stderr is not None
+    program.stdout.close()
+    assert program.stderr.read() == b"" and program.wait(60) == cli.EXIT_UNREAD
+    program.stderr.close()
+
+
+@pytest.mark.parametrize(
+    "argv", [None, ["letters"], EXAMPLE, ["plan"], ["sweep", "--dry-run"], ["sweep", "--method", "Z4"]]
+)
+def test_nothing_heavy_is_imported_for_it(argv: list[str] | None) -> None:
+    heavy = ["torch", "transformers", "deepspeed", "matplotlib", "aiohttp", "docker", "servers"]
+    if argv in (None, ["letters"]):
+        heavy.append("numpy")
+    code = f"""
+import sys, training_probe.cli
+if {argv!r} is not None:
+    training_probe.cli.invoke({argv!r})
+print([name for name in {heavy} if name in sys.modules])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr

@@ -1,0 +1,237 @@
+"""Letters, cells and grids: what can be said is said in one way; what cannot be, or cannot be run, has a reason."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain, combinations, product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends import catalog
+from backends.catalog import ModelSpec
+from training_probe.grid import ENGINES, LETTERS, NAIVE, Cell, GridError, Method, cell, grid, impossible
+
+
+def spec(name: str) -> ModelSpec:
+    found = catalog.find(name)
+    assert found is not None
+    return found
+
+
+def one_sentence(error: pytest.ExceptionInfo[GridError]) -> str:
+    text = str(error.value)
+    assert text.endswith(".") and "\n" not in text and ". " not in text
+    return text
+
+
+@st.composite
+def methods(draw: st.DrawFn) -> tuple[Method, str]:
+    """A method by its fields, and its letters in any order, case and spacing."""
+    zero = draw(st.sampled_from([0, 1, 2, 3]))
+    offload = draw(st.booleans()) if zero else False
+    weights = draw(st.sampled_from([None, "Q", "L", "QL", "PT"]))
+    recompute = draw(st.sampled_from([None, "R", "RS"]))
+    flash = draw(st.booleans())
+    method = Method(
+        zero=zero,
+        offload=offload,
+        quantized=weights == "Q",
+        recompute={None: "none", "R": "full", "RS": "selective"}[recompute],  # type: ignore[arg-type]
+        flash=flash,
+        adapter=None if weights == "Q" else weights,  # type: ignore[arg-type]
+    )
+    letters = [f"Z{zero}" if zero else None, "O" if offload else None, weights, recompute, "F" if flash else None]
+    written = draw(st.permutations([letter for letter in letters if letter] or [NAIVE]))
+    cases = [draw(st.sampled_from([str.upper, str.lower, str.title])) for _ in written]
+    space = draw(st.sampled_from(["", " "]))
+    return method, "+".join(f"{space}{case(letter)}{space}" for case, letter in zip(cases, written, strict=True))
+
+
+@given(methods())
+def test_letters_mean_the_same_however_they_are_written(case: tuple[Method, str]) -> None:
+    method, written = case
+    assert Method.parse(written) == method
+    assert Method.parse(str(method)) == method
+    assert cell(written, model="7b").method == str(method)
+    assert cell(written, model="7b").letters == method
+
+
+def test_exactly_what_does_not_contradict_itself_is_a_method() -> None:
+    """Of all 2047 sets of letters."""
+    good = 0
+    for letters in chain.from_iterable(combinations(LETTERS, size) for size in range(1, len(LETTERS) + 1)):
+        said = set(letters)
+        sound = (
+            len(said & {"Z1", "Z2", "Z3"}) <= 1
+            and len(said & {"R", "RS"}) <= 1
+            and len(said & {"Q", "L", "QL", "PT"}) <= 1
+            and ("O" not in said or bool(said & {"Z1", "Z2", "Z3"}))
+        )
+        text = "+".join(letters)
+        if sound:
+            good += 1
+            assert set(str(Method.parse(text)).split("+")) == said
+        else:
+            with pytest.raises(GridError) as error:
+                Method.parse(text)
+            one_sentence(error)
+    assert good == 7 * 3 * 5 * 2 - 1  # ZeRO and offload, recompute, weights, flash; less none at all
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("Z4", "unknown letter 'Z4'"),
+        ("F+Z3+X", "unknown letter 'X' in method 'F+Z3+X'"),
+        ("", "unknown letter ''"),
+        ("Z3+", "unknown letter ''"),
+        ("Z3,O", "unknown letter 'Z3,O'"),
+        ("Naive+F", "unknown letter 'NAIVE'"),
+        ("Z2+Z2", "names Z2 twice"),
+        ("Z2+Z3", "Z2 and Z3 exclude each other"),
+        ("L+QL", "L and QL exclude each other"),
+        ("L+PT", "L and PT exclude each other"),
+        ("Q+QL", "Q and QL exclude each other"),
+        ("L+Q", "Q and L exclude each other"),
+        ("R+RS", "R and RS exclude each other"),
+        ("O", "add Z1, Z2 or Z3 to O"),
+        ("F+O", "offloads without ZeRO"),
+    ],
+)
+def test_contradictions(written: str, said: str) -> None:
+    with pytest.raises(GridError) as error:
+        cell(written, model="7b")
+    assert said in one_sentence(error)
+
+
+@pytest.mark.parametrize("field", ["gpus", "seq_len", "grad_accum", "tp", "pp", "cp", "micro_batch"])
+def test_sizes_begin_at_one(field: str) -> None:
+    for value in (0, -1):
+        with pytest.raises(GridError) as error:
+            cell("Z3", model="7b", **{field: value})  # type: ignore[arg-type]
+        assert f"--{field.replace('_', '-')} is {value}; it must be at least 1" in one_sentence(error)
+
+
+def test_the_letter_f_is_flash_attention() -> None:
+    assert cell("F", model="7b").attention == "flash"
+    assert cell("Z3", model="7b").attention == "eager"
+    assert cell("Z3", model="7b", attention="math").attention == "math"
+    with pytest.raises(GridError) as error:
+        cell("F", model="7b", attention="math")
+    assert "name one" in one_sentence(error)
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "why"),
+    [
+        ("Naive", {"tp": 2, "gpus": 2}, "TP, PP and CP are Megatron's"),
+        ("Naive", {"pp": 2, "gpus": 2}, "TP, PP and CP are Megatron's"),
+        ("Z3", {"compile": True}, "fsdp2 and ddp only"),
+        ("Naive", {"engine": "megatron", "cp": 2, "gpus": 2}, "Transformer Engine"),
+        ("Z2", {"engine": "megatron"}, "R, F and Z1"),
+        ("Z1+O", {"engine": "megatron"}, "R, F and Z1"),
+        ("Q", {"engine": "megatron"}, "R, F and Z1"),
+        ("L", {"engine": "megatron", "task": "finetune"}, "R, F and Z1"),
+        ("Z1", {"engine": "megatron", "device": "cpu"}, "a GPU only"),
+        ("Naive", {"engine": "megatron", "tp": 2, "gpus": 3}, "groups of TP x PP x CP = 2"),
+        ("Naive", {"engine": "megatron", "tp": 3, "gpus": 3}, "cannot be divided by TP 3"),
+        ("Naive", {"engine": "megatron", "pp": 3, "gpus": 3}, "layers of llama-2-7b cannot be divided by PP 3"),
+        ("Z1", {"engine": "ddp"}, "ddp shards nothing"),
+        ("Naive", {"engine": "fsdp2"}, "always shards"),
+        ("Z1", {"engine": "fsdp2"}, "always shards"),
+        ("Q+Z3", {"engine": "fsdp2"}, "not built for fsdp2"),
+        ("L", {"task": "pretrain"}, "--task finetune"),
+        ("PT+Z2", {"task": "pretrain"}, "--task finetune"),
+        ("Naive", {"seq_len": 4097}, "llama-2-7b ends at 4096 positions"),
+        ("Q", {"model": "mixtral-8x7b"}, "experts"),
+        ("Naive", {"model": "mixtral-8x7b", "engine": "megatron"}, "experts"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_run_has_a_reason(method: str, fields: dict[str, Any], why: str) -> None:
+    asked = cell(method, **{"model": "7b", **fields})
+    said = impossible(asked, spec(asked.model))
+    assert said is not None and why in said
+    assert not said.endswith(".") and "\n" not in said  # a clause, to stand in a table
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("F+R+Z3+O", {"gpus": 8}), ("Z1", {"engine": "megatron", "tp": 4, "pp": 2, "gpus": 8}),
+        ("F+R", {"engine": "megatron", "device": "cpu"}), ("Z2", {"engine": "fsdp2", "compile": True}),
+        ("QL", {"engine": "ddp", "task": "finetune"}), ("L+F+R+Z3+O", {"task": "finetune", "model": "70b", "gpus": 8}),
+        ("L", {"task": "finetune", "engine": "fsdp2", "method": "L+Z3"}), ("Naive", {"seq_len": 4096}),
+        ("Z3", {"model": "mixtral-8x7b", "gpus": 8}),
+    ],
+)  # fmt: skip
+def test_what_can_be_run_has_none(method: str, fields: dict[str, Any]) -> None:
+    asked = cell(fields.pop("method", method), **{"model": "7b", **fields})
+    assert impossible(asked, spec(asked.model)) is None
+
+
+def test_of_a_model_that_is_not_known_only_the_engine_is_asked() -> None:
+    assert impossible(cell("Z3", model="own", seq_len=10**6), None) is None
+    assert impossible(cell("Z3", model="own", engine="ddp"), None) is not None
+
+
+def test_names_are_unique_and_fit_for_files() -> None:
+    """Over every axis there is, and the switches beside them."""
+    cells: list[Cell] = []
+    common = product((1, 4), (1, 2), (1, 2), ("eager", "math"), (False, True), ("pretrain", "finetune"))
+    for grad_accum, tp, pp, attention, compile, task in common:
+        cells += grid(
+            models=("7b", "70b", "org/7b-chat", "/models/own/"),
+            engines=ENGINES,
+            methods=("Naive", "Z3", "O+Z3", "RS", "QL"),
+            gpus=(1, 2, 12),
+            seq_lens=(128, 350),
+            micro_batches=(1, 12, None),
+            grad_accum=grad_accum,
+            tp=tp,
+            pp=pp,
+            attention=attention,
+            compile=compile,
+            task=task,
+        )
+    names = {cell.name for cell in cells}
+    assert len(names) == len(cells) == 4 * 4 * 5 * 3 * 2 * 3 * 64
+    assert all(re.fullmatch(r"[A-Za-z0-9._+-]{1,120}", name) for name in names)
+
+
+def test_a_grid_is_every_combination_once_in_reading_order() -> None:
+    got = grid(
+        models=("7b", "13b"),
+        engines=("deepspeed", "ddp"),
+        methods=("Z3", "O+Z3", "Z3+O"),
+        gpus=(1, 2),
+        seq_lens=(350,),
+        micro_batches=(1, None),
+        task="finetune",
+    )
+    wanted = product(("7b", "13b"), ("deepspeed", "ddp"), ("Z3", "Z3+O"), (1, 2), (1, None))
+    assert [(c.model, c.engine, c.method, c.gpus, c.micro_batch) for c in got] == list(wanted)
+    assert all(c.task == "finetune" and c.seq_len == 350 for c in got)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({}, 350),
+        ({"gpus": 8, "micro_batch": 2}, 8 * 2 * 350),
+        ({"gpus": 8, "micro_batch": 2, "grad_accum": 4, "seq_len": 100}, 8 * 2 * 4 * 100),
+        ({"gpus": 8, "tp": 4, "engine": "megatron"}, 2 * 350),  # one sequence for the four that share its layers
+        ({"gpus": 8, "tp": 2, "pp": 2, "grad_accum": 3, "engine": "megatron"}, 2 * 3 * 350),
+    ],
+)
+def test_tokens_of_a_step(fields: dict[str, Any], tokens: int) -> None:
+    assert cell("Naive", model="7b", **fields).tokens_per_step == tokens
+
+
+def test_a_batch_that_is_searched_has_no_tokens_yet() -> None:
+    searched = cell("Naive", model="7b", micro_batch=None)
+    assert searched.name.endswith("_bmax")
+    with pytest.raises(ValueError, match="still to be searched"):
+        _ = searched.tokens_per_step

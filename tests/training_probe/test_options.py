@@ -1,0 +1,228 @@
+"""Options: each arrives where it belongs, none is misread, and what they mean together is told cell by cell."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends import gpus
+from training_probe import cli, options, paper
+from training_probe import sweep as sweeps
+from training_probe.grid import Cell, GridError
+from training_probe.manifest import Settings
+from training_probe.options import Grid, Measuring
+
+GIB = 1 << 30
+# Typed for a flag, and the field of every cell that it arrives in.
+OF_CELLS: dict[str, tuple[list[str], str, Any]] = {
+    "model": (["13b"], "model", "13b"),
+    "task": (["finetune"], "task", "finetune"),
+    "engine": (["megatron"], "engine", "megatron"),
+    "method": (["F+Z3"], "method", "F+Z3"),
+    "gpus": (["4"], "gpus", 4),
+    "seq_len": (["128"], "seq_len", 128),
+    "micro_batch": (["max"], "micro_batch", None),
+    "grad_accum": (["3"], "grad_accum", 3),
+    "tp": (["2"], "tp", 2),
+    "pp": (["2"], "pp", 2),
+    "cp": (["2"], "cp", 2),
+    "attention": (["math"], "attention", "math"),
+    "compile": ([], "compile", True),
+    "device": (["cpu"], "device", "cpu"),
+}
+# Typed for a flag, and the setting of the sweep that it arrives in.
+OF_SETTINGS: dict[str, tuple[list[str], str, Any]] = {
+    "warmup_steps": (["0"], "warmup_steps", 0),
+    "steps": (["7"], "steps", 7),
+    "runs": (["2"], "runs", 2),
+    "timeline": ([], "timeline", True),
+    "timeout": (["1.5"], "timeout_s", 1.5),
+    "limit": (["60"], "limit_s", 60.0),
+    "max_micro_batch": (["16"], "max_micro_batch", 16),
+    "skip": ([], "no_skip", True),
+    "host_memory_gb": (["2.5"], "host_memory_bytes", int(2.5 * GIB)),
+    "platform": (["my box"], "platform", "my box"),
+}
+FLAG = {"skip": "--no-skip"}
+PRESET = "preset"
+
+
+def flag(name: str) -> str:
+    return FLAG.get(name, "--" + name.replace("_", "-"))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes in GiB of the GPUs of this machine, on which everything is installed: none, to be added to."""
+    sizes: list[int] = []
+
+    def read() -> gpus.Inventory:
+        here = [
+            gpus.Gpu(index=index, name="H100", uuid=f"GPU-{index}", memory_bytes=size * GIB, used_bytes=0)
+            for index, size in enumerate(sizes)
+        ]
+        return gpus.Inventory(gpus=tuple(here))
+
+    monkeypatch.setattr(gpus, "read", read)
+    monkeypatch.setattr(options, "_installed", lambda name: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return sizes
+
+
+Swept = list[tuple[list[Cell], Settings]]
+
+
+@pytest.fixture
+def swept(machine: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Swept:
+    """What is to be measured, instead of measuring it."""
+    seen: Swept = []
+
+    def sweep(cells: list[Cell], settings: Settings, directory: Path, say: object) -> int:
+        seen.append((cells, settings))
+        return 0
+
+    monkeypatch.setattr(sweeps, "sweep", sweep)
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+def test_the_lists_above_are_complete() -> None:
+    assert {*OF_CELLS, PRESET} == {field.name for field in dataclasses.fields(Grid)}
+    assert set(OF_SETTINGS) == {field.name for field in dataclasses.fields(Measuring)}
+
+
+@pytest.mark.parametrize("command", ["sweep", "plan", "memory"])
+def test_help_names_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.invoke([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    named = [*OF_CELLS, PRESET, *(OF_SETTINGS if command == "sweep" else ["gpu_memory_gb"])]
+    assert [name for name in named if flag(name) not in text] == []
+    assert "()" not in text and "default: False" not in text
+
+
+def asked(swept: Swept, *argv: str) -> tuple[list[Cell], Settings]:
+    swept.clear()
+    assert cli.invoke(["sweep", *argv]) == 0
+    ((cells, settings),) = swept
+    return cells, settings
+
+
+@pytest.mark.parametrize("name", OF_CELLS)
+def test_every_flag_of_cells_arrives(name: str, machine: list[int], swept: Swept) -> None:
+    machine += [80] * 8
+    typed, field, value = OF_CELLS[name]
+    (before,), _ = asked(swept, "--method", "Z2")
+    (after,), _ = asked(swept, *([] if name == "method" else ["--method", "Z2"]), flag(name), *typed)
+    assert getattr(after, field) == value != getattr(before, field)
+
+
+@pytest.mark.parametrize("name", OF_SETTINGS)
+def test_every_flag_of_measuring_arrives(name: str, swept: Swept) -> None:
+    typed, field, value = OF_SETTINGS[name]
+    _, before = asked(swept)
+    _, after = asked(swept, flag(name), *typed)
+    assert getattr(after, field) == value != getattr(before, field)
+
+
+def test_several_values_are_axes(swept: Swept) -> None:
+    cells, _ = asked(swept, "--method", "Z3", "O+Z2", "--gpus", "1", "2", "--device=cpu", "--micro-batch", "1", "max")
+    assert [(cell.method, cell.gpus, cell.micro_batch) for cell in cells] == [
+        (method, count, batch) for method in ("Z3", "Z2+O") for count in (1, 2) for batch in (1, None)
+    ]
+
+
+def test_tasks_follow_from_methods(swept: Swept) -> None:
+    cells, _ = asked(swept, "--method", "F+Z3", "QL+F", "--device", "cpu")
+    assert [cell.task for cell in cells] == ["pretrain", "finetune"]
+
+
+@pytest.mark.parametrize("here", [0, 1, 8])
+def test_by_default_all_that_is_here_is_used(here: int, machine: list[int], swept: Swept) -> None:
+    machine += [80] * here
+    (cell,), settings = asked(swept, "--method", "Z3")
+    assert (cell.device, cell.gpus) == (("cuda", here) if here else ("cpu", 1))
+    assert cell.model == ("7b" if here else "tiny")
+    assert settings.gpu_ids == tuple(range(here))
+
+
+def test_gpus_that_cuda_may_not_see_do_not_count(
+    machine: list[int], swept: Swept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine += [80] * 8
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    (cell,), settings = asked(swept, "--method", "Z3")
+    assert cell.gpus == 2 and settings.gpu_ids == (5, 3)
+
+
+@pytest.mark.parametrize("argv", [[], ["--device", "cpu"], ["--preset", "laptop"], ["--steps", "8"]])
+def test_without_cells_it_is_the_laptop(argv: list[str], swept: Swept) -> None:
+    cells, settings = asked(swept, *argv)
+    assert cells == paper.presets()["laptop"](1, "cpu")
+    assert (settings.warmup_steps, settings.steps, settings.runs) == options.LAPTOP_STEPS == (2, 8, 1)
+
+
+@pytest.mark.parametrize("preset", sorted(paper.presets()))
+def test_presets_and_a_choice_among_them(preset: str, machine: list[int], swept: Swept) -> None:
+    machine += [80] * 4
+    cells, settings = asked(swept, "--preset", preset)
+    assert cells == paper.presets()[preset](4, "cuda")
+    assert (settings.preset, settings.steps) == (preset, 8 if preset == "laptop" else 100)
+    first = cells[0]
+    chosen, _ = asked(swept, "--preset", preset, "--method", first.method.lower(), "--engine", first.engine)
+    assert chosen == [cell for cell in cells if (cell.method, cell.engine) == (first.method, first.engine)]
+
+
+def test_other_cells_are_measured_as_in_the_paper(swept: Swept) -> None:
+    _, settings = asked(swept, "--method", "Z3")
+    assert (settings.warmup_steps, settings.steps, settings.runs) == options.PAPER_STEPS == (30, 100, 3)
+
+
+def test_a_directory_is_a_model(swept: Swept, tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 512,
+    }  # fmt: skip
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "config.json").write_text(json.dumps(config))
+    (cell,), settings = asked(swept, "--model", str(own), "--method", "Z3")
+    model = settings.model(cell)
+    assert model.directory == str(own) and model.spec is not None and model.spec.hidden == 64
+    assert cell.name.startswith("own_pretrain")
+
+
+BAD = ["", "x", "-", "0", "-1", "1.5", "1e3", "nan", "inf", "1e400", "9" * 30, "0x10", "1_000", "é", "\x1b[31m", "a\nb"]
+
+
+@pytest.mark.parametrize("name", [*OF_CELLS, PRESET, *OF_SETTINGS])
+def test_whatever_is_typed_is_taken_or_refused_in_a_sentence(
+    name: str, swept: Swept, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = []
+    for typed in BAD:
+        method = [] if name in ("method", PRESET) else ["--method", "Z2"]
+        code = cli.invoke(["sweep", "--device=cpu", *method, f"{flag(name)}={typed}"])
+        captured = capsys.readouterr()
+        if code == 0:
+            taken.append(typed)
+        else:
+            assert code == 2 and captured.out == "", typed
+            assert captured.err.startswith("training_probe: ") and captured.err.count("\n") == 1, typed
+            assert captured.err[:-1].isprintable(), typed
+    numbers = {flag: ["1.5", "1e3", "1_000"] for flag in ("timeout", "limit", "host_memory_gb")}
+    if name not in ("compile", "timeline", "skip"):  # which take words for yes and no
+        assert taken == {"warmup_steps": ["0"], "platform": BAD, **numbers}.get(name, [])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in OF_CELLS if name not in ("model", "engine", "method", "gpus", "device")]
+)
+def test_a_preset_has_its_own_sizes(name: str) -> None:
+    value = OF_CELLS[name][2]
+    given = (str(value or "max"),) if name == "micro_batch" else (value,) if name == "seq_len" else value
+    with pytest.raises(GridError, match=f"has a --{name.replace('_', '-')} of its own"):
+        Grid(preset="paper-table3", **{name: given}).cells("cuda", 8)
