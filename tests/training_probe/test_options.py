@@ -223,6 +223,6 @@ def test_whatever_is_typed_is_taken_or_refused_in_a_sentence(
 )
 def test_a_preset_has_its_own_sizes(name: str) -> None:
     value = OF_CELLS[name][2]
-    given = (str(value or "max"),) if name == "micro_batch" else (value,) if name == "seq_len" else value
+    given: Any = (str(value or "max"),) if name == "micro_batch" else (value,) if name == "seq_len" else value
     with pytest.raises(GridError, match=f"has a --{name.replace('_', '-')} of its own"):
         Grid(preset="paper-table3", **{name: given}).cells("cuda", 8)
