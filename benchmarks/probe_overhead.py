@@ -22,6 +22,8 @@ from training_probe.options import TINY
 from training_probe.trial import Trial
 from training_probe.trials import engines, measure, model
 
+WARMUP_STEPS = 2  # of every turn: the probe empties the allocator's cache before it measures
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -41,7 +43,7 @@ def main() -> None:
         args.method, model=args.model, engine=args.engine, micro_batch=args.micro_batch, device=device.type,
         task="finetune" if grid.Method.parse(args.method).adapter else "pretrain",
     )  # fmt: skip
-    trial = Trial(cell=cell, spec=spec, warmup_steps=0, steps=args.steps)
+    trial = Trial(cell=cell, spec=spec, warmup_steps=WARMUP_STEPS, steps=args.steps)
     with model.attention_kernel(cell), tempfile.TemporaryDirectory() as directory:
         stepper = engines.build(trial, device)
         batches = measure.batch(trial, 0, device, spec.vocab_size)
@@ -51,9 +53,11 @@ def main() -> None:
                 torch.cuda.synchronize()
 
         def bare() -> float:
-            synchronise()
-            begun = time.perf_counter()
-            for _ in range(args.steps):
+            begun = 0.0
+            for number in range(WARMUP_STEPS + args.steps):
+                if number == WARMUP_STEPS:
+                    synchronise()
+                    begun = time.perf_counter()
                 stepper.backward(stepper.forward(batches[0], True), True)
                 stepper.step()
             synchronise()

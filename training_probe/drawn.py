@@ -152,8 +152,8 @@ def _scaling(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
 def _timelines(directory: Path) -> dict[str, str]:
     """Memory over the first steps, of each cell that recorded it. A file that was cut by a kill gives none."""
     shown: dict[str, str] = {}
-    for path in sorted(directory.rglob(TIMELINE_FILE)):
-        name = "-".join(path.parent.relative_to(directory).parts) or directory.name
+    for path in sorted(directory.glob(f"trials/*/*/{TIMELINE_FILE}")):
+        name = path.parent.parent.name  # trials/<cell>/timeline/
         try:
             recorded = msgspec.json.decode(path.read_bytes(), type=Timeline)
         except (msgspec.DecodeError, UnicodeDecodeError):

@@ -30,8 +30,6 @@ MOST_SAMPLES = 1500  # stretches of a timeline, more than a figure has pixels fo
 Array = NDArray[np.float64]
 
 # What memory is for, from the bottom of the stack; other categories go on top in the order given.
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
-NAMED_COLOURS = dict(zip(CATEGORIES, COLOURS, strict=False))
 
 
 @dataclass(frozen=True)
@@ -159,15 +157,13 @@ def scaling(
 
 
 def timeline(of: Timeline, title: str, stem: Path) -> None:
-    """Memory of rank 0 over its first steps, stacked by what it is for; steps are marked where they begin.
+    """Memory of rank 0 over its first steps, stacked by what it is for, in the order of the categories; steps are marked
+    where they begin.
 
     Above over time, below over allocations and releases, where what is short in time can be seen too.
     """
     gib = np.array(of.bytes, dtype=np.float64).reshape(len(of.categories), -1) / GIB  # (categories, samples)
     time_s = np.array(of.time_s, dtype=np.float64)
-    known = [name for name in CATEGORIES if name in of.categories]
-    names = [*known, *(name for name in of.categories if name not in known)]
-    gib = gib[[of.categories.index(name) for name in names]]
     event = np.arange(len(time_s), dtype=np.float64)
     seen = _telling(gib.sum(axis=0))
     begins_s = np.maximum(0, np.array(of.steps_s, dtype=np.float64) - time_s[0])
@@ -179,7 +175,7 @@ def timeline(of: Timeline, title: str, stem: Path) -> None:
         figure = _figure(10.5, 6.2, title)
         axes = figure.subplots(2, 1)
         for axis, (x, begins, unit) in zip(axes, over, strict=True):
-            _stack(axis, x[seen], gib[:, seen], names)
+            _stack(axis, x[seen], gib[:, seen], of.categories)
             _mark_steps(axis, begins)
             axis.set_xlabel(unit)
         _legend(figure, axes[0])
@@ -194,11 +190,12 @@ def _telling(total: Array) -> NDArray[np.int64]:
 
 
 def _stack(axis: Axes, x: Array, gib: Array, names: Sequence[str]) -> None:
-    spare = [colour for colour in COLOURS if colour not in NAMED_COLOURS.values()]
     under = np.zeros(len(x))
     for number, (name, own) in enumerate(zip(names, gib, strict=True)):
-        colour = NAMED_COLOURS.get(name, spare[number % len(spare)])
-        axis.fill_between(x, under, under + own, step="post", color=colour, linewidth=0, label=printable(name))
+        colour = COLOURS[number % len(COLOURS)]
+        axis.fill_between(
+            x, under, under + own, step="post", color=colour, linewidth=0, label=printable(name), rasterized=True
+        )
         under = under + own
     peak = float(under.max(initial=0.0))
     axis.set_ylim(0, 1.25 * peak or 1.0)

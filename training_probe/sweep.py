@@ -47,7 +47,7 @@ def sweep(
     chosen = {gpu.index: gpu for gpu in inventory.gpus}
     devices = [chosen.get(index) for index in settings.gpu_ids]
     names = [device.name if device else "unknown" for device in devices]
-    platform = settings.platform or (f"{len(names)}x {names[0]}" if names else "CPU")
+    platform = settings.platform or ", ".join(dict.fromkeys(names)) or "CPU"
     manifest = Manifest(
         run_id=runs.new_run_id(),
         started_unix_s=time.time(),

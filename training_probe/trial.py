@@ -81,7 +81,7 @@ class RankReport(msgspec.Struct, kw_only=True):
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Memory over the first steps of rank 0, in `timeline.json`. time_s: ascending; bytes[c][i]: of categories[c] at
-    time_s[i] (blocks.CATEGORIES); steps_s: when each step began."""
+    time_s[i] (blocks.CATEGORIES: what stays longest comes first); steps_s: when each step began."""
 
     categories: list[str]
     time_s: list[float]

@@ -94,7 +94,7 @@ def test_failures_stand_with_their_reasons_and_nothing_is_obeyed() -> None:
 def test_redoing_a_directory_writes_all_of_it(tmp_path: Path) -> None:
     for each in sweep():
         append(tmp_path, each)
-    cell = tmp_path / "cells" / "one"
+    cell = tmp_path / "trials" / "one" / "timeline"
     cell.mkdir(parents=True)
     (cell / TIMELINE_FILE).write_bytes(msgspec.json.encode(timeline()))
     (tmp_path / "manifest.json").write_text('{"run_id": "r1", "machine": {"cpu": "x"}, "unknown": [1]}')
@@ -103,7 +103,7 @@ def test_redoing_a_directory_writes_all_of_it(tmp_path: Path) -> None:
     written = {path.name for path in tmp_path.iterdir()}
     assert {"report.md", "tables.csv", "tables.tex"} <= written
     text = (tmp_path / "report.md").read_text()
-    for name in ("throughput-table-III", "throughput", "memory", "scaling", "timeline-cells-one"):
+    for name in ("throughput-table-III", "throughput", "memory", "scaling", "timeline-one"):
         assert f"]({name}.svg)" in text
         width, height = seen(tmp_path / f"{name}.svg")
         assert width >= 1000 and height >= 500
@@ -128,7 +128,9 @@ def test_a_directory_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     "broken", [b"{", b"{}", b"\xff", msgspec.json.encode(msgspec.structs.replace(timeline(), bytes=[[1]]))]
 )
 def test_a_broken_timeline_costs_no_report(tmp_path: Path, broken: bytes) -> None:
-    (tmp_path / TIMELINE_FILE).write_bytes(broken)
+    cell = tmp_path / "trials" / "one" / "timeline"
+    cell.mkdir(parents=True)
+    (cell / TIMELINE_FILE).write_bytes(broken)
     report.write(tmp_path, [result()], {})
     assert not list(tmp_path.glob("timeline-*"))
 

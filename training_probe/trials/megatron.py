@@ -60,7 +60,8 @@ class Megatron:
             self._optimizer: Any = get_megatron_optimizer(options, [self._module])
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate(cell.letters)
-            self.optimizer = f"megatron-core {type(self._optimizer).__name__}"
+            inner = getattr(self._optimizer, "chained_optimizers", [self._optimizer])[0]
+            self.optimizer = f"megatron-core {type(inner).__name__}"
         else:
             replicas = parallel_state.get_data_parallel_group()
             self._module = model if dist.get_world_size(replicas) == 1 else _replicated(model, replicas)
