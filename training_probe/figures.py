@@ -157,8 +157,8 @@ def scaling(
 
 
 def timeline(of: Timeline, title: str, stem: Path) -> None:
-    """Memory of rank 0 over its first steps, stacked by what it is for, in the order of the categories; steps are marked
-    where they begin.
+    """Memory of rank 0 over its first steps, stacked by what it is for, in the order of the categories; steps are
+    marked where they begin.
 
     Above over time, below over allocations and releases, where what is short in time can be seen too.
     """
