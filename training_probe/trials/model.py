@@ -106,9 +106,12 @@ def attention_kernel(cell: Cell) -> Iterator[None]:
 
 
 def draw(name: str, shape: torch.Size, seed: int, device: torch.device | str) -> Tensor:
-    """The bf16 weights of that parameter: ones for a norm's, zeros for the second matrix of a LoRA, else normal."""
-    if len(shape) == 1 or ".lora_B." in name:
-        return torch.full(shape, float(len(shape) == 1), dtype=torch.bfloat16, device=device)
+    """The bf16 weights of that parameter: ones for a norm's, zeros for a bias and the second matrix of a LoRA, else
+    normal."""
+    if name.endswith(".bias") or ".lora_B." in name:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16, device=device)
     own = name.removeprefix("base_model.").removeprefix("model.").replace(".base_layer.", ".")
     generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(own.encode()))
     return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, STD, generator=generator)
