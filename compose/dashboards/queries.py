@@ -1,0 +1,81 @@
+"""The PromQL that the dashboards share, and the panels that every dashboard of something live begins with.
+
+`$run_id` is the dashboard's variable, `$__rate_interval` and `$__range` are Grafana's own.
+"""
+
+from __future__ import annotations
+
+from panels import COUNT, SECONDS, Panel, Query, number
+
+RUN = 'run_id=~"$run_id"'
+OK = f'{RUN}, outcome="ok"'
+FAILED = f'{RUN}, outcome!~"ok|cancelled"'
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+TTFT = "bench_time_to_first_token_seconds"
+TPOT = "bench_time_per_output_token_seconds"
+ITL = "bench_inter_token_latency_seconds"
+E2EL = "bench_end_to_end_latency_seconds"
+SEND_LAG = "bench_send_lag_seconds"
+
+
+def by_run(expr: str, what: str = "") -> Query:
+    """Series named by what they are and their run."""
+    return Query(expr, f"{what} {{{{run_id}}}}".strip())
+
+
+def gauge(name: str, by: str = "run_id", labels: str = RUN) -> str:
+    return f"max by ({by}) ({name}{{{labels}}})"
+
+
+def rate(name: str, by: str = "run_id", labels: str = RUN) -> str:
+    return f"sum by ({by}) (rate({name}{{{labels}}}[$__rate_interval]))"
+
+
+def quantile(name: str, q: float) -> str:
+    return f"histogram_quantile({q}, {rate(name + '_bucket', 'le, run_id')})"
+
+
+def quantiles(name: str) -> list[Query]:
+    """A line for each quantile and run."""
+    return [Query(quantile(name, q), f"{label} {{{{run_id}}}}") for label, q in QUANTILES.items()]
+
+
+def last(name: str, by: str = "run_id", labels: str = RUN, total: str = "sum") -> str:
+    """The last value in the time range: also of runs that are no longer exported."""
+    return f"{total} by ({by}) (last_over_time({name}{{{labels}}}[$__range]))"
+
+
+def whole(name: str, q: float) -> str:
+    """A quantile of everything that a run has measured."""
+    return f"histogram_quantile({q}, {last(name + '_bucket', 'le, run_id')})"
+
+
+def alerts() -> Panel:
+    return number(
+        "Alerts",
+        COUNT,
+        Query('ALERTS{alertstate="firing", run_id=~"$run_id|"}', "{{alertname}} {{run_id}}"),
+        "Alerts that fire, of these runs and of the exporter.",
+        name=True,
+        none="none",
+    )
+
+
+def state() -> Panel:
+    return number(
+        "State",
+        COUNT,
+        Query(f"bench_run_state{{{RUN}}}", "{{state}} {{run_id}}"),
+        "Stale: the snapshot is old and the run never said that it ended.",
+        name=True,
+    )
+
+
+def age() -> Panel:
+    return number(
+        "Snapshot's age",
+        SECONDS,
+        Query(f"time() - {gauge('bench_run_updated_timestamp_seconds')}", "{{run_id}}"),
+        "How old what you see is. Grows when the run is over.",
+    )

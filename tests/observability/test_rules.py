@@ -1,0 +1,43 @@
+"""The rules, by Prometheus' own tool: they are well formed, and rules_test.yml holds."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import yaml
+
+from tests.observability import names
+from tests.observability.programs import program
+
+RULES = names.COMPOSE / "prometheus"
+
+
+def promtool(*words: str) -> None:
+    asked = subprocess.run([program("promtool"), *words], cwd=RULES, capture_output=True, text=True, timeout=60)
+    assert asked.returncode == 0, asked.stdout + asked.stderr
+
+
+@pytest.mark.prometheus
+def test_the_configuration_and_the_rules_are_well_formed() -> None:
+    promtool("check", "config", "prometheus.yml")
+
+
+@pytest.mark.prometheus
+def test_known_answers() -> None:
+    promtool("test", "rules", "rules_test.yml")
+
+
+def test_every_alert_has_a_known_answer_for_and_against() -> None:
+    cases = yaml.safe_load((RULES / "rules_test.yml").read_text())["tests"]
+    asked = [alert for case in cases for alert in case.get("alert_rule_test", [])]
+    fires = {alert["alertname"] for alert in asked if alert.get("exp_alerts")}
+    silent = {alert["alertname"] for alert in asked if not alert.get("exp_alerts")}
+    assert fires == silent == {rule["alert"] for rule in names.rules() if "alert" in rule}
+
+
+def test_alerts_say_what_is_wrong() -> None:
+    for rule in names.rules():
+        if "alert" in rule:
+            assert rule["labels"]["severity"] in ("warning", "critical")
+            assert rule["annotations"]["summary"].endswith((".", "?"))
