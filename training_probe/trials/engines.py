@@ -134,6 +134,7 @@ class _Torch(_Phased):
 
     def __init__(self, trial: Trial, model: nn.Module) -> None:
         self._model = model
+        self._accumulated = trial.cell.grad_accum
         self._adam = adam(model.parameters(), trial)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = "torch AdamW fused"
@@ -144,7 +145,7 @@ class _Torch(_Phased):
         return loss
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        loss.backward()
+        (loss / self._accumulated).backward()
 
     def step(self) -> None:
         torch.nn.utils.clip_grad_norm_(self._trained, CLIP_NORM)

@@ -103,7 +103,7 @@ class Megatron:
         return self._losses(self._module, tokens).mean()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        loss.backward()
+        (loss / self._cell.grad_accum).backward()
         if last:
             self._reduce()
 

@@ -2,7 +2,7 @@
 `port` of each says where its ranks meet: a rank that is early must not meet the trial before.
 
 Most of a small trial's time goes into imports. They are paid once here: every trial is a fork of a process that has
-imported all engines and done nothing else, so that none sees what another did to torch. What a trial writes is the same.
+imported all engines and done nothing else, so none sees what another did to torch. What a trial writes is the same.
 """
 
 from __future__ import annotations

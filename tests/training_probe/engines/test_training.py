@@ -1,8 +1,8 @@
-"""Every engine with every method, in one process and in two over gloo: each trains, and those that do the same sums reach
-the same losses. Weights, tokens and optimizer are the same for all (Megatron's layers have weights of their own).
+"""Every engine with every method, in one process and in two over gloo: each trains, and those that do the same sums
+reach the same losses. Weights, tokens and optimizer are the same for all (Megatron's layers have weights of their own).
 
-Losses fall by about 0.4 in these steps. What only divides work differently agrees to 2e-3, which is what the rounding of bf16
-leaves; with bf16 masters instead of fp32 ones they differ by ten times that.
+Losses fall by about 0.4 in these steps. What only divides work differently agrees to 2e-3: bf16 rounds away less than
+that; with bf16 masters instead of fp32 ones losses differ by ten times as much.
 """
 
 from __future__ import annotations
@@ -211,7 +211,9 @@ def test_megatrons_too(trained: Trained, method: str, gpus: int) -> None:
 def test_two_replicas_see_different_sequences(trained: Trained) -> None:
     ranks = trained.reports(tiny.cell("ddp", "Naive", 2))
     assert ranks[0].losses[0] != ranks[1].losses[0]
-    assert trained.losses(tiny.cell("ddp", "Naive", 1)) != pytest.approx(trained.losses(tiny.cell("ddp", "Naive", 2)), abs=AGREE)
+    assert trained.losses(tiny.cell("ddp", "Naive", 1)) != pytest.approx(
+        trained.losses(tiny.cell("ddp", "Naive", 2)), abs=AGREE
+    )
 
 
 @pytest.mark.parametrize("split", ["tp", "pp"])
