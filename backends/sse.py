@@ -75,6 +75,7 @@ class EventReply(ABC):
         except ProtocolError as error:
             self._broken = error
             self._between_events = False
+            self.plain = None  # nothing after it is another token
             if not deltas:
                 raise
         return deltas

@@ -164,6 +164,36 @@ def compose(config: Annotated[Config | None, Parameter(name="*")] = None) -> int
     return EXIT_OK
 
 
+def export(
+    *,
+    runs_directory: Annotated[
+        Path, Parameter(name="--runs", help="Directory of run directories, of loadgen and training_probe alike.")
+    ] = Path("runs"),
+    host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="Port to listen on.")] = 9464,
+    keep_days: Annotated[float, Parameter(help="How long a run is shown after it was last written.")] = 7.0,
+) -> int:
+    """Serve the metrics of every run in a directory to Prometheus, until it is stopped.
+
+    It may be started before, while or after something runs: runs write their snapshots once a second, and it reads them
+    when it is asked. compose/ has a Prometheus and a Grafana that ask.
+    """
+    from loadgen.exporter import Exporter, serve
+
+    if not keep_days > 0:
+        raise ConfigError(f"--keep-days is {keep_days:g}; it must be above 0.")
+    if not runs_directory.is_dir():
+        raise runs.RunError(
+            f"there is no directory {runs_directory}; name the one that runs are written to with --runs."
+        )
+    exporter = Exporter(runs_directory, keep_days * 86400)
+    exporter.page(open_metrics=True)  # what is there already is read now, so that the first scrape is as fast as any
+    with serve(exporter, host, port) as server:
+        say(f"metrics of the runs in {runs_directory}/: http://{host}:{port}/metrics")
+        server.serve_forever()
+    return EXIT_OK
+
+
 def list_backends() -> int:
     """List the installed backends: how each is asked, whether loadgen can start such a server, and where it is from."""
     from loadgen.doctor import backends_table
@@ -193,6 +223,7 @@ def build_app() -> App:
     app.command(compare)
     app.command(doctor)
     app.command(compose)
+    app.command(export)
     app.command(list_backends, name="backends")
     app.command(clean)
     for entry in entry_points(group="llm_dissect.commands"):

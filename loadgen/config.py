@@ -111,6 +111,9 @@ class Config:
         bool,
         Parameter(help="Sample the server's /metrics and local GPUs once a second.", negative="--no-server-metrics"),
     ] = True
+    metrics_port: Annotated[
+        int | None, _option("Serve this run's metrics for Prometheus on this port of 127.0.0.1 while it lasts.")
+    ] = None
     dry_run: Annotated[bool, _option("Print the server's exact command and the first request; start nothing.")] = False
 
     # For a server that loadgen starts (--launch docker or process).

@@ -20,6 +20,7 @@ from backends import catalog, gpus
 from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
 from loadgen import embedded, records, runs
 from loadgen.config import Config, ConfigError
+from loadgen.engine import Snapshot
 from loadgen.exchange import Exchange
 from loadgen.hosted import END_WAIT_S, Hosted, hosting, quoted
 from loadgen.launch import plan_launch
@@ -34,6 +35,7 @@ from loadgen.plan import (
 )
 from loadgen.scrape import Sampling, sampling
 from loadgen.shards import Progress, build_transport, execute, run_here, stop_signals
+from loadgen.snapshots import Live, Watch, watching
 from loadgen.transport import Target, Transport, TransportError, get
 from loadgen.workload import Text
 
@@ -156,12 +158,13 @@ async def run(config: Config, directory: Path, run_id: str, progress: Progress, 
             raise ConfigError(f"{config.api_key_env} holds a line break or another character that no header can carry.")
     with _stoppable():
         async with contextlib.AsyncExitStack() as stack:
+            snapshots = await stack.enter_async_context(watching(config.metrics_port))
             watch = await stack.enter_async_context(sampling()) if config.server_metrics else None
             url, hosted, emulation = await _server(config, backend, directory, run_id, say, stack)
             target = Target(url, token)
             try:
                 said = await _measure(
-                    config, backend, target, hosted, emulation, watch, directory, run_id, progress, say
+                    config, backend, target, hosted, emulation, watch, snapshots, directory, run_id, progress, say
                 )
             except (ServerError, TransportError):
                 ended = await hosted.ended(END_WAIT_S) if hosted else None
@@ -174,8 +177,8 @@ async def run(config: Config, directory: Path, run_id: str, progress: Progress, 
 
 async def _measure(
     config: Config, backend: Backend, target: Target, hosted: Hosted | None,
-    emulation: dict[str, Any] | None, watch: Sampling | None, directory: Path, run_id: str, progress: Progress,
-    say: Callable[[str], None],
+    emulation: dict[str, Any] | None, watch: Sampling | None, snapshots: Watch, directory: Path, run_id: str,
+    progress: Progress, say: Callable[[str], None],
 ) -> runs.Manifest:  # fmt: skip
     """Looks at the server, sends the load, and leaves the records; the manifest as it was written."""
     info, emulated = await asyncio.to_thread(identify, backend, target)
@@ -194,10 +197,23 @@ async def _measure(
     if watch is not None:
         cards = await asyncio.to_thread(_local_gpus, config, hosted)
         await watch.begin(target.url, target.token, backend.server_metrics, run_id, directory, cards)
-    await execute(plan, workers, directory, progress)
+    snapshots.begin(directory)
+    await execute(plan, workers, directory, _told(progress, snapshots))
     if watch is not None:
         await watch.end()
     return said
+
+
+def _told(progress: Progress, snapshots: Watch) -> Progress:
+    """Tells the snapshots what only the clients know, too."""
+
+    def both(clients: list[Snapshot]) -> None:
+        progress(clients)
+        plans = [client.planned for client in clients]
+        planned = None if None in plans else sum(plan or 0 for plan in plans)
+        snapshots.tell(Live(planned, sum(client.in_flight for client in clients)))
+
+    return both
 
 
 async def _look_after(hosted: Hosted, directory: Path, said: runs.Manifest, say: Callable[[str], None]) -> None:

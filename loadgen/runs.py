@@ -72,17 +72,29 @@ class Sample(msgspec.Struct, frozen=True):
     labels: dict[str, str] = {}
 
 
+class Histogram(msgspec.Struct, frozen=True):
+    """counts[i]: values up to bounds[i] and above the bound before; the last count is of all above. exemplars: bucket
+    -> a request that fell into it, and its value."""
+
+    bounds: list[float]
+    counts: list[int]
+    sum: float
+    labels: dict[str, str] = {}
+    exemplars: dict[int, tuple[str, float]] = {}
+
+
 class Family(msgspec.Struct, frozen=True):
-    """One metric, as Prometheus knows them; the unit is the end of the name."""
+    """One metric, as Prometheus knows them; the unit is the end of the name, a counter's `_total` left out."""
 
     name: str
-    type: Literal["gauge", "counter"]
+    type: Literal["gauge", "counter", "histogram"]
     help: str
     samples: list[Sample] = []
+    histograms: list[Histogram] = []
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a program has measured up to now; `labels` are of every sample."""
+    """What a program has measured up to now; `labels` say what was run."""
 
     schema: str = SNAPSHOT_SCHEMA
     run_id: str

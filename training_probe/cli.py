@@ -51,6 +51,9 @@ def sweep(
     measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
     *,
     out: Annotated[Path | None, Parameter(help="Directory of the sweep; by default runs/ and its time.")] = None,
+    metrics_port: Annotated[
+        int | None, Parameter(help="Serve the sweep's metrics for Prometheus on this port of 127.0.0.1 while it lasts.")
+    ] = None,
     resume: Annotated[
         Path | None, Parameter(help="Go on with the sweep in this directory; what it measures stands in its manifest.")
     ] = None,
@@ -81,6 +84,7 @@ def sweep(
     if resume is not None:
         if grid != Grid() or measuring != Measuring() or out is not None or dry_run:
             raise GridError("--resume goes on with what was asked for before; leave all other options out.")
+        _serve_metrics(resume, metrics_port)
         return _reported(resume, sweeps.resume(resume, say))
     if grid == Grid(device=grid.device):
         grid = Grid(preset="laptop", device=grid.device)
@@ -94,7 +98,15 @@ def sweep(
     from training_probe.options import check_machine
 
     check_machine(cells, here)
+    _serve_metrics(directory, metrics_port)
     return _reported(directory, sweeps.sweep(cells, settings, directory, say))
+
+
+def _serve_metrics(directory: Path, port: int | None) -> None:
+    if port is not None:
+        from loadgen.exporter import in_background
+
+        in_background(directory, port)
 
 
 def _asked(grid: Grid) -> tuple[list[Cell], dict[str, Model], tuple[int, ...], int]:

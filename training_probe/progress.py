@@ -24,19 +24,20 @@ Utilization = Callable[[Cell, float], tuple[float | None, float | None]]
 
 
 class Progress:
-    """One sweep's. `utilization`: MFU and HFU of a cell at a number of tokens/s. `done`: results there are already."""
+    """One sweep's. `labels`: what it is, for its snapshot. `utilization`: MFU and HFU of a cell at a number of tokens/s.
+    `done`: results there are already."""
 
     def __init__(
         self,
         directory: Path,
         run_id: str,
-        platform: str,
+        labels: dict[str, str],
         planned: int,
         done: Sequence[CellResult],
         say: Callable[[str], None],
         utilization: Utilization,
     ) -> None:
-        self._directory, self._run_id, self._platform, self._planned = directory, run_id, platform, planned
+        self._directory, self._run_id, self._labels, self._planned = directory, run_id, labels, planned
         self._results = list(done)
         self._say, self._utilization = say, utilization
         self._live = sys.stderr.isatty()
@@ -121,7 +122,7 @@ class Progress:
                 run_id=self._run_id,
                 program="training_probe",
                 state=state,
-                labels={"platform": self._platform},
+                labels=self._labels,
                 families=self._families(),
             ),
         )
@@ -145,7 +146,7 @@ class Progress:
             Family(_PREFIX + "cells", "gauge", "Cells that are over, by outcome.",
                    [Sample(count, {"outcome": outcome}) for outcome, count in sorted(outcomes.items())]),
             Family(_PREFIX + "cells_planned", "gauge", "Cells of the sweep.", [Sample(self._planned)]),
-            Family(_PREFIX + "cells_done_total", "counter", "Cells that are over.", [Sample(len(self._results))]),
+            Family(_PREFIX + "cells_done", "counter", "Cells that are over.", [Sample(len(self._results))]),
         ]  # fmt: skip
 
     def _present(self) -> dict[str, float | None]:
@@ -159,7 +160,7 @@ class Progress:
         }
 
 
-_PREFIX = "training_probe_"
+_PREFIX = "bench_training_"
 _GAUGES = (
     ("step_seconds", "Time of an optimizer step: the last one, or the mean of a cell that is over."),
     ("tokens_per_second", "Tokens trained on in a second, all GPUs together."),

@@ -77,8 +77,9 @@ def _measure(directory: Path, manifest: Manifest, done: Sequence[CellResult], sa
     cells = [cell for cell in manifest.cells if cell.name not in finished]
     refused = {cell.name: around.refusal(cell, manifest, device_memory_bytes(cell, manifest)) for cell in cells}
     to_run = sum(why is None for why in refused.values())
+    labels = {"platform": manifest.platform, "version": manifest.version, "preset": manifest.preset or ""}
     progress = Progress(
-        directory, manifest.run_id, manifest.platform, len(manifest.cells), done, say,
+        directory, manifest.run_id, labels, len(manifest.cells), done, say,
         lambda cell, speed: utilization(cell, manifest, speed),
     )  # fmt: skip
     context = Context(

@@ -42,6 +42,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "transport": (["aiohttp"], "aiohttp"),
     "connect": (["fresh"], "fresh"),
     "kernel_timestamps": ([], True),
+    "metrics_port": (["9464"], 9464),
     "api_key_env": (["KEY"], "KEY"),
     "connect_timeout": (["1.5"], 1.5),
     "first_byte_timeout": (["1.5"], 1.5),

@@ -85,6 +85,14 @@ def test_any_cut_tells_the_same(reply: bytes, cuts: list[int]) -> None:
     assert told([bytes([byte]) for byte in reply]) == whole
 
 
+def test_no_short_cut_after_a_breach_that_came_with_a_token() -> None:
+    """The breach is raised by the next read; what it holds must not be taken for one more token before that."""
+    plain, broken = event("a"), event('a"b')
+    reads = [STREAM_HEAD + chunk(plain), chunk(plain), chunk(plain + broken), chunk(plain)]
+    assert told(reads)[:3] == told([b"".join(reads)])[:3]
+    assert told(reads)[0] == "protocol_error" and told(reads)[2] == 3
+
+
 @pytest.mark.parametrize(("backend", "frame"), [(VLLM, event), (CHAT, chat)])
 def test_the_short_cut_is_taken(backend: backends.Backend, frame: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []

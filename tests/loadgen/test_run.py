@@ -55,7 +55,7 @@ def test_the_main_job(backend: str, tmp_path: Path) -> None:
         "run", "--launch", "embedded", "--backend", backend, "--requests", "40", "--output-tokens", "8",
         "--out", str(tmp_path / "run"),
     )  # fmt: skip
-    names = {"manifest.json", "requests.jsonl", "report.json", "report.md", "cdf.png", "cdf.svg"}
+    names = {"manifest.json", "requests.jsonl", "report.json", "report.md", "cdf.png", "cdf.svg", "snapshot.json"}
     if backends.get(backend).server_metrics:
         names.add("server.jsonl")
     assert {path.name for path in (tmp_path / "run").iterdir()} == names

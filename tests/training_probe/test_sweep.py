@@ -59,7 +59,7 @@ def snapshot(directory: Path) -> dict[str, dict[str, float]]:
     read = msgspec.json.decode((directory / "snapshot.json").read_bytes(), type=Snapshot)
     assert read.schema == "llm_dissect.snapshot/1" and read.program == "training_probe"
     return {
-        family.name.removeprefix("training_probe_"): {
+        family.name.removeprefix("bench_training_"): {
             sample.labels.get("cell", sample.labels.get("outcome", "")): sample.value for sample in family.samples
         }
         for family in read.families
@@ -147,7 +147,7 @@ def test_no_cell_stops_the_others(tmp_path: Path) -> None:
     assert (got["infinite"].valid, got["infinite"].reason) == (False, "1 of 4 losses are not finite")
     seen = snapshot(tmp_path / "sweep")
     assert seen["cells"] == {"oom": 1, "crashed": 3, "unsupported": 1, "ok": 3}
-    assert seen["cells_planned"] == {"": 8} and seen["cells_done_total"] == {"": 8} and seen["state"] == {"finished": 1}
+    assert seen["cells_planned"] == {"": 8} and seen["cells_done"] == {"": 8} and seen["state"] == {"finished": 1}
     assert seen["tokens_per_second"][got["ok"].cell] == got["ok"].tokens_per_s
     assert seen["step_seconds"][got["ok"].cell] == pytest.approx(STEP_S)
 
@@ -294,7 +294,7 @@ def left_over(directory: Path) -> list[str]:
 def test_a_killed_sweep_is_resumed(tmp_path: Path) -> None:
     directory = tmp_path / "sweep"
     running = in_third_cell(directory)
-    until(lambda: snapshot(directory)["cells_done_total"] == {"": 2})
+    until(lambda: snapshot(directory)["cells_done"] == {"": 2})
     assert snapshot(directory)["state"] == {"running": 1}
     running.kill()
     running.wait()
@@ -316,7 +316,7 @@ def test_a_killed_sweep_is_resumed(tmp_path: Path) -> None:
     assert not stray.exists()
     assert said[0] == "2 of 4 cells are done; going on with the rest"
     assert [line.split()[1] for line in said[1:]] == ["3", "4"]
-    assert snapshot(directory)["cells_done_total"] == {"": 4}
+    assert snapshot(directory)["cells_done"] == {"": 4}
     content = (directory / "results.jsonl").read_bytes()
     assert resume(directory, said.append, AROUND) == 0  # nothing left to do
     assert (directory / "results.jsonl").read_bytes() == content
@@ -395,7 +395,9 @@ def test_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     lines: list[str] = []
-    told = Progress(tmp_path, "r", "here", 4, [], lines.append, lambda cell, speed: (speed / 10_000, None))
+    told = Progress(
+        tmp_path, "r", {"platform": "here"}, 4, [], lines.append, lambda cell, speed: (speed / 10_000, None)
+    )
     one = cell("ok", micro_batch=2)
     told.begin(one, 3.0, to_run=3)
     assert told.left_s() is None

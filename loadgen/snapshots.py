@@ -1,0 +1,383 @@
+"""What a run has measured so far, once a second, in `snapshot.json`: by a process of its own that reads its directory.
+
+`watching` starts `python -m loadgen.snapshots` and ends it. The process follows the records as clients write them
+(`requests.jsonl`, or the workers' parts) and the server's samples (`server.jsonl`), and adds them up; of the clients it
+hears only their live counters, a line a second on its standard input. So the clients' hot path does nothing for it.
+When standard input ends, as it does when the run is over or was killed, it writes a last snapshot. Nothing here fails a
+run. The definitions of the metrics are those of `loadgen.metrics`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from loadgen.runs import Family, Histogram, Manifest, Sample, Snapshot, read_manifest, write_snapshot
+
+PERIOD_S = 1.0
+STOP_TIMEOUT_S = 10.0
+OUTCOMES = (
+    "ok", "http_error", "refused", "reset", "timeout", "truncated", "protocol_error", "stream_error", "cancelled",
+    "dropped",
+)  # fmt: skip
+# Each bound is 2**0.5 times the one before: a quantile read off the buckets is at most 41 % off, mostly far less.
+BOUNDS_S = tuple(0.0001 * 2 ** (step / 2) for step in range(44))  # 0.1 ms to 297 s
+_LATENCIES = {
+    "bench_time_to_first_token_seconds": "From the request's first byte to the first event with output.",
+    "bench_time_per_output_token_seconds": "Mean time of an output token after the first, one value a request.",
+    "bench_inter_token_latency_seconds": "Gaps between neighbouring events of a reply.",
+    "bench_end_to_end_latency_seconds": "From the request's first byte to the end of the reply.",
+    "bench_send_lag_seconds": "How late a request was sent.",
+}
+
+
+class Live(msgspec.Struct):
+    """What only the clients know: of all of them together."""
+
+    planned: int | None
+    in_flight: int
+
+
+@contextlib.asynccontextmanager
+async def watching(metrics_port: int | None = None) -> AsyncIterator[Watch]:
+    """Starts the process; ends it with the block, after its last snapshot. It serves them at the port, if there is one.
+    Raises RunError when that is taken."""
+    argv = [sys.executable, "-m", "loadgen.snapshots"]
+    if metrics_port is not None:
+        from loadgen.exporter import HOST, Exporter, serve
+
+        serve(Exporter(Path()), HOST, metrics_port).server_close()
+        argv.append(str(metrics_port))
+    process: Process | None = None
+    with contextlib.suppress(OSError):
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
+        )
+    watch = Watch(process)
+    try:
+        yield watch
+    finally:
+        await watch.end()
+
+
+class Watch:
+    """The process as the run sees it."""
+
+    def __init__(self, process: Process | None) -> None:
+        self._process = process
+
+    def begin(self, directory: Path) -> None:
+        """The run's directory; its manifest is there."""
+        self._write(str(directory.absolute()))
+
+    def tell(self, live: Live) -> None:
+        self._write(live)
+
+    def _write(self, value: object) -> None:
+        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
+            self._process.stdin.write(msgspec.json.encode(value) + b"\n")
+
+    async def end(self) -> None:
+        """May be called again."""
+        process = self._process
+        if process is None or process.stdin is None or process.returncode is not None:
+            return
+        process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+# The process itself.
+
+
+class _Record(msgspec.Struct):
+    """What is needed of a line of records; the header and the footers are lines without an id."""
+
+    id: int | None = None
+    phase: str = ""
+    outcome: str = ""
+    scheduled_ns: int = 0
+    sent_ns: int | None = None
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+    done_ns: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    events: int = 0
+    itl_us: list[int] = []
+    client: dict[str, object] | None = None  # a footer's
+
+
+class _GpuSample(msgspec.Struct):
+    index: int
+    memory_used_bytes: int | None = None
+    power_w: float | None = None
+    utilization_ratio: float | None = None
+
+
+class _ServerSample(msgspec.Struct):
+    at_ns: int | None = None  # the header has none
+    metrics: dict[str, float] = {}
+    gpus: list[_GpuSample] = []
+
+
+class _Latency:
+    """One histogram, in whatever unit its bounds are."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        self.exemplars: dict[int, tuple[str, float]] = {}
+
+    def add(self, value: float, request: int) -> None:
+        bucket = bisect_left(self._bounds, value)
+        self.counts[bucket] += 1
+        self.sum += value
+        self.exemplars[bucket] = (str(request), value)
+
+    def add_all(self, values: Sequence[float]) -> None:
+        counts, bounds = self.counts, self._bounds
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.sum += sum(values)
+
+
+class Totals:
+    """Everything that the records of a run say, added up as they come. Measured requests only."""
+
+    def __init__(self) -> None:
+        self.outcomes = dict.fromkeys(OUTCOMES, 0)
+        self.prompt_tokens = self.output_tokens = self.events = 0
+        self.clients: list[object] = []  # how each that is done ended
+        bounds_us = [bound * 1e6 for bound in BOUNDS_S]
+        self._latencies = {name: _Latency(BOUNDS_S) for name in _LATENCIES}
+        self._gaps_us = _Latency(bounds_us)
+
+    def add(self, record: _Record) -> None:
+        if record.client is not None:
+            self.clients.append(record.client.get("state"))
+        if record.id is None or record.phase != "measured" or record.outcome not in self.outcomes:
+            return
+        self.outcomes[record.outcome] += 1
+        if record.outcome != "ok":
+            return
+        self.prompt_tokens += record.prompt_tokens or 0
+        self.output_tokens += record.output_tokens or 0
+        self.events += record.events
+        for name, value in _seconds(record):
+            self._latencies[name].add(value, record.id)
+        self._gaps_us.add_all(record.itl_us)
+
+    def families(self) -> Iterator[Family]:
+        yield Family(
+            "bench_requests", "counter", "Measured requests that are over, by outcome.",
+            [Sample(count, {"outcome": outcome}) for outcome, count in self.outcomes.items()],
+        )  # fmt: skip
+        yield Family(
+            "bench_prompt_tokens",
+            "counter",
+            "Tokens of the prompts, as the server counts.",
+            [Sample(self.prompt_tokens)],
+        )
+        yield Family(
+            "bench_output_tokens",
+            "counter",
+            "Tokens of the replies, as the server counts.",
+            [Sample(self.output_tokens)],
+        )
+        yield Family("bench_events", "counter", "Events that carried output.", [Sample(self.events)])
+        for name, said in _LATENCIES.items():
+            latency, unit = self._latencies[name], 1.0
+            if name == "bench_inter_token_latency_seconds":
+                latency, unit = self._gaps_us, 1e-6
+            bounds, counts, exemplars = list(BOUNDS_S), list(latency.counts), dict(latency.exemplars)
+            histogram = Histogram(bounds, counts, latency.sum * unit, exemplars=exemplars)
+            yield Family(name, "histogram", said, histograms=[histogram])
+
+
+def _seconds(record: _Record) -> Iterator[tuple[str, float]]:
+    sent, first, last, done = record.sent_ns, record.first_token_ns, record.last_token_ns, record.done_ns
+    if sent is None:
+        return
+    yield "bench_send_lag_seconds", (sent - record.scheduled_ns) / 1e9
+    if first is not None:
+        yield "bench_time_to_first_token_seconds", (first - sent) / 1e9
+    if done is not None:
+        yield "bench_end_to_end_latency_seconds", (done - sent) / 1e9
+    tokens = record.output_tokens or 0
+    if first is not None and last is not None and record.events >= 2 and tokens >= 2:
+        yield "bench_time_per_output_token_seconds", (last - first) / (tokens - 1) / 1e9
+
+
+class _Tail:
+    """New whole lines of a file that others write."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def lines(self) -> list[bytes]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                read = file.read()
+        except OSError:
+            return []
+        whole = read.rfind(b"\n") + 1
+        self._offset += whole
+        return read[:whole].splitlines()
+
+
+class Recorder:
+    """Follows one run's directory."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory, self._manifest = directory, manifest
+        self._totals = Totals()
+        self._tails: dict[Path, _Tail] = {}
+        self._server_tail = _Tail(directory / "server.jsonl")
+        self._server = _ServerSample()
+        self._decode = msgspec.json.Decoder(_Record).decode
+        self.live: Live | None = None
+
+    def write(self, over: bool = False) -> None:
+        """Brings the snapshot up to date. over: nobody writes any more."""
+        if over and len(self._tails) > 1:  # the workers' parts were joined while we looked: from the beginning
+            self._totals, self._tails = Totals(), {}
+        self._follow_records()
+        self._follow_server()
+        state: Literal["running", "finished", "stopped"] = "running"
+        if over:
+            state = "finished" if set(self._totals.clients) == {"complete"} else "stopped"
+        families = [*self._totals.families(), *self._live_families(over), *self._server_families()]
+        snapshot = Snapshot(
+            run_id=self._manifest.run_id, program="loadgen", state=state, labels=labels(self._manifest),
+            families=families,
+        )  # fmt: skip
+        write_snapshot(self._directory, snapshot)
+
+    def _follow_records(self) -> None:
+        whole = self._directory / "requests.jsonl"
+        parts = sorted(self._directory.glob("requests.[0-9]*.jsonl"))
+        if not any(path != whole for path in self._tails) and whole.exists():
+            parts = [whole]
+        for path in parts:
+            for line in self._tails.setdefault(path, _Tail(path)).lines():
+                with contextlib.suppress(msgspec.DecodeError):
+                    self._totals.add(self._decode(line))
+
+    def _follow_server(self) -> None:
+        for line in self._server_tail.lines():
+            with contextlib.suppress(msgspec.DecodeError):
+                sample = msgspec.json.decode(line, type=_ServerSample)
+                if sample.at_ns is not None and (sample.metrics or sample.gpus):
+                    self._server = sample
+
+    def _live_families(self, over: bool) -> Iterator[Family]:
+        planned = self.live.planned if self.live is not None else self._manifest.requests_planned
+        if planned is not None:
+            yield Family("bench_requests_planned", "gauge", "Measured requests of the whole run.", [Sample(planned)])
+        in_flight = 0 if over or self.live is None else self.live.in_flight
+        yield Family("bench_requests_in_flight", "gauge", "Requests sent and not over.", [Sample(in_flight)])
+
+    def _server_families(self) -> Iterator[Family]:
+        for name, family, kind, said in _SERVER:
+            if name in self._server.metrics:
+                yield Family(family, kind, said, [Sample(self._server.metrics[name])])
+        for attribute, family, said in _GPU:
+            values = {each.index: getattr(each, attribute) for each in self._server.gpus}
+            samples = [Sample(value, {"gpu": str(index)}) for index, value in values.items() if value is not None]
+            if samples:
+                yield Family(family, "gauge", said, samples)
+
+
+_SERVER: tuple[tuple[str, str, Literal["gauge", "counter"], str], ...] = (
+    ("running", "bench_server_requests_running", "gauge", "Requests in the server's batch, as it says."),
+    ("waiting", "bench_server_requests_waiting", "gauge", "Requests in the server's queue, as it says."),
+    (
+        "kv_cache_usage_ratio",
+        "bench_server_kv_cache_usage_ratio",
+        "gauge",
+        "Part of the KV cache in use.",
+    ),
+    ("preemptions", "bench_server_preemptions", "counter", "Sequences that the server put off for want of memory."),
+)
+_GPU = (
+    ("memory_used_bytes", "bench_gpu_memory_used_bytes", "Memory in use on a GPU of the server."),
+    ("power_w", "bench_gpu_power_watts", "Power that a GPU of the server draws."),
+    ("utilization_ratio", "bench_gpu_utilization_ratio", "Part of the time in which any kernel ran on it."),
+)
+
+
+def labels(manifest: Manifest) -> dict[str, str]:
+    """What `bench_run_info` says of a serving run."""
+    return {
+        "backend": manifest.backend,
+        "model": manifest.model,
+        "arrival": manifest.arrival,
+        "emulated": str(manifest.emulated).lower(),
+        "version": manifest.version,
+    }
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run; its end closes our standard input
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _lower_priority()
+    pending, open_ = b"", True
+    recorder: Recorder | None = None
+    with selectors.DefaultSelector() as selector:
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        due = time.monotonic()
+        while open_:
+            if selector.select(max(0.0, due - time.monotonic())):
+                read = os.read(sys.stdin.fileno(), 1 << 16)
+                open_, pending = bool(read), pending + read
+                *lines, pending = pending.split(b"\n")
+                for line in lines:
+                    if recorder is None:
+                        recorder = _begun(line)
+                    else:
+                        recorder.live = msgspec.json.decode(line, type=Live)
+            if open_ and time.monotonic() < due:
+                continue
+            due = max(due + PERIOD_S, time.monotonic())
+            if recorder is not None:
+                with contextlib.suppress(OSError):  # a full disk: the next one may have room
+                    recorder.write(over=not open_)
+
+
+def _begun(line: bytes) -> Recorder:
+    directory = Path(msgspec.json.decode(line, type=str))
+    if len(sys.argv) > 1:
+        from loadgen.exporter import in_background
+
+        in_background(directory, int(sys.argv[1]))
+    return Recorder(directory, read_manifest(directory))
+
+
+def _lower_priority() -> None:
+    """The clients' cores come first."""
+    with contextlib.suppress(OSError):
+        os.nice(10)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The exporter: what Prometheus' own parsers read from it, what ages out, what is broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open_metrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from loadgen import exporter
+from loadgen.exporter import KEEP_S, STALE_S, Exporter, serve
+from loadgen.runs import Family, Histogram, RunError, Sample, Snapshot, write_snapshot
+
+HOSTILE = 'a"b\\c\nd{e}'
+
+
+def snapshot(run_id: str, **more: object) -> Snapshot:
+    histogram = Histogram([0.1, 0.2], [1, 2, 3], 1.5, {}, {0: ("7", 0.05)})
+    families = [
+        Family(
+            "bench_requests", "counter", "Requests.", [Sample(5, {"outcome": "ok"}), Sample(1, {"outcome": "timeout"})]
+        ),
+        Family("bench_requests_in_flight", "gauge", "In flight.", [Sample(3)]),
+        Family("bench_time_to_first_token_seconds", "histogram", "TTFT.", histograms=[histogram]),
+    ]
+    said: dict[str, object] = {
+        "run_id": run_id, "program": "loadgen", "state": "running", "labels": {"model": HOSTILE}, "families": families
+    }  # fmt: skip
+    return Snapshot(**{**said, **more})  # type: ignore[arg-type]
+
+
+def put(runs: Path, name: str, **more: object) -> Path:
+    (runs / name).mkdir(exist_ok=True)
+    write_snapshot(runs / name, snapshot(name, **more))
+    return runs / name / "snapshot.json"
+
+
+def page(
+    runs: Path, now: float | None = None, keep_s: float = KEEP_S
+) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample of the page, as Prometheus' parser reads it: (name, labels) -> value."""
+    clock = time.time if now is None else lambda: now
+    text = Exporter(runs, keep_s, clock).page(open_metrics=False).decode()
+    found = {}
+    for family in parse_text(text):
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def one(found: dict[tuple[str, tuple[tuple[str, str], ...]], float], name: str, **labels: str) -> float:
+    return found[name, tuple(sorted(labels.items()))]
+
+
+def test_both_formats_are_read_by_prometheus_own_parsers(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        put(tmp_path, name)
+    found = page(tmp_path)
+    assert one(found, "bench_requests_total", run_id="a", outcome="ok") == 5
+    assert one(found, "bench_time_to_first_token_seconds_bucket", run_id="b", le="0.2") == 3
+    assert one(found, "bench_time_to_first_token_seconds_bucket", run_id="b", le="+Inf") == 6
+    assert one(found, "bench_time_to_first_token_seconds_count", run_id="b") == 6
+    assert one(found, "bench_run_info", run_id="a", program="loadgen", model=HOSTILE) == 1
+    assert one(found, "bench_run_state", run_id="a", program="loadgen", state="running") == 1
+    assert one(found, "bench_exporter_runs") == 2
+    families = list(parse_open_metrics(Exporter(tmp_path).page(open_metrics=True).decode()))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names))  # a family stands once, with the samples of all runs
+    ttft = next(family for family in families if family.name == "bench_time_to_first_token_seconds")
+    exemplars = [sample.exemplar for sample in ttft.samples if sample.exemplar]
+    assert [exemplar.labels for exemplar in exemplars] == [{"request_id": "7"}] * 2
+
+
+def test_a_changed_snapshot_is_read_again(tmp_path: Path) -> None:
+    shown = Exporter(tmp_path)
+    path = put(tmp_path, "a")
+    assert b"bench_requests_in_flight" in shown.page(False)
+    put(tmp_path, "a", families=[], state="finished")
+    os.utime(path, ns=(1, time.time_ns() + 5_000_000))
+    text = shown.page(False)
+    assert b"bench_requests_in_flight" not in text and b'state="finished"' in text
+
+
+def test_broken_snapshots_are_left_out_and_counted_once_a_change(tmp_path: Path) -> None:
+    put(tmp_path, "good")
+    shown = Exporter(tmp_path)
+    broken = {
+        "cut": b'{"schema": "llm_dissect.snapsh', "empty": b"", "other": b'{"a": 1}', "bytes": b"\xff\xfe",
+        "schema": json.dumps({"schema": "x/9", "run_id": "q", "program": "p", "state": "running"}).encode(),
+    }  # fmt: skip
+    for name, content in broken.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "snapshot.json").write_bytes(content)
+    for _ in range(3):
+        text = shown.page(False).decode()
+        assert "bench_exporter_broken_snapshots_total 5.0" in text and "bench_exporter_runs 1.0" in text
+    assert 'run_id="good"' in text
+
+
+def test_runs_age_and_stale_ones_say_so(tmp_path: Path) -> None:
+    running, finished = put(tmp_path, "running"), put(tmp_path, "finished", state="finished")
+    now = running.stat().st_mtime
+    later = page(tmp_path, now + STALE_S + 1)
+    assert one(later, "bench_run_state", run_id="running", program="loadgen", state="stale") == 1
+    assert one(later, "bench_run_state", run_id="finished", program="loadgen", state="finished") == 1
+    assert one(page(tmp_path, now + 101, keep_s=100), "bench_exporter_runs") == 0
+    assert finished.exists()
+
+
+def test_a_run_directory_itself_and_none_at_all(tmp_path: Path) -> None:
+    put(tmp_path, "a")
+    assert one(page(tmp_path / "a"), "bench_exporter_runs") == 1
+    assert one(page(tmp_path / "nowhere"), "bench_exporter_runs") == 0
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    put(tmp_path, "a")
+    server = serve(Exporter(tmp_path), "127.0.0.1", 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("", "text/plain; version=0.0.4"),
+        ("text/plain", "text/plain; version=0.0.4"),
+        ("application/openmetrics-text;version=1.0.0,text/plain;q=0.3", "application/openmetrics-text; version=1.0.0"),
+    ],
+)
+def test_the_format_is_negotiated(url: str, accept: str, kind: str) -> None:
+    request = urllib.request.Request(f"{url}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request) as answer:
+        body = answer.read().decode()
+        assert answer.headers["Content-Type"].startswith(kind)
+    assert body.endswith("# EOF\n") == kind.startswith("application")
+
+
+def test_other_paths_are_not_found(url: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{url}/etc/passwd")
+    assert refused.value.code == 404
+
+
+def test_a_taken_port_is_one_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(RunError, match=r"cannot listen on 127\.0\.0\.1:"):
+            serve(Exporter(Path()), "127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(RunError, match="cannot listen"):
+        serve(Exporter(Path()), "127.0.0.1", 99999)
+
+
+@pytest.mark.parametrize("arguments", [("--runs", "nowhere"), ("--port", "99999"), ("--keep-days", "0")])
+def test_export_refuses_what_makes_no_sense(tmp_path: Path, arguments: tuple[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from loadgen.cli import main; main()", "export", "--runs", str(tmp_path), *arguments],
+        capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(exporter.__file__).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
