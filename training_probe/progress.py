@@ -24,7 +24,7 @@ Utilization = Callable[[Cell, float], tuple[float | None, float | None]]
 
 
 class Progress:
-    """One sweep's. `labels`: what it is, for its snapshot. `utilization`: MFU and HFU of a cell at a number of tokens/s.
+    """One sweep's. `labels`: what it is, for its snapshot. `utilization`: MFU and HFU of a cell at a speed, tokens/s.
     `done`: results there are already."""
 
     def __init__(
