@@ -73,6 +73,7 @@ class Asked:
     board: str
     panel: str
     expr: str
+    legend: str
     instant: bool
 
     def __str__(self) -> str:
@@ -97,7 +98,7 @@ def boards() -> dict[str, Any]:
 def queries() -> list[Asked]:
     """Every query of every panel."""
     return [
-        Asked(name, panel["title"], target["expr"], bool(target.get("instant")))
+        Asked(name, panel["title"], target["expr"], target.get("legendFormat", ""), bool(target.get("instant")))
         for name, board in boards().items()
         for panel in board["panels"]
         for target in panel.get("targets", [])

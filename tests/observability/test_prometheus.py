@@ -1,0 +1,280 @@
+"""A real Prometheus scrapes `loadgen export` while a run at the embedded server and a sweep go on. Then every query of
+every dashboard and every rule must find something, and its quantiles must be those of the run's own report.
+
+The sweep is training_probe's own progress, told of steps that were not trained. Two targets stand for what this machine
+may lack: the DCGM exporter, and (as a run's snapshot) the GPUs that loadgen samples.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadgen.runs import Family, Sample, Snapshot, write_snapshot
+from tests.observability import names
+from tests.observability.names import Asked
+from tests.observability.scraped import SCRAPE_S, Prometheus, Series, free_port, prometheus, until
+from training_probe.grid import Cell
+from training_probe.progress import Progress
+from training_probe.results import CellResult
+from training_probe.trial import Step
+
+pytestmark = pytest.mark.prometheus
+
+LOADGEN = Path(sys.executable).with_name("loadgen")
+REQUESTS, RATE, OUTPUT_TOKENS = 240, 20, 16  # twelve seconds
+GPU_RUN, SWEEP = "20260101-000000-gpus00", "20260101-000000-sweep0"
+MEASURED = (0, 4)  # 4: invalid, on a machine too busy for fair numbers; they are still the same in both places
+BUCKET_RATIO = 2**0.5
+HISTOGRAMS = {
+    "ttft_ms": "bench_time_to_first_token_seconds",
+    "tpot_ms": "bench_time_per_output_token_seconds",
+    "itl_ms": "bench_inter_token_latency_seconds",
+    "e2el_ms": "bench_end_to_end_latency_seconds",
+    "send_lag_ms": "bench_send_lag_seconds",
+}
+DCGM = "".join(
+    f'# TYPE {name} gauge\n{name}{{gpu="0",UUID="GPU-0"}} {value}\n'
+    for name, value in (("DCGM_FI_DEV_POWER_USAGE", 312), ("DCGM_FI_DEV_FB_USED", 70_000), ("DCGM_FI_DEV_GPU_UTIL", 97))
+)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What Prometheus saw: `during` was scraped as it ran, `before` was over when Prometheus started."""
+
+    prometheus: Prometheus
+    start: float
+    end: float
+    reports: dict[str, dict[str, Any]]
+    before: str
+    during: str
+
+    def ask(self, asked: Asked) -> list[Series]:
+        """The query with what Grafana would put in place of its variables: all runs, the whole time."""
+        runs = "|".join([*self.reports, GPU_RUN, SWEEP])
+        expr = asked.expr.replace("$run_id", f"({runs})").replace("$__rate_interval", "8s")
+        expr = expr.replace("$__range", f"{round(self.end - self.start)}s")
+        if asked.board == "comparison":  # of runs that are over
+            return self.prometheus.now(expr, self.end)
+        return self.prometheus.over(expr, self.start, self.end)
+
+
+@contextmanager
+def stand_in(text: str) -> Iterator[str]:
+    """A target that always says the same."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@contextmanager
+def running(*words: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([LOADGEN, *words], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def write_gpus(runs: Path) -> None:
+    values = {"memory_used_bytes": 7e10, "power_watts": 312.0, "utilization_ratio": 0.97}
+    families = [Family("bench_gpu_" + name, "gauge", name, [Sample(v, {"gpu": "0"})]) for name, v in values.items()]
+    (runs / "gpus").mkdir()
+    write_snapshot(runs / "gpus", Snapshot(run_id=GPU_RUN, program="loadgen", state="running", families=families))
+
+
+def cell(method: str) -> Cell:
+    return Cell(model="tiny", method=method, micro_batch=2, seq_len=64)
+
+
+def result(method: str, peak_gb: float | None) -> CellResult:
+    ok = peak_gb is not None
+    return CellResult(
+        model="tiny", task="pretrain", engine="deepspeed", method=method, platform="here", gpus=1, seq_len=64,
+        batch_size=2, cell=cell(method).name, outcome="ok" if ok else "oom", tokens_per_s=1000.0 if ok else None,
+        step_ms=128.0 if ok else None, mfu_ratio=0.41 if ok else None, loss_last=2.5 if ok else None,
+        peak_memory_gb=peak_gb, predicted_memory_gb=10.0,
+    )  # fmt: skip
+
+
+def sweep(runs: Path) -> Progress:
+    (runs / "sweep").mkdir()
+    done = [result("Naive", 9.5), result("F", None)]
+    return Progress(
+        runs / "sweep", SWEEP, "here", 4, done, lambda line: None, lambda cell, speed: (speed / 10_000, None)
+    )
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    place = tmp_path_factory.mktemp("watched")
+    runs = place / "runs"
+    runs.mkdir()
+    with ExitStack() as stack:
+        server = stack.enter_context(running("serve", "--dialect", "vllm", "--port", "0"))
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        load = ["run", "--backend", "vllm", "--url", url, "--output-tokens", str(OUTPUT_TOKENS)]
+        over = subprocess.run([LOADGEN, *load, "--requests", "60", "--out", runs / "before"], capture_output=True)
+        assert over.returncode in MEASURED, over.stderr
+        write_gpus(runs)
+        progress = sweep(runs)
+
+        port = free_port()
+        stack.enter_context(running("export", "--runs", str(runs), "--port", str(port)))
+        targets = {"bench": f"127.0.0.1:{port}", "server": url.removeprefix("http://"),
+                   "dcgm": stack.enter_context(stand_in(DCGM))}  # fmt: skip
+        start = time.time()
+        prom = stack.enter_context(prometheus(place / "prometheus", targets))
+        until("the first scrapes", lambda: len(prom.now("up == 1")) == len(targets))
+
+        during = stack.enter_context(running(
+            *load, "--arrival", f"constant:{RATE}", "--requests", str(REQUESTS), "--out", str(runs / "during")
+        ))  # fmt: skip
+        train(progress, during)
+        assert during.wait() in MEASURED
+        (runs / "broken").mkdir()
+        (runs / "broken" / "snapshot.json").write_text('{"schema": ')
+        reports = {}
+        for name in ("before", "during"):
+            report = json.loads((runs / name / "report.json").read_text())
+            reports[report["run_id"]] = report
+        seen = f'run_id_state:bench_run_state:seen_timestamp_seconds{{run_id="{list(reports)[1]}", state="finished"}}'
+        until("the end of the run", lambda: prom.now(seen))
+        until("an alert", lambda: prom.now('ALERTS{alertname="SnapshotsBroken", alertstate="firing"}'))
+        time.sleep(2 * SCRAPE_S)  # queries over time have no step at their very end
+        yield Watched(prom, start, time.time(), reports, *reports)
+
+
+def train(progress: Progress, during: subprocess.Popen[str]) -> None:
+    """Steps of a cell, for as long as the run lasts."""
+    progress.begin(cell("F+Z2"), 11.0, to_run=1)
+    progress.trial(cell("F+Z2"), "run 1/1", 0.0)
+    number = 1
+    while during.poll() is None:
+        step_s = 0.1 + number % 7 / 100
+        progress.step(
+            Step(step=number, phase="timed", step_s=step_s, forward_s=0, backward_s=0, optimizer_s=0, loss=5 / number),
+            number, 100, 0.5,
+        )  # fmt: skip
+        number += 1
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("asked", names.queries(), ids=lambda asked: f"{asked.board}-{asked.panel}".replace(" ", "-"))
+def test_every_panel_finds_something(watched: Watched, asked: Asked) -> None:
+    found = watched.ask(asked)
+    assert found, asked
+    shown = re.findall(r"\{\{(\w+)\}\}", asked.legend)
+    assert all(label in series.labels for series in found for label in shown if label != "run_id"), (asked, found[0])
+    if "bench_run" in asked.expr and asked.board != "training":
+        assert watched.during in {series.labels.get("run_id") for series in found}
+
+
+def test_every_choice_of_runs_finds_them(watched: Watched) -> None:
+    for name, board in names.boards().items():
+        match = re.fullmatch(r"label_values\((.*), run_id\)", board["templating"]["list"][0]["query"])
+        assert match is not None
+        found = watched.prometheus.get("label/run_id/values", **{"match[]": match[1]})
+        assert set(found) == ({SWEEP} if name == "training" else {GPU_RUN, *watched.reports})
+
+
+def test_every_rule_works_and_every_record_has_data(watched: Watched) -> None:
+    rules = [rule for group in watched.prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert len(rules) == len(names.rules())
+    assert [(rule["name"], rule["lastError"]) for rule in rules if rule["health"] != "ok"] == []
+    for name in names.recorded():
+        assert watched.prometheus.over(name, watched.start, watched.end), name
+
+
+def test_of_the_alerts_only_what_is_wrong_fires(watched: Watched) -> None:
+    """All but the broken snapshot is well; that an alert fires when it should is in rules_test.yml."""
+    found = watched.prometheus.over('ALERTS{alertstate="firing"}', watched.start, watched.end)
+    assert {series.labels["alertname"] for series in found} == {"SnapshotsBroken"}
+
+
+def test_all_that_is_exported_is_known(watched: Watched) -> None:
+    found = set(watched.prometheus.get("label/__name__/values", **{"match[]": '{__name__=~"bench_.*"}'}))
+    assert found >= names.EXPORTED
+    # When counters began, which OpenMetrics sends along.
+    assert {name for name in found - names.EXPORTED if not name.endswith("_created")} == set()
+
+
+@pytest.mark.parametrize("which", ["before", "during"])
+def test_counts_are_those_of_the_report(watched: Watched, which: str) -> None:
+    run_id = getattr(watched, which)
+    report = watched.reports[run_id]
+    one = watched.prometheus.one
+    assert one(f'bench_requests_total{{run_id="{run_id}", outcome="ok"}}') == report["requests"]["ok"]
+    assert one(f'sum(bench_requests_total{{run_id="{run_id}", outcome!="ok"}})') == report["requests"]["failed"] == 0
+    assert one(f'bench_requests_planned{{run_id="{run_id}"}}') == report["requests"]["planned"]
+    assert one(f'bench_requests_in_flight{{run_id="{run_id}"}}') == 0
+    assert one(f'bench_prompt_tokens_total{{run_id="{run_id}"}}') == report["tokens"]["prompt"]
+    assert one(f'bench_output_tokens_total{{run_id="{run_id}"}}') == report["tokens"]["output"]
+    for metric, name in HISTOGRAMS.items():
+        n, mean = report["metrics"][metric]["n"], report["metrics"][metric]["mean"]
+        assert one(f'{name}_count{{run_id="{run_id}"}}') == n, name
+        assert one(f'{name}_sum{{run_id="{run_id}"}} / {name}_count') * 1e3 == pytest.approx(mean, rel=1e-3), name
+
+
+@pytest.mark.parametrize("which", ["before", "during"])
+@pytest.mark.parametrize("metric", HISTOGRAMS)
+@pytest.mark.parametrize("percent", [50, 90, 99])
+def test_quantiles_are_those_of_the_report(watched: Watched, which: str, metric: str, percent: int) -> None:
+    """Within a bucket's width, which is a factor of 1.41."""
+    run_id, name = getattr(watched, which), HISTOGRAMS[metric]
+    told_s = watched.reports[run_id]["metrics"][metric][f"p{percent}"] / 1e3
+    buckets = watched.prometheus.now(f'{name}_bucket{{run_id="{run_id}", le!="+Inf"}}')
+    least_s = min(float(series.labels["le"]) for series in buckets)
+    seen_s = watched.prometheus.one(
+        f'histogram_quantile({percent / 100}, sum by (le, run_id) ({name}_bucket{{run_id="{run_id}"}}))'
+    )
+    assert max(told_s, least_s) / BUCKET_RATIO <= max(seen_s, least_s) <= max(told_s, least_s) * BUCKET_RATIO
+
+
+def test_the_rate_is_that_of_the_load(watched: Watched) -> None:
+    """Half way through a run that sends evenly, Prometheus sees the rate that was asked."""
+    found = watched.prometheus.over(
+        f'sum(rate(bench_requests_total{{run_id="{watched.during}", outcome="ok"}}[8s]))', watched.start, watched.end
+    )
+    assert max(found[0].values) == pytest.approx(RATE, rel=0.2)
+
+
+def test_a_run_that_was_over_is_compared_but_has_no_rate(watched: Watched) -> None:
+    for asked in names.queries():
+        if asked.board == "comparison" and "rate30s" not in asked.expr:
+            ids = {series.labels["run_id"] for series in watched.ask(asked)}
+            assert set(watched.reports) <= ids, asked
+    best = {series.labels["run_id"]: series.values for series in watched.ask(
+        next(asked for asked in names.queries() if "rate30s" in asked.expr))}  # fmt: skip
+    assert best[watched.before] == [0] and best[watched.during][0] > 0
+
+
+def test_the_servers_own_metrics_name_their_server(watched: Watched) -> None:
+    found = watched.prometheus.now('{job="server", __name__=~"vllm:.*"}')
+    assert found and {series.labels["server"] for series in found} == {"vllm"}
