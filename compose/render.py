@@ -27,7 +27,8 @@ import matplotlib.dates as dates
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 BOARDS = Path(__file__).parent / "grafana" / "dashboards"
 COLUMNS, COLUMN_IN, LINE_IN, DPI = 24, 0.72, 0.36, 80
@@ -76,23 +77,29 @@ def legend(text: str, labels: dict[str, str]) -> str:
 
 
 def draw_lines(axes: Axes, panel: Any, unit: str, source: Source) -> None:
-    rights = {each["matcher"]["options"]: each for each in panel["fieldConfig"]["overrides"]}
-    count = 0
+    """A dashed line is of the right axis. What is zero throughout is left out."""
+    rights = {each["matcher"]["options"]: each["properties"] for each in panel["fieldConfig"]["overrides"]}
+    lines: list[Line2D] = []
+    right = None
     for target in panel["targets"]:
-        ours, own = axes, unit
+        ours, style = axes, "-"
         if target["refId"] in rights:
-            ours = axes.twinx()
-            own = next(p["value"] for p in rights[target["refId"]]["properties"] if p["id"] == "unit")
+            ours, style = (right := axes.twinx()), "--"
+            right_unit = next(each["value"] for each in rights[target["refId"]] if each["id"] == "unit")
         for labels, (times, values) in source.series(target["expr"]):
-            if np.isfinite(values).any() and (np.nanmax(values) > 0 or len(panel["targets"]) > 1):
+            if np.nan_to_num(values).any():
                 when = [datetime.fromtimestamp(t) for t in times]
-                ours.plot(when, values, "--" if ours is not axes else "-", color=f"C{count % 10}", linewidth=1,  # type: ignore[arg-type]
-                          label=legend(target["legendFormat"], labels))  # fmt: skip
-                count += 1
-        dress(ours, own, source)
-    handles = [line for each in axes.figure.axes if each.bbox.bounds == axes.bbox.bounds for line in each.get_lines()]
-    if handles:
-        axes.legend(handles=handles, fontsize=6, loc="upper left", framealpha=0.7)
+                lines += ours.plot(
+                    when, values, style, color=f"C{len(lines) % 10}", linewidth=1,  # type: ignore[arg-type]
+                    label=legend(target["legendFormat"], labels) or "run",
+                )  # fmt: skip
+    dress(axes, unit, source)
+    if right is not None:
+        dress(right, right_unit, source)
+    if lines:
+        axes.legend(handles=lines, fontsize=6, loc="lower left", framealpha=0.7)
+    else:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color="#888888")
 
 
 def draw_heat(axes: Axes, panel: Any, unit: str, source: Source) -> None:
@@ -110,8 +117,9 @@ def draw_heat(axes: Axes, panel: Any, unit: str, source: Source) -> None:
         when = dates.date2num([datetime.fromtimestamp(t) for t in times])  # type: ignore[no-untyped-call]
         axes.pcolormesh(when, bounds[low:high], image, shading="nearest", cmap="turbo")
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     dress(axes, "s", source)
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: shown(value, "s")))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def draw_number(axes: Axes, panel: Any, unit: str, source: Source) -> None:
@@ -142,7 +150,7 @@ def dress(axes: Axes, unit: str, source: Source) -> None:
     axes.xaxis.set_major_formatter(dates.DateFormatter("%H:%M:%S"))  # type: ignore[no-untyped-call]
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, unit)))
-    axes.tick_params(labelsize=6)
+    axes.tick_params(labelsize=6, which="both")
     axes.grid(alpha=0.25, linewidth=0.5)
     if axes.get_yscale() == "linear":
         axes.set_ylim(bottom=0)

@@ -157,7 +157,7 @@ def _errors() -> Row:
                 width=12,
             ),
             lines(
-                "Failed, of the q.last 5 minutes",
+                "Failed, of the last 5 minutes",
                 RATIO,
                 q.by_run(f"run_id:bench_request_errors:ratio_rate5m{{{q.RUN}}}"),
                 width=12,
