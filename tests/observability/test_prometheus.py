@@ -257,8 +257,8 @@ def test_counts_are_those_of_the_report(watched: Watched, which: str) -> None:
 @pytest.mark.parametrize("metric", HISTOGRAMS)
 @pytest.mark.parametrize("percent", [50, 90, 99])
 def test_quantiles_are_those_of_the_report(watched: Watched, which: str, metric: str, percent: int) -> None:
-    """Within a bucket's width, a factor of 1.41, of the two samples that the report's percentile lies between: Prometheus
-    goes by one of them, the report by both."""
+    """Within a bucket's width, a factor of 1.41, of the two samples that the percentile lies between:
+    Prometheus goes by one of them, the report by both."""
     run_id, name = getattr(watched, which), HISTOGRAMS[metric]
     values, unit_ms = metrics.sample(watched.measured[run_id], metric, metrics.CONVENTIONS["loadgen"])
     place = (len(values) - 1) * percent / 100
