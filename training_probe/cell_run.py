@@ -14,7 +14,7 @@ from training_probe.grid import Cell
 from training_probe.manifest import Manifest
 from training_probe.memory_return import MemoryReturn
 from training_probe.progress import Progress
-from training_probe.results import Attempt, CellResult, Outcome, of_cell
+from training_probe.results import GIB, Attempt, CellResult, Outcome, of_cell
 from training_probe.runner import TrialOutcome
 from training_probe.search import SEARCH_STEPS, SEARCH_WARMUP_STEPS, largest
 from training_probe.surroundings import Surroundings, device_memory_bytes, utilization
@@ -72,6 +72,8 @@ class CellRun:
 
     def _result(self, cell: Cell, failed: _Failed) -> CellResult:
         fields = numbers.fields(self._measured)
+        if fields.get("device_memory_gb") is None and (there := device_memory_bytes(cell, self._settings)):
+            fields["device_memory_gb"] = there / GIB  # no rank lived to tell
         speed = fields.get("tokens_per_s")
         mfu, hfu = utilization(cell, self._settings, speed) if speed else (None, None)
         doubts = {doubt for run in self._measured if (doubt := numbers.loss_doubt(run.losses))}

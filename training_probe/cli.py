@@ -95,8 +95,10 @@ def sweep(
         print(dry.dry_run(cells, settings, directory), end="")
         say(f"{_counted(len(cells), 'cell')}; nothing was started")
         return EXIT_OK
-    from training_probe.options import check_machine
+    from training_probe.options import check_large, check_machine
 
+    if grid.device is None:
+        check_large(cells, known)
     check_machine(cells, here)
     _serve_metrics(directory, metrics_port)
     return _reported(directory, sweeps.sweep(cells, settings, directory, say))

@@ -22,11 +22,13 @@ OOM_EXIT = 77  # a rank that has reported that it ran out of memory ends with th
 REASON_CHARACTERS = 400
 LAST_LINES = 3
 
-_OOM = re.compile(
-    r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-    r"|(?i:nccl|cuda failure).*out of memory|DefaultCPUAllocator: (?:can't allocate|not enough) memory"
+# What torch, CUDA, Triton, NCCL and the C library say, in an exception or in the log.
+OUT_OF_MEMORY = re.compile(
+    r"\b(?i:cuda|hip)\b.{0,40}out of memory|(?i:nccl).*out of memory|Failed to CUDA (?:calloc|malloc|host alloc)"
+    r"|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|DefaultCPUAllocator: (?:can't allocate|not enough) memory"
     r"|MemoryError\b|std::bad_alloc|Cannot allocate memory"
 )
+_COMPILER_KILLED = re.compile(r"Killed signal terminated program")  # gcc's words, of an extension that is compiled
 _WATCHDOG = re.compile(r"Watchdog caught collective operation timeout.*")
 _PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 # How torchrun reports each process that ended, the first of them under "Root Cause".
@@ -81,7 +83,7 @@ def _from_reports(found: Evidence) -> tuple[Outcome, str] | None:
     """What some rank says of itself; running out of memory explains the other ranks' errors, and not the reverse."""
     said = sorted(found.reports.items())
     for rank, report in said:
-        if report.outcome == "oom" or (report.outcome == "crashed" and _OOM.search(report.reason)):
+        if report.outcome == "oom" or (report.outcome == "crashed" and OUT_OF_MEMORY.search(report.reason)):
             return "oom", one_line(f"rank {rank}: {report.reason or 'out of memory'}")
     for rank, report in said:
         if report.outcome == "unsupported":
@@ -90,14 +92,14 @@ def _from_reports(found: Evidence) -> tuple[Outcome, str] | None:
 
 
 def _out_of_memory(found: Evidence) -> tuple[Outcome, str] | None:
-    match = _OOM.search(found.log)
+    match = OUT_OF_MEMORY.search(found.log)
     if match:
         start, end = found.log.rfind("\n", 0, match.start()) + 1, found.log.find("\n", match.end())
         return "oom", one_line(_RANK_PREFIX.sub("", found.log[start : end if end >= 0 else None]))
     if found.exit_code == OOM_EXIT or any(code == OOM_EXIT for _, code in _failed_ranks(found.log)):
         return "oom", f"a rank ended with exit code {OOM_EXIT}: out of memory"
     killed = found.exit_code == -signal.SIGKILL or any(code == -signal.SIGKILL for _, code in _failed_ranks(found.log))
-    if killed and found.oom_killed:
+    if found.oom_killed and (killed or _COMPILER_KILLED.search(found.log)):
         return "oom", "the kernel's OOM killer ended it: host memory"
     return None
 

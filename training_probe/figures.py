@@ -29,8 +29,6 @@ DECADE = 10.0
 MOST_SAMPLES = 1500  # stretches of a timeline, more than a figure has pixels for
 Array = NDArray[np.float64]
 
-# What memory is for, from the bottom of the stack; other categories go on top in the order given.
-
 
 @dataclass(frozen=True)
 class Panel:

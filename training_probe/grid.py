@@ -7,6 +7,7 @@ a row of the results with that reason.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Literal, get_args
@@ -152,9 +153,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         ]
         extras += ["math"] if self.attention == "math" else []
         extras += ["compile"] if self.compile else []
-        return "_".join(
-            [self.model.rstrip("/").rpartition("/")[2], self.task, self.engine, self.method, *sizes, *extras]
-        )
+        model = re.sub(
+            r"[^\w.+-]", "_", self.model.rstrip("/").rpartition("/")[2]
+        )  # a directory may be called anything
+        return "_".join([model, self.task, self.engine, self.method, *sizes, *extras])
 
 
 def cell(method: str, *, attention: Attention = "eager", **more: object) -> Cell:

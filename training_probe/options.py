@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -25,8 +25,7 @@ TINY = ModelSpec(
 )  # fmt: skip
 PACKAGES = ("torch", "transformers")  # besides those of the engine and the method
 PAPER_STEPS, LAPTOP_STEPS = (30, 100, 3), (2, 8, 1)  # warm-up, timed, runs
-
-
+CPU_PARAMETERS = 1e9  # a model with more takes a CPU minutes a step and all memory of a laptop
 BILLION = 1e9  # beyond it nothing is meant seriously
 
 
@@ -235,6 +234,17 @@ def visible_gpus(inventory: Inventory) -> tuple[int, ...]:
     from backends import gpus
 
     return gpus.choose(inventory, None)
+
+
+def check_large(cells: Sequence[Cell], known: Mapping[str, Model]) -> None:
+    """That no model of real size is trained on the CPU because nobody chose a device. Raises GridError."""
+    for cell in cells:
+        spec = known[cell.model].spec
+        if cell.device == "cpu" and spec is not None and spec.parameters > CPU_PARAMETERS:
+            raise GridError(
+                f"{cell.model} is for GPUs and this machine has none that can be used; with --device cpu its "
+                f"{spec.parameters / 1e9:.1f} billion parameters are trained all the same."
+            )
 
 
 def check_machine(cells: Sequence[Cell], here: int) -> None:

@@ -116,16 +116,15 @@ class Progress:
             _write_live("\r\x1b[2K")
 
     def _write(self, state: Literal["running", "finished", "stopped"]) -> None:
-        write_snapshot(
-            self._directory,
-            Snapshot(
-                run_id=self._run_id,
-                program="training_probe",
-                state=state,
-                labels=self._labels,
-                families=self._families(),
-            ),
+        snapshot = Snapshot(
+            run_id=self._run_id,
+            program="training_probe",
+            state=state,
+            labels=self._labels,
+            families=self._families(),
         )
+        with contextlib.suppress(OSError):  # a full disk: hours of measuring do not end for want of a gauge
+            write_snapshot(self._directory, snapshot)
 
     def _families(self) -> list[Family]:
         values: dict[str, list[Sample]] = {name: [] for name, _ in _GAUGES}

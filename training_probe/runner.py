@@ -21,7 +21,7 @@ import msgspec
 
 from backends import process
 from backends.launch import LaunchError, Running, Start
-from training_probe import numbers
+from training_probe import build_locks, numbers
 from training_probe.endings import Evidence, judge, oom_kills
 from training_probe.results import Outcome
 from training_probe.trial import LOG_FILE, STEPS_FILE, TRIAL_FILE, RankReport, Step, Trial, write_atomically
@@ -105,6 +105,8 @@ def run_trial(
     """
     if sys.platform != "linux":
         raise RunnerError("training runs are started on Linux only; use a Linux machine.")
+    if trial.cell.device == "cuda":  # on the CPU nothing is compiled
+        build_locks.remove_forsaken()
     for last_try in (False, True):
         if cancelled.is_set():
             raise StoppedError

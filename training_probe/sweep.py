@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -59,16 +60,34 @@ def sweep(
         **{**msgspec.structs.asdict(settings), "platform": platform},
     )
     manifests.write(directory, manifest)
-    return _measure(directory, manifest, [], say, around)
+    with _alone(directory):
+        return _measure(directory, manifest, [], say, around)
 
 
 def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int:
     """Goes on with a sweep, as its manifest says. Raises RunError, ResultsError, RunnerError."""
     manifest = manifests.read(directory)
-    results.mend(directory)
-    done = results.read(directory) if (directory / results.RESULTS_FILE).exists() else []
-    say(f"{len(done)} of {len(manifest.cells)} cells are done; going on with the rest")
-    return _measure(directory, manifest, done, say, around or Surroundings())
+    with _alone(directory):
+        results.mend(directory)
+        done = results.read(directory) if (directory / results.RESULTS_FILE).exists() else []
+        say(f"{len(done)} of {len(manifest.cells)} cells are done; going on with the rest")
+        return _measure(directory, manifest, done, say, around or Surroundings())
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Keeps a second sweep out of a directory, until this one is over or dead. Raises RunError."""
+    if sys.platform == "win32":  # where no run is started either
+        yield
+        return
+    import fcntl
+
+    with (directory / manifests.MANIFEST_FILE).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise runs.RunError(f"{directory} is still being measured by another process; wait for its end.") from None
+        yield
 
 
 def _measure(directory: Path, manifest: Manifest, done: Sequence[CellResult], say: Say, around: Surroundings) -> int:

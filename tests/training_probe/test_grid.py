@@ -201,6 +201,13 @@ def test_names_are_unique_and_fit_for_files() -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9._+-]{1,120}", name) for name in names)
 
 
+@given(st.text(min_size=1))
+def test_a_directory_may_be_called_anything(model: str) -> None:
+    """A cell's name is part of paths and goes to terminals."""
+    name = cell("Z2", model=f"/models/{model}").name
+    assert "/" not in name and name.isprintable() and " " not in name
+
+
 def test_a_grid_is_every_combination_once_in_reading_order() -> None:
     got = grid(
         models=("7b", "13b"),

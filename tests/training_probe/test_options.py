@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +228,13 @@ def test_a_preset_has_its_own_sizes(name: str) -> None:
     given: Any = (str(value or "max"),) if name == "micro_batch" else (value,) if name == "seq_len" else value
     with pytest.raises(GridError, match=f"has a --{name.replace('_', '-')} of its own"):
         Grid(preset="paper-table3", **{name: given}).cells("cuda", 8)
+
+
+def test_the_extras_that_a_user_is_told_to_install_exist() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    packages = {name: {re.split(r"[<>=]", each)[0] for each in extras[name]} for name in ("train", "megatron")}
+    assert packages == {
+        "train": {*options.PACKAGES, "deepspeed", "peft", "bitsandbytes"},
+        "megatron": {"megatron-core"},
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.training_probe import stand_in
 from tests.training_probe.stand_in import GIB, STEP_S
-from training_probe import endings, runner
+from training_probe import build_locks, endings, runner
 from training_probe.endings import Evidence, judge
 from training_probe.grid import Cell
 from training_probe.numbers import loss_doubt
@@ -173,6 +174,29 @@ def test_who_killed(
     assert (ended.outcome, ended.reason) == (outcome, reason)
 
 
+def test_a_compiler_that_the_kernel_killed_wanted_memory() -> None:
+    log = "c++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated."
+    reports = {0: RankReport(rank=0, outcome="crashed", reason="RuntimeError: Error building extension 'cpu_adam'")}
+    for killed, outcome in ((True, "oom"), (False, "crashed")):
+        found = Evidence(reports=reports, exit_code=1, log=log, oom_killed=killed)
+        assert judge(trial_of("any"), found)[0] == outcome
+
+
+def test_only_a_lock_that_nobody_holds_is_removed(tmp_path: Path) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    left, held = (tmp_path / "torch_extensions" / "py312_cu130" / name / "lock" for name in ("fused_adam", "cpu_adam"))
+    for path in (left, held):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    (left.parent / "fused_adam.so").touch()
+    with held.open():
+        assert build_locks.remove_forsaken(environ) == [left.resolve()]
+        assert build_locks.remove_forsaken(environ) == []
+    assert not left.exists() and held.exists() and (left.parent / "fused_adam.so").exists()
+    assert build_locks.remove_forsaken({"TORCH_EXTENSIONS_DIR": str(held.parents[1])}) == [held.resolve()]
+    assert build_locks.remove_forsaken({"TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}) == []
+
+
 def test_the_kernels_count(tmp_path: Path) -> None:
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
@@ -196,6 +220,9 @@ def test_the_kernels_count(tmp_path: Path) -> None:
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...",
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "[rank1]: DistBackendError: NCCL error, ncclUnhandledCudaError: Cuda failure 2 'out of memory'",
+        "RuntimeError: Triton Error [CUDA]: out of memory",
+        "torch.AcceleratorError: CUDA error: out of memory",
+        "[rank0]: DistBackendError: unhandled cuda error, Last error: Failed to CUDA calloc async 4 bytes",
         "RuntimeError: [enforce fail at alloc_cpu.cpp:129] DefaultCPUAllocator: can't allocate memory: you tried ...",
         "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8.00 GiB",
         "terminate called after throwing an instance of 'std::bad_alloc'",
@@ -206,7 +233,7 @@ def test_lines_that_mean_out_of_memory(line: str) -> None:
     trial = trial_of("any", 2)
     assert judge(trial, Evidence(exit_code=1, log=f"loading\n{line}\nmore\n")) == (
         "oom",
-        line.removeprefix("[rank1]: "),
+        re.sub(r"^\[rank\d\]: ", "", line),
     )
     # what was all measured is good, whatever the log says
     done = {rank: RankReport(rank=rank, outcome="ok", seconds=1.0, steps=5) for rank in (0, 1)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -130,6 +131,11 @@ def test_a_cell_is_the_mean_of_its_runs(tmp_path: Path) -> None:
 def test_phases_that_are_not_told_apart_are_not_known(tmp_path: Path) -> None:
     (row,) = swept(tmp_path, [cell("ok", engine="megatron")])
     assert row.outcome == "ok" and row.forward_ms is None and row.optimizer_ms == pytest.approx(3)
+
+
+def test_what_died_without_a_word_still_had_a_gpu_of_some_size(tmp_path: Path) -> None:
+    (row,) = swept(tmp_path, [cell("exit_77", device="cuda")], with_gpus(24), gpu_ids=(0,))
+    assert (row.outcome, row.peak_memory_gb, row.device_memory_gb) == ("oom", None, 24)
 
 
 def test_no_cell_stops_the_others(tmp_path: Path) -> None:
@@ -331,6 +337,30 @@ def test_a_stopped_sweep_keeps_what_is_done(tmp_path: Path, number: signal.Signa
     assert not left_over(directory)
     assert [row.model for row in results.read(directory)] == ["ok", "oom"]
     assert snapshot(directory)["state"] == {"stopped": 1}
+
+
+def test_a_sweep_that_goes_on_is_not_resumed_beside_itself(tmp_path: Path) -> None:
+    """A second one would cut the results, and empty the directories of the first one's runs."""
+    directory = tmp_path / "run"
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        with pytest.raises(RunError, match="is still being measured by another process"):
+            resume(directory, lambda _: None, AROUND)
+        said.append(text)
+
+    assert sweep([cell("ok")], settings(), directory, say, AROUND) == 0
+    assert len(said) == 1
+
+
+def test_a_full_disk_costs_a_sweep_its_gauges_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(progress, "write_snapshot", full)
+    told = Progress(tmp_path, "r", "here", 1, [], lambda _: None, lambda cell, speed: (None, None))
+    told.begin(cell("ok", micro_batch=2), None, to_run=0)
+    told.end("finished")
 
 
 def test_there_is_nothing_to_resume(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Its exit code is 0, 77 for out of memory, 78 for what cannot be run here, 1 for 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
@@ -12,13 +13,12 @@ import traceback
 from pathlib import Path
 from typing import Any, Literal
 
+from training_probe.endings import OOM_EXIT, OUT_OF_MEMORY
+from training_probe.grid import Cell
 from training_probe.trial import TRIAL_FILE, RankReport, Trial, Unsupported, read_trial, write_atomically
 
-EXIT_OOM, EXIT_UNSUPPORTED, EXIT_CRASHED = 77, 78, 1
-_OUT_OF_MEMORY = (
-    "out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
-    "Cannot allocate memory", "std::bad_alloc",
-)  # fmt: skip
+EXIT_UNSUPPORTED, EXIT_CRASHED = 78, 1
+REASON_CHARACTERS = 500
 
 
 def main(directory: Path) -> int:
@@ -36,20 +36,32 @@ def main(directory: Path) -> int:
 
 
 def _failed(rank: int, error: Exception) -> tuple[RankReport, int]:
-    said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
     outcome: Literal["oom", "unsupported", "crashed"]
-    if isinstance(error, MemoryError) or any(mark in str(error) for mark in _OUT_OF_MEMORY):
-        outcome, code = "oom", EXIT_OOM
+    if OUT_OF_MEMORY.search(said):
+        outcome, code = "oom", OOM_EXIT
     elif isinstance(error, Unsupported | ImportError):
         outcome, code = "unsupported", EXIT_UNSUPPORTED
     else:
         outcome, code = "crashed", EXIT_CRASHED
-    return RankReport(rank=rank, outcome=outcome, reason=said), code
+    report = RankReport(rank=rank, outcome=outcome, reason=said[:REASON_CHARACTERS])
+    _tell_memory(report)
+    return report, code
+
+
+def _tell_memory(report: RankReport) -> None:
+    """How much the GPU had, and how much of it was taken before the run failed."""
+    torch: Any = sys.modules.get("torch")
+    with contextlib.suppress(Exception):  # a driver that is in trouble tells nothing more
+        if torch is not None and torch.cuda.is_initialized():
+            report.peak_allocated_bytes = torch.cuda.max_memory_allocated()
+            report.peak_reserved_bytes = torch.cuda.max_memory_reserved()
+            report.device_memory_bytes = torch.cuda.get_device_properties().total_memory
+            report.device_name = torch.cuda.get_device_name()
 
 
 def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
     import torch
-    import torch.distributed as dist
 
     from training_probe.trials import engines, measure, model
     from training_probe.trials.resources import resident_bytes
@@ -57,9 +69,7 @@ def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
     cell = trial.cell
     device = _device(cell.device)
     base_bytes = resident_bytes() or 0
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
-    )
+    _join(cell, device)
     with model.attention_kernel(cell):
         stepper = engines.build(trial, device)
         vocab_size = trial.spec.vocab_size if trial.spec is not None else model.vocab_size(trial)
@@ -74,6 +84,18 @@ def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
     report.versions = _versions()
     report.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return report
+
+
+def _join(cell: Cell, device: Any) -> None:
+    """Joins the process group. What FSDP2 keeps on the host it also clips there, over all ranks: NCCL cannot."""
+    import torch.distributed as dist
+
+    if device.type == "cpu":
+        dist.init_process_group("gloo")
+    elif cell.engine == "fsdp2" and cell.letters.offload:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("nccl", device_id=device)
 
 
 def _device(kind: str) -> Any:

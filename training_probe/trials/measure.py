@@ -28,7 +28,7 @@ LAG_STEPS = 2  # steps in flight before one is read
 
 
 class _GpuClock:
-    """Marks in the stream. `ms(a, b)` only once `done(b)`."""
+    """Marks in the stream. `seconds(a, b)` only once b is over."""
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
