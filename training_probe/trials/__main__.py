@@ -36,7 +36,9 @@ def main(directory: Path) -> int:
 
 
 def _failed(rank: int, error: Exception) -> tuple[RankReport, int]:
-    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    said = " ".join(str(error).split())
+    if not isinstance(error, Unsupported):
+        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
     outcome: Literal["oom", "unsupported", "crashed"]
     if OUT_OF_MEMORY.search(said):
         outcome, code = "oom", OOM_EXIT
@@ -56,7 +58,7 @@ def _tell_memory(report: RankReport) -> None:
         if torch is not None and torch.cuda.is_initialized():
             report.peak_allocated_bytes = torch.cuda.max_memory_allocated()
             report.peak_reserved_bytes = torch.cuda.max_memory_reserved()
-            report.device_memory_bytes = torch.cuda.get_device_properties().total_memory
+            report.device_memory_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             report.device_name = torch.cuda.get_device_name()
 
 

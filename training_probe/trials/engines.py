@@ -7,6 +7,7 @@ METHODOLOGY.md; learning rate, betas, weight decay and gradient clipping are the
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -69,6 +70,8 @@ class DeepSpeed(_Phased):
     def __init__(self, trial: Trial, device: torch.device) -> None:
         cell = trial.cell
         os.environ.setdefault("DS_ACCELERATOR", cell.device)
+        if archs := os.environ.get("TORCH_CUDA_ARCH_LIST"):  # its builder cannot read 9.0a, which some images set
+            os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d)[a-z]", r"\1", archs)
         import deepspeed
         import deepspeed.ops
 

@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell
-from training_probe.trial import Trial
+from training_probe.trial import Trial, Unsupported
 
 STD = 0.02
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -30,7 +30,11 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 def build(trial: Trial) -> nn.Module:
     """The model without parameters in memory (meta device), gradient checkpointing and attention set."""
     with torch.device("meta"):
-        return construct(trial)
+        model = construct(trial)
+    decoder(model)
+    if lost := [name for name, _ in model.named_buffers() if "rotary_emb." not in name]:
+        raise Unsupported(f"only the buffers of a rotary embedding can be made anew, and this model has {lost[0]}")
+    return model
 
 
 def construct(trial: Trial) -> nn.Module:
@@ -141,8 +145,12 @@ def restore_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def decoder(model: nn.Module) -> Any:
-    """The part that has the layers and the rotary embedding, however deep engines and adapters have put it."""
-    return next(module for module in model.modules() if hasattr(module, "rotary_emb"))
+    """The part that has the layers and the rotary embedding, however deep engines and adapters have put it. Raises
+    Unsupported."""
+    found = next((module for module in model.modules() if hasattr(module, "rotary_emb")), None)
+    if found is None:
+        raise Unsupported(f"{type(model).__name__} has no rotary embedding; only decoders like Llama are built here")
+    return found
 
 
 def _quantized(linear: nn.Linear, name: str, seed: int, device: torch.device) -> nn.Module:
