@@ -127,6 +127,8 @@ class Rank:
     def oom_and_echo(self) -> None:
         """One rank is out of memory, the other sees it go and crashes with an error of its own."""
         outcome, reason = ("crashed", "RuntimeError: Connection reset by peer") if self.rank == 0 else ("oom", "")
+        while self.rank == 0 and not (self.directory / "rank1.json").exists():
+            time.sleep(0.01)
         self.report(outcome, reason=reason)
         os._exit(1 if self.rank == 0 else 77)
 
