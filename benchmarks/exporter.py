@@ -1,0 +1,131 @@
+"""What a scrape costs: of 50 finished runs with 20,000 requests each, and of one that goes on, by the client's own CPU.
+
+python benchmarks/exporter.py            # the first part: seconds a scrape, over HTTP
+python benchmarks/exporter.py --client   # the second: two minutes on a machine that does nothing else
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+
+from loadgen import runs
+from loadgen.exporter import Exporter, serve
+from loadgen.snapshots import BOUNDS_S, Totals, _Record
+
+RUNS, REQUESTS, SCRAPES = 50, 20_000, 50
+OPEN_METRICS = {"Accept": "application/openmetrics-text;version=1.0.0"}
+LOADGEN = (sys.executable, "-c", "from loadgen.cli import main; main()")
+
+
+def write_run(directory: Path, seed: int) -> None:
+    directory.mkdir()
+    rng, totals = np.random.default_rng(seed), Totals()
+    for number in range(REQUESTS):
+        first = int(rng.lognormal(19, 1))
+        last = first + int(rng.lognormal(20, 1))
+        totals.add(
+            _Record(
+                id=number, phase="measured", outcome="ok", sent_ns=0, first_token_ns=first, last_token_ns=last,
+                done_ns=last, prompt_tokens=512, output_tokens=64, events=64,
+            )
+        )  # fmt: skip
+    snapshot = runs.Snapshot(
+        run_id=f"run-{seed}", program="loadgen", state="finished", labels={"backend": "vllm", "model": "m"},
+        families=list(totals.families()),
+    )  # fmt: skip
+    runs.write_snapshot(directory, snapshot)
+
+
+def scraped(url: str) -> tuple[float, int]:
+    begun = time.perf_counter()
+    with urllib.request.urlopen(urllib.request.Request(url, headers=OPEN_METRICS)) as answer:
+        size = len(answer.read())
+    return (time.perf_counter() - begun) * 1000, size
+
+
+def many_runs() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        for seed in range(RUNS):
+            write_run(Path(place) / str(seed), seed)
+        with serve(Exporter(Path(place)), "127.0.0.1", 0) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            url = f"http://127.0.0.1:{server.server_port}/metrics"
+            first_ms, size = scraped(url)
+            later_ms = [scraped(url)[0] for _ in range(SCRAPES)]
+            server.shutdown()
+    print(f"{RUNS} runs of {REQUESTS:,} requests, {len(BOUNDS_S)} buckets a histogram, a page of {size / 1e6:.1f} MB:")
+    print(
+        f"  first scrape {first_ms:.0f} ms, then median {statistics.median(later_ms):.1f} ms, at most {max(later_ms):.1f} ms"
+    )
+
+
+def cpu_us_per_event(place: Path, name: str, port: int | None) -> float:
+    """The client's own, of a burst of 1000 streams at 50,000 events a second; where there is a port, scraped each second."""
+    over = threading.Event()
+
+    def scrape() -> None:
+        while not over.wait(1.0):
+            with contextlib.suppress(OSError):
+                scraped(f"http://127.0.0.1:{port}/metrics")
+
+    argv = [
+        *LOADGEN,
+        "run",
+        "--out",
+        str(place / name),
+        "--requests",
+        "1000",
+        "--output-tokens",
+        "500",
+        "--no-calibrate",
+    ]
+    server = subprocess.Popen(
+        [*LOADGEN, "serve", "--ttft-ms", "200", "--itl-ms", "20", "--port", "18123"], stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        time.sleep(3)
+        argv += ["--url", "http://127.0.0.1:18123"] + ([] if port is None else ["--metrics-port", str(port)])
+        if port is not None:
+            threading.Thread(target=scrape, daemon=True).start()
+        subprocess.run(argv, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    finally:
+        over.set()
+        server.terminate()
+        server.wait()
+    facts = json.loads((place / name / "requests.jsonl").read_bytes().splitlines()[-1])["client"]
+    return float(facts["cpu_s"]) / float(facts["events"]) * 1e6
+
+
+def the_client() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        turns = [
+            (
+                cpu_us_per_event(Path(place), f"plain-{turn}", None),
+                cpu_us_per_event(Path(place), f"scraped-{turn}", 19123),
+            )
+            for turn in range(4)
+        ]
+    plain, with_scrapes = (statistics.median(turn[place] for turn in turns) for place in (0, 1))
+    print(
+        f"client CPU an event, medians of {len(turns)} turns: {plain:.2f} us, scraped once a second {with_scrapes:.2f} us,"
+    )
+    print(f"  ratio {with_scrapes / plain:.3f}; each turn: {', '.join(f'{a:.2f} {b:.2f}' for a, b in turns)}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--client", action="store_true")
+    the_client() if parser.parse_args().client else many_runs()
