@@ -65,14 +65,14 @@ def many_runs() -> None:
             first_ms, size = scraped(url)
             later_ms = [scraped(url)[0] for _ in range(SCRAPES)]
             server.shutdown()
-    print(f"{RUNS} runs of {REQUESTS:,} requests, {len(BOUNDS_S)} buckets a histogram, a page of {size / 1e6:.1f} MB:")
+    print(f"{RUNS} runs of {REQUESTS:,} requests, {len(BOUNDS_S)} buckets each, a page of {size / 1e6:.1f} MB:")
     print(
         f"  first scrape {first_ms:.0f} ms, then median {statistics.median(later_ms):.1f} ms, at most {max(later_ms):.1f} ms"
     )
 
 
 def cpu_us_per_event(place: Path, name: str, port: int | None) -> float:
-    """The client's own, of a burst of 1000 streams at 50,000 events a second; where there is a port, scraped each second."""
+    """The client's own, of 1000 streams at 50,000 events a second; where there is a port, scraped each second."""
     over = threading.Event()
 
     def scrape() -> None:
