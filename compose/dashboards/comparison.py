@@ -64,8 +64,7 @@ def _throughput() -> Row:
                 Query(q.last("bench_requests_total"), "requests", COUNT),
                 Query(q.last("bench_requests_total", labels=q.OK), "ok", COUNT),
                 Query(
-                    f"({q.last('bench_requests_total', labels=q.FAILED)} or 0 * {q.last('bench_requests_total')})"
-                    f" / ({q.last('bench_requests_total')} > 0)",
+                    f"{q.last('bench_requests_total', labels=q.FAILED)} / ({q.last('bench_requests_total')} > 0)",
                     "failed",
                     RATIO,
                 ),

@@ -30,12 +30,12 @@ class Series(NamedTuple):
 
 class Prometheus:
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = url
 
     def get(self, path: str, **words: str | float) -> Any:
         query = urllib.parse.urlencode(words)
         try:
-            with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=30) as reply:
+            with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=30) as reply:
                 return json.loads(reply.read())["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{words}: {error.read().decode()}") from None
