@@ -167,6 +167,7 @@ class Totals:
         self.outcomes = dict.fromkeys(OUTCOMES, 0)
         self.prompt_tokens = self.output_tokens = self.events = 0
         self.clients: list[object] = []  # how each that is done ended
+        self._first_sent_ns = self._last_done_ns = -1
         bounds_us = [bound * 1e6 for bound in BOUNDS_S]
         self._latencies = {name: _Latency(BOUNDS_S) for name in _LATENCIES}
         self._gaps_us = _Latency(bounds_us)
@@ -177,6 +178,9 @@ class Totals:
         if record.id is None or record.phase != "measured" or record.outcome not in self.outcomes:
             return
         self.outcomes[record.outcome] += 1
+        if record.sent_ns is not None and (self._first_sent_ns < 0 or record.sent_ns < self._first_sent_ns):
+            self._first_sent_ns = record.sent_ns
+        self._last_done_ns = max(self._last_done_ns, -1 if record.done_ns is None else record.done_ns)
         if record.outcome != "ok":
             return
         self.prompt_tokens += record.prompt_tokens or 0
@@ -204,6 +208,11 @@ class Totals:
             [Sample(self.output_tokens)],
         )
         yield Family("bench_events", "counter", "Events that carried output.", [Sample(self.events)])
+        if self._first_sent_ns >= 0 and self._last_done_ns > self._first_sent_ns:
+            seconds = (self._last_done_ns - self._first_sent_ns) / 1e9
+            yield Family(
+                "bench_measured_seconds", "gauge", "From the first request to the last end.", [Sample(seconds)]
+            )
         for name, said in _LATENCIES.items():
             latency, unit = self._latencies[name], 1.0
             if name == "bench_inter_token_latency_seconds":

@@ -22,6 +22,7 @@ from panels import (
 )
 
 IDENTITY = "run_id, program, backend, model, arrival, emulated, version"
+_DURATION = q.last("bench_measured_seconds", total="max")
 SEEN = "run_id_state:bench_run_state:seen_timestamp_seconds"
 
 
@@ -75,6 +76,9 @@ def _throughput() -> Row:
                     "output tokens a request",
                     COUNT,
                 ),
+                Query(q.last("bench_measured_seconds", total="max"), "duration", SECONDS),
+                Query(f"{q.last('bench_requests_total', labels=q.OK)} / {_DURATION}", "ok requests", PER_SECOND),
+                Query(f"{q.last('bench_output_tokens_total')} / {_DURATION}", "output tokens/s", PER_SECOND),
                 width=16,
             ),
             bars(

@@ -89,6 +89,8 @@ def test_totals_and_quantiles_are_those_of_the_report(tmp_path: Path) -> None:
     )
     assert {sample.labels["outcome"] for sample in family(snapshot, "bench_requests").samples} == set(records.OUTCOMES)
     assert value(snapshot, "bench_output_tokens") == 3000 and value(snapshot, "bench_prompt_tokens") == 300 * 512
+    duration_s = metrics.duration_s(table, metrics.CONVENTIONS["loadgen"])
+    assert value(snapshot, "bench_measured_seconds") == pytest.approx(duration_s)
     for name, metric in {
         "bench_time_to_first_token_seconds": "ttft_ms",
         "bench_time_per_output_token_seconds": "tpot_ms",

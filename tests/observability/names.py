@@ -35,6 +35,7 @@ GAUGES = {
     "bench_run_updated_timestamp_seconds",
     "bench_requests_planned",
     "bench_requests_in_flight",
+    "bench_measured_seconds",
     "bench_server_requests_running",
     "bench_server_requests_waiting",
     "bench_server_kv_cache_usage_ratio",

@@ -1,7 +1,8 @@
 """A real Prometheus scrapes `loadgen export` while a run at the embedded server and a sweep go on. Then every query of
 every dashboard and every rule must find something, and its quantiles must be those of the run's own report.
 
-The sweep is training_probe's own progress, told of steps that were not trained. Two targets stand for what this machine
+One sweep is training_probe's own progress, told of steps that were not trained, with all that a GPU would give; beside
+it a real one of a tiny model, where `make test-train` has installed the engines. Two targets stand for what this machine
 may lack: the DCGM exporter, and (as a run's snapshot) the GPUs that loadgen samples.
 """
 
@@ -37,6 +38,7 @@ from training_probe.trial import Step
 pytestmark = pytest.mark.prometheus
 
 LOADGEN = Path(sys.executable).with_name("loadgen")
+TRAINING_PROBE = Path(__file__).parents[2] / ".venv-train/bin/training_probe"
 REQUESTS, RATE, OUTPUT_TOKENS = 240, 20, 16  # twelve seconds
 GPU_RUN, SWEEP = "20260101-000000-gpus00", "20260101-000000-sweep0"
 MEASURED = (0, 4)  # 4: invalid, on a machine too busy for fair numbers; they are still the same in both places
@@ -65,6 +67,7 @@ class Watched:
     measured: dict[str, Table]
     before: str
     during: str
+    trained: str | None  # the real sweep's run_id
 
     def ask(self, asked: Asked) -> list[Series]:
         """The query with what Grafana would put in place of its variables: all runs, the whole time."""
@@ -140,6 +143,18 @@ def sweep(runs: Path) -> Progress:
     )
 
 
+@contextmanager
+def trained(runs: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A real sweep of one tiny cell, in processes of its own."""
+    argv = [TRAINING_PROBE, "sweep", "--model", "tiny", "--engine", "ddp", "--method", "Naive", "--device", "cpu",
+            "--seq-len", "32", "--warmup-steps", "2", "--steps", "40", "--runs", "1", "--out", runs / "real-sweep"]  # fmt: skip
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     place = tmp_path_factory.mktemp("watched")
@@ -154,6 +169,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         assert over.returncode in MEASURED, over.stderr
         write_gpus(runs)
         progress = sweep(runs)
+        real = stack.enter_context(trained(runs)) if TRAINING_PROBE.exists() else None
 
         port = free_port()
         stack.enter_context(running("export", "--runs", str(runs), "--port", str(port)))
@@ -178,8 +194,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         seen = f'run_id_state:bench_run_state:seen_timestamp_seconds{{run_id="{list(reports)[1]}", state="finished"}}'
         until("the end of the run", lambda: prom.now(seen))
         until("an alert", lambda: prom.now('ALERTS{alertname="SnapshotsBroken", alertstate="firing"}'))
+        run_id = None
+        if real is not None:
+            assert real.wait() == 0
+            run_id = json.loads((runs / "real-sweep" / "manifest.json").read_text())["run_id"]
+            until("the end of the sweep", lambda: prom.now(f'bench_run_state{{run_id="{run_id}", state="finished"}}'))
         time.sleep(2 * SCRAPE_S)  # queries over time have no step at their very end
-        yield Watched(prom, start, time.time(), reports, measured, *reports)
+        yield Watched(prom, start, time.time(), reports, measured, *reports, run_id)
 
 
 def train(progress: Progress, during: subprocess.Popen[str]) -> None:
@@ -212,7 +233,17 @@ def test_every_choice_of_runs_finds_them(watched: Watched) -> None:
         match = re.fullmatch(r"label_values\((.*), run_id\)", board["templating"]["list"][0]["query"])
         assert match is not None
         found = watched.prometheus.get("label/run_id/values", **{"match[]": match[1]})
-        assert set(found) == ({SWEEP} if name == "training" else {GPU_RUN, *watched.reports})
+        sweeps = {SWEEP, watched.trained} - {None}
+        assert set(found) == (sweeps if name == "training" else {GPU_RUN, *watched.reports})
+
+
+def test_a_real_sweep_is_seen(watched: Watched) -> None:
+    if watched.trained is None:
+        pytest.skip("the training engines are not installed (make test-train)")
+    for name in ("tokens_per_second", "step_seconds", "loss", "peak_memory_bytes", "predicted_memory_bytes"):
+        (found,) = watched.prometheus.now(f'bench_training_{name}{{run_id="{watched.trained}"}}', watched.end)
+        assert found.labels["cell"] == "tiny_pretrain_ddp_Naive_1x_s32_b1" and found.values[-1] > 0
+    assert watched.prometheus.now(f'bench_training_cells{{run_id="{watched.trained}", outcome="ok"}} == 1', watched.end)
 
 
 def test_every_rule_works_and_every_record_has_data(watched: Watched) -> None:
