@@ -2,8 +2,8 @@
 every dashboard and every rule must find something, and its quantiles must be those of the run's own report.
 
 One sweep is training_probe's own progress, told of steps that were not trained, with all that a GPU would give; beside
-it a real one of a tiny model, where `make test-train` has installed the engines. Two targets stand for what this machine
-may lack: the DCGM exporter, and (as a run's snapshot) the GPUs that loadgen samples.
+it a real one of a tiny model, where `make test-train` has installed the engines. Two targets stand for what this
+machine may lack: the DCGM exporter, and (as a run's snapshot) the GPUs that loadgen samples.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def sweep(runs: Path) -> Progress:
 @contextmanager
 def trained(runs: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A real sweep of one tiny cell, in processes of its own."""
-    argv = [TRAINING_PROBE, "sweep", "--model", "tiny", "--engine", "ddp", "--method", "Naive", "--device", "cpu",
-            "--seq-len", "32", "--warmup-steps", "2", "--steps", "40", "--runs", "1", "--out", runs / "real-sweep"]  # fmt: skip
+    words = "--model tiny --engine ddp --method Naive --device cpu --seq-len 32 --warmup-steps 2 --steps 40 --runs 1"
+    argv = [TRAINING_PROBE, "sweep", *words.split(), "--out", runs / "real-sweep"]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             yield process
