@@ -2,14 +2,16 @@
 
 Each run's snapshot is rendered once with prometheus-client, whenever its file has changed, and kept as text; a scrape
 puts the texts together, so it costs next to nothing however many requests are behind them. A snapshot that cannot be
-read is left out and counted. Runs age out: finished ones after `keep_s`, and those that claim to run but have not
-written for STALE_S are `stale`, and gone after `keep_s` as well. Binds to 127.0.0.1 unless told otherwise.
+read is left out and counted, and a run that is there twice (a copy, a link) is shown once, as it was written last. Runs
+age out: finished ones after `keep_s`, and those that claim to run but have not written for STALE_S are `stale`, and
+gone after `keep_s` as well. Binds to 127.0.0.1 unless told otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,12 +31,15 @@ from loadgen.runs import SNAPSHOT_FILE, SNAPSHOT_SCHEMA, Family, RunError, Snaps
 HOST, PORT = "127.0.0.1", 9464
 STALE_S = 30.0
 KEEP_S = 7 * 86400.0
+MOST_BYTES = 1 << 26  # no snapshot of ours is nearly as large
+REQUEST_TIMEOUT_S = 30.0
 
 Lines = dict[str, tuple[bytes, bytes]]  # family -> its HELP and TYPE, its samples
 
 
 class _Kept(NamedTuple):
     changed: tuple[int, int]  # time and size of the file
+    run_id: str
     state: str
     metrics: list[Metric]
     texts: dict[bool, Lines]  # by whether it is OpenMetrics, as soon as it has been asked for
@@ -43,10 +48,6 @@ class _Kept(NamedTuple):
         if open_metrics not in self.texts:
             self.texts[open_metrics] = _rendered(self.metrics, open_metrics)
         return self.texts[open_metrics]
-
-
-class _Broken(Exception):
-    """No snapshot of ours."""
 
 
 class Exporter:
@@ -62,41 +63,48 @@ class Exporter:
         """The whole page, in OpenMetrics or in Prometheus' older text format."""
         begun = time.perf_counter()
         with self._lock:
-            texts = [kept.text(open_metrics) for kept in self._present()]
+            texts = [kept.text(open_metrics) for kept in self._present(open_metrics)]
             count = len(texts)
             broken = len(self._broken)
         own = _rendered(self._own(count, broken, time.perf_counter() - begun), open_metrics)
-        merged: dict[bytes, list[bytes]] = {}
+        merged: dict[str, tuple[bytes, list[bytes]]] = {}
         for text in (*texts, own):
-            for head, body in text.values():
-                merged.setdefault(head, []).append(body)
-        parts = [part for head, bodies in merged.items() for part in (head, *bodies)]
+            for name, (head, body) in text.items():
+                ours, bodies = merged.setdefault(name, (head, []))
+                if head.split()[-1] == ours.split()[-1]:  # another version's help may differ, its type may not
+                    bodies.append(body)
+        parts = [part for head, bodies in merged.values() for part in (head, *bodies)]
         return b"".join([*parts, b"# EOF\n"] if open_metrics else parts)
 
-    def _present(self) -> list[_Kept]:
-        """The runs to be shown now, those that were written first first."""
+    def _present(self, open_metrics: bool) -> list[_Kept]:
+        """The runs to be shown now, those that were written first first; they have their texts."""
         found: dict[str, _Kept] = {}
-        for path, stat in sorted(self._files(), key=lambda each: (each[1].st_mtime_ns, each[0])):
-            age_s = self._now() - stat.st_mtime
+        for path, file in sorted(self._files(), key=lambda each: (each[1].st_mtime_ns, each[0])):
+            age_s = self._now() - file.st_mtime
             if age_s > self._keep_s:
                 continue
-            changed, stale = (stat.st_mtime_ns, stat.st_size), age_s > STALE_S
+            changed, stale = (file.st_mtime_ns, file.st_size), age_s > STALE_S
             kept = self._kept.get(path)
-            if kept is None or kept.changed != changed or (stale and kept.state == "running"):
-                try:
+            try:
+                if kept is None or kept.changed != changed or (stale and kept.state == "running"):
                     kept = _read(path, changed, stale)
-                except _Broken:
-                    self._broken.add((path, stat.st_mtime_ns))
-                    continue
+                kept.text(open_metrics)  # what cannot be written shows here
+            except FileNotFoundError:  # the run was removed while we looked
+                continue
+            except Exception:  # whatever it is that somebody wrote there, the other runs are shown
+                self._broken.add((path, file.st_mtime_ns))
+                continue
             found[path] = kept
         self._kept = found
-        return list(found.values())
+        return list({kept.run_id: kept for kept in found.values()}.values())
 
     def _files(self) -> Iterator[tuple[str, os.stat_result]]:
-        for directory in (str(self._runs), *_directories(self._runs)):
+        for directory in (str(self._runs), *_entries(self._runs)):
             path = os.path.join(directory, SNAPSHOT_FILE)  # noqa: PTH118  fifty Paths cost more than fifty stats
             with contextlib.suppress(OSError):
-                yield path, os.stat(path)  # noqa: PTH116
+                found = os.stat(path)  # noqa: PTH116
+                if stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+                    yield path, found
 
     def _own(self, runs: int, broken: int, seconds: float) -> list[Metric]:
         return [
@@ -106,25 +114,23 @@ class Exporter:
         ]
 
 
-def _directories(runs: Path) -> list[str]:
+def _entries(runs: Path) -> list[str]:
     try:
         with os.scandir(runs) as entries:
-            return [entry.path for entry in entries if entry.is_dir()]
+            return [entry.path for entry in entries]
     except OSError:
         return []
 
 
 def _read(path: str, changed: tuple[int, int], stale: bool) -> _Kept:
-    try:
-        snapshot = msgspec.json.decode(Path(path).read_bytes(), type=Snapshot)
-        if snapshot.schema != SNAPSHOT_SCHEMA:
-            raise _Broken
-        state = "stale" if stale and snapshot.state == "running" else snapshot.state
-        kept = _Kept(changed, state, list(_metrics(snapshot, state, changed[0] / 1e9)), {})
-        kept.text(False)  # names that are not allowed show here
-        return kept
-    except (OSError, msgspec.DecodeError, ValueError, TypeError, IndexError, AttributeError):
-        raise _Broken from None
+    """Raises whatever a file that is no snapshot of ours makes of it."""
+    if changed[1] > MOST_BYTES:
+        raise ValueError(path)
+    snapshot = msgspec.json.decode(Path(path).read_bytes(), type=Snapshot)
+    if snapshot.schema != SNAPSHOT_SCHEMA:
+        raise ValueError(snapshot.schema)
+    state = "stale" if stale and snapshot.state == "running" else snapshot.state
+    return _Kept(changed, snapshot.run_id, state, list(_metrics(snapshot, state, changed[0] / 1e9)), {})
 
 
 def _metrics(snapshot: Snapshot, state: str, updated_s: float) -> Iterator[Metric]:
@@ -199,8 +205,13 @@ def _rendered(metrics: Iterable[Metric], open_metrics: bool) -> Lines:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Somebody who hung up or said nothing: no news."""
+
 
 class _Quiet(WSGIRequestHandler):
+    timeout = REQUEST_TIMEOUT_S  # who connects and says nothing keeps no thread
+
     def log_message(self, format: str, *args: Any) -> None: ...
 
 
@@ -208,6 +219,9 @@ def serve(exporter: Exporter, host: str, port: int) -> WSGIServer:
     """A server that listens already and answers as soon as somebody runs it. Raises RunError."""
 
     def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            start_response("405 Method Not Allowed", [("Allow", "GET, HEAD"), ("Content-Type", "text/plain")])
+            return [b"GET /metrics\n"]
         if environ.get("PATH_INFO") not in ("/metrics", "/"):
             start_response("404 Not Found", [("Content-Type", "text/plain")])
             return [b"metrics are at /metrics\n"]
@@ -215,7 +229,7 @@ def serve(exporter: Exporter, host: str, port: int) -> WSGIServer:
         open_metrics = content_type.startswith("application/openmetrics-text")
         known = openmetrics.exposition.CONTENT_TYPE_LATEST if open_metrics else exposition.CONTENT_TYPE_PLAIN_0_0_4
         start_response("200 OK", [("Content-Type", known)])
-        return [exporter.page(open_metrics)]
+        return [exporter.page(open_metrics)] if environ["REQUEST_METHOD"] == "GET" else []
 
     try:
         return make_server(host, port, application, _Server, _Quiet)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open_metrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -100,14 +103,45 @@ def test_broken_snapshots_are_left_out_and_counted_once_a_change(tmp_path: Path)
     broken = {
         "cut": b'{"schema": "llm_dissect.snapsh', "empty": b"", "other": b'{"a": 1}', "bytes": b"\xff\xfe",
         "schema": json.dumps({"schema": "x/9", "run_id": "q", "program": "p", "state": "running"}).encode(),
+        "deep": b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "huge": msgspec.json.encode(snapshot("huge")).replace(b'"counts":[1,', b'"counts":[1' + b"0" * 400 + b","),
     }  # fmt: skip
     for name, content in broken.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "snapshot.json").write_bytes(content)
-    for _ in range(3):
-        text = shown.page(False).decode()
-        assert "bench_exporter_broken_snapshots_total 5.0" in text and "bench_exporter_runs 1.0" in text
+    for open_metrics in (False, True, False):
+        text = shown.page(open_metrics).decode()
+        assert "bench_exporter_broken_snapshots_total 7.0" in text and "bench_exporter_runs 1.0" in text
     assert 'run_id="good"' in text
+
+
+def test_what_lies_about_in_the_directory_hides_no_run(tmp_path: Path) -> None:
+    put(tmp_path, "a")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "note.txt").write_text("x")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "snapshot.json")
+    found = page(tmp_path)
+    assert one(found, "bench_exporter_runs") == 1 and one(found, "bench_exporter_broken_snapshots_total") == 0
+
+
+def test_a_run_that_is_there_twice_is_shown_once_as_written_last(tmp_path: Path) -> None:
+    put(tmp_path, "a")
+    (tmp_path / "latest").symlink_to("a")
+    (tmp_path / "copy").mkdir()
+    write_snapshot(tmp_path / "copy", snapshot("a", state="finished"))
+    os.utime(tmp_path / "copy" / "snapshot.json", ns=(1, time.time_ns() + 5_000_000))
+    found = page(tmp_path)  # it asserts that no series is there twice
+    assert one(found, "bench_exporter_runs") == 1
+    assert one(found, "bench_run_state", run_id="a", program="loadgen", state="finished") == 1
+
+
+def test_snapshots_of_another_version_share_their_families(tmp_path: Path) -> None:
+    for name, kind, said in (("a", "gauge", "Old words."), ("b", "gauge", "New words."), ("c", "counter", "Other.")):
+        put(tmp_path, name, families=[Family("bench_x", kind, said, [Sample(1)])])  # type: ignore[arg-type]
+    families = list(parse_open_metrics(Exporter(tmp_path).page(open_metrics=True).decode()))
+    (shared,) = (family for family in families if family.name == "bench_x")
+    assert len(shared.samples) == (2 if shared.type == "gauge" else 1)
 
 
 def test_runs_age_and_stale_ones_say_so(tmp_path: Path) -> None:
@@ -150,6 +184,24 @@ def test_the_format_is_negotiated(url: str, accept: str, kind: str) -> None:
         body = answer.read().decode()
         assert answer.headers["Content-Type"].startswith(kind)
     assert body.endswith("# EOF\n") == kind.startswith("application")
+
+
+@pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("POST", 405), ("DELETE", 405)])
+def test_it_is_only_read(url: str, method: str, status: int) -> None:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    connection.request(method, "/metrics")
+    assert connection.getresponse().status == status
+    connection.close()
+
+
+def test_a_client_that_hangs_up_is_no_news(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"GET /met")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    for _ in range(2):
+        urllib.request.urlopen(f"{url}/metrics").close()
+    assert capfd.readouterr().err == ""
 
 
 def test_other_paths_are_not_found(url: str) -> None:
