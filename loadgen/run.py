@@ -201,6 +201,7 @@ async def _measure(
     await execute(plan, workers, directory, _told(progress, snapshots))
     if watch is not None:
         await watch.end()
+    await snapshots.end()  # a server that loadgen started may take long to end: the run is over now
     return said
 
 
@@ -209,9 +210,10 @@ def _told(progress: Progress, snapshots: Watch) -> Progress:
 
     def both(clients: list[Snapshot]) -> None:
         progress(clients)
-        plans = [client.planned for client in clients]
-        planned = None if None in plans else sum(plan or 0 for plan in plans)
-        snapshots.tell(Live(planned, sum(client.in_flight for client in clients)))
+        if clients:  # else no worker has said anything yet
+            plans = [client.planned for client in clients]
+            planned = None if None in plans else sum(plan or 0 for plan in plans)
+            snapshots.tell(Live(planned, sum(client.in_flight for client in clients), len(clients)))
 
     return both
 

@@ -19,15 +19,17 @@ import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from loadgen.runs import Family, Histogram, Manifest, Sample, Snapshot, read_manifest, write_snapshot
+from loadgen.runs import Family, Histogram, Manifest, RunError, Sample, Snapshot, read_manifest, write_snapshot
 
 PERIOD_S = 1.0
 STOP_TIMEOUT_S = 10.0
+BLOCK_BYTES = 1 << 20
 OUTCOMES = (
     "ok", "http_error", "refused", "reset", "timeout", "truncated", "protocol_error", "stream_error", "cancelled",
     "dropped",
@@ -48,6 +50,7 @@ class Live(msgspec.Struct):
 
     planned: int | None
     in_flight: int
+    clients: int = 1  # how many there are
 
 
 @contextlib.asynccontextmanager
@@ -237,21 +240,19 @@ def _seconds(record: _Record) -> Iterator[tuple[str, float]]:
 
 
 class _Tail:
-    """New whole lines of a file that others write."""
+    """New whole lines of a file that others write. It stays open: what was written is read also after its removal."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+        self._path, self._part = path, b""
+        self._file: FileIO | None = None
 
-    def lines(self) -> list[bytes]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                read = file.read()
-        except OSError:
-            return []
-        whole = read.rfind(b"\n") + 1
-        self._offset += whole
-        return read[:whole].splitlines()
+    def lines(self) -> Iterator[bytes]:
+        with contextlib.suppress(OSError):
+            if self._file is None:
+                self._file = FileIO(self._path)
+            while read := self._file.read(BLOCK_BYTES):
+                *lines, self._part = (self._part + read).split(b"\n")
+                yield from lines
 
 
 class Recorder:
@@ -268,13 +269,17 @@ class Recorder:
 
     def write(self, over: bool = False) -> None:
         """Brings the snapshot up to date. over: nobody writes any more."""
-        if over and len(self._tails) > 1:  # the workers' parts were joined while we looked: from the beginning
+        whole = self._directory / "requests.jsonl"
+        clients = 1 if self.live is None else self.live.clients
+        if over and whole not in self._tails and len(self._tails) < clients:
+            # A part came and was joined with the others between two looks: from the beginning, which is not long ago.
             self._totals, self._tails = Totals(), {}
-        self._follow_records()
+        self._follow_records(whole)
         self._follow_server()
         state: Literal["running", "finished", "stopped"] = "running"
         if over:
-            state = "finished" if set(self._totals.clients) == {"complete"} else "stopped"
+            ended = self._totals.clients
+            state = "finished" if set(ended) == {"complete"} and len(ended) >= clients else "stopped"
         families = [*self._totals.families(), *self._live_families(over), *self._server_families()]
         snapshot = Snapshot(
             run_id=self._manifest.run_id, program="loadgen", state=state, labels=labels(self._manifest),
@@ -282,25 +287,28 @@ class Recorder:
         )  # fmt: skip
         write_snapshot(self._directory, snapshot)
 
-    def _follow_records(self) -> None:
-        whole = self._directory / "requests.jsonl"
+    def _follow_records(self, whole: Path) -> None:
         parts = sorted(self._directory.glob("requests.[0-9]*.jsonl"))
         if not any(path != whole for path in self._tails) and whole.exists():
             parts = [whole]
         for path in parts:
-            for line in self._tails.setdefault(path, _Tail(path)).lines():
-                with contextlib.suppress(msgspec.DecodeError):
+            self._tails.setdefault(path, _Tail(path))
+        for tail in self._tails.values():
+            for line in tail.lines():
+                with contextlib.suppress(msgspec.DecodeError, ValueError):  # ValueError: bytes that are not UTF-8
                     self._totals.add(self._decode(line))
 
     def _follow_server(self) -> None:
         for line in self._server_tail.lines():
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(msgspec.DecodeError, ValueError):
                 sample = msgspec.json.decode(line, type=_ServerSample)
                 if sample.at_ns is not None and (sample.metrics or sample.gpus):
                     self._server = sample
 
     def _live_families(self, over: bool) -> Iterator[Family]:
-        planned = self.live.planned if self.live is not None else self._manifest.requests_planned
+        planned = self._manifest.requests_planned
+        if planned is None and self.live is not None:
+            planned = self.live.planned
         if planned is not None:
             yield Family("bench_requests_planned", "gauge", "Measured requests of the whole run.", [Sample(planned)])
         in_flight = 0 if over or self.live is None else self.live.in_flight
@@ -378,7 +386,8 @@ def _begun(line: bytes) -> Recorder:
     if len(sys.argv) > 1:
         from loadgen.exporter import in_background
 
-        in_background(directory, int(sys.argv[1]))
+        with contextlib.suppress(RunError):  # somebody took the port meanwhile: the snapshots are written all the same
+            in_background(directory, int(sys.argv[1]))
     return Recorder(directory, read_manifest(directory))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 
 from loadgen import metrics, records, runs
+from loadgen.engine import Snapshot as Seen
 from loadgen.records import ClientFacts, Record, RecordsFile
+from loadgen.run import _told
 from loadgen.runs import Family, Manifest, Snapshot
+from loadgen.shards import run_loop
 from loadgen.snapshots import BOUNDS_S, OUTCOMES, Live, Recorder, watching
 
 FACTS: dict[str, Any] = dict.fromkeys(ClientFacts.__struct_fields__, 0) | {"state": "complete"}
@@ -144,10 +148,69 @@ def test_parts_of_workers_are_added_up_and_not_counted_again_when_joined(tmp_pat
     assert value(read(tmp_path), "bench_requests", outcome="ok") == 20 and read(tmp_path).state == "finished"
 
 
+def parts(directory: Path, numbers: list[list[int]]) -> list[RecordsFile]:
+    """A part for each worker, still open."""
+    files = [RecordsFile(directory / f"requests.{shard}.jsonl", "r1", "1", 0) for shard in range(len(numbers))]
+    for file, ids in zip(files, numbers, strict=True):
+        for number in ids:
+            file.write(record(number))
+    return files
+
+
+def test_what_workers_wrote_last_is_read_though_their_parts_are_joined_and_gone(tmp_path: Path) -> None:
+    files = parts(tmp_path, [[1, 3], [2, 4]])
+    recorder = Recorder(tmp_path, manifest(tmp_path))
+    recorder.live = Live(planned=50, in_flight=2, clients=2)
+    recorder.write()
+    for number, file in enumerate(files, 5):
+        file.write(record(number))
+        file.close(ClientFacts(**FACTS))
+    records.merge(tmp_path)
+    (tmp_path / "requests.jsonl").unlink()  # it needs not be read again, however long it is
+    recorder.write(over=True)
+    assert value(read(tmp_path), "bench_requests", outcome="ok") == 6 and read(tmp_path).state == "finished"
+
+
+def test_a_part_that_was_never_seen_counts_when_it_is_joined(tmp_path: Path) -> None:
+    (first,) = parts(tmp_path, [[1]])
+    recorder = Recorder(tmp_path, manifest(tmp_path))
+    recorder.write()
+    first.close(ClientFacts(**FACTS))
+    write(tmp_path / "requests.1.jsonl", [record(2), record(3)])
+    records.merge(tmp_path)
+    recorder.live = Live(planned=50, in_flight=0, clients=2)
+    recorder.write(over=True)
+    assert value(read(tmp_path), "bench_requests", outcome="ok") == 3 and read(tmp_path).state == "finished"
+
+
+def test_a_run_of_which_a_worker_died_is_stopped(tmp_path: Path) -> None:
+    alive, _ = parts(tmp_path, [[1], [2]])
+    recorder = Recorder(tmp_path, manifest(tmp_path))
+    recorder.live = Live(planned=50, in_flight=0, clients=2)
+    recorder.write()
+    alive.close(ClientFacts(**FACTS))
+    records.merge(tmp_path)
+    recorder.write(over=True)
+    assert value(read(tmp_path), "bench_requests", outcome="ok") == 2 and read(tmp_path).state == "stopped"
+
+
+def test_workers_that_have_said_nothing_yet_are_not_told_of() -> None:
+    told: list[Live] = []
+
+    class Ears:
+        def tell(self, live: Live) -> None:
+            told.append(live)
+
+    tell = _told(lambda clients: None, Ears())  # type: ignore[arg-type]
+    tell([])
+    tell([Seen(planned=3, done=0, failed=0, in_flight=2, events=0, elapsed_s=1.0, ttft_ms=[])] * 2)
+    assert told == [Live(planned=6, in_flight=4, clients=2)]
+
+
 def test_a_run_without_its_end_is_stopped_and_garbage_is_passed_over(tmp_path: Path) -> None:
     write(tmp_path / "requests.jsonl", [record(1), record(2)], close=False)
     with (tmp_path / "requests.jsonl").open("ab") as file:
-        file.write(b'{"id": "x"}\nnonsense\n{"id": 3, "ph')
+        file.write(b'{"id": "x"}\nnonsense\n{"id": 3, "phase": "\xff"}\n{"id": 3, "ph')
     Recorder(tmp_path, manifest(tmp_path)).write(over=True)
     assert read(tmp_path).state == "stopped" and value(read(tmp_path), "bench_requests", outcome="ok") == 2
 
@@ -196,3 +259,35 @@ def test_a_run_that_never_began_leaves_no_snapshot(tmp_path: Path) -> None:
 
     asyncio.run(beside())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_port_that_somebody_takes_meanwhile_costs_no_snapshot(tmp_path: Path) -> None:
+    manifest(tmp_path)
+    write(tmp_path / "requests.jsonl", [record(1)])
+
+    async def beside(port: int) -> None:
+        async with watching(port) as watch:
+            with socket.create_server(("127.0.0.1", port)):
+                watch.begin(tmp_path)
+                await watch.end()
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    asyncio.run(beside(port))
+    assert read(tmp_path).state == "finished"
+
+
+def test_a_process_that_dies_does_not_disturb_the_run(tmp_path: Path) -> None:
+    manifest(tmp_path)
+
+    async def beside() -> None:
+        async with watching() as watch:
+            watch.begin(tmp_path)
+            assert watch._process is not None
+            watch._process.kill()
+            for _ in range(20):
+                watch.tell(Live(planned=50, in_flight=3))
+                await asyncio.sleep(0.01)
+
+    asyncio.run(beside())
+    run_loop(beside())
