@@ -189,7 +189,7 @@ def export(
     exporter = Exporter(runs_directory, keep_days * 86400)
     exporter.page(open_metrics=True)  # what is there already is read now, so that the first scrape is as fast as any
     with serve(exporter, host, port) as server:
-        say(f"metrics of the runs in {runs_directory}/: http://{host}:{port}/metrics")
+        say(f"metrics of the runs in {runs_directory}/: http://{host}:{server.server_port}/metrics")
         server.serve_forever()
     return EXIT_OK
 

@@ -172,6 +172,7 @@ class Config:
         for name, least in (
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
             ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1), ("kv_tokens", 1),
+            ("metrics_port", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:

@@ -28,7 +28,7 @@ from prometheus_client.samples import Exemplar
 
 from loadgen.runs import SNAPSHOT_FILE, SNAPSHOT_SCHEMA, Family, RunError, Snapshot
 
-HOST, PORT = "127.0.0.1", 9464
+HOST = "127.0.0.1"
 STALE_S = 30.0
 KEEP_S = 7 * 86400.0
 MOST_BYTES = 1 << 26  # no snapshot of ours is nearly as large
@@ -235,7 +235,7 @@ def serve(exporter: Exporter, host: str, port: int) -> WSGIServer:
         return make_server(host, port, application, _Server, _Quiet)
     except (OSError, OverflowError) as error:
         said = getattr(error, "strerror", None) or str(error)
-        raise RunError(f"cannot listen on {host}:{port}: {said}; name another port.") from None
+        raise RunError(f"cannot listen on {host}:{port}: {said}; name another address or port.") from None
 
 
 def in_background(directory: Path, port: int) -> None:

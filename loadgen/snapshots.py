@@ -198,18 +198,11 @@ class Totals:
             "bench_requests", "counter", "Measured requests that are over, by outcome.",
             [Sample(count, {"outcome": outcome}) for outcome, count in self.outcomes.items()],
         )  # fmt: skip
-        yield Family(
-            "bench_prompt_tokens",
-            "counter",
-            "Tokens of the prompts, as the server counts.",
-            [Sample(self.prompt_tokens)],
-        )
-        yield Family(
-            "bench_output_tokens",
-            "counter",
-            "Tokens of the replies, as the server counts.",
-            [Sample(self.output_tokens)],
-        )
+        for name, said, tokens in (
+            ("bench_prompt_tokens", "Tokens of the prompts, as the server counts.", self.prompt_tokens),
+            ("bench_output_tokens", "Tokens of the replies, as the server counts.", self.output_tokens),
+        ):
+            yield Family(name, "counter", said, [Sample(tokens)])
         yield Family("bench_events", "counter", "Events that carried output.", [Sample(self.events)])
         if self._first_sent_ns >= 0 and self._last_done_ns > self._first_sent_ns:
             seconds = (self._last_done_ns - self._first_sent_ns) / 1e9
@@ -328,12 +321,7 @@ class Recorder:
 _SERVER: tuple[tuple[str, str, Literal["gauge", "counter"], str], ...] = (
     ("running", "bench_server_requests_running", "gauge", "Requests in the server's batch, as it says."),
     ("waiting", "bench_server_requests_waiting", "gauge", "Requests in the server's queue, as it says."),
-    (
-        "kv_cache_usage_ratio",
-        "bench_server_kv_cache_usage_ratio",
-        "gauge",
-        "Part of the KV cache in use.",
-    ),
+    ("kv_cache_usage_ratio", "bench_server_kv_cache_usage_ratio", "gauge", "Part of the KV cache in use."),
     ("preemptions", "bench_server_preemptions", "counter", "Sequences that the server put off for want of memory."),
 )
 _GPU = (

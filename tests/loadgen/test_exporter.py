@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -228,3 +229,16 @@ def test_export_refuses_what_makes_no_sense(tmp_path: Path, arguments: tuple[str
         env={**os.environ, "PYTHONPATH": str(Path(exporter.__file__).parents[1])},
     )  # fmt: skip
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
+
+
+def test_export_says_where_it_listens(tmp_path: Path) -> None:
+    put(tmp_path, "a")
+    words = [sys.executable, "-c", "from loadgen.cli import main; main()", "export", "--runs", tmp_path, "--port", "0"]
+    env = {**os.environ, "PYTHONPATH": str(Path(exporter.__file__).parents[1])}
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stderr is not None
+        address = process.stderr.readline().split()[-1]
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            assert b'run_id="a"' in answer.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130 and process.stderr.read() == ""
