@@ -85,7 +85,8 @@ def _throughput() -> Row:
                 "Best half minute",
                 PER_SECOND,
                 q.by_run(f"max by (run_id) (max_over_time(run_id:bench_output_tokens:rate30s{{{q.RUN}}}[$__range]))"),
-                about="Output tokens a second. Zero for a run that was over before Prometheus first saw it.",
+                about="Output tokens a second, counted when their request ends: replies that end together show more"
+                " than the server gave. Zero for a run that was over before Prometheus first saw it.",
             ),
         ],
     )
