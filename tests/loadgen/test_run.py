@@ -72,6 +72,13 @@ def test_the_main_job(backend: str, tmp_path: Path) -> None:
     assert again == report
 
 
+def last_snapshot(directory: Path) -> tuple[str, int]:
+    """The state that a run's snapshot tells, and how many requests were well."""
+    told = json.loads((directory / "snapshot.json").read_text())
+    samples = next(family["samples"] for family in told["families"] if family["name"] == "bench_requests")
+    return told["state"], next(each["value"] for each in samples if each["labels"] == {"outcome": "ok"})
+
+
 def test_both_transports_and_workers_agree(server: str, tmp_path: Path) -> None:
     """The truth is 50 ms and 10 ms: no client may report less; all send the same load."""
     bodies = []
@@ -90,6 +97,7 @@ def test_both_transports_and_workers_agree(server: str, tmp_path: Path) -> None:
         table, facts = records.read(tmp_path / name)
         bodies.append(table.scheduled_ns.tolist())
         assert len(facts) == (2 if name == "workers" else 1)
+        assert last_snapshot(tmp_path / name) == ("finished", 30)
     assert all(body == bodies[0] for body in bodies)
 
 
@@ -126,6 +134,7 @@ def test_stopped_run_still_reports(server: str, tmp_path: Path, number: signal.S
     assert 20 <= report["requests"]["ok"] < 2000
     assert "INTERRUPTED" in {finding["code"] for finding in report["verdict"]["findings"]}
     assert (tmp_path / "cdf.png").exists() and (tmp_path / "report.json").exists()
+    assert last_snapshot(tmp_path) == ("stopped", report["requests"]["ok"])
 
 
 def test_nohup_is_heeded(server: str, tmp_path: Path) -> None:
@@ -164,6 +173,11 @@ def test_killed_run_keeps_what_finished(server: str, tmp_path: Path, workers: st
     assert report["requests"]["ok"] >= 20
     codes = {finding["code"] for finding in report["verdict"]["findings"]}
     assert codes & ({"KILLED"} if workers == "1" else {"KILLED", "INTERRUPTED"})  # workers outlive their parent briefly
+    for _ in range(100):
+        if (tmp_path / "snapshot.json").exists() and last_snapshot(tmp_path)[0] == "stopped":
+            break
+        time.sleep(0.1)
+    assert last_snapshot(tmp_path)[0] == "stopped"
 
 
 def test_a_count_and_a_duration_together(server: str, tmp_path: Path) -> None:
