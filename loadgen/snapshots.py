@@ -29,6 +29,7 @@ from loadgen.runs import Family, Histogram, Manifest, RunError, Sample, Snapshot
 
 PERIOD_S = 1.0
 STOP_TIMEOUT_S = 10.0
+ORPHANS_S = 6.0  # a little more than workers whose parent was killed wait for replies
 BLOCK_BYTES = 1 << 20
 OUTCOMES = (
     "ok", "http_error", "refused", "reset", "timeout", "truncated", "protocol_error", "stream_error", "cancelled",
@@ -253,6 +254,7 @@ class Recorder:
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
+        self._whole = directory / "requests.jsonl"
         self._totals = Totals()
         self._tails: dict[Path, _Tail] = {}
         self._server_tail = _Tail(directory / "server.jsonl")
@@ -262,12 +264,11 @@ class Recorder:
 
     def write(self, over: bool = False) -> None:
         """Brings the snapshot up to date. over: nobody writes any more."""
-        whole = self._directory / "requests.jsonl"
         clients = 1 if self.live is None else self.live.clients
-        if over and whole not in self._tails and len(self._tails) < clients:
+        if over and self._whole not in self._tails and len(self._tails) < clients:
             # A part came and was joined with the others between two looks: from the beginning, which is not long ago.
             self._totals, self._tails = Totals(), {}
-        self._follow_records(whole)
+        self._follow_records()
         self._follow_server()
         state: Literal["running", "finished", "stopped"] = "running"
         if over:
@@ -280,10 +281,15 @@ class Recorder:
         )  # fmt: skip
         write_snapshot(self._directory, snapshot)
 
-    def _follow_records(self, whole: Path) -> None:
+    def orphans(self) -> bool:
+        """Whether workers go on writing whose parent was killed: it would have joined their parts."""
+        self._follow_records()
+        return not self._whole.exists() and len(self._totals.clients) < len(self._tails)
+
+    def _follow_records(self) -> None:
         parts = sorted(self._directory.glob("requests.[0-9]*.jsonl"))
-        if not any(path != whole for path in self._tails) and whole.exists():
-            parts = [whole]
+        if not any(path != self._whole for path in self._tails) and self._whole.exists():
+            parts = [self._whole]
         for path in parts:
             self._tails.setdefault(path, _Tail(path))
         for tail in self._tails.values():
@@ -365,6 +371,8 @@ def main() -> None:
                 continue
             due = max(due + PERIOD_S, time.monotonic())
             if recorder is not None:
+                while not open_ and recorder.orphans() and time.monotonic() < due + ORPHANS_S:
+                    time.sleep(0.1)
                 with contextlib.suppress(OSError):  # a full disk: the next one may have room
                     recorder.write(over=not open_)
 

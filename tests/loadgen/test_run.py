@@ -177,7 +177,8 @@ def test_killed_run_keeps_what_finished(server: str, tmp_path: Path, workers: st
         if (tmp_path / "snapshot.json").exists() and last_snapshot(tmp_path)[0] == "stopped":
             break
         time.sleep(0.1)
-    assert last_snapshot(tmp_path)[0] == "stopped"
+    table, _ = records.read(tmp_path)
+    assert last_snapshot(tmp_path) == ("stopped", int(table.measured().ok.sum()))
 
 
 def test_a_count_and_a_duration_together(server: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,17 @@ def test_a_process_that_dies_does_not_disturb_the_run(tmp_path: Path) -> None:
 
     asyncio.run(beside())
     run_loop(beside())
+
+
+def test_a_process_that_cannot_be_started_does_not_disturb_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+
+    async def beside() -> None:
+        async with watching() as watch:
+            watch.begin(tmp_path)
+            watch.tell(Live(planned=50, in_flight=3))
+
+    asyncio.run(beside())
+    assert not list(tmp_path.iterdir())
