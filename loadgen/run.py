@@ -213,7 +213,8 @@ def _told(progress: Progress, snapshots: Watch) -> Progress:
         if clients:  # else no worker has said anything yet
             plans = [client.planned for client in clients]
             planned = None if None in plans else sum(plan or 0 for plan in plans)
-            snapshots.tell(Live(planned, sum(client.in_flight for client in clients), len(clients)))
+            in_flight, events = (sum(getattr(client, key) for client in clients) for key in ("in_flight", "events"))
+            snapshots.tell(Live(planned, in_flight, len(clients), events))
 
     return both
 

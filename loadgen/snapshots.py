@@ -52,6 +52,7 @@ class Live(msgspec.Struct):
     planned: int | None
     in_flight: int
     clients: int = 1  # how many there are
+    events: int = 0  # of requests that go on, too
 
 
 @contextlib.asynccontextmanager
@@ -312,6 +313,8 @@ class Recorder:
             yield Family("bench_requests_planned", "gauge", "Measured requests of the whole run.", [Sample(planned)])
         in_flight = 0 if over or self.live is None else self.live.in_flight
         yield Family("bench_requests_in_flight", "gauge", "Requests sent and not over.", [Sample(in_flight)])
+        events = 0 if self.live is None else self.live.events
+        yield Family("bench_events_received", "counter", "Events that carried output, as they come.", [Sample(events)])
 
     def _server_families(self) -> Iterator[Family]:
         for name, family, kind, said in _SERVER:

@@ -77,7 +77,8 @@ def _load() -> Row:
                 q.by_run(q.rate("bench_output_tokens_total"), "output"),
                 q.by_run(q.rate("bench_prompt_tokens_total"), "prompt"),
                 q.by_run(q.rate("bench_events_total"), "events"),
-                about="Tokens and stream events a second, counted when their request ends.",
+                q.by_run(q.rate("bench_events_received_total"), "events as they come"),
+                about="A second. All but the events as they come are counted when their request ends.",
             ),
         ],
     )

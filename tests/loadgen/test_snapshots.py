@@ -204,8 +204,8 @@ def test_workers_that_have_said_nothing_yet_are_not_told_of() -> None:
 
     tell = _told(lambda clients: None, Ears())  # type: ignore[arg-type]
     tell([])
-    tell([Seen(planned=3, done=0, failed=0, in_flight=2, events=0, elapsed_s=1.0, ttft_ms=[])] * 2)
-    assert told == [Live(planned=6, in_flight=4, clients=2)]
+    tell([Seen(planned=3, done=0, failed=0, in_flight=2, events=5, elapsed_s=1.0, ttft_ms=[])] * 2)
+    assert told == [Live(planned=6, in_flight=4, clients=2, events=10)]
 
 
 def test_a_run_without_its_end_is_stopped_and_garbage_is_passed_over(tmp_path: Path) -> None:

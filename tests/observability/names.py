@@ -25,6 +25,7 @@ COUNTERS = {
     "bench_prompt_tokens_total",
     "bench_output_tokens_total",
     "bench_events_total",
+    "bench_events_received_total",
     "bench_server_preemptions_total",
     "bench_training_cells_done_total",
     "bench_exporter_broken_snapshots_total",
