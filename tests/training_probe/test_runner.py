@@ -25,7 +25,10 @@ from training_probe.numbers import loss_doubt
 from training_probe.runner import StoppedError, TrialOutcome, run_trial, start_of
 from training_probe.trial import RankReport, Step, Trial
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are started on Linux only")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are started on Linux only"),
+]
 
 LONG_S = 30.0  # nothing here takes that long unless it is broken
 

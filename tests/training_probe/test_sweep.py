@@ -40,7 +40,10 @@ from training_probe.surroundings import Surroundings
 from training_probe.sweep import resume, sweep
 from training_probe.trial import Step
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are started on Linux only")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are started on Linux only"),
+]
 
 LONG_S = 30.0
 SPEC = catalog.MODELS[0]
