@@ -1,4 +1,5 @@
-"""The command line: `training_probe sweep` measures; `plan` and `memory` predict; `report` and `compare` read results.
+"""The command line: `training_probe sweep` and `breakdown` measure; `plan` and `memory` predict; `report` and `compare`
+read results.
 
 Exit codes: 0 ok, 2 bad options, 3 a cell crashed or hung, 4 a cell's losses make its speed meaningless, 130 stopped,
 141 standard output was not read to its end. Out of memory is a result. A user's mistake is one sentence on standard
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
-from training_probe.options import Grid, Measuring
+from training_probe.options import Grid, Measuring, Tracing
 
 if TYPE_CHECKING:
     from training_probe.grid import Cell, Device
@@ -104,6 +105,37 @@ def sweep(
     return _reported(directory, sweeps.sweep(cells, settings, directory, say))
 
 
+def breakdown(
+    grid: Annotated[Grid | None, Parameter(name="*")] = None,
+    tracing: Annotated[Tracing | None, Parameter(name="*")] = None,
+    *,
+    out: Annotated[Path | None, Parameter(help="Directory of what is traced; by default runs/ and its time.")] = None,
+) -> int:
+    """Trace training steps and say where their time goes: forward, backward and optimizer; embedding, QKV, RoPE and the
+    other parts of the model; GEMM, attention, element-wise, communication, memory copies; and what is idle.
+
+    Without cells it is Naive, F and R of the default model. Traces are kept, for Perfetto. The last line of standard
+    output is the report as JSON.
+
+    For example: training_probe breakdown --model 7b --method Naive F --micro-batch 2
+    """
+    from loadgen import runs
+    from training_probe import breakdown as traced
+    from training_probe.options import check_large, check_machine
+
+    grid, tracing = grid or Grid(), tracing or Tracing()
+    if grid == Grid(device=grid.device):
+        grid = Grid(method=("Naive", "F", "R"), device=grid.device)
+    cells, known, gpu_ids, here = _asked(grid)
+    traced.check(cells)
+    if grid.device is None:
+        check_large(cells, known)
+    check_machine(cells, here)
+    settings = tracing.settings(grid.preset, known, gpu_ids, sys.argv[1:])
+    directory = out or Path("runs") / runs.new_run_id()
+    return _reported(directory, traced.breakdown(cells, settings, directory, say))
+
+
 def _serve_metrics(directory: Path, port: int | None) -> None:
     if port is not None:
         from loadgen.exporter import in_background
@@ -131,6 +163,8 @@ def _reported(directory: Path, code: int) -> int:
     from training_probe import report as reports
     from training_probe import results
 
+    if (directory / results.BREAKDOWN_FILE).exists():
+        return _reported_breakdown(directory, code)
     if not (directory / results.RESULTS_FILE).exists():
         return code
     found = results.read(directory)
@@ -143,6 +177,22 @@ def _reported(directory: Path, code: int) -> int:
     if any(result.outcome in ("crashed", "timeout") for result in found):
         return EXIT_FAILED
     return EXIT_INVALID if any(result.outcome == "ok" and not result.valid for result in found) else EXIT_OK
+
+
+def _reported_breakdown(directory: Path, code: int) -> int:
+    import json
+
+    from training_probe import breakdown_report as reports
+    from training_probe.breakdown import read
+    from training_probe.report import read_manifest
+
+    found = read(directory)
+    say("\n" + reports.text(found, width(sys.stderr)))
+    report = reports.write(directory, found, read_manifest(directory))
+    say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
+    print(json.dumps(report))
+    failed = any(each.outcome in ("crashed", "timeout") for each in found)
+    return EXIT_FAILED if failed and code == EXIT_OK else code
 
 
 def plan(
@@ -211,12 +261,12 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def report(directory: Annotated[Path, Parameter(help="Directory of a sweep.")], /) -> int:
-    """Make the tables and figures of a sweep anew from its results, also of one that was killed."""
-    from training_probe.results import RESULTS_FILE, ResultsError
+def report(directory: Annotated[Path, Parameter(help="Directory of a sweep or a breakdown.")], /) -> int:
+    """Make the tables and figures of a sweep or a breakdown anew from its results, also of one that was killed."""
+    from training_probe.results import BREAKDOWN_FILE, RESULTS_FILE, ResultsError
 
-    if not (directory / RESULTS_FILE).is_file():
-        raise ResultsError(f"{directory} holds no {RESULTS_FILE}; name the directory of a sweep.")
+    if not any((directory / name).is_file() for name in (RESULTS_FILE, BREAKDOWN_FILE)):
+        raise ResultsError(f"{directory} holds no {RESULTS_FILE}; name the directory of a sweep or a breakdown.")
     return _reported(directory, EXIT_OK)
 
 
@@ -250,7 +300,7 @@ def build_app() -> App:
         version=package_version,
         result_action="return_value",
     )
-    for command in (sweep, plan, memory, report, compare, letters):
+    for command in (sweep, breakdown, plan, memory, report, compare, letters):
         app.command(command)
     return app
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from training_probe import figures, paper, tables
+from training_probe import breakdown_tables, figures, paper, tables
+from training_probe.breakdown import Breakdown
 from training_probe.figures import Panel
 from training_probe.paper import TableName
 from training_probe.results import CellResult
@@ -165,3 +166,20 @@ def _timelines(directory: Path) -> dict[str, str]:
         figures.timeline(recorded, title, stem)
         shown[f"{stem.name}.svg"] = title
     return shown
+
+
+def draw_breakdowns(directory: Path, found: Sequence[Breakdown]) -> tuple[str, str]:
+    """Figure 5: shares of a decoder layer's parts; the SVG's name and what it shows. Raises OSError."""
+    bars: dict[str, dict[str, float]] = {}
+    traced = [each for each in found if each.attribution is not None]
+    for phase in ("forward", "backward"):
+        for each in traced:
+            own = {part: breakdown_tables.part_seconds(each, phase, part) for part in breakdown_tables.LAYER}
+            theirs = {part: breakdown_tables.printed(each).get((phase, part, "ms"), 0.0) for part in own}
+            for name, parts in ((breakdown_tables.title(each), own), (f"{breakdown_tables.PAPER}, BS 2", theirs)):
+                whole = sum(parts.values())
+                if whole:
+                    bars[f"{phase}: {name}"] = {part: 100 * value / whole for part, value in parts.items()}
+    title = f"Parts of the decoder layers, as Figure 5 of {paper.SOURCE} (without what is recomputed)"
+    figures.stacks(bars, title, "% of the layers' time in that pass", directory / "parts")
+    return "parts.svg", title

@@ -26,6 +26,7 @@ from training_probe.trial import Timeline
 SUFFIXES = (".svg", ".png")
 FADED = "#888888"
 DECADE = 10.0
+LEAST_LABEL = 4.0  # percent; less is too narrow for a number
 MOST_SAMPLES = 1500  # stretches of a timeline, more than a figure has pixels for
 Array = NDArray[np.float64]
 
@@ -151,6 +152,32 @@ def scaling(
         share.axhline(100, color=FADED, linewidth=1, linestyle=(0, (4, 2)))
         speed.yaxis.set_major_formatter(_tick)
         _legend(figure, speed)
+        _save(figure, stem)
+
+
+def stacks(bars: Mapping[str, Mapping[str, float]], title: str, unit: str, stem: Path) -> None:
+    """One horizontal bar below the other, each of the same parts in the same colours; large ones say their number."""
+    parts = [part for part in next(iter(bars.values()), {}) if any(bar.get(part) for bar in bars.values())]
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        figure = _figure(11.0, 1.6 + 0.42 * len(bars), title)
+        axis = figure.subplots()
+        at = np.arange(len(bars))
+        left = np.zeros(len(bars))
+        for number, part in enumerate(parts):
+            values = np.array([bar.get(part, 0.0) for bar in bars.values()])
+            shade = COLOURS[number % len(COLOURS)]
+            hatch = "///" if number >= len(COLOURS) else None
+            drawn = axis.barh(at, values, 0.72, left=left, color=shade, hatch=hatch, edgecolor="white", label=part)
+            texts = [f"{value:.0f}" if value >= LEAST_LABEL else "" for value in values]
+            axis.bar_label(drawn, texts, label_type="center", color="white", fontsize=8)
+            left += values
+        axis.set_yticks(at, [printable(name) for name in bars], fontsize=8)
+        for label in axis.get_yticklabels():
+            label.set_parse_math(False)
+        axis.invert_yaxis()
+        axis.set_xlim(0, float(left.max(initial=1.0)))
+        axis.set_xlabel(unit)
+        _legend(figure, axis)
         _save(figure, stem)
 
 

@@ -67,7 +67,23 @@ class Grid:
     """Which cells. What takes several values is an axis of the grid."""
 
     preset: Annotated[
-        Literal["laptop", "paper-table2", "paper-table3", "paper-table4", "paper-table9", "paper-fig4"] | None,
+        Literal[
+            "laptop",
+            "paper-table2",
+            "paper-table3",
+            "paper-table4",
+            "paper-table5",
+            "paper-table7",
+            "paper-table8",
+            "paper-table9",
+            "paper-table13",
+            "paper-table14",
+            "paper-table15",
+            "paper-table16",
+            "paper-fig4",
+            "paper-fig5",
+        ]
+        | None,
         _cells("Ready cells; --model, --engine and --method then choose among them."),
     ] = None
     model: Annotated[
@@ -200,6 +216,36 @@ class Measuring:
             max_micro_batch=self.max_micro_batch, no_skip=not self.skip,
             host_memory_bytes=None if self.host_memory_gb is None else int(self.host_memory_gb * (1 << 30)),
             argv=tuple(argv),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracing:
+    """How the cells are traced."""
+
+    warmup_steps: Annotated[int, _measured("Steps before anything is timed.", converter=whole)] = 3
+    steps: Annotated[int, _measured("Steps that are timed bare, and as many that are traced.", converter=whole)] = 3
+    timeout: Annotated[float, _measured("Seconds after which a cell is ended.")] = 600.0
+    skip: Annotated[
+        bool, Parameter(help="Leave out cells that are certain to run out of memory.", group="How they are measured")
+    ] = True
+    platform: Annotated[
+        str, _measured("This machine's name in tables; by default its GPUs' name.", show_default=False)
+    ] = ""
+
+    def settings(
+        self, preset: str | None, known: dict[str, Model], gpu_ids: tuple[int, ...], argv: Iterable[str]
+    ) -> Settings:
+        """Raises GridError for numbers that make no measurement."""
+        from training_probe.manifest import Settings
+
+        for flag, value in (("--warmup-steps", self.warmup_steps), ("--steps", self.steps)):
+            if value < 1:
+                raise GridError(f"{flag} is {value}; it must be at least 1.")
+        check_above_0("--timeout", self.timeout)
+        return Settings(
+            platform=self.platform, preset=preset, models=known, gpu_ids=gpu_ids, warmup_steps=self.warmup_steps,
+            steps=self.steps, runs=1, timeout_s=self.timeout, no_skip=not self.skip, argv=tuple(argv),
         )  # fmt: skip
 
 

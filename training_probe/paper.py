@@ -1,5 +1,5 @@
 """What arXiv 2311.03687 printed of training (Tables II, III, IV and IX, `data/paper_tables.csv`), and the presets that
-run the same cells here. Pure but for that file.
+run the same cells here, and those that it traced. Pure but for that file.
 
 Numbers stand as printed. Where one is a misprint or odd, `note` says so, and `read_as` has the number to reckon with.
 """
@@ -115,6 +115,7 @@ def presets() -> dict[str, Callable[[int, Device], list[Cell]]]:
         "paper-table3": functools.partial(_of_table, "III"),
         "paper-table4": functools.partial(_of_table, "IV"),
         "paper-table9": functools.partial(_of_table, "IX"),
+        **{f"paper-{name}": functools.partial(_traced, cells) for name, cells in _TRACED.items()},
         "paper-fig4": _figure4,
         "laptop": _laptop,
     }
@@ -129,6 +130,27 @@ def _of_table(table: TableName, gpus: int, device: Device) -> list[Cell]:
         )
         for row in rows() if row.table == table
     )  # fmt: skip
+
+
+# What Tables V to VIII and XIII to XVI trace: (model, method, batch size). XIV and XVI are printed as ZeRO-2 and ZeRO-3
+# at BS 32, which fits no A800 without recomputation, and their copies to the host are those of offloading.
+_OFFLOADED = tuple((model, method, 32) for method in ("R+Z2+O", "R+Z3+O") for model in ("7b", "13b"))
+_TRACED: dict[str, tuple[tuple[str, str, int], ...]] = {
+    "table5": (("7b", "Naive", 2),),
+    "table7": (("7b", "R", 32),),
+    "table8": (("7b", "Naive", 2), ("7b", "F", 2)),
+    "table13": (("7b", "Naive", 2), ("7b", "R", 32)),
+    "table14": _OFFLOADED,
+    "table15": (("7b", "Naive", 2), ("7b", "F", 2), ("7b", "R", 32), ("7b", "F+R", 32)),
+    "table16": _OFFLOADED,
+    "fig5": (("7b", "Naive", 2), ("7b", "R", 32)),
+}
+
+
+def _traced(cells: tuple[tuple[str, str, int], ...], gpus: int, device: Device) -> list[Cell]:
+    return [
+        cell(method, model=model, gpus=max(1, gpus), micro_batch=batch, device=device) for model, method, batch in cells
+    ]
 
 
 def _figure4(gpus: int, device: Device) -> list[Cell]:

@@ -10,7 +10,7 @@ import msgspec
 
 from training_probe.grid import Cell
 
-RESULTS_FILE = "results.jsonl"
+RESULTS_FILE, BREAKDOWN_FILE = "results.jsonl", "breakdown.jsonl"
 SCHEMA = "training_probe.result/1"
 GIB = 1 << 30
 

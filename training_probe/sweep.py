@@ -42,6 +42,13 @@ def sweep(
 ) -> int:
     """Measures the cells into a new directory; the exit code, 130 when it was stopped. Raises RunError, RunnerError."""
     around = around or Surroundings()
+    manifest = begin(cells, settings, directory, around)
+    with _alone(directory):
+        return _measure(directory, manifest, [], say, around)
+
+
+def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Surroundings) -> Manifest:
+    """Makes the directory, with the manifest in it. Raises RunError."""
     cells = manifests.one_name_each(cells)
     runs.create(directory)
     inventory = around.inventory()
@@ -60,8 +67,7 @@ def sweep(
         **{**msgspec.structs.asdict(settings), "platform": platform},
     )
     manifests.write(directory, manifest)
-    with _alone(directory):
-        return _measure(directory, manifest, [], say, around)
+    return manifest
 
 
 def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int:
@@ -107,7 +113,7 @@ def _measure(directory: Path, manifest: Manifest, done: Sequence[CellResult], sa
     )  # fmt: skip
     state: Literal["finished", "stopped"] = "stopped"
     try:
-        with _stopped_by_signals(context.cancelled):
+        with stopped_by_signals(context.cancelled):
             for cell in cells:
                 shutil.rmtree(directory / "trials" / cell.name, ignore_errors=True)
                 why = refused[cell.name]
@@ -132,7 +138,7 @@ def _measure(directory: Path, manifest: Manifest, done: Sequence[CellResult], sa
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(cancelled: threading.Event) -> Iterator[None]:
+def stopped_by_signals(cancelled: threading.Event) -> Iterator[None]:
     """SIGINT and SIGTERM end the present run in good order; more of them do not hurry it."""
     if threading.current_thread() is not threading.main_thread():
         yield

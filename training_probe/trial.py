@@ -19,8 +19,15 @@ from training_probe.grid import Cell
 TRIAL_FILE, STEPS_FILE, LOG_FILE = "trial.json", "steps.jsonl", "log.txt"
 TIMELINE_FILE = "timeline.json"
 TIMELINE_STEPS = 4  # as in the lecture's figure
+TRACE_FILE, PROFILE_FILE = "trace.json.gz", "profile.json"
+PHASE, PART = "phase:", "part:"  # what ranges in a trace begin with
 
 Phase = Literal["warmup", "timed"]
+Pass = Literal["forward", "backward", "optimizer"]
+Part = Literal[
+    "Embedding", "QKV", "RoPE", "Bmm0", "Softmax", "Bmm1", "Attention, rest", "Output", "MLP", "RMSNorm", "Residual",
+    "Linear", "Loss", "Model, rest",
+]  # fmt: skip
 
 
 class Unsupported(Exception):
@@ -30,7 +37,8 @@ class Unsupported(Exception):
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One run of one cell. spec: the model's shape where it is known; model_dir: a directory with a config.json, used
     instead of the shape when it is given. timeline: whether allocations of the first steps are recorded, which costs
-    time, so such a run is not timed. host_memory_bytes: limit of each process's own memory, for the CPU."""
+    time, so such a run is not timed. profile: whether as many steps again are traced. host_memory_bytes: limit of each
+    process's own memory, for the CPU."""
 
     cell: Cell
     spec: ModelSpec | None = None
@@ -39,6 +47,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 100
     seed: int = 0
     timeline: bool = False
+    profile: bool = False
     host_memory_bytes: int | None = None
 
 
@@ -77,6 +86,15 @@ class RankReport(msgspec.Struct, kw_only=True):
     optimizer: str = ""
     versions: dict[str, str] = {}
     device_name: str = ""
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 measured around its trace, in `profile.json`: seconds of a step, by the process's clock, without the
+    profiler and with it."""
+
+    steps: int
+    bare_step_s: float
+    traced_step_s: float
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):

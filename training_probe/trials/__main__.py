@@ -81,6 +81,10 @@ def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
             from training_probe.trials.timeline import record
 
             report = record(trial, stepper, micro_batches, device, directory)
+        elif trial.profile:
+            from training_probe.trials.profiled import record as record_trace
+
+            report = record_trace(trial, stepper, micro_batches, device, directory)
         else:
             report = measure.measure(trial, stepper, micro_batches, device, directory, base_bytes)
     report.versions = _versions()

@@ -121,13 +121,13 @@ def _zero3_model(trial: Trial, config: dict[str, Any], device: torch.device) -> 
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if dist.get_rank() == 0:
                 parameter.data.copy_(models.draw(name, parameter.shape, trial.seed, device))
-    return models.adapt(model, cell, trial.seed)
+    return models.adapt(model, trial)
 
 
 def _model(trial: Trial, device: torch.device) -> nn.Module:
     model = models.build(trial)
     models.materialise(model, trial.seed, device, four_bit=trial.cell.letters.four_bit)
-    return models.adapt(model, trial.cell, trial.seed)
+    return models.adapt(model, trial)
 
 
 class _Torch(_Phased):
@@ -187,7 +187,7 @@ class Fsdp2(_Torch):
 
         cell = trial.cell
         with torch.device("meta"):
-            model = models.adapt(models.build(trial), cell, trial.seed)
+            model = models.adapt(models.build(trial), trial)
         if cell.letters.adapter is None:
             model.to(torch.float32)  # what is trained has fp32 masters; a frozen model with its adapters stays bf16
         policy: dict[str, Any] = {

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell
 from training_probe.trial import Trial, Unsupported
+from training_probe.trials import scopes
 
 STD = 0.02
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -42,7 +43,7 @@ def construct(trial: Trial) -> nn.Module:
     cell = trial.cell
     config = _config(trial)
     config.use_cache = False
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=_attention(cell))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=_attention(trial))
     model.train()
     if cell.letters.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -74,22 +75,27 @@ def _config(trial: Trial) -> Any:
     return MixtralConfig(**shape, num_local_experts=spec.experts, num_experts_per_tok=spec.active_experts)
 
 
-def _attention(cell: Cell) -> str:
+def _attention(trial: Trial) -> str:
     """The name that transformers knows the cell's attention by."""
-    usual = "eager" if cell.attention == "eager" else "sdpa"
-    if cell.letters.recompute != "selective":
+    usual = "eager" if trial.cell.attention == "eager" else "sdpa"
+    selective = trial.cell.letters.recompute == "selective"
+    named = trial.profile and usual == "eager"
+    if not (selective or named):
         return usual
-    name = f"recomputed_{usual}"
-    ALL_ATTENTION_FUNCTIONS.register(name, _recomputed(usual))
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    attention = ALL_ATTENTION_FUNCTIONS[usual] if usual == "sdpa" else eager_attention_forward
+    if named:
+        attention = scopes.eager(attention)
+    if selective:
+        attention = _recomputed(attention)
+    name = f"own_{usual}"
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
     return name
 
 
-def _recomputed(usual: str) -> Callable[..., Any]:
-    from transformers.models.llama.modeling_llama import eager_attention_forward
-
-    inner = ALL_ATTENTION_FUNCTIONS[usual] if usual == "sdpa" else eager_attention_forward
-
+def _recomputed(inner: Callable[..., Any]) -> Callable[..., Any]:
     def attention(module: nn.Module, *tensors: Any, **settings: Any) -> Any:
         return checkpoint(inner, module, *tensors, use_reentrant=False, **settings)
 
@@ -176,8 +182,16 @@ def _quantized(linear: nn.Linear, name: str, seed: int, device: torch.device) ->
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-def adapt(model: nn.Module, cell: Cell, seed: int) -> nn.Module:
-    """What trains: everything; with Q all that is not quantized; else adapters over a frozen model (PEFT)."""
+def adapt(model: nn.Module, trial: Trial) -> nn.Module:
+    """What trains: everything; with Q all that is not quantized; else adapters over a frozen model (PEFT). In a run
+    that is traced its parts have names."""
+    adapted = _adapted(model, trial.cell, trial.seed)
+    if trial.profile:
+        scopes.name_parts(adapted)
+    return adapted
+
+
+def _adapted(model: nn.Module, cell: Cell, seed: int) -> nn.Module:
     method = cell.letters
     if method.adapter is None:
         return model
