@@ -36,6 +36,7 @@ from loadgen.trace import (
 from training_probe.trial import PART, PHASE, Pass
 
 NO_PART, ACCUMULATION, ENGINE = "", "Gradients", "Engine"
+_OF_ENGINE = "FSDP::"  # FSDP2 names its own ranges
 _NODE = "autograd::engine::evaluate_function: "
 PASSES: tuple[Pass, ...] = get_args(Pass)
 FUSED_ATTENTION = "FlashAttention"  # one kernel for Bmm0, Softmax and Bmm1
@@ -44,7 +45,7 @@ FUSED_ATTENTION = "FlashAttention"  # one kernel for Bmm0, Softmax and Bmm1
 class Share(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds a step of one kind of work in one part of one pass, summed over its kernels. part: of the model;
     Gradients: what accumulates, buckets or casts them; Engine: what is launched within a pass outside the model and
-    autograd; empty: none is known. recomputed: work of the forward pass done
+    autograd, or by FSDP2; empty: none is known. recomputed: work of the forward pass done
     again."""
 
     phase: Pass
@@ -183,6 +184,8 @@ def _place(span: Span, around: _Place, made: dict[int | str, str]) -> _Place:
         return _Place(part=ENGINE, backward=name == PHASE + "backward")
     if name.startswith(PART):
         return _Place(part=name.removeprefix(PART), recomputed=around.backward, backward=around.backward)
+    if name.startswith(_OF_ENGINE):
+        return _Place(part=ENGINE, backward=around.backward)
     if name.startswith(_NODE):  # on a GPU in a thread of its own, which has no pass around it
         part = ACCUMULATION if name.endswith("AccumulateGrad") else made.get(span.args.sequence, NO_PART)
         return _Place(part=part, backward=True)

@@ -173,7 +173,7 @@ def _parts(of: Breakdown) -> Table:
     caption: tuple[str, ...] = (
         "Sums over the layers; %: of the pass. Again: work of the forward pass that is recomputed. "
         f"{FUSED_ATTENTION} is Bmm0, Softmax and Bmm1 in one kernel; {ACCUMULATION}: accumulated, cast, put into "
-        f"buckets; {ENGINE}: what is launched in a pass outside the model and autograd's nodes.",
+        f"buckets; {ENGINE}: what is launched in a pass outside the model and autograd's nodes, or by FSDP2.",
     )
     if attribution.device == "cpu":
         caption = (*caption, "On a CPU a part's time has the Python between its operators in it.")

@@ -128,10 +128,10 @@ def breakdown(
         grid = Grid(method=("Naive", "F", "R"), device=grid.device)
     cells, known, gpu_ids, here = _asked(grid)
     traced.check(cells)
+    settings = tracing.settings(grid.preset, known, gpu_ids, sys.argv[1:])
     if grid.device is None:
         check_large(cells, known)
     check_machine(cells, here)
-    settings = tracing.settings(grid.preset, known, gpu_ids, sys.argv[1:])
     directory = out or Path("runs") / runs.new_run_id()
     return _reported(directory, traced.breakdown(cells, settings, directory, say))
 

@@ -15,6 +15,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -165,11 +166,11 @@ def stacks(bars: Mapping[str, Mapping[str, float]], title: str, unit: str, stem:
         left = np.zeros(len(bars))
         for number, part in enumerate(parts):
             values = np.array([bar.get(part, 0.0) for bar in bars.values()])
-            shade = COLOURS[number % len(COLOURS)]
-            hatch = "///" if number >= len(COLOURS) else None
-            drawn = axis.barh(at, values, 0.72, left=left, color=shade, hatch=hatch, edgecolor="white", label=part)
+            tinted = number >= len(COLOURS)  # a second round of colours, lighter
+            shade = _tint(COLOURS[number % len(COLOURS)]) if tinted else COLOURS[number % len(COLOURS)]
+            drawn = axis.barh(at, values, 0.72, left=left, color=shade, edgecolor="white", label=part)
             texts = [f"{value:.0f}" if value >= LEAST_LABEL else "" for value in values]
-            axis.bar_label(drawn, texts, label_type="center", color="white", fontsize=8)
+            axis.bar_label(drawn, texts, label_type="center", color="black" if tinted else "white", fontsize=8)
             left += values
         axis.set_yticks(at, [printable(name) for name in bars], fontsize=8)
         for label in axis.get_yticklabels():
@@ -179,6 +180,11 @@ def stacks(bars: Mapping[str, Mapping[str, float]], title: str, unit: str, stem:
         axis.set_xlabel(unit)
         _legend(figure, axis)
         _save(figure, stem)
+
+
+def _tint(colour: str) -> tuple[float, float, float]:
+    red, green, blue = to_rgb(colour)
+    return 0.45 * red + 0.55, 0.45 * green + 0.55, 0.45 * blue + 0.55
 
 
 def timeline(of: Timeline, title: str, stem: Path) -> None:
