@@ -76,7 +76,7 @@ def one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str], message: s
         (["--method", "Z3", "--limit", "0"], "--limit is 0"),
         (["--method", "Z3", "--host-memory-gb", "inf"], "--host-memory-gb is inf"),
         (["--engine", "deepsped", "--method", "Z3"], "deepsped"),
-        (["--preset", "paper-table5"], 'Choose from: "laptop", "paper-table2"'),
+        (["--preset", "paper-table1"], 'Choose from: "laptop", "paper-table2"'),
         (["--preset", "laptop", "--model", "70b"], "has no cell of that --model, --engine and --method"),
         (["--preset", "laptop", "--method", "RS"], "--preset laptop has no cell"),
         (["--preset", "laptop", "--method", "Z4"], "unknown letter 'Z4'"),
