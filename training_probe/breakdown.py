@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from loadgen import trace
 from training_probe import runner, sweep
 from training_probe.attribution import Attribution, attribute
+from training_probe.children import stopped_by_signals
 from training_probe.grid import Cell, GridError
 from training_probe.manifest import Manifest, Settings
 from training_probe.memory_return import MemoryReturn
@@ -65,7 +66,7 @@ def breakdown(
     cancelled = threading.Event()
     memory = MemoryReturn(around.probe, manifest.gpu_ids)
     try:
-        with sweep.stopped_by_signals(cancelled), (directory / BREAKDOWN_FILE).open("ab", buffering=0) as file:
+        with stopped_by_signals(cancelled), (directory / BREAKDOWN_FILE).open("ab", buffering=0) as file:
             for number, cell in enumerate(manifest.cells, 1):
                 say(f"tracing cell {number} of {len(manifest.cells)}: {cell.name}")
                 memory.wait(cancelled)

@@ -1,15 +1,15 @@
-"""The command line: `training_probe sweep` and `breakdown` measure; `plan` and `memory` predict; `report` and `compare`
-read results.
+"""The command line: `sweep`, `breakdown` and `micro` measure; `plan` and `memory` predict; `report` and `compare` read
+results.
 
-Exit codes: 0 ok, 2 bad options, 3 a cell crashed or hung, 4 a cell's losses make its speed meaningless, 130 stopped,
-141 standard output was not read to its end. Out of memory is a result. A user's mistake is one sentence on standard
-error. Only what a command needs is imported; torch never is: it belongs to the processes of a trial.
+Exit codes: 0 ok, 2 bad options, 3 a cell or point crashed or hung, 4 a cell's losses make its speed meaningless, or a
+collective gave a wrong result, 130 stopped, 141 standard output was not read to its end. Out of memory is a result. A
+user's mistake is one sentence on standard error. Only what a command needs is imported; torch never is: it belongs to
+the processes that measure.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,34 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
+from training_probe import micro_cli
 from training_probe.options import Grid, Measuring, Tracing
+from training_probe.terminal import say, say_error, width
 
 if TYPE_CHECKING:
     from training_probe.grid import Cell, Device
     from training_probe.manifest import Model
 
 EXIT_OK, EXIT_CONFIG, EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_UNREAD = 0, 2, 3, 4, 130, 141
-MIN_WIDTH, PLAIN_WIDTH = 80, 160
-
-
-def say(text: str) -> None:
-    """To whoever listens; with nobody left the work goes on all the same."""
-    try:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-
-
-def say_error(error: object) -> None:
-    from loadgen.text import printable
-
-    say(f"training_probe: {printable(' '.join(str(error).split()))[:2000]}")
-
-
-def width(stream: Any) -> int:
-    """Columns of a terminal; of anything else enough for every table."""
-    return max(MIN_WIDTH, shutil.get_terminal_size().columns) if stream.isatty() else PLAIN_WIDTH
 
 
 def sweep(
@@ -261,10 +242,13 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def report(directory: Annotated[Path, Parameter(help="Directory of a sweep or a breakdown.")], /) -> int:
-    """Make the tables and figures of a sweep or a breakdown anew from its results, also of one that was killed."""
+def report(directory: Annotated[Path, Parameter(help="Directory of a sweep, a breakdown or a micro.")], /) -> int:
+    """Make the tables and figures of a measurement anew from its results, also of one that was killed."""
+    from training_probe import micro_run
     from training_probe.results import BREAKDOWN_FILE, RESULTS_FILE, ResultsError
 
+    if (directory / micro_run.RESULTS_FILE).is_file():
+        return micro_cli.reported(directory, EXIT_OK)
     if not any((directory / name).is_file() for name in (RESULTS_FILE, BREAKDOWN_FILE)):
         raise ResultsError(f"{directory} holds no {RESULTS_FILE}; name the directory of a sweep or a breakdown.")
     return _reported(directory, EXIT_OK)
@@ -302,6 +286,7 @@ def build_app() -> App:
     )
     for command in (sweep, breakdown, plan, memory, report, compare, letters):
         app.command(command)
+    app.command(micro_cli.build_app())
     return app
 
 
@@ -311,10 +296,11 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from loadgen.config import ConfigError
     from loadgen.runs import RunError
     from training_probe.grid import GridError
+    from training_probe.micro_points import MicroError
     from training_probe.report import ReportError
     from training_probe.results import ResultsError
 
-    return GridError, ConfigError, RunError, GpuError, ReportError, ResultsError
+    return GridError, ConfigError, RunError, GpuError, MicroError, ReportError, ResultsError
 
 
 def invoke(tokens: Sequence[str]) -> int:

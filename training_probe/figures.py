@@ -1,5 +1,5 @@
-"""Figures of a sweep: tokens/s by method, memory predicted beside memory used, Figure 4's scaling, and memory over the
-first steps. Only this module imports matplotlib here: import it when a figure is wanted, not before.
+"""Figures: tokens/s by method, memory predicted beside memory used, Figure 4's scaling, memory over the first steps,
+and lines over sizes. Only this module imports matplotlib here: import it when a figure is wanted, not before.
 
 Text that came from elsewhere is shown as it is, never read as mathematics.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
@@ -19,7 +19,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from loadgen.figures import COLOURS, GRID, STYLE
+from loadgen.figures import COLOURS, DASHES, GRID, STYLE
 from loadgen.text import printable
 from training_probe.results import GIB
 from training_probe.trial import Timeline
@@ -28,6 +28,7 @@ SUFFIXES = (".svg", ".png")
 FADED = "#888888"
 DECADE = 10.0
 LEAST_LABEL = 4.0  # percent; less is too narrow for a number
+ZOOM_RATIO = 0.6  # lines that lie above this part of an axis all along have one that does not begin at 0
 MOST_SAMPLES = 1500  # stretches of a timeline, more than a figure has pixels for
 Array = NDArray[np.float64]
 
@@ -185,6 +186,76 @@ def stacks(bars: Mapping[str, Mapping[str, float]], title: str, unit: str, stem:
 def _tint(colour: str) -> tuple[float, float, float]:
     red, green, blue = to_rgb(colour)
     return 0.45 * red + 0.55, 0.45 * green + 0.55, 0.45 * blue + 0.55
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines over sizes: lines[name] = (x, y) in the order of x. sizes: x are bytes, on a logarithmic axis, and so is y;
+    limits: lines across, with their names."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    sizes: bool = False
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+
+def lines(panels: Sequence[Lines], title: str, stem: Path, *, columns: int = 2) -> None:
+    """Panels in rows, all with the same names in the same colours."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        figure = _figure(max(7.0, 5.2 * columns), 1.0 + (2.6 if rows > 2 else 3.5) * rows, title)
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axis in axes[len(panels) :]:
+            axis.remove()
+        for axis, panel in zip(axes, panels, strict=False):
+            _lines(axis, panel, names)
+        fullest = max(zip(axes, panels, strict=False), key=lambda each: len(each[1].lines))
+        _legend(figure, fullest[0])
+        _save(figure, stem)
+
+
+def _lines(axis: Axes, panel: Lines, names: Sequence[str]) -> None:
+    for name, points in panel.lines.items():
+        row = names.index(name)
+        axis.plot(
+            [x for x, _ in points], [y for _, y in points], marker="o", markersize=3.5, linewidth=1.4,
+            linestyle=DASHES[row % len(DASHES)], color=COLOURS[row % len(COLOURS)], label=printable(name),
+        )  # fmt: skip
+    axis.set_title(printable(panel.title)).set_parse_math(False)
+    axis.set_xlabel(panel.x_label)
+    axis.set_ylabel(panel.y_label)
+    axis.grid(color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+    places = sorted({x for points in panel.lines.values() for x, _ in points})
+    if panel.sizes:
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        shown = places[:: -(-len(places) // 6)]
+        axis.set_xticks(shown, [_size(x) for x in shown])
+        axis.minorticks_off()
+    else:
+        heights = [y for points in panel.lines.values() for _, y in points]
+        least, top = min(heights), max(*heights, *panel.limits.values(), 0.0)
+        axis.set_ylim(0.9 * least if least > ZOOM_RATIO * top else 0, 1.06 * top)
+        axis.xaxis.set_major_formatter(_tick)
+    axis.yaxis.set_major_formatter(_tick)
+    for name, value in panel.limits.items():
+        axis.axhline(value, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
+        text = axis.text(
+            1.0, value, f"{printable(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom"
+        )
+        text.set(parse_math=False, color=FADED, fontsize=8)
+
+
+def _size(value: float) -> str:
+    for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}iB"
+    return f"{value:g} B"
 
 
 def timeline(of: Timeline, title: str, stem: Path) -> None:

@@ -41,6 +41,11 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("RTX 3090", 71e12),
 )
 
+# Other dtypes by the same tensor cores, as multiples of bf16's rate, from the same sources; fp16 accumulates in fp32.
+OF_BF16 = {"bf16": 1.0, "fp16": 1.0, "tf32": 0.5, "int8": 2.0, "fp8": 2.0}
+INT8_OF_BF16 = {"RTX 4090": 4.0, "RTX 3090": 4.0}  # their bf16 is halved by fp32 accumulation
+WITHOUT_FP8 = {"A100", "A800", "A40", "A10", "RTX A6000", "RTX 3090"}
+
 OTHER_CHIPS = {"mig", "laptop", "ti", "d"}  # words that make it a slower or faster one than the name before them
 
 
@@ -99,16 +104,25 @@ def hfu(cell: Cell, spec: ModelSpec, tokens_per_s: float, device_name: str) -> f
     return _utilization(flops_per_token(cell, spec).hardware, cell, tokens_per_s, device_name)
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of one device by the name that torch or NVML reports; None for others, MIG slices, CPUs."""
+def peak_flops(device_name: str, dtype: str = "bf16") -> float | None:
+    """Dense FLOP/s of one device by the name that torch or NVML reports; None for others, MIG slices, CPUs, and dtypes
+    that it has no tensor cores for, fp32 among them."""
     words = device_name.lower().replace("-", " ").split()
     if not OTHER_CHIPS.isdisjoint(words):
         return None
     for name, flops in PEAKS:
         wanted = name.lower().split()
         if any(words[at : at + len(wanted)] == wanted for at in range(len(words))):
-            return flops
+            return _of_dtype(name, flops, dtype)
     return None
+
+
+def _of_dtype(name: str, bf16: float, dtype: str) -> float | None:
+    if dtype not in OF_BF16 or (dtype == "fp8" and name in WITHOUT_FP8):
+        return None
+    if dtype == "int8":
+        return bf16 * INT8_OF_BF16.get(name, OF_BF16[dtype])
+    return bf16 * OF_BF16[dtype]
 
 
 def _utilization(flops: float, cell: Cell, tokens_per_s: float, device_name: str) -> float | None:

@@ -12,7 +12,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +21,7 @@ import msgspec
 
 from backends import process
 from backends.launch import LaunchError, Running, Start
-from training_probe import build_locks, numbers
+from training_probe import build_locks, children, numbers
 from training_probe.endings import Evidence, judge, oom_kills
 from training_probe.results import Outcome
 from training_probe.trial import LOG_FILE, STEPS_FILE, TRIAL_FILE, RankReport, Step, Trial, write_atomically
@@ -62,10 +62,8 @@ class TrialOutcome:
 
 def torchrun(*, python: str, processes: int, port: int, directory: Path) -> tuple[str, ...]:
     """The real one."""
-    return (
-        python, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-addr", "127.0.0.1",
-        "--master-port", str(port), "-m", "training_probe.trials", str(directory),
-    )  # fmt: skip
+    module = "training_probe.trials"
+    return children.torchrun(python=python, processes=processes, port=port, module=module, directory=directory)
 
 
 def start_of(
@@ -77,7 +75,7 @@ def start_of(
         run_id=directory.name,
         backend="training_probe",
         argv=command(python=python, processes=trial.cell.gpus, port=port, directory=directory),
-        env=_environment(os.environ),
+        env=children.environment(os.environ),
         port=port,
         log=directory / LOG_FILE,
         gpu_ids=tuple(str(index) for index in gpu_ids[: trial.cell.gpus]),
@@ -137,19 +135,6 @@ def run_trial(
         wall_s=time.monotonic() - begun,
         log=start.log,
     )
-
-
-def _environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """What makes the children import this very training_probe, and torch as we would.
-
-    Servers get no PYTHONPATH, being perhaps another Python; the children are our own. The working directory must not
-    come before it (PYTHONSAFEPATH), because there may be another copy in it. site-packages is searched anyway, and
-    would hide the standard library from the front.
-    """
-    root = Path(__file__).resolve().parents[1]
-    paths = [] if root.name in ("site-packages", "dist-packages") else [str(root)]
-    paths += [path for path in ours.get("PYTHONPATH", "").split(os.pathsep) if path and path not in paths]
-    return {"PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
 
 
 def _risen(before: int | None, after: int | None) -> bool:

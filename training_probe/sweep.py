@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from loadgen import runs
 from training_probe import manifest as manifests
 from training_probe import results
 from training_probe.cell_run import CellRun, Context
+from training_probe.children import stopped_by_signals
 from training_probe.grid import Cell
 from training_probe.manifest import Manifest, Settings
 from training_probe.memory_return import MemoryReturn
@@ -135,17 +135,3 @@ def _measure(directory: Path, manifest: Manifest, done: Sequence[CellResult], sa
         progress.end(state)
         context.memory.close()
     return EXIT_FINISHED
-
-
-@contextlib.contextmanager
-def stopped_by_signals(cancelled: threading.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM end the present run in good order; more of them do not hurry it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda *_: cancelled.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,54 @@
+"""Copies between host and device as PyTorch makes them, through more memory than the cache holds.
+
+Page-locked and device-to-device copies are work in the stream, and timed there. A copy of pageable memory keeps the
+host busy, so the host's clock counts, from the call to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from training_probe.micro.timing import Launch, attempted, cache_bytes, in_turns, rotation, timed
+from training_probe.micro_points import Copy, Measured, Task
+
+
+def measure(task: Task, device: torch.device) -> Iterator[Measured]:
+    for point in task.points:
+        if isinstance(point, Copy):
+            yield attempted(point, partial(_measured, point, task, device))
+
+
+def _measured(point: Copy, task: Task, device: torch.device) -> Measured:
+    in_stream = point.pinned or point.route == "d2d"
+    launch = launch_of(point, device)
+    if not in_stream and device.type == "cuda":
+        launch = partial(_finished, launch)
+    return timed(point, launch, task, in_stream=in_stream)
+
+
+def _finished(launch: Launch) -> None:
+    """A pageable upload may return while its last part is still on its way."""
+    launch()
+    torch.cuda.current_stream().synchronize()
+
+
+def launch_of(point: Copy, device: torch.device) -> Launch:
+    """What copies once, from and to other memory each time."""
+    source, target = (device if side == "d" else torch.device("cpu") for side in point.route.split("2"))
+    count = rotation(2 * point.size_bytes, cache_bytes(device))
+    sources, targets = (_pool(point, place, count) for place in (source, target))
+
+    def copy(a: Tensor, b: Tensor) -> None:
+        b.copy_(a, non_blocking=point.pinned)
+
+    return in_turns(partial(copy, sources[at], targets[at]) for at in range(count))
+
+
+def _pool(point: Copy, place: torch.device, count: int) -> Tensor:
+    """(count, bytes), every page touched."""
+    pinned = point.pinned and place.type == "cpu"
+    return torch.empty((count, point.size_bytes), dtype=torch.uint8, device=place, pin_memory=pinned).fill_(1)

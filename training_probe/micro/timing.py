@@ -1,0 +1,193 @@
+"""How long one launch takes. Samples are means over enough launches that neither the clock nor an event counts.
+
+On a GPU: events in the stream around each sample. Ahead of each the GPU is kept busy for as long as the host needs to
+enqueue the sample, so it then runs launch after launch, and the host's own speed does not show. On the CPU, and where
+a launch returns when its work is done: the monotonic clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from training_probe.micro_points import MIN_SAMPLES, Measured, Point, Task, measured
+
+WARMUP_S = {"cuda": 0.1, "cpu": 0.02}  # a GPU's clocks settle under load
+SAMPLE_S = 5e-4  # at least this long: an event resolves half a microsecond
+MAX_LAUNCHES = 256  # of a sample; with all its samples in flight it stays a queue that the driver holds
+MAX_WARMUPS = 1000
+AHEAD, LEAST_AHEAD_S, MOST_AHEAD_S = 2.0, 5e-5, 0.05  # how long the GPU is kept busy: times what enqueuing took
+CALIBRATION_CYCLES = 2_000_000
+REASON_CHARACTERS = 300
+BUFFERS = 4096  # at most, of a pool that is rotated through
+HOST_CACHE_BYTES = 32 << 20  # of a CPU: as much as most have
+
+Launch = Callable[[], object]
+
+
+class Stop(Exception):
+    """The device or the other ranks are beyond use: no further point can be measured in this process."""
+
+
+class Ranks(Protocol):
+    """What processes that measure together agree on."""
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]: ...
+    def meet(self) -> None: ...
+
+
+class Alone:
+    """One process."""
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        return list(seconds)
+
+    def meet(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often a point is launched."""
+
+    launches: int
+    samples: int
+
+    @staticmethod
+    def of(once_s: float, task: Task) -> Plan:
+        launches = min(MAX_LAUNCHES, max(1, round(SAMPLE_S / max(once_s, 1e-9))))
+        affordable = task.samples
+        if task.budget_s is not None:
+            affordable = max(MIN_SAMPLES, int(task.budget_s / max(once_s * launches, 1e-9)))
+        return Plan(launches, max(2, min(task.samples, affordable)))
+
+
+def timed(
+    point: Point,
+    launch: Launch,
+    task: Task,
+    *,
+    in_stream: bool,
+    ranks: Ranks | None = None,
+    correct: bool | None = None,
+) -> Measured:
+    """Warms up and measures. in_stream: the launches are asynchronous work in the GPU's current stream, else `launch`
+    returns when it is over. ranks: the others that launch it too; then the slowest counts, sample by sample."""
+    together = ranks or Alone()
+    synchronise = torch.cuda.synchronize if task.device == "cuda" else lambda: None
+    launch()
+    synchronise()
+    once_s, _ = _span(launch, 1, synchronise, together)
+    warmups = min(MAX_WARMUPS, max(1, int(WARMUP_S[task.device] / max(once_s, 1e-9))))
+    once_s, enqueue_s = _span(launch, warmups, synchronise, together)
+    plan = Plan.of(once_s, task)
+    samples_s = (
+        _by_events(launch, plan, enqueue_s, ranks) if in_stream else _by_clock(launch, plan, synchronise, together)
+    )
+    return measured(point, together.slowest(samples_s), plan.launches, correct)
+
+
+def _span(launch: Launch, count: int, synchronise: Callable[[], None], ranks: Ranks) -> tuple[float, float]:
+    """Seconds of a launch, on the slowest rank, and of enqueuing it."""
+    ranks.meet()
+    began = time.perf_counter()
+    for _ in range(count):
+        launch()
+    enqueued = time.perf_counter()
+    synchronise()
+    return ranks.slowest([(time.perf_counter() - began) / count])[0], (enqueued - began) / count
+
+
+def _by_events(launch: Launch, plan: Plan, enqueue_s: float, ranks: Ranks | None) -> list[float]:
+    busy_s = min(MOST_AHEAD_S, max(LEAST_AHEAD_S, AHEAD * enqueue_s * plan.launches))
+    cycles = int(busy_s * _cycles_per_s())
+    marks = []
+    for _ in range(plan.samples):
+        if ranks is not None:
+            ranks.meet()
+        torch.cuda._sleep(cycles)
+        if ranks is not None:
+            launch()  # lines the GPUs up; not timed
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(plan.launches):
+            launch()
+        end.record()
+        marks.append((begin, end))
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) / 1000 / plan.launches for begin, end in marks]
+
+
+def _by_clock(launch: Launch, plan: Plan, synchronise: Callable[[], None], ranks: Ranks) -> list[float]:
+    samples_s = []
+    for _ in range(plan.samples):
+        synchronise()
+        ranks.meet()
+        began = time.perf_counter()
+        for _ in range(plan.launches):
+            launch()
+        samples_s.append((time.perf_counter() - began) / plan.launches)
+    return samples_s
+
+
+def _cycles_per_s() -> float:
+    """Of the GPU's sleep, now: its clock moves."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    torch.cuda._sleep(CALIBRATION_CYCLES)
+    end.record()
+    end.synchronize()
+    return CALIBRATION_CYCLES / max(1e-6, float(begin.elapsed_time(end)) / 1000)
+
+
+def attempted(point: Point, measure: Callable[[], Measured]) -> Measured:
+    """What `measure` gives, or why it cannot. Raises Stop with the point's end, after which nothing more can be done
+    on the device."""
+    try:
+        return measure()
+    except Exception as error:
+        said = " ".join(str(error).split())[:REASON_CHARACTERS] or type(error).__name__
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in said.lower():
+            return Measured(point=point, outcome="oom", reason=said)
+        if _beyond_use(error):
+            raise Stop(said) from error
+        if isinstance(error, RuntimeError | NotImplementedError | ValueError | TypeError | AttributeError):
+            return Measured(point=point, outcome="unsupported", reason=said)
+        raise Stop(f"{type(error).__name__}: {said}") from error
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def _beyond_use(error: Exception) -> bool:
+    """A CUDA error of its own makes all later work fail too; one that a library returned (cuBLAS: not supported) does
+    not. After a failed collective nobody knows where the other ranks are."""
+    accelerator: Any = getattr(torch, "AcceleratorError", ())
+    if isinstance(error, accelerator):
+        return True
+    said = str(error)
+    of_cuda = "CUDA error:" in said and "CUBLAS_STATUS" not in said
+    return of_cuda or type(error).__name__ == "DistBackendError"
+
+
+def rotation(set_bytes: int, cache_bytes: int) -> int:
+    """How many sets of buffers are together twice as large as the cache, so that none is met there again."""
+    return min(BUFFERS, max(2, -(-2 * cache_bytes // set_bytes)))
+
+
+def in_turns(launches: Iterable[Launch]) -> Launch:
+    """One after the other, for ever."""
+    turns: Iterator[Launch] = itertools.cycle(list(launches))
+    return lambda: next(turns)()
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The cache that inputs are rotated through. A GPU tells its own."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return HOST_CACHE_BYTES
