@@ -28,6 +28,7 @@ SUFFIXES = (".svg", ".png")
 FADED = "#888888"
 DECADE = 10.0
 LEAST_LABEL = 4.0  # percent; less is too narrow for a number
+LEGEND_INCHES = 2.1  # of a line's name
 ZOOM_RATIO = 0.6  # lines that lie above this part of an axis all along have one that does not begin at 0
 MOST_SAMPLES = 1500  # stretches of a timeline, more than a figure has pixels for
 Array = NDArray[np.float64]
@@ -207,14 +208,15 @@ def lines(panels: Sequence[Lines], title: str, stem: Path, *, columns: int = 2) 
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = _figure(max(7.0, 5.2 * columns), 1.0 + (2.6 if rows > 2 else 3.5) * rows, title)
+        width = max(7.0, 5.2 * columns)
+        figure = _figure(width, 1.0 + (2.6 if rows > 2 else 3.5) * rows, title)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axis in axes[len(panels) :]:
             axis.remove()
         for axis, panel in zip(axes, panels, strict=False):
             _lines(axis, panel, names)
         fullest = max(zip(axes, panels, strict=False), key=lambda each: len(each[1].lines))
-        _legend(figure, fullest[0])
+        _legend(figure, fullest[0], int(width / LEGEND_INCHES))
         _save(figure, stem)
 
 
@@ -326,11 +328,11 @@ def _figure(width: float, height: float, title: str) -> Figure:
     return figure
 
 
-def _legend(figure: Figure, axis: Axes) -> None:
+def _legend(figure: Figure, axis: Axes, columns: int = 6) -> None:
     handles, labels = axis.get_legend_handles_labels()
     if len(labels) < 2:
         return
-    legend = figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
+    legend = figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
     for text in legend.get_texts():
         text.set_parse_math(False)
 

@@ -73,7 +73,7 @@ def gemm(
     measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
 ) -> int:
     """Time matrix products, every combination of M, N and K, as shares of the GPU's peak: the data sheet's, and that of
-    a large product of the same run.
+    the fastest product of the same run.
 
     For example: training_probe micro gemm --m 666 10624 --n 11008 --k 4096 --dtype bf16 fp8
     """
@@ -202,7 +202,6 @@ def _run(
         argv=tuple(sys.argv[1:]),
     )
     directory = measuring.out or Path("runs") / manifest.run_id
-    say(f"{len(points)} points on {manifest.device_name}; results go to {directory}/")
     return reported(directory, micro_run.measure(manifest, directory, say))
 
 

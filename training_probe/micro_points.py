@@ -130,7 +130,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def bytes_per_s(self) -> float | None:
         """Of a copy, each byte once; of a collective nccl-tests' algorithm bandwidth."""
-        return None if not self.median_s or isinstance(self.point, Gemm) else self.point.size_bytes / self.median_s
+        if not self.median_s or self.outcome != "ok" or isinstance(self.point, Gemm):
+            return None
+        return self.point.size_bytes / self.median_s
 
     @property
     def bus_bytes_per_s(self) -> float | None:

@@ -29,10 +29,11 @@ def build(found: Sequence[Measured], manifest: Manifest, about: About | None) ->
     """The report as a plain dict, schema `training_probe.micro/1`: all points, with what follows from their times."""
     outcomes = Counter(result.outcome for result in found)
     known = micro_tables.peaks(found, manifest.device_name)
-    own = ("run_id", "version", "started_unix_s", "kind", "preset", "device", "device_name", "ranks", "p2p", "argv")
+    own = ("run_id", "version", "started_unix_s", "kind", "preset", "device", "device_name", "ranks", "p2p")
     return {
         "schema": SCHEMA,
         **{name: getattr(manifest, name) for name in own},
+        "argv": list(manifest.argv),
         "machine": msgspec.to_builtins(manifest.machine),
         "versions": about.versions if about else {},
         "l2_bytes": about.l2_bytes if about else None,

@@ -99,6 +99,7 @@ def measure(manifest: Manifest, directory: Path, say: Say, command: Command | No
     if sys.platform != "linux":
         raise RunnerError("measurements are started on Linux only; use a Linux machine.")
     runs.create(directory)
+    say(f"{len(manifest.task.points)} points on {manifest.device_name}; results go to {directory}/")
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
     (directory / MANIFEST_FILE).write_bytes(text + b"\n")
     cancelled = threading.Event()

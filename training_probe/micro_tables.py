@@ -157,8 +157,7 @@ def _collectives(found: Sequence[Measured]) -> Table:
 
 def _collective(result: Measured, notes: _Notes) -> list[str]:
     times = _times(result, US)[:3]
-    end = notes.end(result)
-    return [*times, _number(result.bytes_per_s, GB) or end, end or _number(result.bus_bytes_per_s, GB)]
+    return [*times, _number(result.bytes_per_s, GB) or notes.end(result), _number(result.bus_bytes_per_s, GB)]
 
 
 def _time_columns(unit: str) -> tuple[Column, ...]:

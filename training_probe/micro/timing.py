@@ -17,8 +17,8 @@ import torch
 
 from training_probe.micro_points import MIN_SAMPLES, Measured, Point, Task, measured
 
-WARMUP_S = {"cuda": 0.1, "cpu": 0.02}  # a GPU's clocks settle under load
-SAMPLE_S = 5e-4  # at least this long: an event resolves half a microsecond
+WARMUP_S = {"cuda": 0.2, "cpu": 0.02}  # a GPU's clocks settle under load
+SAMPLE_S = {"cuda": 2e-3, "cpu": 5e-4}  # at least this long: an event resolves half a microsecond
 MAX_LAUNCHES = 256  # of a sample; with all its samples in flight it stays a queue that the driver holds
 MAX_WARMUPS = 1000
 AHEAD, LEAST_AHEAD_S, MOST_AHEAD_S = 2.0, 5e-5, 0.05  # how long the GPU is kept busy: times what enqueuing took
@@ -60,7 +60,7 @@ class Plan:
 
     @staticmethod
     def of(once_s: float, task: Task) -> Plan:
-        launches = min(MAX_LAUNCHES, max(1, round(SAMPLE_S / max(once_s, 1e-9))))
+        launches = min(MAX_LAUNCHES, max(1, round(SAMPLE_S[task.device] / max(once_s, 1e-9))))
         affordable = task.samples
         if task.budget_s is not None:
             affordable = max(MIN_SAMPLES, int(task.budget_s / max(once_s * launches, 1e-9)))
