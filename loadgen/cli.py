@@ -9,43 +9,23 @@ command needs is imported: a run never waits for matplotlib.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tomllib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Toml
 
-from backends.replies import printable
-from loadgen import runs
+from loadgen import runs, terminal
 from loadgen.config import Config, ConfigError
+from loadgen.terminal import say, say_error
 
-EXIT_OK, EXIT_CONFIG, EXIT_BACKEND, EXIT_INVALID, EXIT_STOPPED, EXIT_UNREAD = 0, 2, 3, 4, 130, 141
+EXIT_OK, EXIT_CONFIG, EXIT_BACKEND, EXIT_INVALID, EXIT_STOPPED = 0, 2, 3, 4, 130
 
 ConventionName = Literal["loadgen", "vllm", "guidellm", "aiperf", "mlperf"]
-
-
-def say(text: str) -> None:
-    """To whoever listens: with nobody left (a closed pipe, a terminal that is gone) the work goes on all the same."""
-    try:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-    except OSError:
-        _discard(sys.stderr)
-
-
-def _discard(stream: TextIO) -> None:
-    """Nobody reads it: what is still in its buffer must not fail at the end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def say_error(error: object) -> None:
-    """One line: parts of it may come from a server, so nothing in it may command the terminal."""
-    say(f"loadgen: {printable(' '.join(str(error).split()), max_chars=2000)}")
 
 
 def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
@@ -76,10 +56,10 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
         if isinstance(error, LaunchError) and error.log:
             say(quoted(error.log))
-        say_error(error)
+        say_error("loadgen", error)
         return EXIT_BACKEND
     except Stopped as error:
-        say_error(error)
+        say_error("loadgen", error)
         return EXIT_STOPPED
     finally:
         progress.end()
@@ -276,19 +256,19 @@ def invoke(tokens: Sequence[str]) -> int:
         result: Any = app(rest, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         cause = error.__cause__
-        say_error(cause if isinstance(cause, ConfigError) else error)
+        say_error("loadgen", cause if isinstance(cause, ConfigError) else error)
         return EXIT_CONFIG
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a file that may not be read
-        say_error(f"{error.filename or 'input or output'}: {error.strerror or error}")
+        say_error("loadgen", f"{error.filename or 'input or output'}: {error.strerror or error}")
         return EXIT_CONFIG
     except Exception as error:
         if isinstance(error, _user_errors()):
-            say_error(error)
+            say_error("loadgen", error)
             return EXIT_CONFIG
         if isinstance(error, LaunchError):  # Docker that cannot be asked, a model that fits on no GPU here
-            say_error(error)
+            say_error("loadgen", error)
             return EXIT_BACKEND
         raise
     except KeyboardInterrupt:
@@ -297,10 +277,4 @@ def invoke(tokens: Sequence[str]) -> int:
 
 
 def main() -> None:
-    try:
-        code = invoke(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _discard(sys.stdout)
-        code = EXIT_UNREAD
-    sys.exit(code)
+    terminal.main(invoke)

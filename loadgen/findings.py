@@ -15,7 +15,8 @@ import numpy as np
 
 from loadgen import lateness
 from loadgen.metrics import PERCENTILES, total
-from loadgen.records import OUTCOMES, ClientFacts, Table
+from loadgen.outcomes import OUTCOMES
+from loadgen.records import ClientFacts, Table
 from loadgen.runs import Manifest
 from loadgen.verdict import Finding, Severity, share, worst_first
 

@@ -16,7 +16,8 @@ import msgspec
 from loadgen import findings, metrics, records, runs, serverside
 from loadgen.config import Config
 from loadgen.metrics import CONVENTIONS, METRICS, Convention
-from loadgen.records import OUTCOMES, ClientFacts, Table
+from loadgen.outcomes import OUTCOMES
+from loadgen.records import ClientFacts, Table
 from loadgen.runs import Manifest
 from loadgen.serverside import ServerView
 from loadgen.text import Report, markdown, name_of, printable

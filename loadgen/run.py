@@ -24,6 +24,7 @@ from loadgen.engine import Snapshot
 from loadgen.exchange import Exchange
 from loadgen.hosted import END_WAIT_S, Hosted, hosting, quoted
 from loadgen.launch import plan_launch
+from loadgen.outcomes import OUTCOMES
 from loadgen.plan import (
     OPEN_FILES_BESIDES,
     Plan,
@@ -236,7 +237,7 @@ async def _look_after(hosted: Hosted, directory: Path, said: runs.Manifest, say:
 def _any_failed(directory: Path) -> bool:
     """Whether a request failed otherwise than by being cancelled with the run."""
     table, _ = records.read(directory)
-    ours = [records.OUTCOMES.index(outcome) for outcome in ("ok", "cancelled", "dropped")]
+    ours = [OUTCOMES.index(outcome) for outcome in ("ok", "cancelled", "dropped")]
     return not bool(np.isin(table.outcome, ours).all())
 
 

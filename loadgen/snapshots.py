@@ -25,16 +25,13 @@ from typing import Literal
 
 import msgspec
 
+from loadgen.outcomes import OUTCOMES
 from loadgen.runs import Family, Histogram, Manifest, RunError, Sample, Snapshot, read_manifest, write_snapshot
 
 PERIOD_S = 1.0
 STOP_TIMEOUT_S = 10.0
 ORPHANS_S = 6.0  # a little more than workers whose parent was killed wait for replies
 BLOCK_BYTES = 1 << 20
-OUTCOMES = (
-    "ok", "http_error", "refused", "reset", "timeout", "truncated", "protocol_error", "stream_error", "cancelled",
-    "dropped",
-)  # fmt: skip
 # Each bound is 2**0.5 times the one before: a quantile read off the buckets is at most 41 % off, mostly far less.
 BOUNDS_S = tuple(0.0001 * 2 ** (step / 2) for step in range(44))  # 0.1 ms to 297 s
 _LATENCIES = {

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 from cyclopts import Parameter
 
-from loadgen import cli, embedded, models, text
+from loadgen import cli, embedded, models, terminal, text
 from loadgen.config import ConfigError
 from servers import hardware
 from servers.emulation import Emulated, EmulationError, Profile, emulate, profiles, read_profile
@@ -347,7 +347,7 @@ def command(
     sizes = [1 << power for power in range(LARGEST_TP.bit_length()) if 1 << power <= min(LARGEST_TP, max_gpus)]
     judged = []
     for kind in dict.fromkeys(kinds):
-        cli.say(f"looking at {text.printable(kind)}")
+        terminal.say(f"looking at {text.printable(kind)}")
         for tp in sizes:
             for running in dict.fromkeys(max_running):
                 candidate = Candidate(gpu=kind, tp=tp, max_running=running)

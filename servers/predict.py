@@ -13,7 +13,7 @@ import numpy as np
 from cyclopts import Parameter
 
 import backends
-from loadgen import cli, embedded, models, records, runs, schedule
+from loadgen import cli, embedded, models, records, runs, schedule, terminal
 from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
 from loadgen.workload import Dataset
 from servers.emulation import Emulated, EmulationError, emulate
@@ -59,7 +59,7 @@ def predict(
             raise
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
-    cli.say(f"{len(load)} requests in {time.perf_counter() - began:.2f} s of computing")
+    terminal.say(f"{len(load)} requests in {time.perf_counter() - began:.2f} s of computing")
     write(directory, run_id, config, emulated, outcomes)
     return cli.report_one(directory, "loadgen")
 
@@ -73,9 +73,9 @@ def _paper(config: Config) -> int:
     runs.create(directory)
     began = time.perf_counter()
     found = paper.write(directory, config.seed)
-    cli.say(paper.markdown(found))
-    cli.say(f"{len(found['runs'])} runs in {time.perf_counter() - began:.0f} s of computing")
-    cli.say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
+    terminal.say(paper.markdown(found))
+    terminal.say(f"{len(found['runs'])} runs in {time.perf_counter() - began:.0f} s of computing")
+    terminal.say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     return cli.EXIT_OK
 

@@ -9,7 +9,6 @@ the processes that measure.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,15 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
+from loadgen import terminal
+from loadgen.terminal import say, say_error
 from training_probe import micro_cli
 from training_probe.options import Grid, Measuring, Tracing
-from training_probe.terminal import say, say_error, width
+from training_probe.terminal import width
 
 if TYPE_CHECKING:
     from training_probe.grid import Cell, Device
     from training_probe.manifest import Model
 
-EXIT_OK, EXIT_CONFIG, EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_UNREAD = 0, 2, 3, 4, 130, 141
+EXIT_OK, EXIT_CONFIG, EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED = 0, 2, 3, 4, 130
 
 
 def sweep(
@@ -308,12 +309,12 @@ def invoke(tokens: Sequence[str]) -> int:
     try:
         result: Any = build_app()(list(tokens), exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        say_error(error)
+        say_error("training_probe", error)
         return EXIT_CONFIG
     except BrokenPipeError:
         raise
     except OSError as error:
-        say_error(f"{error.filename or 'input or output'}: {error.strerror or error}")
+        say_error("training_probe", f"{error.filename or 'input or output'}: {error.strerror or error}")
         return EXIT_CONFIG
     except KeyboardInterrupt:
         return EXIT_STOPPED
@@ -321,20 +322,14 @@ def invoke(tokens: Sequence[str]) -> int:
         from training_probe.runner import RunnerError
 
         if isinstance(error, _user_errors()):
-            say_error(error)
+            say_error("training_probe", error)
             return EXIT_CONFIG
         if isinstance(error, RunnerError):
-            say_error(error)
+            say_error("training_probe", error)
             return EXIT_FAILED
         raise
     return result if isinstance(result, int) else EXIT_OK
 
 
 def main() -> None:
-    try:
-        code = invoke(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_UNREAD
-    sys.exit(code)
+    terminal.main(invoke)

@@ -17,7 +17,7 @@ import pytest
 from cyclopts import Parameter
 
 from backends.protocol import ServerInfo
-from loadgen import cli
+from loadgen import cli, terminal
 from loadgen.config import LAUNCH_ONLY, MODELLED_ONLY, Config, ConfigError
 from loadgen.plan import choose_model
 
@@ -279,7 +279,7 @@ def test_host_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_what_a_server_says_does_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.say_error("model \x1b]0;owned\x07 \u202e\nnext")
+    terminal.say_error("loadgen", "model \x1b]0;owned\x07 \u202e\nnext")
     assert capsys.readouterr().err == "loadgen: model \\x1b]0;owned\\x07 \\u202e next\n"
 
 

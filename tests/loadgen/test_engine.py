@@ -15,8 +15,9 @@ from backends.protocol import Sampling
 from loadgen import records, schedule
 from loadgen.clock import now_ns
 from loadgen.engine import Client, Job
+from loadgen.outcomes import OUTCOMES
 from loadgen.plan import Plan, PromptSource
-from loadgen.records import OUTCOMES, ClientFacts, Table
+from loadgen.records import ClientFacts, Table
 from loadgen.shards import build_client, execute, run_loop
 from loadgen.transport import Target, Timeouts
 from tests.loadgen.scripted import CLOSE, STREAM_HEAD, Scripted, chunk, event, scripted, tokens

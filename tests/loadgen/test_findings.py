@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from loadgen import findings, report, runs, text
-from loadgen.records import OUTCOMES, ClientFacts, Table, table
+from loadgen.outcomes import OUTCOMES
+from loadgen.records import ClientFacts, Table, table
 from loadgen.serverside import Server, ServerView
 from tests.loadgen.tables import facts, manifest, request
 

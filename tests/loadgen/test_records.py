@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen import records
-from loadgen.records import COLUMNS, OUTCOMES, PHASES, Record, RecordsError, RecordsFile
+from loadgen.outcomes import OUTCOMES
+from loadgen.records import COLUMNS, PHASES, Record, RecordsError, RecordsFile
 from tests.loadgen.tables import facts, failure, request
 
 stamps = st.none() | st.integers(0, 2**62)

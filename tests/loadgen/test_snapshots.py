@@ -15,11 +15,12 @@ import pytest
 
 from loadgen import metrics, records, runs
 from loadgen.engine import Snapshot as Seen
+from loadgen.outcomes import OUTCOMES
 from loadgen.records import ClientFacts, Record, RecordsFile
 from loadgen.run import _told
 from loadgen.runs import Family, Manifest, Snapshot
 from loadgen.shards import run_loop
-from loadgen.snapshots import BOUNDS_S, OUTCOMES, Live, Recorder, watching
+from loadgen.snapshots import BOUNDS_S, Live, Recorder, watching
 
 FACTS: dict[str, Any] = dict.fromkeys(ClientFacts.__struct_fields__, 0) | {"state": "complete"}
 
@@ -92,7 +93,7 @@ def test_totals_and_quantiles_are_those_of_the_report(tmp_path: Path) -> None:
         == value(snapshot, "bench_requests", outcome="refused")
         == 1
     )
-    assert {sample.labels["outcome"] for sample in family(snapshot, "bench_requests").samples} == set(records.OUTCOMES)
+    assert {sample.labels["outcome"] for sample in family(snapshot, "bench_requests").samples} == set(OUTCOMES)
     assert value(snapshot, "bench_output_tokens") == 3000 and value(snapshot, "bench_prompt_tokens") == 300 * 512
     duration_s = metrics.duration_s(table, metrics.CONVENTIONS["loadgen"])
     assert value(snapshot, "bench_measured_seconds") == pytest.approx(duration_s)
@@ -111,10 +112,6 @@ def test_totals_and_quantiles_are_those_of_the_report(tmp_path: Path) -> None:
         for q in (0.5, 0.9, 0.99):
             low, high = quantile(snapshot, name, q)
             assert low - 1e-9 <= float(np.quantile(seconds, q, method="inverted_cdf")) <= high + 1e-9
-
-
-def test_the_outcomes_are_the_records_own() -> None:
-    assert OUTCOMES == records.OUTCOMES
 
 
 def test_it_follows_a_file_that_grows_line_by_line_and_byte_by_byte(tmp_path: Path) -> None:
