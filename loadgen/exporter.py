@@ -2,7 +2,7 @@
 
 Each run's snapshot is rendered once with prometheus-client, whenever its file has changed, and kept as text; a scrape
 puts the texts together, so it costs next to nothing however many requests are behind them. A snapshot that cannot be
-read is left out and counted, and a run that is there twice (a copy, a link) is shown once, as it was written last. Runs
+read is left out and counted as long as it is there, and a run that is there twice (a copy, a link) is shown once, as it was written last. Runs
 age out: finished ones after `keep_s`, and those that claim to run but have not written for STALE_S are `stale`, and
 gone after `keep_s` as well. Binds to 127.0.0.1 unless told otherwise.
 """
@@ -56,17 +56,15 @@ class Exporter:
     def __init__(self, runs: Path, keep_s: float = KEEP_S, now: Callable[[], float] = time.time) -> None:
         self._runs, self._keep_s, self._now = runs, keep_s, now
         self._kept: dict[str, _Kept] = {}
-        self._broken: set[tuple[str, int]] = set()  # file and the time of its change: each is counted once
         self._lock = threading.Lock()
 
     def page(self, open_metrics: bool) -> bytes:
         """The whole page, in OpenMetrics or in Prometheus' older text format."""
         begun = time.perf_counter()
         with self._lock:
-            texts = [kept.text(open_metrics) for kept in self._present(open_metrics)]
-            count = len(texts)
-            broken = len(self._broken)
-        own = _rendered(self._own(count, broken, time.perf_counter() - begun), open_metrics)
+            present, broken = self._present(open_metrics)
+            texts = [kept.text(open_metrics) for kept in present]
+        own = _rendered(self._own(len(texts), broken, time.perf_counter() - begun), open_metrics)
         merged: dict[str, tuple[bytes, list[bytes]]] = {}
         for text in (*texts, own):
             for name, (head, body) in text.items():
@@ -76,9 +74,11 @@ class Exporter:
         parts = [part for head, bodies in merged.values() for part in (head, *bodies)]
         return b"".join([*parts, b"# EOF\n"] if open_metrics else parts)
 
-    def _present(self, open_metrics: bool) -> list[_Kept]:
-        """The runs to be shown now, those that were written first first; they have their texts."""
+    def _present(self, open_metrics: bool) -> tuple[list[_Kept], int]:
+        """The runs to be shown now, those that were written first first; they have their texts. With them how many
+        snapshots cannot be read."""
         found: dict[str, _Kept] = {}
+        broken = 0
         for path, file in sorted(self._files(), key=lambda each: (each[1].st_mtime_ns, each[0])):
             age_s = self._now() - file.st_mtime
             if age_s > self._keep_s:
@@ -92,11 +92,11 @@ class Exporter:
             except FileNotFoundError:  # the run was removed while we looked
                 continue
             except Exception:  # whatever it is that somebody wrote there, the other runs are shown
-                self._broken.add((path, file.st_mtime_ns))
+                broken += 1
                 continue
             found[path] = kept
         self._kept = found
-        return list({kept.run_id: kept for kept in found.values()}.values())
+        return list({kept.run_id: kept for kept in found.values()}.values()), broken
 
     def _files(self) -> Iterator[tuple[str, os.stat_result]]:
         for directory in (str(self._runs), *_entries(self._runs)):
@@ -109,7 +109,7 @@ class Exporter:
     def _own(self, runs: int, broken: int, seconds: float) -> list[Metric]:
         return [
             GaugeMetricFamily("bench_exporter_runs", "Runs that are shown.", value=runs),
-            CounterMetricFamily("bench_exporter_broken_snapshots", "Snapshots that could not be read.", value=broken),
+            GaugeMetricFamily("bench_exporter_broken_snapshots", "Snapshots that cannot be read.", value=broken),
             GaugeMetricFamily("bench_exporter_scrape_seconds", "What this page took to collect.", value=seconds),
         ]
 

@@ -28,7 +28,6 @@ COUNTERS = {
     "bench_events_received_total",
     "bench_server_preemptions_total",
     "bench_training_cells_done_total",
-    "bench_exporter_broken_snapshots_total",
 }
 GAUGES = {
     "bench_run_info",
@@ -52,6 +51,7 @@ GAUGES = {
     "bench_training_cells",
     "bench_training_cells_planned",
     "bench_exporter_runs",
+    "bench_exporter_broken_snapshots",
     "bench_exporter_scrape_seconds",
 }
 # Prometheus' own, and those of NVIDIA's DCGM exporter.

@@ -14,7 +14,7 @@ RULES = names.COMPOSE / "prometheus"
 
 
 def promtool(*words: str) -> None:
-    asked = subprocess.run([program("promtool"), *words], cwd=RULES, capture_output=True, text=True, timeout=60)
+    asked = subprocess.run([program("promtool"), *words], cwd=RULES, capture_output=True, text=True, timeout=180)
     assert asked.returncode == 0, asked.stdout + asked.stderr
 
 
