@@ -2,9 +2,9 @@
 
 Each run's snapshot is rendered once with prometheus-client, whenever its file has changed, and kept as text; a scrape
 puts the texts together, so it costs next to nothing however many requests are behind them. A snapshot that cannot be
-read is left out and counted as long as it is there, and a run that is there twice (a copy, a link) is shown once, as it was written last. Runs
-age out: finished ones after `keep_s`, and those that claim to run but have not written for STALE_S are `stale`, and
-gone after `keep_s` as well. Binds to 127.0.0.1 unless told otherwise.
+read is left out and counted as long as it is there, and a run that is there twice (a copy, a link) is shown once, as it
+was written last. Runs age out: finished ones after `keep_s`, and those that claim to run but have not written for
+STALE_S are `stale`, and gone after `keep_s` as well. Binds to 127.0.0.1 unless told otherwise.
 """
 
 from __future__ import annotations
