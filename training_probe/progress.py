@@ -10,14 +10,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from loadgen.runs import Family, Sample, Snapshot, write_snapshot
 from training_probe.grid import Cell
-from training_probe.results import GIB, CellResult
+from training_probe.results import GIB, CellResult, Outcome
 from training_probe.trial import Step
 
 EVERY_S = 1.0
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 LATEST_STEPS = 10  # the live speed is their mean
 
 Utilization = Callable[[Cell, float], tuple[float | None, float | None]]
@@ -143,9 +144,8 @@ class Progress:
         return [
             *(Family(_PREFIX + name, "gauge", what, values[name]) for name, what in _GAUGES),
             Family(_PREFIX + "cells", "gauge", "Cells that are over, by outcome.",
-                   [Sample(count, {"outcome": outcome}) for outcome, count in sorted(outcomes.items())]),
+                   [Sample(outcomes[outcome], {"outcome": outcome}) for outcome in OUTCOMES]),
             Family(_PREFIX + "cells_planned", "gauge", "Cells of the sweep.", [Sample(self._planned)]),
-            Family(_PREFIX + "cells_done", "counter", "Cells that are over.", [Sample(len(self._results))]),
         ]  # fmt: skip
 
     def _present(self) -> dict[str, float | None]:

@@ -21,7 +21,8 @@ from panels import (
 )
 
 CELL = "run_id, cell, engine, method, model"
-DONE = q.gauge("bench_training_cells_done_total")
+BY_OUTCOME = q.gauge("bench_training_cells", "run_id, outcome")
+DONE = f"sum by (run_id) ({BY_OUTCOME})"
 
 
 def board() -> Dashboard:
@@ -52,9 +53,7 @@ def _overview() -> Row:
                 "The cell whose step time changed in the last minute.",
                 name=True,
             ),
-            bars(
-                "Cells by outcome", COUNT, q.by_run(q.gauge("bench_training_cells", "run_id, outcome"), "{{outcome}}")
-            ),
+            bars("Cells by outcome", COUNT, q.by_run(f"{BY_OUTCOME} > 0", "{{outcome}}")),
             lines(
                 "Progress",
                 COUNT,

@@ -27,7 +27,6 @@ COUNTERS = {
     "bench_events_total",
     "bench_events_received_total",
     "bench_server_preemptions_total",
-    "bench_training_cells_done_total",
 }
 GAUGES = {
     "bench_run_info",
