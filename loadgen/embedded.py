@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen import records
+from loadgen import children, records
 from loadgen.config import Config
 from loadgen.runs import Ceiling
 
@@ -87,7 +88,7 @@ async def serving(*options: str) -> AsyncIterator[Serving]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "servers", "--port", "0", "--exit-with-stdin", *options,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
+        start_new_session=True, env=os.environ | children.environment(os.environ),
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
     said: list[str] = []

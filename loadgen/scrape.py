@@ -25,6 +25,7 @@ from typing import IO
 import msgspec
 
 from backends import gpus
+from loadgen import children
 from loadgen.clock import now_ns
 from loadgen.serverside import FILE, Header, Sample
 
@@ -58,7 +59,14 @@ async def sampling() -> AsyncIterator[Sampling]:
     problem = None
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "loadgen.scrape", stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+            sys.executable,
+            "-m",
+            "loadgen.scrape",
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            start_new_session=True,
+            env=os.environ | children.environment(os.environ),
         )
     except OSError as error:
         problem = f"the sampling process was not started: {error.strerror or error}"

@@ -20,7 +20,7 @@ import numpy as np
 
 import backends
 from backends.protocol import Backend
-from loadgen import records, schedule
+from loadgen import children, records, schedule
 from loadgen.clock import now_ns
 from loadgen.engine import Client, Snapshot
 from loadgen.plan import Plan, make_room
@@ -93,7 +93,8 @@ async def _every_second(act: Callable[[], None]) -> None:
 
 async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: Progress) -> None:
     context = multiprocessing.get_context("spawn")
-    shards = [_Shard(context, _shard_plan(plan, shard, workers), directory) for shard in range(workers)]
+    with children.spawning():
+        shards = [_Shard(context, _shard_plan(plan, shard, workers), directory) for shard in range(workers)]
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

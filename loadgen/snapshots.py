@@ -25,6 +25,7 @@ from typing import Literal
 
 import msgspec
 
+from loadgen import children
 from loadgen.outcomes import OUTCOMES
 from loadgen.runs import Family, Histogram, Manifest, RunError, Sample, Snapshot, read_manifest, write_snapshot
 
@@ -65,7 +66,12 @@ async def watching(metrics_port: int | None = None) -> AsyncIterator[Watch]:
     process: Process | None = None
     with contextlib.suppress(OSError):
         process = await asyncio.create_subprocess_exec(
-            *argv, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
+            *argv,
+            stdin=PIPE,
+            stdout=DEVNULL,
+            stderr=DEVNULL,
+            start_new_session=True,
+            env=os.environ | children.environment(os.environ),
         )
     watch = Watch(process)
     try:

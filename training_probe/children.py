@@ -1,13 +1,11 @@
-"""What the processes that training_probe starts have in common: their environment, torchrun, and the signals that end
-them."""
+"""What the processes that training_probe starts have in common: torchrun, and the signals that end them."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -17,19 +15,6 @@ def torchrun(*, python: str, processes: int, port: int, module: str, directory: 
         python, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-addr", "127.0.0.1",
         "--master-port", str(port), "-m", module, str(directory),
     )  # fmt: skip
-
-
-def environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """What makes the children import this very training_probe, and torch as we would.
-
-    Servers get no PYTHONPATH, being perhaps another Python; the children are our own. The working directory must not
-    come before it (PYTHONSAFEPATH), because there may be another copy in it. site-packages is searched anyway, and
-    would hide the standard library from the front.
-    """
-    root = Path(__file__).resolve().parents[1]
-    paths = [] if root.name in ("site-packages", "dist-packages") else [str(root)]
-    paths += [path for path in ours.get("PYTHONPATH", "").split(os.pathsep) if path and path not in paths]
-    return {"PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ import msgspec
 from backends import process
 from backends.launch import LaunchError, Running, Start
 from loadgen import runs
+from loadgen.children import environment
 from loadgen.runs import Machine, this_machine
 from training_probe import children
 from training_probe.micro_points import (
@@ -171,7 +172,7 @@ class _Run:
             run_id=self._launch.name,
             backend="training_probe",
             argv=command(python=sys.executable, processes=ranks, port=port, directory=self._directory),
-            env={**children.environment(os.environ), **self._launch.env},
+            env={**environment(os.environ), **self._launch.env},
             port=port,
             log=self._directory / LOG_FILE,
             gpu_ids=tuple(map(str, self._manifest.gpu_ids[:ranks])),

@@ -21,6 +21,7 @@ import msgspec
 
 from backends import process
 from backends.launch import LaunchError, Running, Start
+from loadgen.children import environment
 from training_probe import build_locks, children, numbers
 from training_probe.endings import Evidence, judge, oom_kills
 from training_probe.results import Outcome
@@ -75,7 +76,7 @@ def start_of(
         run_id=directory.name,
         backend="training_probe",
         argv=command(python=python, processes=trial.cell.gpus, port=port, directory=directory),
-        env=children.environment(os.environ),
+        env=environment(os.environ),  # servers get no PYTHONPATH, being perhaps another Python
         port=port,
         log=directory / LOG_FILE,
         gpu_ids=tuple(str(index) for index in gpu_ids[: trial.cell.gpus]),

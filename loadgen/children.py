@@ -1,0 +1,36 @@
+"""The environment of processes that run our own code: they import this very copy of it, as its user imports everything
+else, and nothing that happens to lie in the working directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+
+def environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """What to add to the environment `ours` of the parent.
+
+    PYTHONSAFEPATH, because `python -m` looks into the working directory first: a `json.py` there would be imported for
+    the standard library's. site-packages is searched anyway, and would hide the standard library from the front.
+    """
+    root = Path(__file__).resolve().parents[1]
+    paths = [] if root.name in ("site-packages", "dist-packages") else [str(root)]
+    paths += [path for path in ours.get("PYTHONPATH", "").split(os.pathsep) if path and path not in paths]
+    return {"PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
+
+
+@contextlib.contextmanager
+def spawning() -> Iterator[None]:
+    """Processes that multiprocessing spawns within the block begin like that, too; it gives them the parent's path
+    once they are up."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
