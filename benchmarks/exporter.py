@@ -22,7 +22,7 @@ import numpy as np
 
 from loadgen import runs
 from loadgen.exporter import Exporter, serve
-from loadgen.snapshots import BOUNDS_S, Totals, _Record
+from loadgen.totals import BOUNDS_S, Record, Totals
 
 RUNS, REQUESTS, SCRAPES = 50, 20_000, 50
 OPEN_METRICS = {"Accept": "application/openmetrics-text;version=1.0.0"}
@@ -36,7 +36,7 @@ def write_run(directory: Path, seed: int) -> None:
         first = int(rng.lognormal(19, 1))
         last = first + int(rng.lognormal(20, 1))
         totals.add(
-            _Record(
+            Record(
                 id=number, phase="measured", outcome="ok", sent_ns=0, first_token_ns=first, last_token_ns=last,
                 done_ns=last, prompt_tokens=512, output_tokens=64, events=64,
             )

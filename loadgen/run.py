@@ -203,6 +203,8 @@ async def _measure(
     if watch is not None:
         await watch.end()
     await snapshots.end()  # a server that loadgen started may take long to end: the run is over now
+    if snapshots.trouble:
+        say(f"note: {snapshots.trouble}")
     return said
 
 

@@ -4,7 +4,7 @@
 (`requests.jsonl`, or the workers' parts) and the server's samples (`server.jsonl`), and adds them up; of the clients it
 hears only their live counters, a line a second on its standard input. So the clients' hot path does nothing for it.
 When standard input ends, as it does when the run is over or was killed, it writes a last snapshot. Nothing here fails a
-run. The definitions of the metrics are those of `loadgen.metrics`.
+run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Literal
@@ -26,22 +25,13 @@ from typing import Literal
 import msgspec
 
 from loadgen import children
-from loadgen.outcomes import OUTCOMES
-from loadgen.runs import Family, Histogram, Manifest, RunError, Sample, Snapshot, read_manifest, write_snapshot
+from loadgen.runs import Family, Manifest, RunError, Sample, Snapshot, read_manifest, write_snapshot
+from loadgen.totals import Record, Totals
 
 PERIOD_S = 1.0
 STOP_TIMEOUT_S = 10.0
 ORPHANS_S = 6.0  # a little more than workers whose parent was killed wait for replies
 BLOCK_BYTES = 1 << 20
-# Each bound is 2**0.5 times the one before: a quantile read off the buckets is at most 41 % off, mostly far less.
-BOUNDS_S = tuple(0.0001 * 2 ** (step / 2) for step in range(44))  # 0.1 ms to 297 s
-_LATENCIES = {
-    "bench_time_to_first_token_seconds": "From the request's first byte to the first event with output.",
-    "bench_time_per_output_token_seconds": "Mean time of an output token after the first, one value a request.",
-    "bench_inter_token_latency_seconds": "Gaps between neighbouring events of a reply.",
-    "bench_end_to_end_latency_seconds": "From the request's first byte to the end of the reply.",
-    "bench_send_lag_seconds": "How late a request was sent.",
-}
 
 
 class Live(msgspec.Struct):
@@ -97,6 +87,21 @@ class Watch:
         if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
             self._process.stdin.write(msgspec.json.encode(value) + b"\n")
 
+    @property
+    def trouble(self) -> str | None:
+        """Once it has ended: that it did before it was let go, a sentence."""
+        code = None if self._process is None else self._process.returncode
+        if code == 0:
+            return None
+        how = (
+            "was not started"
+            if code is None
+            else f"died of signal {-code}"
+            if code < 0
+            else f"failed (exit code {code})"
+        )
+        return f"snapshot.json is missing or not up to date, because the process that writes it {how}."
+
     async def end(self) -> None:
         """May be called again."""
         process = self._process
@@ -115,24 +120,6 @@ class Watch:
 # The process itself.
 
 
-class _Record(msgspec.Struct):
-    """What is needed of a line of records; the header and the footers are lines without an id."""
-
-    id: int | None = None
-    phase: str = ""
-    outcome: str = ""
-    scheduled_ns: int = 0
-    sent_ns: int | None = None
-    first_token_ns: int | None = None
-    last_token_ns: int | None = None
-    done_ns: int | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    events: int = 0
-    itl_us: list[int] = []
-    client: dict[str, object] | None = None  # a footer's
-
-
 class _GpuSample(msgspec.Struct):
     index: int
     memory_used_bytes: int | None = None
@@ -144,97 +131,6 @@ class _ServerSample(msgspec.Struct):
     at_ns: int | None = None  # the header has none
     metrics: dict[str, float] = {}
     gpus: list[_GpuSample] = []
-
-
-class _Latency:
-    """One histogram, in whatever unit its bounds are."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-        self.exemplars: dict[int, tuple[str, float]] = {}
-
-    def add(self, value: float, request: int) -> None:
-        bucket = bisect_left(self._bounds, value)
-        self.counts[bucket] += 1
-        self.sum += value
-        self.exemplars[bucket] = (str(request), value)
-
-    def add_all(self, values: Sequence[float]) -> None:
-        counts, bounds = self.counts, self._bounds
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-        self.sum += sum(values)
-
-
-class Totals:
-    """Everything that the records of a run say, added up as they come. Measured requests only."""
-
-    def __init__(self) -> None:
-        self.outcomes = dict.fromkeys(OUTCOMES, 0)
-        self.prompt_tokens = self.output_tokens = self.events = 0
-        self.clients: list[object] = []  # how each that is done ended
-        self._first_sent_ns = self._last_done_ns = -1
-        bounds_us = [bound * 1e6 for bound in BOUNDS_S]
-        self._latencies = {name: _Latency(BOUNDS_S) for name in _LATENCIES}
-        self._gaps_us = _Latency(bounds_us)
-
-    def add(self, record: _Record) -> None:
-        if record.client is not None:
-            self.clients.append(record.client.get("state"))
-        if record.id is None or record.phase != "measured" or record.outcome not in self.outcomes:
-            return
-        self.outcomes[record.outcome] += 1
-        if record.sent_ns is not None and (self._first_sent_ns < 0 or record.sent_ns < self._first_sent_ns):
-            self._first_sent_ns = record.sent_ns
-        self._last_done_ns = max(self._last_done_ns, -1 if record.done_ns is None else record.done_ns)
-        if record.outcome != "ok":
-            return
-        self.prompt_tokens += record.prompt_tokens or 0
-        self.output_tokens += record.output_tokens or 0
-        self.events += record.events
-        for name, value in _seconds(record):
-            self._latencies[name].add(value, record.id)
-        self._gaps_us.add_all(record.itl_us)
-
-    def families(self) -> Iterator[Family]:
-        yield Family(
-            "bench_requests", "counter", "Measured requests that are over, by outcome.",
-            [Sample(count, {"outcome": outcome}) for outcome, count in self.outcomes.items()],
-        )  # fmt: skip
-        for name, said, tokens in (
-            ("bench_prompt_tokens", "Tokens of the prompts, as the server counts.", self.prompt_tokens),
-            ("bench_output_tokens", "Tokens of the replies, as the server counts.", self.output_tokens),
-        ):
-            yield Family(name, "counter", said, [Sample(tokens)])
-        yield Family("bench_events", "counter", "Events that carried output.", [Sample(self.events)])
-        if self._first_sent_ns >= 0 and self._last_done_ns > self._first_sent_ns:
-            seconds = (self._last_done_ns - self._first_sent_ns) / 1e9
-            yield Family(
-                "bench_measured_seconds", "gauge", "From the first request to the last end.", [Sample(seconds)]
-            )
-        for name, said in _LATENCIES.items():
-            latency, unit = self._latencies[name], 1.0
-            if name == "bench_inter_token_latency_seconds":
-                latency, unit = self._gaps_us, 1e-6
-            bounds, counts, exemplars = list(BOUNDS_S), list(latency.counts), dict(latency.exemplars)
-            histogram = Histogram(bounds, counts, latency.sum * unit, exemplars=exemplars)
-            yield Family(name, "histogram", said, histograms=[histogram])
-
-
-def _seconds(record: _Record) -> Iterator[tuple[str, float]]:
-    sent, first, last, done = record.sent_ns, record.first_token_ns, record.last_token_ns, record.done_ns
-    if sent is None:
-        return
-    yield "bench_send_lag_seconds", (sent - record.scheduled_ns) / 1e9
-    if first is not None:
-        yield "bench_time_to_first_token_seconds", (first - sent) / 1e9
-    if done is not None:
-        yield "bench_end_to_end_latency_seconds", (done - sent) / 1e9
-    tokens = record.output_tokens or 0
-    if first is not None and last is not None and record.events >= 2 and tokens >= 2:
-        yield "bench_time_per_output_token_seconds", (last - first) / (tokens - 1) / 1e9
 
 
 class _Tail:
@@ -263,7 +159,7 @@ class Recorder:
         self._tails: dict[Path, _Tail] = {}
         self._server_tail = _Tail(directory / "server.jsonl")
         self._server = _ServerSample()
-        self._decode = msgspec.json.Decoder(_Record).decode
+        self._decode = msgspec.json.Decoder(Record).decode
         self.live: Live | None = None
 
     def write(self, over: bool = False) -> None:

@@ -187,6 +187,29 @@ def test_killed_run_keeps_what_finished(server: str, tmp_path: Path, workers: st
     assert last_snapshot(tmp_path) == ("stopped", int(table.measured().ok.sum()))
 
 
+def processes_of(run: subprocess.Popen[str], module: str) -> list[int]:
+    """The run's own processes that run a module."""
+    pids = map(int, Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
+    return [pid for pid in pids if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+
+
+@pytest.mark.processes
+def test_a_run_whose_snapshots_end_says_so_and_goes_on(server: str, tmp_path: Path) -> None:
+    process = start(
+        "run", "--url", server, *FAST, "--requests", "100", "--output-tokens", "4", "--arrival", "constant:50",
+        "--out", str(tmp_path),
+    )  # fmt: skip
+    wait_for_rows(tmp_path, 10)
+    (pid,) = processes_of(process, "loadgen.snapshots")
+    os.kill(pid, signal.SIGKILL)
+    out, said = process.communicate(timeout=60)
+    assert json.loads(out.splitlines()[-1])["requests"]["ok"] == 100
+    (note,) = (line for line in said.splitlines() if "snapshot" in line and not line.startswith(str(tmp_path)))
+    assert note == (
+        "note: snapshot.json is missing or not up to date, because the process that writes it died of signal 9."
+    )
+
+
 def test_a_count_and_a_duration_together(server: str, tmp_path: Path) -> None:
     report, _ = loadgen(
         "run", "--url", server, *FAST, "--requests", "1000", "--arrival", "constant:20", "--duration", "1",

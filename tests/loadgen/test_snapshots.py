@@ -20,7 +20,8 @@ from loadgen.records import ClientFacts, Record, RecordsFile
 from loadgen.run import _told
 from loadgen.runs import Family, Manifest, Snapshot
 from loadgen.shards import run_loop
-from loadgen.snapshots import BOUNDS_S, Live, Recorder, watching
+from loadgen.snapshots import Live, Recorder, watching
+from loadgen.totals import BOUNDS_S
 
 FACTS: dict[str, Any] = dict.fromkeys(ClientFacts.__struct_fields__, 0) | {"state": "complete"}
 
@@ -241,6 +242,7 @@ def test_the_process_beside_a_run_writes_a_last_snapshot_when_it_is_let_go(tmp_p
         async with watching() as watch:
             watch.begin(tmp_path)
             watch.tell(Live(planned=50, in_flight=3))
+        assert watch.trouble is None
 
     asyncio.run(beside())
     snapshot = read(tmp_path)
@@ -275,10 +277,10 @@ def test_a_port_that_somebody_takes_meanwhile_costs_no_snapshot(tmp_path: Path) 
     assert read(tmp_path).state == "finished"
 
 
-def test_a_process_that_dies_does_not_disturb_the_run(tmp_path: Path) -> None:
+def test_a_process_that_dies_does_not_disturb_the_run_and_is_told_of(tmp_path: Path) -> None:
     manifest(tmp_path)
 
-    async def beside() -> None:
+    async def beside() -> str | None:
         async with watching() as watch:
             watch.begin(tmp_path)
             assert watch._process is not None
@@ -286,9 +288,20 @@ def test_a_process_that_dies_does_not_disturb_the_run(tmp_path: Path) -> None:
             for _ in range(20):
                 watch.tell(Live(planned=50, in_flight=3))
                 await asyncio.sleep(0.01)
+        return watch.trouble
 
-    asyncio.run(beside())
-    run_loop(beside())
+    said = "snapshot.json is missing or not up to date, because the process that writes it died of signal 9."
+    assert asyncio.run(beside()) == run_loop(beside()) == said
+
+
+def test_a_process_that_fails_is_told_of(tmp_path: Path) -> None:
+    async def beside() -> str | None:
+        async with watching() as watch:
+            watch.begin(tmp_path)  # it holds no manifest
+        return watch.trouble
+
+    said = asyncio.run(beside())
+    assert said is not None and said.endswith("because the process that writes it failed (exit code 1).")
 
 
 def test_a_process_that_cannot_be_started_does_not_disturb_the_run(
@@ -296,10 +309,12 @@ def test_a_process_that_cannot_be_started_does_not_disturb_the_run(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
 
-    async def beside() -> None:
+    async def beside() -> str | None:
         async with watching() as watch:
             watch.begin(tmp_path)
             watch.tell(Live(planned=50, in_flight=3))
+        return watch.trouble
 
-    asyncio.run(beside())
+    said = asyncio.run(beside())
+    assert said is not None and said.endswith("because the process that writes it was not started.")
     assert not list(tmp_path.iterdir())
