@@ -22,6 +22,7 @@ from cyclopts.config import Toml
 from loadgen import runs, terminal
 from loadgen.config import Config, ConfigError
 from loadgen.terminal import say, say_error
+from loadgen.whole import Whole
 
 EXIT_OK, EXIT_CONFIG, EXIT_BACKEND, EXIT_INVALID, EXIT_STOPPED = 0, 2, 3, 4, 130
 
@@ -150,7 +151,7 @@ def export(
         Path, Parameter(name="--runs", help="Directory of run directories, of loadgen and training_probe alike.")
     ] = Path("runs"),
     host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, Parameter(help="Port to listen on.")] = 9464,
+    port: Annotated[Whole, Parameter(help="Port to listen on.")] = 9464,
     keep_days: Annotated[float, Parameter(help="How long a run is shown after it was last written.")] = 7.0,
 ) -> int:
     """Serve the metrics of every run in a directory to Prometheus, until it is stopped.

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from cyclopts import Parameter
 
 from loadgen import schedule
+from loadgen.whole import Whole
 
 __all__ = ["Config", "ConfigError"]
 
@@ -58,22 +59,24 @@ class Config:
         Literal["docker", "process", "embedded"] | None,
         _option("Start a server for the run: docker when a backend or model is named, else the embedded one."),
     ] = None
-    requests: Annotated[int | None, _option("How many requests (default 1000, or the dataset's length).")] = None
+    requests: Annotated[Whole | None, _option("How many requests (default 1000, or the dataset's length).")] = None
     duration: Annotated[float | None, _option("Send for this many seconds, then wait for the replies.")] = None
-    input_tokens: Annotated[int, _option("Length of every prompt, as the server counts it.")] = 512
-    output_tokens: Annotated[int, _option("Length of every reply, forced where the server can.")] = 128
+    input_tokens: Annotated[Whole, _option("Length of every prompt, as the server counts it.")] = 512
+    output_tokens: Annotated[Whole, _option("Length of every reply, forced where the server can.")] = 128
     arrival: Annotated[
         str | None, _option("burst (default), constant:R, poisson:R or gamma:R:CV; R in requests per second.")
     ] = None
-    concurrency: Annotated[int | None, _option("Closed loop instead: keep this many requests in flight.")] = None
-    warmup: Annotated[int, _option("Requests with other prompts, sent before and not measured.")] = 8
+    concurrency: Annotated[Whole | None, _option("Closed loop instead: keep this many requests in flight.")] = None
+    warmup: Annotated[Whole, _option("Requests with other prompts, sent before and not measured.")] = 8
     dataset: Annotated[
         Path | None, _option('Your own prompts, one JSON object a line: {"prompt": text or ids, "output_tokens": n}.')
     ] = None
     tokenizer: Annotated[
         str | None, _option("Model directory, tokenizer.json or Hugging Face id, for exact lengths of text prompts.")
     ] = None
-    vocab_size: Annotated[int | None, _option("Token ids are drawn below this (default: the model's, or 4000).")] = None
+    vocab_size: Annotated[Whole | None, _option("Token ids are drawn below this (default: the model's, or 4000).")] = (
+        None
+    )
     stream: Annotated[bool, Parameter(help="Stream the replies.", negative="--no-stream")] = True
     ignore_eos: Annotated[
         bool,
@@ -81,7 +84,7 @@ class Config:
             help="Ask for the full output length; OpenAI's own servers refuse the field.", negative="--no-ignore-eos"
         ),
     ] = True
-    seed: Annotated[int, _option("Fixes prompts and arrivals.")] = 0
+    seed: Annotated[Whole, _option("Fixes prompts and arrivals.")] = 0
     workers: Annotated[str, _option("Client processes: a number, or auto.")] = "1"
     transport: Annotated[
         Literal["fast", "aiohttp"], _option("fast measures; aiohttp is the independent second opinion.")
@@ -112,7 +115,7 @@ class Config:
         Parameter(help="Sample the server's /metrics and local GPUs once a second.", negative="--no-server-metrics"),
     ] = True
     metrics_port: Annotated[
-        int | None, _option("Serve this run's metrics for Prometheus on this port of 127.0.0.1 while it lasts.")
+        Whole | None, _option("Serve this run's metrics for Prometheus on this port of 127.0.0.1 while it lasts.")
     ] = None
     dry_run: Annotated[bool, _option("Print the server's exact command and the first request; start nothing.")] = False
 
@@ -130,9 +133,9 @@ class Config:
         Literal["auto", "on", "off"], _launch("Peer-to-peer traffic between GPUs; auto asks the driver.")
     ] = "auto"
     max_model_len: Annotated[
-        int | None, _launch("Longest prompt plus output (default: 4096, or what the run and the model need).")
+        Whole | None, _launch("Longest prompt plus output (default: 4096, or what the run and the model need).")
     ] = None
-    max_running: Annotated[int, _launch("Most requests in a batch.")] = 1024
+    max_running: Annotated[Whole, _launch("Most requests in a batch.")] = 1024
     memory_ratio: Annotated[float, _launch("Part of each GPU's memory that it may use.")] = 0.9
     dummy_weights: Annotated[bool, _launch("Random weights, nothing loaded (vLLM only).")] = False
     image: Annotated[str | None, _launch("Docker image instead of the backend's own.")] = None
@@ -145,7 +148,7 @@ class Config:
             "One more argument for the server, repeatable: --server-arg=--enforce-eager.", allow_leading_hyphen=True
         ),
     ] = ()
-    port: Annotated[int | None, _launch("Port of this host to publish it on (default: a free one).")] = None
+    port: Annotated[Whole | None, _launch("Port of this host to publish it on (default: a free one).")] = None
     ready_timeout: Annotated[float, _launch("Seconds until it must be ready; a 70B model may take many minutes.")] = (
         1800.0
     )
@@ -164,7 +167,9 @@ class Config:
     scheduler_arg: Annotated[
         tuple[str, ...], _modelled("A setting of it, repeatable: --scheduler-arg max_concurrent_requests=128.")
     ] = ()
-    kv_tokens: Annotated[int | None, _modelled("Tokens that its KV cache holds (default: what memory leaves).")] = None
+    kv_tokens: Annotated[Whole | None, _modelled("Tokens that its KV cache holds (default: what memory leaves).")] = (
+        None
+    )
     profile: Annotated[Path | None, _modelled("Profile from `loadgen calibrate` (default: the built-in one).")] = None
     speed: Annotated[float, _modelled("Modelled seconds that pass in a real one.")] = 1.0
 

@@ -18,6 +18,7 @@ from typing import Annotated, Literal, NoReturn
 import msgspec
 from cyclopts import App, CycloptsError, Parameter
 
+from loadgen.whole import Whole
 from servers import faults
 from servers.emulation import EmulationError, emulate
 from servers.hardware import HardwareError
@@ -46,14 +47,14 @@ def serve(
     *,
     dialect: DialectName = "vllm",
     host: str = "127.0.0.1",
-    port: int = 8000,
+    port: Whole = 8000,
     model: str = "llama-2-7b",
-    max_model_len: int = 4096,
+    max_model_len: Whole = 4096,
     ttft_ms: float = 50.0,
     itl_ms: float = 10.0,
     jitter_ratio: float = 0.0,
     hardware: Annotated[Hardware | None, Parameter(name="*")] = None,
-    seed: int = 0,
+    seed: Whole = 0,
     fault: Annotated[Sequence[str], Parameter(negative="")] = (),
     stamps: Path | None = None,
     exit_with_stdin: Annotated[bool, Parameter(negative="")] = False,

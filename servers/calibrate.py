@@ -18,6 +18,7 @@ import numpy.typing as npt
 from cyclopts import Parameter
 
 from loadgen.config import ConfigError
+from loadgen.whole import Whole
 from servers.emulation import EmulationError, HeldOut, Interval, Profile, read_profile
 from servers.hardware import HardwareError
 from servers.least_squares import fit
@@ -249,8 +250,8 @@ def command(
     ] = None,
     gpu: Annotated[str | None, Parameter(help="On which GPU, where the runs do not tell.")] = None,
     model: Annotated[str | None, Parameter(help="Of which model, where they do not tell.")] = None,
-    tp: Annotated[int | None, Parameter(help="Tensor parallel size, where they do not tell.")] = None,
-    kv_tokens: Annotated[int | None, Parameter(help="Tokens that the KV cache held, where they do not tell.")] = None,
+    tp: Annotated[Whole | None, Parameter(help="Tensor parallel size, where they do not tell.")] = None,
+    kv_tokens: Annotated[Whole | None, Parameter(help="Tokens that the KV cache held, where they do not tell.")] = None,
     scheduler: Annotated[str | None, Parameter(help="Server and version, such as vllm@v1.")] = None,
 ) -> int:
     """Fit a hardware profile to real runs, for `predict --profile` and `run --gpu --profile`.

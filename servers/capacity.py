@@ -20,6 +20,7 @@ from cyclopts import Parameter
 
 from loadgen import cli, embedded, models, terminal, text
 from loadgen.config import ConfigError
+from loadgen.whole import Whole
 from servers import hardware
 from servers.emulation import Emulated, EmulationError, Profile, emulate, profiles, read_profile
 from servers.hardware import HardwareError
@@ -269,8 +270,8 @@ def command(
     rate: Annotated[float, Parameter(help="Requests per second over all servers (Poisson).")],
     model: Annotated[str, Parameter(help="Model: 7b, 13b, 70b, ..., or a Hugging Face id that is known.")] = "7b",
     backend: Annotated[str, Parameter(help="Kind of server: vllm, tgi or lightllm.")] = "vllm",
-    input_tokens: Annotated[int, Parameter(help="Length of every prompt.")] = 512,
-    output_tokens: Annotated[int, Parameter(help="Length of every reply.")] = 128,
+    input_tokens: Annotated[Whole, Parameter(help="Length of every prompt.")] = 512,
+    output_tokens: Annotated[Whole, Parameter(help="Length of every reply.")] = 128,
     percentile: Annotated[float, Parameter(help="How many percent of the requests keep each limit.")] = 99.0,
     gpu: Annotated[
         tuple[str, ...],
@@ -281,9 +282,9 @@ def command(
             show_default=False,
         ),
     ] = (),
-    max_gpus: Annotated[int, Parameter(help="Most GPUs in all.")] = 64,
+    max_gpus: Annotated[Whole, Parameter(help="Most GPUs in all.")] = 64,
     max_running: Annotated[
-        tuple[int, ...],
+        tuple[Whole, ...],
         Parameter(help="Most requests in a batch; several: each is tried.", consume_multiple=True, negative=()),
     ] = (1024,),
     dtype: Annotated[
@@ -296,7 +297,7 @@ def command(
     scheduler: Annotated[str | None, Parameter(help="Which version of the server, such as vllm@v1.")] = None,
     profile: Annotated[Path | None, Parameter(help="Profile from `loadgen calibrate` (default: the built-in).")] = None,
     prices: Annotated[Path | None, Parameter(help="Your prices, in the form of servers/data/prices.json.")] = None,
-    requests: Annotated[int, Parameter(help="Least requests of each virtual run.")] = 400,
+    requests: Annotated[Whole, Parameter(help="Least requests of each virtual run.")] = 400,
 ) -> int:
     """List which GPUs would serve a load within limits, cheapest first. Predictions: nothing is measured.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from backends import catalog
 from backends.catalog import DTYPE_BYTES
+from loadgen.whole import Whole
 from servers import hardware
 from servers.emulation import SCHEDULERS, EmulationError, Setup, newest
 
@@ -27,16 +28,16 @@ class Hardware:
     """
 
     gpu: str | None = None
-    gpus: int | None = None
-    tp: int | None = None
+    gpus: Whole | None = None
+    tp: Whole | None = None
     topology: str | None = None
     p2p: bool | None = None
     scheduler: str | None = None
     scheduler_arg: tuple[str, ...] = ()
     dtype: str = "float16"
-    kv_tokens: int | None = None
-    max_running: int = 1024
-    max_requests: int = 1024
+    kv_tokens: Whole | None = None
+    max_running: Whole = 1024
+    max_requests: Whole = 1024
     memory_ratio: float = 0.9
     profile: Path | None = None
     speed: float = 1.0

@@ -130,7 +130,7 @@ def test_config_file_is_the_flags_and_flags_win(tmp_path: Path, configs: list[Co
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("requets = 6", "Did you mean --requests"), ('requests = "x"', "int"), ("requests = 0", "--requests is 0"),
+        ("requets = 6", "Did you mean --requests"), ('requests = "x"', "not a whole number"), ("requests = 0", "--requests is 0"),
         ("requests = ", "is not TOML"), ("requests = \xff", "is not TOML"),
     ],
 )  # fmt: skip
@@ -217,6 +217,31 @@ def test_bad_input(
     assert "s3cret" not in one_sentence(["run", *argv], 2, capsys, message)
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert left == []
+
+
+@pytest.mark.parametrize("name", [name for name, (_, value) in VALUES.items() if type(value) is int])
+def test_no_fraction_is_rounded_in_silence(
+    name: str, tmp_path: Path, configs: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "'2.5' is not a whole number"
+    one_sentence(["run", f"--{name.replace('_', '-')}", "2.5"], 2, capsys, said)
+    (tmp_path / "run.toml").write_text(f"{name} = 2.5\n")
+    one_sentence(["run", "--config", str(tmp_path / "run.toml")], 2, capsys, said)
+    assert cli.invoke(["run", f"--{name.replace('_', '-')}", "1e4", *NEEDS.get(name, [])]) == 0
+    assert getattr(configs[0], name) == 10_000
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["export", "--port", "1.5"], ["serve", "--port", "1.5"], ["serve", "--max-running", "1.5"],
+        ["plan", "--slo", "ttft_ms=5", "--rate", "1", "--max-running", "8", "1.5"],
+        ["plan", "--slo", "ttft_ms=5", "--rate", "1", "--max-gpus", "1.5"],
+        ["calibrate", "run", "--out", "p.json", "--tp", "1.5"],
+    ],
+)  # fmt: skip
+def test_nor_in_other_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    one_sentence(argv, 2, capsys, "1.5")
 
 
 def test_existing_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
