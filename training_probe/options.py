@@ -147,7 +147,7 @@ class Grid:
                 raise GridError(f"--preset {preset} has a --{name.replace('_', '-')} of its own; leave that out.")
         from training_probe import paper
 
-        cells = paper.presets()[preset](self.gpus[0] if self.gpus else max(1, here), device)
+        cells = paper.presets()[preset](self.gpus[0] if self.gpus else here, device)
         methods = {str(Method.parse(text)) for text in self.method}
         chosen = [
             cell for cell in cells

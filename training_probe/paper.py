@@ -109,7 +109,8 @@ def model_name(model: str) -> str:
 
 
 def presets() -> dict[str, Callable[[int, Device], list[Cell]]]:
-    """The cells of each preset, by its name: functions of how many GPUs there are here, and of the device."""
+    """The cells of each preset, by its name: functions of the device and of how many there are to use, 0 where nobody
+    said how many processes to use on the CPU."""
     return {
         "paper-table2": functools.partial(_of_table, "II"),
         "paper-table3": functools.partial(_of_table, "III"),
@@ -180,7 +181,7 @@ _LAPTOP: tuple[tuple[Task, Engine, str, int, int], ...] = (  # with processes, t
 def _laptop(gpus: int, device: Device) -> list[Cell]:
     """A tiny model through three engines, some in two processes: two need no second processor, but they do need a
     second GPU."""
-    most = 2 if device == "cpu" else max(1, min(2, gpus))
+    most = min(2, gpus) if gpus else 2 if device == "cpu" else 1
     return _unique(
         cell(
             method, model="tiny", task=task, engine=engine, gpus=min(processes, most), seq_len=seq_len, device=device

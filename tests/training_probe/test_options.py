@@ -163,8 +163,13 @@ def test_gpus_that_cuda_may_not_see_do_not_count(
 @pytest.mark.parametrize("argv", [[], ["--device", "cpu"], ["--preset", "laptop"], ["--steps", "8"]])
 def test_without_cells_it_is_the_laptop(argv: list[str], swept: Swept) -> None:
     cells, settings = asked(swept, *argv)
-    assert cells == paper.presets()["laptop"](1, "cpu")
+    assert cells == paper.presets()["laptop"](0, "cpu") and {cell.gpus for cell in cells} == {1, 2}
     assert (settings.warmup_steps, settings.steps, settings.runs) == options.LAPTOP_STEPS == (2, 8, 1)
+
+
+def test_one_process_is_asked_for(swept: Swept) -> None:
+    cells, _ = asked(swept, "--preset", "laptop", "--gpus", "1")
+    assert {cell.gpus for cell in cells} == {1} and {cell.device for cell in cells} == {"cpu"}
 
 
 @pytest.mark.parametrize("preset", sorted(paper.presets()))

@@ -114,6 +114,7 @@ def test_laptop_needs_no_gpu_and_every_cell_can_be_run() -> None:
     assert all(64 <= each.seq_len <= 128 for each in cells)
     assert set(gpus(laptop(1, "cuda"))) == {1}
     assert max(gpus(laptop(8, "cuda"))) == 2
+    assert set(gpus(laptop(1, "cpu"))) == {1} and set(gpus(laptop(4, "cpu"))) == {1, 2}
 
 
 def test_models_have_the_papers_names() -> None:
