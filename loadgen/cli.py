@@ -150,7 +150,7 @@ def export(
     runs_directory: Annotated[
         Path, Parameter(name="--runs", help="Directory of run directories, of loadgen and training_probe alike.")
     ] = Path("runs"),
-    host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, Parameter(help="Address to listen on, of IPv4 or IPv6.")] = "127.0.0.1",
     port: Annotated[Whole, Parameter(help="Port to listen on.")] = 9464,
     keep_days: Annotated[float, Parameter(help="How long a run is shown after it was last written.")] = 7.0,
 ) -> int:
@@ -159,7 +159,7 @@ def export(
     It may be started before, while or after something runs: runs write their snapshots once a second, and it reads them
     when it is asked. compose/ has a Prometheus and a Grafana that ask.
     """
-    from loadgen.exporter import Exporter, serve
+    from loadgen.exporter import Exporter, address, serve
 
     if not keep_days > 0:
         raise ConfigError(f"--keep-days is {keep_days:g}; it must be above 0.")
@@ -169,8 +169,9 @@ def export(
         )
     exporter = Exporter(runs_directory, keep_days * 86400)
     exporter.page(open_metrics=True)  # what is there already is read now, so that the first scrape is as fast as any
+    host = host.removeprefix("[").removesuffix("]")  # as a URL has it
     with serve(exporter, host, port) as server:
-        say(f"metrics of the runs in {runs_directory}/: http://{host}:{server.server_port}/metrics")
+        say(f"metrics of the runs in {runs_directory}/: http://{address(host, server.server_port)}/metrics")
         server.serve_forever()
     return EXIT_OK
 

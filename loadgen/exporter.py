@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import stat
 import threading
 import time
@@ -209,10 +210,19 @@ class _Server(ThreadingMixIn, WSGIServer):
         """Somebody who hung up or said nothing: no news."""
 
 
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
 class _Quiet(WSGIRequestHandler):
     timeout = REQUEST_TIMEOUT_S  # who connects and says nothing keeps no thread
 
     def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def address(host: str, port: int) -> str:
+    """Both, as they stand in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def serve(exporter: Exporter, host: str, port: int) -> WSGIServer:
@@ -232,10 +242,10 @@ def serve(exporter: Exporter, host: str, port: int) -> WSGIServer:
         return [exporter.page(open_metrics)] if environ["REQUEST_METHOD"] == "GET" else []
 
     try:
-        return make_server(host, port, application, _Server, _Quiet)
+        return make_server(host, port, application, _Server6 if ":" in host else _Server, _Quiet)
     except (OSError, OverflowError) as error:
         said = getattr(error, "strerror", None) or str(error)
-        raise RunError(f"cannot listen on {host}:{port}: {said}; name another address or port.") from None
+        raise RunError(f"cannot listen on {address(host, port)}: {said}; name another address or port.") from None
 
 
 def in_background(directory: Path, port: int) -> None:

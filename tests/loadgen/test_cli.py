@@ -130,7 +130,8 @@ def test_config_file_is_the_flags_and_flags_win(tmp_path: Path, configs: list[Co
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("requets = 6", "Did you mean --requests"), ('requests = "x"', "not a whole number"), ("requests = 0", "--requests is 0"),
+        ("requets = 6", "Did you mean --requests"),
+        ('requests = "x"', "not a whole number"), ("requests = 0", "--requests is 0"),
         ("requests = ", "is not TOML"), ("requests = \xff", "is not TOML"),
     ],
 )  # fmt: skip

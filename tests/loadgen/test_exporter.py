@@ -225,7 +225,10 @@ def test_a_taken_port_is_one_sentence() -> None:
         serve(Exporter(Path()), "127.0.0.1", 99999)
 
 
-@pytest.mark.parametrize("arguments", [("--runs", "nowhere"), ("--port", "99999"), ("--keep-days", "0")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--runs", "nowhere"), ("--port", "99999"), ("--keep-days", "0"), ("--host", "::g")],
+)
 def test_export_refuses_what_makes_no_sense(tmp_path: Path, arguments: tuple[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from loadgen.cli import main; main()", "export", "--runs", str(tmp_path), *arguments],
@@ -235,14 +238,27 @@ def test_export_refuses_what_makes_no_sense(tmp_path: Path, arguments: tuple[str
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
 
 
-def test_export_says_where_it_listens(tmp_path: Path) -> None:
+def ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]"])
+def test_export_says_where_it_listens(host: str, tmp_path: Path) -> None:
+    if host != "127.0.0.1" and not ipv6():
+        pytest.skip("this machine has no IPv6")
     put(tmp_path, "a")
     words = [sys.executable, "-c", "from loadgen.cli import main; main()", "export", "--runs", tmp_path, "--port", "0"]
+    words += ["--host", host]
     env = {**os.environ, "PYTHONPATH": str(Path(exporter.__file__).parents[1])}
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env) as process:
         assert process.stderr is not None
-        address = process.stderr.readline().split()[-1]
-        with urllib.request.urlopen(address, timeout=10) as answer:
+        url = process.stderr.readline().split()[-1]
+        assert url.startswith("http://[::1]:" if "::1" in host else "http://127.0.0.1:")
+        with urllib.request.urlopen(url, timeout=10) as answer:
             assert b'run_id="a"' in answer.read()
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130 and process.stderr.read() == ""
