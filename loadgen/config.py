@@ -115,7 +115,10 @@ class Config:
         Parameter(help="Sample the server's /metrics and local GPUs once a second.", negative="--no-server-metrics"),
     ] = True
     metrics_port: Annotated[
-        Whole | None, _option("Serve this run's metrics for Prometheus on this port of 127.0.0.1 while it lasts.")
+        Whole | None,
+        _option(
+            "Serve this run's metrics for Prometheus on this port of 127.0.0.1 while it lasts; afterwards: loadgen export."
+        ),
     ] = None
     dry_run: Annotated[bool, _option("Print the server's exact command and the first request; start nothing.")] = False
 

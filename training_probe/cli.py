@@ -35,7 +35,10 @@ def sweep(
     *,
     out: Annotated[Path | None, Parameter(help="Directory of the sweep; by default runs/ and its time.")] = None,
     metrics_port: Annotated[
-        int | None, Parameter(help="Serve the sweep's metrics for Prometheus on this port of 127.0.0.1 while it lasts.")
+        int | None,
+        Parameter(
+            help="Serve the sweep's metrics for Prometheus on this port of 127.0.0.1 while it lasts; afterwards: loadgen export."
+        ),
     ] = None,
     resume: Annotated[
         Path | None, Parameter(help="Go on with the sweep in this directory; what it measures stands in its manifest.")
