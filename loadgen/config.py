@@ -117,7 +117,8 @@ class Config:
     metrics_port: Annotated[
         Whole | None,
         _option(
-            "Serve this run's metrics for Prometheus on this port of 127.0.0.1 while it lasts; afterwards: loadgen export."
+            "Serve this run's metrics for Prometheus on this port of 127.0.0.1 while it lasts; "
+            "loadgen export does so at any time."
         ),
     ] = None
     dry_run: Annotated[bool, _option("Print the server's exact command and the first request; start nothing.")] = False

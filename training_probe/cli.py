@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from loadgen import terminal
 from loadgen.terminal import say, say_error
+from loadgen.whole import Whole
 from training_probe import micro_cli
 from training_probe.options import Grid, Measuring, Tracing
 from training_probe.terminal import width
@@ -35,9 +36,10 @@ def sweep(
     *,
     out: Annotated[Path | None, Parameter(help="Directory of the sweep; by default runs/ and its time.")] = None,
     metrics_port: Annotated[
-        int | None,
+        Whole | None,
         Parameter(
-            help="Serve the sweep's metrics for Prometheus on this port of 127.0.0.1 while it lasts; afterwards: loadgen export."
+            help="Serve the sweep's metrics for Prometheus on this port of 127.0.0.1 while it lasts; "
+            "loadgen export does so at any time."
         ),
     ] = None,
     resume: Annotated[

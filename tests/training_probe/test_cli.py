@@ -68,6 +68,7 @@ def one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str], message: s
         (["--method", "Z3", "--micro-batch", "x"], "--micro-batch is 'x'; it must be a number from 1 to"),
         (["--method", "Z3", "--gpus", "0"], "--gpus is 0; it must be at least 1"),
         (["--method", "Z3", "--gpus", "1.5"], "--gpus: '1.5' is not a whole number"),
+        (["--metrics-port", "9464.5"], "--metrics-port: '9464.5' is not a whole number"),
         (["--method", "Z3", "--steps", "0"], "--steps is 0; it must be at least 1"),
         (["--method", "Z3", "--steps", "many"], "--steps: 'many' is not a whole number"),
         (["--method", "Z3", "--warmup-steps", "-1"], "--warmup-steps is -1; it must be at least 0"),
