@@ -35,7 +35,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     requests use. max_model_len: prompt plus output, tokens. max_running: requests in one batch at most. max_requests:
     how many must be accepted at once, running or waiting. memory_ratio: part of a GPU's memory that it may use, 0..1.
     p2p: whether GPUs may read each other's memory. config_dir: where it sees the files of its Invocation. version: the
-    server's, as far as it is known; None stands for the newest that the adapter knows.
+    server's, as far as it is known; None stands for the newest that the adapter knows. trace_dir: where its profiler is
+    to leave traces, as the server sees it; None: it runs without its profiler.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     config_dir: str
     extra: tuple[str, ...] = ()
     version: tuple[int, ...] | None = None
+    trace_dir: str | None = None
 
 
 class Invocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +128,15 @@ COMMON_FAILURES = (
 )
 
 
+class Profiler(msgspec.Struct, frozen=True, kw_only=True):
+    """How a server's own torch.profiler is started and stopped while it serves: method and path. It leaves one Chrome
+    trace a GPU in `Settings.trace_dir`. note: what its user should know, one sentence."""
+
+    start: tuple[str, str]
+    stop: tuple[str, str]
+    note: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """How one kind of server is started.
@@ -135,6 +146,7 @@ class Adapter:
     Hugging Face cache), caches (name -> directory worth keeping between runs) are the image's. loads_from_hub: takes a
     Hugging Face id, not only a directory. overlays: file of the model's directory -> what the server must see instead,
     from its content (None: there is none). capacity: a line that tells how many tokens its KV cache holds, in group 1.
+    profiler: None where the server has none.
     """
 
     image: str
@@ -151,6 +163,7 @@ class Adapter:
     invoke: Callable[[Settings], Invocation]
     failures: tuple[Failure, ...] = ()
     capacity: str | None = None
+    profiler: Profiler | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from backends.identity import PATHS, read_as
-from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, LaunchError, Settings
+from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, LaunchError, Profiler, Settings
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
 from backends.replies import GIVEN_UP, UNDECODABLE, Count, WholeReply, error_message, error_text, given_up
 from backends.sse import EventReply
@@ -155,6 +155,11 @@ def invoke(settings: Settings) -> Invocation:
         files["hypercorn.toml"] = _HYPERCORN
         arguments += ["--hypercorn_config", f"{settings.config_dir}/hypercorn.toml"]
     env = {}
+    if settings.trace_dir is not None:
+        if old:
+            raise LaunchError("lightllm has a profiler from 1.2 on; choose a newer --image or --server-python.")
+        arguments += ["--enable_profiling", "torch_profiler"]
+        env["LIGHTLLM_TRACE_DIR"] = settings.trace_dir
     if not settings.p2p:
         env["NCCL_P2P_DISABLE"] = "1"
         arguments += (
@@ -176,6 +181,12 @@ ADAPTER = Adapter(
     loads_from_hub=False,
     invoke=invoke,
     capacity=r"(\d+) is the profiled max_total_token_num",
+    profiler=Profiler(
+        start=("GET", "/profiler_start"),
+        stop=("GET", "/profiler_stop"),
+        note="lightllm takes its profiler's commands on a port of its own without asking who sends them: profile it "
+        "only where nobody else can reach this machine's ports.",
+    ),
     failures=(
         Failure(
             pattern=r"check max len infer fail",

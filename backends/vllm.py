@@ -7,8 +7,10 @@ and output do not fit its `max_model_len`: the usage at the end of every reply t
 
 from __future__ import annotations
 
+import json
+
 from backends.identity import PATHS, read_as
-from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, Settings
+from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, Profiler, Settings
 from backends.openai import decoder, request
 from backends.protocol import Backend, HttpRequest, Prompt, Sampling
 from backends.replies import error_message
@@ -53,6 +55,18 @@ def invoke(settings: Settings) -> Invocation:
         # its other ways to reduce read peers' memory too, and do not look at NCCL's variable
         env |= {"NCCL_P2P_DISABLE": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
         arguments.append("--disable-custom-all-reduce")
+    if settings.trace_dir is not None and settings.version is not None and settings.version < (0, 13):
+        env |= {"VLLM_TORCH_PROFILER_DIR": settings.trace_dir, "VLLM_TORCH_PROFILER_WITH_STACK": "0"}
+        env["VLLM_RPC_TIMEOUT"] = "600000"  # ms: stopping writes the trace
+    elif settings.trace_dir is not None:
+        profiler = {
+            "profiler": "torch",
+            "torch_profiler_dir": settings.trace_dir,
+            "torch_profiler_with_stack": False,  # costs more than the steps that it would explain
+            "torch_profiler_dump_cuda_time_total": False,
+            "ignore_frontend": True,
+        }
+        arguments += ["--profiler-config", json.dumps(profiler)]
     return Invocation(arguments=(*arguments, *settings.extra), env=env)
 
 
@@ -65,6 +79,7 @@ ADAPTER = Adapter(
     dummy_weights=True,
     invoke=invoke,
     capacity=r"[CG]PU KV cache size: ([\d,]+) tokens",
+    profiler=Profiler(start=("POST", "/start_profile"), stop=("POST", "/stop_profile")),
     failures=(
         Failure(
             pattern=r"Free memory on device .*?\(([\d.]+)/([\d.]+) GiB\) on startup is less than",

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Toml
@@ -23,6 +23,9 @@ from loadgen import runs, terminal
 from loadgen.config import Config, ConfigError
 from loadgen.terminal import say, say_error
 from loadgen.whole import Whole
+
+if TYPE_CHECKING:
+    from loadgen.breakdown import Breakdown
 
 EXIT_OK, EXIT_CONFIG, EXIT_BACKEND, EXIT_INVALID, EXIT_STOPPED = 0, 2, 3, 4, 130
 
@@ -67,6 +70,80 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
         if new:
             runs.remove_if_empty(directory)
     return report_one(directory, "loadgen")
+
+
+def breakdown(
+    config: Annotated[Config | None, Parameter(name="*")] = None,
+    *,
+    steps: Annotated[int, Parameter(help="How many decode steps to profile.")] = 20,
+    preset: Annotated[
+        Literal["paper-table10"] | None,
+        Parameter(
+            help="Tables X and XI of arXiv 2311.03687 beside; with no server named, its setting on modelled GPUs."
+        ),
+    ] = None,
+) -> int:
+    """Say where the time of a decode step goes: by kind of work and by part of the model.
+
+    Takes the options of `run`. With --launch process or docker it starts the server with its profiler, keeps
+    --concurrency requests in decode (default 64), profiles some steps and reads the trace, which opens in Perfetto.
+    With --gpu it prints the terms of the cost model that the embedded server runs on, marked as emulated.
+    """
+    from backends.launch import LaunchError
+    from loadgen import breakdown as tables
+    from loadgen import profiled
+    from loadgen.hosted import quoted
+    from loadgen.run import ServerError, Stopped
+    from loadgen.trace import TraceError
+    from loadgen.transport import TransportError
+
+    config = config or Config()
+    if steps < 2:
+        raise ConfigError(f"--steps is {steps}; it must be at least 2, since the first is left out.")
+    run_id = runs.new_run_id()
+    directory = config.out or Path("runs") / run_id
+    if config.dry_run:
+        print(profiled.dry_run(profiled.load(config), directory, run_id))
+        return EXIT_OK
+    new = runs.create(directory)
+    try:
+        found = _find_breakdown(config, steps, preset, directory, run_id)
+    except (ServerError, TransportError, LaunchError) as error:
+        if isinstance(error, LaunchError) and error.log:
+            say(quoted(error.log))
+        say_error(error)
+        return EXIT_BACKEND
+    except TraceError as error:
+        say_error(error)
+        return EXIT_INVALID
+    except Stopped as error:
+        say_error(error)
+        return EXIT_STOPPED
+    finally:
+        if new:
+            runs.remove_if_empty(directory)
+    plain = tables.write(directory, found)
+    say(tables.markdown(found))
+    say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
+    sys.stdout.write(json.dumps(plain) + "\n")
+    sys.stdout.flush()
+    return EXIT_OK
+
+
+def _find_breakdown(config: Config, steps: int, preset: str | None, directory: Path, run_id: str) -> Breakdown:
+    """Of a server that is started; of the embedded one, from whoever models it."""
+    from loadgen import breakdown as tables
+    from loadgen import profiled
+    from loadgen.shards import run_loop
+
+    if config.where == "embedded":
+        entries = list(entry_points(group="llm_dissect.breakdowns", name="embedded"))
+        if not entries:
+            raise ConfigError("nothing that models a server is installed; give --launch process or --launch docker.")
+        found: Breakdown = entries[0].load()(config, preset, directory, run_id)
+    else:
+        found = run_loop(profiled.measure(profiled.load(config), steps, directory, run_id, say))
+    return found if preset is None else tables.beside_paper(found)
 
 
 def report(
@@ -201,6 +278,7 @@ def build_app() -> App:
         result_action="return_value",
     )
     app.command(run)
+    app.command(breakdown)
     app.command(report)
     app.command(compare)
     app.command(doctor)
@@ -218,7 +296,7 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
     keys."""
     rest: list[str] = []
     files: list[Toml] = []
-    if tokens[:1] not in (["run"], ["doctor"], ["compose"], ["predict"]):
+    if tokens[:1] not in (["run"], ["doctor"], ["compose"], ["predict"], ["breakdown"]):
         return tokens, files
     queue = iter(tokens)
     for token in queue:

@@ -1,5 +1,5 @@
-"""The latency CDF: one panel a metric, one line a run, exact steps. Only this and servers/paper_figures.py import
-matplotlib: import them when a figure is wanted (0.7 s, 70 MB), not before.
+"""The latency CDF: one panel a metric, one line a run, exact steps; and the bars of a breakdown. Only this and
+servers/paper_figures.py import matplotlib: import them when a figure is wanted (0.7 s, 70 MB), not before.
 
 It must never smooth, extrapolate or hide that a run is emulated.
 """
@@ -155,3 +155,42 @@ def _mark_percentiles(axis: Axes, sample: Sample, divisor: float, unit: str) -> 
         va="top" if slow else "bottom",
         linespacing=1.5,
     )
+
+
+HATCHES = ("", "//", "..")  # tell colours apart that are used again
+NAMED_RATIO = 0.04  # of the longest bar: what is shorter has no room for its number
+
+
+def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], title: str, path: Path) -> None:
+    """Writes a figure of stacked bars: (name, milliseconds by part) each; parts of one name have one colour."""
+    all_names = dict.fromkeys(name for _, parts in bars for name in parts)
+    names = [name for name in all_names if any(parts.get(name, 0.0) > 0 for _, parts in bars)]
+    longest = max(sum(parts.values()) for _, parts in bars)
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        figure = Figure(figsize=(10.5, 1.9 + 0.55 * len(bars) + 0.2 * math.ceil(len(names) / 4)), layout="constrained")
+        FigureCanvasAgg(figure)
+        axis = figure.subplots()
+        left = [0.0] * len(bars)
+        for number, name in enumerate(names):
+            widths = [parts.get(name, 0.0) for _, parts in bars]
+            axis.barh(
+                range(len(bars)),
+                widths,
+                left=left,
+                label=name,
+                color=COLOURS[number % len(COLOURS)],
+                alpha=0.85,
+                hatch=HATCHES[number // len(COLOURS) % len(HATCHES)],
+                edgecolor="white",
+            )
+            for row, width in enumerate(widths):
+                if width > NAMED_RATIO * longest:
+                    middle = left[row] + width / 2
+                    axis.text(middle, row, f"{width:.3g}", ha="center", va="center", color="white", fontsize=8)
+                left[row] += width
+        axis.set_yticks(range(len(bars)), [name for name, _ in bars])
+        axis.invert_yaxis()
+        axis.set_xlabel("ms of an average step")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11).set_parse_math(False)
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        figure.savefig(path, dpi=160)

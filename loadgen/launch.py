@@ -32,6 +32,7 @@ from loadgen.workload import Dataset
 
 CONTAINER_CONFIG = "/llm-dissect"  # where a container sees the files that are written for it
 CONTAINER_MODELS = "/models"
+TRACES = "trace"  # of the server's profiler, in the run's directory
 MODEL_DIR = Path("/MODEL_DIR")  # in a dry run: stands for a directory that is not here
 
 Files = dict[Path, bytes | str]  # to be there before it starts: content, or where a link points
@@ -94,10 +95,13 @@ class Launch:
         }
 
 
-def plan_launch(config: Config, directory: Path, run_id: str, inventory: gpus.Inventory | None = None) -> Launch:
+def plan_launch(
+    config: Config, directory: Path, run_id: str, inventory: gpus.Inventory | None = None, *, profiled: bool = False
+) -> Launch:
     """Decides everything about the server. Raises ConfigError (options) or LaunchError (this machine).
 
     `directory`: the run's, where the server's log and files go. `inventory`: the GPUs (default: those of this machine).
+    `profiled`: it gets its profiler, whose traces go to `directory`/trace.
     """
     backend = backends.get(config.kind)
     adapter = backend.adapter
@@ -107,9 +111,11 @@ def plan_launch(config: Config, directory: Path, run_id: str, inventory: gpus.In
         raise ConfigError(f"{backend.name} has no --dtype {config.dtype}; it has {', '.join(adapter.dtypes)}.")
     if config.dummy_weights and not adapter.dummy_weights:
         raise ConfigError(f"{backend.name} cannot make --dummy-weights; only vllm can.")
+    if profiled and adapter.profiler is None:
+        raise ConfigError(f"{backend.name} has no profiler that a client can start; vllm and lightllm have one.")
     model = models.find(config.model or "7b")
     plan = plan_run(config, backend, Target(""), ServerInfo(model.name), run_id, model)
-    notes: list[str] = []
+    notes = [adapter.profiler.note] if profiled and adapter.profiler and adapter.profiler.note else []
     length = model_length(config, model, _longest(config, plan, backend), notes)
     if inventory is None:
         inventory = gpus.read()
@@ -135,7 +141,7 @@ def plan_launch(config: Config, directory: Path, run_id: str, inventory: gpus.In
         extra=config.server_arg,
     )
     local = _local(adapter, model, config, notes)
-    draft = _Draft(config, backend, adapter, model, local, settings, directory.absolute())
+    draft = _Draft(config, backend, adapter, model, local, settings, directory.absolute(), profiled)
     settings, start, files = draft.in_docker() if config.where == "docker" else draft.as_process()
     start = dataclasses.replace(start, run_id=run_id, gpu_ids=tuple(str(index) for index in chosen))
     return Launch(
@@ -181,6 +187,7 @@ class _Draft:
     local: Path | None
     settings: Settings
     directory: Path
+    profiled: bool
 
     def in_docker(self) -> tuple[Settings, Start, Files]:
         adapter, image = self.adapter, self.config.image or self.adapter.image
@@ -197,7 +204,9 @@ class _Draft:
             mounts.append(Mount(self.directory / "model", seen := f"{CONTAINER_CONFIG}/model"))
         cache = models.user_cache() / "llm-dissect"
         mounts += [Mount(cache / name, target, read_only=False) for name, target in adapter.caches.items()]
-        settings = self._settled(seen, "0.0.0.0", adapter.port, f"{CONTAINER_CONFIG}/config", version_in(image))
+        settings = self._settled(seen, "0.0.0.0", adapter.port, CONTAINER_CONFIG, version_in(image))
+        if settings.trace_dir is not None:
+            mounts.append(Mount(self.directory / TRACES, settings.trace_dir, read_only=False))
         invocation = adapter.invoke(settings)
         if invocation.files:
             mounts.append(Mount(self.directory / "config", settings.config_dir))
@@ -219,7 +228,7 @@ class _Draft:
             version = None
         seen, files = self._overlay(str(self.local or self.model.hf_id))
         settings = self._settled(
-            seen, "127.0.0.1", self.config.port or process.free_port(), str(self.directory / "config"), version
+            seen, "127.0.0.1", self.config.port or process.free_port(), str(self.directory), version
         )
         invocation = self.adapter.invoke(settings)
         command = tuple(python if word == "{python}" else word for word in self.adapter.process_command)
@@ -243,9 +252,16 @@ class _Draft:
                 raise LaunchError(f"cannot use {path}: {error}.") from None
         return str(view), files
 
-    def _settled(self, model: str, host: str, port: int, config_dir: str, version: tuple[int, ...] | None) -> Settings:
+    def _settled(self, model: str, host: str, port: int, directory: str, version: tuple[int, ...] | None) -> Settings:
+        """`directory`: the run's, as the server sees it."""
         return msgspec.structs.replace(
-            self.settings, model=model, host=host, port=port, config_dir=config_dir, version=version
+            self.settings,
+            model=model,
+            host=host,
+            port=port,
+            config_dir=f"{directory}/config",
+            version=version,
+            trace_dir=f"{directory}/{TRACES}" if self.profiled else None,
         )
 
     def _start(self, argv: tuple[str, ...], invocation: Invocation, port: int) -> Start:

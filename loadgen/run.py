@@ -147,17 +147,23 @@ async def calibrate(plan: Plan) -> runs.Ceiling | None:
         return await asyncio.to_thread(embedded.ceiling, directory, stamps, requests, tokens)
 
 
+def api_key(config: Config) -> str | None:
+    """The key that --api-key-env names. Raises ConfigError."""
+    if config.api_key_env is None:
+        return None
+    token = os.environ.get(config.api_key_env)
+    if not token:
+        raise ConfigError(f"the environment variable {config.api_key_env} named by --api-key-env is not set.")
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"{config.api_key_env} holds a line break or another character that no header can carry.")
+    return token
+
+
 async def run(config: Config, directory: Path, run_id: str, progress: Progress, say: Callable[[str], None]) -> None:
     """The whole run; the directory exists. Raises the errors of its parts, each one sentence."""
     backend = backends.get(config.kind)
-    token = None
-    if config.api_key_env is not None:
-        token = os.environ.get(config.api_key_env)
-        if not token:
-            raise ConfigError(f"the environment variable {config.api_key_env} named by --api-key-env is not set.")
-        if not (token.isascii() and token.isprintable()):
-            raise ConfigError(f"{config.api_key_env} holds a line break or another character that no header can carry.")
-    with _stoppable():
+    token = api_key(config)
+    with stoppable():
         async with contextlib.AsyncExitStack() as stack:
             snapshots = await stack.enter_async_context(watching(config.metrics_port))
             watch = await stack.enter_async_context(sampling()) if config.server_metrics else None
@@ -280,7 +286,7 @@ def _local_gpus(config: Config, hosted: Hosted | None) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
+def stoppable() -> Iterator[None]:
     """Ctrl-C and its like end what goes on before the load, and what was started is taken back. During the load they
     are the clients' own. Raises Stopped."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()

@@ -91,8 +91,9 @@ def read(path: Path) -> list[Span]:
     base_us = min((float(event.ts) for event in kept), default=0.0)
     spans = []
     for event in kept:
-        start_s = (float(event.ts) - base_us) / 1e6
-        spans.append(Span(event.name, event.cat, event.tid, start_s, start_s + float(event.dur) / 1e6, event.args))
+        start_us = float(event.ts) - base_us
+        end_us = start_us + float(event.dur)  # summed here, so that spans that touch do not overlap by a rounding
+        spans.append(Span(event.name, event.cat, event.tid, start_us / 1e6, end_us / 1e6, event.args))
     return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
 

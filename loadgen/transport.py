@@ -125,12 +125,16 @@ def ephemeral_ports() -> int:
     return 16_384
 
 
-def get(target: Target, path: str, timeout_s: float = 10.0) -> tuple[int, Mapping[str, str], bytes]:
-    """One plain GET before the run: status, headers, body. Raises TransportError when the server is not there."""
+def get(
+    target: Target, path: str, timeout_s: float = 10.0, method: str = "GET"
+) -> tuple[int, Mapping[str, str], bytes]:
+    """One plain request beside the load, without a body: status, headers, body of the reply. Raises TransportError when
+    the server is not there."""
     kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
     connection = kind(target.host, target.port, timeout=timeout_s)
     try:
-        connection.request("GET", target.base_path + path, headers=target.headers(HttpRequest("GET", path, b"", ())))
+        headers = target.headers(HttpRequest(method, path, b"", ()))
+        connection.request(method, target.base_path + path, headers=headers)
         reply = connection.getresponse()
         return reply.status, {k.lower(): v for k, v in reply.getheaders()}, reply.read(1 << 20)
     except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a host name that cannot be one

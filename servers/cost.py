@@ -93,6 +93,24 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     reduce_ratio: float = 1.0
 
 
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """The operators of a step, in seconds over all layers, which add up to what it takes.
+
+    waiting: what the GPU waits in layers whose kernels are launched one by one. software: before the kernels run.
+    """
+
+    attention_gemm: float
+    attention: float
+    rope: float
+    norms: float
+    mlp_gemm: float
+    gate: float
+    all_reduce: float
+    head: float
+    waiting: float
+    software: float
+
+
 class StepCost:
     """Seconds that a step takes on `tp` GPUs of one kind."""
 
@@ -134,15 +152,27 @@ class StepCost:
         head = self._head.get(samples)
         if head is None:
             head = self._head[samples] = self._head_s(samples)
-        decode = step.decode_rows * self._decode_row + step.decode_context * self._decode_context
-        if step.prefill_rows:
-            decode *= self._gpu.attention.mixed
-            decode += step.prefill_work * self._prefill_work + step.prefill_tokens * self._prefill_token
-        seconds = dense + head + self._decode_launch + decode * self._overheads.attention_ratio
+        seconds = dense + head + self._attention_s(step)
         if seconds < self._floor:
             seconds = self._floor
         own = self._overheads
         return seconds + (own.step_us + own.row_us * samples + own.prefill_token_us * step.prefill_tokens) * 1e-6
+
+    def terms(self, step: Step) -> Terms:
+        """What `step` takes, by operator."""
+        model, own = self._model, self._overheads
+        tokens, samples, layers = step.decode_rows + step.prefill_tokens, len(step.emits), model.layers
+        q, kv = self._widths()
+        norms, rope, gate = self._elementwise_terms(tokens, q, kv)
+        attention_gemm, mlp_gemm = self._attention_gemm_s(tokens, q, kv), self._mlp_s(tokens)
+        head, attention, reduce = self._head_s(samples), self._attention_s(step), self._reduce_s(tokens)
+        layer = attention_gemm + mlp_gemm + norms + rope + gate + reduce
+        software = (own.step_us + own.row_us * samples + own.prefill_token_us * step.prefill_tokens) * 1e-6
+        return Terms(
+            attention_gemm=layers * attention_gemm, attention=attention, rope=layers * rope, norms=layers * norms,
+            mlp_gemm=layers * mlp_gemm, gate=layers * gate, all_reduce=layers * reduce, head=head,
+            waiting=max(0.0, self._floor - layers * layer - head - attention), software=software,
+        )  # fmt: skip
 
     def gemm_s(self, tokens: float, n: float, k: float) -> float:
         """Seconds for tokens x k times k x n."""
@@ -151,16 +181,34 @@ class StepCost:
         memory = self._width * (n * k + tokens * (n + k)) / (fit.memory_ratio * self._gpu.memory_bytes_per_s)
         return _soft_max(compute, memory, fit.softness) + fit.launch_us * 1e-6
 
+    def _attention_s(self, step: Step) -> float:
+        decode = step.decode_rows * self._decode_row + step.decode_context * self._decode_context
+        if step.prefill_rows:
+            decode *= self._gpu.attention.mixed
+            decode += step.prefill_work * self._prefill_work + step.prefill_tokens * self._prefill_token
+        return self._decode_launch + decode * self._overheads.attention_ratio
+
     def _dense_s(self, tokens: int) -> float:
+        q, kv = self._widths()
+        layer = self._attention_gemm_s(tokens, q, kv) + self._mlp_s(tokens)
+        layer += sum(self._elementwise_terms(tokens, q, kv)) + self._reduce_s(tokens)
+        return self._model.layers * layer
+
+    def _widths(self) -> tuple[float, float]:
+        """Values of the queries, and of the keys and values, that one GPU has of a token."""
         model, tp = self._model, self._tp
-        q = model.heads * model.head_dim / tp
-        kv = 2 * max(model.kv_heads / tp, 1.0) * model.head_dim
-        attention = self.gemm_s(tokens, q + kv, model.hidden) + self.gemm_s(tokens, model.hidden, q)
-        layer = attention + self._mlp_s(tokens) + self._elementwise_s(tokens, q, kv)
-        if self._link is not None and tp > 1:
-            alone = self._link.all_reduce_s(tokens * model.hidden * self._width, tp)
-            layer += 2 * (alone * self._overheads.reduce_ratio + self._overheads.reduce_us * 1e-6)
-        return model.layers * layer
+        return model.heads * model.head_dim / tp, 2 * max(model.kv_heads / tp, 1.0) * model.head_dim
+
+    def _attention_gemm_s(self, tokens: int, q: float, kv: float) -> float:
+        hidden = self._model.hidden
+        return self.gemm_s(tokens, q + kv, hidden) + self.gemm_s(tokens, hidden, q)
+
+    def _reduce_s(self, tokens: int) -> float:
+        """Two all-reduces, after attention and after the MLP."""
+        if self._link is None or self._tp == 1:
+            return 0.0
+        alone = self._link.all_reduce_s(tokens * self._model.hidden * self._width, self._tp)
+        return 2 * (alone * self._overheads.reduce_ratio + self._overheads.reduce_us * 1e-6)
 
     def _mlp_s(self, tokens: int) -> float:
         """Dense, or a mixture: each expert that any token reaches reads its weights and takes its share of tokens."""
@@ -183,11 +231,16 @@ class StepCost:
         memory = self._width * (groups * n * k + rows * (n + k)) / (fit.memory_ratio * self._gpu.memory_bytes_per_s)
         return _soft_max(compute, memory, fit.softness) + fit.launch_us * 1e-6
 
-    def _elementwise_s(self, tokens: int, q: float, kv: float) -> float:
-        """Two norms that add the residual (4 values a token each), rotary positions and the KV write, the gate."""
+    def _elementwise_terms(self, tokens: int, q: float, kv: float) -> tuple[float, float, float]:
+        """Two norms that add the residual (4 values a token each); rotary positions and the KV write; the gate."""
         model, fit = self._model, self._gpu.elementwise
-        values = tokens * (8 * model.hidden + 2 * (q + kv) + 3 * model.intermediate / self._tp * model.active_experts)
-        return self._width * values / (fit.memory_ratio * self._gpu.memory_bytes_per_s) + 4 * fit.launch_us * 1e-6
+        a_value = self._width / (fit.memory_ratio * self._gpu.memory_bytes_per_s)
+        launch = fit.launch_us * 1e-6
+        return (
+            tokens * 8 * model.hidden * a_value + 2 * launch,
+            tokens * 2 * (q + kv) * a_value + launch,
+            tokens * 3 * model.intermediate / self._tp * model.active_experts * a_value + launch,
+        )
 
     def _head_s(self, samples: int) -> float:
         return self.gemm_s(max(samples, 1), self._model.vocab_size / self._tp, self._model.hidden)

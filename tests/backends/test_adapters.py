@@ -236,3 +236,18 @@ def test_capacity_lines(name: str) -> None:
     }[name]
     found = re.search(adapter(name).capacity or "", line)
     assert found is not None and found.group(1).replace(",", "") == "123456"
+
+
+def test_vllm_with_its_profiler() -> None:
+    told = json.loads(words("vllm", trace_dir="/t")["--profiler-config"] or "")
+    assert told["profiler"] == "torch" and told["torch_profiler_dir"] == "/t" and told["ignore_frontend"]
+    old = adapter("vllm").invoke(settings(trace_dir="/t", version=(0, 12, 0)))
+    assert old.env["VLLM_TORCH_PROFILER_DIR"] == "/t" and "--profiler-config" not in old.arguments
+    assert "--profiler-config" not in words("vllm")
+
+
+def test_lightllm_with_its_profiler() -> None:
+    assert words("lightllm", trace_dir="/t")["--enable_profiling"] == "torch_profiler"
+    assert adapter("lightllm").invoke(settings(trace_dir="/t")).env["LIGHTLLM_TRACE_DIR"] == "/t"
+    with pytest.raises(LaunchError, match="from 1.2 on"):
+        adapter("lightllm").invoke(settings(trace_dir="/t", version=(1, 1, 0)))

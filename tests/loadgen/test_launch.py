@@ -413,3 +413,19 @@ def test_names_of_one_model(name: str) -> None:
 def test_a_hub_id_that_nobody_knows() -> None:
     found = models.find("org/name")
     assert (found.name, found.hf_id, found.spec, found.directory) == ("org/name", "org/name", None, None)
+
+
+def test_a_profiled_server_leaves_its_traces_in_the_runs_directory(tmp_path: Path) -> None:
+    config = Config(launch="docker", model=str(llama(tmp_path / "m")))
+    launch = plan_launch(config, tmp_path / "run", "r", A800, profiled=True)
+    assert launch.settings.trace_dir == "/llm-dissect/trace"
+    assert Mount(tmp_path / "run/trace", "/llm-dissect/trace", read_only=False) in launch.start.mounts
+    write_files(launch)
+    assert (tmp_path / "run/trace").is_dir()
+    assert plan_launch(config, tmp_path / "run", "r", A800).settings.trace_dir is None
+
+
+def test_a_server_without_a_profiler_is_told_before_it_starts(tmp_path: Path) -> None:
+    config = Config(launch="docker", backend="tgi", model=str(llama(tmp_path / "m")))
+    with pytest.raises(ConfigError, match="tgi has no profiler"):
+        plan_launch(config, tmp_path / "run", "r", A800, profiled=True)

@@ -87,3 +87,27 @@ def test_stopped_while_it_starts(model: Path, tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "stopped before the load began" in said.splitlines()[-1]
     assert processes_with(str(model)) == []
+
+
+def test_a_breakdown_adds_up_to_the_step(model: Path, tmp_path: Path) -> None:
+    """The steps as the client's streams saw them are the other witness: they know nothing of the trace."""
+    out = tmp_path / "run"
+    words = [
+        str(Path(sys.executable).parent / "loadgen"), "breakdown", "--launch", "process", "--model", str(model),
+        "--server-python", str(serve.PYTHON), "--gpus", "none", "--dtype", "bfloat16", "--dummy-weights",
+        "--max-model-len", "1024", "--max-running", "256", "--server-arg=--enforce-eager",
+        "--input-tokens", "64", "--output-tokens", "800", "--concurrency", "16", "--steps", "60", "--out", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    print({name: found[name] for name in ("step_ms", "client_ms", "client_before_ms", "kinds", "parts", "steps")})
+    assert (found["form"], found["layers"], found["batch"], found["emulated"]) == ("cpu", 4, 16, False)
+    assert found["steps"] >= 58
+    assert sum(found["kinds"].values()) == pytest.approx(found["client_ms"], rel=0.03)
+    assert sum(found["parts"].values()) == pytest.approx(found["client_ms"], rel=0.03)
+    for name in ("Element-Wise", "RoPE", "Attention", "GEMM", "RMSNorm"):
+        assert found["kinds"][name] > 0
+    assert found["attributed_ratio"] > 0.95 and found["assigned_ratio"] == 1.0
+    assert (out / "trace.json.gz").read_bytes()[:2] == b"\x1f\x8b"
+    assert processes_with(str(model)) == []

@@ -1,0 +1,276 @@
+"""A breakdown of a server that is started with its profiler: load until it decodes steadily, some steps profiled, the
+trace read.
+
+Steady is what the client's own streams tell: every request has its first token and none has its last. The same number
+of steps is watched without the profiler first, so that what the profiler costs is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gzip
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import backends
+from backends.launch import Profiler
+from backends.protocol import Backend
+from loadgen import dissect, runs, steps, trace
+from loadgen.breakdown import Breakdown
+from loadgen.clock import now_ns
+from loadgen.config import Config, ConfigError
+from loadgen.engine import Client
+from loadgen.exchange import Exchange
+from loadgen.hosted import END_WAIT_S, Hosted, hosting
+from loadgen.launch import TRACES, Launch, plan_launch
+from loadgen.plan import Plan, make_room, plan_run
+from loadgen.run import ServerError, api_key, fit_text, identify, manifest, stoppable
+from loadgen.shards import START_MARGIN_NS, build_client
+from loadgen.trace import Span, TraceError
+from loadgen.transport import Target, TransportError, get
+
+DEFAULT_STREAMS = 64
+LONG_REPLY_TOKENS = 1024  # enough for the first reply to outlast the last prompt and the profile
+POLL_S = 0.02
+COMMAND_TIMEOUT_S = 600.0  # stopping writes the trace
+TRACE_WAIT_S = 300.0
+TRACE_FILE = "trace.json.gz"
+_TRACE_NAME = re.compile(r"\.pt\.trace\.json(\.gz)?$")
+_FIRST_RANK = re.compile(r"(rank|tp|dev|device)[_-]?0(?!\d)")
+
+Say = Callable[[str], None]
+
+
+def load(config: Config) -> Config:
+    """The same options as one closed loop whose replies outlast prompts and profile; it warms itself up. Raises
+    ConfigError."""
+    if config.url is not None:
+        raise ConfigError("a breakdown starts the server itself, with its profiler; give --launch instead of --url.")
+    if config.arrival is not None or config.duration is not None or config.requests is not None:
+        raise ConfigError("a breakdown keeps one batch in decode; --concurrency says how large, nothing else.")
+    if config.dataset is not None or not config.stream:
+        raise ConfigError("a breakdown needs prompts of one length and streams; leave --dataset and --no-stream out.")
+    streams = config.concurrency or DEFAULT_STREAMS
+    if streams > config.max_running:
+        raise ConfigError(f"--concurrency {streams} is more than --max-running {config.max_running}; raise that.")
+    if config.workers != "1":
+        raise ConfigError("a breakdown is driven by one client process; leave --workers out.")
+    reply = config.output_tokens
+    if reply == Config.output_tokens:
+        reply = LONG_REPLY_TOKENS
+    return dataclasses.replace(config, concurrency=streams, requests=streams, warmup=0, output_tokens=reply)
+
+
+class Watched(msgspec.Struct, frozen=True):
+    """What the client saw of one server's decode: milliseconds a step, and tokens of context while it was profiled."""
+
+    before_ms: float
+    during_ms: float
+    context_tokens: float
+
+
+async def measure(config: Config, wanted: int, directory: Path, run_id: str, say: Say) -> Breakdown:
+    """Starts the server, profiles `wanted` steps, and ends it; manifest, records and trace lie in `directory`. Raises
+    the errors of its parts, each one sentence."""
+    backend = backends.get(config.kind)
+    token = api_key(config)
+    with stoppable():
+        launch = await asyncio.to_thread(lambda: plan_launch(config, directory, run_id, profiled=True))
+        for note in launch.notes:
+            say(f"note: {note}")
+        say(f"starting {launch.title}, with its profiler")
+        async with hosting(launch, config.ready_timeout, say) as hosted:
+            say(f"{backend.name} is ready after {hosted.facts['ready_s']:.0f} s")
+            try:
+                plan, said = await _planned(config, backend, Target(hosted.url, token), run_id, hosted, directory)
+                assert launch.adapter.profiler is not None
+                watched = await drive(plan, backend, launch.adapter.profiler, wanted, directory, say)
+                say("waiting for the trace")
+                spans = await collect(directory / TRACES, directory / TRACE_FILE)
+            except (ServerError, TransportError):
+                ended = await hosted.ended(END_WAIT_S)
+                if ended is None:
+                    raise
+                raise ended from None
+    return _assembled(await asyncio.to_thread(steps.find, spans), watched, launch, config, said)
+
+
+async def _planned(
+    config: Config, backend: Backend, target: Target, run_id: str, hosted: Hosted, directory: Path
+) -> tuple[Plan, runs.Manifest]:
+    info, emulated = await asyncio.to_thread(identify, backend, target)
+    plan = plan_run(config, backend, target, info, run_id, hosted.launch.model)
+    make_room(plan, 1)
+    plan = await fit_text(plan)
+    said = manifest(config, plan, info, emulated, None, hosted.facts, None)
+    runs.write_manifest(directory, said)
+    return plan, said
+
+
+def _assembled(found: steps.Steps, watched: Watched, launch: Launch, config: Config, said: runs.Manifest) -> Breakdown:
+    dissected = dissect.dissect(found)
+    names = dict.fromkeys(gpu.name for gpu in launch.inventory.gpus if gpu.index in launch.gpu_indices)
+    version = f" {said.server_version}" if said.server_version else ""
+    notes = []
+    streams = config.concurrency or 0
+    batch = found.steps[0].batch
+    if batch is not None and batch != streams:
+        notes.append(f"{streams} requests were in flight, and the server decoded {batch} of them in a step.")
+    if dissected.layers is None:
+        notes.append("norms, attention and products do not come in a transformer's order: parts cannot be told.")
+    fields: dict[str, Any] = {name: getattr(dissected, name) for name in dissected.__struct_fields__}
+    return Breakdown(
+        **fields,
+        emulated=said.emulated,
+        backend=f"{launch.backend.name}{version}",
+        model=launch.model.name,
+        hardware=f"{launch.settings.tp} x {', '.join(names)}" if names else "the CPU",
+        batch=streams if batch is None else batch,
+        prompt_tokens=config.input_tokens,
+        context_tokens=watched.context_tokens,
+        steps=len(found.steps),
+        steps_left_out=found.left_out,
+        delimited_by=found.delimited_by,
+        form=found.form,
+        client_ms=watched.during_ms,
+        client_before_ms=watched.before_ms,
+        trace=TRACE_FILE,
+        notes=tuple(notes),
+    )
+
+
+# Driving.
+
+
+async def drive(plan: Plan, backend: Backend, profiler: Profiler, wanted: int, directory: Path, say: Say) -> Watched:
+    """Sends the plan's load, has `wanted` decode steps profiled, and cuts the load off. Raises ServerError or
+    TransportError."""
+    client = build_client(plan)
+    try:
+        await client.prepare()
+        running = asyncio.ensure_future(client.run(now_ns() + START_MARGIN_NS, directory / "requests.jsonl"))
+        try:
+            streams = await _steady(client, running, plan)
+            say(f"{len(streams)} requests are in decode")
+            before_ms, _ = await _watch(client, running, streams, wanted, plan)
+            await _command(plan.target, profiler.start, backend.name)
+            during_ms, context = await _watch(client, running, streams, wanted, plan)
+            await _command(plan.target, profiler.stop, backend.name)
+        finally:
+            client.stop(0.0)
+            with contextlib.suppress(OSError):
+                await running
+    finally:
+        await client.transport.close()
+    return Watched(before_ms, during_ms, plan.prompts.input_tokens + context)
+
+
+async def _steady(client: Client, running: asyncio.Future[Any], plan: Plan) -> list[Exchange]:
+    """All streams, once each has its first token and none its last. Raises ServerError."""
+    wanted = plan.job.concurrency or 0
+    began = now_ns()
+    while True:
+        await asyncio.sleep(POLL_S)
+        _check(client, running, f"the last of {wanted} requests had its first token")
+        streams = list(client.in_flight)
+        decoding = sum(bool(exchange.times) for exchange in streams)
+        if decoding == wanted:
+            return streams
+        if now_ns() - began > plan.job.timeouts.first_byte_s * 1e9:
+            raise ServerError(
+                f"only {decoding} of {wanted} requests had a first token after {plan.job.timeouts.first_byte_s:g} s; "
+                "lower --concurrency to what the server's KV cache holds."
+            )
+
+
+async def _watch(
+    client: Client, running: asyncio.Future[Any], streams: list[Exchange], wanted: int, plan: Plan
+) -> tuple[float, float]:
+    """Waits until every stream has `wanted` more events: milliseconds between two on average, and how many tokens each
+    reply had on average meanwhile. Raises ServerError."""
+    first = [len(exchange.times) for exchange in streams]
+    began = now_ns()
+    while True:
+        await asyncio.sleep(POLL_S)
+        _check(client, running, f"{wanted} steps were over")
+        last = [len(exchange.times) for exchange in streams]
+        if min(end - begin for begin, end in zip(first, last, strict=True)) >= wanted:
+            break
+        if now_ns() - began > plan.job.timeouts.idle_s * 1e9:
+            raise ServerError(
+                f"a request had no {wanted} tokens in {plan.job.timeouts.idle_s:g} s; lower --concurrency to what the "
+                "server's KV cache holds."
+            )
+    spans_ms = [
+        (exchange.times[end - 1] - exchange.times[begin - 1]) / (end - begin) / 1e6
+        for exchange, begin, end in zip(streams, first, last, strict=True)
+    ]
+    tokens = sum((begin + end) / 2 for begin, end in zip(first, last, strict=True)) / len(streams)
+    return sum(spans_ms) / len(spans_ms), tokens
+
+
+def _check(client: Client, running: asyncio.Future[Any], before: str) -> None:
+    """Raises ServerError when a request is over before its time."""
+    if running.done() and running.exception() is not None:
+        raise running.exception() or AssertionError
+    if client.failed:
+        raise ServerError(f"{client.failed} requests failed before {before}; requests.jsonl says how.")
+    if client.done:
+        raise ServerError(f"a reply ended before {before}; raise --output-tokens or lower --concurrency.")
+
+
+async def _command(target: Target, command: tuple[str, str], name: str) -> None:
+    """Raises ServerError when the server does not do it."""
+    method, path = command
+    status, _, body = await asyncio.to_thread(get, target, path, COMMAND_TIMEOUT_S, method)
+    if status in (404, 405):
+        raise ServerError(f"this {name} has no {path}; it needs a version whose profiler a client can start.")
+    if status != 200:
+        said = body.decode(errors="replace")[:200]
+        raise ServerError(f"{name} answers {method} {path} with status {status}: {said or 'no reason'}.")
+
+
+# The trace.
+
+
+async def collect(traces: Path, kept: Path, timeout_s: float = TRACE_WAIT_S) -> list[Span]:
+    """The spans of the first GPU's trace, once it is whole; a gzipped copy lies at `kept`. Raises ServerError."""
+    sizes: dict[Path, int] = {}
+    problem = "there is none"
+    began = now_ns()
+    while True:
+        seen = {path: path.stat().st_size for path in traces.glob("*") if _TRACE_NAME.search(path.name)}
+        if seen and seen == sizes:  # nobody writes any more
+            chosen = max(seen, key=lambda path: (bool(_FIRST_RANK.search(path.name)), seen[path]))
+            try:
+                spans = await asyncio.to_thread(trace.read, chosen)
+            except TraceError as error:
+                problem = str(error).rstrip(".")
+            else:
+                await asyncio.to_thread(_keep, chosen, kept)
+                return spans
+        if now_ns() - began > timeout_s * 1e9:
+            raise ServerError(f"the server left no whole trace in {traces} within {timeout_s:g} s: {problem}.")
+        sizes = seen
+        await asyncio.sleep(0.5)
+
+
+def _keep(chosen: Path, kept: Path) -> None:
+    if chosen.name.endswith(".gz"):
+        shutil.copyfile(chosen, kept)
+    else:
+        with chosen.open("rb") as source, gzip.open(kept, "wb") as target:
+            shutil.copyfileobj(source, target)
+
+
+def dry_run(config: Config, directory: Path, run_id: str) -> str:
+    """What would be started, as text; nothing is."""
+    launch = plan_launch(config, directory, run_id, profiled=True)
+    return "\n".join([f"# {launch.title}", *(f"# note: {note}" for note in launch.notes), launch.command_line()])

@@ -1,0 +1,190 @@
+"""A server driven through a profile: a stand-in whose streams and profiler do as told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import backends
+from backends.launch import Profiler
+from backends.protocol import ServerInfo
+from loadgen import profiled, trace
+from loadgen.config import Config, ConfigError
+from loadgen.plan import plan_run
+from loadgen.profiled import Watched
+from loadgen.run import ServerError
+from loadgen.transport import Target
+from tests.loadgen import traces
+
+STEP_S = 0.004
+EVENT = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
+PROFILER = Profiler(start=("POST", "/start_profile"), stop=("POST", "/stop_profile"))
+
+
+@dataclass
+class StandIn:
+    """Every stream has a token every STEP_S; `tokens` is how many it ends after. profiler: whether it has one."""
+
+    tokens: int = 100_000
+    profiler: int = 200
+    fails: bool = False
+    url: str = ""
+    heard: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def serving(standin: StandIn) -> Iterator[StandIn]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.path.endswith("_profile"):
+                standin.heard.append(self.path)
+                self._plain(standin.profiler)
+            elif standin.fails:
+                self._plain(500)
+            else:
+                self._stream()
+
+        def _plain(self, status: int) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def _stream(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(standin.tokens):
+                    self.wfile.write(EVENT)
+                    self.wfile.flush()
+                    time.sleep(STEP_S)
+                self.wfile.write(b'data: {"choices":[{"index":0,"text":"","finish_reason":"length"}]}\n\n')
+                self.wfile.write(b'data: {"choices":[],"usage":{"prompt_tokens":8,"completion_tokens":5}}\n\n')
+                self.wfile.write(b"data: [DONE]\n\n")
+            self.close_connection = True
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    standin.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield standin
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def drive(standin: StandIn, directory: Path, **options: object) -> Watched:
+    config = profiled.load(Config(launch="process", concurrency=3, input_tokens=8, **options))  # type: ignore[arg-type]
+    backend = backends.get("vllm")
+    with serving(standin):
+        plan = plan_run(config, backend, Target(standin.url), ServerInfo("m"), "run-1")
+        return asyncio.run(profiled.drive(plan, backend, PROFILER, 5, directory, lambda text: None))
+
+
+def test_steps_are_profiled_in_decode_and_the_load_is_cut_off(tmp_path: Path) -> None:
+    standin = StandIn()
+    seen = drive(standin, tmp_path)
+    assert standin.heard == ["/start_profile", "/stop_profile"]
+    assert seen.before_ms >= STEP_S * 1000 * 0.9 and seen.during_ms >= STEP_S * 1000 * 0.9
+    assert seen.context_tokens > 8 + 5
+    *records, facts = (json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()[1:])
+    assert [record["outcome"] for record in records] == ["cancelled"] * 3 and facts
+
+
+def test_a_server_without_a_profiler(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="has no /start_profile") as raised:
+        drive(StandIn(profiler=404), tmp_path)
+    assert str(raised.value).count(".") == 1
+
+
+def test_a_profiler_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="POST /start_profile with status 500"):
+        drive(StandIn(profiler=500), tmp_path)
+
+
+def test_replies_that_are_too_short(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="raise --output-tokens"):
+        drive(StandIn(tokens=4), tmp_path)
+
+
+def test_requests_that_fail(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="requests failed before"):
+        drive(StandIn(fails=True), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"url": "http://h:1"}, "instead of --url"),
+        ({"launch": "process", "arrival": "poisson:3"}, "--concurrency says how large"),
+        ({"launch": "process", "requests": 10}, "--concurrency says how large"),
+        ({"launch": "process", "dataset": Path("d.jsonl")}, "leave --dataset"),
+        ({"launch": "process", "concurrency": 2000}, "raise that"),
+        ({"launch": "process", "workers": "2"}, "leave --workers out"),
+    ],
+)
+def test_loads_that_are_no_batch(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        profiled.load(Config(**options))  # type: ignore[arg-type]
+
+
+def test_replies_are_long_unless_they_are_told(tmp_path: Path) -> None:
+    assert profiled.load(Config(launch="process")).output_tokens == profiled.LONG_REPLY_TOKENS
+    assert profiled.load(Config(launch="process", output_tokens=50)).output_tokens == 50
+
+
+# The trace.
+
+
+def test_the_first_gpus_trace_is_kept_once_it_is_whole(tmp_path: Path) -> None:
+    """Other ranks' files are larger, other processes' have no rank, and it is still being written when we look."""
+    place = tmp_path / "trace"
+    place.mkdir()
+    events = traces.with_device(traces.decode(2), 3, graph=True)
+    traces.write(place / "dp0_pp0_tp1_rank1.1.pt.trace.json.gz", events + events)
+    traces.write(place / "host_77.1.pt.trace.json.gz", events * 3)
+    whole = gzip.compress(json.dumps({"traceEvents": events}).encode())
+    path = place / "dp0_pp0_tp0_rank0.2.pt.trace.json.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+
+    async def collected() -> list[trace.Span]:
+        waiting = asyncio.ensure_future(profiled.collect(place, tmp_path / "trace.json.gz", 20.0))
+        await asyncio.sleep(1.2)
+        assert not waiting.done()
+        path.write_bytes(whole)
+        return await waiting
+
+    spans = asyncio.run(collected())
+    assert len(spans) == len(events)
+    assert trace.read(tmp_path / "trace.json.gz") == spans
+
+
+def test_a_plain_trace_is_kept_gzipped(tmp_path: Path) -> None:
+    events = traces.with_device(traces.decode(2), 3, graph=True)
+    traces.write(tmp_path / "rank-0.pt.trace.json", events)
+    spans = asyncio.run(profiled.collect(tmp_path, tmp_path / "trace.json.gz", 20.0))
+    assert trace.read(tmp_path / "trace.json.gz") == spans
+    assert (tmp_path / "trace.json.gz").read_bytes()[:2] == b"\x1f\x8b"
+
+
+def test_no_trace_comes(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="left no whole trace"):
+        asyncio.run(profiled.collect(tmp_path, tmp_path / "kept", 0.1))
