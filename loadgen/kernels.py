@@ -3,8 +3,8 @@
 An operator's name decides where it is known, since it says what the model asked for. Under CUDA graphs only kernels
 have names. torch.compile names a kernel after the operators that it fused: one that normalizes is RMSNorm whatever
 else it does (the residual added, values cast, the embedding looked up); one that cuts halves, multiplies and joins them
-again is RoPE, and so is one that multiplies between the product that makes queries and attention; any other is element-wise.
-A reduction between GPUs with a norm fused to it is AllReduce.
+again is RoPE, and so is one that multiplies between the product that makes queries and attention; any other is
+element-wise. A reduction between GPUs with a norm fused to it is AllReduce.
 """
 
 from __future__ import annotations

@@ -249,5 +249,5 @@ def test_vllm_with_its_profiler() -> None:
 def test_lightllm_with_its_profiler() -> None:
     assert words("lightllm", trace_dir="/t")["--enable_profiling"] == "torch_profiler"
     assert adapter("lightllm").invoke(settings(trace_dir="/t")).env["LIGHTLLM_TRACE_DIR"] == "/t"
-    with pytest.raises(LaunchError, match="from 1.2 on"):
+    with pytest.raises(LaunchError, match="newer --image"):
         adapter("lightllm").invoke(settings(trace_dir="/t", version=(1, 1, 0)))

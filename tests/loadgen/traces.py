@@ -26,44 +26,46 @@ class Work(NamedTuple):
     part: str
 
 
+NORM = ("void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>", "_C::fused_add_rms_norm", 5, "RMSNorm")
+REDUCE = ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "vllm::all_reduce", 10)
+ATTEND = "vllm::unified_attention_with_output"
+
+
 def layer(tp: int) -> list[Work]:
-    reduce = [
-        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "vllm::all_reduce", 10)
-    ] * (tp > 1)
+    reduce = [REDUCE] * (tp > 1)
+    flash = "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>"
+    rotary, silu = "void vllm::rotary_embedding_kernel<c10::BFloat16, true>", "void vllm::act_and_mul_kernel<...>"
+    cache = ("void vllm::reshape_and_cache_flash_kernel<...>", "vllm::unified_kv_cache_update")
     return [
-        Work("void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>", "_C::fused_add_rms_norm", 5, "RMSNorm", ATTENTION),
+        Work(*NORM, ATTENTION),
         Work("nvjet_tst_128x8_64x12_4x1_v_bz_TNT", "aten::mm", 40, "GEMM", ATTENTION),
-        Work("void vllm::rotary_embedding_kernel<c10::BFloat16, true>", "_C::rotary_embedding", 4, "RoPE", ATTENTION),
-        Work("void vllm::reshape_and_cache_flash_kernel<...>", "vllm::unified_kv_cache_update", 3, "Element-Wise",
-             ATTENTION),
-        Work("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>",
-             "vllm::unified_attention_with_output", 30, "Attention", ATTENTION),
-        Work("void cutlass::device_kernel<flash::FlashAttnFwdCombine<...>>", "vllm::unified_attention_with_output", 2,
-             "Attention", ATTENTION),
+        Work(rotary, "_C::rotary_embedding", 4, "RoPE", ATTENTION),
+        Work(*cache, 3, "Element-Wise", ATTENTION),
+        Work(flash, ATTEND, 30, "Attention", ATTENTION),
+        Work("void cutlass::device_kernel<flash::FlashAttnFwdCombine<...>>", ATTEND, 2, "Attention", ATTENTION),
         Work("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "aten::mm", 20, "GEMM", ATTENTION),
         *(Work(*each, "AllReduce", ATTENTION) for each in reduce),
-        Work("void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>", "_C::fused_add_rms_norm", 5, "RMSNorm", FFN),
+        Work(*NORM, FFN),
         Work("nvjet_tst_192x8_64x8_4x1_v_bz_TNT", "aten::mm", 60, "GEMM", FFN),
-        Work("void vllm::act_and_mul_kernel<c10::BFloat16, &vllm::silu_kernel<c10::BFloat16>, true>", "_C::silu_and_mul",
-             6, "Element-Wise", FFN),
+        Work(silu, "_C::silu_and_mul", 6, "Element-Wise", FFN),
         Work("nvjet_tst_64x8_64x16_4x1_v_bz_splitK_TNT", "aten::mm", 30, "GEMM", FFN),
         *(Work(*each, "AllReduce", FFN) for each in reduce),
-    ]  # fmt: skip
+    ]
 
 
 def decode(layers: int, tp: int = 1) -> list[Work]:
     gather = [Work("ncclDevKernel_AllGather_RING_LL(...)", "vllm::all_gather", 8, "AllGather", AFTER)] * (tp > 1)
+    lookup = "void at::native::(anonymous namespace)::indexSelectLargeIndex<...>"
+    argmax = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>>>"
     return [
         Work("Memcpy HtoD (Pinned -> Device)", "aten::copy_", 2, "Other", BEFORE),
-        Work("void at::native::(anonymous namespace)::indexSelectLargeIndex<...>", "aten::embedding", 3, "Element-Wise",
-             BEFORE),
+        Work(lookup, "aten::embedding", 3, "Element-Wise", BEFORE),
         *(work for _ in range(layers) for work in layer(tp)),
-        Work("void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>", "_C::fused_add_rms_norm", 5, "RMSNorm", AFTER),
+        Work(*NORM, AFTER),
         Work("nvjet_tst_256x8_64x6_2x1_v_bz_TNT", "aten::mm", 50, "GEMM", AFTER),
         *gather,
-        Work("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>>>",
-             "aten::argmax", 4, "Other", AFTER),
-    ]  # fmt: skip
+        Work(argmax, "aten::argmax", 4, "Other", AFTER),
+    ]
 
 
 class Truth(NamedTuple):
