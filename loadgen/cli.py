@@ -75,7 +75,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
 def breakdown(
     config: Annotated[Config | None, Parameter(name="*")] = None,
     *,
-    steps: Annotated[int, Parameter(help="How many decode steps to profile.")] = 20,
+    steps: Annotated[Whole, Parameter(help="How many decode steps to profile.")] = 20,
     preset: Annotated[
         Literal["paper-table10"] | None,
         Parameter(
@@ -111,13 +111,13 @@ def breakdown(
     except (ServerError, TransportError, LaunchError) as error:
         if isinstance(error, LaunchError) and error.log:
             say(quoted(error.log))
-        say_error(error)
+        say_error("loadgen", error)
         return EXIT_BACKEND
     except TraceError as error:
-        say_error(error)
+        say_error("loadgen", error)
         return EXIT_INVALID
     except Stopped as error:
-        say_error(error)
+        say_error("loadgen", error)
         return EXIT_STOPPED
     finally:
         if new:
