@@ -58,8 +58,8 @@ class Breakdown(msgspec.Struct, kw_only=True):
     """One average decode step. kinds, parts: milliseconds by the names of KINDS and PARTS, each adding up to step_ms.
 
     hidden_ms: communication while something computed, which no row holds. layers: how many attention blocks were seen;
-    None where parts cannot be told. client_ms: the step as the client's streams saw it while the profiler ran, and
-    client_before_ms before it did; None where nothing was measured.
+    None where parts cannot be told. client_ms: between two events of a stream at the client while the profiler ran, and
+    client_before_ms before it did: the step, where each event is a token. None where nothing was measured.
     """
 
     schema: str = SCHEMA
@@ -199,7 +199,7 @@ def _facts(breakdown: Breakdown) -> list[str]:
         before = ""
         if breakdown.client_before_ms is not None:
             before = f", and {breakdown.client_before_ms:.3f} ms before the profiler ran"
-        lines.append(f"- the client saw steps of {breakdown.client_ms:.3f} ms meanwhile{before}")
+        lines.append(f"- the client's streams had an event every {breakdown.client_ms:.3f} ms meanwhile{before}")
     if breakdown.paper is not None:
         lines.append(f"- the paper: {breakdown.paper.source}")
     return lines

@@ -41,6 +41,7 @@ LONG_REPLY_TOKENS = 1024  # enough for the first reply to outlast the last promp
 POLL_S = 0.02
 COMMAND_TIMEOUT_S = 600.0  # stopping writes the trace
 TRACE_WAIT_S = 300.0
+MERGED_RATIO = 1.2  # of a stream's events to the trace's steps: beyond it they cannot be one token each
 TRACE_FILE = "trace.json.gz"
 _TRACE_NAME = re.compile(r"\.pt\.trace\.json(\.gz)?$")
 _FIRST_RANK = re.compile(r"(rank|tp|dev|device)[_-]?0(?!\d)")
@@ -125,6 +126,11 @@ def _assembled(found: steps.Steps, watched: Watched, launch: Launch, config: Con
         notes.append(f"{streams} requests were in flight, and the server decoded {batch} of them in a step.")
     if dissected.layers is None:
         notes.append("norms, attention and products do not come in a transformer's order: parts cannot be told.")
+    if watched.during_ms > MERGED_RATIO * dissected.step_ms:
+        notes.append(
+            f"streams had an event only every {watched.during_ms:.3f} ms: the server put several tokens into one, so the "
+            "context was longer than is told."
+        )
     fields: dict[str, Any] = {name: getattr(dissected, name) for name in dissected.__struct_fields__}
     return Breakdown(
         **fields,
