@@ -128,8 +128,8 @@ def _assembled(found: steps.Steps, watched: Watched, launch: Launch, config: Con
         notes.append("norms, attention and products do not come in a transformer's order: parts cannot be told.")
     if watched.during_ms > MERGED_RATIO * dissected.step_ms:
         notes.append(
-            f"streams had an event only every {watched.during_ms:.3f} ms: the server put several tokens into one, so the "
-            "context was longer than is told."
+            f"streams had an event only every {watched.during_ms:.3f} ms: the server put several tokens into one, and "
+            "the context was longer than is told."
         )
     fields: dict[str, Any] = {name: getattr(dissected, name) for name in dissected.__struct_fields__}
     return Breakdown(
