@@ -194,6 +194,11 @@ ADAPTER = Adapter(
             advice="lower --max-model-len or --memory-ratio, or use more GPUs (--tp)",
         ),
         Failure(
+            pattern=r"FileNotFoundError: .*'hypercorn'",  # it waits for its other processes then, and does not end
+            reason="its HTTP server, the program hypercorn, is not on the PATH",
+            advice="install hypercorn beside the interpreter of --server-python",
+        ),
+        Failure(
             pattern=r"Insufficient shared memory",
             reason="shared memory is too small for so many requests",
             advice="lower --max-running, or enlarge /dev/shm",

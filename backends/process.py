@@ -95,6 +95,14 @@ def inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
 
 
+def _environment(start: Start) -> dict[str, str]:
+    """All of the server's environment. What is installed beside its interpreter comes first on the PATH, as after the
+    activation of a virtual environment: LightLLM starts its HTTP server by name."""
+    env = inherited() | _added(start)
+    beside = os.path.dirname(start.argv[0])  # noqa: PTH120  a bare name has none; Path would say "."
+    return env | {"PATH": f"{beside}{os.pathsep}{env.get('PATH', os.defpath)}"} if beside else env
+
+
 def _check_port(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections do not count
@@ -114,7 +122,7 @@ class _Supervised:
     facts: Mapping[str, Any]
 
     def __init__(self, start: Start, log: int) -> None:
-        env = inherited() | _added(start)
+        env = _environment(start)
         self._log = start.log
         self._secrets = [env[name] for name in (*start.secrets, *_TOKENS) if env.get(name)]
         stop_s = STOP_S if start.stop_s is None else start.stop_s

@@ -10,11 +10,15 @@ reading one that finished nearly in order takes little more.
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import lzma
+import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -25,6 +29,8 @@ from loadgen.outcomes import OUTCOMES
 SCHEMA = "loadgen.requests/1"
 
 PHASES = ("warmup", "measured")
+
+_JOINED = "requests.jsonl"
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -286,13 +292,25 @@ class RecordsFile:
 def _files(directory: Path) -> list[Path]:
     """The records of a run: `requests.jsonl`, or the workers' parts of it when they were killed before the merge.
 
-    Both are there only when the merge was killed between its last two steps; the parts are then copies.
+    Both are there only when the merge was killed between its last two steps; the parts are then copies. Whoever keeps
+    runs may have packed the file with gzip or xz.
     """
-    joined = directory / "requests.jsonl"
-    paths = [joined] if joined.exists() else sorted(directory.glob("requests.*.jsonl"))
+    joined = [path for suffix in ("", ".gz", ".xz") if (path := directory / f"{_JOINED}{suffix}").exists()]
+    paths = joined[:1] or sorted(directory.glob("requests.*.jsonl"))
     if not paths:
         raise RecordsError(f"{directory} holds no requests.jsonl; is it a run directory?")
     return paths
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """To read, unpacked. Raises RecordsError, also in its block, for what cannot be unpacked."""
+    unpack: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    with unpack.get(path.suffix, Path.open)(path, "rb") as file:
+        try:
+            yield file
+        except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+            raise RecordsError(f"{path} cannot be unpacked: {error}") from None
 
 
 def _read_header(path: Path, file: BinaryIO) -> Header:
@@ -310,7 +328,7 @@ def read_header(directory: Path) -> Header:
     headers = []
     paths = _files(directory)
     for path in paths:
-        with path.open("rb") as file:
+        with _open(path) as file:
             headers.append(_read_header(path, file))
     for path, header in zip(paths, headers, strict=True):
         if header != headers[0]:
@@ -331,7 +349,7 @@ def read(directory: Path) -> tuple[Table, list[ClientFacts]]:
     facts: list[ClientFacts] = []
     record_of = msgspec.json.Decoder(Record).decode
     for path in _files(directory):
-        with path.open("rb") as file:
+        with _open(path) as file:
             file.readline()
             for number, line in enumerate(file, 2):
                 if not line.endswith(b"\n"):
@@ -357,9 +375,9 @@ def merge(directory: Path) -> None:
     """
     parts = _files(directory)
     read_header(directory)
-    joined = directory / "requests.jsonl"
-    if parts == [joined]:
-        raise RecordsError(f"{joined} is there already; nothing was merged.")
+    joined = directory / _JOINED
+    if parts[0].name.startswith(_JOINED):
+        raise RecordsError(f"{parts[0]} is there already; nothing was merged.")
     unfinished = directory / "requests.jsonl.part"
     with unfinished.open("wb") as out:
         for number, part in enumerate(parts):

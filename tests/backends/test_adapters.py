@@ -190,6 +190,7 @@ LOGS = [
     ("vllm", "OSError: You are trying to access a gated repo.\n401 Client Error. Cannot access gated repo", "HF_TOKEN"),
     ("vllm", "RuntimeError: Found no NVIDIA driver on your system.", "no NVIDIA driver"),
     ("vllm", "OSError: [Errno 98] Address already in use", "--port"),
+    ("lightllm", "FileNotFoundError: [Errno 2] No such file or directory: 'hypercorn'", "hypercorn, is not on"),
     ("lightllm", "check max len infer fail, you can try: 1.set --mem_fraction", "full length does not fit"),
     ("lightllm", "torch.OutOfMemoryError: CUDA out of memory.\nRuntimeError: Critical LightLLM submodule exited "
      "unexpectedly: name=router pid=9", "CUDA out of memory"),

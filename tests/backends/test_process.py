@@ -347,6 +347,19 @@ print("env", json.dumps(dict(os.environ)))
     assert without["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_programs_beside_the_interpreter_are_found(launch: Launch, tmp_path: Path) -> None:
+    """A server may start another program of its virtual environment by name, and nobody has activated that."""
+    beside = tmp_path / "venv" / "bin"
+    beside.mkdir(parents=True)
+    (beside / "python").symlink_to(sys.executable)
+    (beside / "front").write_text("#!/bin/sh\necho front is up\n")
+    (beside / "front").chmod(0o755)
+    code = "import subprocess; subprocess.run(['front'], check=True)"
+    running = launch(code, argv=(str(beside / "python"), "-I", "-S", "-c", code))
+    assert until(running.poll) == Exit(0)
+    assert running.log_tail() == "front is up"
+
+
 def test_the_command_line_is_what_is_started(tmp_path: Path) -> None:
     start = Start(
         run_id="r", backend="vllm", argv=("vllm", "serve", "a b"), env={"NCCL_P2P_DISABLE": "1", "HF_TOKEN": "hidden"},

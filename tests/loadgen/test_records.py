@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import lzma
 import os
 import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 
 import msgspec
 import numpy as np
@@ -138,6 +141,25 @@ def test_a_cut_last_line_is_left_out_wherever_it_is_cut(tmp_path: Path) -> None:
         path.write_bytes(whole[:cut])
         table, clients = records.read(tmp_path)
         assert table.id.tolist() == [0] and clients == []
+
+
+@pytest.mark.parametrize("packed", [gzip, lzma], ids=["gz", "xz"])
+def test_a_packed_file_is_read_as_it_was(tmp_path: Path, packed: ModuleType) -> None:
+    path = tmp_path / "requests.jsonl"
+    write_file(path, [request(at) for at in range(300)])
+    plain, clients = records.read(tmp_path)
+    kept = path.with_suffix(".jsonl.gz" if packed is gzip else ".jsonl.xz")
+    kept.write_bytes(packed.compress(path.read_bytes()))
+    path.unlink()
+    again, same_clients = records.read(tmp_path)
+    assert rows_of(again) == rows_of(plain) and same_clients == clients
+    with pytest.raises(RecordsError, match="there already; nothing was merged"):
+        records.merge(tmp_path)
+    whole = kept.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:40] + b"\xff" * 20 + whole[60:], b"no"):
+        kept.write_bytes(damaged)
+        with pytest.raises(RecordsError, match=f"{kept.name} cannot be unpacked"):
+            records.read(tmp_path)
 
 
 def test_a_killed_workers_cut_line_does_not_spoil_the_merge(tmp_path: Path) -> None:
