@@ -32,6 +32,7 @@ SIZES = (64 << 10, 1 << 20, 16 << 20, 256 << 20)
 JUDGED_BYTES = 1 << 20
 POOL_BYTES = 512 << 20  # of a bare loop's source and of its target: more than any cache
 BARE_LAUNCHES_S, BARE_SAMPLES = 0.02, 7
+MOST_BARE_LAUNCHES, AHEAD_CYCLES = 500, 20_000  # a queue that the driver holds, enqueued in 10 us each at 2 GHz
 KINDS = {"h2d": 1, "d2h": 2, "d2d": 3}  # cudaMemcpyKind
 
 
@@ -74,7 +75,7 @@ def products(shape: tuple[int, int, int], dtype: Dtype, device: torch.device, re
     launch = gemm.launch_of(point, device)
 
     def theirs() -> float:
-        return float(do_bench(launch, warmup=100, rep=300, return_mode="median")) / 1000
+        return float(do_bench(launch, warmup=700, rep=700, return_mode="median")) / 1000
 
     return in_turns(f"{dtype} {m} x {n} x {k}", point, lambda: ours(point, launch, True), theirs, repeats, True)
 
@@ -172,7 +173,7 @@ class Bare:
         by_events = point.pinned or point.route == "d2d"
         run = self._by_events if by_events else self._by_clock
         once_s = run(pairs, size, kind, 4)
-        launches = max(4, round(BARE_LAUNCHES_S / once_s))
+        launches = min(MOST_BARE_LAUNCHES, max(4, round(BARE_LAUNCHES_S / once_s)))
         run(pairs, size, kind, launches)
         return statistics.median(run(pairs, size, kind, launches) for _ in range(BARE_SAMPLES))
 
@@ -191,6 +192,7 @@ class Bare:
         for event in (begin, end):
             self._ask("cudaEventCreate", ctypes.byref(event))
         self._ask("cudaDeviceSynchronize")
+        torch.cuda._sleep(launches * AHEAD_CYCLES)  # or a small copy is over before the next is enqueued
         self._ask("cudaEventRecord", begin, None)
         for at in range(launches):
             target, source = pairs[at % len(pairs)]

@@ -17,15 +17,18 @@ import torch
 
 from training_probe.micro_points import MIN_SAMPLES, Measured, Point, Task, measured
 
-WARMUP_S = {"cuda": 0.2, "cpu": 0.02}  # a GPU's clocks settle under load
+WARMUP_S = {"cuda": 0.2, "cpu": 0.02}
 SAMPLE_S = {"cuda": 2e-3, "cpu": 5e-4}  # at least this long: an event resolves half a microsecond
+# What a GPU computes heats it: for a tenth of a second it is faster than its power limit lets it be for long.
+SETTLING_S, SETTLED_SAMPLE_S = 0.7, 1e-2
 MAX_LAUNCHES = 256  # of a sample; with all its samples in flight it stays a queue that the driver holds
-MAX_WARMUPS = 1000
+MAX_WARMUPS = 20_000
 AHEAD, LEAST_AHEAD_S, MOST_AHEAD_S = 2.0, 5e-5, 0.05  # how long the GPU is kept busy: times what enqueuing took
 CALIBRATION_CYCLES = 2_000_000
 REASON_CHARACTERS = 300
 BUFFERS = 4096  # at most, of a pool that is rotated through
 HOST_CACHE_BYTES = 32 << 20  # of a CPU: as much as most have
+SERVER_CACHE_BYTES = 256 << 20  # of the CPU beside a GPU
 
 Launch = Callable[[], object]
 
@@ -59,8 +62,8 @@ class Plan:
     samples: int
 
     @staticmethod
-    def of(once_s: float, task: Task) -> Plan:
-        launches = min(MAX_LAUNCHES, max(1, round(SAMPLE_S[task.device] / max(once_s, 1e-9))))
+    def of(once_s: float, task: Task, sample_s: float) -> Plan:
+        launches = min(MAX_LAUNCHES, max(1, round(sample_s / max(once_s, 1e-9))))
         affordable = task.samples
         if task.budget_s is not None:
             affordable = max(MIN_SAMPLES, int(task.budget_s / max(once_s * launches, 1e-9)))
@@ -83,9 +86,11 @@ def timed(
     launch()
     synchronise()
     once_s, _ = _span(launch, 1, synchronise, together)
-    warmups = min(MAX_WARMUPS, max(1, int(WARMUP_S[task.device] / max(once_s, 1e-9))))
+    heats = task.device == "cuda" and ranks is None
+    warmup_s, sample_s = (SETTLING_S, SETTLED_SAMPLE_S) if heats else (WARMUP_S[task.device], SAMPLE_S[task.device])
+    warmups = min(MAX_WARMUPS, max(1, int(warmup_s / max(once_s, 1e-9))))
     once_s, enqueue_s = _span(launch, warmups, synchronise, together)
-    plan = Plan.of(once_s, task)
+    plan = Plan.of(once_s, task, sample_s)
     samples_s = (
         _by_events(launch, plan, enqueue_s, ranks) if in_stream else _by_clock(launch, plan, synchronise, together)
     )
