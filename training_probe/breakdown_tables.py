@@ -153,7 +153,7 @@ def _parts(of: Breakdown) -> Table:
             cells += [_ms(seconds or None), _percent(seconds, windows[phase].overall_s) if seconds else ""]
         recomputed = _seconds(attribution, "backward", part, recomputed=True)
         theirs = [
-            _known(known.get((phase, part, measure)))
+            _known(known.get((phase, part, measure)) if part else None)  # without one: of the whole pass
             for phase in ("forward", "backward") for measure in ("ms", "percent")
         ]  # fmt: skip
         rows.append((part or UNKNOWN, *cells, _ms(recomputed or None), *theirs))
