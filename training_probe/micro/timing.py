@@ -1,8 +1,9 @@
 """How long one launch takes. Samples are means over enough launches that neither the clock nor an event counts.
 
-On a GPU: events in the stream around each sample. Ahead of each the GPU is kept busy for as long as the host needs to
-enqueue the sample, so it then runs launch after launch, and the host's own speed does not show. On the CPU, and where
-a launch returns when its work is done: the monotonic clock.
+On a GPU: events in the stream around each sample. Where the host enqueues launches slower than the GPU runs them, the
+GPU is kept busy ahead of each sample until the host is done, so it then runs launch after launch, and the host's own
+speed does not show. Where the host is faster the GPU does not rest: after a rest it is faster than it can be for long.
+On the CPU, and where a launch returns when its work is done: the monotonic clock.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ SAMPLE_S = {"cuda": 2e-3, "cpu": 5e-4}  # at least this long: an event resolves 
 SETTLING_S, SETTLED_SAMPLE_S = 0.7, 1e-2
 MAX_LAUNCHES = 256  # of a sample; with all its samples in flight it stays a queue that the driver holds
 MAX_WARMUPS = 20_000
-AHEAD, LEAST_AHEAD_S, MOST_AHEAD_S = 2.0, 5e-5, 0.05  # how long the GPU is kept busy: times what enqueuing took
+AHEAD, LEAST_AHEAD_S, MOST_AHEAD_S = 2.0, 5e-5, 0.05  # how long the GPU is kept busy: times what enqueuing takes
+TRIES, MOST_LATE_RATIO = 4, 0.1  # of samples that the host enqueued too late; more, and all are taken again
+FEW_LAUNCHES = 64  # from which the time of enqueuing is taken, while the GPU is busy with something else
 CALIBRATION_CYCLES = 2_000_000
+BUSY_CYCLES = 40_000_000  # 20 ms of a fast GPU
 REASON_CHARACTERS = 300
 BUFFERS = 4096  # at most, of a pool that is rotated through
 HOST_CACHE_BYTES = 32 << 20  # of a CPU: as much as most have
@@ -85,47 +89,79 @@ def timed(
     synchronise = torch.cuda.synchronize if task.device == "cuda" else lambda: None
     launch()
     synchronise()
-    once_s, _ = _span(launch, 1, synchronise, together)
+    once_s = _span(launch, 1, synchronise, together)
     heats = task.device == "cuda" and ranks is None
     warmup_s, sample_s = (SETTLING_S, SETTLED_SAMPLE_S) if heats else (WARMUP_S[task.device], SAMPLE_S[task.device])
     warmups = min(MAX_WARMUPS, max(1, int(warmup_s / max(once_s, 1e-9))))
-    once_s, enqueue_s = _span(launch, warmups, synchronise, together)
+    once_s = _span(launch, warmups, synchronise, together)
     plan = Plan.of(once_s, task, sample_s)
-    samples_s = (
-        _by_events(launch, plan, enqueue_s, ranks) if in_stream else _by_clock(launch, plan, synchronise, together)
-    )
+    if in_stream:
+        samples_s = _by_events(launch, plan, once_s, together)
+    else:
+        samples_s = _by_clock(launch, plan, synchronise, together)
     return measured(point, together.slowest(samples_s), plan.launches, correct)
 
 
-def _span(launch: Launch, count: int, synchronise: Callable[[], None], ranks: Ranks) -> tuple[float, float]:
-    """Seconds of a launch, on the slowest rank, and of enqueuing it."""
+def _span(launch: Launch, count: int, synchronise: Callable[[], None], ranks: Ranks) -> float:
+    """Seconds of a launch, on the slowest rank."""
     ranks.meet()
     began = time.perf_counter()
     for _ in range(count):
         launch()
-    enqueued = time.perf_counter()
     synchronise()
-    return ranks.slowest([(time.perf_counter() - began) / count])[0], (enqueued - began) / count
+    return ranks.slowest([(time.perf_counter() - began) / count])[0]
 
 
-def _by_events(launch: Launch, plan: Plan, enqueue_s: float, ranks: Ranks | None) -> list[float]:
-    busy_s = min(MOST_AHEAD_S, max(LEAST_AHEAD_S, AHEAD * enqueue_s * plan.launches))
-    cycles = int(busy_s * _cycles_per_s())
-    marks = []
+def _by_events(launch: Launch, plan: Plan, once_s: float, ranks: Ranks) -> list[float]:
+    """Seconds of a launch, sample by sample. once_s: about what a launch takes, the host's part included."""
+    enqueue_s = ranks.slowest([_enqueuing(launch, min(plan.launches, FEW_LAUNCHES))])[0]
+    if 2 * enqueue_s < once_s:  # each is enqueued long before the one ahead of it ends
+        return _trains(launch, plan, LEAST_AHEAD_S, ranks)[0]
+    ahead_s = AHEAD * enqueue_s * plan.launches
+    for _ in range(TRIES):
+        samples_s, late_ratio = _trains(launch, plan, min(MOST_AHEAD_S, max(LEAST_AHEAD_S, ahead_s)), ranks)
+        if ranks.slowest([late_ratio])[0] <= MOST_LATE_RATIO:
+            break
+        ahead_s *= 2
+    return samples_s
+
+
+def _enqueuing(launch: Launch, count: int) -> float:
+    """Seconds that the host needs for a launch. The GPU is busy meanwhile: a queue that is short never fills."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BUSY_CYCLES)
+    began = time.perf_counter()
+    for _ in range(count):
+        launch()
+    enqueued = time.perf_counter()
+    torch.cuda.synchronize()
+    return (enqueued - began) / count
+
+
+def _trains(launch: Launch, plan: Plan, ahead_s: float, ranks: Ranks) -> tuple[list[float], float]:
+    """Samples, and the share of them that were not yet enqueued when the GPU was done with what kept it busy."""
+    cycles = int(ahead_s * _cycles_per_s())
+    marks, enqueuing_s = [], []
     for _ in range(plan.samples):
-        if ranks is not None:
-            ranks.meet()
+        ranks.meet()
+        busy, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        busy.record()
+        began = time.perf_counter()
         torch.cuda._sleep(cycles)
-        if ranks is not None:
-            launch()  # lines the GPUs up; not timed
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        launch()  # lines GPUs up where there are several; not timed
         begin.record()
         for _ in range(plan.launches):
             launch()
         end.record()
-        marks.append((begin, end))
+        enqueuing_s.append(time.perf_counter() - began)
+        marks.append((busy, begin, end))
+        if ahead_s > LEAST_AHEAD_S:  # or the queue fills, and enqueuing waits for the GPU
+            end.synchronize()
     torch.cuda.synchronize()
-    return [begin.elapsed_time(end) / 1000 / plan.launches for begin, end in marks]
+    late = sum(
+        busy.elapsed_time(begin) / 1000 < spent_s for (busy, begin, _), spent_s in zip(marks, enqueuing_s, strict=True)
+    )
+    return [begin.elapsed_time(end) / 1000 / plan.launches for _, begin, end in marks], late / plan.samples
 
 
 def _by_clock(launch: Launch, plan: Plan, synchronise: Callable[[], None], ranks: Ranks) -> list[float]:

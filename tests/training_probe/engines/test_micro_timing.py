@@ -1,0 +1,96 @@
+"""How launches are timed, on a GPU that exists only here: what it takes for each launch is known, and so is what the
+host takes to enqueue one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.training_probe.engines import tiny
+
+pytestmark = tiny.needs_engines
+
+QUEUE = 1024
+SLOW_HZ, FAST_HZ = 0.345e9, 1.98e9  # of an H200: idle, at work
+
+
+class World:
+    """A host and a GPU with one stream. The GPU's clock is slow until it has worked for 20 ms."""
+
+    def __init__(self, enqueue_s: float, launch_s: float) -> None:
+        self.host_s = self.gpu_s = self.worked_s = self.rested_s = 0.0
+        self.enqueue_s, self.launch_s = enqueue_s, launch_s
+        self.ends: list[float] = []
+
+    def put(self, seconds: float) -> None:
+        if len(self.ends) >= QUEUE:  # a full queue holds the host
+            self.host_s = max(self.host_s, self.ends[-QUEUE])
+        self.gpu_s = max(self.gpu_s, self.host_s) + seconds
+        self.worked_s += seconds
+        self.ends.append(self.gpu_s)
+
+    def launch(self) -> None:
+        self.host_s += self.enqueue_s
+        self.put(self.launch_s)
+
+    def sleep(self, cycles: int) -> None:
+        self.host_s += 2e-6
+        seconds = cycles / (FAST_HZ if self.worked_s > 0.02 else SLOW_HZ)
+        self.rested_s += seconds
+        self.put(seconds)
+
+    def synchronize(self) -> None:
+        self.host_s = max(self.host_s, self.gpu_s)
+
+    def cuda(self) -> Any:
+        world = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at_s = 0.0
+
+            def record(self) -> None:
+                world.host_s += 1e-6
+                self.at_s = max(world.gpu_s, world.host_s)
+
+            def elapsed_time(self, other: Event) -> float:
+                return 1000 * (other.at_s - self.at_s)
+
+            def synchronize(self) -> None:
+                world.host_s = max(world.host_s, self.at_s)
+
+        return SimpleNamespace(Event=Event, _sleep=self.sleep, synchronize=self.synchronize)
+
+
+@pytest.mark.parametrize("launch_us", [3, 20, 180, 1400])
+@pytest.mark.parametrize("enqueue_us", [4, 10, 40])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_launch_takes_what_the_gpu_takes(
+    enqueue_us: int, launch_us: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from training_probe.micro import timing
+    from training_probe.micro_points import Collective, Task
+
+    world = World(enqueue_us / 1e6, launch_us / 1e6)
+    monkeypatch.setattr(timing.torch, "cuda", world.cuda())
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: world.host_s))
+    point = Collective(name="allreduce", size_bytes=1024, ranks=2)
+    task = Task(device="cuda", points=[point], samples=50, budget_s=0.5)
+    found = timing.timed(point, world.launch, task, in_stream=True, ranks=timing.Alone() if together else None)
+    assert found.median_s == pytest.approx(launch_us / 1e6, rel=0.01)
+    assert found.p90_s == pytest.approx(launch_us / 1e6, rel=0.02)
+
+
+def test_a_gpu_that_is_slower_than_the_host_does_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from training_probe.micro import timing
+    from training_probe.micro_points import Gemm, Task
+
+    world = World(enqueue_s=8e-6, launch_s=470e-6)
+    monkeypatch.setattr(timing.torch, "cuda", world.cuda())
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: world.host_s))
+    point = Gemm(m=4109, n=11008, k=4096, dtype="bf16")
+    timing.timed(point, world.launch, Task(device="cuda", points=[point], samples=50), in_stream=True)
+    assert world.rested_s < 0.05 * world.worked_s
+    assert world.worked_s > timing.SETTLING_S
