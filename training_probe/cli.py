@@ -63,19 +63,23 @@ def sweep(
 
     For example: training_probe sweep --model 7b --method F+Z3 F+R+Z3 --micro-batch 1 max
     """
+    from dataclasses import replace
+
     from loadgen import runs
     from training_probe import dry_run as dry
     from training_probe import sweep as sweeps
     from training_probe.grid import GridError
 
+    if metrics_port is not None and not 0 < metrics_port < 1 << 16:
+        raise GridError(f"--metrics-port is {metrics_port}; it must be from 1 to 65535.")
     grid, measuring = grid or Grid(), measuring or Measuring()
     if resume is not None:
         if grid != Grid() or measuring != Measuring() or out is not None or dry_run:
             raise GridError("--resume goes on with what was asked for before; leave all other options out.")
         _serve_metrics(resume, metrics_port)
         return _reported(resume, sweeps.resume(resume, say))
-    if grid == Grid(device=grid.device):
-        grid = Grid(preset="laptop", device=grid.device)
+    if grid == Grid(device=grid.device, gpus=grid.gpus):
+        grid = replace(grid, preset="laptop")
     cells, known, gpu_ids, here = _asked(grid)
     settings = measuring.settings(grid.preset, known, gpu_ids, sys.argv[1:])
     directory = out or Path("runs") / runs.new_run_id()
@@ -106,13 +110,15 @@ def breakdown(
 
     For example: training_probe breakdown --model 7b --method Naive F --micro-batch 2
     """
+    from dataclasses import replace
+
     from loadgen import runs
     from training_probe import breakdown as traced
     from training_probe.options import check_large, check_machine
 
     grid, tracing = grid or Grid(), tracing or Tracing()
-    if grid == Grid(device=grid.device):
-        grid = Grid(method=("Naive", "F", "R"), device=grid.device)
+    if grid == Grid(device=grid.device, gpus=grid.gpus):
+        grid = replace(grid, method=("Naive", "F", "R"))
     cells, known, gpu_ids, here = _asked(grid)
     traced.check(cells)
     settings = tracing.settings(grid.preset, known, gpu_ids, sys.argv[1:])

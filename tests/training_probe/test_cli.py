@@ -68,6 +68,7 @@ def one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str], message: s
         (["--method", "Z3", "--micro-batch", "x"], "--micro-batch is 'x'; it must be a number from 1 to"),
         (["--method", "Z3", "--gpus", "0"], "--gpus is 0; it must be at least 1"),
         (["--method", "Z3", "--gpus", "1.5"], "--gpus: '1.5' is not a whole number"),
+        (["--metrics-port", "0"], "--metrics-port is 0; it must be from 1 to 65535"),
         (["--metrics-port", "9464.5"], "--metrics-port: '9464.5' is not a whole number"),
         (["--method", "Z3", "--steps", "0"], "--steps is 0; it must be at least 1"),
         (["--method", "Z3", "--steps", "many"], "--steps: 'many' is not a whole number"),
@@ -253,6 +254,12 @@ def test_letters_are_all_explained(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["Naive", *LETTERS]
     assert [line.split(None, 1)[1] for line in lines[1:]] == list(LETTERS.values())
+
+
+def test_one_process_may_be_all_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.invoke(["sweep", "--gpus", "1", "--device", "cpu", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "--nproc-per-node 1" in shown and "--nproc-per-node 2" not in shown
 
 
 def test_a_dry_run_needs_neither_gpus_nor_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
