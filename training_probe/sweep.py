@@ -73,6 +73,8 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Su
 def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int:
     """Goes on with a sweep, as its manifest says. Raises RunError, ResultsError, RunnerError."""
     manifest = manifests.read(directory)
+    if (directory / results.BREAKDOWN_FILE).exists():
+        raise runs.RunError(f"{directory} holds a breakdown, which cannot be gone on with; trace its cells anew.")
     with _alone(directory):
         results.mend(directory)
         done = results.read(directory) if (directory / results.RESULTS_FILE).exists() else []

@@ -498,3 +498,15 @@ def test_results_survive_a_cut(tmp_path: Path) -> None:
         results.append(tmp_path / "cut", other)
         expected = [row, other] if length == len(whole) else [other]
         assert results.read(tmp_path / "cut") == expected
+
+
+def test_a_breakdown_is_not_resumed_as_a_sweep(tmp_path: Path) -> None:
+    directory = tmp_path / "sweep"
+    sweep([cell("ok")], settings(), directory, lambda _: None, AROUND)
+    trial = next((directory / "trials").iterdir())
+    (directory / results.RESULTS_FILE).unlink()
+    (directory / results.BREAKDOWN_FILE).touch()
+    with pytest.raises(RunError, match="holds a breakdown, which cannot be gone on with"):
+        resume(directory, print, AROUND)
+    assert trial.exists()  # its traces are not swept away
+    assert not (directory / results.RESULTS_FILE).exists()
