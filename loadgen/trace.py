@@ -88,11 +88,15 @@ def read(path: Path) -> list[Span]:
     except (msgspec.DecodeError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise TraceError(f"{path} is not a trace of torch.profiler: {error}.") from None
     kept = [event for event in file.events if event.ph == "X" and event.cat in DEVICE | HOST]
-    base_us = min((float(event.ts) for event in kept), default=0.0)
+    try:
+        times_us = [(float(event.ts), float(event.dur)) for event in kept]
+    except ValueError as error:
+        raise TraceError(f"{path} is not a trace of torch.profiler: {error}.") from None
+    base_us = min((start_us for start_us, _ in times_us), default=0.0)
     spans = []
-    for event in kept:
-        start_us = float(event.ts) - base_us
-        end_us = start_us + float(event.dur)  # summed here, so that spans that touch do not overlap by a rounding
+    for event, (start_us, lasted_us) in zip(kept, times_us, strict=True):
+        start_us -= base_us
+        end_us = start_us + lasted_us  # summed here, so that spans that touch do not overlap by a rounding
         spans.append(Span(event.name, event.cat, event.tid, start_us / 1e6, end_us / 1e6, event.args))
     return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 

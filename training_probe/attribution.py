@@ -12,6 +12,7 @@ operators it is `host`: Python and the profiler itself.
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, get_args
@@ -39,14 +40,14 @@ NO_PART, ACCUMULATION, ENGINE = "", "Gradients", "Engine"
 _OF_ENGINE = "FSDP::"  # FSDP2 names its own ranges
 _NODE = "autograd::engine::evaluate_function: "
 PASSES: tuple[Pass, ...] = get_args(Pass)
+_BY_RANGE = {PHASE + each: each for each in PASSES}
 FUSED_ATTENTION = "FlashAttention"  # one kernel for Bmm0, Softmax and Bmm1
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds a step of one kind of work in one part of one pass, summed over its kernels. part: of the model;
     Gradients: what accumulates, buckets or casts them; Engine: what is launched within a pass outside the model and
-    autograd, or by FSDP2; empty: none is known. recomputed: work of the forward pass done
-    again."""
+    autograd, or by FSDP2; empty: none is known. recomputed: work of the forward pass done again."""
 
     phase: Pass
     part: str
@@ -72,7 +73,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of a step goes, the mean over `steps`. by_name_ratio: share of the device's time whose kind was
-    told by the kernel's name alone."""
+    told by the kernel's name alone. windows: of PASSES, in their order."""
 
     device: Literal["cuda", "cpu"]
     steps: int
@@ -80,6 +81,10 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     windows: list[Window]
     shares: list[Share]
     by_name_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if tuple(window.phase for window in self.windows) != PASSES:
+            raise ValueError(f"windows must be {', '.join(PASSES)}")
 
     def seconds(self, **wanted: object) -> float:
         """The sum of the shares whose fields have these values."""
@@ -122,7 +127,7 @@ class _Work(msgspec.Struct, frozen=True):
 
 def attribute(spans: Sequence[Span]) -> Attribution:
     """Where the time of a traced step goes. spans: of rank 0, as `trace.read` gives them. Raises TraceError."""
-    passes = [span for span in spans if span.name.startswith(PHASE) and span.category == "user_annotation"]
+    passes = [span for span in spans if span.name in _BY_RANGE and span.category == "user_annotation"]
     steps = sum(span.name == PHASE + "optimizer" for span in passes)
     if not steps:
         raise TraceError("the trace holds no training step of this program.")
@@ -231,19 +236,16 @@ def _innermost(thread: Sequence[Span]) -> Iterator[tuple[float, float, int]]:
     """The stretches of a thread's time (start, end, number of the innermost span), where there is one."""
     stack: list[int] = []
     at = 0.0
-    for number, span in enumerate(thread):
-        while stack and thread[stack[-1]].end_s <= span.start_s:
+    for number, until in enumerate([*(span.start_s for span in thread), math.inf]):
+        while stack and thread[stack[-1]].end_s <= until:
             inner = stack.pop()
-            yield at, thread[inner].end_s, inner
-            at = max(at, thread[inner].end_s)
-        if stack and span.start_s > at:
-            yield at, span.start_s, stack[-1]
-        at = span.start_s
+            if thread[inner].end_s > at:
+                yield at, thread[inner].end_s, inner
+                at = thread[inner].end_s
+        if stack and until > at:
+            yield at, until, stack[-1]
+        at = until
         stack.append(number)
-    while stack:
-        inner = stack.pop()
-        yield at, max(at, thread[inner].end_s), inner
-        at = max(at, thread[inner].end_s)
 
 
 def _begins(works: Iterable[_Work], starts: Sequence[float]) -> list[float]:
@@ -289,10 +291,10 @@ def _windows(works: Sequence[_Work], passes: Sequence[Span], bounds: Sequence[In
 def _shares(works: Iterable[_Work], passes: Sequence[Span], steps: int) -> list[Share]:
     sums: dict[tuple[Pass, str, Kind, bool], float] = defaultdict(float)
     for work in works:
-        phase = passes[work.window].name.removeprefix(PHASE)
+        phase = _BY_RANGE[passes[work.window].name]
         place = work.place
         part = NO_PART if phase == "optimizer" else place.part
-        sums[phase, part, work.kind, place.recomputed] += work.end_s - work.start_s  # type: ignore[index]
+        sums[phase, part, work.kind, place.recomputed] += work.end_s - work.start_s
     return [
         Share(phase=phase, part=part, kind=kind, recomputed=recomputed, seconds=seconds / steps)
         for (phase, part, kind, recomputed), seconds in sorted(sums.items())

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen import trace
-from loadgen.trace import TraceError, minus, seconds_within, union
-from training_probe.attribution import FUSED_ATTENTION, Attribution, attribute
+from loadgen.trace import Span, TraceError, minus, seconds_within, union
+from training_probe.attribution import FUSED_ATTENTION, Attribution, _innermost, attribute
 
 MAIN, AUTOGRAD, STREAM, COMMUNICATION_STREAM = 100, 200, 7, 20
 US = 1e-6
@@ -200,6 +200,9 @@ def test_a_file_that_is_no_trace_is_said_to_be_none(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(TraceError, match="not a trace"):
             trace.read(path)
+    path.write_bytes(b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": "soon", "dur": 1}]}')
+    with pytest.raises(TraceError, match="not a trace"):
+        trace.read(path)
     path.write_bytes(b'{"traceEvents": []}')
     with pytest.raises(TraceError, match="no training step"):
         attribute(trace.read(path))
@@ -221,3 +224,15 @@ def test_intervals_are_sets_of_instants(ours: list[tuple[int, int]], theirs: lis
     left = minus(joined, taken)
     assert instants(left) == instants(ours) - instants(theirs)
     assert seconds_within(left, 5, 20) == len(instants(left) & set(range(5, 20)))
+
+
+@given(intervals)
+def test_the_stretches_of_a_thread_are_its_time_once(ours: list[tuple[int, int]]) -> None:
+    """Also of spans that cross each other, as no thread's should."""
+    ordered = sorted(ours, key=lambda pair: (pair[0], -pair[1]))
+    stretches = list(_innermost([Span("", "cpu_op", MAIN, start, end) for start, end in ordered]))
+    assert all(start < end for start, end, _ in stretches)
+    assert all(a[1] <= b[0] for a, b in pairwise(stretches))
+    assert union((start, end) for start, end, _ in stretches) == union(ordered)
+    for start, end, number in stretches:
+        assert ordered[number][0] <= start and end <= ordered[number][1]
