@@ -137,7 +137,8 @@ def _ranks(asked: int | None, device: Device, here: int) -> int:
     ranks = asked if asked is not None else here if device == "cuda" else CPU_RANKS
     if ranks < 2:
         why = "this machine has one GPU that can be used" if asked is None else f"--gpus is {asked}"
-        raise MicroError(f"{why}; collectives need at least 2 (with --device cpu they run over gloo).")
+        how = " (with --device cpu they run over gloo)" if device == "cuda" else ""
+        raise MicroError(f"{why}; collectives need at least 2{how}.")
     if device == "cuda" and ranks > here:
         raise MicroError(f"--gpus is {ranks} and this machine has {here} that can be used.")
     if ranks > MAX_RANKS:

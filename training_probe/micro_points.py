@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -20,6 +20,9 @@ Dtype = Literal["bf16", "fp16", "fp32", "tf32", "int8", "fp8"]
 Route = Literal["h2d", "d2h", "d2d", "h2h"]  # h: host, d: device
 Name = Literal["allreduce", "allgather", "reducescatter", "reduce", "broadcast", "alltoall", "sendrecv"]
 Outcome = Literal["ok", "wrong", "unsupported", "oom", "crashed", "timeout"]
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 ELEMENT_BYTES = 4  # collectives move fp32
 MIN_SAMPLES = 5
@@ -34,9 +37,9 @@ class Gemm(msgspec.Struct, frozen=True, kw_only=True, tag="gemm", tag_field="kin
     """C[m, n] = A[m, k] B[n, k]^T, as a linear layer does. curve: of a figure. peak: the large product that is
     in every run, so that what is fastest there is near what the device can reach."""
 
-    m: int
-    n: int
-    k: int
+    m: Count
+    n: Count
+    k: Count
     dtype: Dtype
     curve: str = ""
     peak: bool = False
@@ -52,7 +55,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="memcpy", tag_field="k
 
     route: Route
     pinned: bool = False
-    size_bytes: int
+    size_bytes: Count
 
     @property
     def label(self) -> str:
@@ -65,8 +68,8 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True, tag="collective", ta
     p2p: whether NCCL may use it; None where there is no NCCL."""
 
     name: Name
-    size_bytes: int
-    ranks: int
+    size_bytes: Count
+    ranks: Count
     p2p: bool | None = None
 
 
@@ -118,9 +121,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     samples: int = 0
     launches: int = 0
-    median_s: float | None = None
-    p10_s: float | None = None
-    p90_s: float | None = None
+    median_s: Seconds | None = None
+    p10_s: Seconds | None = None
+    p90_s: Seconds | None = None
     correct: bool | None = None
 
     @property

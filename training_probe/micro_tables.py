@@ -165,7 +165,9 @@ def _time_columns(unit: str) -> tuple[Column, ...]:
 
 
 def _times(result: Measured, unit: float) -> tuple[str, str, str, str]:
-    """Median, tenth and ninetieth percentile in the unit, and how many samples."""
+    """Median, tenth and ninetieth percentile in the unit, and how many samples; nothing of a point that is not ok."""
+    if result.outcome != "ok":
+        return "", "", "", ""
     samples = str(result.samples) if result.samples else ""
     return _scaled(result.median_s, unit), _scaled(result.p10_s, unit), _scaled(result.p90_s, unit), samples
 

@@ -81,6 +81,7 @@ def test_a_wrong_collective_is_no_result() -> None:
     result = measured(point, [1.0, 1.0], 1, correct=False)
     assert result.outcome == "wrong" and result.bytes_per_s is None and result.bus_bytes_per_s is None
     (table,) = micro_tables.build([result], H200)
+    assert table.rows == (("reduce", "8 B", "wrong [1]"),)  # no time either
     assert cells(table, "algbw GB/s") == ["wrong [1]"] and table.notes == ("the result is not what it must be",)
 
 
@@ -323,6 +324,15 @@ def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert len(micro_run.read_results(tmp_path)) == 1
 
 
+@pytest.mark.parametrize(("field", "value"), [("ranks", 0), ("size_bytes", -5), ("median_s", -1)])
+def test_a_point_that_cannot_be_is_refused(field: str, value: int, tmp_path: Path) -> None:
+    row = msgspec.to_builtins(at(Collective(name="allreduce", size_bytes=8, ranks=2), 1.0))
+    (row["point"] if field in row["point"] else row)[field] = value
+    (tmp_path / micro_run.RESULTS_FILE).write_bytes(msgspec.json.encode(row) + b"\n")
+    with pytest.raises(MicroError, match=f"no result of this version: .*{field}"):
+        micro_run.read_results(tmp_path)
+
+
 # The command line.
 
 
@@ -359,7 +369,7 @@ def one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str], message: s
         (["gemm", "--device", "cuda"], "no GPU that can be used (no NVIDIA driver)"),
         (["gemm", "--samples", "1"], "--samples is 1; it must be from 2"),
         (["memcpy", "--timeout", "0"], "--timeout is 0; it must be above 0"),
-        (["memcpy", "--sizes", "1T"], "--sizes has '1T'"),
+        (["memcpy", "--sizes", "1T"], "'1T' is no size"),
         (["memcpy", "--sizes", "0"], "must be from 1 byte to 64 GiB"),
         (["collectives", "--gpus", "1"], "--gpus is 1; collectives need at least 2"),
         (["collectives", "--gpus", "65"], "at most 64 ranks"),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training_probe.micro.timing import Launch, attempted, timed
+from training_probe.micro.timing import Launch, attempted, lacking, timed
 from training_probe.micro_points import ELEMENT_BYTES, Collective, Measured, Task
 
 CHECKED_BYTES = 64 << 20
@@ -53,6 +53,10 @@ def measure(task: Task, device: torch.device) -> Iterator[Measured]:
 
 
 def _measured(point: Collective, task: Task, device: torch.device, group: Group) -> Measured:
+    gives, takes, _ = _counts(point)
+    why = lacking((gives + takes) * ELEMENT_BYTES * point.ranks) if device.type == "cpu" else ""
+    if not group.all_of(not why):
+        raise torch.OutOfMemoryError(why or "out of memory: another rank found too little of it")
     try:
         buffers = _Buffers(point, device)
         problem = None
@@ -65,15 +69,20 @@ def _measured(point: Collective, task: Task, device: torch.device, group: Group)
     return timed(point, buffers.launch, task, in_stream=device.type == "cuda", ranks=group, correct=correct)
 
 
+def _counts(point: Collective) -> tuple[int, int, int]:
+    """Elements that a rank gives, that it takes besides (0: in their place), and a rank's share of the size."""
+    total = point.size_bytes // ELEMENT_BYTES
+    share = total // point.ranks
+    takes = {"allgather": total, "reducescatter": share, "alltoall": total, "sendrecv": total}.get(point.name, 0)
+    return share if point.name == "allgather" else total, takes, share
+
+
 class _Buffers:
     """One collective, ready to be launched. data: all that this rank gives; result: where its result comes."""
 
     def __init__(self, point: Collective, device: torch.device) -> None:
         self._rank, self._ranks = int(os.environ["RANK"]), point.ranks
-        total = point.size_bytes // ELEMENT_BYTES
-        share = total // point.ranks
-        gives = share if point.name == "allgather" else total
-        takes = {"allgather": total, "reducescatter": share, "alltoall": total, "sendrecv": total}.get(point.name, 0)
+        gives, takes, share = _counts(point)
         self.data = torch.zeros(gives, device=device)
         self._out = torch.zeros(takes, device=device) if takes else self.data
         self._name, self._share = point.name, share

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from training_probe.micro.timing import Launch, attempted, cache_bytes, in_turns, rotation, timed
+from training_probe.micro.timing import Launch, attempted, cache_bytes, in_turns, lacking, rotation, timed
 from training_probe.micro_points import Dtype, Gemm, Measured, Task
 
 _FLOATS: dict[Dtype, torch.dtype] = {
@@ -40,7 +40,10 @@ def launch_of(point: Gemm, device: torch.device) -> Launch:
     element = 1 if point.dtype in ("int8", "fp8") else _FLOATS[point.dtype].itemsize
     out = {"int8": torch.int32, "fp8": torch.bfloat16}.get(point.dtype) or _FLOATS[point.dtype]
     inputs = (point.m + point.n) * point.k * element
-    sets = rotation(inputs + point.m * point.n * out.itemsize, cache_bytes(device))
+    one_set = inputs + point.m * point.n * out.itemsize
+    sets = rotation(one_set, cache_bytes(device))
+    if device.type == "cpu" and (why := lacking(sets * one_set)):
+        raise torch.OutOfMemoryError(why)
     a = _normal((sets, point.m, point.k), point.dtype, device)
     b = _normal((sets, point.n, point.k), point.dtype, device)
     c = torch.empty((sets, point.m, point.n), dtype=out, device=device)

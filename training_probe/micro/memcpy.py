@@ -12,7 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from training_probe.micro.timing import SERVER_CACHE_BYTES, Launch, attempted, cache_bytes, in_turns, rotation, timed
+from training_probe.micro.timing import (
+    SERVER_CACHE_BYTES,
+    Launch,
+    attempted,
+    cache_bytes,
+    in_turns,
+    lacking,
+    rotation,
+    timed,
+)
 from training_probe.micro_points import Copy, Measured, Task
 
 
@@ -37,10 +46,12 @@ def _finished(launch: Launch) -> None:
 
 
 def launch_of(point: Copy, device: torch.device) -> Launch:
-    """What copies once, from and to other memory each time."""
+    """What copies once, from and to other memory each time. Raises OutOfMemoryError."""
     source, target = (device if side == "d" else torch.device("cpu") for side in point.route.split("2"))
     cache = cache_bytes(device) if source == target else max(cache_bytes(device), SERVER_CACHE_BYTES)
     count = rotation(2 * point.size_bytes, cache)
+    if why := lacking((source, target).count(torch.device("cpu")) * count * point.size_bytes):
+        raise torch.OutOfMemoryError(why)
     sources, targets = (_pool(point, place, count) for place in (source, target))
 
     def copy(a: Tensor, b: Tensor) -> None:

@@ -12,11 +12,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from training_probe.micro_points import MIN_SAMPLES, Measured, Point, Task, measured
+from training_probe.micro_points import MIN_SAMPLES, Measured, Point, Task, measured, size_text
 
 WARMUP_S = {"cuda": 0.2, "cpu": 0.02}
 SAMPLE_S = {"cuda": 2e-3, "cpu": 5e-4}  # at least this long: an event resolves half a microsecond
@@ -30,6 +31,8 @@ FEW_LAUNCHES = 64  # from which the time of enqueuing is taken, while the GPU is
 CALIBRATION_CYCLES = 2_000_000
 BUSY_CYCLES = 40_000_000  # 20 ms of a fast GPU
 REASON_CHARACTERS = 300
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # of a GPU, of the host
+MEMORY = Path("/proc/meminfo")
 BUFFERS = 4096  # at most, of a pool that is rotated through
 HOST_CACHE_BYTES = 32 << 20  # of a CPU: as much as most have
 SERVER_CACHE_BYTES = 256 << 20  # of the CPU beside a GPU
@@ -193,7 +196,7 @@ def attempted(point: Point, measure: Callable[[], Measured]) -> Measured:
         return measure()
     except Exception as error:
         said = " ".join(str(error).split())[:REASON_CHARACTERS] or type(error).__name__
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in said.lower():
+        if isinstance(error, torch.OutOfMemoryError) or any(sign in said.lower() for sign in OUT_OF_MEMORY):
             return Measured(point=point, outcome="oom", reason=said)
         if _beyond_use(error):
             raise Stop(said) from error
@@ -232,3 +235,17 @@ def cache_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     return HOST_CACHE_BYTES
+
+
+def lacking(host_bytes: int) -> str:
+    """Why the host cannot hold that much, a clause; empty where it can, or nobody knows. Linux gives what it does not
+    have, and kills a process when that is touched, perhaps another one."""
+    try:
+        said = MEMORY.read_text()
+    except OSError:
+        return ""
+    for line in said.splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable" and host_bytes > (available := int(value.split()[0]) << 10):
+            return f"out of memory: {size_text(host_bytes)} are needed and the host has {size_text(available)}"
+    return ""

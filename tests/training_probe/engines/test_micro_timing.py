@@ -3,6 +3,7 @@ host takes to enqueue one."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,3 +95,34 @@ def test_a_gpu_that_is_slower_than_the_host_does_not_rest(monkeypatch: pytest.Mo
     timing.timed(point, world.launch, Task(device="cuda", points=[point], samples=50), in_stream=True)
     assert world.rested_s < 0.05 * world.worked_s
     assert world.worked_s > timing.SETTLING_S
+
+
+def test_the_host_is_asked_before_it_is_filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch
+
+    from training_probe.micro import gemm, memcpy, timing
+    from training_probe.micro_points import Copy, Gemm
+
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr(timing, "MEMORY", meminfo)
+    assert timing.lacking(1 << 60) == ""  # nobody knows
+    meminfo.write_text("MemTotal:  9999999 kB\nMemAvailable:  1024 kB\nBuffers:  7 kB\n")
+    assert timing.lacking(1 << 20) == ""
+    assert "2 MiB are needed and the host has 1 MiB" in timing.lacking(2 << 20)
+    cpu = torch.device("cpu")
+    for point, launch_of in (
+        (Copy(route="h2h", size_bytes=1 << 20), memcpy.launch_of),
+        (Gemm(m=1024, n=1024, k=1024, dtype="fp32"), gemm.launch_of),
+    ):
+        ended = timing.attempted(point, lambda launch_of=launch_of, point=point: launch_of(point, cpu))  # type: ignore[misc, operator]
+        assert ended.outcome == "oom" and "are needed" in ended.reason
+
+
+def test_what_the_allocator_refuses_is_out_of_memory() -> None:
+    from training_probe.micro import timing
+    from training_probe.micro_points import Copy
+
+    def refused() -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    assert timing.attempted(Copy(route="h2h", size_bytes=1), refused).outcome == "oom"
