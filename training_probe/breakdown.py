@@ -83,10 +83,11 @@ def breakdown(
 
 
 def read(directory: Path) -> list[Breakdown]:
-    """What was traced into a directory. Raises ResultsError."""
+    """What was traced into a directory; a last line that was cut by a kill is left out. Raises ResultsError."""
     path = directory / BREAKDOWN_FILE
     try:
-        return [msgspec.json.decode(line, type=Breakdown) for line in path.read_bytes().splitlines()]
+        text = path.read_bytes()
+        return [msgspec.json.decode(line, type=Breakdown) for line in text[: text.rfind(b"\n") + 1].splitlines()]
     except OSError as error:
         raise ResultsError(f"cannot read {path}: {error.strerror or error}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

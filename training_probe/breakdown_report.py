@@ -1,4 +1,4 @@
-"""From traced cells to what is read: report.json, report.md, tables.csv, tables.tex and the figure of parts.
+"""From traced cells to what is read: report.json, report.md, tables.tex and the figure of parts.
 
 A cell that failed stands in it with its reason.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -20,6 +21,7 @@ from training_probe.breakdown import Breakdown
 from training_probe.report import ReportError
 
 SCHEMA = "training_probe.breakdown_report/1"
+NOTHING = "No cell was traced to its end."
 Report = dict[str, Any]
 
 
@@ -29,7 +31,7 @@ def build(found: Sequence[Breakdown], manifest: dict[str, Any]) -> Report:
     return {
         "schema": SCHEMA,
         **own,
-        "platform": manifest.get("platform") or "",
+        "platform": str(manifest.get("platform") or ""),
         "cells": {"all": len(found), "by_outcome": dict(Counter(each.outcome for each in found))},
         "explained_ratio": {
             each.cell.name: each.attribution.explained_ratio for each in found if each.attribution is not None
@@ -41,7 +43,8 @@ def build(found: Sequence[Breakdown], manifest: dict[str, Any]) -> Report:
 def text(found: Sequence[Breakdown], width: int) -> str:
     """The tables for a terminal of `width` columns."""
     failed = [fill(printable(line), width) + "\n" for line in _failed(found)]
-    return "\n".join([*(layout.text(table, width) for table in tables.build(found)), *failed])
+    shown = [layout.text(table, width) for table in tables.build(found)] or [f"{NOTHING}\n"]
+    return "\n".join([*shown, *failed])
 
 
 def _failed(found: Sequence[Breakdown]) -> list[str]:
@@ -55,14 +58,14 @@ def write(directory: Path, found: Sequence[Breakdown], manifest: dict[str, Any])
     lines = [f"# Where a training step goes on {markdown_text(report['platform'] or 'this machine')}", ""]
     lines += [f"- {markdown_text(line)}" for line in _failed(found)]
     lines += [
-        f"- {markdown_text(each.cell.name)}: [trace]({each.trace}), which <https://ui.perfetto.dev> opens"
+        f"- {markdown_text(each.cell.name)}: [trace]({quote(each.trace)}), which <https://ui.perfetto.dev> opens"
         for each in found
         if each.trace
     ]
-    lines += ["", *(layout.markdown(table) for table in made)]
+    lines += ["", *([layout.markdown(table) for table in made] or [f"{NOTHING}\n"])]
     try:
         (directory / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-        (directory / "tables.tex").write_text("\n".join(map(layout.latex, made)), encoding="utf-8")
+        (directory / "tables.tex").write_text(layout.latex_file(made), encoding="utf-8")
         if made:
             from training_probe import drawn  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
 

@@ -69,9 +69,17 @@ def build(found: Sequence[Breakdown]) -> list[Table]:
 
 
 def title(of: Breakdown) -> str:
+    """Of a cell: what the paper's have in common is left out."""
     cell = of.cell
     model = paper.model_name(cell.model)
-    return f"{model} {cell.engine} {cell.method}, {cell.gpus} x {of.platform}, BS {cell.micro_batch}"
+    named = f"{model} {cell.engine} {cell.method}, {cell.gpus} x {of.platform}, BS {cell.micro_batch}"
+    more = (
+        (cell.grad_accum != 1, f"{cell.grad_accum} micro batches"),
+        (cell.seq_len != PAPER_SEQ_LEN, f"{cell.seq_len} tokens"),
+        (cell.attention == "math", "math"),
+        (cell.task == "finetune" and not cell.letters.adapter, "fine-tuning"),
+    )
+    return ", ".join([named, *(text for differs, text in more if differs)])
 
 
 def _ms(seconds: float | None) -> str:
@@ -120,7 +128,7 @@ def _caption(each: Breakdown) -> str:
     explained += "its kernels' time" if attribution.device == "cuda" else "its time"
     return (
         f"{title(each)}: a step takes {_ms(each.bare_step_s)} ms, under the profiler {_ms(each.traced_step_s)} ms "
-        f"({attribution.steps} steps), {explained} explained."
+        f"({attribution.steps} {'step' if attribution.steps == 1 else 'steps'}), {explained} explained."
     )
 
 

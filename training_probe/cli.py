@@ -262,7 +262,7 @@ def report(directory: Annotated[Path, Parameter(help="Directory of a sweep, a br
     if (directory / micro_run.RESULTS_FILE).is_file():
         return micro_cli.reported(directory, EXIT_OK)
     if not any((directory / name).is_file() for name in (RESULTS_FILE, BREAKDOWN_FILE)):
-        raise ResultsError(f"{directory} holds no {RESULTS_FILE}; name the directory of a sweep or a breakdown.")
+        raise ResultsError(f"{directory} holds no results; name the directory of a sweep, a breakdown or a micro.")
     return _reported(directory, EXIT_OK)
 
 

@@ -150,6 +150,12 @@ def latex(table: Table) -> str:
     return "\n".join([*lines, r"\end{table*}"]) + "\n"
 
 
+def latex_file(tables: Iterable[Table]) -> str:
+    """tables.tex, to be included in a document."""
+    needs = "% \\usepackage{booktabs,graphicx} and \\usepackage[T1]{fontenc} go before \\begin{document}\n"
+    return "\n".join([needs, *map(latex, tables)])
+
+
 def _latex_groups(table: Table) -> list[str]:
     headings, rules, at = [], [], 1
     for group, count in table.groups():

@@ -108,18 +108,14 @@ def markdown(report: Report, found: Sequence[Measured], pictures: Mapping[str, s
     return "\n".join([*lines, f"Run {run}, llm-dissect {version}."]) + "\n"
 
 
-def latex(found: Sequence[Measured], device_name: str) -> str:
-    needs = "% \\usepackage{booktabs,graphicx} and \\usepackage[T1]{fontenc} go before \\begin{document}\n"
-    return "\n".join([needs, *(layout.latex(table) for table in micro_tables.build(found, device_name))])
-
-
 def redo(directory: Path) -> tuple[list[Measured], Report]:
     """The results of a directory, and their report, written anew into it. Raises MicroError."""
     found, manifest = micro_run.read_results(directory), micro_run.read_manifest(directory)
     report = build(found, manifest, micro_run.read_about(directory))
     try:
         (directory / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-        (directory / "tables.tex").write_text(latex(found, manifest.device_name), encoding="utf-8")
+        made = micro_tables.build(found, manifest.device_name)
+        (directory / "tables.tex").write_text(layout.latex_file(made), encoding="utf-8")
         (directory / "report.md").write_text(markdown(report, found, {}), encoding="utf-8")
         from training_probe import micro_drawn  # matplotlib: after the numbers are safe
 

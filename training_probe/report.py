@@ -190,12 +190,6 @@ def markdown(report: Report, found: Sequence[CellResult], pictures: Mapping[str,
     return "\n".join([*lines, "", f"Run {run}, llm-dissect {version}."]) + "\n"
 
 
-def latex(found: Sequence[CellResult]) -> str:
-    """tables.tex, to be included in a document."""
-    needs = "% \\usepackage{booktabs,graphicx} and \\usepackage[T1]{fontenc} go before \\begin{document}\n"
-    return "\n".join([needs, *(layout.latex(table) for table in tables.build(found))])
-
-
 # Files.
 
 
@@ -226,7 +220,7 @@ def write(directory: Path, found: Sequence[CellResult], manifest: Manifest) -> R
     try:
         (directory / "report.json").write_bytes(encoded + b"\n")
         (directory / "tables.csv").write_text(tables.csv_text(found), encoding="utf-8")
-        (directory / "tables.tex").write_text(latex(found), encoding="utf-8")
+        (directory / "tables.tex").write_text(layout.latex_file(tables.build(found)), encoding="utf-8")
         (directory / "report.md").write_text(markdown(report, found), encoding="utf-8")
         from training_probe import drawn  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
 

@@ -91,10 +91,42 @@ def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
     json.dumps(report)
 
 
+def test_cells_that_differ_are_told_apart() -> None:
+    cells = [
+        NAIVE,
+        msgspec.structs.replace(NAIVE, seq_len=4096),
+        msgspec.structs.replace(NAIVE, grad_accum=2),
+        msgspec.structs.replace(NAIVE, attention="math"),
+        msgspec.structs.replace(NAIVE, task="finetune"),
+    ]
+    titles = [breakdown_tables.title(traced(each)) for each in cells]
+    assert len(set(titles)) == len(cells)
+    assert titles[1] == f"{titles[0]}, 4096 tokens"
+
+
+def test_what_others_wrote_is_no_link(tmp_path: Path) -> None:
+    hostile = msgspec.structs.replace(traced(NAIVE), trace="javascript:x) <img src=y>", platform="$\\frac{ <b>|")
+    breakdown_report.write(tmp_path, [hostile], {"platform": 3, "run_id": ["r"]})
+    page = (tmp_path / "report.md").read_text()
+    assert "javascript:" not in page and "<img" not in page and "<b>" not in page
+
+
+def test_a_directory_in_which_nothing_ended_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / BREAKDOWN_FILE).write_bytes(msgspec.json.encode(traced(NAIVE))[:200])  # killed while it wrote
+    assert invoke(["report", str(tmp_path)]) == 0
+    assert "No cell was traced to its end." in capsys.readouterr().err
+    assert "No cell was traced to its end." in (tmp_path / "report.md").read_text()
+
+
 def test_a_directory_of_breakdowns_is_reported_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / BREAKDOWN_FILE).write_bytes(msgspec.json.encode(traced(NAIVE)) + b"\n")
     assert invoke(["report", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)["schema"] == breakdown_report.SCHEMA
+    broken = msgspec.to_builtins(traced(NAIVE))
+    del broken["attribution"]["windows"][1]
+    (tmp_path / BREAKDOWN_FILE).write_bytes(msgspec.json.encode(broken) + b"\n")
+    assert invoke(["report", str(tmp_path)]) == 2
+    assert "windows must be forward, backward, optimizer" in capsys.readouterr().err
     (tmp_path / BREAKDOWN_FILE).write_bytes(b"{}\n")
     assert invoke(["report", str(tmp_path)]) == 2
     assert "not a breakdown of this version" in capsys.readouterr().err

@@ -118,8 +118,8 @@ def test_a_directory_in_use_is_left_alone(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["report", "."], "holds no results.jsonl; name the directory of a sweep"),
-        (["report", "no/such"], "holds no results.jsonl"),
+        (["report", "."], "holds no results; name the directory of a sweep, a breakdown or a micro."),
+        (["report", "no/such"], "holds no results"),
         (["report"], "requires an argument"),
         (["compare", ".", "."], "results.jsonl"),
         (["compare", "no/such", "."], "no/such"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.training_probe.measured import HOSTILE, result
-from training_probe import drawn, figures, report
+from training_probe import drawn, figures, layout, report, tables
 from training_probe.results import CellResult, append
 from training_probe.trial import TIMELINE_FILE, Timeline
 
@@ -88,7 +88,7 @@ def test_failures_stand_with_their_reasons_and_nothing_is_obeyed() -> None:
     assert "a/b\\_log.txt" in text
     assert "\x1b" not in text and "<b>" not in text
     assert "\x1b" not in report.text(found, {"preset": HOSTILE}, 100)
-    assert "\x1b" not in report.latex(found)
+    assert "\x1b" not in layout.latex_file(tables.build(found))
 
 
 @pytest.mark.processes
