@@ -6,8 +6,10 @@ Text that came from elsewhere is shown as it is, never read as mathematics.
 
 from __future__ import annotations
 
+import bisect
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 
 from loadgen.figures import COLOURS, DASHES, GRID, STYLE
 from loadgen.text import printable
+from training_probe.micro_points import size_text
 from training_probe.results import GIB
 from training_probe.trial import Timeline
 
@@ -237,7 +240,10 @@ def _lines(axis: Axes, panel: Lines, names: Sequence[str]) -> None:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         shown = places[:: -(-len(places) // 6)]
-        axis.set_xticks(shown, [_size(x) for x in shown])
+        axis.set_xticks(shown, [size_text(int(x)) for x in shown])
+        ticks = log_ticks(y for points in panel.lines.values() for _, y in points)
+        axis.set_yticks(ticks)
+        axis.set_ylim(0.9 * ticks[0], 1.1 * ticks[-1])
         axis.minorticks_off()
     else:
         heights = [y for points in panel.lines.values() for _, y in points]
@@ -253,11 +259,15 @@ def _lines(axis: Axes, panel: Lines, names: Sequence[str]) -> None:
         text.set(parse_math=False, color=FADED, fontsize=8)
 
 
-def _size(value: float) -> str:
-    for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}iB"
-    return f"{value:g} B"
+def log_ticks(values: Iterable[float]) -> list[float]:
+    """Places on a logarithmic axis, from below the least value to above the largest: powers of ten, and where those
+    would be few also twice and five times each. values: above 0, at least one."""
+    shown = list(values)
+    least, top = min(shown), max(shown)
+    steps = (1, 2, 5) if top < 100 * least else (1,)
+    powers = range(math.floor(math.log10(least)) - 1, math.ceil(math.log10(top)) + 2)
+    ticks = [step * 10.0**power for power in powers for step in steps]
+    return ticks[bisect.bisect_right(ticks, least) - 1 : bisect.bisect_left(ticks, top) + 1]
 
 
 def timeline(of: Timeline, title: str, stem: Path) -> None:

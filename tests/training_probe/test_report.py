@@ -11,6 +11,8 @@ import matplotlib.image
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.training_probe.measured import HOSTILE, result
 from training_probe import drawn, figures, layout, report, tables
@@ -161,3 +163,18 @@ def test_speed_never_stands_where_memory_should(tmp_path: Path, monkeypatch: pyt
     assert [dict(panel.values) for panel in drawn_panels] == [
         {"predicted": [9.0, 9.0, None], "allocated": [None, "timeout", 31.5], "reserved": [None, None, 40.25]}
     ]
+
+
+@given(st.lists(st.floats(1e-7, 1e7), min_size=1))
+def test_a_logarithmic_axis_has_numbers(values: list[float]) -> None:
+    ticks = figures.log_ticks(values)
+    assert ticks == sorted(ticks) and ticks[0] <= min(values) and ticks[-1] >= max(values)
+    assert 1 <= len(ticks) <= 16
+    if max(values) > min(values):
+        assert len(ticks) >= 2
+    assert ticks[0] > min(values) / 10.001 and ticks[-1] < max(values) * 10.001  # none further away than it must be
+
+
+def test_ticks_of_less_than_a_decade() -> None:
+    assert figures.log_ticks([3.9, 5.8]) == [2, 5, 10]
+    assert figures.log_ticks([0.5, 900]) == [0.1, 1, 10, 100, 1000]
