@@ -126,6 +126,8 @@ def _caption(each: Breakdown) -> str:
     attribution = _of(each)
     explained = f"{100 * attribution.explained_ratio:.1f} % of "
     explained += "its kernels' time" if attribution.device == "cuda" else "its time"
+    if attribution.by_name_ratio:
+        explained += f", the kind of {100 * attribution.by_name_ratio:.2g} % told by kernels' names alone,"
     return (
         f"{title(each)}: a step takes {_ms(each.bare_step_s)} ms, under the profiler {_ms(each.traced_step_s)} ms "
         f"({attribution.steps} {'step' if attribution.steps == 1 else 'steps'}), {explained} explained."

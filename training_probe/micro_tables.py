@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from training_probe.flops import peak_flops
@@ -187,8 +187,3 @@ def _figures(value: float) -> str:
 
 def _percent(ratio: float | None) -> str:
     return "" if ratio is None else f"{100 * ratio:.1f}"
-
-
-def problems(found: Sequence[Measured]) -> Iterator[Measured]:
-    """Points without a valid number."""
-    return (result for result in found if result.outcome != "ok")

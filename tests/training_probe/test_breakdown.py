@@ -91,6 +91,14 @@ def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
     json.dumps(report)
 
 
+def test_what_only_names_told_is_said() -> None:
+    each = traced(NAIVE)
+    assert each.attribution is not None
+    guessed = msgspec.structs.replace(each, attribution=msgspec.structs.replace(each.attribution, by_name_ratio=0.031))
+    said = [" ".join(breakdown_tables.build([of])[0].caption) for of in (each, guessed)]
+    assert "names alone" not in said[0] and "the kind of 3.1 % told by kernels' names alone" in said[1]
+
+
 def test_cells_that_differ_are_told_apart() -> None:
     cells = [
         NAIVE,
