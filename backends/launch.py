@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import msgspec
 
 LOG_TAIL_LINES = 20
-# CUDA graphs are captured up to this batch in every server. It is LightLLM's default, which keeps the logits of each
-# size that it captures: up to 512 they would take gigabytes, which the memory ratio does not leave on a small card.
+# Up to which batch LightLLM and TGI capture CUDA graphs. It is LightLLM's default, which keeps the logits of each size
+# that it captures: up to 512 they would take gigabytes, which the memory ratio does not leave on a small card. TGI's
+# own is 32. vLLM goes further by itself.
 GRAPH_BATCH = 256
 
 
@@ -69,12 +70,13 @@ class Invocation(msgspec.Struct, frozen=True, kw_only=True):
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A line that a server logs when it fails, what that means, and what to do. `pattern`: a regular expression whose
     groups may be named in `reason` and `advice` as {0}, {1}. hint: servers that live log it too, so that it explains
-    an end only where nothing else does."""
+    an end only where nothing else does. hangs: a server that logs it is never ready and does not end by itself."""
 
     pattern: str
     reason: str
     advice: str
     hint: bool = False
+    hangs: bool = False
 
 
 # What any server built on torch, NCCL, CUDA and the Hugging Face hub may say. A server's own come first.

@@ -129,8 +129,8 @@ def invoke(settings: Settings) -> Invocation:
     """Arguments of `python -m lightllm.server.api_server`.
 
     `running_max_req_size` bounds the batch and the requests that are let in: what is beyond it waits in a loop of
-    sleeps, which shows in ttft. CUDA graphs are captured up to the batch that vLLM and TGI get. Before 1.1 the prompt
-    cache is off unless asked for. Raises LaunchError.
+    sleeps, which shows in ttft. CUDA graphs are captured up to its own default, which TGI gets as well. Before 1.1 the
+    prompt cache is off unless asked for. Raises LaunchError.
     """
     if settings.memory_ratio >= 1:
         raise LaunchError("lightllm takes no --memory-ratio of 1; give less, such as 0.95.")
@@ -194,9 +194,10 @@ ADAPTER = Adapter(
             advice="lower --max-model-len or --memory-ratio, or use more GPUs (--tp)",
         ),
         Failure(
-            pattern=r"FileNotFoundError: .*'hypercorn'",  # it waits for its other processes then, and does not end
+            pattern=r"FileNotFoundError: .*'hypercorn'",  # it waits for its other processes then
             reason="its HTTP server, the program hypercorn, is not on the PATH",
             advice="install hypercorn beside the interpreter of --server-python",
+            hangs=True,
         ),
         Failure(
             pattern=r"Insufficient shared memory",
