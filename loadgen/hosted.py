@@ -123,6 +123,8 @@ async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -
         for url in running.urls:
             if await asyncio.to_thread(_healthy, url, launch.adapter.ready_path):
                 return url
+        if (stuck := await asyncio.to_thread(_stuck, launch, running)) is not None:
+            raise stuck
         now = time.monotonic()
         if now - began > timeout_s:
             log = running.log_tail(WHOLE_LOG_LINES)
@@ -133,6 +135,16 @@ async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -
             last = last_lines(running.log_tail(20), 1)
             say(f"{name} is not ready after {now - began:.0f} s; its log: {printable(last, 160) or 'empty'}")
         await asyncio.sleep(POLL_S)
+
+
+def _stuck(launch: Launch, running: Running) -> LaunchError | None:
+    """The error for a server that lives, but will never be ready, by its own log."""
+    patterns = [failure.pattern for failure in launch.adapter.failures if failure.hangs]
+    log = running.log_tail() if patterns else ""
+    found = explain(log, launch.adapter.failures) if any(re.search(pattern, log) for pattern in patterns) else None
+    if found is None:
+        return None
+    return LaunchError(f"{launch.backend.name} will never be ready: {found[0]}; {found[1]}.", last_lines(log))
 
 
 def _never_ready(launch: Launch, log: str) -> tuple[str, str]:

@@ -86,9 +86,9 @@ def server() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launch]:
-    def make(fake: Fake, tp: int = 1) -> Launch:
+    def make(fake: Fake, tp: int = 1, backend: str = "vllm") -> Launch:
         monkeypatch.setattr(Launch, "launcher", property(lambda _: fake))
-        config = Config(backend="vllm", model="7b", gpus="none", tp=str(tp), dry_run=True)
+        config = Config(backend=backend, model="7b", gpus="none", tp=str(tp), dry_run=True)
         return plan_launch(config, tmp_path / "run", "id", Inventory(problem="none"))
 
     return make
@@ -159,6 +159,23 @@ def test_it_is_never_ready(tp: int, log: str, reason: str, server: Any, launch: 
     with pytest.raises(LaunchError, match=rf"not ready within 0\.2 s: {reason}"):
         host(launch(fake, tp=tp), ready_timeout_s=0.2)
     assert fake.stopped == 1
+
+
+def test_one_that_hangs_after_a_failure_is_not_waited_for(server: Any, launch: Callable[..., Launch]) -> None:
+    """LightLLM without hypercorn: its processes live on, and nobody listens."""
+    server.status = 503
+    log = "init ok\nTraceback (most recent call last):\nFileNotFoundError: [Errno 2] No such file: 'hypercorn'\n"
+    fake = Fake([server.url], log)
+    with pytest.raises(LaunchError, match=r"^lightllm will never be ready: .*hypercorn.*--server-python\.$") as caught:
+        host(launch(fake, backend="lightllm"), ready_timeout_s=30.0)
+    assert fake.stopped == 1 and "hypercorn" in caught.value.log
+
+
+def test_other_known_failures_in_the_log_end_no_wait(server: Any, launch: Callable[..., Launch]) -> None:
+    """A server may survive them, as vLLM does a failed capture of a graph."""
+    server.status = 503
+    threading.Timer(0.2, lambda: setattr(server, "status", 200)).start()
+    host(launch(Fake([server.url], "CUDA out of memory\ncheck max len infer fail"), backend="lightllm"))
 
 
 @pytest.mark.parametrize("cancels", [1, 2, 3])
