@@ -13,7 +13,12 @@ from typing import Any
 
 import msgspec
 
+from loadgen.config import Config, ConfigError
+from loadgen.runs import RunError
+
 SCHEMA = "loadgen.breakdown/1"
+FILE = "breakdown.json"
+DEFAULT_BATCH = 64
 
 COMPUTING = ("Element-Wise", "RoPE", "Attention", "GEMM", "RMSNorm", "Other", "Unrecognised")
 COMMUNICATION = ("AllReduce", "AllGather", "Other communication")
@@ -98,6 +103,22 @@ class Breakdown(msgspec.Struct, kw_only=True):
         return 1.0 - self.parts.get(UNASSIGNED, 0.0) / self.step_ms
 
 
+def batch_of(config: Config) -> int:
+    """How many requests are to be in decode. Raises ConfigError where the options ask for anything but one batch."""
+    if config.url is not None:
+        raise ConfigError("a breakdown starts the server itself, with its profiler; give --launch instead of --url.")
+    if config.arrival is not None or config.duration is not None or config.requests is not None:
+        raise ConfigError("a breakdown keeps one batch in decode; --concurrency says how large, nothing else.")
+    if config.dataset is not None or not config.stream:
+        raise ConfigError("a breakdown needs prompts of one length and streams; leave --dataset and --no-stream out.")
+    batch = config.concurrency or DEFAULT_BATCH
+    if batch > config.max_running:
+        raise ConfigError(f"--concurrency {batch} is more than --max-running {config.max_running}; raise that.")
+    if config.workers != "1":
+        raise ConfigError("a breakdown is driven by one client process; leave --workers out.")
+    return batch
+
+
 def paper() -> Paper:
     return msgspec.json.decode((Path(__file__).parent / "data/paper_serving_breakdown.json").read_bytes(), type=Paper)
 
@@ -117,13 +138,27 @@ def write(directory: Path, breakdown: Breakdown) -> dict[str, Any]:
     from loadgen import figures
 
     plain = as_dict(breakdown)
-    (directory / "breakdown.json").write_text(json.dumps(plain, indent=2) + "\n")
+    (directory / FILE).write_text(json.dumps(plain, indent=2) + "\n")
     (directory / "report.md").write_text(markdown(breakdown) + "\n")
     bars = [("Table X", breakdown.kinds), ("Table XI", breakdown.parts)]
     if breakdown.paper is not None:
         bars += [("the paper's X", breakdown.paper.kinds), ("the paper's XI", breakdown.paper.parts)]
     figures.stacked(bars, _title(breakdown), directory / "breakdown.png")
     return plain
+
+
+def read(directory: Path) -> Breakdown:
+    """What `write` left in a run's directory. Raises RunError."""
+    path = directory / FILE
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Breakdown)
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror or error}.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} is not a breakdown of this version: {error}.") from None
+    if found.schema != SCHEMA or not found.step_ms > 0:
+        raise RunError(f"{path} is not a breakdown of this version.")
+    return found
 
 
 def markdown(breakdown: Breakdown) -> str:

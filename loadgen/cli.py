@@ -90,7 +90,6 @@ def breakdown(
     With --gpu it prints the terms of the cost model that the embedded server runs on, marked as emulated.
     """
     from backends.launch import LaunchError
-    from loadgen import breakdown as tables
     from loadgen import profiled
     from loadgen.hosted import quoted
     from loadgen.run import ServerError, Stopped
@@ -122,6 +121,12 @@ def breakdown(
     finally:
         if new:
             runs.remove_if_empty(directory)
+    return _shown(directory, found)
+
+
+def _shown(directory: Path, found: Breakdown) -> int:
+    from loadgen import breakdown as tables
+
     plain = tables.write(directory, found)
     say(tables.markdown(found))
     say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
@@ -157,7 +162,16 @@ def report(
         "cdf.png"
     ),
 ) -> int:
-    """Redo the report of a run from its records (also of a killed one), or draw several runs in one figure."""
+    """Redo the report of a run from its records (also of a killed one), or of a breakdown from its trace; or draw
+    several runs in one figure."""
+    from loadgen.breakdown import FILE as BREAKDOWN
+
+    if len(directories) == 1 and (directories[0] / BREAKDOWN).exists():
+        from loadgen import profiled
+
+        if convention != "loadgen":
+            raise ConfigError("a breakdown has no latencies that another --convention would define; leave it out.")
+        return _shown(directories[0], profiled.again(directories[0]))
     if len(directories) == 1:
         return report_one(directories[0], convention)
     from loadgen import report as reports
@@ -319,9 +333,10 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from backends import UnknownBackend
     from loadgen.records import RecordsError
     from loadgen.report import ReportError
+    from loadgen.trace import TraceError
     from loadgen.workload import WorkloadError
 
-    return (ConfigError, runs.RunError, UnknownBackend, RecordsError, ReportError, WorkloadError)
+    return (ConfigError, runs.RunError, UnknownBackend, RecordsError, ReportError, TraceError, WorkloadError)
 
 
 def invoke(tokens: Sequence[str]) -> int:

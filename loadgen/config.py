@@ -247,8 +247,10 @@ class Config:
             modelled = MODELLED_TOO if self.gpu is not None else ()
             given = [name for name in LAUNCH_ONLY if name not in modelled and getattr(self, name) != fields[name]]
             if given:
+                modelled_too = ", or name the GPU to model with --gpu" if given[0] in MODELLED_TOO else ""
                 raise ConfigError(
-                    f"{_flag(given[0])} is for a server that loadgen starts; add --launch docker or --launch process."
+                    f"{_flag(given[0])} is for a server that loadgen starts; add --launch docker or --launch "
+                    f"process{modelled_too}."
                 )
             if self.dry_run:
                 raise ConfigError("--dry-run shows how a server would be started; name a --backend and a --model.")

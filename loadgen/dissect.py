@@ -49,7 +49,8 @@ def dissect(found: Steps) -> Dissected:
         for part, seconds in cut.items():
             parts[part] += seconds
         for each in step.activities:
-            by_name[each.name, each.kind].append(each.end_s - each.start_s)
+            if each.start_s >= step.start_s:  # what reaches over from the step before was counted there
+                by_name[each.name, each.kind].append(each.end_s - each.start_s)
     scale = 1000 / len(found.steps)
     largest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:SHOWN_KERNELS]
     return Dissected(

@@ -22,10 +22,10 @@ import msgspec
 import backends
 from backends.launch import Profiler
 from backends.protocol import Backend
-from loadgen import dissect, runs, steps, trace
+from loadgen import breakdown, dissect, runs, steps, trace
 from loadgen.breakdown import Breakdown
 from loadgen.clock import now_ns
-from loadgen.config import Config, ConfigError
+from loadgen.config import Config
 from loadgen.engine import Client
 from loadgen.exchange import Exchange
 from loadgen.hosted import END_WAIT_S, Hosted, hosting
@@ -36,7 +36,6 @@ from loadgen.shards import START_MARGIN_NS, build_client
 from loadgen.trace import Span, TraceError
 from loadgen.transport import Target, TransportError, get
 
-DEFAULT_STREAMS = 64
 LONG_REPLY_TOKENS = 1024  # enough for the first reply to outlast the last prompt and the profile
 POLL_S = 0.02
 COMMAND_TIMEOUT_S = 600.0  # stopping writes the trace
@@ -52,17 +51,7 @@ Say = Callable[[str], None]
 def load(config: Config) -> Config:
     """The same options as one closed loop whose replies outlast prompts and profile; it warms itself up. Raises
     ConfigError."""
-    if config.url is not None:
-        raise ConfigError("a breakdown starts the server itself, with its profiler; give --launch instead of --url.")
-    if config.arrival is not None or config.duration is not None or config.requests is not None:
-        raise ConfigError("a breakdown keeps one batch in decode; --concurrency says how large, nothing else.")
-    if config.dataset is not None or not config.stream:
-        raise ConfigError("a breakdown needs prompts of one length and streams; leave --dataset and --no-stream out.")
-    streams = config.concurrency or DEFAULT_STREAMS
-    if streams > config.max_running:
-        raise ConfigError(f"--concurrency {streams} is more than --max-running {config.max_running}; raise that.")
-    if config.workers != "1":
-        raise ConfigError("a breakdown is driven by one client process; leave --workers out.")
+    streams = breakdown.batch_of(config)
     reply = config.output_tokens
     if reply == Config.output_tokens:
         reply = LONG_REPLY_TOKENS
@@ -82,7 +71,7 @@ async def measure(config: Config, wanted: int, directory: Path, run_id: str, say
     the errors of its parts, each one sentence."""
     backend = backends.get(config.kind)
     token = api_key(config)
-    with stoppable():
+    with stoppable("before the breakdown was done"):
         launch = await asyncio.to_thread(lambda: plan_launch(config, directory, run_id, profiled=True))
         for note in launch.notes:
             say(f"note: {note}")
@@ -100,7 +89,7 @@ async def measure(config: Config, wanted: int, directory: Path, run_id: str, say
                 if ended is None:
                     raise
                 raise ended from None
-    return _assembled(await asyncio.to_thread(steps.find, spans), watched, launch, config, said)
+    return _assembled(await asyncio.to_thread(steps.find, spans), watched, launch, config, said.emulated)
 
 
 async def _planned(
@@ -115,41 +104,59 @@ async def _planned(
     return plan, said
 
 
-def _assembled(found: steps.Steps, watched: Watched, launch: Launch, config: Config, said: runs.Manifest) -> Breakdown:
-    dissected = dissect.dissect(found)
+def _assembled(found: steps.Steps, watched: Watched, launch: Launch, config: Config, emulated: bool) -> Breakdown:
     names = dict.fromkeys(gpu.name for gpu in launch.inventory.gpus if gpu.index in launch.gpu_indices)
-    version = f" {said.server_version}" if said.server_version else ""
+    version = f" {'.'.join(map(str, launch.settings.version))}" if launch.settings.version else ""
+    return Breakdown(
+        **_told(found, config.concurrency or 0, watched.during_ms),
+        emulated=emulated,
+        backend=f"{launch.backend.name}{version}",
+        model=launch.model.name,
+        hardware=f"{launch.settings.tp} x {', '.join(names)}" if names else "the CPU",
+        prompt_tokens=config.input_tokens,
+        context_tokens=watched.context_tokens,
+        client_ms=watched.during_ms,
+        client_before_ms=watched.before_ms,
+        trace=TRACE_FILE,
+    )
+
+
+def again(directory: Path) -> Breakdown:
+    """The breakdown that lies in a run's directory, its trace taken apart once more where it is there. Raises RunError
+    or TraceError."""
+    kept, path = breakdown.read(directory), directory / TRACE_FILE
+    if kept.client_ms is None or not path.exists():  # it was modelled, or somebody needed the room
+        return kept
+    streams = runs.read_manifest(directory).config.get("concurrency")
+    told = _told(steps.find(trace.read(path)), streams if isinstance(streams, int) else kept.batch, kept.client_ms)
+    return msgspec.structs.replace(kept, **told)
+
+
+def _told(found: steps.Steps, streams: int, event_ms: float) -> dict[str, Any]:
+    """The fields of a Breakdown that its trace tells. event_ms: between two events of a stream at the client."""
+    dissected = dissect.dissect(found)
     notes = []
-    streams = config.concurrency or 0
+    if found.form == "cpu":
+        notes.append("there is no GPU: activities are operators of the server's main thread, and idle is Python.")
     batch = found.steps[0].batch
     if batch is not None and batch != streams:
         notes.append(f"{streams} requests were in flight, and the server decoded {batch} of them in a step.")
     if dissected.layers is None:
         notes.append("norms, attention and products do not come in a transformer's order: parts cannot be told.")
-    if watched.during_ms > MERGED_RATIO * dissected.step_ms:
+    if event_ms > MERGED_RATIO * dissected.step_ms:
         notes.append(
-            f"streams had an event only every {watched.during_ms:.3f} ms: the server put several tokens into one, and "
+            f"streams had an event only every {event_ms:.3f} ms: the server put several tokens into one, and "
             "the context was longer than is told."
         )
     fields: dict[str, Any] = {name: getattr(dissected, name) for name in dissected.__struct_fields__}
-    return Breakdown(
-        **fields,
-        emulated=said.emulated,
-        backend=f"{launch.backend.name}{version}",
-        model=launch.model.name,
-        hardware=f"{launch.settings.tp} x {', '.join(names)}" if names else "the CPU",
-        batch=streams if batch is None else batch,
-        prompt_tokens=config.input_tokens,
-        context_tokens=watched.context_tokens,
-        steps=len(found.steps),
-        steps_left_out=found.left_out,
-        delimited_by=found.delimited_by,
-        form=found.form,
-        client_ms=watched.during_ms,
-        client_before_ms=watched.before_ms,
-        trace=TRACE_FILE,
-        notes=tuple(notes),
-    )
+    return fields | {
+        "batch": streams if batch is None else batch,
+        "steps": len(found.steps),
+        "steps_left_out": found.left_out,
+        "delimited_by": found.delimited_by,
+        "form": found.form,
+        "notes": tuple(notes),
+    }
 
 
 # Driving.

@@ -286,9 +286,9 @@ def _local_gpus(config: Config, hosted: Hosted | None) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Ctrl-C and its like end what goes on before the load, and what was started is taken back. During the load they
-    are the clients' own. Raises Stopped."""
+def stoppable(when: str = "before the load began") -> Iterator[None]:
+    """Ctrl-C and its like end what goes on, and what was started is taken back; during the load of a run they are the
+    clients' own. Raises Stopped, which says `when` that was."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     stopped = False
@@ -304,7 +304,7 @@ def stoppable() -> Iterator[None]:
         yield
     except asyncio.CancelledError:
         if stopped:
-            raise Stopped("stopped before the load began; nothing was measured.") from None
+            raise Stopped(f"stopped {when}; nothing was measured.") from None
         raise
 
 

@@ -12,16 +12,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loadgen import embedded, models, runs
-from loadgen.breakdown import AFTER, ATTENTION, BETWEEN, FFN, IDLE, KINDS, PARTS, UNASSIGNED, Breakdown, paper
+from loadgen import embedded, fitting, models, runs
+from loadgen.breakdown import AFTER, ATTENTION, BETWEEN, FFN, IDLE, KINDS, PARTS, UNASSIGNED, Breakdown, batch_of, paper
 from loadgen.config import Config, ConfigError
 from servers.batching import Sequence, Step
 from servers.cost import Terms
 from servers.emulation import Emulated, EmulationError, emulate
 from servers.hardware import HardwareError
 from servers.options import Hardware
-
-DEFAULT_BATCH = 64
 
 
 def modelled(config: Config, preset: str | None, directory: Path, run_id: str) -> Breakdown:
@@ -33,16 +31,15 @@ def modelled(config: Config, preset: str | None, directory: Path, run_id: str) -
         raise ConfigError(
             "name the GPU to model, such as --gpu a800, or start a server: --launch process or --launch docker."
         )
-    batch = config.concurrency or DEFAULT_BATCH
+    batch = batch_of(config)
     prompt, reply = config.input_tokens, config.output_tokens
     try:
         hardware = Hardware(**embedded.modelled(config))
         model = models.find(config.model or "7b")
-        emulated = emulate(hardware.setup(config.kind, model.name, config.max_model_len or max(4096, prompt + reply)))
+        length = fitting.model_length(config, model, prompt + reply, [])
+        emulated = emulate(hardware.setup(config.kind, model.name, length))
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
-    if batch > config.max_running:
-        raise ConfigError(f"--concurrency {batch} is more than --max-running {config.max_running}; raise that.")
     if batch * (prompt + reply) > emulated.kv_tokens:
         raise ConfigError(
             f"{batch} requests of {prompt} + {reply} tokens do not fit into the KV cache of {emulated.kv_tokens} "
@@ -86,7 +83,8 @@ def decode_step(emulated: Emulated, kind: str, batch: int, prompt: int, reply: i
         form="model",
         notes=(
             "the model has no embedding and no all-gather; sampling is in the server's software, between steps",
-            f"how far it is off: {facts['gpu_error']}",
+            f"where the GPU's numbers come from: {facts['gpu_source']}",
+            f"how far they are off: {facts['gpu_error']}",
         ),
     )
 

@@ -95,6 +95,16 @@ def test_communication_beside_computing_is_hidden(tmp_path: Path) -> None:
     assert sum(dissected.kinds.values()) == pytest.approx(dissected.step_ms)
 
 
+def test_what_reaches_into_the_next_step_is_one_run_of_its_kernel(tmp_path: Path) -> None:
+    works = decode(2)
+    events = traces.with_device(works, 6, graph=True)
+    lasts = [each for each in events if each["name"] == works[-1].kernel]
+    for each in lasts:  # begins with the step's last kernel, and ends within the next step
+        events.append(event("ncclDevKernel_SendRecv", "kernel", each["ts"], 500, tid=9, correlation=-5))
+    kernel = next(each for each in dissect(found(tmp_path, events)).kernels if "SendRecv" in each.name)
+    assert (kernel.count, kernel.ms) == (1.0, pytest.approx(0.5))
+
+
 def test_only_the_steady_batch_counts(tmp_path: Path) -> None:
     works = decode(2)
     events = traces.with_device(works, 9, graph=True)

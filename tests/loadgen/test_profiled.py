@@ -18,7 +18,8 @@ import pytest
 import backends
 from backends.launch import Profiler
 from backends.protocol import ServerInfo
-from loadgen import profiled, trace
+from loadgen import breakdown, cli, profiled, runs, trace
+from loadgen.breakdown import Breakdown
 from loadgen.config import Config, ConfigError
 from loadgen.plan import plan_run
 from loadgen.profiled import Watched
@@ -188,3 +189,72 @@ def test_a_plain_trace_is_kept_gzipped(tmp_path: Path) -> None:
 def test_no_trace_comes(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="left no whole trace"):
         asyncio.run(profiled.collect(tmp_path, tmp_path / "kept", 0.1))
+
+
+# Once more.
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """A run's directory as an older version left it: it knew no kernel of the trace."""
+    events = traces.with_device(traces.decode(3), 6, graph=True)
+    traces.write(tmp_path / profiled.TRACE_FILE, events)
+    config = {"concurrency": 12}
+    runs.write_manifest(
+        tmp_path,
+        runs.Manifest(
+            run_id="r", version="0", started_unix_s=0.0, argv=[], config=config, backend="vllm", model="7b", url="",
+            emulated=False, arrival="concurrency:12", machine=runs.this_machine(),
+        ),
+    )  # fmt: skip
+    kept = Breakdown(
+        emulated=False, backend="vllm 0.9", model="llama", hardware="1 x GPU", batch=8, prompt_tokens=512,
+        context_tokens=600.0, step_ms=9.0, kinds={"Unrecognised": 9.0}, parts={"Not assigned": 9.0}, layers=None,
+        steps=2, delimited_by="execute annotations", form="graph", client_ms=0.4, client_before_ms=0.3,
+        trace=profiled.TRACE_FILE, notes=("an old note",),
+    )  # fmt: skip
+    breakdown.write(tmp_path, kept)
+    (tmp_path / "requests.jsonl").write_text("a run's report would count these\n")
+    return tmp_path
+
+
+def test_a_report_of_a_breakdown_takes_its_trace_apart_again(
+    measured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.invoke(["report", str(measured)]) == 0
+    redone = json.loads(capsys.readouterr().out)
+    true = traces.truth(traces.decode(3))
+    assert redone == json.loads((measured / "breakdown.json").read_text())
+    assert redone["step_ms"] == pytest.approx(true.step_ms)
+    assert {name: ms for name, ms in redone["kinds"].items() if ms > 1e-9} == pytest.approx(true.kinds)
+    assert (redone["layers"], redone["steps"], redone["backend"], redone["client_ms"]) == (3, 4, "vllm 0.9", 0.4)
+    assert redone["notes"] == ["12 requests were in flight, and the server decoded 8 of them in a step."]
+    assert "3 x Attention blocks" in (measured / "report.md").read_text()
+    assert not (measured / "report.json").exists()
+
+
+def test_without_its_trace_it_stays_what_it_was(measured: Path) -> None:
+    (measured / profiled.TRACE_FILE).unlink()
+    before = (measured / "report.md").read_text(), (measured / "breakdown.json").read_text()
+    assert cli.invoke(["report", str(measured)]) == 0
+    assert ((measured / "report.md").read_text(), (measured / "breakdown.json").read_text()) == before
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words", "said"),
+    [
+        ("trace.json.gz", [], "is not a trace of torch.profiler"),
+        ("breakdown.json", [], "is not a breakdown of this version"),
+        ("", ["--convention", "vllm"], "leave it out"),
+    ],
+)
+def test_a_report_that_cannot_be_redone(
+    measured: Path, spoil: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if spoil:
+        (measured / spoil).write_bytes(b"{")
+    before = (measured / "report.md").read_text()
+    assert cli.invoke(["report", str(measured), *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+    assert (measured / "report.md").read_text() == before

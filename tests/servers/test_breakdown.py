@@ -84,6 +84,7 @@ def test_the_papers_setting(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert sum(found["kinds"].values()) == pytest.approx(found["step_ms"])
     assert sum(found["parts"].values()) == pytest.approx(found["step_ms"])
     report = (tmp_path / "run/report.md").read_text()
+    assert "decode ratio from Table X" in report  # what was fitted to the paper is no confirmation of it
     assert "| 23.05 | 45.10 |" in report and "| 35.13 | 68.73 |" in report and "2311.03687" in report
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     assert manifest["emulated"] is True and manifest["config"]["gpu"] == "a800"
@@ -115,6 +116,12 @@ def test_options_win_over_the_preset(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--gpu", "h2000"], "h2000"),
         (["--gpu", "a800", "--backend", "openai"], "not modelled"),
         (["--gpu", "a800", "--steps", "1"], "--steps is 1"),
+        (["--gpu", "a800", "--arrival", "poisson:3"], "--concurrency says how large"),
+        (["--gpu", "a800", "--dataset", "prompts.jsonl"], "leave --dataset"),
+        (["--gpu", "a800", "--no-stream"], "--no-stream out"),
+        (["--gpu", "a800", "--max-model-len", "600"], "more than --max-model-len (600)"),
+        (["--gpu", "a800", "--input-tokens", "4090"], "more than llama-2-7b takes (4096)"),
+        (["--preset", "paper-table10", "--gpus", "4"], "or name the GPU to model with --gpu"),
         (["--url", "http://h:1"], "instead of --url"),
         (["--launch", "process", "--backend", "tgi"], "no profiler"),
         (["--launch", "process", "--requests", "3"], "--concurrency says how large"),
