@@ -28,8 +28,12 @@ _FUSED_NORMS = (("mean", "pow"), ("red", "mean"), ("per", "mean"))  # all of one
 _FUSED_ROPE = ("cat", "mul", "sub")  # all of them: x1 cos - x2 sin, joined with the other half
 _SAMPLING = (
     r"arg_?max|gumbel|sort|top_?[kp](?![a-z])|soft_?max|sampl|multinomial|random|randint|exponential|logits|scan|cumsum"
+    r"|^_(temperature|penalties|min_p|bincount)_kernel"
 )
-_BOOKKEEPING = r"scheduler_metadata|prepare_|metadata|advance_step|slot_mapping|seq_lens|input_batch|block_table"
+_BOOKKEEPING = (
+    r"scheduler_metadata|prepare_|metadata|advance_step|slot_mapping|seq_lens|input_batch|block_table"
+    r"|^_(apply_write|post_update|expand_idx_mapping)_"
+)
 _ELEMENTWISE = (
     r"elementwise|element_wise|vectorized|triton_|fused|index|gather|scatter|fill|copy|cat|arange|act_and_mul|silu|gelu"
     r"|swiglu|embedding|where|compare|reshape_and_cache|unrolled|memset|add|mul|split_with"

@@ -38,7 +38,8 @@ from loadgen.transport import Target, TransportError, get
 
 LONG_REPLY_TOKENS = 1024  # enough for the first reply to outlast the last prompt and the profile
 POLL_S = 0.02
-COMMAND_TIMEOUT_S = 600.0  # stopping writes the trace
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 600.0  # it writes the trace
 TRACE_WAIT_S = 300.0
 MERGED_RATIO = 1.2  # of a stream's events to the trace's steps: beyond it they cannot be one token each
 TRACE_FILE = "trace.json.gz"
@@ -173,9 +174,9 @@ async def drive(plan: Plan, backend: Backend, profiler: Profiler, wanted: int, d
             streams = await _steady(client, running, plan)
             say(f"{len(streams)} requests are in decode")
             before_ms, _ = await _watch(client, running, streams, wanted, plan)
-            await _command(plan.target, profiler.start, backend.name)
+            await _command(plan.target, profiler.start, backend.name, START_TIMEOUT_S)
             during_ms, context = await _watch(client, running, streams, wanted, plan)
-            await _command(plan.target, profiler.stop, backend.name)
+            await _command(plan.target, profiler.stop, backend.name, STOP_TIMEOUT_S)
         finally:
             client.stop(0.0)
             with contextlib.suppress(OSError):
@@ -239,10 +240,17 @@ def _check(client: Client, running: asyncio.Future[Any], before: str) -> None:
         raise ServerError(f"a reply ended before {before}; raise --output-tokens or lower --concurrency.")
 
 
-async def _command(target: Target, command: tuple[str, str], name: str) -> None:
+async def _command(target: Target, command: tuple[str, str], name: str, timeout_s: float) -> None:
     """Raises ServerError when the server does not do it."""
     method, path = command
-    status, _, body = await asyncio.to_thread(get, target, path, COMMAND_TIMEOUT_S, method)
+    began = now_ns()
+    try:
+        status, _, body = await asyncio.to_thread(get, target, path, timeout_s, method)
+    except TransportError:
+        waited_s = (now_ns() - began) / 1e9
+        raise ServerError(
+            f"{name} gave no answer to {method} {path} in {waited_s:.1f} s; its server.log may say why."
+        ) from None
     if status in (404, 405):
         raise ServerError(f"this {name} has no {path}; it needs a version whose profiler a client can start.")
     if status != 200:

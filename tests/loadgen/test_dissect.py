@@ -210,6 +210,9 @@ KERNELS = {
     "void at::native::reduce_kernel<512, 1, ReduceOp<float, at::native::ArgMaxOps<float>>>": "Other",
     "_gumbel_sample_kernel": "Other",
     "_prepare_inputs_kernel": "Other",
+    "_apply_write_kernel": "Other",
+    "_post_update_kernel": "Other",
+    "_temperature_kernel": "Other",
     "something_new": "Unrecognised",
 }
 

@@ -34,13 +34,15 @@ PROFILER = Profiler(start=("POST", "/start_profile"), stop=("POST", "/stop_profi
 
 @dataclass
 class StandIn:
-    """Every stream has a token every STEP_S; `tokens` is how many it ends after. profiler: whether it has one."""
+    """Every stream has a token every STEP_S; `tokens` is how many it ends after. profiler: the status with which it
+    answers; 0: it never does."""
 
     tokens: int = 100_000
     profiler: int = 200
     fails: bool = False
     url: str = ""
     heard: list[str] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 @contextlib.contextmanager
@@ -52,6 +54,9 @@ def serving(standin: StandIn) -> Iterator[StandIn]:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if self.path.endswith("_profile"):
                 standin.heard.append(self.path)
+                if not standin.profiler:
+                    standin.over.wait(30.0)
+                    return
                 self._plain(standin.profiler)
             elif standin.fails:
                 self._plain(500)
@@ -88,6 +93,7 @@ def serving(standin: StandIn) -> Iterator[StandIn]:
     try:
         yield standin
     finally:
+        standin.over.set()
         server.shutdown()
         server.server_close()
 
@@ -119,6 +125,12 @@ def test_a_server_without_a_profiler(tmp_path: Path) -> None:
 def test_a_profiler_that_fails(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="POST /start_profile with status 500"):
         drive(StandIn(profiler=500), tmp_path)
+
+
+def test_a_profiler_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiled, "START_TIMEOUT_S", 0.3)
+    with pytest.raises(ServerError, match=r"vllm gave no answer to POST /start_profile in \d+\.\d s; its server\.log"):
+        drive(StandIn(profiler=0), tmp_path)
 
 
 def test_replies_that_are_too_short(tmp_path: Path) -> None:
