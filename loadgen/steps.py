@@ -82,10 +82,12 @@ def find(spans: Sequence[Span]) -> Steps:
     operators = _operators_of(spans, launches)
     activities = [_device_activity(span, operators.get(span.args.correlation, ())) for span in devices]
     stream = Counter(span.tid for span in devices).most_common(1)[0][0]
-    launched = [launches[span.args.correlation].start_s if span.args.correlation in launches else None
-                for span in devices]  # fmt: skip
+    main = [
+        (launches[span.args.correlation].start_s if span.args.correlation in launches else None, each)
+        for span, each in zip(devices, activities, strict=True)
+        if span.tid == stream
+    ]
     if marks:
-        main = [(at, each) for span, at, each in zip(devices, launched, activities, strict=True) if span.tid == stream]
         return _chosen(_device_steps(marks, main, activities), "execute annotations", form)
     graphs = sorted(span.start_s for span in launches.values() if "GraphLaunch" in span.name)
     if not graphs:
@@ -93,7 +95,6 @@ def find(spans: Sequence[Span]) -> Steps:
             "the trace names no steps: no execute_ annotations and no CUDA graphs; serve with CUDA graphs on, or lower "
             "--concurrency to a batch that has one."
         )
-    main = [(at, each) for span, at, each in zip(devices, launched, activities, strict=True) if span.tid == stream]
     found = _device_steps([_Mark(at, 0, None) for at in graphs], main, activities)
     if not any(step is not None and _layers(step.order) > 1 for step in found):
         raise TraceError("the trace names no steps, and its CUDA graphs are only parts of one; use a server that does.")
@@ -178,13 +179,16 @@ def _device_steps(
     for order in orders:
         _find_written_norms(order)
         _find_rotations(order)
+    begins = [each.start_s for each in activities]  # ascending, as spans are
+    longest_s = max(each.end_s - each.start_s for each in activities)
     found: list[Step | None] = []
     for mark, order, following in zip(marks, orders, orders[1:], strict=False):
         if mark.prefills or not order or not following:
             found.append(None)
             continue
         start_s, end_s = order[0].start_s, following[0].start_s
-        within = tuple(each for each in activities if each.end_s > start_s and each.start_s < end_s)
+        near = activities[bisect.bisect_left(begins, start_s - longest_s) : bisect.bisect_left(begins, end_s)]
+        within = tuple(each for each in near if each.end_s > start_s)
         found.append(Step(start_s, end_s, mark.batch, tuple(order), within))
     return found
 
