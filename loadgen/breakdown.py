@@ -116,6 +116,8 @@ def batch_of(config: Config) -> int:
         raise ConfigError(f"--concurrency {batch} is more than --max-running {config.max_running}; raise that.")
     if config.workers != "1":
         raise ConfigError("a breakdown is driven by one client process; leave --workers out.")
+    if config.metrics_port is not None:
+        raise ConfigError("a breakdown has no metrics of a run; leave --metrics-port out.")
     return batch
 
 

@@ -244,7 +244,7 @@ def serve(exporter: Exporter, host: str, port: int) -> WSGIServer:
     try:
         return make_server(host, port, application, _Server6 if ":" in host else _Server, _Quiet)
     except (OSError, OverflowError) as error:
-        said = getattr(error, "strerror", None) or str(error)
+        said = (getattr(error, "strerror", None) or str(error)).rstrip(".")
         raise RunError(f"cannot listen on {address(host, port)}: {said}; name another address or port.") from None
 
 

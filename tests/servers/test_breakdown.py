@@ -119,6 +119,7 @@ def test_options_win_over_the_preset(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--gpu", "a800", "--arrival", "poisson:3"], "--concurrency says how large"),
         (["--gpu", "a800", "--dataset", "prompts.jsonl"], "leave --dataset"),
         (["--gpu", "a800", "--no-stream"], "--no-stream out"),
+        (["--gpu", "a800", "--metrics-port", "9465"], "leave --metrics-port out"),
         (["--gpu", "a800", "--max-model-len", "600"], "more than --max-model-len (600)"),
         (["--gpu", "a800", "--input-tokens", "4090"], "more than llama-2-7b takes (4096)"),
         (["--preset", "paper-table10", "--gpus", "4"], "or name the GPU to model with --gpu"),
