@@ -27,7 +27,8 @@ def invoke(settings: Settings) -> Invocation:
 
     Prefix caching is off and so are sampling defaults from the model's directory: both would change the work between
     runs. `--model` rather than the positional, because images before 0.9 know nothing else. CUDA graphs are its own
-    choice, up to a batch of 512 (1024 on a data centre's Blackwell): ending them earlier would make it slower.
+    choice, up to a batch of 512 (1024 on a data centre's Blackwell): ending them earlier would make it slower, and only
+    where it chooses does it add the largest batch to the sizes.
     """
     arguments = [
         "--model", settings.model,

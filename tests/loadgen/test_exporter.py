@@ -221,7 +221,7 @@ def test_a_taken_port_is_one_sentence() -> None:
         taken.listen()
         with pytest.raises(RunError, match=r"cannot listen on 127\.0\.0\.1:"):
             serve(Exporter(Path()), "127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(RunError, match="cannot listen on .*0-65535; name"):
+    with pytest.raises(RunError, match=r"cannot listen on .*0-65535; name"):
         serve(Exporter(Path()), "127.0.0.1", 99999)
 
 
