@@ -78,6 +78,12 @@ class Rank:
                 }  # fmt: skip
                 file.write(json.dumps(step).encode() + b"\n")
 
+    def see_steps(self, count: int) -> None:
+        """Waits until the first rank has done them."""
+        file = self.directory / "steps.jsonl"
+        while not file.exists() or file.read_bytes().count(b"\n") < count:
+            time.sleep(0.005)
+
     def succeed(self, **fields: Any) -> None:
         """The second rank is the slower one, and needs more memory."""
         self.steps()
@@ -157,6 +163,7 @@ class Rank:
     def segv(self) -> None:
         self.steps(3)
         if self.rank == self.cell["gpus"] - 1:
+            self.see_steps(3)
             print("about to\x1b[0m go\n\n[rank1]: last words", flush=True)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.kill(os.getpid(), signal.SIGSEGV)
