@@ -114,7 +114,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """One point. Times are of one launch: each of the `samples` is the mean of `launches` in a row, on the slowest
     rank. correct: whether the result of a collective was as it must be; None: not checked. Outcome other than ok:
-    `reason` says why."""
+    `reason` says why; of an ok one, what is to be kept in mind."""
 
     point: Point
     outcome: Outcome
@@ -144,14 +144,16 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return self.bytes_per_s * bus_factor(self.point.name, self.point.ranks)
 
 
-def measured(point: Point, samples_s: Sequence[float], launches: int, correct: bool | None = None) -> Measured:
-    """samples_s: at least two, seconds of one launch each."""
+def measured(
+    point: Point, samples_s: Sequence[float], launches: int, correct: bool | None = None, remark: str = ""
+) -> Measured:
+    """samples_s: at least two, seconds of one launch each. remark: what is to be said of them."""
     tenths = statistics.quantiles(samples_s, n=10, method="inclusive")
     wrong = correct is False
     return Measured(
         point=point,
         outcome="wrong" if wrong else "ok",
-        reason="the result is not what it must be" if wrong else "",
+        reason="the result is not what it must be" if wrong else remark,
         samples=len(samples_s),
         launches=launches,
         median_s=statistics.median(samples_s),

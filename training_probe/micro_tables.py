@@ -60,18 +60,18 @@ def build(found: Sequence[Measured], device_name: str) -> list[Table]:
 
 
 class _Notes:
-    """Why a point has no number: [1], [2], ..., each reason once."""
+    """What is to be said of points: [1], [2], ..., each reason once."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def end(self, result: Measured) -> str:
-        """A word for how it ended, if it was not ok."""
-        if result.outcome == "ok":
-            return ""
+    def beside(self, number: str, result: Measured) -> str:
+        """The number, or a word for how the point ended, with its reason's mark."""
+        if result.outcome == "ok" and not result.reason:
+            return number
         if result.reason not in self.texts:
             self.texts.append(result.reason)
-        return f"{result.outcome} [{self.texts.index(result.reason) + 1}]"
+        return f"{number or result.outcome} [{self.texts.index(result.reason) + 1}]"
 
 
 def _gemm(found: Sequence[Measured], device_name: str) -> Table:
@@ -84,7 +84,7 @@ def _gemm(found: Sequence[Measured], device_name: str) -> Table:
         speed = result.flops_per_s
         rows.append((
             point.dtype, f"{point.m}", f"{point.n}", f"{point.k}",
-            *_times(result, MS), _number(speed, TERA) or notes.end(result),
+            *_times(result, MS), notes.beside(_number(speed, TERA), result),
             _percent(share(speed, known.catalog.get(point.dtype))),
             _percent(share(speed, known.measured.get(point.dtype))),
             f"{theirs[0]:.3f}" if theirs else "", f"{theirs[1]:.1f}" if theirs else "", "large" if point.peak else "",
@@ -113,7 +113,7 @@ def _memcpy(found: Sequence[Measured]) -> Table:
     for result in found:
         point = result.point
         assert isinstance(point, Copy)
-        speed = _number(result.bytes_per_s, GB) or notes.end(result)
+        speed = notes.beside(_number(result.bytes_per_s, GB), result)
         rows.append((point.label, size_text(point.size_bytes), *_times(result, US), speed))
     columns = (Column("copy", left=True), Column("size"), *_time_columns("us"), Column("GB/s"))
     routes = {result.point.route for result in found if isinstance(result.point, Copy)}
@@ -157,7 +157,7 @@ def _collectives(found: Sequence[Measured]) -> Table:
 
 def _collective(result: Measured, notes: _Notes) -> list[str]:
     times = _times(result, US)[:3]
-    return [*times, _number(result.bytes_per_s, GB) or notes.end(result), _number(result.bus_bytes_per_s, GB)]
+    return [*times, notes.beside(_number(result.bytes_per_s, GB), result), _number(result.bus_bytes_per_s, GB)]
 
 
 def _time_columns(unit: str) -> tuple[Column, ...]:

@@ -85,6 +85,12 @@ def test_a_wrong_collective_is_no_result() -> None:
     assert cells(table, "algbw GB/s") == ["wrong [1]"] and table.notes == ("the result is not what it must be",)
 
 
+def test_a_remark_stands_beside_its_number() -> None:
+    result = measured(Copy(route="d2d", size_bytes=10**9), [0.5, 0.5], 1, remark="too late")
+    (table,) = micro_tables.build([result], H200)
+    assert cells(table, "GB/s") == ["2.000 [1]"] and table.notes == ("too late",)
+
+
 @given(st.integers(1, 1 << 36), st.integers(2, 64))
 def test_sizes_are_shared_evenly(size: int, ranks: int) -> None:
     found = whole_elements(size, ranks)

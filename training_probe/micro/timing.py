@@ -31,6 +31,7 @@ FEW_LAUNCHES = 64  # from which the time of enqueuing is taken, while the GPU is
 CALIBRATION_CYCLES = 2_000_000
 BUSY_CYCLES = 40_000_000  # 20 ms of a fast GPU
 REASON_CHARACTERS = 300
+HOST_BOUND = "the host enqueued its launches too late: its own speed may be in the time"
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # of a GPU, of the host
 MEMORY = Path("/proc/meminfo")
 BUFFERS = 4096  # at most, of a pool that is rotated through
@@ -98,11 +99,12 @@ def timed(
     warmups = min(MAX_WARMUPS, max(1, int(warmup_s / max(once_s, 1e-9))))
     once_s = _span(launch, warmups, synchronise, together)
     plan = Plan.of(once_s, task, sample_s)
+    late = False
     if in_stream:
-        samples_s = _by_events(launch, plan, once_s, together)
+        samples_s, late = _by_events(launch, plan, once_s, together)
     else:
         samples_s = _by_clock(launch, plan, synchronise, together)
-    return measured(point, together.slowest(samples_s), plan.launches, correct)
+    return measured(point, together.slowest(samples_s), plan.launches, correct, HOST_BOUND if late else "")
 
 
 def _span(launch: Launch, count: int, synchronise: Callable[[], None], ranks: Ranks) -> float:
@@ -115,18 +117,19 @@ def _span(launch: Launch, count: int, synchronise: Callable[[], None], ranks: Ra
     return ranks.slowest([(time.perf_counter() - began) / count])[0]
 
 
-def _by_events(launch: Launch, plan: Plan, once_s: float, ranks: Ranks) -> list[float]:
-    """Seconds of a launch, sample by sample. once_s: about what a launch takes, the host's part included."""
+def _by_events(launch: Launch, plan: Plan, once_s: float, ranks: Ranks) -> tuple[list[float], bool]:
+    """Seconds of a launch, sample by sample, and whether the host was too slow for them. once_s: about what a launch
+    takes, the host's part included."""
     enqueue_s = ranks.slowest([_enqueuing(launch, min(plan.launches, FEW_LAUNCHES))])[0]
     if 2 * enqueue_s < once_s:  # each is enqueued long before the one ahead of it ends
-        return _trains(launch, plan, LEAST_AHEAD_S, ranks)[0]
+        return _trains(launch, plan, LEAST_AHEAD_S, ranks)[0], False
     ahead_s = AHEAD * enqueue_s * plan.launches
     for _ in range(TRIES):
         samples_s, late_ratio = _trains(launch, plan, min(MOST_AHEAD_S, max(LEAST_AHEAD_S, ahead_s)), ranks)
         if ranks.slowest([late_ratio])[0] <= MOST_LATE_RATIO:
-            break
+            return samples_s, False
         ahead_s *= 2
-    return samples_s
+    return samples_s, True
 
 
 def _enqueuing(launch: Launch, count: int) -> float:

@@ -126,3 +126,16 @@ def test_what_the_allocator_refuses_is_out_of_memory() -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
 
     assert timing.attempted(Copy(route="h2h", size_bytes=1), refused).outcome == "oom"
+
+
+def test_a_host_that_is_too_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from training_probe.micro import timing
+    from training_probe.micro_points import Copy, Task
+
+    world = World(enqueue_s=2e-3, launch_s=3e-6)  # 256 launches are enqueued for longer than the GPU is ever kept busy
+    monkeypatch.setattr(timing.torch, "cuda", world.cuda())
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: world.host_s))
+    monkeypatch.setattr(timing, "SETTLED_SAMPLE_S", 1.0)
+    point = Copy(route="d2d", size_bytes=1024)
+    found = timing.timed(point, world.launch, Task(device="cuda", points=[point], samples=5), in_stream=True)
+    assert found.outcome == "ok" and found.reason == timing.HOST_BOUND
