@@ -139,7 +139,7 @@ def _files() -> Iterator[tuple[Path, str]]:
     site = Path(sysconfig.get_path("purelib"))
     for path in packages:
         yield path, f"{_APP}/site/{path.relative_to(site)}"
-    for path in (*_tree(ROOT / "servers"), *_tree(ROOT / "backends")):  # which knows the models
+    for path in (*_tree(ROOT / "servers"), *_tree(ROOT / "loadgen"), *_tree(ROOT / "backends")):  # all that it imports
         yield path, f"{_APP}/{path.relative_to(ROOT)}"
     yield Path(__file__).with_name("stand_in.py"), f"{_APP}/stand_in.py"
     native = [path for path in (*_tree(stdlib), *packages) if ".so" in path.suffixes]
