@@ -40,7 +40,6 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     """
     from backends.launch import LaunchError
     from loadgen.embedded import EmbeddedError
-    from loadgen.hosted import quoted
     from loadgen.progress import ProgressLine
     from loadgen.run import ServerError, Stopped, dry_run
     from loadgen.run import run as whole_run
@@ -58,10 +57,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     try:
         run_loop(whole_run(config, directory, run_id, progress, say))
     except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
-        if isinstance(error, LaunchError) and error.log:
-            say(quoted(error.log))
-        say_error("loadgen", error)
-        return EXIT_BACKEND
+        return _backend_failed(error)
     except Stopped as error:
         say_error("loadgen", error)
         return EXIT_STOPPED
@@ -70,6 +66,17 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
         if new:
             runs.remove_if_empty(directory)
     return report_one(directory, "loadgen")
+
+
+def _backend_failed(error: Exception) -> int:
+    """Says why, after the end of the server's log where there is one."""
+    from backends.launch import LaunchError
+    from loadgen.hosted import quoted
+
+    if isinstance(error, LaunchError) and error.log:
+        say(quoted(error.log))
+    say_error("loadgen", error)
+    return EXIT_BACKEND
 
 
 def breakdown(
@@ -91,7 +98,6 @@ def breakdown(
     """
     from backends.launch import LaunchError
     from loadgen import profiled
-    from loadgen.hosted import quoted
     from loadgen.run import ServerError, Stopped
     from loadgen.trace import TraceError
     from loadgen.transport import TransportError
@@ -108,10 +114,7 @@ def breakdown(
     try:
         found = _find_breakdown(config, steps, preset, directory, run_id)
     except (ServerError, TransportError, LaunchError) as error:
-        if isinstance(error, LaunchError) and error.log:
-            say(quoted(error.log))
-        say_error("loadgen", error)
-        return EXIT_BACKEND
+        return _backend_failed(error)
     except TraceError as error:
         say_error("loadgen", error)
         return EXIT_INVALID

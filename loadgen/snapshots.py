@@ -18,7 +18,6 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Literal
 
@@ -26,12 +25,12 @@ import msgspec
 
 from loadgen import children
 from loadgen.runs import Family, Manifest, RunError, Sample, Snapshot, read_manifest, write_snapshot
+from loadgen.tail import Tail
 from loadgen.totals import Record, Totals
 
 PERIOD_S = 1.0
 STOP_TIMEOUT_S = 10.0
 ORPHANS_S = 6.0  # a little more than workers whose parent was killed wait for replies
-BLOCK_BYTES = 1 << 20
 
 
 class Live(msgspec.Struct):
@@ -133,22 +132,6 @@ class _ServerSample(msgspec.Struct):
     gpus: list[_GpuSample] = []
 
 
-class _Tail:
-    """New whole lines of a file that others write. It stays open: what was written is read also after its removal."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._part = path, b""
-        self._file: FileIO | None = None
-
-    def lines(self) -> Iterator[bytes]:
-        with contextlib.suppress(OSError):
-            if self._file is None:
-                self._file = FileIO(self._path)
-            while read := self._file.read(BLOCK_BYTES):
-                *lines, self._part = (self._part + read).split(b"\n")
-                yield from lines
-
-
 class Recorder:
     """Follows one run's directory."""
 
@@ -156,8 +139,8 @@ class Recorder:
         self._directory, self._manifest = directory, manifest
         self._whole = directory / "requests.jsonl"
         self._totals = Totals()
-        self._tails: dict[Path, _Tail] = {}
-        self._server_tail = _Tail(directory / "server.jsonl")
+        self._tails: dict[Path, Tail] = {}
+        self._server_tail = Tail(directory / "server.jsonl")
         self._server = _ServerSample()
         self._decode = msgspec.json.Decoder(Record).decode
         self.live: Live | None = None
@@ -191,7 +174,7 @@ class Recorder:
         if not any(path != self._whole for path in self._tails) and self._whole.exists():
             parts = [self._whole]
         for path in parts:
-            self._tails.setdefault(path, _Tail(path))
+            self._tails.setdefault(path, Tail(path))
         for tail in self._tails.values():
             for line in tail.lines():
                 with contextlib.suppress(msgspec.DecodeError, ValueError):  # ValueError: bytes that are not UTF-8

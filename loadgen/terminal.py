@@ -1,8 +1,10 @@
-"""How a program talks on standard error and ends, also when nobody reads what it writes any more."""
+"""How a program talks on standard error and ends, also when nobody reads what it writes any more; how wide its tables
+may be."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
@@ -11,6 +13,7 @@ from backends.replies import printable
 
 EXIT_UNREAD = 141  # as the shell says of a program that wrote into a closed pipe
 MAX_ERROR_CHARS = 2000
+MIN_WIDTH, PLAIN_WIDTH = 80, 160
 
 
 def say(text: str) -> None:
@@ -25,6 +28,11 @@ def say(text: str) -> None:
 def say_error(program: str, error: object) -> None:
     """One line: parts of it may come from a server, so nothing in it may command the terminal."""
     say(f"{program}: {printable(str(error), MAX_ERROR_CHARS)}")
+
+
+def width(stream: TextIO) -> int:
+    """Columns of a terminal; of anything else enough for every table."""
+    return max(MIN_WIDTH, shutil.get_terminal_size().columns) if stream.isatty() else PLAIN_WIDTH
 
 
 def main(invoke: Callable[[Sequence[str]], int]) -> NoReturn:

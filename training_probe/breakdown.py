@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from loadgen import trace
+from loadgen.tail import whole_lines
 from training_probe import runner, sweep
 from training_probe.attribution import Attribution, attribute
 from training_probe.children import stopped_by_signals
@@ -86,8 +87,7 @@ def read(directory: Path) -> list[Breakdown]:
     """What was traced into a directory; a last line that was cut by a kill is left out. Raises ResultsError."""
     path = directory / BREAKDOWN_FILE
     try:
-        text = path.read_bytes()
-        return [msgspec.json.decode(line, type=Breakdown) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+        return [msgspec.json.decode(line, type=Breakdown) for line in whole_lines(path)]
     except OSError as error:
         raise ResultsError(f"cannot read {path}: {error.strerror or error}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

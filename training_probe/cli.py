@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from loadgen import terminal
-from loadgen.terminal import say, say_error
+from loadgen.terminal import say, say_error, width
 from loadgen.whole import Whole
 from training_probe import micro_cli
 from training_probe.options import Grid, Measuring, Tracing
-from training_probe.terminal import width
 
 if TYPE_CHECKING:
     from training_probe.grid import Cell, Device
@@ -63,11 +62,6 @@ def sweep(
 
     For example: training_probe sweep --model 7b --method F+Z3 F+R+Z3 --micro-batch 1 max
     """
-    from dataclasses import replace
-
-    from loadgen import runs
-    from training_probe import dry_run as dry
-    from training_probe import sweep as sweeps
     from training_probe.grid import GridError
 
     if metrics_port is not None and not 0 < metrics_port < 1 << 16:
@@ -76,8 +70,21 @@ def sweep(
     if resume is not None:
         if grid != Grid() or measuring != Measuring() or out is not None or dry_run:
             raise GridError("--resume goes on with what was asked for before; leave all other options out.")
+        from training_probe.sweep import resume as go_on
+
         _serve_metrics(resume, metrics_port)
-        return _reported(resume, sweeps.resume(resume, say))
+        return _reported(resume, go_on(resume, say))
+    return _sweep(grid, measuring, out, metrics_port, dry_run)
+
+
+def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int | None, dry_run: bool) -> int:
+    """A new one."""
+    from dataclasses import replace
+
+    from loadgen import runs
+    from training_probe import dry_run as dry
+    from training_probe import sweep as sweeps
+
     if grid == Grid(device=grid.device, gpus=grid.gpus):
         grid = replace(grid, preset="laptop")
     cells, known, gpu_ids, here = _asked(grid)

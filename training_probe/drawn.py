@@ -176,7 +176,8 @@ def draw_breakdowns(directory: Path, found: Sequence[Breakdown]) -> tuple[str, s
         for each in traced:
             own = {part: breakdown_tables.part_seconds(each, phase, part) for part in breakdown_tables.LAYER}
             theirs = {part: breakdown_tables.printed(each).get((phase, part, "ms"), 0.0) for part in own}
-            for name, parts in ((breakdown_tables.title(each), own), (f"{breakdown_tables.PAPER}, BS 2", theirs)):
+            beside = f"{breakdown_tables.PAPER}, BS {each.cell.micro_batch}"
+            for name, parts in ((breakdown_tables.title(each), own), (beside, theirs)):
                 whole = sum(parts.values())
                 if whole:
                     bars[f"{phase}: {name}"] = {part: 100 * value / whole for part, value in parts.items()}

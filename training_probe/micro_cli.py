@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from loadgen.terminal import say
+from loadgen.terminal import say, width
 from training_probe import micro_presets as presets
 from training_probe import options
 from training_probe.micro_points import Dtype, Kind, MicroError, Name, Point, Task
 from training_probe.micro_presets import CollectivePreset, CopyPreset, Device, GemmPreset
 from training_probe.options import whole
-from training_probe.terminal import width
 
 if TYPE_CHECKING:
     from backends.gpus import Inventory

@@ -26,6 +26,7 @@ from backends.launch import LaunchError, Running, Start
 from loadgen import runs
 from loadgen.children import environment
 from loadgen.runs import Machine, this_machine
+from loadgen.tail import Tail, whole_lines
 from training_probe import children
 from training_probe.micro_points import (
     ABOUT_FILE,
@@ -140,7 +141,7 @@ class _Run:
     ) -> None:
         self._manifest, self._launch, self._say, self._keep = manifest, launch, say, keep
         self._directory = directory.absolute()
-        self._read_bytes = self._done = 0
+        self._tail, self._done = Tail(self._directory / POINTS_FILE), 0
         self._told = time.monotonic()
 
     def whole(self, cancelled: threading.Event, command: Command) -> bool:
@@ -155,11 +156,12 @@ class _Run:
             if cancelled.is_set():
                 return False
             raise RunnerError(f"no measuring process can be started: {error}") from None
-        try:
-            ended = self._watch(running, cancelled)
-        finally:
-            running.stop()
-        self._take_in()
+        with contextlib.closing(self._tail):
+            try:
+                ended = self._watch(running, cancelled)
+            finally:
+                running.stop()
+            self._take_in()
         if ended is None:
             return False
         self._rest(*ended, running)
@@ -196,22 +198,15 @@ class _Run:
 
     def _take_in(self) -> bool:
         """What was appended since; whether there was any."""
-        try:
-            with (self._directory / POINTS_FILE).open("rb") as file:
-                file.seek(self._read_bytes)
-                new = file.read()
-        except FileNotFoundError:
-            return False
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        for line in whole.splitlines():
+        before = self._done
+        for line in self._tail.lines():
             self._keep(_MEASURED.decode(line))
             self._done += 1
         now, all_done = time.monotonic(), self._done == len(self._launch.points)
-        if whole and (all_done or now - self._told > TELL_S):
+        if self._done > before and (all_done or now - self._told > TELL_S):
             self._say(f"{self._launch.name}: {self._done} of {len(self._launch.points)} points")
             self._told = now
-        return bool(whole)
+        return self._done > before
 
     def _rest(self, outcome: Outcome, reason: str, running: Running) -> None:
         """The points that are missing: the first of them is where it ended."""
@@ -255,11 +250,11 @@ def read_results(directory: Path) -> list[Measured]:
     """In the order of measuring; a last line that was cut by a kill is left out. Raises MicroError."""
     path = directory / RESULTS_FILE
     try:
-        text = path.read_bytes()
+        lines = whole_lines(path)
     except OSError as error:
         raise MicroError(f"cannot read {path}: {error.strerror or error}.") from None
     try:
-        return [_MEASURED.decode(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+        return [_MEASURED.decode(line) for line in lines]
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MicroError(f"{path} holds a line that is no result of this version: {error}.") from None
 

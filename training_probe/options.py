@@ -62,6 +62,12 @@ def _measured(help: str, **more: Any) -> Parameter:
     return _option(help, "How they are measured", **more)
 
 
+Skip = Annotated[
+    bool, Parameter(help="Leave out cells that are certain to run out of memory.", group="How they are measured")
+]
+Platform = Annotated[str, _measured("This machine's name in tables; by default its GPUs' name.", show_default=False)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     """Which cells. What takes several values is an axis of the grid."""
@@ -184,13 +190,9 @@ class Measuring:
     max_micro_batch: Annotated[int, _measured("Where a search for max ends.", converter=whole)] = (
         grid.PAPER_MAX_MICRO_BATCH
     )
-    skip: Annotated[
-        bool, Parameter(help="Leave out cells that are certain to run out of memory.", group="How they are measured")
-    ] = True
+    skip: Skip = True
     host_memory_gb: Annotated[float | None, _measured("Limit of each process's own memory, GiB.")] = None
-    platform: Annotated[
-        str, _measured("This machine's name in tables; by default its GPUs' name.", show_default=False)
-    ] = ""
+    platform: Platform = ""
 
     def settings(
         self, preset: str | None, known: dict[str, Model], gpu_ids: tuple[int, ...], argv: Iterable[str]
@@ -226,12 +228,8 @@ class Tracing:
     warmup_steps: Annotated[int, _measured("Steps before anything is timed.", converter=whole)] = 3
     steps: Annotated[int, _measured("Steps that are timed bare, and as many that are traced.", converter=whole)] = 3
     timeout: Annotated[float, _measured("Seconds after which a cell is ended.")] = 600.0
-    skip: Annotated[
-        bool, Parameter(help="Leave out cells that are certain to run out of memory.", group="How they are measured")
-    ] = True
-    platform: Annotated[
-        str, _measured("This machine's name in tables; by default its GPUs' name.", show_default=False)
-    ] = ""
+    skip: Skip = True
+    platform: Platform = ""
 
     def settings(
         self, preset: str | None, known: dict[str, Model], gpu_ids: tuple[int, ...], argv: Iterable[str]

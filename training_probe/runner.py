@@ -22,6 +22,7 @@ import msgspec
 from backends import process
 from backends.launch import LaunchError, Running, Start
 from loadgen.children import environment
+from loadgen.tail import Tail
 from training_probe import build_locks, children, numbers
 from training_probe.endings import Evidence, judge, oom_kills
 from training_probe.results import Outcome
@@ -120,12 +121,13 @@ def run_trial(
             if cancelled.is_set():
                 raise StoppedError from None
             raise RunnerError(f"no training process can be started: {error}") from None
-        watch = _Watch(trial, directory, running, on_step)
-        try:
-            given_up = watch.until_over(timeout_s, limit_s, cancelled)
-        finally:
-            running.stop()
-        found = watch.evidence(given_up, oom_killed=_risen(kills, oom_kills()))
+        with contextlib.closing(Tail(directory / STEPS_FILE)) as tail:
+            watch = _Watch(trial, directory, running, tail, on_step)
+            try:
+                given_up = watch.until_over(timeout_s, limit_s, cancelled)
+            finally:
+                running.stop()
+            found = watch.evidence(given_up, oom_killed=_risen(kills, oom_kills()))
         if last_try or not found.port_was_taken:
             break
     outcome, reason = judge(trial, found)
@@ -145,10 +147,12 @@ def _risen(before: int | None, after: int | None) -> bool:
 class _Watch:
     """A run in progress, seen through its files."""
 
-    def __init__(self, trial: Trial, directory: Path, running: Running, on_step: Callable[[Step], None]) -> None:
+    def __init__(
+        self, trial: Trial, directory: Path, running: Running, tail: Tail, on_step: Callable[[Step], None]
+    ) -> None:
         self.steps: list[Step] = []
-        self._trial, self._directory, self._running, self._on_step = trial, directory, running, on_step
-        self._read_bytes = 0
+        self._trial, self._directory, self._running, self._tail = trial, directory, running, tail
+        self._on_step = on_step
 
     def until_over(self, timeout_s: float, limit_s: float | None, cancelled: threading.Event) -> str | None:
         """Waits until it ends or has said all that there is; else why it is given up, a clause. Raises StoppedError."""
@@ -206,16 +210,8 @@ class _Watch:
 
     def _new_steps(self) -> bool:
         """Takes in what was appended since; whether there was any. A line that is no step tells of nothing."""
-        try:
-            with (self._directory / STEPS_FILE).open("rb") as file:
-                file.seek(self._read_bytes)
-                new = file.read()
-        except FileNotFoundError:
-            return False
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
         before = len(self.steps)
-        for line in whole.splitlines():
+        for line in self._tail.lines():
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                 self.steps.append(_STEP.decode(line))
         for step in self.steps[before:]:

@@ -19,11 +19,12 @@ from training_probe.micro import collectives, gemm, memcpy
 from training_probe.micro.timing import Stop
 from training_probe.micro_points import ABOUT_FILE, POINTS_FILE, TASK_FILE, About, Collective, Copy, Measured, Task
 from training_probe.trial import write_atomically
+from training_probe.trials.resources import own_device
 
 
 def main(directory: Path) -> int:
     task = msgspec.json.decode((directory / TASK_FILE).read_bytes(), type=Task)
-    device = _device(task.device)
+    device = own_device(task.device)
     writes = int(os.environ.get("RANK", "0")) == 0
     if writes:
         write_atomically(directory / ABOUT_FILE, _about(device))
@@ -45,16 +46,6 @@ def _measure(task: Task) -> Callable[[Task, torch.device], Iterator[Measured]]:
     if isinstance(task.points[0], Collective):
         return collectives.measure
     return memcpy.measure if isinstance(task.points[0], Copy) else gemm.measure
-
-
-def _device(kind: str) -> torch.device:
-    if kind == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        return device
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // int(os.environ.get("WORLD_SIZE", "1"))))
-    return torch.device("cpu")
 
 
 def _about(device: torch.device) -> About:

@@ -66,10 +66,10 @@ def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
     import torch
 
     from training_probe.trials import engines, measure, model
-    from training_probe.trials.resources import resident_bytes
+    from training_probe.trials.resources import own_device, resident_bytes
 
     cell = trial.cell
-    device = _device(cell.device)
+    device = own_device(cell.device)
     base_bytes = resident_bytes() or 0
     _join(cell, device)
     with model.attention_kernel(cell):
@@ -102,18 +102,6 @@ def _join(cell: Cell, device: Any) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl")
     else:
         dist.init_process_group("nccl", device_id=device)
-
-
-def _device(kind: str) -> Any:
-    import torch
-
-    if kind == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        return device
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // int(os.environ.get("WORLD_SIZE", "1"))))
-    return torch.device("cpu")
 
 
 def _versions() -> dict[str, str]:

@@ -1,14 +1,26 @@
-"""What a trial uses besides time: memory of its device, energy of its GPU."""
+"""What a process uses besides time: its device, memory of that, energy of its GPU."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def own_device(kind: str) -> torch.device:
+    """This rank's GPU; or the CPU, of which each rank takes its share of the cores."""
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // int(os.environ.get("WORLD_SIZE", "1"))))
+    return torch.device("cpu")
 
 
 class Memory:

@@ -1,0 +1,36 @@
+"""Lines of a file that another process writes: those that are whole, once each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+BLOCK_BYTES = 1 << 20
+
+
+class Tail:
+    """New whole lines, each time it is asked. The file may come later; it stays open, so what was written is read also
+    after its removal."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._part = path, b""
+        self._file: FileIO | None = None
+
+    def lines(self) -> Iterator[bytes]:
+        with contextlib.suppress(OSError):
+            if self._file is None:
+                self._file = FileIO(self._path)
+            while read := self._file.read(BLOCK_BYTES):
+                *lines, self._part = (self._part + read).split(b"\n")
+                yield from lines
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """All lines of a file that is over; a last one that a kill cut is left out. Raises OSError."""
+    return path.read_bytes().split(b"\n")[:-1]
