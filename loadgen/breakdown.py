@@ -142,10 +142,10 @@ def write(directory: Path, breakdown: Breakdown) -> dict[str, Any]:
     plain = as_dict(breakdown)
     (directory / FILE).write_text(json.dumps(plain, indent=2) + "\n")
     (directory / "report.md").write_text(markdown(breakdown) + "\n")
-    bars = [("Table X", breakdown.kinds), ("Table XI", breakdown.parts)]
+    bars = {"Table X": breakdown.kinds, "Table XI": breakdown.parts}
     if breakdown.paper is not None:
-        bars += [("the paper's X", breakdown.paper.kinds), ("the paper's XI", breakdown.paper.parts)]
-    figures.stacked(bars, _title(breakdown), directory / "breakdown.png")
+        bars |= {"the paper's X": breakdown.paper.kinds, "the paper's XI": breakdown.paper.parts}
+    figures.stacked(bars, _title(breakdown), "ms of an average step", [directory / "breakdown.png"])
     return plain
 
 

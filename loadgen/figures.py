@@ -16,6 +16,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -157,40 +158,46 @@ def _mark_percentiles(axis: Axes, sample: Sample, divisor: float, unit: str) -> 
     )
 
 
-HATCHES = ("", "//", "..")  # tell colours apart that are used again
+HATCHED_FROM = 2  # round of the palette: the second is lighter, the third has lines as well
 NAMED_RATIO = 0.04  # of the longest bar: what is shorter has no room for its number
 
 
-def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], title: str, path: Path) -> None:
-    """Writes a figure of stacked bars: (name, milliseconds by part) each; parts of one name have one colour."""
-    all_names = dict.fromkeys(name for _, parts in bars for name in parts)
-    names = [name for name in all_names if any(parts.get(name, 0.0) > 0 for _, parts in bars)]
-    longest = max(sum(parts.values()) for _, parts in bars)
+def stacked(
+    bars: Mapping[str, Mapping[str, float]], title: str, unit: str, paths: Sequence[Path], *, number: str = ".3g"
+) -> None:
+    """Writes a figure of horizontal bars, one below the other: values by part, by the bar's name, which is printable.
+    Parts of one name have one colour; what is long enough says its value, in the format `number`."""
+    all_parts = dict.fromkeys(part for bar in bars.values() for part in bar)
+    parts = [part for part in all_parts if any(bar.get(part, 0.0) > 0 for bar in bars.values())]
+    at, left = np.arange(len(bars)), np.zeros(len(bars))
+    least = NAMED_RATIO * max(sum(bar.values()) for bar in bars.values())
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = Figure(figsize=(10.5, 1.9 + 0.55 * len(bars) + 0.2 * math.ceil(len(names) / 4)), layout="constrained")
+        figure = Figure(figsize=(11.0, 1.6 + 0.45 * len(bars) + 0.2 * math.ceil(len(parts) / 6)), layout="constrained")
         FigureCanvasAgg(figure)
-        axis = figure.subplots()
-        left = [0.0] * len(bars)
-        for number, name in enumerate(names):
-            widths = [parts.get(name, 0.0) for _, parts in bars]
-            axis.barh(
-                range(len(bars)),
-                widths,
-                left=left,
-                label=name,
-                color=COLOURS[number % len(COLOURS)],
-                alpha=0.85,
-                hatch=HATCHES[number // len(COLOURS) % len(HATCHES)],
-                edgecolor="white",
-            )
-            for row, width in enumerate(widths):
-                if width > NAMED_RATIO * longest:
-                    middle = left[row] + width / 2
-                    axis.text(middle, row, f"{width:.3g}", ha="center", va="center", color="white", fontsize=8)
-                left[row] += width
-        axis.set_yticks(range(len(bars)), [name for name, _ in bars])
-        axis.invert_yaxis()
-        axis.set_xlabel("ms of an average step")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11).set_parse_math(False)
-        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        figure.savefig(path, dpi=160)
+        axis = figure.subplots()
+        for place, part in enumerate(parts):
+            again = place // len(COLOURS)
+            colour = COLOURS[place % len(COLOURS)]
+            values = np.array([bar.get(part, 0.0) for bar in bars.values()])
+            drawn = axis.barh(
+                at, values, 0.72, left=left, label=part, color=_lighter(colour) if again else colour, edgecolor="white",
+                hatch="//" if again >= HATCHED_FROM else None,
+            )  # fmt: skip
+            texts = [f"{value:{number}}" if value >= least else "" for value in values]
+            axis.bar_label(drawn, texts, label_type="center", color="black" if again else "white", fontsize=8)
+            left += values
+        axis.set_yticks(at, list(bars), fontsize=8)
+        for label in axis.get_yticklabels():
+            label.set_parse_math(False)
+        axis.invert_yaxis()
+        axis.set_xlim(0, float(left.max(initial=0.0)) or 1.0)
+        axis.set_xlabel(unit)
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+        for path in paths:
+            figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _lighter(colour: str) -> tuple[float, float, float]:
+    red, green, blue = to_rgb(colour)
+    return 0.45 * red + 0.55, 0.45 * green + 0.55, 0.45 * blue + 0.55

@@ -17,7 +17,6 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -30,7 +29,6 @@ from training_probe.trial import Timeline
 SUFFIXES = (".svg", ".png")
 FADED = "#888888"
 DECADE = 10.0
-LEAST_LABEL = 4.0  # percent; less is too narrow for a number
 LEGEND_INCHES = 2.1  # of a line's name
 ZOOM_RATIO = 0.6  # lines that lie above this part of an axis all along have one that does not begin at 0
 MOST_SAMPLES = 1500  # stretches of a timeline, more than a figure has pixels for
@@ -159,37 +157,6 @@ def scaling(
         speed.yaxis.set_major_formatter(_tick)
         _legend(figure, speed)
         _save(figure, stem)
-
-
-def stacks(bars: Mapping[str, Mapping[str, float]], title: str, unit: str, stem: Path) -> None:
-    """One horizontal bar below the other, each of the same parts in the same colours; large ones say their number."""
-    parts = [part for part in next(iter(bars.values()), {}) if any(bar.get(part) for bar in bars.values())]
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = _figure(11.0, 1.6 + 0.42 * len(bars), title)
-        axis = figure.subplots()
-        at = np.arange(len(bars))
-        left = np.zeros(len(bars))
-        for number, part in enumerate(parts):
-            values = np.array([bar.get(part, 0.0) for bar in bars.values()])
-            tinted = number >= len(COLOURS)  # a second round of colours, lighter
-            shade = _tint(COLOURS[number % len(COLOURS)]) if tinted else COLOURS[number % len(COLOURS)]
-            drawn = axis.barh(at, values, 0.72, left=left, color=shade, edgecolor="white", label=part)
-            texts = [f"{value:.0f}" if value >= LEAST_LABEL else "" for value in values]
-            axis.bar_label(drawn, texts, label_type="center", color="black" if tinted else "white", fontsize=8)
-            left += values
-        axis.set_yticks(at, [printable(name) for name in bars], fontsize=8)
-        for label in axis.get_yticklabels():
-            label.set_parse_math(False)
-        axis.invert_yaxis()
-        axis.set_xlim(0, float(left.max(initial=1.0)))
-        axis.set_xlabel(unit)
-        _legend(figure, axis)
-        _save(figure, stem)
-
-
-def _tint(colour: str) -> tuple[float, float, float]:
-    red, green, blue = to_rgb(colour)
-    return 0.45 * red + 0.55, 0.45 * green + 0.55, 0.45 * blue + 0.55
 
 
 @dataclass(frozen=True)
