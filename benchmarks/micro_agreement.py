@@ -23,7 +23,7 @@ from typing import Any, get_args
 import torch
 
 from training_probe.micro import gemm, memcpy
-from training_probe.micro.timing import timed
+from training_probe.micro.timing import clearing, timed
 from training_probe.micro_points import Copy, Dtype, Gemm, Point, Task, size_text
 
 MOST_OFF_RATIO, MOST_SPREAD_RATIO = 0.05, 0.02
@@ -77,7 +77,7 @@ def products(shape: tuple[int, int, int], dtype: Dtype, device: torch.device, re
     def theirs() -> float:
         return float(do_bench(launch, warmup=700, rep=700, return_mode="median")) / 1000
 
-    return in_turns(f"{dtype} {m} x {n} x {k}", point, lambda: ours(point, launch, True), theirs, repeats, True)
+    return in_turns(f"{dtype} {m} x {n} x {k}", point, lambda: ours(point, launch, device), theirs, repeats, True)
 
 
 def copies(point: Copy, bare: Bare, device: torch.device, repeats: int) -> dict[str, Any]:
@@ -93,9 +93,9 @@ def copies(point: Copy, bare: Bare, device: torch.device, repeats: int) -> dict[
     return row
 
 
-def ours(point: Point, launch: Callable[[], object], in_stream: bool) -> float:
+def ours(point: Gemm, launch: Callable[[], object], device: torch.device) -> float:
     task = Task(device="cuda", points=[point], samples=50, budget_s=0.5)
-    seconds = timed(point, launch, task, in_stream=in_stream).median_s
+    seconds = timed(point, launch, task, in_stream=True, clear=clearing(device)).median_s
     assert seconds is not None
     return seconds
 

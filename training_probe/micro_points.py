@@ -112,7 +112,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One point. Times are of one launch: each of the `samples` is the mean of `launches` in a row, on the slowest
+    """One point. Times are of one launch: each of the `samples` is the mean of `launches`, on the slowest
     rank. correct: whether the result of a collective was as it must be; None: not checked. Outcome other than ok:
     `reason` says why; of an ok one, what is to be kept in mind."""
 

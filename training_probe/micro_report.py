@@ -86,7 +86,7 @@ def summary(report: Report) -> Iterator[str]:
         yield f"Measured peak, {dtype}: {speed / 1e12:.4g} TFLOP/s{beside}."
     if report["p2p"]:
         yield f"P2P: {report['p2p']}."
-    yield "Times are medians over samples; 10 % and 90 % are percentiles; a sample is the mean of launches in a row."
+    yield "Times are medians over samples; 10 % and 90 % are percentiles; a sample is the mean of many launches."
     if report["versions"]:
         yield "Versions: " + ", ".join(f"{name} {version}" for name, version in report["versions"].items()) + "."
 

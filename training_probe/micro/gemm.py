@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from training_probe.micro.timing import Launch, attempted, cache_bytes, in_turns, lacking, rotation, timed
+from training_probe.micro.timing import Launch, attempted, cache_bytes, clearing, in_turns, lacking, rotation, timed
 from training_probe.micro_points import Dtype, Gemm, Measured, Task
 
 _FLOATS: dict[Dtype, torch.dtype] = {
@@ -27,7 +27,7 @@ def measure(task: Task, device: torch.device) -> Iterator[Measured]:
 
 
 def _measured(point: Gemm, task: Task, device: torch.device) -> Measured:
-    return timed(point, launch_of(point, device), task, in_stream=device.type == "cuda")
+    return timed(point, launch_of(point, device), task, in_stream=device.type == "cuda", clear=clearing(device))
 
 
 def launch_of(point: Gemm, device: torch.device) -> Launch:

@@ -3,15 +3,19 @@
 On a GPU: events in the stream around each sample. Where the host enqueues launches slower than the GPU runs them, the
 GPU is kept busy ahead of each sample until the host is done, so it then runs launch after launch, and the host's own
 speed does not show. Where the host is faster the GPU does not rest: after a rest it is faster than it can be for long.
+Matrix products are kept apart, as triton's do_bench keeps them: without a pause they would be held by the power limit.
 On the CPU, and where a launch returns when its work is done: the monotonic clock.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +27,8 @@ WARMUP_S = {"cuda": 0.2, "cpu": 0.02}
 SAMPLE_S = {"cuda": 2e-3, "cpu": 5e-4}  # at least this long: an event resolves half a microsecond
 # What a GPU computes heats it: for a tenth of a second it is faster than its power limit lets it be for long.
 SETTLING_S, SETTLED_SAMPLE_S = 0.7, 1e-2
+APART_S = 1e-4  # what is timed of launches kept apart: events resolve half a percent of it
+CLEARED_BYTES = 256 << 20  # as triton's do_bench writes, or twice the cache
 MAX_LAUNCHES = 256  # of a sample; with all its samples in flight it stays a queue that the driver holds
 MAX_WARMUPS = 20_000
 AHEAD, LEAST_AHEAD_S, MOST_AHEAD_S = 2.0, 5e-5, 0.05  # how long the GPU is kept busy: times what enqueuing takes
@@ -86,18 +92,22 @@ def timed(
     in_stream: bool,
     ranks: Ranks | None = None,
     correct: bool | None = None,
+    clear: Launch | None = None,
 ) -> Measured:
     """Warms up and measures. in_stream: the launches are asynchronous work in the GPU's current stream, else `launch`
-    returns when it is over. ranks: the others that launch it too; then the slowest counts, sample by sample."""
+    returns when it is over. ranks: the others that launch it too; then the slowest counts, sample by sample. clear:
+    what the GPU does between launches, which keeps them apart and is not timed; only with in_stream, without ranks."""
     together = ranks or Alone()
     synchronise = torch.cuda.synchronize if task.device == "cuda" else lambda: None
     launch()
     synchronise()
     once_s = _span(launch, 1, synchronise, together)
-    heats = task.device == "cuda" and ranks is None
+    heats = task.device == "cuda" and ranks is None and clear is None
     warmup_s, sample_s = (SETTLING_S, SETTLED_SAMPLE_S) if heats else (WARMUP_S[task.device], SAMPLE_S[task.device])
     warmups = min(MAX_WARMUPS, max(1, int(warmup_s / max(once_s, 1e-9))))
     once_s = _span(launch, warmups, synchronise, together)
+    if clear is not None:
+        return _apart(point, launch, clear, once_s, task)
     plan = Plan.of(once_s, task, sample_s)
     late = False
     if in_stream:
@@ -120,16 +130,52 @@ def _span(launch: Launch, count: int, synchronise: Callable[[], None], ranks: Ra
 def _by_events(launch: Launch, plan: Plan, once_s: float, ranks: Ranks) -> tuple[list[float], bool]:
     """Seconds of a launch, sample by sample, and whether the host was too slow for them. once_s: about what a launch
     takes, the host's part included."""
+
+    def trains(ahead_s: float, waits: bool) -> tuple[list[float], float]:
+        cycles = int(ahead_s * _cycles_per_s())
+
+        def ahead() -> None:
+            torch.cuda._sleep(cycles)
+            launch()  # lines GPUs up where there are several; not timed
+
+        return _trains(ahead, launch, plan, waits, ranks)
+
     enqueue_s = ranks.slowest([_enqueuing(launch, min(plan.launches, FEW_LAUNCHES))])[0]
     if 2 * enqueue_s < once_s:  # each is enqueued long before the one ahead of it ends
-        return _trains(launch, plan, LEAST_AHEAD_S, ranks)[0], False
+        return trains(LEAST_AHEAD_S, False)[0], False
     ahead_s = AHEAD * enqueue_s * plan.launches
     for _ in range(TRIES):
-        samples_s, late_ratio = _trains(launch, plan, min(MOST_AHEAD_S, max(LEAST_AHEAD_S, ahead_s)), ranks)
+        samples_s, late_ratio = trains(min(MOST_AHEAD_S, max(LEAST_AHEAD_S, ahead_s)), True)
         if ranks.slowest([late_ratio])[0] <= MOST_LATE_RATIO:
             return samples_s, False
         ahead_s *= 2
     return samples_s, True
+
+
+def _apart(point: Point, launch: Launch, clear: Launch, once_s: float, task: Task) -> Measured:
+    """Short trains with `clear` ahead of each: a sample is the mean of all in about SETTLED_SAMPLE_S."""
+    clear_s = max(1e-6, _span(clear, FEW_LAUNCHES, torch.cuda.synchronize, Alone()))
+    launches = min(MAX_LAUNCHES, max(1, round(APART_S / max(once_s, 1e-9))))
+    enqueue_s = launches * _enqueuing(launch, FEW_LAUNCHES)
+    waits = 2 * enqueue_s > clear_s + launches * once_s
+    clears = max(1, math.ceil(AHEAD * enqueue_s / clear_s)) if waits else 1
+    for _ in range(TRIES):
+        ahead, train_s = partial(_repeated, clear, clears), clears * clear_s + launches * once_s
+        trains = max(1, round(SETTLED_SAMPLE_S / train_s))
+        _trains(ahead, launch, Plan(launches, math.ceil(SETTLING_S / train_s)), waits, Alone())
+        samples = Plan.of(trains * train_s, task, 0).samples
+        taken_s, late_ratio = _trains(ahead, launch, Plan(launches, samples * trains), waits, Alone())
+        late = waits and late_ratio > MOST_LATE_RATIO
+        if not late:
+            break
+        clears *= 2
+    samples_s = [statistics.fmean(taken_s[at : at + trains]) for at in range(0, len(taken_s), trains)]
+    return measured(point, samples_s, launches * trains, None, HOST_BOUND if late else "")
+
+
+def _repeated(launch: Launch, count: int) -> None:
+    for _ in range(count):
+        launch()
 
 
 def _enqueuing(launch: Launch, count: int) -> float:
@@ -144,24 +190,23 @@ def _enqueuing(launch: Launch, count: int) -> float:
     return (enqueued - began) / count
 
 
-def _trains(launch: Launch, plan: Plan, ahead_s: float, ranks: Ranks) -> tuple[list[float], float]:
-    """Samples, and the share of them that were not yet enqueued when the GPU was done with what kept it busy."""
-    cycles = int(ahead_s * _cycles_per_s())
+def _trains(ahead: Launch, launch: Launch, plan: Plan, waits: bool, ranks: Ranks) -> tuple[list[float], float]:
+    """Samples of a train of launches each, `ahead` before it, and the share of them that were not yet enqueued when the
+    GPU was done with `ahead`. waits: for each sample's end; else the queue fills, and enqueuing waits for the GPU."""
     marks, enqueuing_s = [], []
     for _ in range(plan.samples):
         ranks.meet()
         busy, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         busy.record()
         began = time.perf_counter()
-        torch.cuda._sleep(cycles)
-        launch()  # lines GPUs up where there are several; not timed
+        ahead()
         begin.record()
         for _ in range(plan.launches):
             launch()
         end.record()
         enqueuing_s.append(time.perf_counter() - began)
         marks.append((busy, begin, end))
-        if ahead_s > LEAST_AHEAD_S:  # or the queue fills, and enqueuing waits for the GPU
+        if waits:
             end.synchronize()
     torch.cuda.synchronize()
     late = sum(
@@ -190,6 +235,14 @@ def _cycles_per_s() -> float:
     end.record()
     end.synchronize()
     return CALIBRATION_CYCLES / max(1e-6, float(begin.elapsed_time(end)) / 1000)
+
+
+def clearing(device: torch.device) -> Launch | None:
+    """What overwrites a GPU's cache; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    written = torch.empty(max(CLEARED_BYTES, 2 * cache_bytes(device)), dtype=torch.int8, device=device)
+    return lambda: written.zero_()
 
 
 def attempted(point: Point, measure: Callable[[], Measured]) -> Measured:

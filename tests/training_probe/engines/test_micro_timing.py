@@ -24,17 +24,25 @@ class World:
         self.host_s = self.gpu_s = self.worked_s = self.rested_s = 0.0
         self.enqueue_s, self.launch_s = enqueue_s, launch_s
         self.ends: list[float] = []
+        self.idle_s, self.order = 0.0, ""
 
     def put(self, seconds: float) -> None:
         if len(self.ends) >= QUEUE:  # a full queue holds the host
             self.host_s = max(self.host_s, self.ends[-QUEUE])
+        self.idle_s += max(0.0, self.host_s - self.gpu_s)
         self.gpu_s = max(self.gpu_s, self.host_s) + seconds
         self.worked_s += seconds
         self.ends.append(self.gpu_s)
 
     def launch(self) -> None:
         self.host_s += self.enqueue_s
+        self.order += "x"
         self.put(self.launch_s)
+
+    def clear(self) -> None:
+        self.host_s += 6e-6
+        self.order += "_"
+        self.put(60e-6)
 
     def sleep(self, cycles: int) -> None:
         self.host_s += 2e-6
@@ -95,6 +103,26 @@ def test_a_gpu_that_is_slower_than_the_host_does_not_rest(monkeypatch: pytest.Mo
     timing.timed(point, world.launch, Task(device="cuda", points=[point], samples=50), in_stream=True)
     assert world.rested_s < 0.05 * world.worked_s
     assert world.worked_s > timing.SETTLING_S
+
+
+@pytest.mark.parametrize("launch_us", [3, 20, 83, 190, 1400])
+@pytest.mark.parametrize("enqueue_us", [4, 10, 40])
+def test_products_are_kept_apart(enqueue_us: int, launch_us: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from training_probe.micro import timing
+    from training_probe.micro_points import Gemm, Task
+
+    world = World(enqueue_us / 1e6, launch_us / 1e6)
+    monkeypatch.setattr(timing.torch, "cuda", world.cuda())
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: world.host_s))
+    point = Gemm(m=666, n=11008, k=4096, dtype="bf16")
+    task = Task(device="cuda", points=[point], samples=50, budget_s=0.5)
+    found = timing.timed(point, world.launch, task, in_stream=True, clear=world.clear)
+    assert found.median_s == pytest.approx(launch_us / 1e6, rel=0.01) and not found.reason
+    assert found.p90_s == pytest.approx(launch_us / 1e6, rel=0.02)
+    assert 5 <= found.samples <= 50
+    if launch_us > 80 and enqueue_us < launch_us / 4:  # as do_bench: one launch, one write, and no rest
+        assert world.order.endswith("_x" * 300)
+        assert world.idle_s < 0.02 * world.gpu_s
 
 
 def test_the_host_is_asked_before_it_is_filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
