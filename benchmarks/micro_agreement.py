@@ -4,8 +4,9 @@ copies beside a bare loop of cudaMemcpy, in turns on one GPU.
     PYTHONPATH=. python benchmarks/micro_agreement.py        # needs torch with CUDA, and triton for the products
 
 A line each: our median and theirs (each the median of the repeats), the ratio ours / theirs, and how far our own
-repeats lie apart. The last line is all of it as JSON. Exit code 1 where a ratio is off by more than 5 %, or repeats by
-more than 2 %. Small copies are shown and not judged: there the call of PyTorch counts, which the bare loop has not.
+repeats lie apart and, in brackets, theirs, each on memory of its own. The last line is all of it as JSON. Exit code 1
+where a ratio is off by more than 5 %, or our repeats by more than 2 %. Small copies are shown and not judged: there the
+call of PyTorch counts, which the bare loop has not.
 """
 
 from __future__ import annotations
@@ -113,19 +114,22 @@ def in_turns(
     """Ours, theirs, ours, theirs, ...: a GPU that warms up warms up for both."""
     pairs = [(mine(), theirs()) for _ in range(repeats)]
     own, other = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
-    spread = (max(pair[0] for pair in pairs) - min(pair[0] for pair in pairs)) / own
+    spread, their_spread = (
+        (max(pair[side] for pair in pairs) - min(pair[side] for pair in pairs)) / middle
+        for side, middle in ((0, own), (1, other))
+    )
     ratio = own / other
     ok = not judged or (abs(ratio - 1) <= MOST_OFF_RATIO and spread <= MOST_SPREAD_RATIO)
     speed = point.flops / own / 1e12 if isinstance(point, Gemm) else point.size_bytes / own / 1e9
     unit = "TFLOP/s" if isinstance(point, Gemm) else "GB/s"
     print(
         f"{what:<26} ours {own * 1e6:10.2f} us  theirs {other * 1e6:10.2f} us  ratio {ratio:.3f}  "
-        f"repeats within {100 * spread:.1f} %  {speed:8.1f} {unit}{'' if judged else '  (not judged)'}"
-        f"{'' if ok else '  <-- off'}",
+        f"repeats within {100 * spread:.1f} % ({100 * their_spread:.1f} %)  {speed:8.1f} {unit}"
+        f"{'' if judged else '  (not judged)'}{'' if ok else '  <-- off'}",
         flush=True,
     )
     return {"what": what, "ours_s": own, "theirs_s": other, "ratio": ratio, "spread_ratio": spread,
-            "judged": judged, "ok": ok}  # fmt: skip
+            "their_spread_ratio": their_spread, "judged": judged, "ok": ok}  # fmt: skip
 
 
 class Bare:
@@ -136,13 +140,9 @@ class Bare:
         torch.empty(1, device="cuda")
         self._cuda = ctypes.CDLL(_loaded("libcudart"))
         self._libc = ctypes.CDLL(None)
-        self._pinned = [self._made("cudaMallocHost") for _ in range(1)]
+        self._pinned = self._made("cudaMallocHost")
         self._device = [self._made("cudaMalloc") for _ in range(2)]
-        self._pageable = ctypes.c_void_p()
-        if self._libc.posix_memalign(ctypes.byref(self._pageable), 4096, ctypes.c_size_t(POOL_BYTES)):
-            raise MemoryError
-        ctypes.memset(self._pageable, 1, POOL_BYTES)
-        ctypes.memset(self._pinned[0], 1, POOL_BYTES)
+        ctypes.memset(self._pinned, 1, POOL_BYTES)
 
     def _made(self, allocate: str) -> ctypes.c_void_p:
         pointer = ctypes.c_void_p()
@@ -156,7 +156,18 @@ class Bare:
 
     def seconds(self, point: Copy) -> float:
         """Median seconds of one copy."""
-        host = self._pinned[0] if point.pinned else self._pageable
+        if point.pinned or point.route == "d2d":
+            return self._median_s(point, self._pinned)
+        pageable = ctypes.c_void_p()  # anew each time, as ours: its pages may lie better or worse
+        if self._libc.posix_memalign(ctypes.byref(pageable), 4096, ctypes.c_size_t(POOL_BYTES)):
+            raise MemoryError
+        try:
+            ctypes.memset(pageable, 1, POOL_BYTES)
+            return self._median_s(point, pageable)
+        finally:
+            self._libc.free(pageable)
+
+    def _median_s(self, point: Copy, host: ctypes.c_void_p) -> float:
         target, source = {
             "h2d": (self._device[0], host), "d2h": (host, self._device[0]), "d2d": (self._device[0], self._device[1]),
         }[point.route]  # fmt: skip

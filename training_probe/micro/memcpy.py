@@ -35,14 +35,14 @@ def _measured(point: Copy, task: Task, device: torch.device) -> Measured:
     in_stream = point.pinned or point.route == "d2d"
     launch = launch_of(point, device)
     if not in_stream and device.type == "cuda":
-        launch = partial(_finished, launch)
+        launch = partial(_finished, launch, torch.cuda.current_stream(device))
     return timed(point, launch, task, in_stream=in_stream)
 
 
-def _finished(launch: Launch) -> None:
+def _finished(launch: Launch, stream: torch.cuda.Stream) -> None:
     """A pageable upload may return while its last part is still on its way."""
     launch()
-    torch.cuda.current_stream().synchronize()
+    stream.synchronize()
 
 
 def launch_of(point: Copy, device: torch.device) -> Launch:
