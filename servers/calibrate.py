@@ -33,8 +33,8 @@ START = {
     "step_us": 200.0, "row_us": 2.0, "prefill_token_us": 0.3, "request_us": 450.0, "token_us": 20.0,
     "latency_us": 1500.0,
 }  # fmt: skip
-REACH = 3.0  # as a factor from there: what else a run holds must not be explained by absurd times
-OTHER_ATTENTION = 1.5  # of kernels other than FlashAttention 3, until a run tells
+REACH = 10.0  # as a factor from there: what else a run holds must not be explained by absurd times
+OTHER_ATTENTION = 1.5  # where the search for the time of kernels other than FlashAttention 3 begins
 FRONT = frozenset({"request_us", "token_us", "latency_us"})
 LINK = {"reduce_ratio": 1.0, "reduce_us": 5.0}
 
@@ -133,14 +133,22 @@ def _fit(
         return np.concatenate(parts)
 
     values, left = fit(residuals, list(start.values()), SCALE, REACH)
-    intervals = dict(zip(names, _intervals(observed, residuals, values, left), strict=True))
-    vague = [name for name in names if intervals[name].high > SPAN_MAX * intervals[name].low]
-    if vague and len(vague) < len(names):
-        usual = _values(profile)
-        for name in vague:
-            low, high = intervals[name].low, intervals[name].high
-            say(f"not identified: {name} stays {usual[name]:.3g} (95 % of draws: {low:.3g} to {high:.3g}).")
-        return _fit(observed, profile, {name: start[name] for name in names if name not in vague}, say)
+    jacobian, moves = _jacobian(residuals, values, left), _moves(observed)
+    kept = list(range(len(names)))
+    while True:
+        intervals = {
+            names[at]: interval
+            for at, interval in zip(kept, _intervals(jacobian[:, kept], moves, values[kept]), strict=True)
+        }
+        vague = {name: span for name, one in intervals.items() if (span := one.high / one.low) > SPAN_MAX}
+        if not vague or len(kept) == 1:
+            break
+        name = max(vague, key=lambda name: vague[name])  # the vaguest alone: without it others may be told apart
+        low, high = intervals[name].low, intervals[name].high
+        say(f"not identified: {name} stays {_values(profile)[name]:.3g} (95 % of draws: {low:.3g} to {high:.3g}).")
+        kept.remove(names.index(name))
+    if len(kept) < len(names):
+        return _fit(observed, profile, {names[at]: start[names[at]] for at in kept}, say)
     for name, value in zip(names, values.tolist(), strict=True):
         edge = max(value / start[name], start[name] / value) > 0.99 * REACH
         say(
@@ -153,21 +161,22 @@ def _fit(
     return msgspec.structs.replace(fitted, intervals={**profile.intervals, **intervals})
 
 
-def _intervals(
-    observed: Sequence[Observed], residuals: Callable[[Floats], Floats], values: Floats, left: Floats
-) -> list[Interval]:
-    """95 % intervals from bootstrap draws of requests: each draw moves the real quantiles, and one Gauss-Newton step
-    from the fit follows them (linear in the parameters' logarithms)."""
+def _jacobian(residuals: Callable[[Floats], Floats], values: Floats, left: Floats) -> Floats:
+    """(residuals, values): what each of them moves by the logarithm of each value, at the fit."""
     step = 0.05
     jacobian = np.empty((len(left), len(values)))
     for column in range(len(values)):
         moved = values.copy()
         moved[column] *= np.exp(step)
         jacobian[:, column] = (residuals(moved) - left) / step
-    solve = np.linalg.pinv(jacobian, rcond=1e-6)
+    return jacobian
+
+
+def _moves(observed: Sequence[Observed]) -> Floats:
+    """(draws, residuals): how far the real quantiles move where requests are drawn again (bootstrap)."""
     rng = np.random.default_rng(0)
-    logs = np.empty((DRAWS, len(values)))
-    for draw in range(DRAWS):
+    moves = []
+    for _ in range(DRAWS):
         parts = []
         for run in observed:
             rows = rng.integers(0, len(run.send_s), len(run.send_s))
@@ -175,7 +184,14 @@ def _intervals(
                 (np.quantile(sample[rows], QUANTILES) - np.quantile(sample, QUANTILES)) / sample.mean()
                 for sample in (run.ttft_s, run.e2el_s)
             ]
-        logs[draw] = np.log(values) + solve @ np.concatenate(parts)
+        moves.append(np.concatenate(parts))
+    return np.array(moves)
+
+
+def _intervals(jacobian: Floats, moves: Floats, values: Floats) -> list[Interval]:
+    """95 % of where the values go when one Gauss-Newton step from the fit, linear in their logarithms, follows each of
+    the moves."""
+    logs = np.log(values) + moves @ np.linalg.pinv(jacobian, rcond=1e-6).T
     low, high = np.quantile(logs, (0.025, 0.975), axis=0)
     pairs = zip(np.exp(np.clip(low, -30, 30)), np.exp(np.clip(high, -30, 30)), strict=True)
     return [Interval(low=float(a), high=float(b)) for a, b in pairs]
