@@ -20,11 +20,11 @@ def fit(
     residuals: Callable[[Floats], Floats],
     start: Sequence[float],
     scale: float = 1.0,
-    reach: float = 1e3,
+    reach: float | Sequence[float] = 1e3,
     rounds: int = 30,
 ) -> tuple[Floats, Floats]:
     """The parameters that make `residuals` small, and the residuals there. None goes farther from its start than by the
-    factor `reach`."""
+    factor `reach`, of all or of each."""
     logs = np.log(np.maximum(np.asarray(start, float), LEAST))
     low, high = logs - np.log(reach), logs + np.log(reach)
     here = residuals(np.exp(logs))

@@ -28,17 +28,16 @@ from servers.observed import Observed, read
 
 Floats = npt.NDArray[np.float64]
 HERE = Path(__file__).parent / "serving"
-EARLIER = Path(__file__).parents[1] / "runs"
 SCHEDULER = "vllm@v1"
 SAID = {"gpu": "h200", "kv_tokens": 230032}  # of the server that the runs by --url were attached to
 RUNS = (
     "7b_burst_o64", "7b_burst_o256", "7b_burst_o512", "7b_poisson16_o128", "7b_poisson32_o128", "7b_poisson40_o128",
     "13b_burst_o64", "13b_burst_o256",
 )  # fmt: skip
+LIGHTLLM = ("7b_lightllm_o64", "7b_lightllm_o256")
 FITTED = ("7b_burst_o64", "7b_burst_o512", "7b_poisson16_o128")
 SAME_SERVER = ("7b_burst_o256", "7b_burst_o256_again", "7b_burst_o256_text")  # the bench ran after the first
 BENCH = "vllm_bench_7b_burst_o256.json"
-LIGHTLLM = EARLIER / "h200_7b_lightllm_burst_o64_b.jsonl.gz"
 
 
 def latencies(run: Observed) -> dict[str, Floats]:
@@ -78,7 +77,7 @@ def throughput(bars: dict[str, Observed]) -> None:
 def table_of_runs() -> None:
     print("| run | requests | makespan s | output tok/s | ttft p50 s | tpot p50 ms | e2el p50 s | e2el p99 s "
           "| GPU memory GiB | W | J/output token | preempted |\n|---|" + "---:|" * 11)  # fmt: skip
-    for name in RUNS:
+    for name in (*RUNS, *LIGHTLLM):
         report: dict[str, Any] = json.loads((HERE / name / "report.json").read_text())
         metrics, gpus = report["metrics"], report["gpus"]
         seconds = [metrics[key][at] / 1e3 for key, at in (("ttft_ms", "p50"), ("e2el_ms", "p50"), ("e2el_ms", "p99"))]
@@ -86,7 +85,8 @@ def table_of_runs() -> None:
             f"| {name} | {report['requests']['ok']} | {report['duration_s']:.2f} "
             f"| {report['throughput']['output_tokens_per_s']:.0f} | {seconds[0]:.3f} | {metrics['tpot_ms']['p50']:.1f} "
             f"| {seconds[1]:.2f} | {seconds[2]:.2f} | {gpus['memory_peak_bytes'] / 2**30:.1f} "
-            f"| {gpus['power_mean_w']:.0f} | {gpus['j_per_output_token']:.3f} | {report['server']['preemptions']} |"
+            f"| {gpus['power_mean_w']:.0f} | {gpus['j_per_output_token']:.3f} "
+            f"| {'' if (preempted := report['server']['preemptions']) is None else preempted} |"
         )
 
 
@@ -126,7 +126,10 @@ def table_of_predictions(runs: dict[str, Observed]) -> None:
 
 def main() -> None:
     runs = {name: read(HERE / name, SAID) for name in RUNS}
-    lightllm = read(LIGHTLLM, {})
+    lightllm = {
+        f"LightLLM, 7B, {name.rpartition('o')[2]} output tokens": read(HERE / name, {"gpu": "h200"})
+        for name in LIGHTLLM
+    }
     bursts = {
         f"vLLM, {name.partition('_')[0].upper()}, {name.rpartition('o')[2]} output tokens": run
         for name, run in runs.items()
@@ -135,9 +138,9 @@ def main() -> None:
     rates = {f"vLLM, 7B, Poisson {rate}/s": runs[f"7b_poisson{rate}_o128"] for rate in (16, 32, 40)}
     draw("cdf_bursts.png", "One H200, 1000 prompts of 512 tokens at once", bursts)
     draw("cdf_poisson.png", "One H200, 7B, 512 tokens in, 128 out", rates)
-    servers = {"vLLM 0.25.1": runs["7b_burst_o64"], "LightLLM 1.2.0 (an earlier run, another client)": lightllm}
-    draw("cdf_servers.png", "One H200, 7B, 1000 prompts of 512 tokens at once, 64 out", servers)
-    throughput(bursts | {"LightLLM, 7B, 64 output tokens": lightllm})
+    servers = {label: run for label, run in bursts.items() if "7B" in label and "512" not in label} | lightllm
+    draw("cdf_servers.png", "One H200, 7B, 1000 prompts of 512 tokens at once", servers)
+    throughput(bursts | lightllm)
     table_of_runs()
     table_of_clients()
     table_of_predictions(runs)

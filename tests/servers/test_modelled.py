@@ -268,6 +268,22 @@ def test_a_fit_finds_a_known_world_again(tmp_path: Path) -> None:
         calibrate.calibrate([joined], None, said.append)
 
 
+def test_what_two_bursts_tell_of_another_server(tmp_path: Path) -> None:
+    """Attention, prompts and requests are told apart, though rows and tokens are not."""
+    times = {"prefill_token_us": 2.0, "request_us": 1400.0, "attention_ratio": 0.95}
+    truth = calibrate.with_values(profiles()["lightllm@1.2"], times)
+    world = msgspec.structs.replace(emulated("lightllm", kv_tokens=60_000), profile=truth)
+    world = msgspec.structs.replace(world, cost=world.cost.with_overheads(truth.overheads))
+    runs = [
+        made(tmp_path / f"h200_7b_lightllm_o{output}.jsonl", world, [(0.0, 512, output)] * 200) for output in (16, 128)
+    ]
+    said: list[str] = []
+    fitted = calibrate.calibrate(runs, None, said.append)
+    assert any(line.startswith("not identified: row_us") for line in said), said
+    assert fitted.overheads.attention_ratio == pytest.approx(0.95, rel=0.1), said
+    assert set(fitted.intervals) == set(times)
+
+
 def test_predict_writes_a_run_that_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     sys.argv = ["loadgen", "predict", "--backend", "vllm", "--model", "70b", "--gpu", "h200", "--gpus", "4",
