@@ -24,6 +24,10 @@ from loadgen.verdict import Finding, Severity, share, worst_first
 # and the spread of itl are made by reading, not by the server.
 MERGED_READS_INFO_RATIO = 0.005
 MERGED_READS_WARNING_RATIO = 0.05
+# A server that sends a token a step has under one such gap in a thousand (vLLM on an H200); of one whose HTTP process is
+# late (LightLLM 1.2 at 6000 tokens/s) half the gaps are tens of microseconds, and itl is the time of neither.
+GROUPED_GAP_US, GROUPED_GAP_RATIO = 1000, 0.1  # shorter than this, and than this share of the mean gap
+GROUPED_RATIO = 0.1
 # A server may hold back a token of an unfinished character now and then; more than this is merging.
 MERGED_EVENTS_RATIO = 0.01
 # p99 is a statement about the slowest hundredth. When more than a hundredth of the requests have no latency at all, the
@@ -166,6 +170,17 @@ def _events(measured: Table) -> Iterator[Finding]:
             message=f"{share(zero, gaps)} of the gaps are exactly 0: those events came in one read of the socket.",
             advice="The server sent them together or the client was late (LOOP_LAG tells); prefer tpot over itl here.",
         )
+    if gaps:
+        shortest_us = min(GROUPED_GAP_US, GROUPED_GAP_RATIO * float(measured.itl_us.mean()))
+        grouped = int(np.count_nonzero(measured.itl_us < shortest_us)) - zero
+        if grouped > GROUPED_RATIO * gaps:
+            yield Finding(
+                code="GROUPED_EVENTS",
+                severity="warning",
+                message=f"{share(grouped, gaps)} of the gaps are shorter than {shortest_us / 1000:.2g} ms and than a "
+                "tenth of their mean: events came in groups, and itl's percentiles are not the time of a token.",
+                advice="Read tpot. Unless the client was late (LOOP_LAG tells), the server was slow to send them.",
+            )
     counted = measured.ok & (measured.events > 0) & (measured.output_tokens > 0)
     events, tokens = int(measured.events[counted].sum()), int(measured.output_tokens[counted].sum())
     if events < (1 - MERGED_EVENTS_RATIO) * tokens:

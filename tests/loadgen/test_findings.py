@@ -157,6 +157,21 @@ def test_merged_reads() -> None:
     assert found(merged(0.06)) == {"MERGED_READS": "warning"}
 
 
+def test_grouped_events() -> None:
+    def grouped(share: float, gap_us: int) -> Table:
+        gaps = clean().itl_us.copy()
+        gaps[: int(share * len(gaps))] = gap_us
+        return replace(clean(), itl_us=gaps)
+
+    assert found(grouped(0.1, 37)) == {}
+    assert found(grouped(0.11, 37)) == {"GROUPED_EVENTS": "warning"}
+    assert found(grouped(0.5, 999)) == {"GROUPED_EVENTS": "warning"}
+    assert found(grouped(0.5, 1000)) == {}
+    assert found(grouped(0.5, 0)) == {"MERGED_READS": "warning"}  # and not both
+    quick = replace(clean(), itl_us=np.full_like(clean().itl_us, 300))
+    assert found(quick) == {}  # a token may take that long
+
+
 def test_merged_events() -> None:
     assert found(replace(clean(), events=clean().events - (clean().id < 150))) == {}  # 1 in 107
     two_in_one = found(replace(clean(), events=clean().events - 2))
