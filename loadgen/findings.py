@@ -24,8 +24,8 @@ from loadgen.verdict import Finding, Severity, share, worst_first
 # and the spread of itl are made by reading, not by the server.
 MERGED_READS_INFO_RATIO = 0.005
 MERGED_READS_WARNING_RATIO = 0.05
-# A server that sends a token a step has under one such gap in a thousand (vLLM on an H200); of one whose HTTP process is
-# late (LightLLM 1.2 at 6000 tokens/s) half the gaps are tens of microseconds, and itl is the time of neither.
+# A server that sends a token a step has under one such gap in a thousand (vLLM on an H200); of one whose HTTP process
+# is late (LightLLM 1.2 at 6000 tokens/s) half the gaps are tens of microseconds, and itl is then no token's time.
 GROUPED_GAP_US, GROUPED_GAP_RATIO = 1000, 0.1  # shorter than this, and than this share of the mean gap
 GROUPED_RATIO = 0.1
 # A server may hold back a token of an unfinished character now and then; more than this is merging.
@@ -177,8 +177,8 @@ def _events(measured: Table) -> Iterator[Finding]:
             yield Finding(
                 code="GROUPED_EVENTS",
                 severity="warning",
-                message=f"{share(grouped, gaps)} of the gaps are shorter than {shortest_us / 1000:.2g} ms and than a "
-                "tenth of their mean: events came in groups, and itl's percentiles are not the time of a token.",
+                message=f"{share(grouped, gaps)} of the gaps are shorter than {shortest_us / 1000:.2g} ms: events came "
+                "in groups, and itl's percentiles are not the time of a token.",
                 advice="Read tpot. Unless the client was late (LOOP_LAG tells), the server was slow to send them.",
             )
     counted = measured.ok & (measured.events > 0) & (measured.output_tokens > 0)

@@ -34,7 +34,7 @@ from loadgen.plan import Plan, make_room, plan_run
 from loadgen.run import ServerError, api_key, fit_text, identify, manifest, stoppable
 from loadgen.shards import START_MARGIN_NS, build_client
 from loadgen.trace import Span, TraceError
-from loadgen.transport import Target, TransportError, get
+from loadgen.transport import UNQUEUED_S, Target, TransportError, get
 
 LONG_REPLY_TOKENS = 1024  # enough for the first reply to outlast the last prompt and the profile
 POLL_S = 0.02
@@ -189,7 +189,7 @@ async def drive(plan: Plan, backend: Backend, profiler: Profiler, wanted: int, d
 async def _steady(client: Client, running: asyncio.Future[Any], plan: Plan) -> list[Exchange]:
     """All streams, once each has its first token and none its last. Raises ServerError."""
     wanted = plan.job.concurrency or 0
-    began = now_ns()
+    began, limit_s = now_ns(), min(UNQUEUED_S, plan.job.timeouts.first_byte_s)
     while True:
         await asyncio.sleep(POLL_S)
         _check(client, running, f"the last of {wanted} requests had its first token")
@@ -197,9 +197,9 @@ async def _steady(client: Client, running: asyncio.Future[Any], plan: Plan) -> l
         decoding = sum(bool(exchange.times) for exchange in streams)
         if decoding == wanted:
             return streams
-        if now_ns() - began > plan.job.timeouts.first_byte_s * 1e9:
+        if now_ns() - began > limit_s * 1e9:
             raise ServerError(
-                f"only {decoding} of {wanted} requests had a first token after {plan.job.timeouts.first_byte_s:g} s; "
+                f"only {decoding} of {wanted} requests had a first token after {limit_s:g} s; "
                 "lower --concurrency to what the server's KV cache holds."
             )
 

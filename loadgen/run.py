@@ -37,7 +37,7 @@ from loadgen.plan import (
 from loadgen.scrape import Sampling, sampling
 from loadgen.shards import Progress, build_transport, execute, run_here, stop_signals
 from loadgen.snapshots import Live, Watch, watching
-from loadgen.transport import Target, Transport, TransportError, get
+from loadgen.transport import UNQUEUED_S, Target, Transport, TransportError, get
 from loadgen.workload import Text
 
 CALIBRATION_EVENTS = 40_000  # about a second
@@ -109,13 +109,12 @@ async def _ask_once(plan: Plan, backend: Backend, transport: Transport, prompt: 
     exchange = Exchange(0, "warmup", 0, prompt.n_tokens, 1, backend.decoder(sampling.stream), done.set_result)
     request = backend.encode(plan.job.model, prompt, sampling)
     transport.send(exchange, transport.prepare(request, f"{plan.job.run_id}-probe"))
+    limit_s = min(UNQUEUED_S, plan.job.timeouts.first_byte_s)
     try:
-        async with asyncio.timeout(plan.job.timeouts.first_byte_s):
+        async with asyncio.timeout(limit_s):
             await done
     except TimeoutError:
-        raise ServerError(
-            f"no reply to a first request within {plan.job.timeouts.first_byte_s:g} s; is the server ready?"
-        ) from None
+        raise ServerError(f"no reply to a first request within {limit_s:g} s; is the server ready?") from None
     if exchange.outcome != "ok":
         raise ServerError(f"a first request failed ({exchange.outcome}): {exchange.error}")
     return exchange.prompt_tokens

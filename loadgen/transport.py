@@ -65,12 +65,15 @@ class Target(msgspec.Struct, frozen=True):
         return {**dict(request.headers), **bearer}
 
 
+UNQUEUED_S = 600.0  # at most until a reply begins that waits for no other
+
+
 class Timeouts(msgspec.Struct, frozen=True):
     """Seconds. `idle_s` is the longest silence within a reply."""
 
     connect_s: float = 10.0
-    first_byte_s: float = 600.0
-    idle_s: float = 120.0
+    first_byte_s: float = 1800.0
+    idle_s: float = 1800.0
     total_s: float = 3600.0
 
     def exceeded(self, exchange: Exchange, now: int) -> str | None:

@@ -29,13 +29,14 @@ QUANTILES = np.linspace(0.02, 0.98, 25)
 SCALE = 0.02  # residuals are shares of a run's mean; beyond two percent a run counts linearly
 DRAWS = 200
 SPAN_MAX = 30.0
+LEAST_INFLUENCE = 1e-3  # of the first parameter's: what moves less, beside those that move more, cannot be told
 START = {
     "step_us": 200.0, "row_us": 2.0, "prefill_token_us": 0.3, "request_us": 450.0, "token_us": 20.0,
     "latency_us": 1500.0,
 }  # fmt: skip
 REACH = 3.0  # as a factor from there: what else a run holds must not be explained by absurd times
-# But what a server does with a prompt differs more: LightLLM 1.2 spends 3 times as long on taking one in and 8 times as
-# long on a token of it, beside its GPU's operators, as vLLM V1.
+# What a server does with a prompt, beside its GPU's operators, differs more from server to server and host to host:
+# found were 0.8 to 3.2 times this for taking one in, 0.9 to 8.2 times for a token of it (LightLLM 1.2, vLLM on two).
 FAR = {"request_us": 10.0, "prefill_token_us": 10.0}
 OTHER_ATTENTION = 1.5  # where the search for the time of kernels other than FlashAttention 3 begins
 FRONT = frozenset({"request_us", "token_us", "latency_us"})
@@ -73,9 +74,9 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, say: Callable[
         names = _identifiable(single, say)
         if not profile.scheduler.startswith("vllm"):  # whose attention is that of the operators' tables
             names.append("attention_ratio")
-            if profile.overheads.attention_ratio == 1.0:
-                profile = with_values(profile, {"attention_ratio": OTHER_ATTENTION})
         start = _values(profile)
+        if start["attention_ratio"] == 1.0:  # nothing is known
+            start["attention_ratio"] = OTHER_ATTENTION
         profile = _fit(single, profile, {name: max(start[name], START.get(name, 1.0) / 100) for name in names}, say)
     if joined:
         ways = {str(run.emulated.facts["topology"]) for run in joined}
@@ -140,14 +141,20 @@ def _fit(
     jacobian, moves = _jacobian(residuals, values, left), _moves(observed)
     kept: list[int] = []
     intervals: dict[str, Interval] = {}
-    for at in _by_influence(jacobian):  # what moves most is kept, and what can still be told beside it
-        tried = dict(zip((*kept, at), _intervals(jacobian[:, [*kept, at]], moves, values[[*kept, at]]), strict=True))
-        if all(one.high <= SPAN_MAX * one.low for one in tried.values()):
+    for at, influence in _by_influence(jacobian):  # what moves most is kept, and what can still be told beside it
+        with_it = [*kept, at]
+        found = _intervals(jacobian[:, with_it], moves, values[with_it])
+        tried = {names[one]: interval for one, interval in zip(with_it, found, strict=True)}
+        vaguest = max(tried, key=lambda name: tried[name].high / tried[name].low)
+        if influence >= LEAST_INFLUENCE and tried[vaguest].high <= SPAN_MAX * tried[vaguest].low:
             kept.append(at)
-            intervals = {names[one]: interval for one, interval in tried.items()}
-        else:
-            low, high, usual = tried[at].low, tried[at].high, _values(profile)[names[at]]
-            say(f"not identified: {names[at]} stays {usual:.3g} (95 % of draws: {low:.3g} to {high:.3g}).")
+            intervals = tried
+            continue
+        why = "it moves nothing that others do not"
+        if influence >= LEAST_INFLUENCE:
+            why = f"95 % of draws{'' if vaguest == names[at] else f' of {vaguest}, beside it'}: "
+            why += f"{tried[vaguest].low:.3g} to {tried[vaguest].high:.3g}"
+        say(f"not identified: {names[at]} stays {_values(profile)[names[at]]:.3g} ({why}).")
     if not kept:
         raise CalibrationError(f"these runs do not tell {', '.join(names)}; add runs of another kind of load.")
     if len(kept) < len(names):
@@ -173,15 +180,18 @@ def _jacobian(residuals: Callable[[Floats], Floats], values: Floats, left: Float
     return jacobian
 
 
-def _by_influence(jacobian: Floats) -> list[int]:
-    """The values by what each moves beyond what those before it can (as QR with pivots takes columns)."""
-    rest, order = jacobian.copy(), []
-    while len(order) < rest.shape[1]:
-        lengths = np.linalg.norm(rest, axis=0)
-        lengths[order] = -1
-        at = int(lengths.argmax())
-        order.append(at)
-        along = rest[:, at] / max(lengths[at], 1e-12)
+def _by_influence(jacobian: Floats) -> list[tuple[int, float]]:
+    """The values by what each moves beyond what those before it can (as QR with pivots takes columns), and how much
+    that is as a share of what the first moves."""
+    rest, left = jacobian.copy(), list(range(jacobian.shape[1]))
+    most = max(1e-12, float(np.linalg.norm(rest, axis=0).max()))
+    order = []
+    while left:
+        at = max(left, key=lambda column: float(np.linalg.norm(rest[:, column])))
+        left.remove(at)
+        length = float(np.linalg.norm(rest[:, at]))
+        order.append((at, length / most))
+        along = rest[:, at] / max(length, 1e-12)
         rest -= np.outer(along, along @ rest)
     return order
 

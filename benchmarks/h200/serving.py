@@ -138,7 +138,9 @@ def main() -> None:
     rates = {f"vLLM, 7B, Poisson {rate}/s": runs[f"7b_poisson{rate}_o128"] for rate in (16, 32, 40)}
     draw("cdf_bursts.png", "One H200, 1000 prompts of 512 tokens at once", bursts)
     draw("cdf_poisson.png", "One H200, 7B, 512 tokens in, 128 out", rates)
-    servers = {label: run for label, run in bursts.items() if "7B" in label and "512" not in label} | lightllm
+    servers = {
+        label: bursts[label] for label in (f"vLLM, 7B, {output} output tokens" for output in (64, 256))
+    } | lightllm
     draw("cdf_servers.png", "One H200, 7B, 1000 prompts of 512 tokens at once", servers)
     throughput(bursts | lightllm)
     table_of_runs()

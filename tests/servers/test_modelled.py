@@ -268,6 +268,16 @@ def test_a_fit_finds_a_known_world_again(tmp_path: Path) -> None:
         calibrate.calibrate([joined], None, said.append)
 
 
+def test_what_moves_nothing_of_its_own_is_not_told() -> None:
+    """A parameter without effect, and two that cannot be told apart."""
+    rng = np.random.default_rng(1)
+    one, two = rng.normal(size=(2, 50))
+    order = calibrate._by_influence(np.stack([0 * one, 5 * one, two, 2.5 * one + 1e-9 * two], axis=1))
+    assert [at for at, _ in order[:2]] == [1, 2]
+    assert all(influence < calibrate.LEAST_INFLUENCE for _, influence in order[2:])
+    assert [share for _, share in calibrate._by_influence(np.zeros((50, 2)))] == [0.0, 0.0]
+
+
 def test_what_two_bursts_tell_of_another_server(tmp_path: Path) -> None:
     """Attention, prompts and requests are told apart, though rows and tokens are not."""
     times = {"prefill_token_us": 2.0, "request_us": 1400.0, "attention_ratio": 0.95}

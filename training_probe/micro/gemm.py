@@ -21,13 +21,14 @@ TF32_CAPABILITY = (8, 0)
 
 def measure(task: Task, device: torch.device) -> Iterator[Measured]:
     torch.manual_seed(task.seed)
+    clear = clearing(device)
     for point in task.points:
         if isinstance(point, Gemm):
-            yield attempted(point, partial(_measured, point, task, device))
+            yield attempted(point, partial(_measured, point, task, device, clear))
 
 
-def _measured(point: Gemm, task: Task, device: torch.device) -> Measured:
-    return timed(point, launch_of(point, device), task, in_stream=device.type == "cuda", clear=clearing(device))
+def _measured(point: Gemm, task: Task, device: torch.device, clear: Launch | None) -> Measured:
+    return timed(point, launch_of(point, device), task, in_stream=device.type == "cuda", clear=clear)
 
 
 def launch_of(point: Gemm, device: torch.device) -> Launch:

@@ -131,7 +131,7 @@ def _by_events(launch: Launch, plan: Plan, once_s: float, ranks: Ranks) -> tuple
     """Seconds of a launch, sample by sample, and whether the host was too slow for them. once_s: about what a launch
     takes, the host's part included."""
 
-    def trains(ahead_s: float, waits: bool) -> tuple[list[float], float]:
+    def trains(ahead_s: float, waits: bool) -> tuple[list[float], list[bool]]:
         cycles = int(ahead_s * _cycles_per_s())
 
         def ahead() -> None:
@@ -145,32 +145,61 @@ def _by_events(launch: Launch, plan: Plan, once_s: float, ranks: Ranks) -> tuple
         return trains(LEAST_AHEAD_S, False)[0], False
     ahead_s = AHEAD * enqueue_s * plan.launches
     for _ in range(TRIES):
-        samples_s, late_ratio = trains(min(MOST_AHEAD_S, max(LEAST_AHEAD_S, ahead_s)), True)
-        if ranks.slowest([late_ratio])[0] <= MOST_LATE_RATIO:
-            return samples_s, False
+        samples_s, late = trains(min(MOST_AHEAD_S, max(LEAST_AHEAD_S, ahead_s)), True)
+        if sum(late) <= MOST_LATE_RATIO * len(late):
+            break
         ahead_s *= 2
-    return samples_s, True
+    return _in_time(samples_s, late)
+
+
+def _in_time(taken_s: list[float], late: list[bool], trains: int = 1) -> tuple[list[float], bool]:
+    """Samples, each the mean of as many trains, without those that the host was late for; where these are most, with
+    them, and that it was too slow."""
+    kept = [
+        [
+            seconds
+            for seconds, is_late in zip(taken_s[at : at + trains], late[at : at + trains], strict=True)
+            if not is_late
+        ]
+        for at in range(0, len(taken_s), trains)
+    ]
+    samples_s = [statistics.fmean(sample) for sample in kept if sample]
+    if 2 * sum(late) <= len(late) and len(samples_s) >= 2:
+        return samples_s, False
+    return _in_time(taken_s, [False] * len(late), trains)[0], True
 
 
 def _apart(point: Point, launch: Launch, clear: Launch, once_s: float, task: Task) -> Measured:
-    """Short trains with `clear` ahead of each: a sample is the mean of all in about SETTLED_SAMPLE_S."""
+    """Short trains with `clear` ahead of each: a sample is the mean of all in about SETTLED_SAMPLE_S. once_s: about
+    what a launch takes, the host's part included."""
     clear_s = max(1e-6, _span(clear, FEW_LAUNCHES, torch.cuda.synchronize, Alone()))
-    launches = min(MAX_LAUNCHES, max(1, round(APART_S / max(once_s, 1e-9))))
-    enqueue_s = launches * _enqueuing(launch, FEW_LAUNCHES)
-    waits = 2 * enqueue_s > clear_s + launches * once_s
-    clears = max(1, math.ceil(AHEAD * enqueue_s / clear_s)) if waits else 1
+    launches = _in_a_train(once_s)
+    enqueue_s = _enqueuing(launch, launches)
+
+    def clears(launches: int) -> int:
+        return max(1, math.ceil(AHEAD * enqueue_s * launches / clear_s))
+
+    few = _trains(partial(_repeated, clear, clears(launches)), launch, Plan(launches, 3), True, Alone())[0]
+    once_s = statistics.median(few)  # the GPU's part alone
+    launches = _in_a_train(once_s)
+    # Where the host is far ahead of the GPU it need not wait for it; then the queue fills, and nothing is late.
+    waits = 2 * launches * enqueue_s > clear_s + launches * once_s
+    count = clears(launches) if waits else 1
     for _ in range(TRIES):
-        ahead, train_s = partial(_repeated, clear, clears), clears * clear_s + launches * once_s
+        ahead, train_s = partial(_repeated, clear, count), count * clear_s + launches * once_s
         trains = max(1, round(SETTLED_SAMPLE_S / train_s))
         _trains(ahead, launch, Plan(launches, math.ceil(SETTLING_S / train_s)), waits, Alone())
         samples = Plan.of(trains * train_s, task, 0).samples
-        taken_s, late_ratio = _trains(ahead, launch, Plan(launches, samples * trains), waits, Alone())
-        late = waits and late_ratio > MOST_LATE_RATIO
-        if not late:
+        taken_s, late = _trains(ahead, launch, Plan(launches, samples * trains), waits, Alone())
+        if not waits or sum(late) <= MOST_LATE_RATIO * len(late):
             break
-        clears *= 2
-    samples_s = [statistics.fmean(taken_s[at : at + trains]) for at in range(0, len(taken_s), trains)]
-    return measured(point, samples_s, launches * trains, None, HOST_BOUND if late else "")
+        count *= 2
+    samples_s, too_slow = _in_time(taken_s, late if waits else [False] * len(late), trains)
+    return measured(point, samples_s, launches * trains, None, HOST_BOUND if too_slow else "")
+
+
+def _in_a_train(once_s: float) -> int:
+    return min(MAX_LAUNCHES, max(1, round(APART_S / max(once_s, 1e-9))))
 
 
 def _repeated(launch: Launch, count: int) -> None:
@@ -190,9 +219,10 @@ def _enqueuing(launch: Launch, count: int) -> float:
     return (enqueued - began) / count
 
 
-def _trains(ahead: Launch, launch: Launch, plan: Plan, waits: bool, ranks: Ranks) -> tuple[list[float], float]:
-    """Samples of a train of launches each, `ahead` before it, and the share of them that were not yet enqueued when the
-    GPU was done with `ahead`. waits: for each sample's end; else the queue fills, and enqueuing waits for the GPU."""
+def _trains(ahead: Launch, launch: Launch, plan: Plan, waits: bool, ranks: Ranks) -> tuple[list[float], list[bool]]:
+    """Samples of a train of launches each, `ahead` before it, and of each whether it was not yet enqueued when the GPU
+    was done with `ahead`, on any rank: the others then wait for that one. waits: for each sample's end; else the queue
+    fills, and enqueuing waits for the GPU."""
     marks, enqueuing_s = [], []
     for _ in range(plan.samples):
         ranks.meet()
@@ -209,10 +239,12 @@ def _trains(ahead: Launch, launch: Launch, plan: Plan, waits: bool, ranks: Ranks
         if waits:
             end.synchronize()
     torch.cuda.synchronize()
-    late = sum(
-        busy.elapsed_time(begin) / 1000 < spent_s for (busy, begin, _), spent_s in zip(marks, enqueuing_s, strict=True)
-    )
-    return [begin.elapsed_time(end) / 1000 / plan.launches for _, begin, end in marks], late / plan.samples
+    late = [
+        float(busy.elapsed_time(begin) / 1000 < spent_s)
+        for (busy, begin, _), spent_s in zip(marks, enqueuing_s, strict=True)
+    ]
+    samples_s = [begin.elapsed_time(end) / 1000 / plan.launches for _, begin, end in marks]
+    return samples_s, [one > 0 for one in ranks.slowest(late)]
 
 
 def _by_clock(launch: Launch, plan: Plan, synchronise: Callable[[], None], ranks: Ranks) -> list[float]:

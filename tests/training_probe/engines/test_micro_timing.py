@@ -125,6 +125,66 @@ def test_products_are_kept_apart(enqueue_us: int, launch_us: int, monkeypatch: p
         assert world.idle_s < 0.02 * world.gpu_s
 
 
+def test_a_launch_of_a_fifth_of_a_second_is_not_repeated_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    from training_probe.micro import timing
+    from training_probe.micro_points import Gemm, Task
+
+    world = World(enqueue_s=8e-6, launch_s=0.2)
+    monkeypatch.setattr(timing.torch, "cuda", world.cuda())
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: world.host_s))
+    task = Task(device="cuda", points=[Gemm(m=1 << 16, n=1 << 16, k=1 << 14, dtype="fp32")], samples=50, budget_s=0.5)
+    found = timing.timed(task.points[0], world.launch, task, in_stream=True, clear=world.clear)
+    assert found.median_s == pytest.approx(0.2, rel=0.01) and found.samples == 5
+    assert world.gpu_s < 4
+
+
+def test_a_sample_that_any_rank_was_late_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    from training_probe.micro import timing
+    from training_probe.micro_points import Collective, Task
+
+    world = World(enqueue_s=10e-6, launch_s=3e-6)
+    monkeypatch.setattr(timing.torch, "cuda", world.cuda())
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: world.host_s))
+
+    class Others(timing.Alone):
+        """Each eighth sample another rank is late for, and this one's collective waits for it."""
+
+        def __init__(self) -> None:
+            self.met = 0
+
+        def late(self, sample: int) -> bool:
+            return sample % 8 == 3
+
+        def slowest(self, seconds: Any) -> list[float]:
+            if len(seconds) == 1:
+                return list(seconds)
+            if set(seconds) <= {0.0, 1.0}:
+                self.met = 0
+                return [max(own, float(self.late(at))) for at, own in enumerate(seconds)]
+            return list(seconds)
+
+        def meet(self) -> None:
+            world.launch_s = 90e-6 if self.late(self.met) else 3e-6
+            self.met += 1
+
+    others = Others()
+    point = Collective(name="allreduce", size_bytes=1024, ranks=2)
+    task = Task(device="cuda", points=[point], samples=50, budget_s=0.5)
+    found = timing.timed(point, world.launch, task, in_stream=True, ranks=others)
+    assert not found.reason and 40 <= found.samples < 50
+    assert found.p90_s == pytest.approx(3e-6, rel=0.02)
+
+
+def test_what_is_in_time() -> None:
+    from training_probe.micro.timing import _in_time
+
+    assert _in_time([1.0, 2.0, 9.0], [False, False, True]) == ([1.0, 2.0], False)
+    assert _in_time([1.0, 9.0, 9.0], [False, True, True]) == ([1.0, 9.0, 9.0], True)
+    assert _in_time([1.0, 9.0], [False, True]) == ([1.0, 9.0], True)  # one sample has no spread
+    assert _in_time([1.0, 9.0, 3.0, 5.0], [False, True, False, False], trains=2) == ([1.0, 4.0], False)
+    assert _in_time([1.0, 1.0, 8.0, 8.0], [False, False, True, True], trains=2) == ([1.0, 8.0], True)
+
+
 def test_the_host_is_asked_before_it_is_filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch
 
