@@ -278,6 +278,7 @@ def test_what_moves_nothing_of_its_own_is_not_told() -> None:
     assert [share for _, share in calibrate._by_influence(np.zeros((50, 2)))] == [0.0, 0.0]
 
 
+@pytest.mark.processes  # for its time: a dozen seconds
 def test_what_two_bursts_tell_of_another_server(tmp_path: Path) -> None:
     """Attention, prompts and requests are told apart, though rows and tokens are not."""
     times = {"prefill_token_us": 2.0, "request_us": 1400.0, "attention_ratio": 0.95}
@@ -285,7 +286,7 @@ def test_what_two_bursts_tell_of_another_server(tmp_path: Path) -> None:
     world = msgspec.structs.replace(emulated("lightllm", kv_tokens=60_000), profile=truth)
     world = msgspec.structs.replace(world, cost=world.cost.with_overheads(truth.overheads))
     runs = [
-        made(tmp_path / f"h200_7b_lightllm_o{output}.jsonl", world, [(0.0, 512, output)] * 200) for output in (16, 128)
+        made(tmp_path / f"h200_7b_lightllm_o{output}.jsonl", world, [(0.0, 512, output)] * 200) for output in (8, 64)
     ]
     said: list[str] = []
     fitted = calibrate.calibrate(runs, None, said.append)
