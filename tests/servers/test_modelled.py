@@ -84,6 +84,7 @@ def test_a_client_that_goes_frees_its_memory() -> None:
     assert (scheduler.running, scheduler.waiting, scheduler.used_tokens) == (0, 0, 0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["vllm", "tgi", "lightllm"])
 def test_the_wire_gives_the_times_of_virtual_time(backend: str, tmp_path: Path) -> None:
     """The real server and client; virtual time is given the moments at which the client really sent. A busy machine can
