@@ -25,6 +25,7 @@ from loadgen.exchange import Exchange
 REUSE_LIMIT_NS = 2_000_000_000  # an idle connection older than this is replaced: servers close theirs after 5 s
 ENOUGH_FILES = 65_536  # where the machine sets no limit
 CONNECTS_IN_FLIGHT = 64  # below any listen backlog (LightLLM's is 100)
+UNQUEUED_S = 600.0  # at most until a reply begins that waits for no other
 
 
 class TransportError(Exception):
@@ -65,16 +66,13 @@ class Target(msgspec.Struct, frozen=True):
         return {**dict(request.headers), **bearer}
 
 
-UNQUEUED_S = 600.0  # at most until a reply begins that waits for no other
-
-
 class Timeouts(msgspec.Struct, frozen=True):
     """Seconds. `idle_s` is the longest silence within a reply."""
 
-    connect_s: float = 10.0
-    first_byte_s: float = 1800.0
-    idle_s: float = 1800.0
-    total_s: float = 3600.0
+    connect_s: float
+    first_byte_s: float
+    idle_s: float
+    total_s: float
 
     def exceeded(self, exchange: Exchange, now: int) -> str | None:
         """Which limit `exchange` is over at monotonic `now` (ns), as a sentence."""

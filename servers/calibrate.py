@@ -36,7 +36,7 @@ START = {
 }  # fmt: skip
 REACH = 3.0  # as a factor from there: what else a run holds must not be explained by absurd times
 # What a server does with a prompt, beside its GPU's operators, differs more from server to server and host to host:
-# found were 0.8 to 3.2 times this for taking one in, 0.9 to 8.2 times for a token of it (LightLLM 1.2, vLLM on two).
+# found were 0.8 to 3.2 times this for taking one in, 0.9 to 8.2 times for a token of it (LightLLM 1.2, vLLM).
 FAR = {"request_us": 10.0, "prefill_token_us": 10.0}
 OTHER_ATTENTION = 1.5  # where the search for the time of kernels other than FlashAttention 3 begins
 FRONT = frozenset({"request_us", "token_us", "latency_us"})
@@ -138,27 +138,13 @@ def _fit(
 
     reach = [FAR.get(name, REACH) for name in names]
     values, left = fit(residuals, list(start.values()), SCALE, reach)
-    jacobian, moves = _jacobian(residuals, values, left), _moves(observed)
-    kept: list[int] = []
-    intervals: dict[str, Interval] = {}
-    for at, influence in _by_influence(jacobian):  # what moves most is kept, and what can still be told beside it
-        with_it = [*kept, at]
-        found = _intervals(jacobian[:, with_it], moves, values[with_it])
-        tried = {names[one]: interval for one, interval in zip(with_it, found, strict=True)}
-        vaguest = max(tried, key=lambda name: tried[name].high / tried[name].low)
-        if influence >= LEAST_INFLUENCE and tried[vaguest].high <= SPAN_MAX * tried[vaguest].low:
-            kept.append(at)
-            intervals = tried
-            continue
-        why = "it moves nothing that others do not"
-        if influence >= LEAST_INFLUENCE:
-            why = f"95 % of draws{'' if vaguest == names[at] else f' of {vaguest}, beside it'}: "
-            why += f"{tried[vaguest].low:.3g} to {tried[vaguest].high:.3g}"
-        say(f"not identified: {names[at]} stays {_values(profile)[names[at]]:.3g} ({why}).")
-    if not kept:
+    intervals, vague = _told(names, values, _jacobian(residuals, values, left), _moves(real))
+    for name, why in vague.items():
+        say(f"not identified: {name} stays {_values(profile)[name]:.3g} ({why}).")
+    if not intervals:
         raise CalibrationError(f"these runs do not tell {', '.join(names)}; add runs of another kind of load.")
-    if len(kept) < len(names):
-        return _fit(observed, profile, {names[at]: start[names[at]] for at in sorted(kept)}, say)
+    if vague:
+        return _fit(observed, profile, {name: start[name] for name in names if name in intervals}, say)
     for name, value, most in zip(names, values.tolist(), reach, strict=True):
         edge = max(value / start[name], start[name] / value) > 0.99 * most
         say(
@@ -180,6 +166,30 @@ def _jacobian(residuals: Callable[[Floats], Floats], values: Floats, left: Float
     return jacobian
 
 
+def _told(
+    names: Sequence[str], values: Floats, jacobian: Floats, moves: Floats
+) -> tuple[dict[str, Interval], dict[str, str]]:
+    """The intervals of those that can be told, and why the others cannot: what moves most is kept, and then what can
+    still be told beside it."""
+    kept: list[int] = []
+    intervals: dict[str, Interval] = {}
+    vague: dict[str, str] = {}
+    for at, influence in _by_influence(jacobian):
+        if influence < LEAST_INFLUENCE:
+            vague[names[at]] = "it moves nothing that others do not"
+            continue
+        with_it = [*kept, at]
+        found = _intervals(jacobian[:, with_it], moves, values[with_it])
+        tried = {names[one]: interval for one, interval in zip(with_it, found, strict=True)}
+        vaguest, span = max(tried.items(), key=lambda item: item[1].high / item[1].low)
+        if span.high <= SPAN_MAX * span.low:
+            kept, intervals = with_it, tried
+        else:
+            whose = "" if vaguest == names[at] else f" of {vaguest}, beside it"
+            vague[names[at]] = f"95 % of draws{whose}: {span.low:.3g} to {span.high:.3g}"
+    return intervals, vague
+
+
 def _by_influence(jacobian: Floats) -> list[tuple[int, float]]:
     """The values by what each moves beyond what those before it can (as QR with pivots takes columns), and how much
     that is as a share of what the first moves."""
@@ -196,17 +206,18 @@ def _by_influence(jacobian: Floats) -> list[tuple[int, float]]:
     return order
 
 
-def _moves(observed: Sequence[Observed]) -> Floats:
-    """(draws, residuals): how far the real quantiles move where requests are drawn again (bootstrap)."""
+def _moves(real: Sequence[tuple[Observed, Floats, Floats]]) -> Floats:
+    """(draws, residuals): how far the real quantiles, of ttft and e2el, move where requests are drawn again
+    (bootstrap)."""
     rng = np.random.default_rng(0)
     moves = []
     for _ in range(DRAWS):
         parts = []
-        for run in observed:
+        for run, ttft, e2el in real:
             rows = rng.integers(0, len(run.send_s), len(run.send_s))
             parts += [
-                (np.quantile(sample[rows], QUANTILES) - np.quantile(sample, QUANTILES)) / sample.mean()
-                for sample in (run.ttft_s, run.e2el_s)
+                (np.quantile(sample[rows], QUANTILES) - quantiles) / sample.mean()
+                for sample, quantiles in ((run.ttft_s, ttft), (run.e2el_s, e2el))
             ]
         moves.append(np.concatenate(parts))
     return np.array(moves)

@@ -51,6 +51,12 @@ def curves(run: Observed, label: str) -> figures.Curves:
     return figures.Curves(label, False, samples)
 
 
+def labelled(burst: str) -> str:
+    """7b_burst_o64: vLLM, 7B, 64 output tokens."""
+    model, kind, output = burst.split("_")
+    return f"{'LightLLM' if kind == 'lightllm' else 'vLLM'}, {model.upper()}, {output[1:]} output tokens"
+
+
 def draw(name: str, title: str, runs: dict[str, Observed]) -> None:
     figures.draw([curves(run, label) for label, run in runs.items()], title, [HERE / name])
 
@@ -80,13 +86,14 @@ def table_of_runs() -> None:
     for name in (*RUNS, *LIGHTLLM):
         report: dict[str, Any] = json.loads((HERE / name / "report.json").read_text())
         metrics, gpus = report["metrics"], report["gpus"]
+        preempted = report["server"]["preemptions"]
+        counted = "" if preempted is None else preempted  # LightLLM does not count them
         seconds = [metrics[key][at] / 1e3 for key, at in (("ttft_ms", "p50"), ("e2el_ms", "p50"), ("e2el_ms", "p99"))]
         print(
             f"| {name} | {report['requests']['ok']} | {report['duration_s']:.2f} "
             f"| {report['throughput']['output_tokens_per_s']:.0f} | {seconds[0]:.3f} | {metrics['tpot_ms']['p50']:.1f} "
             f"| {seconds[1]:.2f} | {seconds[2]:.2f} | {gpus['memory_peak_bytes'] / 2**30:.1f} "
-            f"| {gpus['power_mean_w']:.0f} | {gpus['j_per_output_token']:.3f} "
-            f"| {'' if (preempted := report['server']['preemptions']) is None else preempted} |"
+            f"| {gpus['power_mean_w']:.0f} | {gpus['j_per_output_token']:.3f} | {counted} |"
         )
 
 
@@ -126,21 +133,12 @@ def table_of_predictions(runs: dict[str, Observed]) -> None:
 
 def main() -> None:
     runs = {name: read(HERE / name, SAID) for name in RUNS}
-    lightllm = {
-        f"LightLLM, 7B, {name.rpartition('o')[2]} output tokens": read(HERE / name, {"gpu": "h200"})
-        for name in LIGHTLLM
-    }
-    bursts = {
-        f"vLLM, {name.partition('_')[0].upper()}, {name.rpartition('o')[2]} output tokens": run
-        for name, run in runs.items()
-        if "burst" in name
-    }
+    lightllm = {labelled(name): read(HERE / name, {"gpu": "h200"}) for name in LIGHTLLM}
+    bursts = {labelled(name): run for name, run in runs.items() if "burst" in name}
     rates = {f"vLLM, 7B, Poisson {rate}/s": runs[f"7b_poisson{rate}_o128"] for rate in (16, 32, 40)}
     draw("cdf_bursts.png", "One H200, 1000 prompts of 512 tokens at once", bursts)
     draw("cdf_poisson.png", "One H200, 7B, 512 tokens in, 128 out", rates)
-    servers = {
-        label: bursts[label] for label in (f"vLLM, 7B, {output} output tokens" for output in (64, 256))
-    } | lightllm
+    servers = {labelled(name): runs[name] for name in ("7b_burst_o64", "7b_burst_o256")} | lightllm
     draw("cdf_servers.png", "One H200, 7B, 1000 prompts of 512 tokens at once", servers)
     throughput(bursts | lightllm)
     table_of_runs()

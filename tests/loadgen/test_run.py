@@ -319,7 +319,7 @@ from loadgen.plan import Plan, PromptSource
 from loadgen.shards import execute, run_loop
 from loadgen.transport import Target, Timeouts
 job = Job(run_id="r", version="0", model="m", sampling=Sampling(2), requests=int(sys.argv[2]), duration_s=None,
-          concurrency=64, warmup=0, seed=1, timeouts=Timeouts())
+          concurrency=64, warmup=0, seed=1, timeouts=Timeouts(10.0, 600.0, 120.0, 3600.0))
 plan = Plan(job=job, backend="vllm", target=Target(sys.argv[1]), transport="fast", fresh=False,
             kernel_timestamps=False, arrival=schedule.parse("burst"),
             prompts=PromptSource(input_tokens=16, output_tokens=2))
@@ -331,7 +331,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 @pytest.mark.parametrize("server", [("--ttft-ms", "0", "--itl-ms", "0", "--model", "m")], indirect=True)
 def test_memory_stays_flat_over_many_requests(server: str) -> None:
-    """Ten times the requests may not keep anything of them in the client: what is finished is on disk."""
+    """Three times the requests may not keep anything of them in the client: what is finished is on disk."""
 
     def peak_kib(requests: int) -> int:
         result = subprocess.run(
@@ -340,6 +340,7 @@ def test_memory_stays_flat_over_many_requests(server: str) -> None:
         assert result.returncode == 0, result.stderr
         return int(result.stdout)
 
-    few_kib = peak_kib(2_000)
+    # Fewer than 10,000 would show the allocator and the collector still finding their level, about 4 MB.
+    few_kib = peak_kib(10_000)
     # The least of some tries: on a busy machine finished requests pile up for a while before they are written.
-    assert any((peak_kib(12_000) - few_kib) * 1024 / 10_000 < 200 for _ in range(3))
+    assert any((peak_kib(30_000) - few_kib) * 1024 / 20_000 < 100 for _ in range(3))

@@ -19,9 +19,10 @@ from tests.loadgen.scripted import CLOSE, DONE, END, RESET, STREAM_HEAD, Script,
 
 VLLM = backends.get("vllm")
 KINDS = ("fast", "stamped", "aiohttp")
+PATIENT = Timeouts(10.0, 600.0, 120.0, 3600.0)
 
 
-def make(kind: str, target: Target, timeouts: Timeouts = Timeouts(), fresh: bool = False) -> Transport:  # noqa: B008
+def make(kind: str, target: Target, timeouts: Timeouts = PATIENT, fresh: bool = False) -> Transport:
     if kind == "aiohttp":
         return AiohttpTransport(target, VLLM.error_message, timeouts, fresh=fresh)
     return FastTransport(target, VLLM.error_message, timeouts, fresh=fresh, kernel_timestamps=kind == "stamped")

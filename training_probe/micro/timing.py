@@ -142,7 +142,7 @@ def _by_events(launch: Launch, plan: Plan, once_s: float, ranks: Ranks) -> tuple
 
     enqueue_s = ranks.slowest([_enqueuing(launch, min(plan.launches, FEW_LAUNCHES))])[0]
     if 2 * enqueue_s < once_s:  # each is enqueued long before the one ahead of it ends
-        return trains(LEAST_AHEAD_S, False)[0], False
+        return _in_time(*trains(LEAST_AHEAD_S, False))
     ahead_s = AHEAD * enqueue_s * plan.launches
     for _ in range(TRIES):
         samples_s, late = trains(min(MOST_AHEAD_S, max(LEAST_AHEAD_S, ahead_s)), True)
@@ -182,7 +182,6 @@ def _apart(point: Point, launch: Launch, clear: Launch, once_s: float, task: Tas
     few = _trains(partial(_repeated, clear, clears(launches)), launch, Plan(launches, 3), True, Alone())[0]
     once_s = statistics.median(few)  # the GPU's part alone
     launches = _in_a_train(once_s)
-    # Where the host is far ahead of the GPU it need not wait for it; then the queue fills, and nothing is late.
     waits = 2 * launches * enqueue_s > clear_s + launches * once_s
     count = clears(launches) if waits else 1
     for _ in range(TRIES):
@@ -191,10 +190,10 @@ def _apart(point: Point, launch: Launch, clear: Launch, once_s: float, task: Tas
         _trains(ahead, launch, Plan(launches, math.ceil(SETTLING_S / train_s)), waits, Alone())
         samples = Plan.of(trains * train_s, task, 0).samples
         taken_s, late = _trains(ahead, launch, Plan(launches, samples * trains), waits, Alone())
-        if not waits or sum(late) <= MOST_LATE_RATIO * len(late):
+        if sum(late) <= MOST_LATE_RATIO * len(late):
             break
         count *= 2
-    samples_s, too_slow = _in_time(taken_s, late if waits else [False] * len(late), trains)
+    samples_s, too_slow = _in_time(taken_s, late, trains)
     return measured(point, samples_s, launches * trains, None, HOST_BOUND if too_slow else "")
 
 
@@ -222,7 +221,7 @@ def _enqueuing(launch: Launch, count: int) -> float:
 def _trains(ahead: Launch, launch: Launch, plan: Plan, waits: bool, ranks: Ranks) -> tuple[list[float], list[bool]]:
     """Samples of a train of launches each, `ahead` before it, and of each whether it was not yet enqueued when the GPU
     was done with `ahead`, on any rank: the others then wait for that one. waits: for each sample's end; else the queue
-    fills, and enqueuing waits for the GPU."""
+    fills, enqueuing waits for the GPU, and nothing is late."""
     marks, enqueuing_s = [], []
     for _ in range(plan.samples):
         ranks.meet()
@@ -240,7 +239,7 @@ def _trains(ahead: Launch, launch: Launch, plan: Plan, waits: bool, ranks: Ranks
             end.synchronize()
     torch.cuda.synchronize()
     late = [
-        float(busy.elapsed_time(begin) / 1000 < spent_s)
+        float(waits and busy.elapsed_time(begin) / 1000 < spent_s)
         for (busy, begin, _), spent_s in zip(marks, enqueuing_s, strict=True)
     ]
     samples_s = [begin.elapsed_time(end) / 1000 / plan.launches for _, begin, end in marks]

@@ -53,6 +53,13 @@ class World:
     def synchronize(self) -> None:
         self.host_s = max(self.host_s, self.gpu_s)
 
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For the host and the GPU that the module under test sees."""
+        from training_probe.micro import timing
+
+        monkeypatch.setattr(timing.torch, "cuda", self.cuda())
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.host_s))
+
     def cuda(self) -> Any:
         world = self
 
@@ -83,8 +90,7 @@ def test_a_launch_takes_what_the_gpu_takes(
     from training_probe.micro_points import Collective, Task
 
     world = World(enqueue_us / 1e6, launch_us / 1e6)
-    monkeypatch.setattr(timing.torch, "cuda", world.cuda())
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: world.host_s))
+    world.stand_in(monkeypatch)
     point = Collective(name="allreduce", size_bytes=1024, ranks=2)
     task = Task(device="cuda", points=[point], samples=50, budget_s=0.5)
     found = timing.timed(point, world.launch, task, in_stream=True, ranks=timing.Alone() if together else None)
@@ -97,8 +103,7 @@ def test_a_gpu_that_is_slower_than_the_host_does_not_rest(monkeypatch: pytest.Mo
     from training_probe.micro_points import Gemm, Task
 
     world = World(enqueue_s=8e-6, launch_s=470e-6)
-    monkeypatch.setattr(timing.torch, "cuda", world.cuda())
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: world.host_s))
+    world.stand_in(monkeypatch)
     point = Gemm(m=4109, n=11008, k=4096, dtype="bf16")
     timing.timed(point, world.launch, Task(device="cuda", points=[point], samples=50), in_stream=True)
     assert world.rested_s < 0.05 * world.worked_s
@@ -112,8 +117,7 @@ def test_products_are_kept_apart(enqueue_us: int, launch_us: int, monkeypatch: p
     from training_probe.micro_points import Gemm, Task
 
     world = World(enqueue_us / 1e6, launch_us / 1e6)
-    monkeypatch.setattr(timing.torch, "cuda", world.cuda())
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: world.host_s))
+    world.stand_in(monkeypatch)
     point = Gemm(m=666, n=11008, k=4096, dtype="bf16")
     task = Task(device="cuda", points=[point], samples=50, budget_s=0.5)
     found = timing.timed(point, world.launch, task, in_stream=True, clear=world.clear)
@@ -130,8 +134,7 @@ def test_a_launch_of_a_fifth_of_a_second_is_not_repeated_for_ever(monkeypatch: p
     from training_probe.micro_points import Gemm, Task
 
     world = World(enqueue_s=8e-6, launch_s=0.2)
-    monkeypatch.setattr(timing.torch, "cuda", world.cuda())
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: world.host_s))
+    world.stand_in(monkeypatch)
     task = Task(device="cuda", points=[Gemm(m=1 << 16, n=1 << 16, k=1 << 14, dtype="fp32")], samples=50, budget_s=0.5)
     found = timing.timed(task.points[0], world.launch, task, in_stream=True, clear=world.clear)
     assert found.median_s == pytest.approx(0.2, rel=0.01) and found.samples == 5
@@ -143,8 +146,7 @@ def test_a_sample_that_any_rank_was_late_for_does_not_count(monkeypatch: pytest.
     from training_probe.micro_points import Collective, Task
 
     world = World(enqueue_s=10e-6, launch_s=3e-6)
-    monkeypatch.setattr(timing.torch, "cuda", world.cuda())
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: world.host_s))
+    world.stand_in(monkeypatch)
 
     class Others(timing.Alone):
         """Each eighth sample another rank is late for, and this one's collective waits for it."""
@@ -221,8 +223,7 @@ def test_a_host_that_is_too_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     from training_probe.micro_points import Copy, Task
 
     world = World(enqueue_s=2e-3, launch_s=3e-6)  # 256 launches are enqueued for longer than the GPU is ever kept busy
-    monkeypatch.setattr(timing.torch, "cuda", world.cuda())
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: world.host_s))
+    world.stand_in(monkeypatch)
     monkeypatch.setattr(timing, "SETTLED_SAMPLE_S", 1.0)
     point = Copy(route="d2d", size_bytes=1024)
     found = timing.timed(point, world.launch, Task(device="cuda", points=[point], samples=5), in_stream=True)
