@@ -2,9 +2,9 @@
 
     python benchmarks/h200/serving.py
 
-Writes cdf_bursts.png, cdf_poisson.png and cdf_servers.png (as Figures 7 to 10 of arXiv 2311.03687 do, latencies by
-server and load) and throughput.png (Figure 6), and prints the tables of the README: runs, the comparison with
-`vllm bench serve`, and the errors of predictions.
+Writes cdf_bursts.png, cdf_poisson.png, cdf_servers.png and cdf_tp2.png (as Figures 7 to 10 of arXiv 2311.03687 do,
+latencies by server and load) and throughput.png (Figure 6), and prints the tables of the README: runs, the comparison
+with `vllm bench serve`, and the errors of predictions.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ SCHEDULER = "vllm@v1"
 SAID = {"gpu": "h200", "kv_tokens": 230032}  # of the server that the runs by --url were attached to
 RUNS = (
     "7b_burst_o64", "7b_burst_o256", "7b_burst_o512", "7b_poisson16_o128", "7b_poisson32_o128", "7b_poisson40_o128",
-    "13b_burst_o64", "13b_burst_o256",
+    "13b_burst_o64", "13b_burst_o256", "13b_burst_o512",
 )  # fmt: skip
+TP2 = ("7b_tp2_o64", "7b_tp2_p2poff_o64", "70b_tp2_o64", "70b_tp2_p2poff_o64")
 LIGHTLLM = ("7b_lightllm_o64", "7b_lightllm_o256")
 FITTED = ("7b_burst_o64", "7b_burst_o512", "7b_poisson16_o128")
 SAME_SERVER = ("7b_burst_o256", "7b_burst_o256_again", "7b_burst_o256_text")  # the bench ran after the first
@@ -53,8 +54,11 @@ def curves(run: Observed, label: str) -> figures.Curves:
 
 def labelled(burst: str) -> str:
     """7b_burst_o64: vLLM, 7B, 64 output tokens."""
-    model, kind, output = burst.split("_")
-    return f"{'LightLLM' if kind == 'lightllm' else 'vLLM'}, {model.upper()}, {output[1:]} output tokens"
+    model, kind, *rest, output = burst.split("_")
+    parts = ["LightLLM" if kind == "lightllm" else "vLLM", model.upper()]
+    if kind == "tp2":
+        parts.append("TP 2 without P2P" if rest else "TP 2")
+    return ", ".join([*parts, f"{output[1:]} output tokens"])
 
 
 def draw(name: str, title: str, runs: dict[str, Observed]) -> None:
@@ -67,7 +71,7 @@ def tokens_per_s(run: Observed) -> float:
 
 def throughput(bars: dict[str, Observed]) -> None:
     with matplotlib.rc_context(figures.STYLE):  # type: ignore[arg-type]
-        figure = Figure(figsize=(7.5, 2.9), layout="constrained")
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
         FigureCanvasAgg(figure)
         axis = figure.subplots()
         values = [tokens_per_s(run) for run in bars.values()]
@@ -76,14 +80,15 @@ def throughput(bars: dict[str, Observed]) -> None:
         axis.bar_label(drawn, [f"{value:,.0f}" for value in values], padding=3)
         axis.invert_yaxis()
         axis.margins(x=0.1)
-        axis.set_xlabel("output tokens/s, 1000 prompts of 512 tokens at once, one H200")
+        axis.set_xlabel("output tokens/s")
+        figure.suptitle("1000 prompts of 512 tokens at once, on one H200 (TP 2: on two)", x=0.01, ha="left")
         figure.savefig(HERE / "throughput.png", dpi=110)
 
 
 def table_of_runs() -> None:
     print("| run | requests | makespan s | output tok/s | ttft p50 s | tpot p50 ms | e2el p50 s | e2el p99 s "
           "| GPU memory GiB | W | J/output token | preempted |\n|---|" + "---:|" * 11)  # fmt: skip
-    for name in (*RUNS, *LIGHTLLM):
+    for name in (*RUNS, *TP2, *LIGHTLLM):
         report: dict[str, Any] = json.loads((HERE / name / "report.json").read_text())
         metrics, gpus = report["metrics"], report["gpus"]
         preempted = report["server"]["preemptions"]
@@ -133,6 +138,7 @@ def table_of_predictions(runs: dict[str, Observed]) -> None:
 
 def main() -> None:
     runs = {name: read(HERE / name, SAID) for name in RUNS}
+    tp2 = {name: read(HERE / name, {"gpu": "h200"}) for name in TP2}
     lightllm = {labelled(name): read(HERE / name, {"gpu": "h200"}) for name in LIGHTLLM}
     bursts = {labelled(name): run for name, run in runs.items() if "burst" in name}
     rates = {f"vLLM, 7B, Poisson {rate}/s": runs[f"7b_poisson{rate}_o128"] for rate in (16, 32, 40)}
@@ -140,10 +146,12 @@ def main() -> None:
     draw("cdf_poisson.png", "One H200, 7B, 512 tokens in, 128 out", rates)
     servers = {labelled(name): runs[name] for name in ("7b_burst_o64", "7b_burst_o256")} | lightllm
     draw("cdf_servers.png", "One H200, 7B, 1000 prompts of 512 tokens at once", servers)
-    throughput(bursts | lightllm)
+    split = {labelled(name): run for name, run in tp2.items()}
+    draw("cdf_tp2.png", "Two H200s over NVLink, TP 2, 1000 prompts of 512 tokens at once, 64 out", split)
+    throughput(bursts | split | lightllm)
     table_of_runs()
     table_of_clients()
-    table_of_predictions(runs)
+    table_of_predictions(runs | tp2)
 
 
 if __name__ == "__main__":
