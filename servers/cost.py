@@ -44,7 +44,8 @@ class Elementwise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """How GPUs reduce. Either `bytes` and `us` as measured among `ranks`, or alpha, beta and gamma."""
+    """How GPUs reduce. Either `bytes` and `us` as measured among `ranks`, or alpha, beta and gamma. pair: between two,
+    where that is known by itself."""
 
     ranks: int = 0
     bytes: tuple[int, ...] = ()
@@ -52,9 +53,12 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     alpha_us: float = 0.0
     beta_bytes_per_s: float = math.inf
     gamma_us: float = 0.0  # for sqrt(1 MB)
+    pair: Link | None = None
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
         """Seconds until `ranks` GPUs all hold the sum of `size_bytes` from each."""
+        if ranks == 2 and self.pair is not None:
+            return self.pair.all_reduce_s(size_bytes, ranks)
         if not self.us:
             ring = 2 * (ranks - 1) / ranks * size_bytes / self.beta_bytes_per_s
             return self.alpha_us * 1e-6 + ring + self.gamma_us * 1e-6 * math.sqrt(size_bytes / 1e6)

@@ -74,6 +74,8 @@ def _wrong(gpu: Gpu) -> Iterator[str]:
 
 
 def _wrong_link(name: str, link: Link) -> Iterator[str]:
+    if link.pair is not None:
+        yield from _wrong_link(f"{name}.pair", link.pair)
     if not (link.bytes or link.us):
         if not link.beta_bytes_per_s < math.inf:
             yield f"{name} has neither a table nor beta_bytes_per_s"

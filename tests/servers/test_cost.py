@@ -185,11 +185,20 @@ def described(path: Path, change: dict[str, object]) -> hardware.Gpu:
         ({"links": {"host": {"ranks": 2, "bytes": [1, 2], "us": [1]}}}, "links.host has 2 bytes and 1 us"),
         ({"links": {"host": {"ranks": 2, "bytes": [2, 2], "us": [1, 1]}}}, "links.host.bytes must be above 0 and rise"),
         ({"links": {"host": {"ranks": 2, "bytes": [1, 2], "us": [1, 0]}}}, "links.host.us must be above 0"),
+        ({"links": {"host": {"beta_bytes_per_s": 1, "pair": {}}}}, "links.host.pair has neither a table nor beta"),
     ],
 )
 def test_a_file_that_describes_no_gpu(change: dict[str, object], said: str, tmp_path: Path) -> None:
     with pytest.raises(hardware.HardwareError, match=f"mine.json does not describe a GPU: {said}.*holds examples"):
         described(tmp_path / "mine.json", change)
+
+
+def test_a_pair_that_was_measured_by_itself() -> None:
+    host = H200.links["host"]
+    assert host.pair is not None
+    size = host.pair.bytes[-2]
+    assert host.all_reduce_s(size, 2) == pytest.approx(host.pair.us[-2] * 1e-6)
+    assert host.all_reduce_s(size, 4) == pytest.approx(host.us[host.bytes.index(size)] * 1e-6)
 
 
 def test_gpus_that_nothing_joins(tmp_path: Path) -> None:
