@@ -33,8 +33,9 @@ def loadgen(*argv: str, expect: int | tuple[int, ...] = (0, 4)) -> tuple[dict[st
 
 @contextlib.contextmanager
 def serving(*options: str) -> Iterator[str]:
+    quick = () if "--itl-ms" in options else ("--itl-ms", "10")
     process = subprocess.Popen(
-        [sys.executable, "-m", "servers", "--port", "0", "--exit-with-stdin", *options],
+        [sys.executable, "-m", "servers", "--port", "0", "--exit-with-stdin", *quick, *options],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
