@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -303,7 +304,7 @@ class Config:
                 slos[name] = float(limit)
             except ValueError:
                 name = ""
-            if name not in ("ttft", "tpot", "e2el") or slos[name] <= 0:
+            if name not in ("ttft", "tpot", "e2el") or not 0 < slos[name] < math.inf:
                 raise ValueError(f"--goodput '{item}' is not understood; use ttft:MS, tpot:MS or e2el:MS.")
         return slos
 

@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
         self.body_bytes = 0
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.give_up(f"not HTTP: {error}")
         if self.in_headers:
             self.header_bytes += len(data)

@@ -95,7 +95,7 @@ def _send_lag(report: dict[str, Any]) -> Iterator[Finding]:
         return
     duration_s, ok = report["duration_s"], report["requests"]["ok"]
     interarrival_ms = 1000 * duration_s / ok if duration_s and report["burst"] is None else 0.0
-    scale_ms = max(report["metrics"]["ttft_ms"]["p50"] or report["metrics"]["e2el_ms"]["p50"], interarrival_ms)
+    scale_ms = max(report["metrics"]["ttft_ms"]["p50"] or report["metrics"]["e2el_ms"]["p50"] or 0.0, interarrival_ms)
     if lag_ms <= SEND_LAG_WARNING_RATIO * scale_ms:
         return
     yield Finding(

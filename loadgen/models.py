@@ -139,7 +139,7 @@ def _is_complete(index: Path) -> bool:
     try:
         names = set(msgspec.json.decode(index.read_bytes())["weight_map"].values())
         return all((index.parent / name).is_file() for name in names)
-    except (OSError, msgspec.DecodeError, KeyError, TypeError, AttributeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -147,7 +147,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     """Its config.json; empty for one that cannot be read."""
     try:
         config: dict[str, Any] = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return {}
     return config
 

@@ -154,7 +154,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise RunError(f"{directory} holds no manifest.json; is it a run directory?") from None
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RunError(f"{path} is not a manifest of this version: {error}") from None
 
 

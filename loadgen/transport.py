@@ -316,5 +316,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, ssl.SSLError):
         return str(getattr(error, "verify_message", "") or error.reason or error)
     if isinstance(error, OSError) and error.errno:
-        return os.strerror(error.errno)
+        return error.strerror or os.strerror(error.errno)
     return str(error) or type(error).__name__

@@ -116,8 +116,9 @@ def serve(
         _fail(EXIT_BAD_OPTION, f"fault {needing[0]} needs modelled hardware; name it, such as --gpu h200.")
     try:
         server = Server(wire, timing, host, port, parsed, stamps_file, api_key, seed)
-    except OSError as error:
-        message = f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host."
+    except (OSError, UnicodeError) as error:  # the latter: no name of a host can be so long
+        why = error.strerror if isinstance(error, OSError) else "no such name"
+        message = f"cannot listen on {host} port {port}: {why}; choose another --port or --host."
         _fail(EXIT_NOT_LISTENING, message)
     _run(server, exit_with_stdin)
 

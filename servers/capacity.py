@@ -104,7 +104,7 @@ def read_prices(path: Path | None) -> Prices:
         prices = msgspec.json.decode(path.read_bytes(), type=Prices)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}.") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no list of prices: {error}; copy {hardware.DATA / 'prices.json'}.") from None
     wrong = [name for name, price in prices.usd_per_gpu_hour.items() if not 0 <= price < math.inf]
     if wrong:

@@ -177,7 +177,7 @@ def read_profile(path: Path, scheduler: str) -> Profile:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
         raise EmulationError(f"cannot read {path}: {error.strerror or error}.") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise EmulationError(f"{path} is no hardware profile: {error}; make one with `loadgen calibrate`.") from None
     for part in (profile.overheads, profile.front):
         for name, value in msgspec.structs.asdict(part).items():

@@ -56,8 +56,8 @@ class Engine:
 
     def submit(self, sequence: Sequence, at_s: float) -> None:
         """A request has come in, after all that were submitted before. Raises batching.Rejected."""
-        self.scheduler.admit(sequence)
         self.advance(at_s)
+        self.scheduler.admit(sequence)
         if not self._taking_in:
             self._taken_in_s = at_s
         self._taking_in.append(sequence)

@@ -135,7 +135,7 @@ def _expanded(texts: Iterable[str]) -> Iterator[str]:
             script = msgspec.json.decode(Path(text).read_bytes(), type=list[_Scripted])
         except OSError as error:
             raise ValueError(f"cannot read {text}: {error.strerror or error}.") from None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(
                 f'{text} is no script of faults: {error}; it is a list of {{"request": N, "kind": KIND}}.'
             ) from None

@@ -48,7 +48,7 @@ def find(name: str) -> Gpu:
         gpu = msgspec.json.decode(Path(name).read_bytes(), type=Gpu)
     except OSError as error:
         raise HardwareError(f"cannot read {name}: {error.strerror or error}.") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HardwareError(f"{name} does not describe a GPU: {error}; {DATA / 'gpus.json'} holds examples.") from None
     wrong = next(_wrong(gpu), None)
     if wrong:

@@ -15,6 +15,7 @@ import msgspec
 
 from servers.telemetry import Distribution, Sample, Series, labels_of
 from servers.wire import (
+    UNDECODABLE,
     WORDS,
     WORDS_JSON,
     Finish,
@@ -94,7 +95,7 @@ class LightLLM:
             body = _decode_body(raw)
         except msgspec.ValidationError as error:
             raise Refusal(self.error(417, _missing(raw) or str(error))) from None
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise Refusal(self.error(400, str(error))) from None
         n_prompt = count_words(body.inputs) if isinstance(body.inputs, str) else len(body.inputs)
         asked, limit = body.parameters.max_new_tokens, self._settings.max_model_len

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gzip
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,9 +210,9 @@ def _lines(path: Path) -> tuple[dict[str, Any], list[Floats]]:
                     facts |= {name: value for name, value in msgspec.to_builtins(row.run).items() if value is not None}
                 elif row.usage is not None:
                     rows.append((row.send, row.first, row.end, row.usage.prompt_tokens, row.usage.completion_tokens))
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ObservationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ObservationError(f"{path} holds no records of requests: {error}.") from None
     if not rows:
         raise ObservationError(f"{path} holds no records of requests.")

@@ -17,6 +17,7 @@ import msgspec
 from servers.telemetry import Distribution, Sample, Series, labels_of
 from servers.wire import (
     CHAT_TEMPLATE_TOKENS,
+    UNDECODABLE,
     WORDS,
     WORDS_JSON,
     Finish,
@@ -133,7 +134,7 @@ class OpenAI:
             prompt = decoded.prompt
         except msgspec.ValidationError as error:
             body, prompt = self._one_of_list(raw, error)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise Refusal(self.error(400, f"JSON decode error: {error}")) from None
         n_prompt = count_words(prompt) if isinstance(prompt, str) else len(prompt)
         asked = 16 if body.max_tokens is None else body.max_tokens
@@ -143,7 +144,7 @@ class OpenAI:
     def _one_of_list(self, raw: bytes, error: msgspec.ValidationError) -> tuple[Body, str | list[int]]:
         try:
             body = _decode_prompt_list(raw)
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             raise Refusal(self.error(400, str(error))) from None
         if len(body.prompt) != 1:
             raise Refusal(self.error(400, "the emulated server takes one prompt a request.", "prompt"))
@@ -154,7 +155,7 @@ class OpenAI:
             body = _decode_chat(raw)
         except msgspec.ValidationError as error:
             raise Refusal(self.error(400, str(error))) from None
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise Refusal(self.error(400, f"JSON decode error: {error}")) from None
         texts = []
         for message in body.messages:

@@ -257,7 +257,8 @@ class Server:
         self._wakeup.recv(4096)
 
     def _shut(self) -> None:
-        self._selector.unregister(self._listener)
+        if self._accepting:
+            self._selector.unregister(self._listener)
         self._listener.close()
         for connection in list(self._connections):
             connection.close()

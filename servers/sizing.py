@@ -118,8 +118,9 @@ def trial(emulated: Emulated, load: Load, limits: Limits, rate: float, settled_s
                 engine.submit(Sequence(index, load.input_tokens, output), at_s)
             except Rejected:
                 ended += 1
-                for name in limits.seconds:
-                    miss(name)
+                if at_s >= settled_s:
+                    for name in limits.seconds:
+                        miss(name)
             most = max(most, index + 1 - ended)
         engine.advance(math.inf)
     except _Missed as reason:

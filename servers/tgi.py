@@ -14,6 +14,7 @@ import msgspec
 
 from servers.telemetry import Distribution, Sample, Series
 from servers.wire import (
+    UNDECODABLE,
     WORDS,
     WORDS_JSON,
     Finish,
@@ -109,7 +110,7 @@ class TGI:
         except msgspec.ValidationError as error:
             text = f"Failed to deserialize the JSON body into the target type: {error}"
             raise Refusal(_text(422, text)) from None
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise Refusal(_text(400, f"Failed to parse the request body as JSON: {error}")) from None
         streaming = body.stream if streaming is None else streaming
         n_prompt = count_words(body.inputs) + BOS_TOKENS

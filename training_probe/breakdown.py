@@ -125,7 +125,7 @@ def _traced(
     try:
         measured = msgspec.json.decode((within / PROFILE_FILE).read_bytes(), type=Profile)
         attribution = attribute(trace.read(path))
-    except (trace.TraceError, OSError, msgspec.DecodeError) as error:
+    except (trace.TraceError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         return replace(found, outcome="crashed", reason=" ".join(str(error).split()))
     return replace(
         found, trace=str(path.relative_to(directory)), bare_step_s=measured.bare_step_s,

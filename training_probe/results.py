@@ -131,7 +131,7 @@ def read(path: Path) -> list[CellResult]:
             continue
         try:
             result = msgspec.json.decode(line, type=CellResult)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if number == len(lines):  # no newline after it: the sweep was killed while it wrote
                 break
             raise ResultsError(f"line {number} of {path} is not a result of this version: {error}.") from None
