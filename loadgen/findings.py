@@ -55,7 +55,7 @@ def find(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts], 
     found = [
         *_server_ended(manifest),
         *_completeness(report, measured, facts),
-        *_failures(report, measured),
+        *_failures(measured),
         *lateness.find(report, facts),
         *_events(measured),
         *_lengths(measured),
@@ -120,7 +120,7 @@ def _completeness(report: dict[str, Any], measured: Table, facts: Sequence[Clien
         )
 
 
-def _failures(report: dict[str, Any], measured: Table) -> Iterator[Finding]:
+def _failures(measured: Table) -> Iterator[Finding]:
     ok = int(measured.ok.sum())
     failed = len(measured) - ok - _count(measured, "cancelled", "dropped")
     if ok == 0:
@@ -139,10 +139,10 @@ def _failures(report: dict[str, Any], measured: Table) -> Iterator[Finding]:
         )
     lost = len(measured) - ok
     if lost and ok:
-        yield from _survivors(report, measured, lost)
+        yield from _survivors(measured, lost)
 
 
-def _survivors(report: dict[str, Any], measured: Table, lost: int) -> Iterator[Finding]:
+def _survivors(measured: Table, lost: int) -> Iterator[Finding]:
     """Latencies cover requests that ended ok; what if the others count as endless?"""
     latencies = np.sort((measured.done_ns - measured.sent_ns)[measured.ok]) / 1e6
     rank = math.ceil(0.99 * len(measured)) - 1  # nearest rank among all requests, the lost ones last

@@ -116,7 +116,7 @@ def plan_launch(
     model = models.find(config.model or "7b")
     plan = plan_run(config, backend, Target(""), ServerInfo(model.name), run_id, model)
     notes = [adapter.profiler.note] if profiled and adapter.profiler and adapter.profiler.note else []
-    length = model_length(config, model, _longest(config, plan, backend), notes)
+    length = model_length(config, model, _longest(config, backend), notes)
     if inventory is None:
         inventory = gpus.read()
     pool = gpu_pool(config, inventory, notes)
@@ -159,7 +159,7 @@ def plan_launch(
     )
 
 
-def _longest(config: Config, plan: Plan, backend: Backend) -> int | None:
+def _longest(config: Config, backend: Backend) -> int | None:
     """Tokens of the run's longest prompt and its reply; None where the prompts do not tell theirs."""
     if config.dataset is None:
         return config.input_tokens + config.output_tokens

@@ -379,14 +379,18 @@ def merge(directory: Path) -> None:
     if parts[0].name.startswith(_JOINED):
         raise RecordsError(f"{parts[0]} is there already; nothing was merged.")
     unfinished = directory / "requests.jsonl.part"
-    with unfinished.open("wb") as out:
-        for number, part in enumerate(parts):
-            with part.open("rb") as file:
-                header = file.readline()
-                if number == 0:
-                    out.write(header)
-                # a line that a kill cut in two would run into the next worker's first
-                out.writelines(line for line in file if line.endswith(b"\n"))
-    unfinished.rename(joined)
+    try:
+        with unfinished.open("wb") as out:
+            for number, part in enumerate(parts):
+                with part.open("rb") as file:
+                    header = file.readline()
+                    if number == 0:
+                        out.write(header)
+                    # a line that a kill cut in two would run into the next worker's first
+                    out.writelines(line for line in file if line.endswith(b"\n"))
+        unfinished.rename(joined)
+    except OSError:  # a full disk: the parts are still whole
+        unfinished.unlink(missing_ok=True)
+        raise
     for part in parts:
         part.unlink()

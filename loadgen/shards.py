@@ -30,6 +30,8 @@ from loadgen.workload import WorkloadError
 DRAIN_S = 5.0  # how long a stopped run waits for replies
 START_MARGIN_NS = 20_000_000  # from the last worker's "ready" to t = 0
 
+DONE, DIED = "done", "the process died"  # what is last heard of a worker that served to its end, and of a killed one
+
 Progress = Callable[[list[Snapshot]], None]
 
 
@@ -110,13 +112,14 @@ async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: P
         for shard in shards:
             shard.start(t0_ns)
         ticker = loop.create_task(_every_second(lambda: progress([s.snapshot for s in shards if s.snapshot])))
-        for shard in shards:
-            await shard.over()
+        failures = [said for shard in shards if (said := await shard.over())]
         ticker.cancel()
         progress([s.snapshot for s in shards if s.snapshot])
     finally:
         for shard in shards:
             shard.end()
+    if failures:
+        raise TransportError(f"a worker process failed: {failures[0]}; {directory} keeps what was written.")
     records.merge(directory)
 
 
@@ -143,7 +146,7 @@ class _Shard:
             message = self.pipe.recv()
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(self.pipe.fileno())
-            self._said.put_nowait("the process died")
+            self._said.put_nowait(DIED)
             return
         if isinstance(message, Snapshot):
             self.snapshot = message
@@ -165,9 +168,11 @@ class _Shard:
         else:
             self._said.put_nowait("the run was stopped before its first request.")
 
-    async def over(self) -> None:
-        """Waits until it is done, or has died: what it wrote counts, and the report says that it was killed."""
-        await self._said.get()
+    async def over(self) -> str:
+        """Waits until it is done, or has died: what it wrote counts, and the report says that it was killed. Returns
+        why it had to give up, such as a full disk; empty where it had not."""
+        said = await self._said.get()
+        return "" if said in (DONE, DIED) else said
 
     def _tell(self, message: object) -> None:
         with contextlib.suppress(OSError):
@@ -193,8 +198,9 @@ def _work(pipe: Pipe, encoded: bytes, path: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     try:
         run_loop(_work_loop(pipe, msgspec.msgpack.decode(encoded, type=Plan), Path(path)))
-    except (TransportError, WorkloadError) as error:
-        pipe.send(str(error))
+    except (TransportError, WorkloadError, OSError) as error:
+        with contextlib.suppress(OSError):  # the parent may be gone
+            pipe.send(getattr(error, "strerror", None) or str(error))
 
 
 async def _work_loop(pipe: Pipe, plan: Plan, path: Path) -> None:
@@ -216,17 +222,21 @@ async def _work_loop(pipe: Pipe, plan: Plan, path: Path) -> None:
         else:
             t0.set_result(message)
 
+    def tell(message: object) -> None:
+        with contextlib.suppress(OSError):  # the parent may be gone
+            pipe.send(message)
+
     await client.prepare()
     loop.add_reader(pipe.fileno(), listen)
-    pipe.send("ready")
+    tell("ready")
     start = await t0
     if start is None:
         return
-    ticker = loop.create_task(_every_second(lambda: pipe.send(client.snapshot())))
+    ticker = loop.create_task(_every_second(lambda: tell(client.snapshot())))
     await client.run(start, path)
     ticker.cancel()
-    pipe.send(client.snapshot())
-    pipe.send("done")
+    tell(client.snapshot())
+    tell(DONE)
     await client.transport.close()
 
 

@@ -46,7 +46,7 @@ def modelled(config: Config, preset: str | None, directory: Path, run_id: str) -
             f"tokens; lower --concurrency to {emulated.kv_tokens // (prompt + reply)}, or use more --gpus."
         )
     runs.write_manifest(directory, _manifest(config, emulated, run_id))
-    return decode_step(emulated, config.kind, batch, prompt, reply)
+    return decode_step(emulated, batch, prompt, reply)
 
 
 def _as_in_paper(config: Config) -> Config:
@@ -59,7 +59,7 @@ def _as_in_paper(config: Config) -> Config:
     return dataclasses.replace(config, **open_)
 
 
-def decode_step(emulated: Emulated, kind: str, batch: int, prompt: int, reply: int) -> Breakdown:
+def decode_step(emulated: Emulated, batch: int, prompt: int, reply: int) -> Breakdown:
     """A step in which `batch` requests decode, half of their replies written."""
     context = prompt + reply / 2
     sequences = [Sequence(index, prompt, reply) for index in range(batch)]
@@ -68,7 +68,7 @@ def decode_step(emulated: Emulated, kind: str, batch: int, prompt: int, reply: i
     facts = emulated.facts
     return Breakdown(
         emulated=True,
-        backend=kind if facts["scheduler"] is None else facts["scheduler"],
+        backend=facts["scheduler"],
         model=emulated.setup.model.name,
         hardware=f"{emulated.tp} x {facts['gpu']}",
         batch=batch,

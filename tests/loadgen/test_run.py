@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -188,6 +189,20 @@ def test_killed_run_keeps_what_finished(server: str, tmp_path: Path, workers: st
         time.sleep(0.1)
     table, _ = records.read(tmp_path)
     assert last_snapshot(tmp_path) == ("stopped", int(table.measured().ok.sum()))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_full_disk_is_one_sentence_and_what_is_written_stays(server: str, tmp_path: Path, workers: str) -> None:
+    run = subprocess.run(
+        [*LOADGEN, "run", "--url", server, *FAST, "--requests", "400", "--output-tokens", "16", "--workers", workers,
+         "--no-server-metrics", "--out", str(tmp_path)],
+        capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+    )  # fmt: skip
+    assert run.returncode in (2, 3) and "File too large" in run.stderr
+    assert "Traceback" not in run.stderr
+    table, _ = records.read(tmp_path)
+    assert len(table) > 20 and not (tmp_path / "requests.jsonl.part").exists()
 
 
 def processes_of(run: subprocess.Popen[str], module: str) -> list[int]:

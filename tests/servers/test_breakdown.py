@@ -60,7 +60,7 @@ def test_a_decode_step_is_what_the_server_would_take() -> None:
     spec = catalog.find("7b")
     assert spec is not None
     emulated = emulate(Setup(scheduler="vllm@v1", model=spec, gpu="h200"))
-    found = breakdown.decode_step(emulated, "vllm", 64, 512, 128)
+    found = breakdown.decode_step(emulated, 64, 512, 128)
     step = Step([Sequence(0, 512, 128)] * 64, 64, 64 * 576)
     assert found.step_ms == pytest.approx(emulated.cost(step) * 1000)
     assert (found.emulated, found.batch, found.context_tokens, found.layers) == (True, 64, 576, 32)
