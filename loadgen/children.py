@@ -1,10 +1,12 @@
-"""The environment of processes that run our own code: they import this very copy of it, as its user imports everything
-else, and nothing that happens to lie in the working directory."""
+"""Processes that run our own code. Their environment: they import this very copy of it, as its user imports everything
+else, and nothing that happens to lie in the working directory. Their end."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+from asyncio.subprocess import Process
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -34,3 +36,14 @@ def spawning() -> Iterator[None]:
             del os.environ["PYTHONSAFEPATH"]
         else:
             os.environ["PYTHONSAFEPATH"] = before
+
+
+async def ended(process: Process, timeout_s: float) -> None:
+    """Waits for a process that was told to end, and kills one that does not."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await process.wait()
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -21,7 +21,7 @@ from loadgen import children, records
 from loadgen.config import Config
 from loadgen.runs import Ceiling
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
 REFUSED = 2  # its exit code for options that it will not serve with
 DIALECTS = {"vllm": "vllm", "openai": "openai", "openai-chat": "openai", "lightllm": "lightllm", "tgi": "tgi"}
 EMULATED_MARK = "emulated"  # in the Server header of every reply
@@ -123,12 +123,7 @@ async def serving(*options: str) -> AsyncIterator[Serving]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5):
-                await process.wait()
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        await children.ended(process, STOP_TIMEOUT_S)
         hearing.cancel()
 
 

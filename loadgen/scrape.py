@@ -127,7 +127,7 @@ class Sampling:
             async with asyncio.timeout(START_TIMEOUT_S):
                 said = (await process.stdout.readline()).decode(errors="replace").strip()
         except TimeoutError:
-            _kill(process)
+            await children.ended(process, 0.0)
             said = f"the sampling process was not ready within {START_TIMEOUT_S:g} s"
         except ConnectionError:
             pass  # it ended before it read its orders
@@ -142,17 +142,7 @@ class Sampling:
         if process is None or process.stdin is None:
             return
         process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await process.wait()
-        if process.returncode is None:
-            _kill(process)
-            await process.wait()
-
-
-def _kill(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+        await children.ended(process, STOP_TIMEOUT_S)
 
 
 # The process itself.

@@ -107,13 +107,7 @@ class Watch:
         if process is None or process.stdin is None or process.returncode is not None:
             return
         process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await process.wait()
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        await children.ended(process, STOP_TIMEOUT_S)
 
 
 # The process itself.
