@@ -257,11 +257,11 @@ class Server:
         self._wakeup.recv(4096)
 
     def _shut(self) -> None:
+        for connection in list(self._connections):  # first: one that closes may give the listener back to the selector
+            connection.close()
         if self._accepting:
             self._selector.unregister(self._listener)
         self._listener.close()
-        for connection in list(self._connections):
-            connection.close()
         self._selector.close()
         self._wakeup.close()
         self._waker.close()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from loadgen import findings, report, runs, text
+from loadgen.metrics import CONVENTIONS
 from loadgen.outcomes import OUTCOMES
 from loadgen.records import ClientFacts, Table, table
 from loadgen.serverside import Server, ServerView
@@ -348,3 +349,13 @@ def test_samples_that_failed() -> None:
     both = Server(samples=9, failed=1, failure="\x1b[31mbusy")
     built = report.build(manifest(), clean(), [facts()], seen=ServerView(server=both))
     assert "1 of 9 samples failed (\\x1b[31mbusy); the samples do not reach" in text.render(built)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_send_lag_of_replies_in_one_piece(convention: str) -> None:
+    """They have no first or last token, by which some tools would time them."""
+    none = np.full(CLEAN, -1)
+    whole = replace(lagging(51.0), first_token_ns=none, last_token_ns=none)
+    built = report.build(manifest(), whole, [facts()], convention=convention)
+    assert built["metrics"]["ttft_ms"]["p50"] is None
+    assert "SEND_LAG" in [finding["code"] for finding in built["verdict"]["findings"]]

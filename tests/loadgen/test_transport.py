@@ -282,3 +282,13 @@ def test_fd_limit_is_raised_or_said() -> None:
             raise_fd_limit(hard + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("kind", ["fast", "stamped"])
+@pytest.mark.parametrize("more", [b"", b"\x81\x05hello"])
+def test_another_protocol_than_was_asked_for(kind: str, more: bytes) -> None:
+    """101 is the end of HTTP on its connection; the next request goes over another."""
+    switch = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
+    first, second = tell(kind, lambda n: tokens(3) if n else [switch + more], 2)
+    assert (first.outcome, second.outcome) == ("protocol_error", "ok")
+    assert first.error and first.error.startswith("not HTTP")

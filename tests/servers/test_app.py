@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers.reader import ask_on, stamps
+from tests.servers.reader import ask_on, http_request, stamps
 
 COMMAND = [sys.executable, "-m", "servers"]
 
@@ -94,13 +94,16 @@ def test_address_that_is_not_ours() -> None:
     code, sentence = fails("--host", "no.such.host.invalid")
     assert code == 3
     assert "cannot listen on no.such.host.invalid" in sentence
+    code, sentence = fails("--host", f"{64 * 'a'}.example")  # no label of a name can be so long
+    assert code == 3
+    assert "no such name; choose another --port or --host" in sentence
 
 
-def test_more_connections_than_files() -> None:
-    """Further ones wait until others close; the server goes on."""
+def crowded(*options: str) -> tuple[subprocess.Popen[str], str, list[socket.socket]]:
+    """A server that has no file descriptor left, and the connections that took them."""
     limit = 40
     process = subprocess.Popen(
-        [*COMMAND, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*COMMAND, "--port", "0", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
@@ -108,11 +111,29 @@ def test_more_connections_than_files() -> None:
     port = int(url.rsplit(":", 1)[1])
     socks = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(limit + 10)]
     assert "Too many open files; raise `ulimit -n`" in process.stderr.readline()
+    return process, url, socks
+
+
+def test_more_connections_than_files() -> None:
+    """Further ones wait until others close; the server goes on."""
+    process, url, socks = crowded()
     for sock in socks:
         sock.close()
     assert ask_on(connection_to(url), "GET", "/health").status == 200
     process.terminate()
     assert process.wait(timeout=10) == 0
+
+
+def test_stopped_while_it_has_no_file_left(tmp_path: Path) -> None:
+    process, _, socks = crowded("--stamps", str(tmp_path / "s.npz"), "--ttft-ms", "0")
+    socks[0].sendall(http_request("/v1/completions", {"prompt": "a", "max_tokens": 3}, "X-Request-Id: r"))
+    assert socks[0].recv(65536).startswith(b"HTTP/1.1 200")
+    process.terminate()
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out, err) == (0, "", "")
+    assert len(stamps(tmp_path / "s.npz")["r"][1]) == 1
+    for sock in socks:
+        sock.close()
 
 
 def test_api_key_from_the_environment() -> None:

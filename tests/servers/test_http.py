@@ -261,3 +261,23 @@ def test_nothing_is_left_for_the_garbage_collector(tmp_path: Path) -> None:
             assert len(kept) <= 2  # the last one or two may still be closing
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "path"),
+    [
+        ("vllm", "/v1/completions"), ("vllm", "/v1/chat/completions"), ("openai", "/v1/completions"),
+        ("tgi", "/generate_stream"), ("tgi", "/"), ("lightllm", "/generate"),
+    ],
+)  # fmt: skip
+def test_bodies_that_no_decoder_takes(dialect: str, path: str, tmp_path: Path) -> None:
+    """They are the client's fault, and the server goes on, on the same connection."""
+    not_utf8 = b'{"prompt":"\xff","inputs":"\xff","messages":[{"role":"user","content":"\xff"}]}'
+    deep = b"[" * 100_000
+    nested = b'{"prompt":%b,"inputs":%b,"messages":%b,"parameters":%b}' % (deep, deep, deep, deep)
+    with running(tmp_path, dialect) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT_S)
+        for body in (not_utf8, nested):
+            answer = ask_on(connection, "POST", path, body)
+            assert answer.status == 400 and b"Traceback" not in answer.body, answer.body[:300]
+        connection.close()

@@ -321,3 +321,13 @@ def test_sped_up_times_are_not_the_hardwares(tmp_path: Path, capsys: pytest.Capt
     for said in (texts.render(report), texts.markdown(report)):
         assert "times here are 8 times shorter than modelled" in said
         assert not re.search("held out", said, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("scheduler", ["tgi@3", "tgi@1"])
+def test_a_place_is_free_once_its_request_is_over(scheduler: str) -> None:
+    """What was over before a request came is over for the scheduler that decides about it."""
+    world = emulated("tgi", scheduler=scheduler, scheduler_arg=("max_concurrent_requests=1",))
+    apart = virtual.simulate(world, [(10.0 * at, 100, 20) for at in range(5)])
+    assert [(outcome.status, len(outcome.times_s)) for outcome in apart] == [(200, 20)] * 5
+    together = virtual.simulate(world, [(0.0, 100, 20), (0.0, 100, 20)])
+    assert [outcome.status for outcome in together] == [200, 429]
