@@ -155,7 +155,23 @@ def read_manifest(directory: Path) -> Manifest:
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if _of_training(path):
+            raise RunError(
+                f"{directory} is a directory of training_probe; read it with `training_probe report {directory}`."
+            ) from None
         raise RunError(f"{path} is not a manifest of this version: {error}") from None
+
+
+def _of_training(path: Path) -> bool:
+    """Whether a manifest says that training_probe wrote it."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Marked).schema.startswith("training_probe.")
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
+class _Marked(msgspec.Struct):
+    schema: str
 
 
 def write_snapshot(directory: Path, snapshot: Snapshot) -> None:

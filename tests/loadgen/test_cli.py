@@ -198,6 +198,8 @@ def one_sentence(argv: list[str], code: int, capsys: pytest.CaptureFixture[str],
         (["--url", "http://"], "http://HOST:PORT"),
         (["--url", "http://user:secret@h"], "--api-key-env"),
         (["--goodput", "tft:5"], "--goodput 'tft:5'"),
+        (["--goodput", "ttft:nan"], "--goodput 'ttft:nan'"),
+        (["--goodput", "ttft:5", "e2el:inf"], "--goodput 'e2el:inf'"),
         (["--workers", "none"], "--workers is 'none'"),
         (["--kernel-timestamps", "--transport", "aiohttp"], "--kernel-timestamps needs"),
         (["--api-key-env", "LOADGEN_TEST_NO_SUCH"], "LOADGEN_TEST_NO_SUCH"),
@@ -313,6 +315,20 @@ def test_reports_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     one_sentence(["report", str(tmp_path)], 2, capsys, "manifest.json")
     one_sentence(["compare", str(tmp_path), str(tmp_path)], 2, capsys, "manifest.json")
     one_sentence(["compare", str(tmp_path)], 2, capsys, "requires an argument")
+
+
+@pytest.mark.parametrize("schema", ["manifest", "micro_manifest"])
+def test_reports_of_training(schema: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"platform": "GPU", "schema": f"training_probe.{schema}/1"}))
+    said = f"{tmp_path} is a directory of training_probe; read it with `training_probe report {tmp_path}`."
+    one_sentence(["report", str(tmp_path)], 2, capsys, said)
+    one_sentence(["compare", str(tmp_path), str(tmp_path)], 2, capsys, said)
+
+
+@pytest.mark.parametrize("damaged", [b'{"schema":"\xff"}', b'{"schema":7}', b"[]", b'{"schema":"loadgen.manifest/1"}'])
+def test_a_damaged_manifest(damaged: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "manifest.json").write_bytes(damaged)
+    one_sentence(["report", str(tmp_path)], 2, capsys, "manifest.json is not a manifest of this version")
 
 
 def test_a_run_does_not_wait_for_what_it_does_not_need() -> None:
