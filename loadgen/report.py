@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 
+from backends.replies import UNDECODABLE
 from loadgen import findings, metrics, records, runs, serverside
 from loadgen.config import Config
 from loadgen.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.outcomes import OUTCOMES
 from loadgen.records import ClientFacts, Table
 from loadgen.runs import Manifest
-from loadgen.serverside import ServerView
+from loadgen.serverside import Gpus, Server, ServerView
 from loadgen.text import Report, markdown, name_of, printable
 
 SCHEMA = "loadgen.report/1"
@@ -197,7 +198,26 @@ def from_directory(
     table, facts = records.read(directory)
     t0_ns = records.read_header(directory).t0_monotonic_ns
     seen = serverside.read(directory, manifest.run_id, t0_ns, t0_ns + int(table.done_ns.max(initial=0)))
-    return build(manifest, table, facts, slos, convention, seen), table
+    return build(manifest, table, facts, slos, convention, seen or _kept(directory, manifest.run_id)), table
+
+
+class _Kept(msgspec.Struct):
+    """The parts of an earlier report that the records cannot give again."""
+
+    schema: str
+    run_id: str
+    server: Server | None = None
+    gpus: Gpus | None = None
+
+
+def _kept(directory: Path, run_id: str) -> ServerView | None:
+    """The server's view in the run's report.json, for a run whose samples are gone; None where it has no such report.
+    Without it, making the report again would take away what nothing can bring back."""
+    try:
+        kept = msgspec.json.decode((directory / "report.json").read_bytes(), type=_Kept)
+    except (OSError, *UNDECODABLE):
+        return None
+    return ServerView(server=kept.server, gpus=kept.gpus) if (kept.schema, kept.run_id) == (SCHEMA, run_id) else None
 
 
 def write(directory: Path, report: Report, table: Table) -> None:

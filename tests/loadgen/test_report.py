@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen import figures, records, report, runs
+from loadgen import cli, figures, records, report, runs
 from loadgen import text as texts
 from loadgen.metrics import CONVENTIONS, METRICS, STATISTICS, Sample
 from loadgen.records import table
@@ -215,6 +215,36 @@ def test_the_servers_view_comes_from_the_run_directory(tmp_path: Path) -> None:
     assert (built["server"]["prompt_tokens"], built["server"]["covered"], built["server"]["samples"]) == (30, True, 3)
     report.write(run, built, rows)
     assert json.loads((run / "report.json").read_text()) == built
+
+
+def test_the_servers_view_outlives_its_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was kept without server.jsonl still has what was computed from it."""
+    preempted = msgspec.structs.replace(SEEN, server=Server(covered=True, preemptions=34))
+    run = write_run(tmp_path / "run", HAND, manifest(), facts())
+    told = report.build(manifest(), table(HAND), [facts()], seen=preempted)
+    report.write(run, told, table(HAND))
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    cli.invoke(["report", str(run)])
+    shown = capsys.readouterr()
+    assert "Server: 34 preemptions" in shown.err and "GPUs (2)" in shown.err and "PREEMPTIONS" in shown.err
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    built, _ = report.from_directory(run, convention="vllm")
+    assert (built["server"], built["gpus"]) == (told["server"], told["gpus"])
+    (run / "server.jsonl").write_bytes(b"")
+    assert "does not begin" in report.from_directory(run)[0]["server"]["problem"]  # samples that are there count
+
+
+@pytest.mark.parametrize(
+    "changes", [{"run_id": "another"}, {"schema": "loadgen.report/0"}, {"server": 7}, {"gpus": {}}, {"run_id": None}]
+)
+def test_a_report_that_is_not_the_runs_tells_nothing_of_its_server(tmp_path: Path, changes: dict[str, Any]) -> None:
+    run = write_run(tmp_path / "run", HAND, manifest(), facts())
+    told = report.build(manifest(), table(HAND), [facts()], seen=SEEN)
+    (run / "report.json").write_text(json.dumps(told | changes))
+    assert report.from_directory(run)[0]["server"] is None
+    for spoiled in (b"", b"[" * 100_000, b'{"run_id":"\xff"}'):
+        (run / "report.json").write_bytes(spoiled)
+        assert report.from_directory(run)[0]["gpus"] is None
 
 
 def test_what_is_missing_is_null_and_the_report_still_stands(tmp_path: Path) -> None:
