@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 Report = dict[str, Any]  # schema `loadgen.report/1`, see loadgen.report
@@ -165,8 +166,8 @@ HELD_OUT = {"throughput": "throughput", "ttft_w1": "ttft", "tpot_w1": "tpot", "e
 
 
 def _off(held_out: list[dict[str, Any]], name: str) -> str:
-    off = sorted(100 * abs(run[name]) for run in held_out)
-    return f"{off[len(off) // 2]:.1f}, {off[-1]:.1f} %"
+    off = [100 * abs(run[name]) for run in held_out]
+    return f"{median(off):.1f}, {max(off):.1f} %"
 
 
 def _off_by_metric(report: Report) -> dict[str, str]:

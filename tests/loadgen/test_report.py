@@ -495,3 +495,11 @@ def test_a_server_that_died_makes_the_run_invalid() -> None:
     built = report.build(manifest(launch={**LAUNCH, "ended": ended}), table(HAND), [facts()])
     found = built["verdict"]["findings"][0]
     assert (found["code"], found["severity"]) == ("SERVER_ENDED", "invalid") and ended in found["message"]
+
+
+def test_an_even_number_of_errors_has_its_median_in_the_middle() -> None:
+    errors = (0.01, -0.02, 0.04, -0.10)
+    runs_kept = [dict.fromkeys(texts.HELD_OUT, error) for error in errors]
+    (line,) = texts.held_out_lines(runs_kept)
+    assert "of 4 real runs" in line and "throughput 3.0, 10.0 %, ttft 3.0, 10.0 %" in line
+    assert "throughput 2.0, 4.0 %" in next(texts.held_out_lines(runs_kept[:3]))
