@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from backends.plain import escaped
 from backends.protocol import Delta, ProtocolError, Truncated
 
 MAX_BYTES = 16 * 1024 * 1024  # of one event, or of one whole reply: more is not a reply, and memory stays bounded
@@ -28,10 +29,9 @@ GIVEN_UP = frozenset(("abort", "error"))
 
 def printable(text: str, max_chars: int = MAX_LINE_CHARS) -> str:
     """`text` as one line of at most `max_chars` characters: runs of white space become one space, and what does not
-    print (control characters, terminal escapes, direction marks, lone surrogates) becomes an escape such as \\x1b."""
-    line = " ".join(text[: 8 * max_chars].split())[: max_chars + 1]
-    escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
-    return escaped if len(escaped) <= max_chars else escaped[: max_chars - 1] + "…"
+    print becomes an escape, as `escaped` has it."""
+    line = escaped(" ".join(text[: 8 * max_chars].split())[: max_chars + 1])
+    return line if len(line) <= max_chars else line[: max_chars - 1] + "…"
 
 
 def quoted(data: bytes) -> str:

@@ -8,6 +8,7 @@ time, what is idle in them included. What cannot be told is a row of its own.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 
 from loadgen.config import Config, ConfigError
 from loadgen.runs import RunError
+from loadgen.text import markdown_text, printable
 
 SCHEMA = "loadgen.breakdown/1"
 FILE = "breakdown.json"
@@ -141,11 +143,11 @@ def write(directory: Path, breakdown: Breakdown) -> dict[str, Any]:
 
     plain = as_dict(breakdown)
     (directory / FILE).write_text(json.dumps(plain, indent=2) + "\n")
-    (directory / "report.md").write_text(markdown(breakdown) + "\n")
+    (directory / "report.md").write_text(markdown(breakdown) + "\n", encoding="utf-8")
     bars = {"Table X": breakdown.kinds, "Table XI": breakdown.parts}
     if breakdown.paper is not None:
         bars |= {"the paper's X": breakdown.paper.kinds, "the paper's XI": breakdown.paper.parts}
-    figures.stacked(bars, _title(breakdown), "ms of an average step", [directory / "breakdown.png"])
+    figures.stacked(bars, printable(_title(breakdown)), "ms of an average step", [directory / "breakdown.png"])
     return plain
 
 
@@ -158,18 +160,29 @@ def read(directory: Path) -> Breakdown:
         raise RunError(f"cannot read {path}: {error.strerror or error}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RunError(f"{path} is not a breakdown of this version: {error}.") from None
-    if found.schema != SCHEMA or not found.step_ms > 0:
+    known = found.kinds.keys() <= set(KINDS) and found.parts.keys() <= set(PARTS)
+    if found.schema != SCHEMA or not found.step_ms > 0 or not known:
         raise RunError(f"{path} is not a breakdown of this version.")
     return found
 
 
+def render(breakdown: Breakdown) -> str:
+    """Both tables, and how far they can be trusted, with nothing in it that a terminal obeys."""
+    return _page(breakdown, printable)
+
+
 def markdown(breakdown: Breakdown) -> str:
-    """Both tables, and how far they can be trusted."""
+    """report.md: the same page."""
+    return _page(breakdown, markdown_text)
+
+
+def _page(breakdown: Breakdown, shown: Callable[[str], str]) -> str:
+    """shown: how text that came from a server or a file may stand there."""
     return "\n".join(
         [
-            f"# {_title(breakdown)}",
+            f"# {shown(_title(breakdown))}",
             "",
-            *_facts(breakdown),
+            *(f"- {shown(fact)}" for fact in _facts(breakdown)),
             "",
             "## What kind of work (the paper's Table X)",
             "",
@@ -178,7 +191,7 @@ def markdown(breakdown: Breakdown) -> str:
             "## Which part of the model (the paper's Table XI)",
             "",
             *_table(_part_rows(breakdown), breakdown),
-            *(["", *(f"- {note}" for note in breakdown.notes)] if breakdown.notes else []),
+            *(["", *(f"- {shown(note)}" for note in breakdown.notes)] if breakdown.notes else []),
         ]
     )
 
@@ -221,24 +234,24 @@ def _title(breakdown: Breakdown) -> str:
 def _facts(breakdown: Breakdown) -> list[str]:
     lines = []
     if breakdown.emulated:
-        lines.append("- emulated: nothing was measured; these are the terms of the cost model that the server runs on")
+        lines.append("emulated: nothing was measured; these are the terms of the cost model that the server runs on")
     else:
         steps = "the only step" if breakdown.steps == 1 else f"mean of {breakdown.steps} steps"
-        lines.append(f"- {steps}, told apart by {breakdown.delimited_by}; {breakdown.steps_left_out} left out")
+        lines.append(f"{steps}, told apart by {breakdown.delimited_by}; {breakdown.steps_left_out} left out")
     lines.append(
-        f"- prompts of {breakdown.prompt_tokens} tokens; {breakdown.context_tokens:.0f} tokens of context on average"
+        f"prompts of {breakdown.prompt_tokens} tokens; {breakdown.context_tokens:.0f} tokens of context on average"
     )
-    named = f"- the rows name {breakdown.attributed_ratio:.1%} of the time in which anything ran (X)"
+    named = f"the rows name {breakdown.attributed_ratio:.1%} of the time in which anything ran (X)"
     lines.append(f"{named} and {breakdown.assigned_ratio:.1%} of the step (XI)")
     if breakdown.hidden_ms:
-        lines.append(f"- {breakdown.hidden_ms:.3f} ms of communication were hidden behind computing, in no row")
+        lines.append(f"{breakdown.hidden_ms:.3f} ms of communication were hidden behind computing, in no row")
     if breakdown.client_ms is not None:
         before = ""
         if breakdown.client_before_ms is not None:
             before = f", and {breakdown.client_before_ms:.3f} ms before the profiler ran"
-        lines.append(f"- the client's streams had an event every {breakdown.client_ms:.3f} ms meanwhile{before}")
+        lines.append(f"the client's streams had an event every {breakdown.client_ms:.3f} ms meanwhile{before}")
     if breakdown.paper is not None:
-        lines.append(f"- the paper: {breakdown.paper.source}")
+        lines.append(f"the paper: {breakdown.paper.source}")
     return lines
 
 

@@ -131,7 +131,7 @@ def _shown(directory: Path, found: Breakdown) -> int:
     from loadgen import breakdown as tables
 
     plain = tables.write(directory, found)
-    say(tables.markdown(found))
+    say(tables.render(found))
     say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     sys.stdout.write(json.dumps(plain) + "\n")
     sys.stdout.flush()

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from backends import docker, gpus
 from backends.launch import Mount
+from backends.plain import escaped
 from backends.replies import printable
 from loadgen.config import Config, ConfigError
 from loadgen.launch import MODEL_DIR, Launch, plan_launch
@@ -204,5 +205,4 @@ def _scalar(value: str | int | bool) -> str:
 
 def _quoted(text: str) -> str:
     """In double quotes; what does not print is escaped, as YAML wants it outside of ASCII too."""
-    quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in quoted)
+    return escaped(json.dumps(text, ensure_ascii=False))

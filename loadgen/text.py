@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-Report = dict[str, Any]  # schema `loadgen.report/1`, see loadgen.report
+from backends.plain import escaped
 
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+Report = dict[str, Any]  # schema `loadgen.report/1`, see loadgen.report
 
 
 def printable(text: str) -> str:
     """One line without anything that a terminal obeys: control characters and direction marks show as escapes."""
-    return _UNPRINTABLE.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
+    return escaped(text)
 
 
 def markdown_text(text: str) -> str:
     """Printable text that Markdown shows as it is."""
-    escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|!#~$])", r"\\\1", escaped)
+    shown = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|!#~$])", r"\\\1", shown)
 
 
 def number(value: float | None) -> str:

@@ -294,3 +294,9 @@ def test_docker_compose_takes_it(backend: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert asked.returncode == 0, asked.stderr
     assert service(asked.stdout)["command"] == service(file.read_text(), HOME="/h", MODEL_DIR="/m")["command"]
+
+
+def test_what_does_not_print_is_escaped(home: Path) -> None:
+    text = compose(Config(backend="vllm", model="7b", server_arg=("--x=\u00ad\u061c\U000e0041 é",)), A800)
+    assert '"--x=\\xad\\u061c\\U000e0041 é"' in text
+    assert all(line.isprintable() for line in text.splitlines())

@@ -14,16 +14,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import backends
 from backends.launch import Profiler
 from backends.protocol import ServerInfo
-from loadgen import breakdown, cli, profiled, runs, trace
+from loadgen import breakdown, cli, figures, profiled, runs, trace
 from loadgen.breakdown import Breakdown
 from loadgen.config import Config, ConfigError
 from loadgen.plan import plan_run
 from loadgen.profiled import Watched
 from loadgen.run import ServerError
+from loadgen.runs import RunError
 from loadgen.transport import Target
 from tests.loadgen import traces
 
@@ -270,3 +272,29 @@ def test_a_report_that_cannot_be_redone(
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
     assert (measured / "report.md").read_text() == before
+
+
+def test_names_from_elsewhere_do_nothing_to_terminal_or_page(
+    measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (measured / profiled.TRACE_FILE).unlink()
+    hostile = "\x1b]0;owned\x07\u202e\n<img src=x> $a$"
+    kept = replace(breakdown.read(measured), model=hostile, hardware=hostile, backend=hostile, notes=(hostile,))
+    kept = replace(kept, delimited_by=hostile)
+    (measured / "breakdown.json").write_text(json.dumps(breakdown.as_dict(kept)))
+    titles: list[str] = []
+    monkeypatch.setattr(figures, "stacked", lambda bars, title, *rest: titles.append(title))
+    assert cli.invoke(["report", str(measured)]) == 0
+    shown, page = capsys.readouterr().err, (measured / "report.md").read_text()
+    for text in (*shown.split("\n"), *page.split("\n"), *titles):
+        assert text.isprintable()
+    assert shown.count("\\x1b]0;owned\\x07\\u202e\\n<img src=x> $a$") == 5
+    assert "<img" not in page and page.count("&lt;img src=x&gt; \\$a\\$") == 5
+    assert len(titles) == 1
+
+
+def test_a_breakdown_with_rows_that_nobody_knows(measured: Path) -> None:
+    kept = replace(breakdown.read(measured), kinds={"$x": 9.0})
+    (measured / "breakdown.json").write_text(json.dumps(breakdown.as_dict(kept)))
+    with pytest.raises(RunError, match="not a breakdown of this version"):
+        breakdown.read(measured)

@@ -12,6 +12,8 @@ from xml.etree import ElementTree
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loadgen import cli, figures, records, report, runs
 from loadgen import text as texts
@@ -346,6 +348,19 @@ def test_the_terminal_is_told_nothing_by_the_server() -> None:
     assert "\\x1b[31mred" in text and "\\u202e" in text
     assert len([line for line in text.splitlines() if "alert(1)" in line]) == 2  # the model and the error, a line each
     text.encode("utf-8")
+
+
+@given(st.text())
+def test_text_is_shown_as_it_is_but_for_what_does_not_print(text: str) -> None:
+    shown = texts.printable(text)
+    assert shown.isprintable()
+    if text.isprintable():
+        assert shown == text
+
+
+def test_invisible_signs_are_shown() -> None:
+    hidden = "a \u061c\u00ad\U000e0041\u3000日本 😀"
+    assert texts.printable(hidden) == "a \\u061c\\xad\\U000e0041\\u3000日本 😀"
 
 
 def test_markdown_shows_hostile_text_and_does_not_obey_it() -> None:
