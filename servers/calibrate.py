@@ -309,6 +309,9 @@ def command(
 
     Fits what the runs can tell and says what they cannot. The errors it prints are of runs that were not fitted to.
     """
+    for name, value in (("--tp", tp), ("--kv-tokens", kv_tokens)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1.")
     said = {"gpu": gpu, "model": model, "tp": tp, "kv_tokens": kv_tokens, "scheduler": scheduler}
     try:
         if out.exists():

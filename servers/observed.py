@@ -30,6 +30,9 @@ Floats = npt.NDArray[np.float64]
 FEWEST = 20  # requests
 _NAME = re.compile(r"(?P<gpu>[a-z]+\d+[a-z]*?)(x\d+)?_(?P<model>\d+b)(?:_|\.)")
 
+# In NVML's names: other memory, clocks or links than those of the card that is known by that name (4090 D, Max-Q)
+_OTHER_CARDS = frozenset({"40gb", "pcie", "nvl", "laptop", "max", "d", "ti"})
+
 
 class ObservationError(Exception):
     """A run that cannot be used. One sentence."""
@@ -249,11 +252,11 @@ def _directory(path: Path) -> tuple[dict[str, Any], list[Floats]]:
 
 def _gpu(name: str) -> str | None:
     """The GPU whose name NVML gave: "NVIDIA H200" is the h200."""
-    squeezed = "".join(name.lower().replace("-", " ").split())
-    if "40gb" in squeezed or "pcie" in squeezed:  # other memory, clocks and links than the cards that are known
+    words = [word for word in name.lower().replace("-", " ").split() if word not in ("nvidia", "geforce")]
+    if not _OTHER_CARDS.isdisjoint(words):
         return None
-    longest_first = sorted(hardware.known(), key=len, reverse=True)
-    return next((key for key in longest_first if re.search(rf"(nvidia|geforce){key}(?![0-9])", squeezed)), None)
+    beginnings = {"".join(words[:count]) for count in range(1, len(words) + 1)}  # "rtx 4090", and "h100" of "h100 80gb"
+    return next((key for key in hardware.known() if key in beginnings), None)
 
 
 def _scheduler(path: Path, backend: str, version: str | None) -> str | None:

@@ -65,6 +65,8 @@ def test_what_cannot_be_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert len(said.splitlines()) == 1
         return said
 
+    for flag, value in (("--tp", "0"), ("--tp", "-1"), ("--kv-tokens", "0"), ("--kv-tokens", "-5")):
+        assert refused("no-such-run", f"{flag}={value}") == f"loadgen: {flag} is {value}; it must be at least 1."
     burst, light = (str(RUNS / f"h200_7b_{name}o64_b.jsonl.gz") for name in ("burst_", "lightllm_burst_"))
     assert "are the same records" in refused(burst, burst)
     assert "are the same records" in refused(burst, "--held-out", burst)
@@ -89,6 +91,41 @@ def test_what_cannot_be_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_flags_fill_only_what_a_run_does_not_tell() -> None:
     seen = observed.read(RUNS / "h200x4_70b_tp4_burst_o128.jsonl.gz", {"kv_tokens": 5, "model": "7b", "gpu": "h100"})
     assert (seen.setup.kv_tokens, seen.setup.model.name, seen.setup.gpu) == (1_211_232, "llama-2-70b", "h200")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("A100-SXM4-80GB", "a100"),  # older drivers
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA A800-SXM4-80GB", "a800"),
+        ("NVIDIA A800 80GB", "a800"),
+        ("NVIDIA A800 80GB PCIe", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H1000 80GB", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("NVIDIA B200", "b200"),
+    ],
+)
+def test_gpus_by_the_names_that_nvml_gives(name: str, gpu: str | None) -> None:
+    assert observed._gpu(name) == gpu
 
 
 def known_world(backend: str, times: dict[str, float]) -> Any:
