@@ -262,9 +262,11 @@ async def _server(
             raise ConfigError(f"the embedded server does not speak '{backend.name}'; give --url.")
         model = embedded_model(config)
         options = embedded.options(config, dialect, model)
-        times = "fixed timing" if config.gpu is None else f"times as modelled for {config.gpus or 1} x {config.gpu}"
+        times = "fixed timing" if config.gpu is None else f"times as modelled for {config.gpu}"
         say(f"starting the embedded server: an emulated {dialect} server, {times}, no GPU")
         served = await stack.enter_async_context(embedded.serving(*options))
+        for note in (served.emulation or {}).get("notes", ()):
+            say(f"note: {note}")
         return served.url, None, served.emulation
     launch = await asyncio.to_thread(plan_launch, config, directory, run_id)
     for note in launch.notes:

@@ -130,6 +130,8 @@ def _simulated(
         emulated = emulate(hardware.setup(dialect, model, max_model_len))
         kv_share = faults.amount(parsed, "kv_exhaustion", 1.0)
         emulated = emulated.degraded(kv_share, faults.amount(parsed, "slow_rank", 1.0))
+        for note in emulated.facts["notes"]:
+            print(f"note: {note}", file=sys.stderr)
         emulated = msgspec.structs.replace(emulated, facts=emulated.facts | {"speed": hardware.speed})
         return SimulatedTiming(emulated, hardware.speed)
     except (EmulationError, HardwareError) as error:

@@ -43,7 +43,7 @@ def modelled(config: Config, preset: str | None, directory: Path, run_id: str) -
     if batch * (prompt + reply) > emulated.kv_tokens:
         raise ConfigError(
             f"{batch} requests of {prompt} + {reply} tokens do not fit into the KV cache of {emulated.kv_tokens} "
-            f"tokens; lower --concurrency to {emulated.kv_tokens // (prompt + reply)}, or use more --gpus."
+            f"tokens; lower --concurrency to {emulated.kv_tokens // (prompt + reply)}, or raise --tp."
         )
     runs.write_manifest(directory, _manifest(config, emulated, run_id))
     return decode_step(emulated, batch, prompt, reply)
@@ -82,6 +82,7 @@ def decode_step(emulated: Emulated, batch: int, prompt: int, reply: int) -> Brea
         delimited_by="the cost model",
         form="model",
         notes=(
+            *facts["notes"],
             "the model has no embedding and no all-gather; sampling is in the server's software, between steps",
             f"where the GPU's numbers come from: {facts['gpu_source']}",
             f"how far they are off: {facts['gpu_error']}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """kv_tokens: the KV cache's capacity over all GPUs; None: what memory leaves. max_requests: how many the server may
-    hold at once, running and waiting, before it refuses (servers that do). options: settings of the scheduler by the
-    names that its class gives them, beyond those above."""
+    """gpus: how many may be used. tp: how many share the model; None: the least power of two of them that holds it; the
+    others do nothing, as where loadgen starts a server. kv_tokens: the KV cache's capacity over all GPUs; None: what
+    memory leaves. max_requests: how many the server may hold at once, running and waiting, before it refuses (servers
+    that do). options: settings of the scheduler by the names that its class gives them, beyond those above."""
 
     scheduler: str
     model: ModelSpec
@@ -228,10 +229,19 @@ def emulate(setup: Setup) -> Emulated:
             "profile_assumed": bool(measured) and not any(_same(gpu, setup.gpu, name) for name in measured),
             "held_out": msgspec.to_builtins(profile.held_out),
             "speed": 1.0,
+            "notes": list(_notes(setup, tp)),
         },
     )
     _try_scheduler(emulated)
     return emulated
+
+
+def _notes(setup: Setup, tp: int) -> Iterator[str]:
+    """What a user should know about it, one sentence each."""
+    if tp < setup.gpus:
+        all_of_them = f"; --tp {setup.gpus} uses all" if setup.model.tensor_parallel(setup.gpus) else ""
+        hold = "holds" if tp == 1 else "hold"
+        yield f"{tp} of the {setup.gpus} GPUs {hold} {setup.model.name} and the rest do nothing{all_of_them}."
 
 
 def _measured(profile: Profile) -> list[str]:

@@ -6,9 +6,13 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from backends import catalog
 from backends.catalog import DTYPE_BYTES
+from loadgen.config import MODELLED, help_of
 from loadgen.whole import Whole
 from servers import hardware
 from servers.emulation import SCHEDULERS, EmulationError, Setup, newest
@@ -16,31 +20,41 @@ from servers.emulation import SCHEDULERS, EmulationError, Setup, newest
 MOST_DIGITS = 9  # of a scheduler's setting
 
 
+def _as_in_run(name: str) -> Parameter:
+    return Parameter(help=help_of(name), group=MODELLED, negative=())
+
+
+def _own(help: str) -> Parameter:
+    return Parameter(help=help, group=MODELLED)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Flags of one name everywhere.
+    """Flags of one name everywhere."""
 
-    gpu: which GPU to model (h200, a800, rtx4090, ... or a JSON file). gpus: how many there are. tp: how many share the
-    model (default: the least power of two that holds it). topology: nvlink, nvlink-pairs, pcie or host (default: as
-    usual for the GPU). p2p: `--no-p2p` sends everything through host memory, `--p2p` nothing. scheduler: which server
-    and version (default: the backend's newest). scheduler_arg: NAME=NUMBER, settings of it. speed: modelled seconds in
-    a real one.
-    """
-
-    gpu: str | None = None
-    gpus: Whole | None = None
-    tp: Whole | None = None
-    topology: str | None = None
-    p2p: bool | None = None
-    scheduler: str | None = None
-    scheduler_arg: tuple[str, ...] = ()
-    dtype: str = "float16"
-    kv_tokens: Whole | None = None
-    max_running: Whole = 1024
-    max_requests: Whole = 1024
-    memory_ratio: float = 0.9
-    profile: Path | None = None
-    speed: float = 1.0
+    gpu: Annotated[str | None, _as_in_run("gpu")] = None
+    gpus: Annotated[Whole | None, _own("How many of them may be used (default: as many as --tp, else 1).")] = None
+    tp: Annotated[
+        Whole | None, _own("How many share the model (default: the least power of two of --gpus that holds it).")
+    ] = None
+    topology: Annotated[
+        str | None,
+        _own("How they are joined: nvlink, nvlink-pairs, pcie or host (default: as usual for this GPU)."),
+    ] = None
+    p2p: Annotated[
+        bool | None, _own("Directly between GPUs, or all through host memory (default: as usual for this GPU).")
+    ] = None
+    scheduler: Annotated[str | None, _as_in_run("scheduler")] = None
+    scheduler_arg: Annotated[tuple[str, ...], _as_in_run("scheduler_arg")] = ()
+    dtype: Annotated[str, _as_in_run("dtype")] = "float16"
+    kv_tokens: Annotated[Whole | None, _as_in_run("kv_tokens")] = None
+    max_running: Annotated[Whole, _as_in_run("max_running")] = 1024
+    max_requests: Annotated[
+        Whole, _own("Most requests that it holds, running or waiting, before it refuses more (tgi).")
+    ] = 1024
+    memory_ratio: Annotated[float, _as_in_run("memory_ratio")] = 0.9
+    profile: Annotated[Path | None, _as_in_run("profile")] = None
+    speed: Annotated[float, _as_in_run("speed")] = 1.0
 
     def setup(self, backend: str, model: str, max_model_len: int) -> Setup:
         """What to emulate. Raises EmulationError for what cannot be."""

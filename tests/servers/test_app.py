@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from servers.options import Hardware
 from tests.servers.reader import ask_on, http_request, stamps
 
 COMMAND = [sys.executable, "-m", "servers"]
@@ -191,6 +194,21 @@ def test_help_names_every_option_and_fault() -> None:
         "127.0.0.1",
     ):
         assert word in text
+
+
+def test_help_says_what_each_option_of_the_hardware_does() -> None:
+    text = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=20, check=True).stdout
+    for field in dataclasses.fields(Hardware):
+        name = field.name.replace("_", "-")
+        assert re.search(rf"--{name} (STR|INT|FLOAT|PATH|--no-p2p)(\.\.\.)? +[A-Z]", text), name
+
+
+def test_gpus_that_do_nothing_are_told_when_it_starts() -> None:
+    process = subprocess.run(
+        [*COMMAND, "--port", "0", "--exit-with-stdin", "--gpu", "h200", "--gpus", "2"],
+        input="", capture_output=True, text=True, timeout=20, check=True,
+    )  # fmt: skip
+    assert process.stderr == "note: 1 of the 2 GPUs holds llama-2-7b and the rest do nothing; --tp 2 uses all.\n"
 
 
 @pytest.mark.parametrize(
