@@ -96,23 +96,12 @@ def plan_run(
         dataset=str(config.dataset) if config.dataset else None,
         tokenizer=config.tokenizer or _own_tokenizer(backend, started),
     )
-    requests = config.requests
-    if config.dataset is not None:
-        available = len(Dataset(config.dataset, 1, backend.prompt_kind, config.warmup))
-        if requests is not None and requests > available:
-            raise ConfigError(
-                f"the dataset has {available} prompts for {requests} requests; repeating them would measure "
-                f"the prefix cache: use --requests {available} or more prompts."
-            )
-        requests = available if requests is None else requests
-    elif requests is None and config.duration is None:
-        requests = DEFAULT_REQUESTS
     job = Job(
         run_id=run_id,
         version=runs.package_version(),
         model=started.name if started is not None else choose_model(config, info),
         sampling=Sampling(config.output_tokens, config.ignore_eos, seed=config.seed, stream=config.stream),
-        requests=requests,
+        requests=most_requests(config, backend),
         duration_s=config.duration,
         concurrency=config.concurrency,
         warmup=config.warmup,
@@ -129,6 +118,20 @@ def plan_run(
         arrival=config.law,
         prompts=source,
     )
+
+
+def most_requests(config: Config, backend: Backend) -> int | None:
+    """Requests at the most, as asked or as prompts are there beside those of the warm-up; None: only time ends the run.
+    Raises ConfigError or WorkloadError."""
+    if config.dataset is None:
+        return DEFAULT_REQUESTS if config.requests is None and config.duration is None else config.requests
+    available = len(Dataset(config.dataset, config.output_tokens, backend.prompt_kind, config.warmup))
+    if config.requests is not None and config.requests > available:
+        raise ConfigError(
+            f"the dataset has {available} prompts for {config.requests} requests; repeating them would measure the "
+            f"prefix cache: use --requests {available} or more prompts."
+        )
+    return available if config.requests is None else config.requests
 
 
 def _own_tokenizer(backend: Backend, started: Model | None) -> str | None:

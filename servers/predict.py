@@ -14,7 +14,8 @@ from cyclopts import Parameter
 
 import backends
 from loadgen import cli, embedded, models, records, runs, schedule, terminal
-from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
+from loadgen.config import Config, ConfigError
+from loadgen.plan import most_requests
 from loadgen.workload import Dataset
 from servers.emulation import Emulated, EmulationError, emulate
 from servers.hardware import HardwareError
@@ -50,6 +51,8 @@ def predict(
     try:
         hardware = Hardware(**embedded.modelled(config))
         emulated = emulate(hardware.setup(config.kind, _model(config), _length(config, load)))
+        for note in emulated.facts["notes"]:
+            terminal.say(f"note: {note}")
         new = runs.create(directory)
         try:
             outcomes = simulate(emulated, load, config.concurrency)
@@ -81,29 +84,26 @@ def _paper(config: Config) -> int:
 
 
 def draw(config: Config) -> list[tuple[float, int, int]]:
-    """The load of a run with these options: seconds, prompt and output tokens of each request."""
-    requests = config.requests
-    lengths: tuple[list[int], list[int]] | None = None
-    if config.dataset is not None:
-        kind = backends.get(config.kind).prompt_kind
-        dataset = Dataset(config.dataset, config.output_tokens, kind, 0)
-        requests = min(requests or len(dataset), len(dataset))
-        prompts = [dataset.prompt("measured", number).n_tokens for number in range(requests)]
-        unknown = sum(length is None for length in prompts)
-        if unknown:
-            raise ConfigError(f"{unknown} prompts of the dataset are text, whose length is not known; give token ids.")
-        lengths = ([length or 0 for length in prompts], [dataset.output_tokens(number) for number in range(requests)])
-    elif requests is None and config.duration is None:
-        requests = DEFAULT_REQUESTS
-    if config.concurrency is not None:
-        if requests is None:
-            raise ConfigError("a closed loop is predicted for a number of requests; give --requests for --duration.")
-        times = np.zeros(requests)
+    """The load that a run with these options would send: seconds, prompt and output tokens of each request. Raises
+    ConfigError or WorkloadError."""
+    if config.concurrency is not None and config.duration is not None:
+        raise ConfigError("a closed loop is predicted for a number of requests; give --requests and no --duration.")
+    backend = backends.get(config.kind)
+    requests = most_requests(config, backend)
+    if config.concurrency is not None and requests is not None:
+        times_s = [0.0] * requests
     else:
-        times = schedule.draw(config.law, requests, config.duration, config.seed) / 1e9
-    if lengths is None:
-        return [(at_s, config.input_tokens, config.output_tokens) for at_s in times.tolist()]
-    return list(zip(times.tolist(), *lengths, strict=False))
+        times_s = (schedule.draw(config.law, requests, config.duration, config.seed) / 1e9).tolist()
+    if config.dataset is None:
+        return [(at_s, config.input_tokens, config.output_tokens) for at_s in times_s]
+    dataset = Dataset(config.dataset, config.output_tokens, backend.prompt_kind, config.warmup)
+    prompts = [dataset.prompt("measured", number).n_tokens for number in range(len(times_s))]
+    unknown = prompts.count(0)
+    if unknown:
+        raise ConfigError(
+            f"{unknown} prompts of the dataset are text, whose length is not known; give token ids or prompt_tokens."
+        )
+    return [(at_s, prompts[number], dataset.output_tokens(number)) for number, at_s in enumerate(times_s)]
 
 
 def _model(config: Config) -> str:

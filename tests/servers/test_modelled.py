@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 from loadgen import records
 from loadgen import text as texts
 from loadgen.cli import invoke, main
-from servers import calibrate, virtual
+from loadgen.config import Config, ConfigError
+from loadgen.workload import WorkloadError
+from servers import calibrate, predict, virtual
 from servers.emulation import SCHEDULERS, EmulationError, emulate, profiles
 from servers.options import Hardware
 from servers.simulated import SimulatedTiming
@@ -180,6 +183,8 @@ def test_predict_writes_a_run_that_reports(tmp_path: Path, capsys: pytest.Captur
         (["--gpu", "h200", "--launch", "docker"], "--gpu models hardware in the embedded server"),
         (["--kv-tokens", "5"], "--kv-tokens is for modelled hardware"),
         (["--gpu", "h200", "--profile", "/nonexistent.json"], "cannot read /nonexistent.json"),
+        (["--gpu", "h200", "--concurrency", "4", "--duration", "5"], "give --requests and no --duration"),
+        (["--gpu", "h200", "--concurrency", "4", "--duration", "5", "--requests", "9"], "and no --duration"),
     ],
 )
 def test_bad_input_is_one_sentence(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,6 +194,62 @@ def test_bad_input_is_one_sentence(flags: list[str], said: str, capsys: pytest.C
     assert ended.value.code == 2
     error = capsys.readouterr().err.strip()
     assert said in error and len(error.splitlines()) == 1
+
+
+def dataset(path: Path, rows: list[dict[str, Any]]) -> Config:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Config(gpu="h200", dataset=path)
+
+
+def test_a_dataset_is_predicted_as_it_is_run(tmp_path: Path) -> None:
+    """Less what serves the warm-up, and never less than was asked for."""
+    rows = [{"prompt": list(range(10 + n)), "output_tokens": 2 + n} for n in range(12)]
+    config = dataset(tmp_path / "prompts.jsonl", rows)
+    assert predict.draw(config) == [(0.0, 10 + n, 2 + n) for n in range(4)]
+    assert len(predict.draw(dataclasses.replace(config, warmup=0))) == 12
+    assert len(predict.draw(dataclasses.replace(config, warmup=2, requests=9, concurrency=3))) == 9
+    timed = dataclasses.replace(config, warmup=2, arrival="constant:1", duration=3.5)
+    assert [prompt for _, prompt, _ in predict.draw(timed)] == [10, 11, 12, 13]
+    with pytest.raises(ConfigError, match="the dataset has 4 prompts for 5 requests"):
+        predict.draw(dataclasses.replace(config, requests=5))
+    with pytest.raises(WorkloadError, match="12 of them for --warmup; none is left"):
+        predict.draw(dataclasses.replace(config, warmup=12))
+
+
+def test_text_of_unknown_length_is_not_predicted(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "a b"}, {"prompt": "a b", "prompt_tokens": 7}, {"prompt": [1, 2, 3]}]
+    config = dataclasses.replace(dataset(tmp_path / "prompts.jsonl", rows), warmup=0)
+    with pytest.raises(ConfigError, match="1 prompts of the dataset are text, whose length is not known"):
+        predict.draw(config)
+    config = dataclasses.replace(dataset(tmp_path / "prompts.jsonl", rows[1:]), warmup=0)
+    assert [prompt for _, prompt, _ in predict.draw(config)] == [7, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpus": 4, "model": "70b"}, ["2 of the 4 GPUs hold llama-2-70b and the rest do nothing; --tp 4 uses all."]),
+        ({"gpus": 3}, ["1 of the 3 GPUs holds llama-2-7b and the rest do nothing."]),  # which 3 cannot share
+        ({"tp": 4, "model": "70b"}, []),
+        ({"gpus": 4, "tp": 4}, []),
+        ({}, []),
+    ],
+)
+def test_gpus_that_do_nothing_are_told(options: dict[str, Any], said: list[str]) -> None:
+    assert emulated(**options).facts["notes"] == said
+
+
+@pytest.mark.parametrize("command", ["predict", "breakdown", "run"])
+def test_gpus_that_do_nothing_are_told_by(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = () if command == "breakdown" else ("--requests", "2", "--output-tokens", "2")
+    more = ("--no-calibrate", "--no-server-metrics", "--warmup", "0") if command == "run" else ()
+    out = tmp_path / "out"
+    invoke([command, "--gpu", "h200", "--gpus", "2", "--out", str(out), *flags, *more])
+    said = capsys.readouterr()
+    sentence = "1 of the 2 GPUs holds llama-2-7b and the rest do nothing; --tp 2 uses all."
+    lines = [line for line in said.err.splitlines() if sentence in line]
+    assert len(lines) == 1 and "modelled for 2 x" not in said.err
+    assert json.loads((out / "manifest.json").read_text())["emulation"]["notes"] == [sentence]
 
 
 def test_a_burst_is_predicted_quickly_enough_to_search_with() -> None:
