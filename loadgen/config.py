@@ -8,7 +8,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from cyclopts import Parameter
@@ -25,9 +25,6 @@ class ConfigError(Exception):
     """Options that make no run. One sentence that says what is wrong and what to do."""
 
 
-MODELLED = "Modelled hardware (--gpu): emulated, no GPU needed"  # a group of options
-
-
 def _option(help: str, **more: Any) -> Parameter:
     return Parameter(help=help, negative=(), **more)
 
@@ -37,7 +34,7 @@ def _launch(help: str, **more: Any) -> Parameter:
 
 
 def _modelled(help: str, **more: Any) -> Parameter:
-    return Parameter(help=help, negative=(), group=MODELLED, **more)
+    return Parameter(help=help, negative=(), group="Modelled hardware (--gpu): emulated, no GPU needed", **more)
 
 
 MODELLED_ONLY = ("topology", "scheduler", "scheduler_arg", "kv_tokens", "profile", "speed")
@@ -316,12 +313,6 @@ class Config:
         """Plain values for the manifest."""
         plain = dataclasses.asdict(self)
         return {key: str(value) if isinstance(value, Path) else value for key, value in plain.items()}
-
-
-def help_of(name: str) -> str:
-    """What --help says of an option of Config, for other commands that have the same."""
-    parameters: tuple[Parameter, ...] = get_type_hints(Config, include_extras=True)[name].__metadata__
-    return next(each.help for each in parameters if each.help)  # that of Whole has none
 
 
 def _is_secret(word: str) -> bool:

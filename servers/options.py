@@ -6,13 +6,12 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from backends import catalog
 from backends.catalog import DTYPE_BYTES
-from loadgen.config import MODELLED, help_of
 from loadgen.whole import Whole
 from servers import hardware
 from servers.emulation import SCHEDULERS, EmulationError, Setup, newest
@@ -20,41 +19,39 @@ from servers.emulation import SCHEDULERS, EmulationError, Setup, newest
 MOST_DIGITS = 9  # of a scheduler's setting
 
 
-def _as_in_run(name: str) -> Parameter:
-    return Parameter(help=help_of(name), group=MODELLED, negative=())
-
-
-def _own(help: str) -> Parameter:
-    return Parameter(help=help, group=MODELLED)
+def _modelled(help: str, **more: Any) -> Parameter:
+    return Parameter(help=help, group="Modelled hardware (--gpu): emulated, no GPU needed", **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """Flags of one name everywhere."""
 
-    gpu: Annotated[str | None, _as_in_run("gpu")] = None
-    gpus: Annotated[Whole | None, _own("How many of them may be used (default: as many as --tp, else 1).")] = None
+    gpu: Annotated[str | None, _modelled("GPU to model: h200, h100, a800, rtx4090, ..., or a JSON file.")] = None
+    gpus: Annotated[Whole | None, _modelled("How many of them may be used (default: as many as --tp, else 1).")] = None
     tp: Annotated[
-        Whole | None, _own("How many share the model (default: the least power of two of --gpus that holds it).")
+        Whole | None, _modelled("How many share the model (default: the least power of two of --gpus that holds it).")
     ] = None
     topology: Annotated[
         str | None,
-        _own("How they are joined: nvlink, nvlink-pairs, pcie or host (default: as usual for this GPU)."),
+        _modelled("How they are joined: nvlink, nvlink-pairs, pcie or host (default: as usual for this GPU)."),
     ] = None
     p2p: Annotated[
-        bool | None, _own("Directly between GPUs, or all through host memory (default: as usual for this GPU).")
+        bool | None, _modelled("Directly between GPUs, or all through host memory (default: as usual for this GPU).")
     ] = None
-    scheduler: Annotated[str | None, _as_in_run("scheduler")] = None
-    scheduler_arg: Annotated[tuple[str, ...], _as_in_run("scheduler_arg")] = ()
-    dtype: Annotated[str, _as_in_run("dtype")] = "float16"
-    kv_tokens: Annotated[Whole | None, _as_in_run("kv_tokens")] = None
-    max_running: Annotated[Whole, _as_in_run("max_running")] = 1024
+    scheduler: Annotated[str | None, _modelled("Which version of the server: vllm@v1, vllm@0.2, tgi@3, ...")] = None
+    scheduler_arg: Annotated[
+        tuple[str, ...], _modelled("A setting of it, repeatable: max_concurrent_requests=128.", negative=())
+    ] = ()
+    dtype: Annotated[str, _modelled("Number format of weights and KV cache.")] = "float16"
+    kv_tokens: Annotated[Whole | None, _modelled("Tokens in its KV cache (default: what memory leaves).")] = None
+    max_running: Annotated[Whole, _modelled("Most requests in a batch.")] = 1024
     max_requests: Annotated[
-        Whole, _own("Most requests that it holds, running or waiting, before it refuses more (tgi).")
+        Whole, _modelled("Most requests that it holds, running or waiting, before it refuses more (tgi).")
     ] = 1024
-    memory_ratio: Annotated[float, _as_in_run("memory_ratio")] = 0.9
-    profile: Annotated[Path | None, _as_in_run("profile")] = None
-    speed: Annotated[float, _as_in_run("speed")] = 1.0
+    memory_ratio: Annotated[float, _modelled("Part of each GPU's memory that it may use.")] = 0.9
+    profile: Annotated[Path | None, _modelled("Profile from `loadgen calibrate` (default: the built-in one).")] = None
+    speed: Annotated[float, _modelled("Modelled seconds that pass in a real one.")] = 1.0
 
     def setup(self, backend: str, model: str, max_model_len: int) -> Setup:
         """What to emulate. Raises EmulationError for what cannot be."""

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import platform
 import re
 import subprocess
@@ -182,7 +183,8 @@ def _packages() -> tuple[Path, ...]:
 def _libraries(binaries: tuple[Path, ...]) -> list[str]:
     """The shared libraries that they need, and the loader."""
     ran = subprocess.run(["ldd", *map(str, binaries)], capture_output=True, text=True, check=False)
-    return sorted(set(re.findall(r"^\s+(?:\S+ => )?(/\S+) \(0x", ran.stdout, re.MULTILINE)))
+    found = re.findall(r"^\s+(?:\S+ => )?(/\S+) \(0x", ran.stdout, re.MULTILINE)
+    return sorted({os.path.normpath(name) for name in found})  # an engine refuses a path that is there twice
 
 
 @functools.cache
