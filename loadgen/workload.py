@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from backends.protocol import Prompt
 BLOCK_TOKENS = 1 << 17  # prompts are drawn some at a time: at most 256, fewer when they are long
 FIRST_ID = 1000  # below lie special and byte tokens in the vocabularies of Llama, Mistral, Qwen and Gemma
 UNKNOWN_VOCABULARY = 4000  # ids below this exist in nearly every model
+MOST_TOKENS = (1 << 31) - 1  # servers count a request's tokens in 32 bits
 
 # Frequent English words: each is one token, with the space before it, in byte-pair vocabularies trained on the web.
 _WORDS_TEXT = """
@@ -159,10 +160,13 @@ def tokenizer_count(source: str) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
+_Length = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+
+
 class _Line(msgspec.Struct):
     prompt: str | list[int]
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
+    prompt_tokens: _Length | None = None
+    output_tokens: _Length | None = None
 
 
 class Dataset:
@@ -217,8 +221,6 @@ def _read_lines(path: Path, prompt_kind: str) -> list[_Line]:
             raise WorkloadError(f"{path} line {number} is not a prompt: {error}") from None
         if not line.prompt:
             raise WorkloadError(f"{path} line {number} has an empty prompt.")
-        if line.output_tokens is not None and line.output_tokens < 1:
-            raise WorkloadError(f"{path} line {number} asks for {line.output_tokens} output tokens; 1 is the least.")
         if prompt_kind == "text" and not isinstance(line.prompt, str):
             raise WorkloadError(f"{path} line {number} has token ids, but this backend takes text only.")
         lines.append(line)

@@ -116,7 +116,12 @@ def test_dataset(tmp_path: Path) -> None:
     [
         ("{", "line 2 is not a prompt"), ({"promt": "a"}, "line 2 is not a prompt"),
         ({"prompt": ""}, "line 2 has an empty"),
-        ({"prompt": []}, "line 2 has an empty"), ({"prompt": "a", "output_tokens": 0}, "line 2 asks for 0"),
+        ({"prompt": []}, "line 2 has an empty"),
+        *(
+            ({"prompt": "a", name: value}, rf"prompts\.jsonl line 2 is not a prompt: [^\n]*{name}`$")
+            for name in ("prompt_tokens", "output_tokens")
+            for value in (0, -5, 2.5, "7", True, 1 << 31, 10**30)
+        ),
         ({"prompt": [1]}, "line 2 has token ids"),
         ('{"prompt": "\xff"}'.encode("latin-1"), "line 2 is not a prompt"),
     ],
@@ -127,6 +132,12 @@ def test_bad_dataset_line_is_named(tmp_path: Path, row: object, message: str) ->
     path.write_bytes(path.read_bytes() + b"\n" + text)
     with pytest.raises(WorkloadError, match=message):
         Dataset(path, 1, "text", 0)
+
+
+@pytest.mark.parametrize("length", [1, (1 << 31) - 1, None])
+def test_dataset_lengths_that_can_be_are_taken(tmp_path: Path, length: int | None) -> None:
+    data = Dataset(lines(tmp_path, {"prompt": "a", "prompt_tokens": length, "output_tokens": length}), 5, "text", 0)
+    assert (data.prompt("measured", 0).n_tokens, data.output_tokens(0)) == (length or 0, length or 5)
 
 
 def test_dataset_too_short_or_missing(tmp_path: Path) -> None:
