@@ -88,6 +88,7 @@ def plan_run(
             f"{config.input_tokens} input and {config.output_tokens} output tokens are more than the server's limit "
             f"of {limit}; lower --input-tokens or --output-tokens."
         )
+    _check_drawn(config, backend)
     spec = started.spec if started is not None else catalog.find(config.model or info.model or "")
     source = PromptSource(
         input_tokens=config.input_tokens,
@@ -118,6 +119,21 @@ def plan_run(
         arrival=config.law,
         prompts=source,
     )
+
+
+def _check_drawn(config: Config, backend: Backend) -> None:
+    """Options for prompts of one kind that are drawn, where the prompts are others. Raises ConfigError."""
+    for flag, value, kind in (
+        ("--tokenizer", config.tokenizer, "text"), ("--vocab-size", config.vocab_size, "token_ids"),
+    ):  # fmt: skip
+        if value is not None and config.dataset is not None:
+            raise ConfigError(f"{flag} is for prompts that are drawn, and --dataset has its own; leave one out.")
+        if value is not None and kind != backend.prompt_kind:
+            kinds = {"text": "text", "token_ids": "token ids"}
+            raise ConfigError(
+                f"{flag} is for prompts of {kinds[kind]}, and {backend.name} is sent {kinds[backend.prompt_kind]}; "
+                "leave it out."
+            )
 
 
 def most_requests(config: Config, backend: Backend) -> int | None:
