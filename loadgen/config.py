@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -189,13 +190,13 @@ class Config:
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ConfigError(f"{_flag(name)} is {value}; it must be at least {least}.")
+                raise ConfigError(f"{flag(name)} is {value}; it must be at least {least}.")
         for name in (
             "duration", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "ready_timeout",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{_flag(name)} is {value:g}; it must be above zero.")
+                raise ConfigError(f"{flag(name)} is {value:g}; it must be above zero.")
         if self.workers != "auto" and not (self.workers.isdecimal() and int(self.workers) >= 1):
             raise ConfigError(f"--workers is '{self.workers}'; it must be auto or a number of at least 1.")
         self._check_together()
@@ -233,10 +234,9 @@ class Config:
 
     def _check_modelled(self) -> None:
         if self.gpu is None:
-            fields = {field.name: field.default for field in dataclasses.fields(self)}
-            given = [name for name in MODELLED_ONLY if getattr(self, name) != fields[name]]
+            given = self.given(MODELLED_ONLY)
             if given:
-                raise ConfigError(f"{_flag(given[0])} is for modelled hardware; name the GPU to model with --gpu.")
+                raise ConfigError(f"{flag(given[0])} is for modelled hardware; name the GPU to model with --gpu.")
             return
         if self.where != "embedded":
             raise ConfigError("--gpu models hardware in the embedded server; leave --url and --launch out.")
@@ -247,13 +247,12 @@ class Config:
 
     def _check_launch(self) -> None:
         if self.where in ("url", "embedded"):
-            fields = {field.name: field.default for field in dataclasses.fields(self)}
             modelled = MODELLED_TOO if self.gpu is not None else ()
-            given = [name for name in LAUNCH_ONLY if name not in modelled and getattr(self, name) != fields[name]]
+            given = self.given(name for name in LAUNCH_ONLY if name not in modelled)
             if given:
                 modelled_too = ", or name the GPU to model with --gpu" if given[0] in MODELLED_TOO else ""
                 raise ConfigError(
-                    f"{_flag(given[0])} is for a server that loadgen starts; add --launch docker or --launch "
+                    f"{flag(given[0])} is for a server that loadgen starts; add --launch docker or --launch "
                     f"process{modelled_too}."
                 )
             if self.dry_run:
@@ -270,6 +269,10 @@ class Config:
             raise ConfigError("--server-python is for --launch process.")
         if any(map(_is_secret, self.server_arg)):
             raise ConfigError("a key in --server-arg would be written into the run directory; leave it out.")
+
+    def given(self, names: Iterable[str]) -> list[str]:
+        """Those of these options that are not at their defaults."""
+        return [name for name in names if getattr(self, name) != getattr(Config, name)]
 
     @property
     def where(self) -> Literal["url", "embedded", "docker", "process"]:
@@ -324,5 +327,6 @@ def _is_secret(word: str) -> bool:
     )
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def flag(name: str) -> str:
+    """As it is typed to differ from its default."""
+    return ("--no-" if getattr(Config, name) is True else "--") + name.replace("_", "-")

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 import backends
 from loadgen import cli, embedded, models, records, runs, schedule, terminal
-from loadgen.config import Config, ConfigError
+from loadgen.config import Config, ConfigError, flag
 from loadgen.plan import most_requests
 from loadgen.workload import Dataset
 from servers.emulation import Emulated, EmulationError, emulate
@@ -23,6 +23,10 @@ from servers.options import Hardware
 from servers.virtual import Outcome, simulate
 
 URL = "virtual time"  # in the place of an address
+CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has none of them
+    "tokenizer", "vocab_size", "stream", "workers", "transport", "connect", "kernel_timestamps", "api_key_env",
+    "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "metrics_port", "speed",
+)  # fmt: skip
 
 
 def predict(
@@ -30,8 +34,9 @@ def predict(
 ) -> int:
     """Predict what `run` would measure on GPUs that you need not have: the same load, computed in virtual time.
 
-    Takes the options of `run`; --gpu says which GPU. Writes a run directory like that of a run, marked as emulated, and
-    prints beside the numbers how far off the model was on real runs that it was not fitted to.
+    Takes the options of `run`, less those of the client; --gpu says which GPU. Writes a run directory like that of a
+    run, marked as emulated, and prints beside the numbers how far off the model was on real runs that it was not fitted
+    to.
 
     Parameters
     ----------
@@ -44,6 +49,9 @@ def predict(
         return _paper(config)
     if config.gpu is None:
         raise ConfigError("name the GPU to predict for, such as --gpu h200 (and --gpus 4).")
+    given = config.given(CLIENT_ONLY)
+    if given:
+        raise ConfigError(f"{flag(given[0])} is for real requests, and predict sends none; leave it out.")
     began = time.perf_counter()
     load = draw(config)
     run_id = runs.new_run_id()
