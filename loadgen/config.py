@@ -242,6 +242,8 @@ class Config:
             raise ConfigError("--gpu models hardware in the embedded server; leave --url and --launch out.")
         if self.gpus is not None and not (self.gpus.isdecimal() and int(self.gpus) >= 1):
             raise ConfigError(f"--gpus is '{self.gpus}'; with --gpu it is how many of them there are.")
+        if self.tp == "all" and self.gpus is None:
+            raise ConfigError("--tp all uses every GPU there is; say with --gpus how many of them there are.")
         if not 0 < self.speed < float("inf"):
             raise ConfigError(f"--speed is {self.speed:g}; it must be above 0.")
 

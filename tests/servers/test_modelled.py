@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen import records
+from loadgen import embedded, records
 from loadgen import text as texts
 from loadgen.cli import invoke, main
 from loadgen.config import Config, ConfigError
@@ -198,6 +198,14 @@ def test_bad_input_is_one_sentence(flags: list[str], said: str, capsys: pytest.C
     assert ended.value.code == 2
     error = capsys.readouterr().err.strip()
     assert said in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["run", "predict", "breakdown"])
+def test_all_gpus_are_as_many_as_are_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke([command, "--gpu", "h200", "--tp", "all"]) == 2
+    assert "--tp all uses every GPU there is; say with --gpus how many" in capsys.readouterr().err
+    all_of_four = embedded.modelled(Config(gpu="h200", tp="all", gpus="4"))
+    assert (all_of_four["gpus"], all_of_four["tp"]) == (4, 4)
 
 
 def dataset(path: Path, rows: list[dict[str, Any]]) -> Config:
