@@ -136,6 +136,7 @@ def _emulation_lines(report: Report) -> Iterator[str]:
         f"({'one GPU' if emulation['gpus'] == 1 else 'joined by ' + emulation['topology']}), {emulation['dtype']}, KV "
         f"cache of {number(emulation['kv_cache_tokens'])} tokens; profile {emulation['profile']}."
     )
+    yield from (f"Note: {note}" for note in emulation.get("notes", ()))
     if emulation.get("gpu_error"):
         yield f"Operators of {emulation['gpu']}, how far off: {emulation['gpu_error']}."
     assumed = emulation.get("profile_assumed")

@@ -260,7 +260,9 @@ def test_gpus_that_do_nothing_are_told_by(command: str, tmp_path: Path, capsys: 
     said = capsys.readouterr()
     sentence = "1 of the 2 GPUs holds llama-2-7b and the rest do nothing; --tp 2 uses all."
     lines = [line for line in said.err.splitlines() if sentence in line]
-    assert len(lines) == 1 and "modelled for 2 x" not in said.err
+    assert len(lines) == (1 if command == "breakdown" else 2)  # before it begins, and in the report
+    assert "modelled for 2 x" not in said.err
+    assert (out / "report.md").read_text().count(sentence) == 1
     assert json.loads((out / "manifest.json").read_text())["emulation"]["notes"] == [sentence]
 
 
