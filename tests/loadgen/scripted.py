@@ -7,12 +7,12 @@ import contextlib
 import socket
 import ssl
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
 Step = bytes | float  # bytes to send, or seconds to wait
 CLOSE, RESET = "close", "reset"
-Script = Sequence[Step | str]  # may end in CLOSE or RESET; otherwise the connection stays open
+Script = Iterable[Step | str]  # may end in CLOSE or RESET; otherwise the connection stays open
 
 
 @dataclass
