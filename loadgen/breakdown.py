@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from backends.plain import UNDECODABLE
 from loadgen.config import Config, ConfigError
 from loadgen.runs import RunError
 from loadgen.text import markdown_text, printable
@@ -158,7 +159,7 @@ def read(directory: Path) -> Breakdown:
         found = msgspec.json.decode(path.read_bytes(), type=Breakdown)
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise RunError(f"{path} is not a breakdown of this version: {error}.") from None
     known = found.kinds.keys() <= set(KINDS) and found.parts.keys() <= set(PARTS)
     if found.schema != SCHEMA or not found.step_ms > 0 or not known:

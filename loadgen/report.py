@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from backends.replies import UNDECODABLE
+from backends.plain import UNDECODABLE
 from loadgen import findings, metrics, records, runs, serverside
 from loadgen.config import Config
 from loadgen.metrics import CONVENTIONS, METRICS, Convention

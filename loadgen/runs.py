@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from backends.plain import UNDECODABLE
+
 MANIFEST_SCHEMA = "loadgen.manifest/1"
 SNAPSHOT_SCHEMA = "llm_dissect.snapshot/1"
 SNAPSHOT_FILE = "snapshot.json"
@@ -154,7 +156,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise RunError(f"{directory} holds no manifest.json; is it a run directory?") from None
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         if _of_training(path):
             raise RunError(
                 f"{directory} is a directory of training_probe; read it with `training_probe report {directory}`."
@@ -166,7 +168,7 @@ def _of_training(path: Path) -> bool:
     """Whether a manifest says that training_probe wrote it."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Marked).schema.startswith("training_probe.")
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, *UNDECODABLE):
         return False
 
 

@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 from cyclopts import Parameter
 
+from backends.plain import UNDECODABLE
 from loadgen import cli, embedded, models, terminal, text
 from loadgen.config import ConfigError
 from loadgen.whole import Whole
@@ -104,7 +105,7 @@ def read_prices(path: Path | None) -> Prices:
         prices = msgspec.json.decode(path.read_bytes(), type=Prices)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{path} is no list of prices: {error}; copy {hardware.DATA / 'prices.json'}.") from None
     wrong = [name for name, price in prices.usd_per_gpu_hour.items() if not 0 <= price < math.inf]
     if wrong:

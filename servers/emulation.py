@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from backends.catalog import ModelSpec
+from backends.plain import UNDECODABLE
 from servers import hardware
 from servers.batching import Rejected, Scheduler, Sequence
 from servers.batching.lightllm import LightLLM2310, LightLLMNow
@@ -178,7 +179,7 @@ def read_profile(path: Path, scheduler: str) -> Profile:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
         raise EmulationError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise EmulationError(f"{path} is no hardware profile: {error}; make one with `loadgen calibrate`.") from None
     for part in (profile.overheads, profile.front):
         for name, value in msgspec.structs.asdict(part).items():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from backends.plain import UNDECODABLE
 from loadgen.figures import stacked
 from loadgen.text import printable
 from training_probe import breakdown_tables, figures, paper, tables
@@ -159,7 +160,7 @@ def _timelines(directory: Path) -> dict[str, str]:
         name = path.parent.parent.name  # trials/<cell>/timeline/
         try:
             recorded = msgspec.json.decode(path.read_bytes(), type=Timeline)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODABLE:
             continue
         if not recorded.time_s or any(len(each) != len(recorded.time_s) for each in recorded.bytes):
             continue

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from backends.plain import UNDECODABLE
 from loadgen.text import markdown_text, printable
 from training_probe import layout, paper, results, tables
 from training_probe.grid import LETTERS
@@ -202,7 +203,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ReportError(
             f"{path} is not a sweep's manifest: {error}; without that file the report can be made."
         ) from None
