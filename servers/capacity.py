@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 from cyclopts import Parameter
 
-from backends.plain import UNDECODABLE
+from backends.plain import UNDECODABLE, escaped
 from loadgen import cli, embedded, models, terminal, text
 from loadgen.config import ConfigError
 from loadgen.whole import Whole
@@ -262,7 +262,7 @@ def render(rows: list[Row], unmet: list[Unmet], load: Load, limits: Limits, pric
         lines += [f"  {name:{width}s}  {each.reason.rstrip('.')}." for name, each in zip(names, unmet, strict=True)]
     gpus = dict.fromkeys(each.candidate.gpu for each in candidates)
     lines += ["", *_reliability(profile, gpus), f"Prices: {prices.source} ({prices.date}). Yours: --prices FILE."]
-    return "\n".join(map(text.printable, lines))
+    return "\n".join(map(escaped, lines))
 
 
 def command(
@@ -349,7 +349,7 @@ def command(
     sizes = [1 << power for power in range(LARGEST_TP.bit_length()) if 1 << power <= min(LARGEST_TP, max_gpus)]
     judged = []
     for kind in dict.fromkeys(kinds):
-        terminal.say(f"looking at {text.printable(kind)}")
+        terminal.say(f"looking at {escaped(kind)}")
         for tp in sizes:
             for running in dict.fromkeys(max_running):
                 candidate = Candidate(gpu=kind, tp=tp, max_running=running)

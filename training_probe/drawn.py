@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from backends.plain import UNDECODABLE
+from backends.plain import UNDECODABLE, escaped
 from loadgen.figures import stacked
-from loadgen.text import printable
 from training_probe import breakdown_tables, figures, paper, tables
 from training_probe.breakdown import Breakdown
 from training_probe.figures import Panel
@@ -183,7 +182,7 @@ def draw_breakdowns(directory: Path, found: Sequence[Breakdown]) -> tuple[str, s
             for name, parts in ((breakdown_tables.title(each), own), (beside, theirs)):
                 whole = sum(parts.values())
                 if whole:
-                    bars[printable(f"{phase}: {name}")] = {part: 100 * value / whole for part, value in parts.items()}
+                    bars[escaped(f"{phase}: {name}")] = {part: 100 * value / whole for part, value in parts.items()}
     title = f"Parts of the decoder layers, as Figure 5 of {paper.SOURCE} (without what is recomputed)"
     paths = [directory / f"parts{suffix}" for suffix in figures.SUFFIXES]
     stacked(bars, title, "% of the layers' time in that pass", paths, number=".0f")
