@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from backends.plain import UNDECODABLE
 from backends.protocol import ProtocolError, ServerInfo
-from backends.replies import UNDECODABLE, Count, printable, quoted
+from backends.replies import Count, printable, quoted
 
 PATHS = ("/v1/models", "/info", "/get_model_name")
 

@@ -15,8 +15,9 @@ import msgspec
 
 from backends.identity import PATHS, read_as
 from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, LaunchError, Profiler, Settings
+from backends.plain import UNDECODABLE
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
-from backends.replies import GIVEN_UP, UNDECODABLE, Count, WholeReply, error_message, error_text, given_up
+from backends.replies import GIVEN_UP, Count, WholeReply, error_message, error_text, given_up
 from backends.sse import EventReply
 
 _ONE_TOKEN = (TOKEN,)

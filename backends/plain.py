@@ -1,6 +1,12 @@
-"""Text from others as plain text: nothing in it that a terminal, a page or YAML obeys."""
+"""What comes from others, taken as plain data: text with nothing in it that a terminal, a page or YAML obeys, and JSON
+that may be anything. A leaf without a codec of any server: client and emulated servers both stand on it."""
 
 from __future__ import annotations
+
+import msgspec
+
+# What decoding JSON may raise: not JSON or not of the type asked for, no UTF-8, nested without end.
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def escaped(text: str) -> str:

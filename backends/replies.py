@@ -12,16 +12,13 @@ from typing import Annotated
 
 import msgspec
 
-from backends.plain import escaped
+from backends.plain import UNDECODABLE, escaped
 from backends.protocol import Delta, ProtocolError, Truncated
 
 MAX_BYTES = 16 * 1024 * 1024  # of one event, or of one whole reply: more is not a reply, and memory stays bounded
 MAX_LINE_CHARS = 300
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # a number of tokens: what does not fit a column is no count
-
-# What decoding JSON may raise: not JSON or not of the type asked for, no UTF-8, nested without end.
-UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 # Finish reasons by which a server says that it gave the reply up: the output is not what was asked for.
 GIVEN_UP = frozenset(("abort", "error"))

@@ -16,8 +16,9 @@ import msgspec
 
 from backends.identity import PATHS, read_as
 from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, LaunchError, Settings
+from backends.plain import UNDECODABLE
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
-from backends.replies import UNDECODABLE, Count, WholeReply, error_message, error_text
+from backends.replies import Count, WholeReply, error_message, error_text
 from backends.sse import EventReply
 
 _ONE_TOKEN = (TOKEN,)
@@ -106,7 +107,7 @@ def endless(generation_config: bytes | None) -> bytes:
     """The model's generation_config.json with an end token that no token equals, so that replies have full length.
 
     TGI has no `ignore_eos` over HTTP. It takes the end tokens from here when they are a list (a single number is
-    overruled by the tokenizer's). Raises ValueError when the file is not a JSON object.
+    overruled by the tokenizer's). Raises one of UNDECODABLE when the file is not a JSON object.
     """
     config = msgspec.json.decode(generation_config, type=dict[str, Any]) if generation_config else {}
     return msgspec.json.format(_encode({**config, "eos_token_id": [-1]}), indent=2)

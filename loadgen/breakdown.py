@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
+from backends.plain import UNDECODABLE, escaped
 from loadgen.config import Config, ConfigError
 from loadgen.runs import RunError
-from loadgen.text import markdown_text, printable
+from loadgen.text import markdown_text
 
 SCHEMA = "loadgen.breakdown/1"
 FILE = "breakdown.json"
@@ -147,7 +148,7 @@ def write(directory: Path, breakdown: Breakdown) -> dict[str, Any]:
     bars = {"Table X": breakdown.kinds, "Table XI": breakdown.parts}
     if breakdown.paper is not None:
         bars |= {"the paper's X": breakdown.paper.kinds, "the paper's XI": breakdown.paper.parts}
-    figures.stacked(bars, printable(_title(breakdown)), "ms of an average step", [directory / "breakdown.png"])
+    figures.stacked(bars, escaped(_title(breakdown)), "ms of an average step", [directory / "breakdown.png"])
     return plain
 
 
@@ -158,7 +159,7 @@ def read(directory: Path) -> Breakdown:
         found = msgspec.json.decode(path.read_bytes(), type=Breakdown)
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise RunError(f"{path} is not a breakdown of this version: {error}.") from None
     known = found.kinds.keys() <= set(KINDS) and found.parts.keys() <= set(PARTS)
     if found.schema != SCHEMA or not found.step_ms > 0 or not known:
@@ -168,7 +169,7 @@ def read(directory: Path) -> Breakdown:
 
 def render(breakdown: Breakdown) -> str:
     """Both tables, and how far they can be trusted, with nothing in it that a terminal obeys."""
-    return _page(breakdown, printable)
+    return _page(breakdown, escaped)
 
 
 def markdown(breakdown: Breakdown) -> str:

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.plain import escaped
 from loadgen import metrics, records, runs
 from loadgen.metrics import CONVENTIONS, METRICS
 from loadgen.records import Table
 from loadgen.runs import Manifest
-from loadgen.text import EMULATED, number, printable
+from loadgen.text import EMULATED, number
 
 SCHEMA = "loadgen.compare/1"
 SEED = 20231107  # fixed: the same two runs always give the same intervals
@@ -289,7 +290,7 @@ def render(comparison: dict[str, Any]) -> str:
     for side in "ab":
         run = comparison[side]
         lines.append(
-            printable(f"{side.upper()}: {run['run_id']}, {run['backend']} {run['model']}")
+            escaped(f"{side.upper()}: {run['run_id']}, {run['backend']} {run['model']}")
             + f", {run['ok']} ok of {run['requests']} requests"
             + (f"\n   {EMULATED}" if run["emulated"] else "")
         )
@@ -304,7 +305,7 @@ def render(comparison: dict[str, Any]) -> str:
     lines += [_line(name.replace("_per_s", "/s"), row) for name, row in comparison["throughput"].items()]
     if comparison["configuration"]:
         lines += ["", "Configured differently (A | B):"]
-    lines += [printable(f"  {name}: {a} | {b}") for name, (a, b) in comparison["configuration"].items()]
+    lines += [escaped(f"  {name}: {a} | {b}") for name, (a, b) in comparison["configuration"].items()]
     return "\n".join([*lines, "", *comparison["notes"]]) + "\n"
 
 

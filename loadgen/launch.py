@@ -20,6 +20,7 @@ import msgspec
 import backends
 from backends import gpus
 from backends.launch import Adapter, Invocation, LaunchError, Mount, Settings, Start, version_in
+from backends.plain import UNDECODABLE
 from backends.protocol import Backend, ServerInfo
 from loadgen import models
 from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
@@ -248,7 +249,7 @@ class _Draft:
             path = self.local / name
             try:
                 files[view / name] = change(path.read_bytes() if path.is_file() else None)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, *UNDECODABLE) as error:
                 raise LaunchError(f"cannot use {path}: {error}.") from None
         return str(view), files
 

@@ -15,6 +15,7 @@ import msgspec
 
 from backends import catalog
 from backends.catalog import ModelSpec
+from backends.plain import UNDECODABLE
 from loadgen.config import ConfigError
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
@@ -139,7 +140,7 @@ def _is_complete(index: Path) -> bool:
     try:
         names = set(msgspec.json.decode(index.read_bytes())["weight_map"].values())
         return all((index.parent / name).is_file() for name in names)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+    except (OSError, *UNDECODABLE, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -147,7 +148,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     """Its config.json; empty for one that cannot be read."""
     try:
         config: dict[str, Any] = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, *UNDECODABLE):
         return {}
     return config
 

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.plain import UNDECODABLE
 from loadgen.outcomes import OUTCOMES
 
 SCHEMA = "loadgen.requests/1"
@@ -316,7 +317,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 def _read_header(path: Path, file: BinaryIO) -> Header:
     try:
         header = msgspec.json.decode(file.readline(), type=Header)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise RecordsError(f"{path} does not begin with a {SCHEMA} header: {error}") from None
     if header.schema != SCHEMA:
         raise RecordsError(f"{path} has schema {header.schema!r}, this version reads {SCHEMA!r}")
@@ -359,7 +360,7 @@ def read(directory: Path) -> tuple[Table, list[ClientFacts]]:
                         facts.append(msgspec.json.decode(line, type=Footer).client)
                     else:
                         columns.append(record_of(line))
-                except (msgspec.DecodeError, ValueError) as error:  # ValueError: also bytes that are not UTF-8
+                except (*UNDECODABLE, ValueError) as error:  # ValueError: a value that no column takes
                     raise RecordsError(f"{path} line {number} is not a record: {error}") from None
     try:
         return columns.table(), facts

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from backends.replies import UNDECODABLE
+from backends.plain import UNDECODABLE, escaped
 from loadgen import findings, metrics, records, runs, serverside
 from loadgen.config import Config
 from loadgen.metrics import CONVENTIONS, METRICS, Convention
@@ -21,7 +21,7 @@ from loadgen.outcomes import OUTCOMES
 from loadgen.records import ClientFacts, Table
 from loadgen.runs import Manifest
 from loadgen.serverside import Gpus, Server, ServerView
-from loadgen.text import Report, markdown, name_of, printable
+from loadgen.text import Report, markdown, name_of
 
 SCHEMA = "loadgen.report/1"
 MAX_ERRORS = 5  # distinct messages that a report lists
@@ -229,7 +229,7 @@ def write(directory: Path, report: Report, table: Table) -> None:
         from loadgen import figures  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
 
         title = f"{name_of(report)}, {report['arrival']}, {report['requests']['ok']} requests"
-        figures.draw([_curves(report, table)], printable(title), [directory / "cdf.png", directory / "cdf.svg"])
+        figures.draw([_curves(report, table)], escaped(title), [directory / "cdf.png", directory / "cdf.svg"])
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
 
@@ -271,4 +271,4 @@ def _curves(report: Report, table: Table, label: str | None = None) -> Any:
     measured = table.measured()
     rules = CONVENTIONS[report["convention"]]
     samples = {name: metrics.sample(measured, name, rules) for name in figures.PANELS}
-    return figures.Curves(printable(label or name_of(report)), report["emulated"], samples)
+    return figures.Curves(escaped(label or name_of(report)), report["emulated"], samples)

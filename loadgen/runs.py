@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from backends.plain import UNDECODABLE
+
 MANIFEST_SCHEMA = "loadgen.manifest/1"
 SNAPSHOT_SCHEMA = "llm_dissect.snapshot/1"
 SNAPSHOT_FILE = "snapshot.json"
@@ -149,24 +151,26 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a run directory. Raises RunError."""
     path = directory / "manifest.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        data = path.read_bytes()
     except FileNotFoundError:
         raise RunError(f"{directory} holds no manifest.json; is it a run directory?") from None
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        if _of_training(path):
+    try:
+        return msgspec.json.decode(data, type=Manifest)
+    except UNDECODABLE as error:
+        if _of_training(data):
             raise RunError(
                 f"{directory} is a directory of training_probe; read it with `training_probe report {directory}`."
             ) from None
         raise RunError(f"{path} is not a manifest of this version: {error}") from None
 
 
-def _of_training(path: Path) -> bool:
-    """Whether a manifest says that training_probe wrote it."""
+def _of_training(manifest: bytes) -> bool:
+    """Whether it says that training_probe wrote it."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Marked).schema.startswith("training_probe.")
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(manifest, type=_Marked).schema.startswith("training_probe.")
+    except UNDECODABLE:
         return False
 
 

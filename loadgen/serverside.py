@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from backends.gpus import Sample as GpuSample
+from backends.plain import UNDECODABLE
 
 SCHEMA = "loadgen.server/1"
 FILE = "server.jsonl"
@@ -137,7 +138,7 @@ def _decode(lines: Sequence[bytes], run_id: str) -> tuple[Header | None, list[Sa
     samples: list[Sample] = []
     try:
         header = msgspec.json.decode(lines[0] if lines else b"", type=Header)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         return None, samples, f"{FILE} does not begin with a {SCHEMA} header"
     if header.schema != SCHEMA:
         return None, samples, f"{FILE} has another schema than {SCHEMA}"
@@ -149,7 +150,7 @@ def _decode(lines: Sequence[bytes], run_id: str) -> tuple[Header | None, list[Sa
             break
         try:
             samples.append(decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODABLE:
             return header, samples, f"{FILE} line {number} is not a sample"
     return header, samples, None
 

@@ -127,6 +127,12 @@ def _shard_plan(plan: Plan, shard: int, shards: int) -> Plan:
     return msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, shard=shard, shards=shards))
 
 
+def _tell(pipe: Pipe, message: object) -> None:
+    """To the other side of the pipe, if there still is one."""
+    with contextlib.suppress(OSError):
+        pipe.send(message)
+
+
 class _Shard:
     """A worker process and what it last said."""
 
@@ -160,11 +166,11 @@ class _Shard:
 
     def start(self, t0_ns: int) -> None:
         self.started = True
-        self._tell(t0_ns)
+        _tell(self.pipe, t0_ns)
 
     def stop(self) -> None:
         if self.started:
-            self._tell("stop")
+            _tell(self.pipe, "stop")
         else:
             self._said.put_nowait("the run was stopped before its first request.")
 
@@ -173,10 +179,6 @@ class _Shard:
         why it had to give up, such as a full disk; empty where it had not."""
         said = await self._said.get()
         return "" if said in (DONE, DIED) else said
-
-    def _tell(self, message: object) -> None:
-        with contextlib.suppress(OSError):
-            self.pipe.send(message)
 
     def end(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -190,17 +192,12 @@ class _Shard:
 
 def _work(pipe: Pipe, encoded: bytes, path: str) -> None:
     """A worker process: ready, t = 0, snapshots every second, done."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # sent to the whole group: the parent gets them too, and tells us
-        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole group: the parent gets them too, and tells us
     try:
         run_loop(_work_loop(pipe, msgspec.msgpack.decode(encoded, type=Plan), Path(path)))
     except (TransportError, WorkloadError, OSError) as error:
-        with contextlib.suppress(OSError):  # the parent may be gone
-            pipe.send(getattr(error, "strerror", None) or str(error))
+        _tell(pipe, getattr(error, "strerror", None) or str(error))
 
 
 async def _work_loop(pipe: Pipe, plan: Plan, path: Path) -> None:
@@ -222,21 +219,17 @@ async def _work_loop(pipe: Pipe, plan: Plan, path: Path) -> None:
         else:
             t0.set_result(message)
 
-    def tell(message: object) -> None:
-        with contextlib.suppress(OSError):  # the parent may be gone
-            pipe.send(message)
-
     await client.prepare()
     loop.add_reader(pipe.fileno(), listen)
-    tell("ready")
+    _tell(pipe, "ready")
     start = await t0
     if start is None:
         return
-    ticker = loop.create_task(_every_second(lambda: tell(client.snapshot())))
+    ticker = loop.create_task(_every_second(lambda: _tell(pipe, client.snapshot())))
     await client.run(start, path)
     ticker.cancel()
-    tell(client.snapshot())
-    tell(DONE)
+    _tell(pipe, client.snapshot())
+    _tell(pipe, DONE)
     await client.transport.close()
 
 

@@ -23,6 +23,7 @@ from typing import Literal
 
 import msgspec
 
+from backends.plain import UNDECODABLE
 from loadgen import children
 from loadgen.runs import Family, Manifest, RunError, Sample, Snapshot, read_manifest, write_snapshot
 from loadgen.tail import Tail
@@ -171,12 +172,12 @@ class Recorder:
             self._tails.setdefault(path, Tail(path))
         for tail in self._tails.values():
             for line in tail.lines():
-                with contextlib.suppress(msgspec.DecodeError, ValueError):  # ValueError: bytes that are not UTF-8
+                with contextlib.suppress(*UNDECODABLE):
                     self._totals.add(self._decode(line))
 
     def _follow_server(self) -> None:
         for line in self._server_tail.lines():
-            with contextlib.suppress(msgspec.DecodeError, ValueError):
+            with contextlib.suppress(*UNDECODABLE):
                 sample = msgspec.json.decode(line, type=_ServerSample)
                 if sample.at_ns is not None and (sample.metrics or sample.gpus):
                     self._server = sample

@@ -15,14 +15,9 @@ from backends.plain import escaped
 Report = dict[str, Any]  # schema `loadgen.report/1`, see loadgen.report
 
 
-def printable(text: str) -> str:
-    """One line without anything that a terminal obeys: control characters and direction marks show as escapes."""
-    return escaped(text)
-
-
 def markdown_text(text: str) -> str:
     """Printable text that Markdown shows as it is."""
-    shown = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    shown = escaped(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|!#~$])", r"\\\1", shown)
 
 
@@ -103,7 +98,7 @@ def _summary_lines(report: Report) -> list[str]:
             f"Ceiling: {number(ceiling['events_per_s_per_core'])} events/s a core, {number(ceiling['headroom_ratio'])} "
             f"times what the busiest second needed ({number(ceiling['peak_events_per_s'])})."
         )
-    return [*lines, *_server_lines(report), *map(printable, _emulation_lines(report))]
+    return [*lines, *_server_lines(report), *map(escaped, _emulation_lines(report))]
 
 
 def _launch_lines(report: Report) -> Iterator[str]:
@@ -225,8 +220,8 @@ def _verdict_line(report: Report) -> str:
 def render(report: Report) -> str:
     """A summary for a terminal: plain text (no markup), nothing in it that a terminal obeys."""
     lines = [_warning(report), ""] if report["emulated"] else []
-    lines += [printable(f"{name_of(report)}, {report['arrival']}, run {report['run_id']}"), *_summary_lines(report)]
-    lines += [*map(printable, _launch_lines(report)), ""]
+    lines += [escaped(f"{name_of(report)}, {report['arrival']}, run {report['run_id']}"), *_summary_lines(report)]
+    lines += [*map(escaped, _launch_lines(report)), ""]
     off = _off_by_metric(report)
     lines.append(
         f"{'latency, ms':<22}" + "".join(f"{name:>9}" for name in _SHOWN) + ("  held out, off by" if off else "")
@@ -238,11 +233,11 @@ def render(report: Report) -> str:
         lines += ["", f"By the definitions of {report['convention_differs']}"]
     lines += ["", f"Verdict: {_verdict_line(report)}"]
     for finding in report["verdict"]["findings"]:
-        lines.append(f"  {finding['severity']:<8}{finding['code']}: {printable(finding['message'])}")
+        lines.append(f"  {finding['severity']:<8}{finding['code']}: {escaped(finding['message'])}")
         lines.append(f"  {'':<8}{finding['advice']}")
     if report["errors"]:
         lines += ["", "Errors:"]
-    lines += [f"  {error['count']} x {error['outcome']}: {printable(error['message'])}" for error in report["errors"]]
+    lines += [f"  {error['count']} x {error['outcome']}: {escaped(error['message'])}" for error in report["errors"]]
     return "\n".join(lines) + "\n"
 
 
@@ -255,7 +250,7 @@ def markdown(report: Report) -> str:
     lines += [f"**Verdict: {_verdict_line(report)}.**", ""]
     lines += [f"- {line}" for line in _summary_lines(report)]
     for line in _launch_lines(report):
-        lines += [f"- {markdown_text(line)}", "", f"      {printable(report['launch']['command'])}"]
+        lines += [f"- {markdown_text(line)}", "", f"      {escaped(report['launch']['command'])}"]
     lines += ["", "![Latency CDF](cdf.svg)", ""]
     off = _off_by_metric(report)
     shown = [*_SHOWN, "held out, off by"] if off else _SHOWN

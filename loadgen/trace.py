@@ -16,6 +16,8 @@ from typing import Literal
 
 import msgspec
 
+from backends.plain import UNDECODABLE
+
 Kind = Literal["GEMM", "attention", "element-wise", "communication", "memcpy", "host"]
 
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -85,7 +87,7 @@ def read(path: Path) -> list[Span]:
         file = msgspec.json.decode(data, type=_File)
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (*UNDECODABLE, EOFError, zlib.error) as error:
         raise TraceError(f"{path} is not a trace of torch.profiler: {error}.") from None
     kept = [event for event in file.events if event.ph == "X" and event.cat in DEVICE | HOST]
     try:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.plain import UNDECODABLE
 from backends.protocol import Prompt
 
 BLOCK_TOKENS = 1 << 17  # prompts are drawn some at a time: at most 256, fewer when they are long
@@ -217,7 +218,7 @@ def _read_lines(path: Path, prompt_kind: str) -> list[_Line]:
             continue
         try:
             line = decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise WorkloadError(f"{path} line {number} is not a prompt: {error}") from None
         if not line.prompt:
             raise WorkloadError(f"{path} line {number} has an empty prompt.")

@@ -7,8 +7,6 @@ server's software, which counts as idle time of the GPU between steps.
 from __future__ import annotations
 
 import dataclasses
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from servers.cost import Terms
 from servers.emulation import Emulated, EmulationError, emulate
 from servers.hardware import HardwareError
 from servers.options import Hardware
+from servers.virtual import manifest
 
 
 def modelled(config: Config, preset: str | None, directory: Path, run_id: str) -> Breakdown:
@@ -45,7 +44,7 @@ def modelled(config: Config, preset: str | None, directory: Path, run_id: str) -
             f"{batch} requests of {prompt} + {reply} tokens do not fit into the KV cache of {emulated.kv_tokens} "
             f"tokens; lower --concurrency to {emulated.kv_tokens // (prompt + reply)}, or raise --tp."
         )
-    runs.write_manifest(directory, _manifest(config, emulated, run_id))
+    runs.write_manifest(directory, manifest(config, emulated, run_id, requests=0))
     return decode_step(emulated, batch, prompt, reply)
 
 
@@ -113,22 +112,3 @@ def parts(terms: Terms) -> dict[str, float]:
         BETWEEN: terms.software,
         UNASSIGNED: terms.waiting,
     }
-
-
-def _manifest(config: Config, emulated: Emulated, run_id: str) -> runs.Manifest:
-    return runs.Manifest(
-        run_id=run_id,
-        version=runs.package_version(),
-        started_unix_s=time.time(),
-        argv=["loadgen", *sys.argv[1:]],
-        config=config.as_dict(),
-        backend=config.kind,
-        model=emulated.setup.model.name,
-        url="virtual time",
-        emulated=True,
-        server_version=emulated.setup.scheduler,
-        requests_planned=0,
-        arrival=config.arrival_text,
-        machine=runs.this_machine(),
-        emulation=emulated.facts,
-    )

@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 from cyclopts import Parameter
 
+from backends.plain import UNDECODABLE, escaped
 from loadgen import cli, embedded, models, terminal, text
 from loadgen.config import ConfigError
 from loadgen.whole import Whole
@@ -104,7 +105,7 @@ def read_prices(path: Path | None) -> Prices:
         prices = msgspec.json.decode(path.read_bytes(), type=Prices)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{path} is no list of prices: {error}; copy {hardware.DATA / 'prices.json'}.") from None
     wrong = [name for name, price in prices.usd_per_gpu_hour.items() if not 0 <= price < math.inf]
     if wrong:
@@ -261,7 +262,7 @@ def render(rows: list[Row], unmet: list[Unmet], load: Load, limits: Limits, pric
         lines += [f"  {name:{width}s}  {each.reason.rstrip('.')}." for name, each in zip(names, unmet, strict=True)]
     gpus = dict.fromkeys(each.candidate.gpu for each in candidates)
     lines += ["", *_reliability(profile, gpus), f"Prices: {prices.source} ({prices.date}). Yours: --prices FILE."]
-    return "\n".join(map(text.printable, lines))
+    return "\n".join(map(escaped, lines))
 
 
 def command(
@@ -348,7 +349,7 @@ def command(
     sizes = [1 << power for power in range(LARGEST_TP.bit_length()) if 1 << power <= min(LARGEST_TP, max_gpus)]
     judged = []
     for kind in dict.fromkeys(kinds):
-        terminal.say(f"looking at {text.printable(kind)}")
+        terminal.say(f"looking at {escaped(kind)}")
         for tp in sizes:
             for running in dict.fromkeys(max_running):
                 candidate = Candidate(gpu=kind, tp=tp, max_running=running)

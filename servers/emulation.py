@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from backends.catalog import ModelSpec
+from backends.plain import UNDECODABLE
 from servers import hardware
 from servers.batching import Rejected, Scheduler, Sequence
 from servers.batching.lightllm import LightLLM2310, LightLLMNow
@@ -178,7 +180,7 @@ def read_profile(path: Path, scheduler: str) -> Profile:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
         raise EmulationError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise EmulationError(f"{path} is no hardware profile: {error}; make one with `loadgen calibrate`.") from None
     for part in (profile.overheads, profile.front):
         for name, value in msgspec.structs.asdict(part).items():
@@ -245,8 +247,9 @@ def _notes(setup: Setup, tp: int) -> Iterator[str]:
 
 
 def _measured(profile: Profile) -> list[str]:
-    """The GPUs of real runs that the profile was fitted to or compared with; a run's name begins with its GPU's."""
-    names = [run.run.partition("_")[0] for run in profile.held_out]
+    """The GPUs of real runs that the profile was fitted to or compared with; a run's name begins with its GPU's, as a
+    file's h200x4_70b_burst does, or a directory's h200/serving/7b_burst."""
+    names = [re.split("[_/]", run.run)[0] for run in profile.held_out]
     compared = [gpu for gpu in hardware.known() if any(name == gpu or name.startswith(f"{gpu}x") for name in names)]
     return list(dict.fromkeys([profile.gpu, *compared])) if profile.gpu else compared
 

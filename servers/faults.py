@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from backends.plain import UNDECODABLE
+
 KINDS = {
     "reset": "the connection is reset midway",
     "truncate": "the connection is closed cleanly midway",
@@ -135,7 +137,7 @@ def _expanded(texts: Iterable[str]) -> Iterator[str]:
             script = msgspec.json.decode(Path(text).read_bytes(), type=list[_Scripted])
         except OSError as error:
             raise ValueError(f"cannot read {text}: {error.strerror or error}.") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise ValueError(
                 f'{text} is no script of faults: {error}; it is a list of {{"request": N, "kind": KIND}}.'
             ) from None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from backends.plain import UNDECODABLE
 from servers.cost import Gpu, Link
 
 DATA = Path(__file__).parent / "data"
@@ -48,7 +49,7 @@ def find(name: str) -> Gpu:
         gpu = msgspec.json.decode(Path(name).read_bytes(), type=Gpu)
     except OSError as error:
         raise HardwareError(f"cannot read {name}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise HardwareError(f"{name} does not describe a GPU: {error}; {DATA / 'gpus.json'} holds examples.") from None
     wrong = next(_wrong(gpu), None)
     if wrong:

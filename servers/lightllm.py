@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from backends.plain import UNDECODABLE
 from servers.telemetry import Distribution, Sample, Series, labels_of
 from servers.wire import (
-    UNDECODABLE,
     WORDS,
     WORDS_JSON,
     Finish,
@@ -110,8 +110,12 @@ class LightLLM:
 
 
 def _missing(raw: bytes) -> str:
-    """The first required key that the body lacks, as Python prints a KeyError; "" when none is missing."""
-    body = msgspec.json.decode(raw)
+    """The first required key that the body lacks, as Python prints a KeyError; "" when none is missing or the body is
+    no JSON behind what was wrong first."""
+    try:
+        body = msgspec.json.decode(raw)
+    except UNDECODABLE:
+        return ""
     if not isinstance(body, dict):
         return ""
     return next((repr(key) for key in ("inputs", "parameters") if key not in body), "")

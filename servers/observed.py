@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from backends import catalog
 from backends.launch import version_in
+from backends.plain import UNDECODABLE
 from loadgen import embedded, records, runs
 from servers import hardware, virtual
 from servers.emulation import Emulated, HeldOut, Profile, Setup, emulate, newest
@@ -215,7 +216,7 @@ def _lines(path: Path) -> tuple[dict[str, Any], list[Floats]]:
                     rows.append((row.send, row.first, row.end, row.usage.prompt_tokens, row.usage.completion_tokens))
     except (OSError, EOFError, zlib.error) as error:
         raise ObservationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ObservationError(f"{path} holds no records of requests: {error}.") from None
     if not rows:
         raise ObservationError(f"{path} holds no records of requests.")

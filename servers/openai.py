@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
+from backends.plain import UNDECODABLE
 from servers.telemetry import Distribution, Sample, Series, labels_of
 from servers.wire import (
     CHAT_TEMPLATE_TOKENS,
-    UNDECODABLE,
     WORDS,
     WORDS_JSON,
     Finish,

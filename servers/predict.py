@@ -20,9 +20,8 @@ from loadgen.workload import Dataset
 from servers.emulation import Emulated, EmulationError, emulate
 from servers.hardware import HardwareError
 from servers.options import Hardware
-from servers.virtual import Outcome, simulate
+from servers.virtual import Outcome, manifest, simulate
 
-URL = "virtual time"  # in the place of an address
 CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has none of them
     "tokenizer", "vocab_size", "stream", "workers", "transport", "connect", "kernel_timestamps", "api_key_env",
     "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "metrics_port", "speed",
@@ -131,25 +130,9 @@ def _length(config: Config, load: list[tuple[float, int, int]]) -> int:
 
 def write(directory: Path, run_id: str, config: Config, emulated: Emulated, outcomes: list[Outcome]) -> None:
     """The run directory: manifest and records."""
-    version = runs.package_version()
-    manifest = runs.Manifest(
-        run_id=run_id,
-        version=version,
-        started_unix_s=time.time(),
-        argv=["loadgen", *sys.argv[1:]],
-        config=config.as_dict(),
-        backend=config.kind,
-        model=emulated.setup.model.name,
-        url=URL,
-        emulated=True,
-        server_version=emulated.setup.scheduler,
-        requests_planned=len(outcomes),
-        arrival=config.arrival_text,
-        machine=runs.this_machine(),
-        emulation=emulated.facts,
-    )
-    runs.write_manifest(directory, manifest)
-    file = records.RecordsFile(directory / "requests.jsonl", run_id, version, 0)
+    said = manifest(config, emulated, run_id, len(outcomes))
+    runs.write_manifest(directory, said)
+    file = records.RecordsFile(directory / "requests.jsonl", run_id, said.version, 0)
     events = 0
     last_s = 0.0
     for outcome in outcomes:

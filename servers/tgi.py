@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from backends.plain import UNDECODABLE
 from servers.telemetry import Distribution, Sample, Series
 from servers.wire import (
-    UNDECODABLE,
     WORDS,
     WORDS_JSON,
     Finish,

@@ -1,15 +1,22 @@
-"""A run in virtual time: the same engine as behind the wire, as fast as it can be computed."""
+"""A run in virtual time: the same engine as behind the wire, as fast as it can be computed; and the manifest of a run
+directory for what was computed and not sent."""
 
 from __future__ import annotations
 
 import heapq
 import math
+import sys
+import time
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from loadgen import runs
+from loadgen.config import Config
 from servers.batching import Rejected, Sequence
 from servers.emulation import Emulated, EmulationError
+
+URL = "virtual time"  # in the place of an address
 
 
 @dataclass(slots=True)
@@ -89,3 +96,23 @@ def bounds(outcomes: Iterable[Outcome]) -> Iterator[tuple[float, float, float]]:
     for outcome in outcomes:
         if outcome.times_s:
             yield outcome.sent_s, outcome.times_s[0], outcome.times_s[-1]
+
+
+def manifest(config: Config, emulated: Emulated, run_id: str, requests: int) -> runs.Manifest:
+    """Of the command that is running, for what `emulated` would do with so many requests."""
+    return runs.Manifest(
+        run_id=run_id,
+        version=runs.package_version(),
+        started_unix_s=time.time(),
+        argv=["loadgen", *sys.argv[1:]],
+        config=config.as_dict(),
+        backend=config.kind,
+        model=emulated.setup.model.name,
+        url=URL,
+        emulated=True,
+        server_version=emulated.setup.scheduler,
+        requests_planned=requests,
+        arrival=config.arrival_text,
+        machine=runs.this_machine(),
+        emulation=emulated.facts,
+    )

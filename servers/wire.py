@@ -25,7 +25,6 @@ WORDS: tuple[str, ...] = (
 CHAT_TEMPLATE_TOKENS = 5  # what a chat template adds to the words of the messages
 
 encode_json = msgspec.json.Encoder().encode
-UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what reading a body of JSON may raise
 
 
 class Page(msgspec.Struct, frozen=True):

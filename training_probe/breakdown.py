@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from backends.plain import UNDECODABLE
 from loadgen import trace
 from loadgen.tail import whole_lines
 from training_probe import runner, sweep
@@ -90,7 +91,7 @@ def read(directory: Path) -> list[Breakdown]:
         return [msgspec.json.decode(line, type=Breakdown) for line in whole_lines(path)]
     except OSError as error:
         raise ResultsError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ResultsError(f"{path} is not a breakdown of this version: {error}.") from None
 
 
@@ -125,7 +126,7 @@ def _traced(
     try:
         measured = msgspec.json.decode((within / PROFILE_FILE).read_bytes(), type=Profile)
         attribution = attribute(trace.read(path))
-    except (trace.TraceError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (trace.TraceError, OSError, *UNDECODABLE) as error:
         return replace(found, outcome="crashed", reason=" ".join(str(error).split()))
     return replace(
         found, trace=str(path.relative_to(directory)), bare_step_s=measured.bare_step_s,

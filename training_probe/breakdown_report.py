@@ -14,7 +14,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from loadgen.text import markdown_text, printable
+from backends.plain import escaped
+from loadgen.text import markdown_text
 from training_probe import breakdown_tables as tables
 from training_probe import layout
 from training_probe.breakdown import Breakdown
@@ -42,7 +43,7 @@ def build(found: Sequence[Breakdown], manifest: dict[str, Any]) -> Report:
 
 def text(found: Sequence[Breakdown], width: int) -> str:
     """The tables for a terminal of `width` columns."""
-    failed = [fill(printable(line), width) + "\n" for line in _failed(found)]
+    failed = [fill(escaped(line), width) + "\n" for line in _failed(found)]
     shown = [layout.text(table, width) for table in tables.build(found)] or [f"{NOTHING}\n"]
     return "\n".join([*shown, *failed])
 

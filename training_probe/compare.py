@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
-from loadgen.text import number, printable
+from backends.plain import escaped
+from loadgen.text import number
 from training_probe import results
 from training_probe.layout import Column, Table, text
 from training_probe.results import CellResult
@@ -143,13 +144,13 @@ def render(comparison: dict[str, Any], width: int) -> str:
     if versions[0] != versions[1]:
         for side, own, others in (("A", *versions), ("B", *versions[::-1])):
             lines.append(f"   only {side}: {', '.join(each for each in own if each not in others) or 'nothing'}")
-    lines = [*map(printable, lines), "", text(_table(comparison), width)]
+    lines = [*map(escaped, lines), "", text(_table(comparison), width)]
     if comparison["changed"]:
         lines += ["Ended differently:"]
-    lines += [printable(f"  {row['cell']}: {_said(row, 'a')} | {_said(row, 'b')}") for row in comparison["changed"]]
+    lines += [escaped(f"  {row['cell']}: {_said(row, 'a')} | {_said(row, 'b')}") for row in comparison["changed"]]
     for side in "ab":
         if only := comparison[f"only_in_{side}"]:
-            lines += ["", f"Only in {side.upper()}:", *(printable(f"  {name}") for name in only)]
+            lines += ["", f"Only in {side.upper()}:", *(escaped(f"  {name}") for name in only)]
     return "\n".join([*lines, "", *comparison["notes"]]) + "\n"
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from backends.plain import UNDECODABLE, escaped
 from loadgen.figures import stacked
-from loadgen.text import printable
 from training_probe import breakdown_tables, figures, paper, tables
 from training_probe.breakdown import Breakdown
 from training_probe.figures import Panel
@@ -159,7 +159,7 @@ def _timelines(directory: Path) -> dict[str, str]:
         name = path.parent.parent.name  # trials/<cell>/timeline/
         try:
             recorded = msgspec.json.decode(path.read_bytes(), type=Timeline)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODABLE:
             continue
         if not recorded.time_s or any(len(each) != len(recorded.time_s) for each in recorded.bytes):
             continue
@@ -182,7 +182,7 @@ def draw_breakdowns(directory: Path, found: Sequence[Breakdown]) -> tuple[str, s
             for name, parts in ((breakdown_tables.title(each), own), (beside, theirs)):
                 whole = sum(parts.values())
                 if whole:
-                    bars[printable(f"{phase}: {name}")] = {part: 100 * value / whole for part, value in parts.items()}
+                    bars[escaped(f"{phase}: {name}")] = {part: 100 * value / whole for part, value in parts.items()}
     title = f"Parts of the decoder layers, as Figure 5 of {paper.SOURCE} (without what is recomputed)"
     paths = [directory / f"parts{suffix}" for suffix in figures.SUFFIXES]
     stacked(bars, title, "% of the layers' time in that pass", paths, number=".0f")

@@ -20,8 +20,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from backends.plain import escaped
 from loadgen.figures import COLOURS, DASHES, GRID, STYLE
-from loadgen.text import printable
 from training_probe.micro_points import size_text
 from training_probe.results import GIB
 from training_probe.trial import Timeline
@@ -70,23 +70,21 @@ def _bars(axis: Axes, panel: Panel, series: Sequence[str], log: bool) -> None:
         values = panel.values.get(name, ())
         at = np.arange(len(panel.groups)) + (row - (len(series) - 1) / 2) * width
         heights = [value - floor if isinstance(value, int | float) else 0.0 for value in values] or [0.0] * len(at)
-        axis.bar(at, heights, 0.9 * width, bottom=floor, color=COLOURS[row % len(COLOURS)], label=printable(name))
+        axis.bar(at, heights, 0.9 * width, bottom=floor, color=COLOURS[row % len(COLOURS)], label=escaped(name))
         for place, value in zip(at, values, strict=False):
             if isinstance(value, str):
                 _word(axis, float(place), floor, value, COLOURS[row % len(COLOURS)])
     if panel.limit is not None:
         name, value = panel.limit
         axis.axhline(value, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
-        text = axis.text(
-            1.0, value, f"{printable(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom"
-        )
+        text = axis.text(1.0, value, f"{escaped(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
         text.set(parse_math=False, color=FADED, fontsize=8)
     _dress(axis, panel, floor, max(numbers, default=1.0), log)
 
 
 def _dress(axis: Axes, panel: Panel, floor: float, top: float, log: bool) -> None:
-    axis.set_title(printable(panel.title)).set_parse_math(False)
-    names = [printable(group) for group in panel.groups]
+    axis.set_title(escaped(panel.title)).set_parse_math(False)
+    names = [escaped(group) for group in panel.groups]
     tilted = len(names) > 6 or max(map(len, names), default=0) > 9
     axis.set_xticks(np.arange(len(names)), names, fontsize=8)
     for label in axis.get_xticklabels():
@@ -113,7 +111,7 @@ def _floor(numbers: Sequence[float]) -> float:
 
 def _word(axis: Axes, place: float, floor: float, word: str, colour: str) -> None:
     text = axis.annotate(
-        printable(word), (place, floor), (0, 2), textcoords="offset points", rotation=90, ha="center", va="bottom"
+        escaped(word), (place, floor), (0, 2), textcoords="offset points", rotation=90, ha="center", va="bottom"
     )
     text.set(parse_math=False, color=colour, fontsize=6.5)
 
@@ -135,7 +133,7 @@ def scaling(
             spread = np.array([point[2] or 0.0 for point in points])
             ideal = reached[0] / gpus[0] * gpus
             speed.errorbar(
-                gpus, reached, yerr=spread, marker="o", markersize=5, capsize=3, color=colour, label=printable(name)
+                gpus, reached, yerr=spread, marker="o", markersize=5, capsize=3, color=colour, label=escaped(name)
             )
             speed.plot(
                 gpus, ideal, linestyle=(0, (4, 2)), color=colour, linewidth=1, label="ideal" if not row else None
@@ -195,9 +193,9 @@ def _lines(axis: Axes, panel: Lines, names: Sequence[str]) -> None:
         row = names.index(name)
         axis.plot(
             [x for x, _ in points], [y for _, y in points], marker="o", markersize=3.5, linewidth=1.4,
-            linestyle=DASHES[row % len(DASHES)], color=COLOURS[row % len(COLOURS)], label=printable(name),
+            linestyle=DASHES[row % len(DASHES)], color=COLOURS[row % len(COLOURS)], label=escaped(name),
         )  # fmt: skip
-    axis.set_title(printable(panel.title)).set_parse_math(False)
+    axis.set_title(escaped(panel.title)).set_parse_math(False)
     axis.set_xlabel(panel.x_label)
     axis.set_ylabel(panel.y_label)
     axis.grid(color=GRID, linewidth=0.6)
@@ -220,9 +218,7 @@ def _lines(axis: Axes, panel: Lines, names: Sequence[str]) -> None:
     axis.yaxis.set_major_formatter(_tick)
     for name, value in panel.limits.items():
         axis.axhline(value, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
-        text = axis.text(
-            1.0, value, f"{printable(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom"
-        )
+        text = axis.text(1.0, value, f"{escaped(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
         text.set(parse_math=False, color=FADED, fontsize=8)
 
 
@@ -275,7 +271,7 @@ def _stack(axis: Axes, x: Array, gib: Array, names: Sequence[str]) -> None:
     for number, (name, own) in enumerate(zip(names, gib, strict=True)):
         colour = COLOURS[number % len(COLOURS)]
         axis.fill_between(
-            x, under, under + own, step="post", color=colour, linewidth=0, label=printable(name), rasterized=True
+            x, under, under + own, step="post", color=colour, linewidth=0, label=escaped(name), rasterized=True
         )
         under = under + own
     peak = float(under.max(initial=0.0))
@@ -301,7 +297,7 @@ def _mark_steps(axis: Axes, begins: Array) -> None:
 def _figure(width: float, height: float, title: str) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(printable(title), x=0.01, ha="left", fontsize=11).set_parse_math(False)
+    figure.suptitle(escaped(title), x=0.01, ha="left", fontsize=11).set_parse_math(False)
     return figure
 
 

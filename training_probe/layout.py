@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from textwrap import fill
 
-from loadgen.text import markdown_text, printable
+from backends.plain import escaped
+from loadgen.text import markdown_text
 
 GAP = "  "
 
@@ -61,7 +62,7 @@ class Table:
 
 def latex_text(text: str) -> str:
     """Printable text that LaTeX shows as it is."""
-    return "".join(_LATEX.get(sign, sign) for sign in printable(text))
+    return "".join(_LATEX.get(sign, sign) for sign in escaped(text))
 
 
 def text(table: Table, width: int) -> str:
@@ -74,7 +75,7 @@ def text(table: Table, width: int) -> str:
         table = table.keeping({at for at, column in enumerate(table.columns) if column.group != group})
         left_out.insert(0, group)
     widths = _widths(table)
-    lines = [printable(table.title), ""]
+    lines = [escaped(table.title), ""]
     if any(column.group for column in table.columns):
         lines.append(_group_line(table, widths))
     lines.append(_line([column.head for column in table.columns], table, widths))
@@ -83,19 +84,19 @@ def text(table: Table, width: int) -> str:
     if left_out:
         below.append(f"Left out for want of width: {', '.join(left_out)}; the report has all.")
     below += [f"[{number}] {note}" for number, note in enumerate(table.notes, 1)]
-    lines += ["", *(fill(printable(sentence), width, subsequent_indent="    ") for sentence in below)]
+    lines += ["", *(fill(escaped(sentence), width, subsequent_indent="    ") for sentence in below)]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _widths(table: Table) -> list[int]:
     widths = [
-        max(len(printable(value)) for value in (column.head, *(row[at] for row in table.rows)))
+        max(len(escaped(value)) for value in (column.head, *(row[at] for row in table.rows)))
         for at, column in enumerate(table.columns)
     ]
     end = 0
     for group, count in table.groups():  # a heading that is longer than what stands under it
         end += count
-        missing = len(printable(group)) - sum(widths[end - count : end]) - len(GAP) * (count - 1)
+        missing = len(escaped(group)) - sum(widths[end - count : end]) - len(GAP) * (count - 1)
         widths[end - 1] += max(0, missing)
     return widths
 
@@ -109,14 +110,14 @@ def _group_line(table: Table, widths: list[int]) -> str:
     for group, count in table.groups():
         end += count
         room = sum(widths[end - count : end]) + len(GAP) * (count - 1)
-        shown = printable(group)
+        shown = escaped(group)
         parts.append(f" {shown} ".center(room, "-") if shown and len(shown) + 4 <= room else shown.center(room))
     return GAP.join(parts).rstrip()
 
 
 def _line(values: list[str], table: Table, widths: list[int]) -> str:
     placed = (
-        printable(value).ljust(width) if column.left else printable(value).rjust(width)
+        escaped(value).ljust(width) if column.left else escaped(value).rjust(width)
         for value, column, width in zip(values, table.columns, widths, strict=True)
     )
     return GAP.join(placed).rstrip()

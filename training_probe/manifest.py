@@ -10,6 +10,7 @@ import msgspec
 
 from backends import catalog
 from backends.catalog import ModelSpec
+from backends.plain import UNDECODABLE
 from loadgen.runs import Machine, RunError, this_machine
 from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell
 
@@ -94,5 +95,5 @@ def read(directory: Path) -> Manifest:
         raise RunError(f"{directory} holds no {MANIFEST_FILE}; name the directory of a sweep.") from None
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise RunError(f"{path} is not a manifest of a sweep of this version: {error}.") from None

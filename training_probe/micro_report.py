@@ -13,7 +13,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from loadgen.text import markdown_text, printable
+from backends.plain import escaped
+from loadgen.text import markdown_text
 from training_probe import layout, micro_run, micro_tables
 from training_probe.micro_points import About, Gemm, Measured, MicroError, Outcome
 from training_probe.micro_presets import TITLES
@@ -95,7 +96,7 @@ def text(found: Sequence[Measured], report: Report, width: int) -> str:
     """The report for a terminal of `width` columns."""
     shown = [layout.text(table, width) for table in micro_tables.build(found, report["device_name"])]
     head = [title_of(report), "", *summary(report)]
-    return "\n".join([*(fill(printable(line), width) for line in head), "", *shown])
+    return "\n".join([*(fill(escaped(line), width) for line in head), "", *shown])
 
 
 def markdown(report: Report, found: Sequence[Measured], pictures: Mapping[str, str]) -> str:

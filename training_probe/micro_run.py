@@ -23,6 +23,7 @@ import msgspec
 
 from backends import process
 from backends.launch import LaunchError, Running, Start
+from backends.plain import UNDECODABLE
 from loadgen import runs
 from loadgen.children import environment
 from loadgen.runs import Machine, this_machine
@@ -242,7 +243,7 @@ def read_manifest(directory: Path) -> Manifest:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except OSError as error:
         raise MicroError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise MicroError(f"{path} is not a manifest of this version: {error}.") from None
 
 
@@ -255,13 +256,13 @@ def read_results(directory: Path) -> list[Measured]:
         raise MicroError(f"cannot read {path}: {error.strerror or error}.") from None
     try:
         return [_MEASURED.decode(line) for line in lines]
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise MicroError(f"{path} holds a line that is no result of this version: {error}.") from None
 
 
 def read_about(directory: Path) -> About | None:
     """What the processes said of where they ran; None when none came that far."""
     for path in sorted((directory / RUNS).glob(f"*/{ABOUT_FILE}")):
-        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+        with contextlib.suppress(OSError, *UNDECODABLE):
             return msgspec.json.decode(path.read_bytes(), type=About)
     return None

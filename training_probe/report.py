@@ -14,7 +14,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from loadgen.text import markdown_text, printable
+from backends.plain import UNDECODABLE, escaped
+from loadgen.text import markdown_text
 from training_probe import layout, paper, results, tables
 from training_probe.grid import LETTERS
 from training_probe.results import CellResult, Outcome
@@ -160,7 +161,7 @@ def text(found: Sequence[CellResult], manifest: Manifest, width: int) -> str:
     report = build(found, manifest)
     head = [title_of(report), "", *summary(report, found)]
     shown = [layout.text(table, width) for table in tables.build(found)]
-    return "\n".join([*(fill(printable(line), width) for line in head), "", *shown])
+    return "\n".join([*(fill(escaped(line), width) for line in head), "", *shown])
 
 
 def markdown(report: Report, found: Sequence[CellResult], pictures: Mapping[str, str] | None = None) -> str:
@@ -202,7 +203,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ReportError(
             f"{path} is not a sweep's manifest: {error}; without that file the report can be made."
         ) from None

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from backends.plain import UNDECODABLE
 from training_probe.grid import Cell
 
 RESULTS_FILE, BREAKDOWN_FILE = "results.jsonl", "breakdown.jsonl"
@@ -131,7 +132,7 @@ def read(path: Path) -> list[CellResult]:
             continue
         try:
             result = msgspec.json.decode(line, type=CellResult)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             if number == len(lines):  # no newline after it: the sweep was killed while it wrote
                 break
             raise ResultsError(f"line {number} of {path} is not a result of this version: {error}.") from None

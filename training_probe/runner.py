@@ -21,6 +21,7 @@ import msgspec
 
 from backends import process
 from backends.launch import LaunchError, Running, Start
+from backends.plain import UNDECODABLE
 from loadgen.children import environment
 from loadgen.tail import Tail
 from training_probe import build_locks, children, numbers
@@ -204,7 +205,7 @@ class _Watch:
             with contextlib.suppress(FileNotFoundError):
                 try:
                     reports[rank] = _REPORT.decode((self._directory / f"rank{rank}.json").read_bytes())
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except UNDECODABLE as error:
                     unreadable[rank] = str(error)
         return reports, unreadable
 
@@ -212,7 +213,7 @@ class _Watch:
         """Takes in what was appended since; whether there was any. A line that is no step tells of nothing."""
         before = len(self.steps)
         for line in self._tail.lines():
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            with contextlib.suppress(*UNDECODABLE):
                 self.steps.append(_STEP.decode(line))
         for step in self.steps[before:]:
             self._on_step(step)

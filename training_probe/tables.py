@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loadgen.text import number, printable
+from backends.plain import escaped
+from loadgen.text import number
 from training_probe import paper
 from training_probe.layout import Column, Table
 from training_probe.paper import PaperRow, TableName
@@ -319,5 +320,5 @@ def _field(value: object) -> object:
     """Text of one line that a spreadsheet does not take for a formula."""
     if not isinstance(value, str):
         return value
-    shown = printable(value)
+    shown = escaped(value)
     return f"'{shown}" if shown.startswith(("=", "+", "-", "@")) else shown

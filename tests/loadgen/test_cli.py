@@ -333,7 +333,14 @@ def test_reports_of_training(schema: str, tmp_path: Path, capsys: pytest.Capture
     one_sentence(["compare", str(tmp_path), str(tmp_path)], 2, capsys, said)
 
 
-@pytest.mark.parametrize("damaged", [b'{"schema":"\xff"}', b'{"schema":7}', b"[]", b'{"schema":"loadgen.manifest/1"}'])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b'{"schema":"\xff"}', b'{"schema":7}', b"[]", b'{"schema":"loadgen.manifest/1"}',
+        pytest.param(b'{"argv": ' + b"[" * 100_000, id="nested without end"),
+        pytest.param(b'{"unknown": ' + b"[" * 100_000, id="nested without end, where nobody reads"),
+    ],
+)  # fmt: skip
 def test_a_damaged_manifest(damaged: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "manifest.json").write_bytes(damaged)
     one_sentence(["report", str(tmp_path)], 2, capsys, "manifest.json is not a manifest of this version")

@@ -296,6 +296,14 @@ def test_tgi_sees_a_model_without_an_end(tmp_path: Path) -> None:
     assert json.loads((model / "generation_config.json").read_text())["eos_token_id"] == 2
 
 
+@pytest.mark.parametrize("wrong", ["[]", "{", pytest.param('{"a": ' + "[" * 100_000, id="nested without end")])
+def test_a_model_whose_files_cannot_be_read_is_one_sentence(tmp_path: Path, wrong: str) -> None:
+    model = llama(tmp_path / "m")
+    (model / "generation_config.json").write_text(wrong)
+    with pytest.raises(LaunchError, match=r"cannot use .*generation_config\.json: "):
+        launch(tmp_path, backend="tgi", model=str(model))
+
+
 def test_tgi_from_the_hub_says_that_replies_may_end(tmp_path: Path) -> None:
     assert any("replies may end early" in note for note in planned(tmp_path, backend="tgi").notes)
 

@@ -184,8 +184,11 @@ def test_a_merge_killed_before_its_last_step_doubles_nothing(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "damage",
-    [b"{}", b"not json", b"\xff\xfe", b'{"id":1', b"", b'{"client":{}}', b'{"id":1e99}'],
-)
+    [
+        b"{}", b"not json", b"\xff\xfe", b'{"id":1', b"", b'{"client":{}}', b'{"id":1e99}',
+        pytest.param(b'{"unknown":' + b"[" * 100_000, id="nested without end"),
+    ],
+)  # fmt: skip
 def test_damage_is_named_by_its_line(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "requests.jsonl"
     write_file(path, [request(0), request(1)])

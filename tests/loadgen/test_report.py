@@ -12,8 +12,6 @@ from xml.etree import ElementTree
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from loadgen import cli, figures, records, report, runs
 from loadgen import text as texts
@@ -350,19 +348,6 @@ def test_the_terminal_is_told_nothing_by_the_server() -> None:
     text.encode("utf-8")
 
 
-@given(st.text())
-def test_text_is_shown_as_it_is_but_for_what_does_not_print(text: str) -> None:
-    shown = texts.printable(text)
-    assert shown.isprintable()
-    if text.isprintable():
-        assert shown == text
-
-
-def test_invisible_signs_are_shown() -> None:
-    hidden = "a \u061c\u00ad\U000e0041\u3000日本 😀"
-    assert texts.printable(hidden) == "a \\u061c\\xad\\U000e0041\\u3000日本 😀"
-
-
 def test_markdown_shows_hostile_text_and_does_not_obey_it() -> None:
     text = texts.markdown(hostile_report())
     assert "<script" not in text and "\x1b" not in text and "\u202e" not in text
@@ -378,7 +363,6 @@ def test_hostile_text_survives_in_json_and_figures(tmp_path: Path) -> None:
     report.write(tmp_path, built, table(HAND))
     ElementTree.fromstring((tmp_path / "cdf.svg").read_bytes())
     assert json.loads((tmp_path / "report.json").read_bytes())["model"] == HOSTILE
-    assert texts.printable("half a character: \udc80") == "half a character: \\udc80"
 
 
 def test_errors_are_grouped_most_frequent_first_and_few() -> None:

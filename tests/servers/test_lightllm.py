@@ -58,6 +58,8 @@ def test_root_goes_either_way(tmp_path: Path) -> None:
         ({"inputs": "a"}, 417, "'parameters'"),
         ({"inputs": 3, "parameters": {}}, 417, "$.inputs"),
         ([], 417, "object"),
+        (b'{"inputs": 3, "parameters', 417, "$.inputs"),
+        pytest.param(b'{"inputs": 3, "parameters": ' + b"[" * 100_000, 417, "$.inputs", id="nested without end"),
         ({"inputs": [], "parameters": {"max_new_tokens": 1}}, 400, "prompt_ids is empty"),
         ({"inputs": [1], "parameters": {"max_new_tokens": 0}}, 400, "max_new_tokens must be at least 1"),
         ({"inputs": [1] * 10, "parameters": {"max_new_tokens": 91}}, 400,

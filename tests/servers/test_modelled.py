@@ -159,6 +159,25 @@ def test_a_profile_of_another_server(tmp_path: Path) -> None:
         emulated(profile=path)
 
 
+@pytest.mark.parametrize(
+    ("runs", "measured"),
+    [
+        (["h100_7b_burst_o128", "h100x2_7b_burst"], ["h100"]),
+        (["h200/serving/7b_burst_o64"], ["h200"]),
+        (["h200x4_70b_burst", "h100/serving/7b_burst"], ["h100", "h200"]),
+        (["serving/h200_7b_burst", "h2000_7b_burst"], []),
+    ],
+)
+def test_gpus_of_a_profile_are_those_of_its_runs(tmp_path: Path, runs: list[str], measured: list[str]) -> None:
+    path = tmp_path / "p.json"
+    error = profiles()["vllm@v1"].held_out[0]
+    held_out = tuple(msgspec.structs.replace(error, run=run) for run in runs)
+    calibrate.write(msgspec.structs.replace(profiles()["vllm@v1"], gpu="", held_out=held_out), path)
+    facts = emulated(profile=path).facts  # of an H200
+    assert sorted(facts["profile_gpus"]) == measured
+    assert facts["profile_assumed"] is (measured == ["h100"])
+
+
 def test_predict_writes_a_run_that_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     sys.argv = ["loadgen", "predict", "--backend", "vllm", "--model", "70b", "--gpu", "h200", "--gpus", "4",

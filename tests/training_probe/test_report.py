@@ -113,7 +113,9 @@ def test_redoing_a_directory_writes_all_of_it(tmp_path: Path) -> None:
     assert "As Table III" in (tmp_path / "tables.tex").read_text()
 
 
-@pytest.mark.parametrize("wrong", ["", "[1]", "{", "\xff"])
+@pytest.mark.parametrize(
+    "wrong", ["", "[1]", "{", "\xff", pytest.param('{"argv": ' + "[" * 100_000, id="nested without end")]
+)
 def test_a_broken_manifest_is_one_sentence(tmp_path: Path, wrong: str) -> None:
     (tmp_path / "manifest.json").write_bytes(wrong.encode("latin-1"))
     with pytest.raises(report.ReportError, match=r"is not a sweep's manifest"):
