@@ -4,6 +4,7 @@ On a GPU: events in the stream around each sample. Where the host enqueues launc
 GPU is kept busy ahead of each sample until the host is done, so it then runs launch after launch, and the host's own
 speed does not show. Where the host is faster the GPU does not rest: after a rest it is faster than it can be for long.
 Matrix products are kept apart, as triton's do_bench keeps them: without a pause they would be held by the power limit.
+Warmed up they are without one, as there: a GPU that the limit has slowed stays slow at what would not have slowed it.
 On the CPU, and where a launch returns when its work is done: the monotonic clock.
 """
 
@@ -33,7 +34,9 @@ MAX_LAUNCHES = 256  # of a sample; with all its samples in flight it stays a que
 MAX_WARMUPS = 20_000
 AHEAD, LEAST_AHEAD_S, MOST_AHEAD_S = 2.0, 5e-5, 0.05  # how long the GPU is kept busy: times what enqueuing takes
 TRIES, MOST_LATE_RATIO = 4, 0.1  # of samples that the host enqueued too late; more, and all are taken again
-FEW_LAUNCHES = 64  # from which the time of enqueuing is taken, while the GPU is busy with something else
+# From how many the time of enqueuing is taken, while the GPU is busy with something else: the first after a wait may
+# take the host ten times as long. Fewer where the GPU would work on them for longer than this.
+FEW_LAUNCHES, FEW_S = 64, 0.02
 CALIBRATION_CYCLES = 2_000_000
 BUSY_CYCLES = 40_000_000  # 20 ms of a fast GPU
 REASON_CHARACTERS = 300
@@ -140,7 +143,7 @@ def _by_events(launch: Launch, plan: Plan, once_s: float, ranks: Ranks) -> tuple
 
         return _trains(ahead, launch, plan, waits, ranks)
 
-    enqueue_s = ranks.slowest([_enqueuing(launch, min(plan.launches, FEW_LAUNCHES))])[0]
+    enqueue_s = ranks.slowest([_enqueuing(launch, once_s)])[0]
     if 2 * enqueue_s < once_s:  # each is enqueued long before the one ahead of it ends
         return _in_time(*trains(LEAST_AHEAD_S, False))
     ahead_s = AHEAD * enqueue_s * plan.launches
@@ -174,7 +177,7 @@ def _apart(point: Point, launch: Launch, clear: Launch, once_s: float, task: Tas
     what a launch takes, the host's part included."""
     clear_s = max(1e-6, _span(clear, FEW_LAUNCHES, torch.cuda.synchronize, Alone()))
     launches = _in_a_train(once_s)
-    enqueue_s = _enqueuing(launch, launches)
+    enqueue_s = _enqueuing(launch, once_s)
 
     def clears(launches: int) -> int:
         return max(1, math.ceil(AHEAD * enqueue_s * launches / clear_s))
@@ -187,7 +190,7 @@ def _apart(point: Point, launch: Launch, clear: Launch, once_s: float, task: Tas
     for _ in range(TRIES):
         ahead, train_s = partial(_repeated, clear, count), count * clear_s + launches * once_s
         trains = max(1, round(SETTLED_SAMPLE_S / train_s))
-        _trains(ahead, launch, Plan(launches, math.ceil(SETTLING_S / train_s)), waits, Alone())
+        _span(launch, math.ceil(SETTLING_S / max(once_s, enqueue_s)), torch.cuda.synchronize, Alone())
         samples = Plan.of(trains * train_s, task, 0).samples
         taken_s, late = _trains(ahead, launch, Plan(launches, samples * trains), waits, Alone())
         if sum(late) <= MOST_LATE_RATIO * len(late):
@@ -206,8 +209,10 @@ def _repeated(launch: Launch, count: int) -> None:
         launch()
 
 
-def _enqueuing(launch: Launch, count: int) -> float:
-    """Seconds that the host needs for a launch. The GPU is busy meanwhile: a queue that is short never fills."""
+def _enqueuing(launch: Launch, once_s: float) -> float:
+    """Seconds that the host needs for a launch, which takes about once_s in all. The GPU is busy meanwhile: a queue
+    that is short never fills."""
+    count = min(FEW_LAUNCHES, max(1, round(FEW_S / max(once_s, 1e-9))))
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
     began = time.perf_counter()
