@@ -25,7 +25,6 @@ from backends import process
 from backends.launch import LaunchError, Running, Start
 from backends.plain import UNDECODABLE
 from loadgen import runs
-from loadgen.children import environment
 from loadgen.runs import Machine, this_machine
 from loadgen.tail import Tail, whole_lines
 from training_probe import children
@@ -175,7 +174,7 @@ class _Run:
             run_id=self._launch.name,
             backend="training_probe",
             argv=command(python=sys.executable, processes=ranks, port=port, directory=self._directory),
-            env={**environment(os.environ), **self._launch.env},
+            env={**children.environment(os.environ, ranks), **self._launch.env},
             port=port,
             log=self._directory / LOG_FILE,
             gpu_ids=tuple(map(str, self._manifest.gpu_ids[:ranks])),

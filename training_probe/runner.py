@@ -22,7 +22,6 @@ import msgspec
 from backends import process
 from backends.launch import LaunchError, Running, Start
 from backends.plain import UNDECODABLE
-from loadgen.children import environment
 from loadgen.tail import Tail
 from training_probe import build_locks, children, numbers
 from training_probe.endings import Evidence, judge, oom_kills
@@ -78,7 +77,7 @@ def start_of(
         run_id=directory.name,
         backend="training_probe",
         argv=command(python=python, processes=trial.cell.gpus, port=port, directory=directory),
-        env=environment(os.environ),  # servers get no PYTHONPATH, being perhaps another Python
+        env=children.environment(os.environ, trial.cell.gpus),
         port=port,
         log=directory / LOG_FILE,
         gpu_ids=tuple(str(index) for index in gpu_ids[: trial.cell.gpus]),

@@ -356,6 +356,19 @@ def test_the_real_command_line(tmp_path: Path) -> None:
     assert start.gpu_ids == ("5", "6")
 
 
+def test_ranks_share_the_cores_unless_the_user_has_said_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def threads(ranks: int) -> str | None:
+        return start_of(trial_of("ok", ranks), tmp_path, python="/py", gpu_ids=(), port=1).env.get("OMP_NUM_THREADS")
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(15)))
+    assert [threads(ranks) for ranks in (1, 2, 4, 16)] == ["15", "7", "3", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert threads(2) is None  # it is inherited
+
+
 def test_a_run_leaves_no_trace_of_the_one_before(tmp_path: Path) -> None:
     run(tmp_path, "ok", 2)
     ended = run(tmp_path, "silent", 2)

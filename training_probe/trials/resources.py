@@ -13,13 +13,11 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def own_device(kind: str) -> torch.device:
-    """This rank's GPU; or the CPU, of which each rank takes its share of the cores."""
+    """This rank's GPU; or the CPU, of which each rank has its share (training_probe.children)."""
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         return device
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // int(os.environ.get("WORLD_SIZE", "1"))))
     return torch.device("cpu")
 
 
