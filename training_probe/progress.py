@@ -195,7 +195,8 @@ def finished(result: CellResult) -> str:
         predicted = "" if result.predicted_memory_gb is None else f" (predicted {size(result.predicted_memory_gb)})"
         parts.append(f"peak {size(result.peak_memory_gb)}{predicted}")
     if result.search and result.outcome == "ok":
-        parts.append(f"micro batch {result.batch_size}")
+        limit = ", where the search ended" if result.search_was_limited else ""
+        parts.append(f"micro batch {result.batch_size}{limit}")
     if result.wall_s >= 1:
         parts.append(duration(result.wall_s))
     return f"{result.cell}: {', '.join(parts)}" + (f" ({result.reason})" if result.reason else "")

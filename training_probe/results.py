@@ -92,6 +92,11 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     wall_s: float = 0.0  # of the whole cell, its start and its search included
     log: str = ""  # of the last run, relative to the sweep's directory
 
+    @property
+    def search_was_limited(self) -> bool:
+        """Whether every micro batch that was tried fitted: a larger one may, too."""
+        return bool(self.search) and all(attempt.outcome == "ok" for attempt in self.search)
+
 
 def of_cell(cell: Cell, *, platform: str, outcome: Outcome, reason: str = "", **more: Any) -> CellResult:
     """A result that says which cell it is of."""

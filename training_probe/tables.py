@@ -158,10 +158,15 @@ def _measured(
     if result is None:
         return [""] * len(_heads(on, with_batch))
     per_gpu = [] if on.gpus == paper.GPUS else [_known(_per_gpu(result))]
-    batch = ["" if result.batch_size is None else str(result.batch_size)] if with_batch else []
+    batch = [_batch(result, remarks)] if with_batch else []
     ratio = ratio_to(result, beside)
     memory = [_known(result.peak_memory_gb), _known(result.peak_reserved_gb)]
     return [*batch, speed(result, remarks, oom=OOM), *per_gpu, _known(ratio), *memory]
+
+
+def _batch(result: CellResult, remarks: Remarks) -> str:
+    limited = "the search ended here (--max-micro-batch); more may fit" if result.search_was_limited else ""
+    return "" if result.batch_size is None else str(result.batch_size) + remarks.mark(limited)
 
 
 def ratio_to(result: CellResult, row: PaperRow) -> float | None:
@@ -193,7 +198,7 @@ def _caption(table: TableName, machines: Sequence[Machine]) -> tuple[str, ...]:
         "Tokens/s of all GPUs together; M: peak memory of the GPU that had most, GiB (here allocated, reserved)."
     ]
     if table in ("II", "IV"):
-        searched = ", here the largest that fitted" if table == "IV" else ""
+        searched = ", here the largest power of two that fitted" if table == "IV" else ""
         sentences.append(f"BS: sequences a GPU{searched}.")
     sentences += [f'"{OOM}": out of memory.', *([] if table == "II" else [paper.STD_NOTE])]
     other = [each for each in machines if each.gpus != paper.GPUS]
@@ -233,7 +238,7 @@ def all_cells(results: Sequence[CellResult]) -> Table:
         shares = (None if ratio is None else 100 * ratio for ratio in (result.mfu_ratio, result.hfu_ratio))
         rows.append((
             paper.model_name(result.model), result.task, _engine(result), result.method,
-            str(result.gpus), "" if result.batch_size is None else str(result.batch_size), str(result.seq_len),
+            str(result.gpus), _batch(result, remarks), str(result.seq_len),
             speed(result, remarks, oom="OOM"), *map(_known, shares),
             _known(result.step_ms), _known(result.forward_ms), _known(result.backward_ms), _known(result.optimizer_ms),
             _known(result.predicted_memory_gb), _known(result.peak_memory_gb), _known(result.peak_reserved_gb),

@@ -86,6 +86,15 @@ def test_table_4_takes_searched_cells_and_no_others() -> None:
     assert [row[1] for row in only([searched, result("Z2", model="13b")], "table-III").rows] == ["Z2"]
 
 
+def test_a_search_that_met_no_limit_but_its_own_is_marked() -> None:
+    tried = [Attempt(micro_batch=size, outcome="ok") for size in (32, 64)]
+    limited = result("R", 7814.0, micro_batch=None, said={"batch_size": 64, "search": tried})
+    for table, column in (("table-IV", "NVIDIA H200, 8 GPUs: BS"), ("cells", "BS")):
+        made = only([limited], table)
+        mark = shown(made)[column].removeprefix("64 ")
+        assert mark in ("[1]", "[2]") and "more may fit" in made.notes[int(mark[1]) - 1]
+
+
 def test_a_cell_of_two_tables_is_in_both() -> None:
     found = [result("Naive"), result("Z1", engine="megatron", micro_batch=4)]
     made = {table.key: table for table in tables.build(found)}
