@@ -7,6 +7,7 @@ It must never smooth, extrapolate or hide that a run is emulated.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,28 +82,47 @@ def cdf(sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 def draw(runs: Sequence[Curves], title: str, paths: Sequence[Path]) -> None:
     """Writes one figure to every path; the suffix (.png, .svg) says how."""
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = Figure(figsize=(10.5, 3.9 if len(runs) == 1 else 4.2), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = _figure(title, runs)
         axes = figure.subplots(1, len(PANELS), sharey=True)
         for axis, (metric, name) in zip(axes, PANELS.items(), strict=True):
             _panel(axis, metric, name, runs)
         axes[0].set_ylabel("Cumulative fraction of requests")
-        _title(figure, title, runs)
         if len(runs) > 1:
-            legend = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-            for text in legend.get_texts():
-                text.set_parse_math(False)
+            legend_below(figure, axes[0], 2)
         for path in paths:
             figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _title(figure: Figure, title: str, runs: Sequence[Curves]) -> None:
+def titled(width: float, height: float, title: str, colour: str = INK) -> Figure:
+    """An empty figure, in inches, below its title, which has as many lines as it needs and is never mathematics."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    text = figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=colour)
+    text.set_parse_math(False)
+    taken_ratio = text.get_window_extent().width / (0.95 * figure.bbox.width)
+    if taken_ratio > 1:
+        text.set_text(textwrap.fill(title, max(1, int(len(title) / taken_ratio))))
+    return figure
+
+
+def legend_below(figure: Figure, axis: Axes, columns: int) -> None:
+    """The names of an axis's lines or bars below the figure, in `columns` columns or as many as there is room for."""
+    handles, labels = axis.get_legend_handles_labels()
+    for tried in range(min(columns, len(labels)), 0, -1):
+        legend = figure.legend(handles, labels, loc="outside lower center", ncols=tried)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+        if tried == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
+
+
+def _figure(title: str, runs: Sequence[Curves]) -> Figure:
     emulated = sum(run.emulated for run in runs)
     if emulated:
         which = "EMULATED" if emulated == len(runs) else "PARTLY EMULATED"
         title = f"{which} (modelled hardware, no real server)   {title}"
-    text = figure.suptitle(title, x=0.01, ha="left", fontsize=11, color="#B00020" if emulated else INK)
-    text.set_parse_math(False)
+    return titled(10.5, 3.9 if len(runs) == 1 else 4.2, title, "#B00020" if emulated else INK)
 
 
 def _panel(axis: Axes, metric: str, name: str, runs: Sequence[Curves]) -> None:
@@ -172,9 +192,7 @@ def stacked(
     at, left = np.arange(len(bars)), np.zeros(len(bars))
     least = NAMED_RATIO * max(sum(bar.values()) for bar in bars.values())
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = Figure(figsize=(11.0, 1.6 + 0.45 * len(bars) + 0.2 * math.ceil(len(parts) / 6)), layout="constrained")
-        FigureCanvasAgg(figure)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11).set_parse_math(False)
+        figure = titled(11.0, 1.6 + 0.45 * len(bars) + 0.2 * math.ceil(len(parts) / 6), title)
         axis = figure.subplots()
         for place, part in enumerate(parts):
             again = place // len(COLOURS)
@@ -193,7 +211,7 @@ def stacked(
         axis.invert_yaxis()
         axis.set_xlim(0, float(left.max(initial=0.0)) or 1.0)
         axis.set_xlabel(unit)
-        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+        legend_below(figure, axis, 6)
         for path in paths:
             figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 

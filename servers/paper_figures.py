@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from loadgen.figures import COLOURS, DASHES, GRID, STYLE
+from loadgen.figures import COLOURS, DASHES, GRID, STYLE, titled
 
 if TYPE_CHECKING:
     from servers.paper import Paper, Result
@@ -108,11 +107,8 @@ def _label(paper: Paper, run: str, part: int) -> str:
 
 
 def _figure(height: float, number: int, title: str) -> Figure:
-    figure = Figure(figsize=(10.5, height), layout="constrained")
-    FigureCanvasAgg(figure)
     heading = f"EMULATED (modelled hardware, no real server)   as Fig. {number} of arXiv 2311.03687: {title}"
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11, color="#B00020")
-    return figure
+    return titled(10.5, height, heading, "#B00020")
 
 
 def _save(figure: Figure, number: int, directory: Path) -> None:

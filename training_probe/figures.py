@@ -16,12 +16,12 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from numpy.typing import NDArray
 
 from backends.plain import escaped
-from loadgen.figures import COLOURS, DASHES, GRID, STYLE
+from loadgen.figures import COLOURS, DASHES, GRID, STYLE, legend_below, titled
 from training_probe.micro_points import size_text
 from training_probe.results import GIB
 from training_probe.trial import Timeline
@@ -29,7 +29,7 @@ from training_probe.trial import Timeline
 SUFFIXES = (".svg", ".png")
 FADED = "#888888"
 DECADE = 10.0
-LEGEND_INCHES = 2.1  # of a line's name
+LEGEND_COLUMNS = 6
 ZOOM_RATIO = 0.6  # lines that lie above this part of an axis all along have one that does not begin at 0
 MOST_SAMPLES = 1500  # stretches of a timeline, more than a figure has pixels for
 Array = NDArray[np.float64]
@@ -94,6 +94,8 @@ def _dress(axis: Axes, panel: Panel, floor: float, top: float, log: bool) -> Non
     top = max(top, panel.limit[1] if panel.limit else 0.0) or 1.0
     axis.set_ylim(floor, top * (1.6 if log else 1.1))
     axis.yaxis.set_major_formatter(_tick)
+    if log:  # within a decade there is one major tick or none
+        axis.yaxis.set_minor_formatter(_tick if top < DECADE * floor else NullFormatter())
     axis.tick_params(axis="x", length=0)
     axis.grid(axis="y", color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
@@ -184,7 +186,7 @@ def lines(panels: Sequence[Lines], title: str, stem: Path, *, columns: int = 2) 
         for axis, panel in zip(axes, panels, strict=False):
             _lines(axis, panel, names)
         fullest = max(zip(axes, panels, strict=False), key=lambda each: len(each[1].lines))
-        _legend(figure, fullest[0], int(width / LEGEND_INCHES))
+        _legend(figure, fullest[0])
         _save(figure, stem)
 
 
@@ -295,19 +297,12 @@ def _mark_steps(axis: Axes, begins: Array) -> None:
 
 
 def _figure(width: float, height: float, title: str) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(escaped(title), x=0.01, ha="left", fontsize=11).set_parse_math(False)
-    return figure
+    return titled(width, height, escaped(title))
 
 
-def _legend(figure: Figure, axis: Axes, columns: int = 6) -> None:
-    handles, labels = axis.get_legend_handles_labels()
-    if len(labels) < 2:
-        return
-    legend = figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+def _legend(figure: Figure, axis: Axes) -> None:
+    if len(axis.get_legend_handles_labels()[1]) > 1:
+        legend_below(figure, axis, LEGEND_COLUMNS)
 
 
 def _save(figure: Figure, stem: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.figures import legend_below, titled
 from tests.training_probe.measured import HOSTILE, result
 from training_probe import drawn, figures, layout, report, tables
 from training_probe.results import CellResult, append
@@ -155,6 +156,22 @@ def test_bars_of_a_logarithmic_axis_begin_below_the_smallest(tmp_path: Path) -> 
     seen(tmp_path / "bars.svg")
     assert figures._floor([10.0, 7000.0]) == 1.0
     assert figures._floor([12.0]) == 10.0
+
+
+def test_title_and_legend_of_a_narrow_figure_are_within_it() -> None:
+    figure = titled(7.0, 4.1, "As Table IV of arXiv 2311.03687: Pre-training, the largest batch that fits " * 2)
+    axis = figure.subplots()
+    names = [f"{platform}, a name of some length" for platform in ("A800", "RTX4090", "RTX3090", "NVIDIA H200", "CPU")]
+    for place, name in enumerate(names):
+        axis.bar(place, 1.0, label=name)
+    legend_below(figure, axis, 6)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == names
+    for part in (legend, figure._suptitle):  # type: ignore[attr-defined]
+        box = part.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+        assert 0 <= box.y0 < box.y1 <= figure.bbox.height
 
 
 def test_speed_never_stands_where_memory_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
