@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator
 from numpy.typing import NDArray
 
 from backends.plain import escaped
@@ -94,8 +94,9 @@ def _dress(axis: Axes, panel: Panel, floor: float, top: float, log: bool) -> Non
     top = max(top, panel.limit[1] if panel.limit else 0.0) or 1.0
     axis.set_ylim(floor, top * (1.6 if log else 1.1))
     axis.yaxis.set_major_formatter(_tick)
-    if log:  # within a decade there is one major tick or none
-        axis.yaxis.set_minor_formatter(_tick if top < DECADE * floor else NullFormatter())
+    if log and top < DECADE * floor:  # too few powers of ten for an axis
+        axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axis.yaxis.set_minor_formatter(_tick)
     axis.tick_params(axis="x", length=0)
     axis.grid(axis="y", color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
