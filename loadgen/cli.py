@@ -323,7 +323,7 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
                 tomllib.loads(Path(name).read_text(encoding="utf-8"))
             except OSError as error:
                 raise ConfigError(f"--config: cannot read '{name}': {error.strerror}.") from None
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # the latter: nested without end
                 raise ConfigError(f"--config: {name} is not TOML: {error}.") from None
             files.append(Toml(name, must_exist=True, use_commands_as_keys=False))
         else:

@@ -133,6 +133,7 @@ def test_config_file_is_the_flags_and_flags_win(tmp_path: Path, configs: list[Co
         ("requets = 6", "Did you mean --requests"),
         ('requests = "x"', "not a whole number"), ("requests = 0", "--requests is 0"),
         ("requests = ", "is not TOML"), ("requests = \xff", "is not TOML"),
+        pytest.param("requests = " + "[" * 100_000, "is not TOML", id="nested"),
     ],
 )  # fmt: skip
 def test_bad_config_file(tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
