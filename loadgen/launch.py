@@ -105,15 +105,7 @@ def plan_launch(
     `profiled`: it gets its profiler, whose traces go to `directory`/trace.
     """
     backend = backends.get(config.kind)
-    adapter = backend.adapter
-    if adapter is None:
-        raise ConfigError(f"loadgen cannot start a '{backend.name}' server; give --url, or --launch embedded.")
-    if config.dtype not in adapter.dtypes:
-        raise ConfigError(f"{backend.name} has no --dtype {config.dtype}; it has {', '.join(adapter.dtypes)}.")
-    if config.dummy_weights and not adapter.dummy_weights:
-        raise ConfigError(f"{backend.name} cannot make --dummy-weights; only vllm can.")
-    if profiled and adapter.profiler is None:
-        raise ConfigError(f"{backend.name} has no profiler that a client can start; vllm and lightllm have one.")
+    adapter = _adapter(config, backend, profiled)
     model = models.find(config.model or "7b")
     plan = plan_run(config, backend, Target(""), ServerInfo(model.name), run_id, model)
     notes = [adapter.profiler.note] if profiled and adapter.profiler and adapter.profiler.note else []
@@ -158,6 +150,20 @@ def plan_launch(
         p2p=p2p,
         notes=tuple(notes),
     )
+
+
+def _adapter(config: Config, backend: Backend, profiled: bool) -> Adapter:
+    """What can start this kind of server so. Raises ConfigError."""
+    adapter = backend.adapter
+    if adapter is None:
+        raise ConfigError(f"loadgen cannot start a '{backend.name}' server; give --url, or --launch embedded.")
+    if config.dtype not in adapter.dtypes:
+        raise ConfigError(f"{backend.name} has no --dtype {config.dtype}; it has {', '.join(adapter.dtypes)}.")
+    if config.dummy_weights and not adapter.dummy_weights:
+        raise ConfigError(f"{backend.name} cannot make --dummy-weights; only vllm can.")
+    if profiled and adapter.profiler is None:
+        raise ConfigError(f"{backend.name} has no profiler that a client can start; vllm and lightllm have one.")
+    return adapter
 
 
 def _longest(config: Config, backend: Backend) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 from cyclopts import Parameter
 
+from backends.catalog import ModelSpec
 from backends.plain import UNDECODABLE, escaped
 from loadgen import cli, embedded, models, terminal, text
 from loadgen.config import ConfigError
@@ -312,20 +313,12 @@ def command(
     ):  # fmt: skip
         if value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1.")
-    if not 0 < rate <= MOST_RATE:
-        raise ConfigError(f"--rate is {rate:g}; it must be above 0 and at most {MOST_RATE:g}.")
     if not 0 < memory_ratio <= 1:
         raise ConfigError(f"--memory-ratio is {memory_ratio:g}; it must be above 0 and at most 1.")
-    if "tpot" in limits.seconds and output_tokens == 1:
-        raise ConfigError("--slo limits tpot_ms and replies of one token have none; leave it out.")
     load = Load(rate=rate, input_tokens=input_tokens, output_tokens=output_tokens, requests=requests)
-    listed = read_prices(prices)
     spec = models.find(model).spec
-    if spec is not None and input_tokens + output_tokens > spec.max_position:
-        raise ConfigError(
-            f"{spec.name} takes {spec.max_position} tokens in all; --input-tokens and --output-tokens make "
-            f"{input_tokens + output_tokens}."
-        )
+    _check(load, limits, spec)
+    listed = read_prices(prices)
     base = Hardware(
         p2p=False if p2p == "off" else None, scheduler=scheduler, dtype=dtype, max_requests=embedded.UNREFUSED,
         memory_ratio=memory_ratio, profile=profile,
@@ -346,14 +339,31 @@ def command(
         known = profiles()[asked.scheduler] if profile is None else read_profile(profile, asked.scheduler)
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
-    sizes = [1 << power for power in range(LARGEST_TP.bit_length()) if 1 << power <= min(LARGEST_TP, max_gpus)]
-    judged = []
-    for kind in dict.fromkeys(kinds):
-        terminal.say(f"looking at {escaped(kind)}")
-        for tp in sizes:
-            for running in dict.fromkeys(max_running):
-                candidate = Candidate(gpu=kind, tp=tp, max_running=running)
-                judged.append(judge(candidate, emulation, load, limits, listed, max_gpus))
-    rows, unmet = ranked(judged)
+    rows, unmet = ranked([
+        judge(candidate, emulation, load, limits, listed, max_gpus)
+        for candidate in _candidates(kinds, min(LARGEST_TP, max_gpus), max_running)
+    ])  # fmt: skip
     print(render(rows, unmet, load, limits, listed, known))
     return cli.EXIT_OK
+
+
+def _check(load: Load, limits: Limits, spec: ModelSpec | None) -> None:
+    """Raises ConfigError for a load that no server could be asked for."""
+    if not 0 < load.rate <= MOST_RATE:
+        raise ConfigError(f"--rate is {load.rate:g}; it must be above 0 and at most {MOST_RATE:g}.")
+    if "tpot" in limits.seconds and load.output_tokens == 1:
+        raise ConfigError("--slo limits tpot_ms and replies of one token have none; leave it out.")
+    tokens = load.input_tokens + load.output_tokens
+    if spec is not None and tokens > spec.max_position:
+        raise ConfigError(
+            f"{spec.name} takes {spec.max_position} tokens in all; --input-tokens and --output-tokens make {tokens}."
+        )
+
+
+def _candidates(kinds: Sequence[str], largest_tp: int, max_running: Sequence[int]) -> Iterator[Candidate]:
+    """Says which GPU it is at."""
+    for kind in dict.fromkeys(kinds):
+        terminal.say(f"looking at {escaped(kind)}")
+        for tp in (1 << power for power in range(largest_tp.bit_length())):
+            for running in dict.fromkeys(max_running):
+                yield Candidate(gpu=kind, tp=tp, max_running=running)
