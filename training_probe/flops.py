@@ -86,11 +86,14 @@ def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
     trained = lora if method.adapter else head if method.quantized else in_layers + head
     attention = 4.0 * spec.layers * length * spec.hidden
 
-    recomputed = {"none": 0.0, "full": 2.0 * in_layers + attention, "selective": attention}[method.recompute]
+    repeated = {
+        "none": 0.0, "full": 2.0 * (in_layers - _not_repeated(cell, spec)) + attention,
+        "selective": attention if method.flash else attention / 2,
+    }[method.recompute]  # fmt: skip
     return Flops(
         forward=longer * (2.0 * (in_layers + head) + attention),
         backward=longer * (2.0 * (in_layers + head) + 2.0 * trained + 2.0 * attention),
-        recomputed=longer * recomputed,
+        recomputed=longer * repeated,
     )
 
 
@@ -128,6 +131,15 @@ def _of_dtype(name: str, bf16: float, dtype: str) -> float | None:
 def _utilization(flops: float, cell: Cell, tokens_per_s: float, device_name: str) -> float | None:
     peak = None if cell.device == "cpu" else peak_flops(device_name)
     return None if peak is None else flops * tokens_per_s / (cell.gpus * peak)
+
+
+def _not_repeated(cell: Cell, spec: ModelSpec) -> int:
+    """Parameters whose product recomputed layers leave out: torch.utils.checkpoint stops once it has what the backward
+    pass needs, which of an MLP's last product is what goes in. With LoRA it is also what comes out, with experts the
+    routing needs that; Megatron has its own checkpoint; a compiled layer is one piece."""
+    if cell.engine == "megatron" or cell.compile or cell.letters.adapter in ("L", "QL") or spec.experts > 1:
+        return 0
+    return spec.layers * spec.hidden * spec.intermediate
 
 
 def _layer_parameters(spec: ModelSpec) -> int:

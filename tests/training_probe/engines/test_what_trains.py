@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.training_probe.engines import tiny
+from training_probe.flops import flops_per_token
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS
 
 pytestmark = tiny.needs_engines
@@ -166,3 +167,17 @@ def test_gradients_of_accumulated_micro_batches_are_those_of_one_large_one(alone
         found.append([parameter.grad.float() for parameter in training.model.parameters()])
     for accumulated, at_once in zip(*found, strict=True):
         assert (accumulated - at_once).norm() < 0.03 * at_once.norm()
+
+
+@pytest.mark.parametrize("method", ["Naive", "R", "RS", "PT", "PT+R"])
+def test_a_step_computes_what_is_counted(alone: Any, method: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    training = Training(alone, "ddp", method)
+    with FlopCounterMode(display=False) as counted:
+        training.gradients()
+    cell = training.trial.cell
+    assert cell.micro_batch is not None
+    tokens = cell.seq_len * cell.micro_batch
+    expected = tokens * flops_per_token(cell, tiny.SPEC).hardware
+    assert counted.get_total_flops() == pytest.approx(expected, rel=1e-4)  # rotary embeddings are left out
