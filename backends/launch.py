@@ -19,6 +19,8 @@ LOG_TAIL_LINES = 20
 # that it captures: up to 512 they would take gigabytes, which the memory ratio does not leave on a small card. TGI's
 # own is 32. vLLM goes further by itself.
 GRAPH_BATCH = 256
+# NCCL without P2P. Reductions in the NVLink switch are no P2P to it: among more than two Hopper GPUs they would go on.
+WITHOUT_P2P = {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 
 
 class LaunchError(Exception):

@@ -14,7 +14,16 @@ from typing import Any
 import msgspec
 
 from backends.identity import PATHS, read_as
-from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, LaunchError, Profiler, Settings
+from backends.launch import (
+    GRAPH_BATCH,
+    WITHOUT_P2P,
+    Adapter,
+    Failure,
+    Invocation,
+    LaunchError,
+    Profiler,
+    Settings,
+)  # fmt: skip
 from backends.plain import UNDECODABLE
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
 from backends.replies import GIVEN_UP, Count, WholeReply, error_message, error_text, given_up
@@ -162,7 +171,7 @@ def invoke(settings: Settings) -> Invocation:
         arguments += ["--enable_profiling", "torch_profiler"]
         env["LIGHTLLM_TRACE_DIR"] = settings.trace_dir
     if not settings.p2p:
-        env["NCCL_P2P_DISABLE"] = "1"
+        env |= WITHOUT_P2P
         arguments += (
             ["--disable_custom_allreduce"]
             if old

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from backends.identity import PATHS, read_as
-from backends.launch import GRAPH_BATCH, Adapter, Failure, Invocation, LaunchError, Settings
+from backends.launch import GRAPH_BATCH, WITHOUT_P2P, Adapter, Failure, Invocation, LaunchError, Settings
 from backends.plain import UNDECODABLE
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
 from backends.replies import Count, WholeReply, error_message, error_text
@@ -145,7 +145,7 @@ def invoke(settings: Settings) -> Invocation:
     ]  # fmt: skip
     env = {"PREFIX_CACHING": "0", "TGI_WIGGLE_ROOM": f"{settings.memory_ratio:g}"}
     if not settings.p2p:
-        env["NCCL_P2P_DISABLE"] = "1"
+        env |= WITHOUT_P2P
     return Invocation(arguments=(*arguments, *settings.extra), env=env)
 
 

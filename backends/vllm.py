@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 
 from backends.identity import PATHS, read_as
-from backends.launch import Adapter, Failure, Invocation, Profiler, Settings
+from backends.launch import WITHOUT_P2P, Adapter, Failure, Invocation, Profiler, Settings
 from backends.openai import decoder, request
 from backends.protocol import Backend, HttpRequest, Prompt, Sampling
 from backends.replies import error_message
@@ -52,7 +52,7 @@ def invoke(settings: Settings) -> Invocation:
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}  # 5 s: shorter than a wait for a token
     if not settings.p2p:
         # its other ways to reduce read peers' memory too, and do not look at NCCL's variable
-        env |= {"NCCL_P2P_DISABLE": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+        env |= WITHOUT_P2P | {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
         arguments.append("--disable-custom-all-reduce")
     if settings.trace_dir is not None and settings.version is not None and settings.version < (0, 13):
         env |= {"VLLM_TORCH_PROFILER_DIR": settings.trace_dir, "VLLM_TORCH_PROFILER_WITH_STACK": "0"}

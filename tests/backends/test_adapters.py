@@ -103,7 +103,7 @@ def test_p2p_off(name: str) -> None:
     on, off = adapter(name).invoke(settings()), adapter(name).invoke(settings(p2p=False))
     assert "NCCL_P2P_DISABLE" not in on.env
     own = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"} if name == "vllm" else {}
-    assert off.env == {**on.env, "NCCL_P2P_DISABLE": "1", **own}
+    assert off.env == {**on.env, "NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", **own}
     more = set(off.arguments) - set(on.arguments)
     assert (
         more
