@@ -13,6 +13,7 @@ from pathlib import Path
 import loadgen.children
 
 THREADS = "OMP_NUM_THREADS"
+TELLING = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "KMP_", "DS_", "NVTE_", "GLOO_")
 
 
 def torchrun(*, python: str, processes: int, port: int, module: str, directory: Path) -> tuple[str, ...]:
@@ -27,9 +28,34 @@ def environment(ours: Mapping[str, str], ranks: int) -> dict[str, str]:
     """What to add to the environment `ours` of the parent for each of `ranks` processes on this machine: our own
     code's path, and, where the user has not set it, its share of the cores. torchrun would make that one core of all:
     an optimizer that is offloaded to the CPU would then compute on one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = {} if ours.get(THREADS) else {THREADS: str(max(1, cores // ranks))}
+    threads = {} if ours.get(THREADS) else {THREADS: str(max(1, cores() // ranks))}
     return loadgen.children.environment(ours) | threads
+
+
+def cores(root: Path = Path("/")) -> int:
+    """How many this process may keep busy: physical ones, of which hyperthreads are no more, and at most what its
+    cgroups allow, as with `docker run --cpus`."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    physical = len({_text(root / f"sys/devices/system/cpu/cpu{one}/topology/core_cpus_list") or one for one in usable})
+    own = _text(root / "proc/self/cgroup").rpartition("0::/")[2].partition("\n")[0]
+    place = root / "sys/fs/cgroup"
+    for at in (place, *(place / path for path in (Path(own), *Path(own).parents))):
+        quota, _, period = _text(at / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            physical = min(physical, max(1, int(quota) // int(period)))
+    return physical
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def telling(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment decides how training, its collectives and its threads run: a manifest keeps it."""
+    return {name: value for name, value in sorted(environ.items()) if name.startswith(TELLING)}
 
 
 @contextlib.contextmanager

@@ -57,7 +57,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 class Manifest(Settings, frozen=True, kw_only=True):
     """The settings of a sweep, with its platform named, and what they were applied to. device_names,
-    device_memory_bytes: of the chosen GPUs, in the order of gpu_ids; None: not known."""
+    device_memory_bytes: of the chosen GPUs, in the order of gpu_ids; None: not known. environment: what of it decides
+    how processes run."""
 
     schema: str = SCHEMA
     run_id: str
@@ -67,6 +68,7 @@ class Manifest(Settings, frozen=True, kw_only=True):
     device_memory_bytes: list[int | None] = []
     driver: str | None = None
     cells: list[Cell]
+    environment: dict[str, str] = {}
     machine: Machine = msgspec.field(default_factory=this_machine)
 
 

@@ -6,6 +6,7 @@ What cannot be measured here, or runs out of memory, is a result.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -178,7 +179,7 @@ def _run(
 
     from backends import gpus
     from loadgen import runs
-    from training_probe import micro_run
+    from training_probe import children, micro_run
 
     exact = measuring.samples or usual_samples
     names = {gpu.index: gpu.name for gpu in inventory.gpus}
@@ -201,6 +202,7 @@ def _run(
         ),
         timeout_s=measuring.timeout,
         argv=tuple(sys.argv[1:]),
+        environment=children.telling(os.environ),
     )
     directory = measuring.out or Path("runs") / manifest.run_id
     return reported(directory, micro_run.measure(manifest, directory, say))

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from backends import process
-from backends.launch import LaunchError, Running, Start
+from backends.launch import WITHOUT_P2P, LaunchError, Running, Start
 from backends.plain import UNDECODABLE
 from loadgen import runs
 from loadgen.runs import Machine, this_machine
@@ -48,7 +48,7 @@ from training_probe.trial import write_atomically
 MANIFEST_FILE, RESULTS_FILE, RUNS = "manifest.json", "micro.jsonl", "runs"
 SCHEMA = "training_probe.micro_manifest/1"
 MODULE = "training_probe.micro"
-P2P_DISABLE = "NCCL_P2P_DISABLE"
+P2P_DISABLE = "NCCL_P2P_DISABLE"  # WITHOUT_P2P has it
 LOG_LINES = 400
 TELL_S = 5.0  # a line of progress at most so often
 EXIT_FINISHED, EXIT_STOPPED = 0, 130
@@ -75,6 +75,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     timeout_s: float
     argv: tuple[str, ...] = ()
+    environment: dict[str, str] = {}  # what of it decides how processes run
     machine: Machine = msgspec.field(default_factory=this_machine)
 
 
@@ -130,7 +131,7 @@ def _launches(points: Sequence[Point], ours: Mapping[str, str]) -> Iterator[_Lau
         elif p2p:
             yield _Launch("p2p-on", part, {P2P_DISABLE: "0"} if P2P_DISABLE in ours else {})
         else:
-            yield _Launch("p2p-off", part, {P2P_DISABLE: "1"})
+            yield _Launch("p2p-off", part, WITHOUT_P2P)
 
 
 class _Run:

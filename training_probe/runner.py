@@ -32,6 +32,7 @@ POLL_S = 0.1
 STOP_S = 5.0  # a rank that hangs in NCCL heeds no SIGTERM
 TEARDOWN_S = 15.0  # from the last report to the end of the processes: whatever hangs then has been measured already
 LOG_LINES = 4000
+ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _STEP = msgspec.json.Decoder(Step)
 _REPORT = msgspec.json.Decoder(RankReport)
 
@@ -73,11 +74,14 @@ def start_of(
 ) -> Start:
     """What is to be started for a run in `directory`: one process a GPU of the cell, on the first of `gpu_ids`."""
     directory = directory.absolute()
+    cell, env = trial.cell, children.environment(os.environ, trial.cell.gpus)
+    if cell.engine == "megatron" and cell.tp * cell.cp > 1 and ONE_QUEUE not in os.environ:
+        env[ONE_QUEUE] = "1"  # its backward pass relies on it: an all-reduce runs ahead of the weights' gradients
     return Start(
         run_id=directory.name,
         backend="training_probe",
         argv=command(python=python, processes=trial.cell.gpus, port=port, directory=directory),
-        env=children.environment(os.environ, trial.cell.gpus),
+        env=env,
         port=port,
         log=directory / LOG_FILE,
         gpu_ids=tuple(str(index) for index in gpu_ids[: trial.cell.gpus]),

@@ -10,6 +10,7 @@ on where it was: what counts as done is what stands in results.jsonl.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import threading
@@ -21,10 +22,9 @@ from typing import Literal
 import msgspec
 
 from loadgen import runs
+from training_probe import children, results
 from training_probe import manifest as manifests
-from training_probe import results
 from training_probe.cell_run import CellRun, Context
-from training_probe.children import stopped_by_signals
 from training_probe.grid import Cell
 from training_probe.manifest import Manifest, Settings
 from training_probe.memory_return import MemoryReturn
@@ -64,6 +64,7 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Su
         device_memory_bytes=[device.memory_bytes if device else None for device in devices],
         driver=inventory.driver,
         cells=cells,
+        environment=children.telling(os.environ),
         **{**msgspec.structs.asdict(settings), "platform": platform},
     )
     manifests.write(directory, manifest)
@@ -115,7 +116,7 @@ def _measure(directory: Path, manifest: Manifest, done: Sequence[CellResult], sa
     )  # fmt: skip
     state: Literal["finished", "stopped"] = "stopped"
     try:
-        with stopped_by_signals(context.cancelled):
+        with children.stopped_by_signals(context.cancelled):
             for cell in cells:
                 shutil.rmtree(directory / "trials" / cell.name, ignore_errors=True)
                 why = refused[cell.name]

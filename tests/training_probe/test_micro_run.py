@@ -32,6 +32,7 @@ directory = pathlib.Path(sys.argv[1])
 task = msgspec.json.decode((directory / TASK_FILE).read_bytes(), type=Task)
 (directory / ABOUT_FILE).write_bytes(msgspec.json.encode(About(device_name="CPU", versions={"torch": "0"})))
 (directory / "p2p").write_text(os.environ.get("NCCL_P2P_DISABLE", "unset"))
+(directory / "nvls").write_text(os.environ.get("NCCL_NVLS_ENABLE", "unset"))
 with (directory / POINTS_FILE).open("ab", buffering=0) as file:
     for number, point in enumerate(task.points):
         if number == int(sys.argv[2]):
@@ -114,6 +115,7 @@ def test_p2p_on_and_off_are_two_launches(tmp_path: Path, monkeypatch: pytest.Mon
         asked = manifest(points, kind="collectives", ranks=2)
         assert micro_run.measure(asked, out, lambda _: None, StandIn()) == 0
         assert {way: (out / "runs" / f"p2p-{way}" / "p2p").read_text() for way in ("on", "off")} == seen
+        assert [(out / "runs" / way / "nvls").read_text() for way in ("p2p-on", "p2p-off")] == ["unset", "0"]
         assert [result.point for result in micro_run.read_results(out)] == points
 
 

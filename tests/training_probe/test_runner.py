@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from tests.training_probe import stand_in
 from tests.training_probe.stand_in import GIB, STEP_S
-from training_probe import build_locks, endings, runner
+from training_probe import build_locks, children, endings, runner
 from training_probe.endings import Evidence, judge
-from training_probe.grid import Cell
+from training_probe.grid import Cell, Engine
 from training_probe.numbers import loss_doubt
 from training_probe.runner import StoppedError, TrialOutcome, run_trial, start_of
 from training_probe.trial import RankReport, Step, Trial
@@ -363,10 +363,40 @@ def test_ranks_share_the_cores_unless_the_user_has_said_otherwise(
         return start_of(trial_of("ok", ranks), tmp_path, python="/py", gpu_ids=(), port=1).env.get("OMP_NUM_THREADS")
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(15)))
+    monkeypatch.setattr(children, "cores", lambda: 15)
     assert [threads(ranks) for ranks in (1, 2, 4, 16)] == ["15", "7", "3", "1"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert threads(2) is None  # it is inherited
+
+
+def test_cores_are_physical_and_no_more_than_the_cgroup_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text + "\n")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    assert children.cores(tmp_path) == 12  # nothing is known of them
+    for cpu in range(12):
+        write(f"sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list", f"{cpu % 6},{cpu % 6 + 6}")
+    assert children.cores(tmp_path) == 6
+    write("proc/self/cgroup", "0::/kubepods/pod1/container")
+    for place, quota, cores in (
+        ("kubepods/pod1/container/", "max 100000", 6), ("kubepods/pod1/", "350000 100000", 3),
+        ("", "50000 100000", 1),
+    ):  # fmt: skip
+        write(f"sys/fs/cgroup/{place}cpu.max", quota)
+        assert children.cores(tmp_path) == cores
+
+
+def test_megatron_with_tensor_parallelism_gets_one_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def queues(engine: Engine, tp: int) -> str | None:
+        of = Trial(cell=Cell(model="7b", engine=engine, gpus=2, seq_len=10, micro_batch=1, tp=tp))
+        return start_of(of, tmp_path, python="/py", gpu_ids=(0, 1), port=1).env.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert [queues("megatron", 2), queues("megatron", 1), queues("deepspeed", 1)] == ["1", None, None]
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert queues("megatron", 2) is None
 
 
 def test_a_run_leaves_no_trace_of_the_one_before(tmp_path: Path) -> None:

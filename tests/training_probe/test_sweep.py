@@ -178,7 +178,9 @@ def test_what_makes_no_sense_here_is_a_row_with_its_reason(tmp_path: Path) -> No
     assert rows[3].outcome == "crashed"  # even one sequence may fit, so it was tried; the stand-in knows no such model
 
 
-def test_no_skip_runs_what_is_predicted_not_to_fit(tmp_path: Path) -> None:
+def test_no_skip_runs_what_is_predicted_not_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
     models = {"ok": Model(spec=SPEC)}
     cells = [cell("ok", device="cuda", micro_batch=9, gpus=2)]
     (row,) = swept(tmp_path, cells, with_gpus(16, 8), gpu_ids=(0, 1), models=models, no_skip=True)
@@ -190,6 +192,7 @@ def test_no_skip_runs_what_is_predicted_not_to_fit(tmp_path: Path) -> None:
     assert (said.device_names, said.driver) == ([CARD, CARD], "570.1")
     assert said.device_memory_bytes == [16 * GIB, 8 * GIB]
     assert said.cells == cells and said.models == models
+    assert said.environment["NCCL_NVLS_ENABLE"] == "0" and "HF_TOKEN" not in said.environment
     seen = snapshot(tmp_path / "sweep")
     assert seen["predicted_memory_bytes"][row.cell] == 9 * GIB and seen["peak_memory_bytes"][row.cell] == 10 * GIB
 

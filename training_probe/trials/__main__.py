@@ -87,7 +87,7 @@ def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
             report = record_trace(trial, stepper, micro_batches, device, directory)
         else:
             report = measure.measure(trial, stepper, micro_batches, device, directory, base_bytes)
-    report.versions = _versions()
+    report.versions = _versions(device)
     report.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return report
 
@@ -104,15 +104,20 @@ def _join(cell: Cell, device: Any) -> None:
         dist.init_process_group("nccl", device_id=device)
 
 
-def _versions() -> dict[str, str]:
+def _versions(device: Any) -> dict[str, str]:
     """Of those that were used."""
     names = {"torch": "torch", "transformers": "transformers", "deepspeed": "deepspeed", "peft": "peft",
              "bitsandbytes": "bitsandbytes", "megatron.core": "megatron-core"}  # fmt: skip
-    return {
+    found = {
         name: str(getattr(sys.modules[module], "__version__", ""))
         for module, name in names.items()
         if module in sys.modules
     }
+    if device.type == "cuda":
+        import torch
+
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 if __name__ == "__main__":

@@ -193,7 +193,6 @@ class Fsdp2(_Torch):
         policy: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-            "reshard_after_forward": cell.letters.zero == 3,
         }
         if cell.letters.offload:
             policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -201,8 +200,8 @@ class Fsdp2(_Torch):
         self.parameters = models.count(model)
         _compile_layers(model, trial)
         for layer in models.decoder(model).layers:
-            fully_shard(layer, **policy)
-        fully_shard(model, **policy)
+            fully_shard(layer, **policy, reshard_after_forward=cell.letters.zero == 3)
+        fully_shard(model, **policy, reshard_after_forward=False)  # the backward pass begins with what it holds
         model.to_empty(device=home)
         _fill_shards(model, trial.seed, device)
         models.restore_buffers(model, device)
