@@ -54,6 +54,8 @@ def invoke(settings: Settings) -> Invocation:
         # its other ways to reduce read peers' memory too, and do not look at NCCL's variable
         env |= WITHOUT_P2P | {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
         arguments.append("--disable-custom-all-reduce")
+        if settings.version is None or settings.version >= (0, 13):  # FlashInfer's, fused with norms: on by default
+            arguments.append("--compilation-config.pass_config.fuse_allreduce_rms=false")
     if settings.trace_dir is not None and settings.version is not None and settings.version < (0, 13):
         env |= {"VLLM_TORCH_PROFILER_DIR": settings.trace_dir, "VLLM_TORCH_PROFILER_WITH_STACK": "0"}
         env["VLLM_RPC_TIMEOUT"] = "600000"  # ms: stopping writes the trace

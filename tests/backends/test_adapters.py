@@ -108,7 +108,10 @@ def test_p2p_off(name: str) -> None:
     assert (
         more
         == {
-            "vllm": {"--disable-custom-all-reduce"},
+            "vllm": {
+                "--disable-custom-all-reduce",
+                "--compilation-config.pass_config.fuse_allreduce_rms=false",
+            },
             "lightllm": {"--disable_symm_mem_allreduce", "--disable_flashinfer_allreduce"},
             "tgi": set(),
         }[name]
