@@ -352,10 +352,11 @@ class Health:
 
     def _tick(self) -> None:
         now = now_ns()
-        self._lag_ns.append(now - self._due_ns)
+        while self._due_ns <= now:  # also those that a stall swallowed: what came in during them was as late
+            self._lag_ns.append(now - self._due_ns)
+            self._due_ns += TICK_NS
         if now - self._second[0] >= 1_000_000_000:
             self._take_second(now)
-        self._due_ns = max(self._due_ns + TICK_NS, now)
         self._alarm.set(self._due_ns)
 
     def _take_second(self, now: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from backends.protocol import Sampling
-from loadgen import records, schedule
+from loadgen import engine, records, schedule
 from loadgen.clock import now_ns
 from loadgen.engine import Client, Job
 from loadgen.outcomes import OUTCOMES
@@ -252,3 +252,26 @@ def test_non_streaming_has_no_first_token(tmp_path: Path) -> None:
     _, table, _ = ran(lambda n: whole, tmp_path, sampling=Sampling(3, stream=False))
     assert outcomes(table) == {"ok": 20}
     assert (table.first_token_ns == -1).all() and (table.output_tokens == 3).all() and (table.done_ns > 0).all()
+
+
+def test_a_stall_counts_for_every_tick_that_it_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sample of it would be lost among those of the time between stalls: with 0.3 s in every 2 s it was, at p99."""
+    now_ms = 0
+
+    class Silent:
+        def __init__(self, *_: object) -> None: ...
+        def set(self, at_ns: int) -> None: ...
+
+    monkeypatch.setattr(engine, "now_ns", lambda: now_ms * 1_000_000)
+    monkeypatch.setattr(engine, "Alarm", Silent)
+    health = engine.Health()
+    health.start(None)  # type: ignore[arg-type]
+    for _ in range(10):
+        for _ in range(170):
+            now_ms += 10
+            health._tick()
+        now_ms += 300
+        health._tick()
+    lag_ms = np.array(health._lag_ns) / 1e6
+    assert len(lag_ms) == 2000 and (lag_ms > 0).sum() == 10 * 29
+    assert lag_ms.max() == 290 and np.percentile(lag_ms, 99) >= 250
