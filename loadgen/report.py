@@ -24,6 +24,7 @@ from loadgen.serverside import Gpus, Server, ServerView
 from loadgen.text import Report, markdown, name_of
 
 SCHEMA = "loadgen.report/1"
+RATES = ("constant", "poisson", "gamma")  # arrivals that have one
 MAX_ERRORS = 5  # distinct messages that a report lists
 MAX_ERROR_CHARACTERS = 300
 MEASURED, PREDICTED = "measured, ", "predicted, "  # what the label of a curve begins with
@@ -66,6 +67,7 @@ def build(
         "emulated": manifest.emulated,
         "convention": convention,
         "convention_differs": rules.differs,
+        "offered_requests_per_s": _offered(manifest, measured),
         "requests": {
             "planned": manifest.requests_planned,
             "ok": n_ok,
@@ -125,6 +127,14 @@ def _burst(measured: Table) -> dict[str, Any] | None:
 def _worst(facts: Sequence[ClientFacts], name: str) -> float | None:
     """The largest of the processes' values: percentiles of separate processes cannot be merged exactly."""
     return max((value for fact in facts if (value := getattr(fact, name)) is not None), default=None)
+
+
+def _offered(manifest: Manifest, measured: Table) -> float | None:
+    """The rate at which requests were due, as it was drawn; None without a rate."""
+    due_ns = measured.scheduled_ns
+    if manifest.arrival.partition(":")[0] not in RATES or len(due_ns) < 2:
+        return None
+    return _per_s(len(due_ns) - 1, float(due_ns.max() - due_ns.min()) / 1e9)
 
 
 def _connect(facts: Sequence[ClientFacts]) -> dict[str, Any] | None:

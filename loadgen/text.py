@@ -65,7 +65,7 @@ _SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")
 
 def _summary_lines(report: Report) -> list[str]:
     """Requests, throughput, burst, goodput, client, server and GPUs in a line each. Numbers and our own words only."""
-    requests, throughput = report["requests"], report["throughput"]
+    requests, throughput, offered = report["requests"], report["throughput"], report["offered_requests_per_s"]
     held_out = _held_out(report)
     outcomes = ", ".join(f"{count} {name}" for name, count in requests["by_outcome"].items() if name != "ok")
     lines = [
@@ -73,6 +73,7 @@ def _summary_lines(report: Report) -> list[str]:
         + (f" ({outcomes})" if outcomes else "")
         + (f", {number(requests['planned'])} planned" if requests["planned"] is not None else "")
         + f"; {number(report['duration_s'])} s from the first sent to the last ended.",
+        *([] if offered is None else [f"Offered: {number(offered)} requests/s, as they were drawn."]),
         f"Throughput: {number(throughput['requests_per_s'])} requests/s, "
         f"{number(throughput['output_tokens_per_s'])} output tokens/s, "
         f"{number(throughput['total_tokens_per_s'])} total tokens/s"

@@ -45,6 +45,7 @@ def test_the_schema_key_by_key() -> None:
         "emulated",
         "convention",
         "convention_differs",
+        "offered_requests_per_s",
         "requests",
         "tokens",
         "duration_s",
@@ -102,6 +103,15 @@ def test_numbers_by_hand() -> None:
     assert built["ceiling"]["peak_events_per_s"] == pytest.approx(7 / 0.3)
     assert built["ceiling"]["headroom_ratio"] == pytest.approx(140 * 0.3 / 7)
     assert built["verdict"]["valid"] is False  # one of four failed
+
+
+def test_the_rate_that_was_drawn_is_told() -> None:
+    due = table([request(at, scheduled=50 * at) for at in range(11)])
+    drawn = report.build(manifest(arrival="poisson:16"), due, [])
+    assert drawn["offered_requests_per_s"] == pytest.approx(20.0)
+    assert "Offered: 20" in texts.render(drawn)
+    for arrival in ("burst", "closed:4"):
+        assert report.build(manifest(arrival=arrival), due, [])["offered_requests_per_s"] is None
 
 
 def test_client_facts_of_several_processes() -> None:
