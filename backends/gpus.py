@@ -49,13 +49,15 @@ class GpuError(ValueError):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One card. `used_bytes`: by anyone, when it was read; a part of it is the driver's own."""
+    """One card. used_bytes: by anyone, when it was read; a part of it is the driver's own. power_limit_w: what it is
+    held to now."""
 
     index: int
     name: str
     uuid: str
     memory_bytes: int | None
     used_bytes: int | None
+    power_limit_w: float | None = None
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,13 +248,14 @@ def _read(nvml: _Nvml) -> Inventory:
 
 
 def _gpu(nvml: _Nvml, index: int, handle: Any) -> Gpu:
-    memory = nvml.ask("DeviceGetMemoryInfo", handle)
+    memory, limit_mw = nvml.ask("DeviceGetMemoryInfo", handle), nvml.ask("DeviceGetEnforcedPowerLimit", handle)
     return Gpu(
         index=index,
         name=nvml.words("DeviceGetName", handle) or _UNKNOWN,
         uuid=nvml.words("DeviceGetUUID", handle) or _UNKNOWN,
         memory_bytes=None if memory is None else memory.total,
         used_bytes=None if memory is None else memory.used,
+        power_limit_w=None if limit_mw is None else limit_mw / 1000,
     )
 
 

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -36,6 +37,12 @@ TAIL_BYTES = 256 * 1024
 MIN_SECRET_BYTES = 4  # anything shorter is no secret, and to mask it would shred the log
 
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # they are about our Python, not the server's
+# Variables that decide how CUDA, NCCL, threads and servers work.
+_TELLING = (
+    "NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "KMP_", "GLOO_", "DS_", "NVTE_", "VLLM_",
+    "FLASHINFER_", "TRITON_", "LIGHTLLM_",
+)  # fmt: skip
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.IGNORECASE)
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # inherited with the rest, and masked even where nobody asked for them
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -93,6 +100,14 @@ def _added(start: Start) -> dict[str, str]:
 def inherited() -> dict[str, str]:
     """What a server has of our environment."""
     return {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+
+
+def telling(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment decides how a process runs on GPUs, for a manifest; nothing that may be a secret."""
+    return {
+        name: value for name, value in sorted(environ.items())
+        if name.startswith(_TELLING) and not _SECRET.search(name)
+    }  # fmt: skip
 
 
 def _environment(start: Start) -> dict[str, str]:

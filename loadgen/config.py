@@ -132,7 +132,11 @@ class Config:
         str | None, _launch("Tensor parallel size, or all (default: the least power of two of GPUs that fits).")
     ] = None
     gpus: Annotated[
-        str | None, _launch("GPUs it may use, as 0,1,2 or GPU-uuids, or none for a server without (default: all).")
+        str | None,
+        _launch(
+            "GPUs it may use, as 0,1,2 or GPU-uuids, or none for a server without (default: all). With a --url of this "
+            "machine: those whose memory and energy are the server's."
+        ),
     ] = None
     dtype: Annotated[Literal["float16", "bfloat16", "float32"], _launch("Number format of weights and KV cache.")] = (
         "float16"
@@ -249,8 +253,8 @@ class Config:
 
     def _check_launch(self) -> None:
         if self.where in ("url", "embedded"):
-            modelled = MODELLED_TOO if self.gpu is not None else ()
-            given = self.given(name for name in LAUNCH_ONLY if name not in modelled)
+            taken = MODELLED_TOO if self.gpu is not None else ("gpus",) if self.url_is_local else ()
+            given = self.given(name for name in LAUNCH_ONLY if name not in taken)
             if given:
                 modelled_too = ", or name the GPU to model with --gpu" if given[0] in MODELLED_TOO else ""
                 raise ConfigError(
@@ -286,6 +290,16 @@ class Config:
         if self.gpu is not None:
             return "embedded"
         return "embedded" if self.backend is None and self.model is None else "docker"
+
+    @property
+    def url_is_local(self) -> bool:
+        """Whether the server of --url runs on this machine, with its GPUs."""
+        return urlsplit(self.url or "").hostname in ("localhost", "127.0.0.1", "::1")
+
+    @property
+    def gpu_names(self) -> list[str] | None:
+        """What --gpus names."""
+        return None if self.gpus is None else [word.strip() for word in self.gpus.split(",") if word.strip()]
 
     @property
     def kind(self) -> str:

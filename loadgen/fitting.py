@@ -43,7 +43,7 @@ def gpu_pool(config: Config, inventory: gpus.Inventory, notes: list[str]) -> tup
     that are named by number, or eight. Raises ConfigError or LaunchError."""
     if config.gpus == "none":
         return ()
-    ids = None if config.gpus is None else [word.strip() for word in config.gpus.split(",") if word.strip()]
+    ids = config.gpu_names
     named = [int(name) for name in ids or () if name.isdecimal() and name.isascii()]
     assumed = config.dry_run and not inventory.gpus and len(named) == len(ids or ()) == len(set(named))
     if not assumed:

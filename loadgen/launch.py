@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 import backends
-from backends import gpus
-from backends.launch import Adapter, Invocation, LaunchError, Mount, Settings, Start, version_in
+from backends import gpus, process
+from backends.launch import WITHOUT_P2P, Adapter, Invocation, LaunchError, Mount, Settings, Start, version_in
 from backends.plain import UNDECODABLE
 from backends.protocol import Backend, ServerInfo
 from loadgen import models
@@ -33,6 +33,10 @@ from loadgen.workload import Dataset
 
 CONTAINER_CONFIG = "/llm-dissect"  # where a container sees the files that are written for it
 CONTAINER_MODELS = "/models"
+UNDERFLOW = (
+    "dummy weights underflow in float16: the MLP multiplies zeros, which takes less power and may be faster than real "
+    "weights; --dtype bfloat16 does not."
+)
 TRACES = "trace"  # of the server's profiler, in the run's directory
 MODEL_DIR = Path("/MODEL_DIR")  # in a dry run: stands for a directory that is not here
 
@@ -85,13 +89,17 @@ class Launch:
             "max_model_len": self.settings.max_model_len,
             "max_running": self.settings.max_running,
             "memory_ratio": self.settings.memory_ratio,
-            "gpus": [{"index": gpu.index, "name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in chosen],
+            "gpus": [
+                {name: getattr(gpu, name) for name in ("index", "name", "memory_bytes", "power_limit_w")}
+                for gpu in chosen
+            ],
             "driver": self.inventory.driver,
             "p2p": {
                 "enabled": self.p2p.enabled,
                 "reason": self.p2p.reason,
                 "matrix": [list(row) for row in self.inventory.p2p],
             },
+            "environment": process.telling(process.inherited()) if self.how == "process" else {},
             "notes": list(self.notes),
         }
 
@@ -109,6 +117,8 @@ def plan_launch(
     model = models.find(config.model or "7b")
     plan = plan_run(config, backend, Target(""), ServerInfo(model.name), run_id, model)
     notes = [adapter.profiler.note] if profiled and adapter.profiler and adapter.profiler.note else []
+    if config.dummy_weights and config.dtype == "float16":
+        notes.append(UNDERFLOW)
     length = model_length(config, model, _longest(config, backend), notes)
     if inventory is None:
         inventory = gpus.read()
@@ -116,6 +126,11 @@ def plan_launch(
     tp = tensor_parallel(config, model, length, pool, notes)
     chosen = tuple(gpu.index for gpu in pool[:tp])
     p2p = gpus.decide_p2p(config.p2p, inventory, chosen if inventory.gpus else ())  # assumed cards have no driver
+    if config.where == "process" and p2p.enabled and tp > 1:
+        notes += [
+            f"{name}={off} is set here, and the server inherits it: P2P is not what it could be; unset it."
+            for name, off in WITHOUT_P2P.items() if os.environ.get(name) == off
+        ]  # fmt: skip
     settings = Settings(
         model=model.name,
         served_name=model.name,

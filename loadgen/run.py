@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -37,7 +36,7 @@ from loadgen.plan import (
 from loadgen.scrape import Sampling, sampling
 from loadgen.shards import Progress, build_transport, execute, run_here, stop_signals
 from loadgen.snapshots import Live, Watch, watching
-from loadgen.transport import UNQUEUED_S, Target, Transport, TransportError, get
+from loadgen.transport import UNQUEUED_S, Target, Transport, TransportError, get, raise_fd_limit
 from loadgen.workload import Text
 
 CALIBRATION_EVENTS = 40_000  # about a second
@@ -271,6 +270,7 @@ async def _server(
     launch = await asyncio.to_thread(plan_launch, config, directory, run_id)
     for note in launch.notes:
         say(f"note: {note}")
+    raise_fd_limit(0)  # a process inherits it
     say(f"starting {launch.title}")
     hosted = await stack.enter_async_context(hosting(launch, config.ready_timeout, say))
     say(f"{backend.name} is ready after {hosted.facts['ready_s']:.0f} s")
@@ -278,12 +278,19 @@ async def _server(
 
 
 def _local_gpus(config: Config, hosted: Hosted | None) -> tuple[int, ...]:
-    """Indices of the GPUs that the server uses: those it was given; all of this machine when it runs here."""
+    """Indices of the GPUs that the server uses: those it was given; of one that runs here those that --gpus names, else
+    all of this machine. Raises ConfigError."""
     if hosted is not None:
         return hosted.launch.gpu_indices
-    if urlsplit(config.url or "").hostname not in ("localhost", "127.0.0.1", "::1"):
+    if not config.url_is_local or config.gpus == "none":
         return ()
-    return tuple(gpu.index for gpu in gpus.read().gpus)
+    inventory = gpus.read()
+    if config.gpus is None:
+        return tuple(gpu.index for gpu in inventory.gpus)
+    try:
+        return gpus.choose(inventory, config.gpu_names)
+    except gpus.GpuError as error:
+        raise ConfigError(str(error)) from None
 
 
 @contextlib.contextmanager

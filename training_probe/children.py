@@ -13,7 +13,6 @@ from pathlib import Path
 import loadgen.children
 
 THREADS = "OMP_NUM_THREADS"
-TELLING = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "KMP_", "DS_", "NVTE_", "GLOO_")
 
 
 def torchrun(*, python: str, processes: int, port: int, module: str, directory: Path) -> tuple[str, ...]:
@@ -51,11 +50,6 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def telling(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment decides how training, its collectives and its threads run: a manifest keeps it."""
-    return {name: value for name, value in sorted(environ.items()) if name.startswith(TELLING)}
 
 
 @contextlib.contextmanager

@@ -177,9 +177,9 @@ def _run(
 ) -> int:
     import time
 
-    from backends import gpus
+    from backends import gpus, process
     from loadgen import runs
-    from training_probe import children, micro_run
+    from training_probe import micro_run
 
     exact = measuring.samples or usual_samples
     names = {gpu.index: gpu.name for gpu in inventory.gpus}
@@ -202,7 +202,7 @@ def _run(
         ),
         timeout_s=measuring.timeout,
         argv=tuple(sys.argv[1:]),
-        environment=children.telling(os.environ),
+        environment=process.telling(os.environ),
     )
     directory = measuring.out or Path("runs") / manifest.run_id
     return reported(directory, micro_run.measure(manifest, directory, say))

@@ -21,6 +21,7 @@ from typing import Literal
 
 import msgspec
 
+from backends import process
 from loadgen import runs
 from training_probe import children, results
 from training_probe import manifest as manifests
@@ -64,7 +65,7 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Su
         device_memory_bytes=[device.memory_bytes if device else None for device in devices],
         driver=inventory.driver,
         cells=cells,
-        environment=children.telling(os.environ),
+        environment=process.telling(os.environ),
         **{**msgspec.structs.asdict(settings), "platform": platform},
     )
     manifests.write(directory, manifest)

@@ -95,6 +95,10 @@ class FakeNvml(ModuleType):
         used = (index + 1) * GIB
         return SimpleNamespace(total=self.memory_bytes, used=used, free=self.memory_bytes - used)
 
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int:
+        self._check("nvmlDeviceGetEnforcedPowerLimit", handle)
+        return 650_500
+
     def nvmlDeviceGetP2PStatus(self, a: Any, b: Any, capability: int) -> int:
         if not isinstance(capability, int):
             raise ctypes.ArgumentError("argument 3: TypeError")
@@ -143,7 +147,7 @@ Machine = Callable[..., FakeNvml]
 
 def test_the_fake_has_nothing_that_pynvml_lacks() -> None:
     functions = [name for name in vars(FakeNvml) if name.startswith("nvml")]
-    assert len(functions) == 13
+    assert len(functions) == 14
     assert [name for name in functions if not callable(getattr(pynvml, name, None))] == []
     assert pynvml.NVML_P2P_CAPS_INDEX_WRITE == WRITE and pynvml.NVML_P2P_CAPS_INDEX_NVLINK == NVLINK
     assert pynvml.NVML_P2P_STATUS_NOT_SUPPORTED == NOT_SUPPORTED and pynvml.NVML_P2P_STATUS_OK == OK
@@ -161,6 +165,7 @@ def test_an_inventory_says_what_nvml_says(machine: Machine) -> None:
     assert [gpu.index for gpu in inventory.gpus] == list(range(8))
     third = inventory.gpus[2]
     assert (third.name, third.memory_bytes, third.used_bytes) == ("NVIDIA A800-SXM4-80GB", 80 * GIB, 3 * GIB)
+    assert third.power_limit_w == 650.5
     assert third.uuid == "GPU-2a5e0000-0000-4000-8000-00000000000f"
     for a in range(8):
         assert inventory.p2p[a] == ("ok",) * a + ("self",) + ("ok",) * (7 - a)

@@ -16,8 +16,9 @@ from typing import Annotated, Any
 import pytest
 from cyclopts import Parameter
 
+from backends import gpus
 from backends.protocol import ServerInfo
-from loadgen import cli, terminal
+from loadgen import cli, run, terminal
 from loadgen.config import LAUNCH_ONLY, MODELLED_ONLY, Config, ConfigError
 from loadgen.plan import choose_model
 
@@ -164,6 +165,7 @@ def one_sentence(argv: list[str], code: int, capsys: pytest.CaptureFixture[str],
         (["--backend", "openai"], "cannot start a 'openai' server; give --url"),
         (["--tp", "2"], "--tp is for a server that loadgen starts"),
         (["--url", "http://h", "--gpus", "0"], "--gpus is for a server that loadgen starts"),
+        (["--url", "http://localhost:9", "--tp", "2"], "--tp is for a server that loadgen starts"),
         (["--model", "7b", "--tp", "x"], "--tp is 'x'"),
         (["--model", "7b", "--tp", "0"], "--tp is '0'"),
         (["--model", "7b", "--memory-ratio", "1.5"], "--memory-ratio is 1.5"),
@@ -366,3 +368,20 @@ def test_model_among_several() -> None:
     for config in (Config(), Config(model="7b")):
         with pytest.raises(ConfigError, match="base, adapter"):
             choose_model(config, several)
+
+
+def test_gpus_of_a_server_that_runs_here_are_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All eight of a host would be charged with the energy of a server on one of them."""
+    eight = gpus.Inventory(
+        gpus=tuple(
+            gpus.Gpu(index=at, name="x", uuid=f"GPU-{at}", memory_bytes=1, used_bytes=0) for at in range(8)
+        )
+    )  # fmt: skip
+    monkeypatch.setattr(gpus, "read", lambda: eight)
+    here = "http://127.0.0.1:9"
+    assert run._local_gpus(Config(url=here, gpus="3,1"), None) == (3, 1)
+    assert run._local_gpus(Config(url=here), None) == tuple(range(8))
+    assert run._local_gpus(Config(url=here, gpus="none"), None) == ()
+    assert run._local_gpus(Config(url="http://elsewhere:9"), None) == ()
+    with pytest.raises(ConfigError, match="there is no GPU 9 here"):
+        run._local_gpus(Config(url=here, gpus="9"), None)

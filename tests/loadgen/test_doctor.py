@@ -161,7 +161,7 @@ def test_image_and_room_for_it(
 def test_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, good_machine: dict[Path, tuple[int, int]]) -> None:
     good_machine[tmp_path / "hf"] = (10**12, 137 * 10**9)
     assert not_ok(VLLM_70B) == {"model": "problem"}
-    assert not_ok(Config(model="70b", dummy_weights=True)) == {}
+    assert not_ok(Config(model="70b", dummy_weights=True, dtype="bfloat16")) == {}
     assert not_ok(Config(backend="vllm", model="13b")) == {}
     found = by_name(Config(backend="lightllm", model="7b"))
     assert found["model"].state == "problem" and "hf download meta-llama/Llama-2-7b-hf" in found["model"].advice

@@ -14,7 +14,7 @@ from backends.gpus import Gpu, Inventory
 from backends.launch import LaunchError, Mount
 from loadgen import models
 from loadgen.config import Config, ConfigError
-from loadgen.launch import Launch, plan_launch, write_files
+from loadgen.launch import UNDERFLOW, Launch, plan_launch, write_files
 
 GIB = 1 << 30
 
@@ -148,6 +148,22 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     assert named.gpu_indices == (5, 3) and named.start.gpu_ids == ("5", "3")
     for ids in ("0,0", "GPU-1", "0,x"):
         assert refusal(ConfigError, tmp_path, NOTHING, model="70b", gpus=ids, dry_run=True)
+
+
+def test_the_manifest_keeps_the_environment_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    made = planned(tmp_path, model="70b", launch="process", server_python=sys.executable, p2p="on")
+    kept = made.facts()["environment"]
+    assert kept["OMP_NUM_THREADS"] == "7" and "s3cret" not in str(made.facts())
+    assert [note for note in made.notes if note.startswith("NCCL_P2P_DISABLE=1 is set here")]
+    assert planned(tmp_path, model="70b").facts()["environment"] == {}  # a container gets none of it
+
+
+def test_dummy_weights_in_float16_are_told(tmp_path: Path) -> None:
+    assert UNDERFLOW in planned(tmp_path, dummy_weights=True).notes
+    assert UNDERFLOW not in planned(tmp_path, dummy_weights=True, dtype="bfloat16").notes
 
 
 def test_p2p_reaches_server_and_manifest(tmp_path: Path) -> None:
