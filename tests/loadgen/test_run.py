@@ -254,11 +254,13 @@ def test_a_server_that_is_not_up_yet(server: str, tmp_path: Path) -> None:
     assert failures(server, tmp_path) == {"http_error": 20}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("server", [("--fault", "http_error:429:@3", "--fault", "stream_error:@5")], indirect=True)
 def test_single_requests_that_fail(server: str, tmp_path: Path) -> None:
     assert failures(server, tmp_path) == {"http_error": 1, "stream_error": 1, "ok": 18}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("server", [("--fault", "http_error:503:25%", "--seed", "1")], indirect=True)
 def test_a_share_of_requests_that_fail(server: str, tmp_path: Path) -> None:
     failed = failures(server, tmp_path / "a", 200)["http_error"]
@@ -274,6 +276,7 @@ def test_a_server_that_dies_in_the_run(server: str, tmp_path: Path) -> None:
 SMALL_CACHE = ("--gpu", "h200", "--model", "llama-2-7b", "--kv-tokens", "20000", "--fault", "kv_exhaustion:20%")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("server", [SMALL_CACHE], indirect=True)
 def test_preemptions_that_storm_are_found(server: str, tmp_path: Path) -> None:
     report, _ = loadgen("run", "--url", server, *FAST, "--requests", "30", "--output-tokens", "60", "--out",
@@ -283,6 +286,7 @@ def test_preemptions_that_storm_are_found(server: str, tmp_path: Path) -> None:
     assert "PREEMPTIONS" in {finding["code"] for finding in report["verdict"]["findings"]}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("factor", [(), ("--fault", "slow_rank:4")])
 def test_a_slow_rank_shows_in_every_token(factor: tuple[str, ...], tmp_path: Path) -> None:
     with serving("--gpu", "h200", "--gpus", "2", "--tp", "2", "--model", "llama-2-7b", *factor) as url:
@@ -345,6 +349,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("server", [("--ttft-ms", "0", "--itl-ms", "0", "--model", "m")], indirect=True)
 def test_memory_stays_flat_over_many_requests(server: str) -> None:
     """Three times the requests may not keep anything of them in the client: what is finished is on disk."""

@@ -155,6 +155,7 @@ def made(path: Path, world: Any, load: list[tuple[float, int, int]]) -> observed
     return observed.read(path, {"kv_tokens": 60_000, "dtype": "float16"})
 
 
+@pytest.mark.processes
 def test_a_fit_finds_a_known_world_again(tmp_path: Path) -> None:
     """Software about twice as slow as where the fit starts; judged by a load that it has not seen."""
     times = {"step_us": 450.0, "row_us": 3.0, "prefill_token_us": 0.4, "request_us": 600.0, "token_us": 15.0}

@@ -137,6 +137,7 @@ def test_runs_named_by_facts_and_variants_exist() -> None:
     assert {variant.run for variant in SAID.variants} <= known
 
 
+@pytest.mark.processes
 def test_the_command_writes_everything_and_marks_it(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
