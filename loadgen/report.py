@@ -134,7 +134,7 @@ def _offered(manifest: Manifest, measured: Table) -> float | None:
     due_ns = measured.scheduled_ns
     if manifest.arrival.partition(":")[0] not in RATES or len(due_ns) < 2:
         return None
-    return _per_s(len(due_ns) - 1, float(due_ns.max() - due_ns.min()) / 1e9)
+    return _per_s(len(due_ns) - 1, float(due_ns.max() - due_ns.min()) / 1e9 or None)  # at 1e9/s all may be due at once
 
 
 def _connect(facts: Sequence[ClientFacts]) -> dict[str, Any] | None:

@@ -112,6 +112,9 @@ def test_the_rate_that_was_drawn_is_told() -> None:
     assert "Offered: 20" in texts.render(drawn)
     for arrival in ("burst", "closed:4"):
         assert report.build(manifest(arrival=arrival), due, [])["offered_requests_per_s"] is None
+    for at_once in range(3):
+        tied = table([request(at) for at in range(at_once)])
+        assert report.build(manifest(arrival="poisson:1e9"), tied, [])["offered_requests_per_s"] is None
 
 
 def test_client_facts_of_several_processes() -> None:
