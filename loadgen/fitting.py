@@ -38,6 +38,14 @@ def model_length(config: Config, model: Model, needed: int | None, notes: list[s
     return length
 
 
+def chosen(config: Config, inventory: gpus.Inventory) -> tuple[int, ...]:
+    """Indices of the GPUs that --gpus names, by default all that CUDA may see. Raises ConfigError."""
+    try:
+        return gpus.choose(inventory, config.gpu_names)
+    except gpus.GpuError as error:
+        raise ConfigError(str(error)) from None
+
+
 def gpu_pool(config: Config, inventory: gpus.Inventory, notes: list[str]) -> tuple[gpus.Gpu, ...]:
     """The GPUs that may be used; empty for a server without. A dry run assumes some where there are none: those
     that are named by number, or eight. Raises ConfigError or LaunchError."""
@@ -46,14 +54,9 @@ def gpu_pool(config: Config, inventory: gpus.Inventory, notes: list[str]) -> tup
     ids = config.gpu_names
     named = [int(name) for name in ids or () if name.isdecimal() and name.isascii()]
     assumed = config.dry_run and not inventory.gpus and len(named) == len(ids or ()) == len(set(named))
-    if not assumed:
-        try:
-            indices = gpus.choose(inventory, ids)
-        except gpus.GpuError as error:
-            raise ConfigError(str(error)) from None
-        if indices:
-            by_index = {gpu.index: gpu for gpu in inventory.gpus}
-            return tuple(by_index[index] for index in indices)
+    if not assumed and (indices := chosen(config, inventory)):
+        by_index = {gpu.index: gpu for gpu in inventory.gpus}
+        return tuple(by_index[index] for index in indices)
     if not config.dry_run:
         raise LaunchError(
             f"there is no GPU for the server ({inventory.problem or 'none is visible'}); run this on a GPU machine, "

@@ -17,7 +17,7 @@ from backends.launch import LaunchError, Running, died, explain, last_lines
 from backends.replies import printable
 from loadgen import models
 from loadgen.launch import Launch, write_files
-from loadgen.transport import Target, TransportError, get
+from loadgen.transport import Target, TransportError, get, raise_fd_limit
 
 POLL_S = 0.5
 SAY_EVERY_S = 15.0
@@ -69,6 +69,7 @@ class Hosted:
 async def hosting(launch: Launch, ready_timeout_s: float, say: Say) -> AsyncIterator[Hosted]:
     """Starts the server, waits until it answers, and ends it with the block. Raises LaunchError."""
     write_files(launch)
+    raise_fd_limit(0)  # a process inherits it
     if "HF_TOKEN" in launch.start.secrets:
         models.lend_token()
     cancelled = threading.Event()

@@ -21,6 +21,7 @@ from loadgen import embedded, records, runs
 from loadgen.config import Config, ConfigError
 from loadgen.engine import Snapshot
 from loadgen.exchange import Exchange
+from loadgen.fitting import chosen
 from loadgen.hosted import END_WAIT_S, Hosted, hosting, quoted
 from loadgen.launch import plan_launch
 from loadgen.outcomes import OUTCOMES
@@ -36,7 +37,7 @@ from loadgen.plan import (
 from loadgen.scrape import Sampling, sampling
 from loadgen.shards import Progress, build_transport, execute, run_here, stop_signals
 from loadgen.snapshots import Live, Watch, watching
-from loadgen.transport import UNQUEUED_S, Target, Transport, TransportError, get, raise_fd_limit
+from loadgen.transport import UNQUEUED_S, Target, Transport, TransportError, get
 from loadgen.workload import Text
 
 CALIBRATION_EVENTS = 40_000  # about a second
@@ -270,7 +271,6 @@ async def _server(
     launch = await asyncio.to_thread(plan_launch, config, directory, run_id)
     for note in launch.notes:
         say(f"note: {note}")
-    raise_fd_limit(0)  # a process inherits it
     say(f"starting {launch.title}")
     hosted = await stack.enter_async_context(hosting(launch, config.ready_timeout, say))
     say(f"{backend.name} is ready after {hosted.facts['ready_s']:.0f} s")
@@ -287,10 +287,7 @@ def _local_gpus(config: Config, hosted: Hosted | None) -> tuple[int, ...]:
     inventory = gpus.read()
     if config.gpus is None:
         return tuple(gpu.index for gpu in inventory.gpus)
-    try:
-        return gpus.choose(inventory, config.gpu_names)
-    except gpus.GpuError as error:
-        raise ConfigError(str(error)) from None
+    return chosen(config, inventory)
 
 
 @contextlib.contextmanager
