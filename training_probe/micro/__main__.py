@@ -19,7 +19,7 @@ from training_probe.micro import collectives, gemm, memcpy
 from training_probe.micro.timing import Stop
 from training_probe.micro_points import ABOUT_FILE, POINTS_FILE, TASK_FILE, About, Collective, Copy, Measured, Task
 from training_probe.trial import write_atomically
-from training_probe.trials.resources import own_device
+from training_probe.trials.resources import nccl_version, own_device
 
 
 def main(directory: Path) -> int:
@@ -52,9 +52,7 @@ def _about(device: torch.device) -> About:
     versions = {"torch": str(torch.__version__)}
     if device.type == "cpu":
         return About(device_name="CPU", versions=versions)
-    versions["CUDA"] = str(torch.version.cuda)
-    if torch.cuda.nccl.is_available([torch.empty(1, device=device)]):
-        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    versions |= {"CUDA": str(torch.version.cuda), **nccl_version(device)}
     properties = torch.cuda.get_device_properties(device)
     return About(device_name=properties.name, l2_bytes=int(properties.L2_cache_size), versions=versions)
 

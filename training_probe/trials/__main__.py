@@ -66,7 +66,7 @@ def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
     import torch
 
     from training_probe.trials import engines, measure, model
-    from training_probe.trials.resources import own_device, resident_bytes
+    from training_probe.trials.resources import nccl_version, own_device, resident_bytes
 
     cell = trial.cell
     device = own_device(cell.device)
@@ -87,7 +87,7 @@ def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
             report = record_trace(trial, stepper, micro_batches, device, directory)
         else:
             report = measure.measure(trial, stepper, micro_batches, device, directory, base_bytes)
-    report.versions = _versions(device)
+    report.versions = {**_versions(), **nccl_version(device)}
     report.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return report
 
@@ -104,20 +104,15 @@ def _join(cell: Cell, device: Any) -> None:
         dist.init_process_group("nccl", device_id=device)
 
 
-def _versions(device: Any) -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Of those that were used."""
     names = {"torch": "torch", "transformers": "transformers", "deepspeed": "deepspeed", "peft": "peft",
              "bitsandbytes": "bitsandbytes", "megatron.core": "megatron-core"}  # fmt: skip
-    found = {
+    return {
         name: str(getattr(sys.modules[module], "__version__", ""))
         for module, name in names.items()
         if module in sys.modules
     }
-    if device.type == "cuda":
-        import torch
-
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
 
 
 if __name__ == "__main__":

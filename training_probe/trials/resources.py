@@ -21,6 +21,13 @@ def own_device(kind: str) -> torch.device:
     return torch.device("cpu")
 
 
+def nccl_version(device: torch.device) -> dict[str, str]:
+    """By its name, where torch has it on this device."""
+    if device.type != "cuda" or not torch.cuda.nccl.is_available([torch.empty(1, device=device)]):
+        return {}
+    return {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
 class Memory:
     """Peaks from now on: of torch's allocator on a GPU; on the CPU, which has no such counters, of the process's
     resident memory, and of what that has grown by since `base_bytes`."""
