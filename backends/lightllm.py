@@ -23,7 +23,7 @@ from backends.launch import (
     LaunchError,
     Profiler,
     Settings,
-)  # fmt: skip
+)
 from backends.plain import UNDECODABLE
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
 from backends.replies import GIVEN_UP, Count, WholeReply, error_message, error_text, given_up

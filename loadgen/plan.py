@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from loadgen import runs, schedule
 from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
 from loadgen.engine import Job
 from loadgen.models import Model
+from loadgen.runs import usable_cpus
 from loadgen.transport import Target, Timeouts, TransportError, ephemeral_ports, raise_fd_limit
 from loadgen.workload import Dataset, Text, TokenIds, Workload, tokenizer_count
 
@@ -188,5 +188,4 @@ def make_room(plan: Plan, workers: int) -> None:
 def worker_count(config: Config, plan: Plan) -> int:
     if config.workers != "auto":
         return min(int(config.workers), plan.job.concurrency or int(config.workers))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, -(-streams_at_once(plan) // STREAMS_PER_WORKER)))
+    return max(1, min(len(usable_cpus()), -(-streams_at_once(plan) // STREAMS_PER_WORKER)))

@@ -117,11 +117,16 @@ def new_run_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + uuid.uuid4().hex[:6]
 
 
+def usable_cpus() -> set[int]:
+    """The logical CPUs that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def this_machine() -> Machine:
     return Machine(
         platform=platform.platform(),
         python=sys.version.split()[0],
-        cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_count=len(usable_cpus()),
         hostname=platform.node(),
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadgen.figures import COLOURS, DASHES, GRID, STYLE, titled
+from loadgen.figures import COLOURS, DASHES, GRID, STYLE, legend_below, titled
 
 if TYPE_CHECKING:
     from servers.paper import Paper, Result
@@ -64,7 +64,7 @@ def _throughput(paper: Paper, results: Mapping[str, Result], directory: Path) ->
             axis.grid(axis="y", color=GRID, linewidth=0.6)
             axis.set_axisbelow(True)
         axes[0].set_ylabel("Output tokens/s (predicted)")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        legend_below(figure, axes[0], 3)
         _save(figure, 6, directory)
 
 
@@ -86,8 +86,7 @@ def _latencies(
             axis.set_xlabel("Latency, s (predicted)")
         for axis in list(axes)[len(panels) :]:
             axis.set_axis_off()
-        handles, labels = max((axis.get_legend_handles_labels() for axis in figure.axes), key=lambda each: len(each[1]))
-        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+        legend_below(figure, max(figure.axes, key=lambda axis: len(axis.get_legend_handles_labels()[1])), 4)
         _save(figure, number, directory)
 
 

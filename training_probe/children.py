@@ -4,13 +4,13 @@ them."""
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import loadgen.children
+from loadgen.runs import usable_cpus
 
 THREADS = "OMP_NUM_THREADS"
 
@@ -34,8 +34,8 @@ def environment(ours: Mapping[str, str], ranks: int) -> dict[str, str]:
 def cores(root: Path = Path("/")) -> int:
     """How many this process may keep busy: physical ones, of which hyperthreads are no more, and at most what its
     cgroups allow, as with `docker run --cpus`."""
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    physical = len({_text(root / f"sys/devices/system/cpu/cpu{one}/topology/core_cpus_list") or one for one in usable})
+    topology = "sys/devices/system/cpu/cpu{}/topology/core_cpus_list"
+    physical = len({_text(root / topology.format(cpu)) or cpu for cpu in usable_cpus()})
     own = _text(root / "proc/self/cgroup").rpartition("0::/")[2].partition("\n")[0]
     place = root / "sys/fs/cgroup"
     for at in (place, *(place / path for path in (Path(own), *Path(own).parents))):

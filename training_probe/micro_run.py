@@ -48,7 +48,7 @@ from training_probe.trial import write_atomically
 MANIFEST_FILE, RESULTS_FILE, RUNS = "manifest.json", "micro.jsonl", "runs"
 SCHEMA = "training_probe.micro_manifest/1"
 MODULE = "training_probe.micro"
-P2P_DISABLE = "NCCL_P2P_DISABLE"  # WITHOUT_P2P has it
+P2P_DISABLE = "NCCL_P2P_DISABLE"
 LOG_LINES = 400
 TELL_S = 5.0  # a line of progress at most so often
 EXIT_FINISHED, EXIT_STOPPED = 0, 130
