@@ -127,10 +127,7 @@ def plan_launch(
     chosen = tuple(gpu.index for gpu in pool[:tp])
     p2p = gpus.decide_p2p(config.p2p, inventory, chosen if inventory.gpus else ())  # assumed cards have no driver
     if config.where == "process" and p2p.enabled and tp > 1:
-        notes += [
-            f"{name}={off} is set here, and the server inherits it: P2P is not what it could be; unset it."
-            for name, off in WITHOUT_P2P.items() if os.environ.get(name) == off
-        ]  # fmt: skip
+        notes += _inherited_notes()
     settings = Settings(
         model=model.name,
         served_name=model.name,
@@ -179,6 +176,14 @@ def _adapter(config: Config, backend: Backend, profiled: bool) -> Adapter:
     if profiled and adapter.profiler is None:
         raise ConfigError(f"{backend.name} has no profiler that a client can start; vllm and lightllm have one.")
     return adapter
+
+
+def _inherited_notes() -> list[str]:
+    return [
+        f"{name}={off} is set here, and the server inherits it: P2P is not what it could be; unset it."
+        for name, off in WITHOUT_P2P.items()
+        if os.environ.get(name) == off
+    ]
 
 
 def _longest(config: Config, backend: Backend) -> int | None:

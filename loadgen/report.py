@@ -76,11 +76,7 @@ def build(
         },
         "tokens": {"prompt": prompt, "output": output},
         "duration_s": duration_s,
-        "throughput": {
-            "requests_per_s": _per_s(n_ok, duration_s),
-            "output_tokens_per_s": _per_s(output, duration_s),
-            "total_tokens_per_s": _per_s(None if prompt is None or output is None else prompt + output, duration_s),
-        },
+        "throughput": _throughput(n_ok, prompt, output, duration_s),
         "metrics": {name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS},
         "goodput": _goodput(measured, slos, rules, duration_s),
         "burst": _burst(measured),
@@ -99,6 +95,17 @@ def build(
         "findings": msgspec.to_builtins(found),
     }
     return report
+
+
+def _throughput(
+    ok: int, prompt_tokens: int | None, output_tokens: int | None, duration_s: float | None
+) -> dict[str, float | None]:
+    total = None if prompt_tokens is None or output_tokens is None else prompt_tokens + output_tokens
+    return {
+        "requests_per_s": _per_s(ok, duration_s),
+        "output_tokens_per_s": _per_s(output_tokens, duration_s),
+        "total_tokens_per_s": _per_s(total, duration_s),
+    }
 
 
 def _per_s(count: int | None, duration_s: float | None) -> float | None:
