@@ -90,10 +90,8 @@ def build(
         "errors": _errors(measured),
     }
     found = findings.find(report, measured, facts, manifest)
-    report["verdict"] = {
-        "valid": all(finding.severity != "invalid" for finding in found),
-        "findings": msgspec.to_builtins(found),
-    }
+    valid = all(finding.severity != "invalid" for finding in found)
+    report["verdict"] = {"valid": valid, "findings": msgspec.to_builtins(found)}
     return report
 
 
