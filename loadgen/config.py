@@ -224,6 +224,11 @@ class Config:
                 raise ConfigError("--url measures a running server and --launch starts one; give one of them.")
         if self.concurrency is not None and self.arrival is not None:
             raise ConfigError("--concurrency is a closed loop and --arrival an open one; give one of them.")
+        drawn = self.given(("input_tokens", "tokenizer", "vocab_size"))
+        if drawn and self.dataset is not None:
+            raise ConfigError(
+                f"{flag(drawn[0])} is for prompts that are drawn, and --dataset has its own; leave one out."
+            )
         if self.kernel_timestamps and sys.platform != "linux":
             raise ConfigError("--kernel-timestamps needs Linux.")
         if self.kernel_timestamps and (self.transport != "fast" or (self.url or "").startswith("https:")):

@@ -126,8 +126,6 @@ def _check_drawn(config: Config, backend: Backend) -> None:
     for flag, value, kind in (
         ("--tokenizer", config.tokenizer, "text"), ("--vocab-size", config.vocab_size, "token_ids"),
     ):  # fmt: skip
-        if value is not None and config.dataset is not None:
-            raise ConfigError(f"{flag} is for prompts that are drawn, and --dataset has its own; leave one out.")
         if value is not None and kind != backend.prompt_kind:
             kinds = {"text": "text", "token_ids": "token ids"}
             raise ConfigError(
