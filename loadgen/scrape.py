@@ -2,9 +2,9 @@
 
 `sampling` starts `python -m loadgen.scrape` and ends it. The process reads one line of JSON from its standard input,
 `Orders`, and writes `server.jsonl` (see `loadgen.serverside`): a sample at once, after which it prints `ready` (or one
-sentence that says why it cannot begin), then one each period on an absolute schedule, and a last one when its standard
-input ends, as it does when its parent dies. The bearer token comes through that line only: it is never in an argument
-or a file. Nothing here fails a run.
+sentence that says why it cannot begin), then one each period on an absolute schedule, one for each further line, after
+which it prints `taken`, and a last one when its standard input ends, as it does when its parent dies. The bearer token
+comes through the first line only: it is never in an argument or a file. Nothing here fails a run.
 """
 
 from __future__ import annotations
@@ -135,6 +135,16 @@ class Sampling:
             return None
         await self.end()
         return said or f"the sampling process ended with exit code {process.returncode} before it was ready"
+
+    async def sample(self) -> None:
+        """A sample more, now: what the server and the GPUs count is known then, between warm-up and load say."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None or process.stdin.is_closing():
+            return
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            process.stdin.write(b"\n")
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await process.stdout.readline()
 
     async def end(self) -> None:
         """Lets it take its last sample, and waits for that. May be called again."""
@@ -333,20 +343,19 @@ async def _work() -> None:
     except msgspec.DecodeError:
         _say("the sampling process was given orders that it cannot read")
         return
-    over = asyncio.ensure_future(stdin.read())
     sampler = Sampler(orders)
     try:
         await sampler.look()
         with Path(orders.path).open("xb", buffering=0) as file:
-            await _write(orders, sampler, file, over)
+            await _write(orders, sampler, file, stdin)
     except OSError as error:  # after `ready` nobody hears it: the file ends early, which its reader sees
         _say(f"{FILE} cannot be written: {error.strerror or error}")
     finally:
         await sampler.close()
 
 
-async def _write(orders: Orders, sampler: Sampler, file: IO[bytes], over: asyncio.Future[bytes]) -> None:
-    """Header, first sample, `ready`; then a sample each period until standard input is `over`, and a last one."""
+async def _write(orders: Orders, sampler: Sampler, file: IO[bytes], stdin: asyncio.StreamReader) -> None:
+    """Header, first sample, `ready`; then a sample each period and each line of standard input, and one at its end."""
 
     def write(value: msgspec.Struct) -> None:
         file.write(msgspec.json.encode(value) + b"\n")  # not buffered: a killed process loses no sample
@@ -360,18 +369,25 @@ async def _write(orders: Orders, sampler: Sampler, file: IO[bytes], over: asynci
     write(header)
     if sampler.blind:
         _say("ready")
-        await over
+        while await stdin.readline():
+            _say("taken")
         return
     first = await sampler.sample()
     write(first)
     _say("ready")
-    began_ns, period_ns, number = first.at_ns, round(orders.period_s * 1e9), 0
-    last = False
-    while not last:
-        number = max(number + 1, (now_ns() - began_ns) // period_ns + 1)  # a late sample moves none, it skips some
-        await asyncio.wait({over}, timeout=(began_ns + number * period_ns - now_ns()) / 1e9)
-        last = over.done()
+    began_ns, period_ns, number = first.at_ns, round(orders.period_s * 1e9), 1
+    asked, over = asyncio.ensure_future(stdin.readline()), False
+    while not over:
+        await asyncio.wait({asked}, timeout=(began_ns + number * period_ns - now_ns()) / 1e9)
+        between = asked.done()
         write(await sampler.sample())
+        if between:
+            over = not asked.result()
+            asked = asyncio.ensure_future(stdin.readline())
+            _say("taken")
+        number = max(
+            number + (not between), (now_ns() - began_ns) // period_ns + 1
+        )  # a late one moves none, it skips some
 
 
 def _say(text: str) -> None:

@@ -216,8 +216,10 @@ def _gpus(header: Header, window: Sequence[Sample], t0_ns: int, end_ns: int) -> 
     energy_j: float | None = None
     energy_from: Literal["counter", "power"] | None = None
     within = [_within(points, t0_ns, end_ns) for points in power]
+    power_w = sum(map(_mean_w, within)) if all(within) else None
     if all(_spans(points, window) and points[0][1] <= points[-1][1] for points in counters):
         energy_j, energy_from = sum(map(_counted_j, counters, power, within)), "counter"
+        power_w = energy_j / ((end_ns - t0_ns) / 1e9) if end_ns > t0_ns else power_w
     elif all(_spans(points, window) for points in power):
         energy_j, energy_from = sum(map(_joules, within)), "power"
     return Gpus(
@@ -230,7 +232,7 @@ def _gpus(header: Header, window: Sequence[Sample], t0_ns: int, end_ns: int) -> 
             for index, points in zip(indices, memory, strict=True)
         ],
         memory_peak_bytes=_whole(max((sum(used) for used in sums.values() if len(used) == len(indices)), default=None)),
-        power_mean_w=sum(map(_mean_w, within)) if all(within) else None,
+        power_mean_w=power_w,
         energy_j=energy_j,
         energy_from=energy_from,
     )

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ START_MARGIN_NS = 20_000_000  # from the last worker's "ready" to t = 0
 DONE, DIED = "done", "the process died"  # what is last heard of a worker that served to its end, and of a killed one
 
 Progress = Callable[[list[Snapshot]], None]
+Warm = Callable[[], Awaitable[None]]  # what to do once clients and server are warm
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -61,15 +62,21 @@ def build_transport(plan: Plan, backend: Backend) -> Transport:
     return FastTransport(*arguments, fresh=plan.fresh, kernel_timestamps=plan.kernel_timestamps)
 
 
-async def execute(plan: Plan, workers: int, directory: Path, progress: Progress) -> None:
-    """Sends the plan's load and leaves `requests.jsonl` in `directory`."""
+async def _nothing() -> None:
+    pass
+
+
+async def execute(plan: Plan, workers: int, directory: Path, progress: Progress, warm: Warm = _nothing) -> None:
+    """Sends the plan's load and leaves `requests.jsonl` in `directory`. warm: awaited between warm-up and t = 0."""
     if workers == 1:
-        await run_here(plan, directory, progress)
+        await run_here(plan, directory, progress, warm)
     else:
-        await _run_in_workers(plan, workers, directory, progress)
+        await _run_in_workers(plan, workers, directory, progress, warm)
 
 
-async def run_here(plan: Plan, directory: Path, progress: Progress, stoppable: bool = True) -> None:
+async def run_here(
+    plan: Plan, directory: Path, progress: Progress, warm: Warm = _nothing, stoppable: bool = True
+) -> None:
     client = build_client(plan)
     loop = asyncio.get_running_loop()
     if stoppable:
@@ -77,6 +84,7 @@ async def run_here(plan: Plan, directory: Path, progress: Progress, stoppable: b
             loop.add_signal_handler(number, client.stop, DRAIN_S)
     try:
         await client.prepare()
+        await warm()
         ticker = loop.create_task(_every_second(lambda: progress([client.snapshot()])))
         try:
             await client.run(now_ns() + START_MARGIN_NS, directory / "requests.jsonl")
@@ -93,7 +101,7 @@ async def _every_second(act: Callable[[], None]) -> None:
         act()
 
 
-async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: Progress) -> None:
+async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: Progress, warm: Warm) -> None:
     context = multiprocessing.get_context("spawn")
     with children.spawning():
         shards = [_Shard(context, _shard_plan(plan, shard, workers), directory) for shard in range(workers)]
@@ -108,6 +116,7 @@ async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: P
     try:
         for shard in shards:
             await shard.ready()
+        await warm()
         t0_ns = now_ns() + START_MARGIN_NS
         for shard in shards:
             shard.start(t0_ns)

@@ -277,6 +277,21 @@ def test_samples_keep_to_their_schedule(tmp_path: Path) -> None:
     assert energies == sorted(set(energies))
 
 
+def test_a_sample_that_is_asked_for_comes_at_once_and_moves_none(tmp_path: Path, script: Script) -> None:
+    with Scraper(tmp_path, script.url, period_s=0.4) as scraper:
+        asked = scraper.process
+        assert asked.stdin is not None and asked.stdout is not None
+        for value in (5, 6):
+            script.body = b"running %d\n" % value
+            asked.stdin.write(b"\n")
+            asked.stdin.flush()
+            assert asked.stdout.readline() == b"taken\n"
+            assert scraper.lines()[-1]["metrics"] == {"running": float(value)}
+        rows = scraper.wait_for(lambda lines: len(lines) >= 6)
+    beats = [(row["at_ns"] - rows[0]["at_ns"]) / 0.4e9 for row in rows if row["metrics"] != {"running": 5.0}]
+    assert {round(beat) for beat in beats if abs(beat - round(beat)) < 0.2} >= {0, 1, 2}
+
+
 def test_gpus_that_are_not_there_are_said_in_the_header(tmp_path: Path, script: Script) -> None:
     with Scraper(tmp_path, script.url, code=FAKE_NVML, gpus=[0, 9]) as scraper:
         header, *rows = scraper.end()
