@@ -221,9 +221,10 @@ ADAPTER = Adapter(
             advice="read its log for the first error",
         ),
         Failure(
-            pattern=r"init func (\w+) : (?!init ok)(.*)",
+            pattern=r"init func (\w+) : (?!init ok)(.*)",  # it then waits for the processes that it started before
             reason="{0} failed to start",
             advice="read its log for the first error",
+            hangs=True,
         ),
     ),
 )

@@ -25,6 +25,7 @@ import torch
 
 from training_probe.micro import gemm, memcpy
 from training_probe.micro.timing import clearing, timed
+from training_probe.micro_cli import BUDGET_S, PRODUCT_BUDGET_S, PRODUCT_SAMPLES, SAMPLES
 from training_probe.micro_points import Copy, Dtype, Gemm, Point, Task, size_text
 
 MOST_OFF_RATIO, MOST_SPREAD_RATIO = 0.05, 0.02
@@ -76,7 +77,7 @@ def products(shape: tuple[int, int, int], dtype: Dtype, device: torch.device, re
     launch = gemm.launch_of(point, device)
 
     def theirs() -> float:
-        return float(do_bench(launch, warmup=700, rep=700, return_mode="median")) / 1000
+        return float(do_bench(launch, warmup=700, rep=round(1000 * PRODUCT_BUDGET_S), return_mode="median")) / 1000
 
     return in_turns(f"{dtype} {m} x {n} x {k}", point, lambda: ours(point, launch, device), theirs, repeats, True)
 
@@ -95,14 +96,14 @@ def copies(point: Copy, bare: Bare, device: torch.device, repeats: int) -> dict[
 
 
 def ours(point: Gemm, launch: Callable[[], object], device: torch.device) -> float:
-    task = Task(device="cuda", points=[point], samples=50, budget_s=0.5)
+    task = Task(device="cuda", points=[point], samples=PRODUCT_SAMPLES, budget_s=PRODUCT_BUDGET_S)
     seconds = timed(point, launch, task, in_stream=True, clear=clearing(device)).median_s
     assert seconds is not None
     return seconds
 
 
 def ours_of_copy(point: Copy, device: torch.device) -> float:
-    task = Task(device="cuda", points=[point], samples=50, budget_s=0.5)
+    task = Task(device="cuda", points=[point], samples=SAMPLES, budget_s=BUDGET_S["cuda"])
     result = next(memcpy.measure(task, device))
     assert result.median_s is not None, result.reason
     return result.median_s

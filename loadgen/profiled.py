@@ -109,7 +109,7 @@ def _assembled(found: steps.Steps, watched: Watched, launch: Launch, config: Con
     names = dict.fromkeys(gpu.name for gpu in launch.inventory.gpus if gpu.index in launch.gpu_indices)
     version = f" {'.'.join(map(str, launch.settings.version))}" if launch.settings.version else ""
     return Breakdown(
-        **_told(found, config.concurrency or 0, watched.during_ms),
+        **_told(found, config.concurrency or 0, min(watched.before_ms, watched.during_ms)),
         emulated=emulated,
         backend=f"{launch.backend.name}{version}",
         model=launch.model.name,
@@ -129,12 +129,14 @@ def again(directory: Path) -> Breakdown:
     if kept.client_ms is None or not path.exists():  # it was modelled, or somebody needed the room
         return kept
     streams = runs.read_manifest(directory).config.get("concurrency")
-    told = _told(steps.find(trace.read(path)), streams if isinstance(streams, int) else kept.batch, kept.client_ms)
+    event_ms = min(kept.client_ms, kept.client_before_ms or kept.client_ms)
+    told = _told(steps.find(trace.read(path)), streams if isinstance(streams, int) else kept.batch, event_ms)
     return msgspec.structs.replace(kept, **told)
 
 
 def _told(found: steps.Steps, streams: int, event_ms: float) -> dict[str, Any]:
-    """The fields of a Breakdown that its trace tells. event_ms: between two events of a stream at the client."""
+    """The fields of a Breakdown that its trace tells. event_ms: between two events of a stream at the client, before or
+    under the profiler, whichever is less: some servers say that it runs and start it then, in front of their steps."""
     dissected = dissect.dissect(found)
     notes = []
     if found.form == "cpu":
@@ -237,7 +239,10 @@ def _check(client: Client, running: asyncio.Future[Any], before: str) -> None:
     if client.failed:
         raise ServerError(f"{client.failed} requests failed before {before}; requests.jsonl says how.")
     if client.done:
-        raise ServerError(f"a reply ended before {before}; raise --output-tokens or lower --concurrency.")
+        raise ServerError(
+            f"a reply ended before {before}; lower --concurrency to what the server's KV cache holds to the end of all "
+            "replies, or raise --output-tokens where they are too short."
+        )
 
 
 async def _command(target: Target, command: tuple[str, str], name: str, timeout_s: float) -> None:

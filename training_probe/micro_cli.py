@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 SAMPLES = 50
 BUDGET_S: dict[Device, float] = {"cuda": 0.5, "cpu": 0.1}  # of a point, where nobody asked for a number of samples
+# Of a product on a GPU: a power limit slows it and lets go of it again for tenths of a second at a time.
+PRODUCT_SAMPLES, PRODUCT_BUDGET_S = 150, 1.5
 CPU_RANKS, MAX_RANKS, MAX_SAMPLES = 2, 64, 100_000
+Usual = tuple[int, float | None]  # samples of a point, and what they may take
 
 
 def _list(help: str, **more: Any) -> Parameter:
@@ -48,7 +51,8 @@ class Measuring:
     samples: Annotated[
         int | None,
         Parameter(
-            help=f"Measurements of each point; by default {SAMPLES}, fewer where they take long, Table XII: 320.",
+            help=f"Measurements of each point; by default {SAMPLES}, of products on a GPU {PRODUCT_SAMPLES}, fewer "
+            "where they take long, Table XII: 320.",
             converter=whole,
         ),
     ] = None
@@ -81,8 +85,10 @@ def gemm(
     measuring = measuring or Measuring()
     device, inventory, gpu_ids = _machine(measuring, preset)
     points = presets.gemms(device, m=m, n=n, k=k, dtypes=dtype, preset=preset)
-    usual = presets.TABLE_12_SAMPLES if preset == "paper-table12" else None
-    return _run("gemm", preset, points, measuring, device, inventory, gpu_ids[:1], usual_samples=usual)
+    usual: Usual | None = (PRODUCT_SAMPLES, PRODUCT_BUDGET_S) if device == "cuda" else None
+    if preset == "paper-table12":
+        usual = (presets.TABLE_12_SAMPLES, None)
+    return _run("gemm", preset, points, measuring, device, inventory, gpu_ids[:1], usual=usual)
 
 
 def memcpy(
@@ -173,7 +179,7 @@ def _run(
     gpu_ids: tuple[int, ...],
     *,
     ranks: int = 1,
-    usual_samples: int | None = None,
+    usual: Usual | None = None,
 ) -> int:
     import time
 
@@ -181,7 +187,9 @@ def _run(
     from loadgen import runs
     from training_probe import micro_run
 
-    exact = measuring.samples or usual_samples
+    samples, budget_s = usual or (SAMPLES, BUDGET_S[device])
+    if measuring.samples is not None:
+        samples, budget_s = measuring.samples, None
     names = {gpu.index: gpu.name for gpu in inventory.gpus}
     device_names = dict.fromkeys(names.get(index, "unknown GPU") for index in gpu_ids)
     between = kind == "collectives" and device == "cuda"
@@ -197,9 +205,7 @@ def _run(
         ranks=ranks,
         p2p=gpus.decide_p2p("auto", inventory, gpu_ids).reason if between else "",
         driver=inventory.driver,
-        task=Task(
-            device=device, points=list(points), samples=exact or SAMPLES, budget_s=None if exact else BUDGET_S[device]
-        ),
+        task=Task(device=device, points=list(points), samples=samples, budget_s=budget_s),
         timeout_s=measuring.timeout,
         argv=tuple(sys.argv[1:]),
         environment=process.telling(os.environ),

@@ -161,14 +161,22 @@ def test_it_is_never_ready(tp: int, log: str, reason: str, server: Any, launch: 
     assert fake.stopped == 1
 
 
-def test_one_that_hangs_after_a_failure_is_not_waited_for(server: Any, launch: Callable[..., Launch]) -> None:
-    """LightLLM without hypercorn: its processes live on, and nobody listens."""
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ("FileNotFoundError: [Errno 2] No such file: 'hypercorn'", ".*hypercorn.*--server-python"),
+        ("init func start_router_process : out of memory", "start_router_process failed to start; read its log.*"),
+    ],
+)
+def test_one_that_hangs_after_a_failure_is_not_waited_for(
+    last: str, said: str, server: Any, launch: Callable[..., Launch]
+) -> None:
+    """LightLLM without hypercorn, or whose router fails: its other processes live on, and nobody listens."""
     server.status = 503
-    log = "init ok\nTraceback (most recent call last):\nFileNotFoundError: [Errno 2] No such file: 'hypercorn'\n"
-    fake = Fake([server.url], log)
-    with pytest.raises(LaunchError, match=r"^lightllm will never be ready: .*hypercorn.*--server-python\.$") as caught:
+    fake = Fake([server.url], f"init ok\nTraceback (most recent call last):\n{last}\n")
+    with pytest.raises(LaunchError, match=rf"^lightllm will never be ready: {said}\.$") as caught:
         host(launch(fake, backend="lightllm"), ready_timeout_s=30.0)
-    assert fake.stopped == 1 and "hypercorn" in caught.value.log
+    assert fake.stopped == 1 and last in caught.value.log
 
 
 def test_other_known_failures_in_the_log_end_no_wait(server: Any, launch: Callable[..., Launch]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -245,6 +246,19 @@ def test_a_report_of_a_breakdown_takes_its_trace_apart_again(
     assert redone["notes"] == ["12 requests were in flight, and the server decoded 8 of them in a step."]
     assert "3 x Attention blocks" in (measured / "report.md").read_text()
     assert not (measured / "report.json").exists()
+
+
+@pytest.mark.parametrize(("during", "before", "merged"), [(9, 9, True), (9, 1, False)])
+def test_what_a_profiler_takes_to_start_is_no_token(
+    during: float, before: float, merged: bool, measured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step_ms = traces.truth(traces.decode(3)).step_ms
+    kept = breakdown.read(measured)
+    kept = msgspec.structs.replace(kept, client_ms=during * step_ms, client_before_ms=before * step_ms)
+    breakdown.write(measured, kept)
+    assert cli.invoke(["report", str(measured)]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any("several tokens into one" in note for note in notes) == merged
 
 
 def test_without_its_trace_it_stays_what_it_was(measured: Path) -> None:

@@ -277,8 +277,8 @@ SMALL_CACHE = ("--gpu", "h200", "--model", "llama-2-7b", "--kv-tokens", "20000",
 
 
 def test_what_the_server_counted_is_of_the_load_alone(server: str, tmp_path: Path) -> None:
-    report, _ = loadgen("run", "--url", server, "--no-calibrate", "--requests", "20", "--input-tokens", "50", "--output-tokens",
-                        "7", "--warmup", "9", "--out", str(tmp_path), expect=(0, 4))  # fmt: skip
+    report, _ = loadgen("run", "--url", server, "--no-calibrate", "--requests", "20", "--input-tokens", "50",
+                        "--output-tokens", "7", "--warmup", "9", "--out", str(tmp_path))  # fmt: skip
     assert (report["server"]["prompt_tokens"], report["server"]["generation_tokens"]) == (20 * 50, 20 * 7)
 
 

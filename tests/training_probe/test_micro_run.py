@@ -208,3 +208,24 @@ def test_exit_codes_and_the_last_line(
     assert cli.invoke(["report", str(tmp_path / "o")]) == code
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
     one_sentence(["memcpy", "--out", str(tmp_path / "o")], capsys, "exists and is not empty")
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(
+    ("argv", "samples", "budget_s"),
+    [
+        (["gemm", "--m", "8", "--n", "8", "--k", "8"], 150, 1.5),
+        (["gemm", "--preset", "paper-table12"], 320, None),
+        (["gemm", "--preset", "paper-table12", "--samples", "7"], 7, None),
+        (["memcpy", "--sizes", "1K"], 50, 0.5),
+        (["memcpy", "--sizes", "1K", "--device", "cpu"], 50, 0.1),
+    ],
+)
+def test_products_on_a_gpu_are_sampled_for_longer(
+    argv: list[str], samples: int, budget_s: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tasks = []
+    monkeypatch.setattr(micro_run, "measure", lambda manifest, *_: tasks.append(manifest.task) or 0)
+    monkeypatch.setattr(micro_cli, "reported", lambda directory, code: code)
+    assert cli.invoke(["micro", *argv, "--out", str(tmp_path)]) == 0
+    assert [(task.samples, task.budget_s) for task in tasks] == [(samples, budget_s)]
