@@ -13,6 +13,7 @@ import argparse
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,23 @@ def columns(rows: list[tuple[dict[str, str], float]], *names: str) -> list[Float
 
 def error(predicted: Floats, measured: Floats) -> float:
     return round(float(np.mean(np.abs(predicted / measured - 1))), 3)
+
+
+def link(reduced: list[tuple[dict[str, str], float]], p2p: str) -> dict[str, Any]:
+    """As among the most GPUs, and as between two where that was measured too."""
+    found: dict[str, Any] = {}
+    for ranks in sorted({int(sizes["n"]) for sizes, _ in reduced if sizes["p2p"] == p2p}, reverse=True):
+        table = [(sizes, us) for sizes, us in reduced if sizes["p2p"] == p2p and int(sizes["n"]) == ranks]
+        measured = {
+            "ranks": ranks,
+            "bytes": [int(sizes["bytes"]) for sizes, _ in table],
+            "us": [round(us, 2) for _, us in table],
+        }
+        if not found:
+            found = measured
+        elif ranks == 2:
+            found["pair"] = measured
+    return found
 
 
 def main() -> None:
@@ -78,15 +96,8 @@ def main() -> None:
 
     _, norm_us = columns(rows["norm"], "h")
     small = float(np.median(norm_us[np.array([float(s["t"]) for s, _ in rows["norm"]]) <= 16]))
-    links = {}
-    for p2p, name in (("on", "nvlink"), ("off", "host")):
-        table = [row for row in rows.get("all_reduce", ()) if row[0]["p2p"] == p2p]
-        if table:
-            links[name] = {
-                "ranks": int(table[0][0]["n"]),
-                "bytes": [int(sizes["bytes"]) for sizes, _ in table],
-                "us": [round(us, 2) for _, us in table],
-            }
+    reduced = rows.get("all_reduce", [])
+    links = {name: found for p2p, name in (("on", "nvlink"), ("off", "host")) if (found := link(reduced, p2p))}
     entry = {
         "gemm": dict(zip(("compute_ratio", "memory_ratio", "softness", "launch_us"), g.round(3).tolist(), strict=True)),
         "attention": {

@@ -2,7 +2,7 @@
 
     python benchmarks/h200/serving.py
 
-Writes cdf_bursts.png, cdf_poisson.png, cdf_servers.png and cdf_tp2.png (as Figures 7 to 10 of arXiv 2311.03687 do,
+Writes cdf_bursts.png, cdf_poisson.png, cdf_servers.png and cdf_tp.png (as Figures 7 to 10 of arXiv 2311.03687 do,
 latencies by server and load) and throughput.png (Figure 6), and prints the tables of the README: runs, the comparison
 with `vllm bench serve`, and the errors of predictions.
 """
@@ -34,7 +34,9 @@ RUNS = (
     "7b_burst_o64", "7b_burst_o256", "7b_burst_o512", "7b_poisson16_o128", "7b_poisson32_o128", "7b_poisson40_o128",
     "13b_burst_o64", "13b_burst_o256", "13b_burst_o512",
 )  # fmt: skip
-TP2 = ("7b_tp2_o64", "7b_tp2_p2poff_o64", "70b_tp2_o64", "70b_tp2_p2poff_o64")
+SPLIT = (
+    "7b_tp2_o64", "7b_tp2_p2poff_o64", "7b_tp4_o64", "7b_tp4_p2poff_o64", "70b_tp2_o64", "70b_tp2_p2poff_o64",
+)  # fmt: skip
 LIGHTLLM = ("7b_lightllm_o64", "7b_lightllm_o256")
 FITTED = ("7b_burst_o64", "7b_burst_o512", "7b_poisson16_o128")
 SAME_SERVER = ("7b_burst_o256", "7b_burst_o256_again", "7b_burst_o256_text")  # the bench ran after the first
@@ -56,8 +58,8 @@ def labelled(burst: str) -> str:
     """7b_burst_o64: vLLM, 7B, 64 output tokens."""
     model, kind, *rest, output = burst.split("_")
     parts = ["LightLLM" if kind == "lightllm" else "vLLM", model.upper()]
-    if kind == "tp2":
-        parts.append("TP 2 without P2P" if rest else "TP 2")
+    if kind.startswith("tp"):
+        parts.append(f"TP {kind[2:]}{' without P2P' if rest else ''}")
     return ", ".join([*parts, f"{output[1:]} output tokens"])
 
 
@@ -81,14 +83,14 @@ def throughput(bars: dict[str, Observed]) -> None:
         axis.invert_yaxis()
         axis.margins(x=0.1)
         axis.set_xlabel("output tokens/s")
-        figure.suptitle("1000 prompts of 512 tokens at once, on one H200 (TP 2: on two)", x=0.01, ha="left")
+        figure.suptitle("1000 prompts of 512 tokens at once, on one H200 (TP 2 and 4: on so many)", x=0.01, ha="left")
         figure.savefig(HERE / "throughput.png", dpi=110)
 
 
 def table_of_runs() -> None:
     print("| run | requests | makespan s | output tok/s | ttft p50 s | tpot p50 ms | e2el p50 s | e2el p99 s "
           "| GPU memory GiB | W | J/output token | preempted |\n|---|" + "---:|" * 11)  # fmt: skip
-    for name in (*RUNS, *TP2, *LIGHTLLM):
+    for name in (*RUNS, *SPLIT, *LIGHTLLM):
         report: dict[str, Any] = json.loads((HERE / name / "report.json").read_text())
         metrics, gpus = report["metrics"], report["gpus"]
         preempted = report["server"]["preemptions"]
@@ -138,7 +140,7 @@ def table_of_predictions(runs: dict[str, Observed]) -> None:
 
 def main() -> None:
     runs = {name: read(HERE / name, SAID) for name in RUNS}
-    tp2 = {name: read(HERE / name, {"gpu": "h200"}) for name in TP2}
+    split = {name: read(HERE / name, {"gpu": "h200"}) for name in SPLIT}
     lightllm = {labelled(name): read(HERE / name, {"gpu": "h200"}) for name in LIGHTLLM}
     bursts = {labelled(name): run for name, run in runs.items() if "burst" in name}
     rates = {f"vLLM, 7B, Poisson {rate}/s": runs[f"7b_poisson{rate}_o128"] for rate in (16, 32, 40)}
@@ -146,12 +148,12 @@ def main() -> None:
     draw("cdf_poisson.png", "One H200, 7B, 512 tokens in, 128 out", rates)
     servers = {labelled(name): runs[name] for name in ("7b_burst_o64", "7b_burst_o256")} | lightllm
     draw("cdf_servers.png", "One H200, 7B, 1000 prompts of 512 tokens at once", servers)
-    split = {labelled(name): run for name, run in tp2.items()}
-    draw("cdf_tp2.png", "Two H200s over NVLink, TP 2, 1000 prompts of 512 tokens at once, 64 out", split)
-    throughput(bursts | split | lightllm)
+    parallel = {labelled(name): run for name, run in split.items()}
+    draw("cdf_tp.png", "Two and four H200s over NVLink, 1000 prompts of 512 tokens at once, 64 out", parallel)
+    throughput(bursts | parallel | lightllm)
     table_of_runs()
     table_of_clients()
-    table_of_predictions(runs | tp2)
+    table_of_predictions(runs | split)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def test_the_table_says_that_it_is_a_prediction_and_how_far_off(capsys: pytest.C
     code, out, _ = plan(capsys, "--gpu", "h200", "rtx4090", "--max-gpus", "2", "--rate", "8")
     assert code == 0
     assert out.startswith("PREDICTIONS: emulated")
-    assert "Held out: off by" in out and "25 real runs" in out
+    assert "Held out: off by" in out and "27 real runs" in out
     assert "Operators of rtx4090, how far off" in out and "Operators of h200, how far off" in out
     assert "taken from no offer" in out
     head, *body = [re.split(r" {2,}", line.strip()) for line in out.splitlines()[3:8]]
