@@ -19,10 +19,6 @@ from training_probe.trial import TIMELINE_FILE, Timeline
 MOST_GROUPS = 24  # of bars in a row; more go into a panel below
 MOST_LINES = 7  # of different colours
 # What the points of a line of Figure 4 share.
-ALIKE = (
-    "platform", "model", "task", "engine", "method", "seq_len", "batch_size", "grad_accum", "tp", "pp", "cp",
-    "attention", "compile", "device",
-)  # fmt: skip
 
 
 def draw(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
@@ -130,20 +126,13 @@ def _short(result: CellResult) -> str:
 
 
 def _scaling(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
-    """Cells that differ in nothing but how many GPUs they had."""
-    lines: dict[tuple[object, ...], list[CellResult]] = {}
-    for result in found:
-        if result.outcome == "ok" and result.valid and result.tokens_per_s and not result.search:
-            lines.setdefault(tuple(getattr(result, name) for name in ALIKE), []).append(result)
     points: dict[str, list[tuple[int, float, float | None]]] = {}
-    for part in lines.values():
-        part.sort(key=lambda result: result.gpus)
-        if len(part) > 1 and len(points) < MOST_LINES:
-            first = part[0]
-            name = f"{paper.model_name(first.model)} {first.task} {first.engine} {first.method}, BS {first.batch_size}"
-            points[f"{name}, {first.seq_len} tokens"] = [
-                (result.gpus, result.tokens_per_s or 0.0, result.tokens_per_s_std) for result in part
-            ]
+    for part in tables.scaled(found)[:MOST_LINES]:
+        first = part[0]
+        name = f"{paper.model_name(first.model)} {first.task} {first.engine} {first.method}, BS {first.batch_size}"
+        points[f"{name}, {first.seq_len} tokens"] = [
+            (result.gpus, result.tokens_per_s or 0.0, result.tokens_per_s_std) for result in part
+        ]
     if not points:
         return {}
     title = f"Scaling, as Figure 4 of {paper.SOURCE}: {', '.join(dict.fromkeys(result.platform for result in found))}"

@@ -23,6 +23,7 @@ from training_probe.results import CellResult, Outcome
 SCHEMA = "training_probe.report/1"
 MANIFEST_FILE = "manifest.json"
 LARGE_GB = 5.0  # cells of which the prediction is judged
+MOST_EFFICIENT = 1.05  # tokens/s a GPU beside more of them, as a ratio: beyond it something else is seen
 MARGIN = 1.15  # predicted to fit with this much to spare, and it ran out: the prediction was wrong
 INVALID_CELLS = "An INVALID cell ran, but its losses were not finite or did not fall: its speed means nothing."
 
@@ -117,7 +118,20 @@ def summary(report: Report, found: Sequence[CellResult]) -> Iterator[str]:
         )
     if prediction["said_to_fit_but_ran_out"]:
         yield f"Predicted to fit, but ran out of memory: {', '.join(prediction['said_to_fit_but_ran_out'])}."
+    yield from _scaling_lines(found)
     yield from _engine_lines(found)
+
+
+def _scaling_lines(found: Sequence[CellResult]) -> Iterator[str]:
+    """Without ZeRO, which shares work out, each GPU has the same work however many there are."""
+    for first, *others in tables.scaled([result for result in found if "Z" not in result.method]):
+        for result in others:
+            efficiency = (result.tokens_per_s or 0.0) / result.gpus / ((first.tokens_per_s or 0.0) / first.gpus)
+            if efficiency > MOST_EFFICIENT:
+                yield (
+                    f"{result.cell} has {100 * efficiency:.0f} % of the tokens/s a GPU of {first.cell}: something held "
+                    "the latter back, such as the host that launches its kernels; run it again."
+                )
 
 
 def _profile_lines(profile: Mapping[str, Any]) -> Iterator[str]:

@@ -50,6 +50,20 @@ class Machine(NamedTuple):
 
 Matched = dict[Line, dict[Machine, CellResult]]
 
+ALIKE = (
+    "platform", "model", "task", "engine", "method", "seq_len", "batch_size", "grad_accum", "tp", "pp", "cp",
+    "attention", "compile", "device",
+)  # fmt: skip
+
+
+def scaled(found: Sequence[CellResult]) -> list[list[CellResult]]:
+    """Cells that differ in nothing but how many GPUs they had, from the fewest; where there are at least two."""
+    lines: dict[tuple[object, ...], list[CellResult]] = {}
+    for result in found:
+        if result.outcome == "ok" and result.valid and result.tokens_per_s and not result.search:
+            lines.setdefault(tuple(getattr(result, name) for name in ALIKE), []).append(result)
+    return [sorted(line, key=lambda result: result.gpus) for line in lines.values() if len(line) > 1]
+
 
 class Remarks:
     """Numbers the remarks of one table; the same words get the same number."""

@@ -197,3 +197,15 @@ def test_a_logarithmic_axis_has_numbers(values: list[float]) -> None:
 def test_ticks_of_less_than_a_decade() -> None:
     assert figures.log_ticks([3.9, 5.8]) == [2, 5, 10]
     assert figures.log_ticks([0.5, 900]) == [0.1, 1, 10, 100, 1000]
+
+
+@pytest.mark.parametrize(
+    ("method", "four", "told"), [("Q", 4.5, True), ("Q", 4.0, False), ("Q", 3.0, False), ("Z3", 4.5, False)]
+)
+def test_more_than_linear_scaling_is_told(method: str, four: float, told: bool) -> None:
+    """ZeRO may: more GPUs have less of the optimizer each."""
+    found = [result(method, 1000.0, gpus=1), result(method, 1900.0, gpus=2), result(method, 1000 * four, gpus=4)]
+    lines = [line for line in report.summary(report.build(found, {}), found) if "run it again" in line]
+    assert len(lines) == told
+    if told:
+        assert f"{found[2].cell} has 112 % of the tokens/s a GPU of {found[0].cell}" in lines[0]

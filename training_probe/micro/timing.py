@@ -277,7 +277,7 @@ def clearing(device: torch.device) -> Launch | None:
     """What overwrites a GPU's cache; None on the CPU."""
     if device.type != "cuda":
         return None
-    # Of words, as there: of single bytes writing takes longer, and the GPU has more of a rest from what is timed.
+    # Of words, as there: bytes are stored four at a time, which takes longer and gives the GPU more of a rest.
     words = max(CLEARED_BYTES, 2 * cache_bytes(device)) // torch.int32.itemsize
     written = torch.empty(words, dtype=torch.int32, device=device)
     return lambda: written.zero_()
