@@ -37,6 +37,7 @@ from loadgen.trace import Span, TraceError
 from loadgen.transport import UNQUEUED_S, Target, TransportError, get
 
 LONG_REPLY_TOKENS = 1024  # enough for the first reply to outlast the last prompt and the profile
+CACHE_RATIO, LEAST_REPLIES = 0.95, 4  # of the KV cache that replies may fill; of a reply to the steps that are profiled
 POLL_S = 0.02
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 600.0  # it writes the trace
@@ -57,6 +58,16 @@ def load(config: Config) -> Config:
     if reply == Config.output_tokens:
         reply = LONG_REPLY_TOKENS
     return dataclasses.replace(config, concurrency=streams, requests=streams, warmup=0, output_tokens=reply)
+
+
+def that_fit(config: Config, cache_tokens: int | None, wanted: int) -> Config:
+    """With replies that the KV cache holds to the end of all of them, where nobody said how long they are to be:
+    LightLLM lets in no request beyond that."""
+    if cache_tokens is None or config.output_tokens != LONG_REPLY_TOKENS:
+        return config
+    room = int(CACHE_RATIO * cache_tokens) // (config.concurrency or 1) - config.input_tokens
+    reply = min(room, config.output_tokens)
+    return dataclasses.replace(config, output_tokens=reply) if reply >= LEAST_REPLIES * wanted else config
 
 
 class Watched(msgspec.Struct, frozen=True):
@@ -80,6 +91,7 @@ async def measure(config: Config, wanted: int, directory: Path, run_id: str, say
         async with hosting(launch, config.ready_timeout, say) as hosted:
             say(f"{backend.name} is ready after {hosted.facts['ready_s']:.0f} s")
             try:
+                config = that_fit(config, hosted.facts["kv_cache_tokens"], wanted)
                 plan, said = await _planned(config, backend, Target(hosted.url, token), run_id, hosted, directory)
                 assert launch.adapter.profiler is not None
                 watched = await drive(plan, backend, launch.adapter.profiler, wanted, directory, say)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -165,6 +166,21 @@ def test_loads_that_are_no_batch(options: dict[str, object], said: str) -> None:
 def test_replies_are_long_unless_they_are_told(tmp_path: Path) -> None:
     assert profiled.load(Config(launch="process")).output_tokens == profiled.LONG_REPLY_TOKENS
     assert profiled.load(Config(launch="process", output_tokens=50)).output_tokens == 50
+
+
+@pytest.mark.parametrize(
+    ("asked", "cache_tokens", "reply"),
+    [
+        ({}, None, 1024),  # it does not tell
+        ({}, 1_000_000, 1024),
+        ({}, 200_667, 232),  # 190,633 tokens are 744 for each of 256 requests, of which prompts take 512
+        ({}, 160_000, 1024),  # not enough for the profile: whoever reads the error chooses
+        ({"output_tokens": 900}, 200_667, 900),
+    ],
+)
+def test_replies_fit_into_the_cache(asked: dict[str, Any], cache_tokens: int | None, reply: int) -> None:
+    config = profiled.load(Config(launch="process", concurrency=256, **asked))
+    assert profiled.that_fit(config, cache_tokens, 30).output_tokens == reply
 
 
 # The trace.
