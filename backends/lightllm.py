@@ -221,7 +221,7 @@ ADAPTER = Adapter(
             advice="read its log for the first error",
         ),
         Failure(
-            pattern=r"init func (\w+) : (?!init ok)(.*)",  # it then waits for the processes that it started before
+            pattern=r"init func (\w+) : (?!init ok|$)(.*)",  # it then waits for the processes that it started before
             reason="{0} failed to start",
             advice="read its log for the first error",
             hangs=True,

@@ -214,7 +214,7 @@ async def _steady(client: Client, running: asyncio.Future[Any], plan: Plan) -> l
         if now_ns() - began > limit_s * 1e9:
             raise ServerError(
                 f"only {decoding} of {wanted} requests had a first token after {limit_s:g} s; "
-                "lower --concurrency to what the server's KV cache holds."
+                "lower --concurrency or --output-tokens to what the server's KV cache holds."
             )
 
 
@@ -233,8 +233,8 @@ async def _watch(
             break
         if now_ns() - began > plan.job.timeouts.idle_s * 1e9:
             raise ServerError(
-                f"a request had no {wanted} tokens in {plan.job.timeouts.idle_s:g} s; lower --concurrency to what the "
-                "server's KV cache holds."
+                f"a request had no {wanted} tokens in {plan.job.timeouts.idle_s:g} s; lower --concurrency or "
+                "--output-tokens to what the server's KV cache holds."
             )
     spans_ms = [
         (exchange.times[end - 1] - exchange.times[begin - 1]) / (end - begin) / 1e6
@@ -252,8 +252,9 @@ def _check(client: Client, running: asyncio.Future[Any], before: str) -> None:
         raise ServerError(f"{client.failed} requests failed before {before}; requests.jsonl says how.")
     if client.done:
         raise ServerError(
-            f"a reply ended before {before}; lower --concurrency to what the server's KV cache holds to the end of all "
-            "replies, or raise --output-tokens where they are too short."
+            f"a reply ended before {before}; lower --concurrency or --output-tokens ({client.job.sampling.max_tokens} "
+            "here) to what the server's KV cache holds to the end of all replies, or raise the latter where they were "
+            "too short."
         )
 
 

@@ -204,8 +204,7 @@ async def _measure(
         cards = await asyncio.to_thread(_local_gpus, config, hosted)
         await watch.begin(target.url, target.token, backend.server_metrics, run_id, directory, cards)
     snapshots.begin(directory)
-    warm = (watch.sample,) if watch is not None else ()
-    await execute(plan, workers, directory, _told(progress, snapshots), *warm)
+    await execute(plan, workers, directory, _told(progress, snapshots), watch.sample if watch is not None else None)
     if watch is not None:
         await watch.end()
     await snapshots.end()  # a server that loadgen started may take long to end: the run is over now

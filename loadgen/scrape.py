@@ -34,6 +34,7 @@ ANSWER_RATIO = 0.8  # of a period: how long the server has to answer, so that a 
 MAX_BODY_BYTES = 16 << 20
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
+ASKED_TIMEOUT_S = 2 * ANSWER_RATIO * PERIOD_S + 0.2  # for a sample that has begun and the one that is asked for
 
 
 class Orders(msgspec.Struct, kw_only=True):
@@ -137,13 +138,14 @@ class Sampling:
         return said or f"the sampling process ended with exit code {process.returncode} before it was ready"
 
     async def sample(self) -> None:
-        """A sample more, now: what the server and the GPUs count is known then, between warm-up and load say."""
+        """A sample more, now, so that what the server and the GPUs had counted by then is known: between warm-up and
+        load, once, since an answer that comes too late would be taken for the next."""
         process = self._process
         if process is None or process.stdin is None or process.stdout is None or process.stdin.is_closing():
             return
         with contextlib.suppress(ConnectionError, TimeoutError):
             process.stdin.write(b"\n")
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(ASKED_TIMEOUT_S):
                 await process.stdout.readline()
 
     async def end(self) -> None:
@@ -376,18 +378,20 @@ async def _write(orders: Orders, sampler: Sampler, file: IO[bytes], stdin: async
     write(first)
     _say("ready")
     began_ns, period_ns, number = first.at_ns, round(orders.period_s * 1e9), 1
-    asked, over = asyncio.ensure_future(stdin.readline()), False
+    asked = asyncio.ensure_future(stdin.readline())
+    over = False
     while not over:
         await asyncio.wait({asked}, timeout=(began_ns + number * period_ns - now_ns()) / 1e9)
         between = asked.done()
         write(await sampler.sample())
-        if between:
-            over = not asked.result()
-            asked = asyncio.ensure_future(stdin.readline())
+        if not between:
+            number += 1
+        elif asked.result():
             _say("taken")
-        number = max(
-            number + (not between), (now_ns() - began_ns) // period_ns + 1
-        )  # a late one moves none, it skips some
+            asked = asyncio.ensure_future(stdin.readline())
+        else:
+            over = True
+        number = max(number, (now_ns() - began_ns) // period_ns + 1)  # a late sample moves none, it skips some
 
 
 def _say(text: str) -> None:

@@ -105,8 +105,9 @@ class ServerView(msgspec.Struct, kw_only=True):
 def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | None:
     """What `server.jsonl` says of the run whose schedule began at `t0_ns` and whose last reply ended at `end_ns`.
 
-    It covers the samples from the last good one before t = 0 to the first good one after the end: up to a period more
-    than the run at either side, but for energy, of which that is taken away. None when nothing was sampled.
+    It covers the samples from the last good one before t = 0, which is asked for between warm-up and load, to the first
+    good one after the end; what they hold more than the run is taken away of energy alone. None when nothing was
+    sampled.
     """
     try:
         lines = (directory / FILE).read_bytes().splitlines(keepends=True)
@@ -218,8 +219,10 @@ def _gpus(header: Header, window: Sequence[Sample], t0_ns: int, end_ns: int) -> 
     within = [_within(points, t0_ns, end_ns) for points in power]
     power_w = sum(map(_mean_w, within)) if all(within) else None
     if all(_spans(points, window) and points[0][1] <= points[-1][1] for points in counters):
-        energy_j, energy_from = sum(map(_counted_j, counters, power, within)), "counter"
-        power_w = energy_j / ((end_ns - t0_ns) / 1e9) if end_ns > t0_ns else power_w
+        counted = list(map(_counted, counters, power, within))
+        energy_j, energy_from = sum(joules for joules, _ in counted), "counter"
+        if all(seconds > 0 for _, seconds in counted):
+            power_w = sum(joules / seconds for joules, seconds in counted)
     elif all(_spans(points, window) for points in power):
         energy_j, energy_from = sum(map(_joules, within)), "power"
     return Gpus(
@@ -269,15 +272,15 @@ def _within(power: Points, t0_ns: int, end_ns: int) -> Points:
     return [(begin_ns, inside[0][1]), *inside, (finish_ns, inside[-1][1])]
 
 
-def _counted_j(counter: Points, power: Points, within: Points) -> float:
-    """Energy of the run, of a counter (ns, mJ) that was read before and after it: less what was used in between, at the
-    power that was sampled outside."""
+def _counted(counter: Points, power: Points, within: Points) -> tuple[float, float]:
+    """Energy of the run, and of how many seconds of it: of a counter (ns, mJ) that was read before and after it, less
+    what was used in between, at the power that was sampled outside."""
     counted_j = (counter[-1][1] - counter[0][1]) / 1000
     if not power:
-        return counted_j
+        return counted_j, (counter[-1][0] - counter[0][0]) / 1e9
     before_j = (within[0][0] - counter[0][0]) / 1e9 * power[0][1]
     after_j = (counter[-1][0] - within[-1][0]) / 1e9 * power[-1][1]
-    return max(0.0, counted_j - max(0.0, before_j) - max(0.0, after_j))
+    return max(0.0, counted_j - max(0.0, before_j) - max(0.0, after_j)), (within[-1][0] - within[0][0]) / 1e9
 
 
 def _joules(points: Points) -> float:

@@ -62,12 +62,9 @@ def build_transport(plan: Plan, backend: Backend) -> Transport:
     return FastTransport(*arguments, fresh=plan.fresh, kernel_timestamps=plan.kernel_timestamps)
 
 
-async def _nothing() -> None:
-    pass
-
-
-async def execute(plan: Plan, workers: int, directory: Path, progress: Progress, warm: Warm = _nothing) -> None:
-    """Sends the plan's load and leaves `requests.jsonl` in `directory`. warm: awaited between warm-up and t = 0."""
+async def execute(plan: Plan, workers: int, directory: Path, progress: Progress, warm: Warm | None = None) -> None:
+    """Sends the plan's load and leaves `requests.jsonl` in `directory`. warm: awaited between warm-up and t = 0. From
+    then on signals are the clients', which drain; what they do before is the caller's."""
     if workers == 1:
         await run_here(plan, directory, progress, warm)
     else:
@@ -75,16 +72,17 @@ async def execute(plan: Plan, workers: int, directory: Path, progress: Progress,
 
 
 async def run_here(
-    plan: Plan, directory: Path, progress: Progress, warm: Warm = _nothing, stoppable: bool = True
+    plan: Plan, directory: Path, progress: Progress, warm: Warm | None = None, stoppable: bool = True
 ) -> None:
     client = build_client(plan)
     loop = asyncio.get_running_loop()
-    if stoppable:
-        for number in stop_signals():
-            loop.add_signal_handler(number, client.stop, DRAIN_S)
     try:
         await client.prepare()
-        await warm()
+        if warm is not None:
+            await warm()
+        if stoppable:
+            for number in stop_signals():
+                loop.add_signal_handler(number, client.stop, DRAIN_S)
         ticker = loop.create_task(_every_second(lambda: progress([client.snapshot()])))
         try:
             await client.run(now_ns() + START_MARGIN_NS, directory / "requests.jsonl")
@@ -101,7 +99,7 @@ async def _every_second(act: Callable[[], None]) -> None:
         act()
 
 
-async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: Progress, warm: Warm) -> None:
+async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: Progress, warm: Warm | None) -> None:
     context = multiprocessing.get_context("spawn")
     with children.spawning():
         shards = [_Shard(context, _shard_plan(plan, shard, workers), directory) for shard in range(workers)]
@@ -111,12 +109,13 @@ async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: P
         for shard in shards:
             shard.stop()
 
-    for number in stop_signals():
-        loop.add_signal_handler(number, stop)
     try:
         for shard in shards:
             await shard.ready()
-        await warm()
+        if warm is not None:
+            await warm()
+        for number in stop_signals():
+            loop.add_signal_handler(number, stop)
         t0_ns = now_ns() + START_MARGIN_NS
         for shard in shards:
             shard.start(t0_ns)
@@ -178,10 +177,7 @@ class _Shard:
         _tell(self.pipe, t0_ns)
 
     def stop(self) -> None:
-        if self.started:
-            _tell(self.pipe, "stop")
-        else:
-            self._said.put_nowait("the run was stopped before its first request.")
+        _tell(self.pipe, "stop")
 
     async def over(self) -> str:
         """Waits until it is done, or has died: what it wrote counts, and the report says that it was killed. Returns

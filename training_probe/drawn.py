@@ -18,7 +18,6 @@ from training_probe.trial import TIMELINE_FILE, Timeline
 
 MOST_GROUPS = 24  # of bars in a row; more go into a panel below
 MOST_LINES = 7  # of different colours
-# What the points of a line of Figure 4 share.
 
 
 def draw(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:

@@ -50,6 +50,7 @@ class Machine(NamedTuple):
 
 Matched = dict[Line, dict[Machine, CellResult]]
 
+# What the points of a line of Figure 4 share.
 ALIKE = (
     "platform", "model", "task", "engine", "method", "seq_len", "batch_size", "grad_accum", "tp", "pp", "cp",
     "attention", "compile", "device",

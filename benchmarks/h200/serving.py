@@ -100,7 +100,7 @@ def table_of_runs() -> None:
             f"| {name} | {report['requests']['ok']} | {report['duration_s']:.2f} "
             f"| {report['throughput']['output_tokens_per_s']:.0f} | {seconds[0]:.3f} | {metrics['tpot_ms']['p50']:.1f} "
             f"| {seconds[1]:.2f} | {seconds[2]:.2f} | {gpus['memory_peak_bytes'] / 2**30:.1f} "
-            f"| {gpus['power_mean_w']:.0f} | {gpus['j_per_output_token']:.3f} | {counted} |"
+            f"| {gpus['energy_j'] / report['duration_s']:.0f} | {gpus['j_per_output_token']:.3f} | {counted} |"
         )
 
 

@@ -138,7 +138,7 @@ def test_a_profiler_that_never_answers(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_replies_that_are_too_short(tmp_path: Path) -> None:
-    with pytest.raises(ServerError, match="raise --output-tokens"):
+    with pytest.raises(ServerError, match=r"lower --concurrency or --output-tokens \(1024 here\)"):
         drive(StandIn(tokens=4), tmp_path)
 
 

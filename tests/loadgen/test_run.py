@@ -145,6 +145,23 @@ def test_stopped_run_still_reports(server: str, tmp_path: Path, number: signal.S
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_stopped_before_the_load(tmp_path: Path, workers: str) -> None:
+    """Its warm-up takes longer than anybody waits."""
+    with serving("--ttft-ms", "60000") as url:
+        process = start("run", "--url", url, "--no-calibrate", "--workers", workers, "--out", str(tmp_path))
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "server.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(2.0)
+        os.killpg(process.pid, signal.SIGINT)
+        out, said = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert "stopped before the load began; nothing was measured." in said and "Traceback" not in said
+    assert not list(tmp_path.glob("requests*"))
+
+
+@pytest.mark.processes
 def test_nohup_is_heeded(server: str, tmp_path: Path) -> None:
     argv = ["run", "--url", server, *FAST, "--requests", "100", "--output-tokens", "4", "--arrival", "constant:100"]
     process = subprocess.Popen(["nohup", *LOADGEN, *argv, "--out", str(tmp_path)],
@@ -276,9 +293,12 @@ def test_a_server_that_dies_in_the_run(server: str, tmp_path: Path) -> None:
 SMALL_CACHE = ("--gpu", "h200", "--model", "llama-2-7b", "--kv-tokens", "20000", "--fault", "kv_exhaustion:20%")
 
 
-def test_what_the_server_counted_is_of_the_load_alone(server: str, tmp_path: Path) -> None:
-    report, _ = loadgen("run", "--url", server, "--no-calibrate", "--requests", "20", "--input-tokens", "50",
-                        "--output-tokens", "7", "--warmup", "9", "--out", str(tmp_path))  # fmt: skip
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_what_the_server_counted_is_of_the_load_alone(workers: str, server: str, tmp_path: Path) -> None:
+    argv = ["run", "--url", server, "--no-calibrate", "--workers", workers, "--warmup", "9"]
+    report, _ = loadgen(
+        *argv, "--requests", "20", "--input-tokens", "50", "--output-tokens", "7", "--out", str(tmp_path)
+    )
     assert (report["server"]["prompt_tokens"], report["server"]["generation_tokens"]) == (20 * 50, 20 * 7)
 
 

@@ -742,6 +742,17 @@ def test_energy_of_a_run_between_two_samples(tmp_path: Path) -> None:
     assert view.gpus.energy_j == pytest.approx(380 - 60 * 0.5)
 
 
+def test_mean_power_is_the_counted_energy_over_its_time(tmp_path: Path) -> None:
+    """Power samples are means of a second, or of a moment; and where they end before the run, so does the counting."""
+    spent = gpus_of(tmp_path, at(10, gpus=[gpu(0, 1, 60, 0)]), at(11, gpus=[gpu(0, 1, 700, 300_000)]),
+                    at(12, gpus=[gpu(0, 1, 60, 800_000)]))  # fmt: skip
+    assert (spent["energy_j"], spent["power_mean_w"]) == (800, 400)
+    part = gpus_of(tmp_path, at(10, gpus=[gpu(0, 1, 600, 0)]), at(11, gpus=[gpu(0, 1, 600, 600_000)]))
+    assert (part["energy_j"], part["power_mean_w"]) == (600, 600)
+    blind = gpus_of(tmp_path, at(9, gpus=[gpu(0, 1, None, 0)]), at(13, gpus=[gpu(0, 1, None, 2_000_000)]))
+    assert (blind["energy_j"], blind["power_mean_w"]) == (2000, 500)
+
+
 def test_what_gpus_do_not_tell_is_none(tmp_path: Path) -> None:
     found = gpus_of(tmp_path, at(9, gpus=[gpu(0, None, None)]), at(13, gpus=[gpu(0, None, None)]))
     assert found == {
