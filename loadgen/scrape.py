@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
-import re
 import signal
-import ssl
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -27,11 +24,11 @@ import msgspec
 from backends import gpus
 from loadgen import children
 from loadgen.clock import now_ns
+from loadgen.prometheus import Absent, Metrics, Unreadable
 from loadgen.serverside import FILE, Header, Sample
 
 PERIOD_S = 1.0
 ANSWER_RATIO = 0.8  # of a period: how long the server has to answer, so that a sample is over before the next
-MAX_BODY_BYTES = 16 << 20
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 ASKED_TIMEOUT_S = 2 * ANSWER_RATIO * PERIOD_S + 0.2  # for a sample that has begun and the one that is asked for
@@ -160,119 +157,14 @@ class Sampling:
 # The process itself.
 
 
-class Unreadable(Exception):
-    """The server gave no metrics this time. One clause, in our own words."""
-
-
-class Absent(Unreadable):
-    """The server has no metrics at all."""
-
-
-class Series:
-    """Picks the wanted series out of Prometheus' text format.
-
-    Histograms (neutral names in `_seconds`) give `_sum` and `_count`. A counter is found with and without `_total`. Of
-    several names the first that is there counts. Values of several label sets are added up; ratios are averaged.
-    """
-
-    def __init__(self, series: Mapping[str, str]) -> None:
-        self._spellings: dict[str, tuple[str, ...]] = {}  # neutral name -> sample names, best first
-        for neutral, known in series.items():
-            names = known.split()
-            if neutral.endswith("_seconds"):
-                self._spellings |= {neutral + part: tuple(name + part for name in names) for part in ("_sum", "_count")}
-            else:
-                self._spellings[neutral] = tuple(
-                    spelling for name in names for spelling in (name, _other_spelling(name))
-                )
-        self._wanted = {name for names in self._spellings.values() for name in names}
-
-    def pick(self, text: str) -> dict[str, float]:
-        """Neutral name -> value, for the series that are there. Raises Unreadable when this is no such text."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        # The parser reads character by character, and most of the text is histogram buckets: it gets our lines only,
-        # or everything when there are none of them, to see whether this is Prometheus' format at all.
-        lines = text.split("\n")
-        ours = [line for line in lines if re.split(r"[{\s]", line, maxsplit=1)[0] in self._wanted]
-        found: dict[str, list[float]] = {}
-        try:
-            for family in text_string_to_metric_families("\n".join(ours or lines) + "\n"):
-                for sample in family.samples:
-                    if math.isfinite(sample.value):  # a mean of nothing is NaN in some servers
-                        found.setdefault(sample.name, []).append(float(sample.value))
-        except (ValueError, IndexError, KeyError, OverflowError):
-            raise Unreadable("the answer to GET /metrics is not Prometheus' text format") from None
-        values = {}
-        for neutral, names in self._spellings.items():
-            numbers = next((found[name] for name in names if name in found), None)
-            if numbers is not None:
-                values[neutral] = sum(numbers) / (len(numbers) if neutral.endswith("_ratio") else 1)
-        return {neutral: value for neutral, value in values.items() if math.isfinite(value)}
-
-
-def _other_spelling(name: str) -> str:
-    return name.removesuffix("_total") if name.endswith("_total") else f"{name}_total"
-
-
-class Metrics:
-    """The server's `/metrics` over one connection that is kept. TLS is verified as for the requests themselves."""
-
-    def __init__(self, orders: Orders) -> None:
-        import httpx
-
-        self._url = orders.url
-        self._series = Series(orders.series)
-        self._timeout_s = ANSWER_RATIO * orders.period_s
-        headers = {"Accept": "text/plain", "Accept-Encoding": "identity"}  # compressing would cost the server
-        if orders.token:
-            headers["Authorization"] = f"Bearer {orders.token}"
-        # trust_env: the requests go to the server itself, without the environment's proxies or .netrc; so does this
-        self._client = httpx.AsyncClient(
-            headers=headers, timeout=self._timeout_s, trust_env=False, verify=ssl.create_default_context()
-        )
-
-    async def read(self) -> dict[str, float]:
-        """The values now. Raises Unreadable, and nothing else whatever the server does."""
-        import httpx
-
-        body = bytearray()
-        try:
-            async with (
-                asyncio.timeout(self._timeout_s),  # httpx's own limits begin anew with every read
-                self._client.stream("GET", self._url) as response,
-            ):
-                if response.status_code in (404, 405, 501):
-                    raise Absent(f"the server has no metrics: GET /metrics answers {response.status_code}")
-                if response.status_code != 200:
-                    raise Unreadable(f"GET /metrics answers {response.status_code}")
-                async for piece in response.aiter_bytes():
-                    body += piece
-                    if len(body) > MAX_BODY_BYTES:
-                        raise Unreadable(f"the answer to GET /metrics is over {MAX_BODY_BYTES >> 20} MiB")
-        except (TimeoutError, httpx.TimeoutException):
-            raise Unreadable(f"GET /metrics was not answered within {self._timeout_s:g} s") from None
-        except httpx.ConnectError as error:
-            raise Unreadable(f"no connection for GET /metrics: {_line(str(error))}") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:  # their words may hold a header that we sent: names only
-            raise Unreadable(f"GET /metrics failed: {type(error).__name__}") from None
-        return self._series.pick(body.decode("utf-8", "replace"))
-
-    async def close(self) -> None:
-        await self._client.aclose()
-
-
-def _line(text: str) -> str:
-    """One short line that a terminal does not obey."""
-    return text.encode("unicode_escape").decode()[:200]
-
-
 class Sampler:
     """What can be sampled of what was ordered; `problems` says what cannot."""
 
     def __init__(self, orders: Orders) -> None:
         self.problems: list[str] = []
-        self.metrics = Metrics(orders) if orders.series else None
+        self.metrics = (
+            Metrics(orders.url, orders.token, orders.series, ANSWER_RATIO * orders.period_s) if orders.series else None
+        )
         self.gpus: gpus.Probe | None = None
         self.gpu_names: list[str] = []
         if orders.gpus:

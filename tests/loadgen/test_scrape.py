@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 import backends
 from backends.gpus import Sample as GpuSample
 from loadgen import scrape
-from loadgen.scrape import Series, Unreadable, sampling
+from loadgen.prometheus import Series, Unreadable
+from loadgen.scrape import sampling
 from loadgen.serverside import Header, Sample, Server, ServerView, read
 from tests.servers.reader import running
 

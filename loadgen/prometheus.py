@@ -1,0 +1,118 @@
+"""Reads a server's `/metrics` page and picks the wanted series out of Prometheus' text format."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import ssl
+from collections.abc import Mapping
+
+MAX_BODY_BYTES = 16 << 20
+
+
+class Unreadable(Exception):
+    """The server gave no metrics this time. One clause, in our own words."""
+
+
+class Absent(Unreadable):
+    """The server has no metrics at all."""
+
+
+class Series:
+    """Picks the wanted series out of Prometheus' text format.
+
+    Histograms (neutral names in `_seconds`) give `_sum` and `_count`. A counter is found with and without `_total`. Of
+    several names the first that is there counts. Values of several label sets are added up; ratios are averaged.
+    """
+
+    def __init__(self, series: Mapping[str, str]) -> None:
+        self._spellings: dict[str, tuple[str, ...]] = {}  # neutral name -> sample names, best first
+        for neutral, known in series.items():
+            names = known.split()
+            if neutral.endswith("_seconds"):
+                self._spellings |= {neutral + part: tuple(name + part for name in names) for part in ("_sum", "_count")}
+            else:
+                self._spellings[neutral] = tuple(
+                    spelling for name in names for spelling in (name, _other_spelling(name))
+                )
+        self._wanted = {name for names in self._spellings.values() for name in names}
+
+    def pick(self, text: str) -> dict[str, float]:
+        """Neutral name -> value, for the series that are there. Raises Unreadable when this is no such text."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        # The parser reads character by character, and most of the text is histogram buckets: it gets our lines only,
+        # or everything when there are none of them, to see whether this is Prometheus' format at all.
+        lines = text.split("\n")
+        ours = [line for line in lines if re.split(r"[{\s]", line, maxsplit=1)[0] in self._wanted]
+        found: dict[str, list[float]] = {}
+        try:
+            for family in text_string_to_metric_families("\n".join(ours or lines) + "\n"):
+                for sample in family.samples:
+                    if math.isfinite(sample.value):  # a mean of nothing is NaN in some servers
+                        found.setdefault(sample.name, []).append(float(sample.value))
+        except (ValueError, IndexError, KeyError, OverflowError):
+            raise Unreadable("the answer to GET /metrics is not Prometheus' text format") from None
+        values = {}
+        for neutral, names in self._spellings.items():
+            numbers = next((found[name] for name in names if name in found), None)
+            if numbers is not None:
+                values[neutral] = sum(numbers) / (len(numbers) if neutral.endswith("_ratio") else 1)
+        return {neutral: value for neutral, value in values.items() if math.isfinite(value)}
+
+
+def _other_spelling(name: str) -> str:
+    return name.removesuffix("_total") if name.endswith("_total") else f"{name}_total"
+
+
+class Metrics:
+    """The server's `/metrics` over one connection that is kept. TLS is verified as for the requests themselves."""
+
+    def __init__(self, url: str, token: str | None, series: Mapping[str, str], timeout_s: float) -> None:
+        import httpx
+
+        self._url = url
+        self._series = Series(series)
+        self._timeout_s = timeout_s
+        headers = {"Accept": "text/plain", "Accept-Encoding": "identity"}  # compressing would cost the server
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        # trust_env: the requests go to the server itself, without the environment's proxies or .netrc; so does this
+        self._client = httpx.AsyncClient(
+            headers=headers, timeout=self._timeout_s, trust_env=False, verify=ssl.create_default_context()
+        )
+
+    async def read(self) -> dict[str, float]:
+        """The values now. Raises Unreadable, and nothing else whatever the server does."""
+        import httpx
+
+        body = bytearray()
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),  # httpx's own limits begin anew with every read
+                self._client.stream("GET", self._url) as response,
+            ):
+                if response.status_code in (404, 405, 501):
+                    raise Absent(f"the server has no metrics: GET /metrics answers {response.status_code}")
+                if response.status_code != 200:
+                    raise Unreadable(f"GET /metrics answers {response.status_code}")
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > MAX_BODY_BYTES:
+                        raise Unreadable(f"the answer to GET /metrics is over {MAX_BODY_BYTES >> 20} MiB")
+        except (TimeoutError, httpx.TimeoutException):
+            raise Unreadable(f"GET /metrics was not answered within {self._timeout_s:g} s") from None
+        except httpx.ConnectError as error:
+            raise Unreadable(f"no connection for GET /metrics: {_line(str(error))}") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # their words may hold a header that we sent: names only
+            raise Unreadable(f"GET /metrics failed: {type(error).__name__}") from None
+        return self._series.pick(body.decode("utf-8", "replace"))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _line(text: str) -> str:
+    """One short line that a terminal does not obey."""
+    return text.encode("unicode_escape").decode()[:200]
