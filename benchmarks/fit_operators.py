@@ -41,31 +41,22 @@ def error(predicted: Floats, measured: Floats) -> float:
 
 def link(reduced: list[tuple[dict[str, str], float]], p2p: str) -> dict[str, Any]:
     """As among the most GPUs, and as between two where that was measured too."""
-    found: dict[str, Any] = {}
-    for ranks in sorted({int(sizes["n"]) for sizes, _ in reduced if sizes["p2p"] == p2p}, reverse=True):
+    counts = {int(sizes["n"]) for sizes, _ in reduced if sizes["p2p"] == p2p}
+
+    def among(ranks: int) -> dict[str, Any]:
         table = [(sizes, us) for sizes, us in reduced if sizes["p2p"] == p2p and int(sizes["n"]) == ranks]
-        measured = {
+        return {
             "ranks": ranks,
             "bytes": [int(sizes["bytes"]) for sizes, _ in table],
             "us": [round(us, 2) for _, us in table],
         }
-        if not found:
-            found = measured
-        elif ranks == 2:
-            found["pair"] = measured
-    return found
+
+    pair = {"pair": among(2)} if 2 in counts and counts != {2} else {}
+    return among(max(counts)) | pair if counts else {}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path)
-    parser.add_argument("--flops", type=float, required=True)
-    parser.add_argument("--bandwidth", type=float, required=True)
-    parser.add_argument("--elementwise", type=float, default=0.45)
-    chosen = parser.parse_args()
-    rows = read(chosen.table)
-    flops, bandwidth = chosen.flops / 1e6, chosen.bandwidth / 1e6  # a microsecond
-
+def fitted(rows: Rows, flops: float, bandwidth: float, elementwise: float) -> dict[str, Any]:
+    """The fitted part of the entry. flops, bandwidth: of the data sheet, in a microsecond."""
     t, n, k, gemm_us = columns(rows["gemm"], "t", "n", "k")
 
     def gemm(x: Floats) -> Floats:
@@ -98,7 +89,7 @@ def main() -> None:
     small = float(np.median(norm_us[np.array([float(s["t"]) for s, _ in rows["norm"]]) <= 16]))
     reduced = rows.get("all_reduce", [])
     links = {name: found for p2p, name in (("on", "nvlink"), ("off", "host")) if (found := link(reduced, p2p))}
-    entry = {
+    return {
         "gemm": dict(zip(("compute_ratio", "memory_ratio", "softness", "launch_us"), g.round(3).tolist(), strict=True)),
         "attention": {
             "decode_memory_ratio": round(d[0], 3),
@@ -108,7 +99,7 @@ def main() -> None:
             "prefill_token_head_ns": round(p[1], 3),
             "mixed": round(m[0], 3),
         },
-        "elementwise": {"memory_ratio": chosen.elementwise, "launch_us": round(small, 2)},
+        "elementwise": {"memory_ratio": elementwise, "launch_us": round(small, 2)},
         "links": links,
         "error": "mean absolute relative error: "
         + ", ".join(
@@ -121,6 +112,16 @@ def main() -> None:
             )
         ),
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--flops", type=float, required=True)
+    parser.add_argument("--bandwidth", type=float, required=True)
+    parser.add_argument("--elementwise", type=float, default=0.45)
+    chosen = parser.parse_args()
+    entry = fitted(read(chosen.table), chosen.flops / 1e6, chosen.bandwidth / 1e6, chosen.elementwise)
     print(json.dumps(entry, indent=1))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,14 +126,15 @@ def trial(emulated: Emulated, load: Load, limits: Limits, rate: float, settled_s
         engine.advance(math.inf)
     except _Missed as reason:
         missed = str(reason)
-    return Trial(
-        missed=missed,
-        percentiles={
-            name: float(np.percentile(each, limits.percentile, method="inverted_cdf")) if each else math.nan
-            for name, each in values.items()
-        },
-        in_flight=most,
-    )
+    return Trial(missed=missed, percentiles=_percentiles(values, limits.percentile), in_flight=most)
+
+
+def _percentiles(values: Mapping[str, list[float]], percentile: float) -> dict[str, float]:
+    """Of each metric's values; NaN where there are none."""
+    return {
+        name: float(np.percentile(each, percentile, method="inverted_cdf")) if each else math.nan
+        for name, each in values.items()
+    }
 
 
 class Server:
