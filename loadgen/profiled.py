@@ -121,7 +121,7 @@ def _assembled(found: steps.Steps, watched: Watched, launch: Launch, config: Con
     names = dict.fromkeys(gpu.name for gpu in launch.inventory.gpus if gpu.index in launch.gpu_indices)
     version = f" {'.'.join(map(str, launch.settings.version))}" if launch.settings.version else ""
     return Breakdown(
-        **_told(found, config.concurrency or 0, min(watched.before_ms, watched.during_ms)),
+        **_told(found, config.concurrency or 0, watched.before_ms, watched.during_ms),
         emulated=emulated,
         backend=f"{launch.backend.name}{version}",
         model=launch.model.name,
@@ -141,14 +141,15 @@ def again(directory: Path) -> Breakdown:
     if kept.client_ms is None or not path.exists():  # it was modelled, or somebody needed the room
         return kept
     streams = runs.read_manifest(directory).config.get("concurrency")
-    event_ms = min(kept.client_ms, kept.client_before_ms or kept.client_ms)
-    told = _told(steps.find(trace.read(path)), streams if isinstance(streams, int) else kept.batch, event_ms)
+    in_flight = streams if isinstance(streams, int) else kept.batch
+    told = _told(steps.find(trace.read(path)), in_flight, kept.client_before_ms, kept.client_ms)
     return msgspec.structs.replace(kept, **told)
 
 
-def _told(found: steps.Steps, streams: int, event_ms: float) -> dict[str, Any]:
-    """The fields of a Breakdown that its trace tells. event_ms: between two events of a stream at the client, before or
-    under the profiler, whichever is less: some servers say that it runs and start it then, in front of their steps."""
+def _told(found: steps.Steps, streams: int, before_ms: float | None, during_ms: float) -> dict[str, Any]:
+    """The fields of a Breakdown that its trace tells. before_ms, during_ms: between two events of a stream at the
+    client, of which the less counts: some servers say that the profiler runs and start it then."""
+    event_ms = during_ms if before_ms is None else min(before_ms, during_ms)
     dissected = dissect.dissect(found)
     notes = []
     if found.form == "cpu":

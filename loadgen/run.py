@@ -35,7 +35,7 @@ from loadgen.plan import (
     worker_count,
 )
 from loadgen.scrape import Sampling, sampling
-from loadgen.shards import Progress, build_transport, execute, run_here, stop_signals
+from loadgen.shards import Progress, build_transport, execute, on_stop, run_here
 from loadgen.snapshots import Live, Watch, watching
 from loadgen.transport import UNQUEUED_S, Target, Transport, TransportError, get
 from loadgen.workload import Text
@@ -294,7 +294,7 @@ def _local_gpus(config: Config, hosted: Hosted | None) -> tuple[int, ...]:
 def stoppable(when: str = "before the load began") -> Iterator[None]:
     """Ctrl-C and its like end what goes on, and what was started is taken back; during the load of a run they are the
     clients' own. Raises Stopped, which says `when` that was."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    task = asyncio.current_task()
     assert task is not None
     stopped = False
 
@@ -303,8 +303,7 @@ def stoppable(when: str = "before the load began") -> Iterator[None]:
         stopped = True
         task.cancel()
 
-    for number in stop_signals():
-        loop.add_signal_handler(number, stop)
+    on_stop(stop)
     try:
         yield
     except asyncio.CancelledError:

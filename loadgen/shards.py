@@ -43,6 +43,13 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGTERM, *hangup)
 
 
+def on_stop(act: Callable[[], object]) -> None:
+    """From now on the signals that end a run do this, in the running loop."""
+    loop = asyncio.get_running_loop()
+    for number in stop_signals():
+        loop.add_signal_handler(number, act)
+
+
 def build_client(plan: Plan) -> Client:
     backend = backends.get(plan.backend)
     job = plan.job
@@ -81,8 +88,7 @@ async def run_here(
         if warm is not None:
             await warm()
         if stoppable:
-            for number in stop_signals():
-                loop.add_signal_handler(number, client.stop, DRAIN_S)
+            on_stop(lambda: client.stop(DRAIN_S))
         ticker = loop.create_task(_every_second(lambda: progress([client.snapshot()])))
         try:
             await client.run(now_ns() + START_MARGIN_NS, directory / "requests.jsonl")
@@ -114,8 +120,7 @@ async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: P
             await shard.ready()
         if warm is not None:
             await warm()
-        for number in stop_signals():
-            loop.add_signal_handler(number, stop)
+        on_stop(stop)
         t0_ns = now_ns() + START_MARGIN_NS
         for shard in shards:
             shard.start(t0_ns)

@@ -31,7 +31,6 @@ BUDGET_S: dict[Device, float] = {"cuda": 0.5, "cpu": 0.1}  # of a point, where n
 # Of a product on a GPU: a power limit slows it and lets go of it again for tenths of a second at a time.
 PRODUCT_SAMPLES, PRODUCT_BUDGET_S = 150, 1.5
 CPU_RANKS, MAX_RANKS, MAX_SAMPLES = 2, 64, 100_000
-Usual = tuple[int, float | None]  # samples of a point, and what they may take
 
 
 def _list(help: str, **more: Any) -> Parameter:
@@ -85,10 +84,7 @@ def gemm(
     measuring = measuring or Measuring()
     device, inventory, gpu_ids = _machine(measuring, preset)
     points = presets.gemms(device, m=m, n=n, k=k, dtypes=dtype, preset=preset)
-    usual: Usual | None = (PRODUCT_SAMPLES, PRODUCT_BUDGET_S) if device == "cuda" else None
-    if preset == "paper-table12":
-        usual = (presets.TABLE_12_SAMPLES, None)
-    return _run("gemm", preset, points, measuring, device, inventory, gpu_ids[:1], usual=usual)
+    return _run("gemm", preset, points, measuring, device, inventory, gpu_ids[:1])
 
 
 def memcpy(
@@ -169,6 +165,17 @@ def _machine(measuring: Measuring, preset: str | None) -> tuple[Device, Inventor
     return device, inventory, gpu_ids
 
 
+def _sampling(measuring: Measuring, kind: Kind, preset: str | None, device: Device) -> tuple[int, float | None]:
+    """Samples of a point, and seconds that they may take; None: as many as are named."""
+    if measuring.samples is not None:
+        return measuring.samples, None
+    if preset == "paper-table12":
+        return presets.TABLE_12_SAMPLES, None
+    if kind == "gemm" and device == "cuda":
+        return PRODUCT_SAMPLES, PRODUCT_BUDGET_S
+    return SAMPLES, BUDGET_S[device]
+
+
 def _run(
     kind: Kind,
     preset: str | None,
@@ -179,7 +186,6 @@ def _run(
     gpu_ids: tuple[int, ...],
     *,
     ranks: int = 1,
-    usual: Usual | None = None,
 ) -> int:
     import time
 
@@ -187,9 +193,7 @@ def _run(
     from loadgen import runs
     from training_probe import micro_run
 
-    samples, budget_s = usual or (SAMPLES, BUDGET_S[device])
-    if measuring.samples is not None:
-        samples, budget_s = measuring.samples, None
+    samples, budget_s = _sampling(measuring, kind, preset, device)
     names = {gpu.index: gpu.name for gpu in inventory.gpus}
     device_names = dict.fromkeys(names.get(index, "unknown GPU") for index in gpu_ids)
     between = kind == "collectives" and device == "cuda"

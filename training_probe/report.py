@@ -17,7 +17,7 @@ import msgspec
 from backends.plain import UNDECODABLE, escaped
 from loadgen.text import markdown_text
 from training_probe import layout, paper, results, tables
-from training_probe.grid import LETTERS
+from training_probe.grid import LETTERS, Method
 from training_probe.results import CellResult, Outcome
 
 SCHEMA = "training_probe.report/1"
@@ -124,7 +124,7 @@ def summary(report: Report, found: Sequence[CellResult]) -> Iterator[str]:
 
 def _scaling_lines(found: Sequence[CellResult]) -> Iterator[str]:
     """Without ZeRO, which shares work out, each GPU has the same work however many there are."""
-    for first, *others in tables.scaled([result for result in found if "Z" not in result.method]):
+    for first, *others in tables.scaled([result for result in found if not Method.parse(result.method).zero]):
         for result in others:
             efficiency = (result.tokens_per_s or 0.0) / result.gpus / ((first.tokens_per_s or 0.0) / first.gpus)
             if efficiency > MOST_EFFICIENT:
