@@ -1,7 +1,7 @@
 """Copies between host and device as PyTorch makes them, through more memory than the cache holds.
 
 Page-locked and device-to-device copies are work in the stream, and timed there. A copy of pageable memory keeps the
-host busy, so the host's clock counts, from the call to its end.
+host busy, so the host's clock counts, from the call to its end: PyTorch waits there for the copy's last part.
 """
 
 from __future__ import annotations
@@ -32,19 +32,7 @@ def measure(task: Task, device: torch.device) -> Iterator[Measured]:
 
 
 def _measured(point: Copy, task: Task, device: torch.device) -> Measured:
-    in_stream = point.pinned or point.route == "d2d"
-    launch = launch_of(point, device)
-    if (
-        not in_stream and device.type == "cuda"
-    ):  # its stream is looked up here: that takes 3 us, which are not the copy's
-        launch = partial(_finished, launch, torch.cuda.current_stream(device))
-    return timed(point, launch, task, in_stream=in_stream)
-
-
-def _finished(launch: Launch, stream: torch.cuda.Stream) -> None:
-    """A pageable upload may return while its last part is still on its way."""
-    launch()
-    stream.synchronize()
+    return timed(point, launch_of(point, device), task, in_stream=point.pinned or point.route == "d2d")
 
 
 def launch_of(point: Copy, device: torch.device) -> Launch:
