@@ -222,15 +222,16 @@ async def _steady(client: Client, running: asyncio.Future[Any], plan: Plan) -> l
 async def _watch(
     client: Client, running: asyncio.Future[Any], streams: list[Exchange], wanted: int, plan: Plan
 ) -> tuple[float, float]:
-    """Waits until every stream has `wanted` more events: milliseconds between two on average, and how many tokens each
-    reply had on average meanwhile. Raises ServerError."""
+    """Waits until every stream has had `wanted` steps, from its next event on, ahead of which it may have waited for
+    the others' prompts: milliseconds between two events on average, and how many tokens each reply had on average
+    meanwhile. Raises ServerError."""
     first = [len(exchange.times) for exchange in streams]
     began = now_ns()
     while True:
         await asyncio.sleep(POLL_S)
         _check(client, running, f"{wanted} steps were over")
         last = [len(exchange.times) for exchange in streams]
-        if min(end - begin for begin, end in zip(first, last, strict=True)) >= wanted:
+        if min(end - begin for begin, end in zip(first, last, strict=True)) > wanted:
             break
         if now_ns() - began > plan.job.timeouts.idle_s * 1e9:
             raise ServerError(
@@ -238,7 +239,7 @@ async def _watch(
                 "--output-tokens to what the server's KV cache holds."
             )
     spans_ms = [
-        (exchange.times[end - 1] - exchange.times[begin - 1]) / (end - begin) / 1e6
+        (exchange.times[end - 1] - exchange.times[begin]) / (end - 1 - begin) / 1e6
         for exchange, begin, end in zip(streams, first, last, strict=True)
     ]
     tokens = sum((begin + end) / 2 for begin, end in zip(first, last, strict=True)) / len(streams)

@@ -32,6 +32,7 @@ from loadgen.transport import Target
 from tests.loadgen import traces
 
 STEP_S = 0.004
+STREAMS = 3
 EVENT = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
 PROFILER = Profiler(start=("POST", "/start_profile"), stop=("POST", "/stop_profile"))
 
@@ -39,14 +40,18 @@ PROFILER = Profiler(start=("POST", "/start_profile"), stop=("POST", "/stop_profi
 @dataclass
 class StandIn:
     """Every stream has a token every STEP_S; `tokens` is how many it ends after. profiler: the status with which it
-    answers; 0: it never does."""
+    answers; 0: it never does. prefill_s: of each of STREAMS prompts, one after another, and of one
+    more, ahead of any second token."""
 
     tokens: int = 100_000
     profiler: int = 200
     fails: bool = False
+    prefill_s: float = 0.0
     url: str = ""
     heard: list[str] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
+    prefill: threading.Lock = field(default_factory=threading.Lock)
+    prefilled: threading.Barrier = field(default_factory=lambda: threading.Barrier(STREAMS))
 
 
 @contextlib.contextmanager
@@ -78,9 +83,14 @@ def serving(standin: StandIn) -> Iterator[StandIn]:
             self.send_header("Connection", "close")
             self.end_headers()
             with contextlib.suppress(OSError):
-                for _ in range(standin.tokens):
+                with standin.prefill:
+                    time.sleep(standin.prefill_s)
+                for at in range(standin.tokens):
                     self.wfile.write(EVENT)
                     self.wfile.flush()
+                    if standin.prefill_s and not at:
+                        standin.prefilled.wait(30.0)
+                        time.sleep(standin.prefill_s)
                     time.sleep(STEP_S)
                 self.wfile.write(b'data: {"choices":[{"index":0,"text":"","finish_reason":"length"}]}\n\n')
                 self.wfile.write(b'data: {"choices":[],"usage":{"prompt_tokens":8,"completion_tokens":5}}\n\n')
@@ -103,7 +113,7 @@ def serving(standin: StandIn) -> Iterator[StandIn]:
 
 
 def drive(standin: StandIn, directory: Path, **options: object) -> Watched:
-    config = profiled.load(Config(launch="process", concurrency=3, input_tokens=8, **options))  # type: ignore[arg-type]
+    config = profiled.load(Config(launch="process", concurrency=STREAMS, input_tokens=8, **options))  # type: ignore[arg-type]
     backend = backends.get("vllm")
     with serving(standin):
         plan = plan_run(config, backend, Target(standin.url), ServerInfo("m"), "run-1")
@@ -117,7 +127,13 @@ def test_steps_are_profiled_in_decode_and_the_load_is_cut_off(tmp_path: Path) ->
     assert seen.before_ms >= STEP_S * 1000 * 0.9 and seen.during_ms >= STEP_S * 1000 * 0.9
     assert seen.context_tokens > 8 + 5
     *records, facts = (json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()[1:])
-    assert [record["outcome"] for record in records] == ["cancelled"] * 3 and facts
+    assert [record["outcome"] for record in records] == ["cancelled"] * STREAMS and facts
+
+
+def test_waiting_for_the_others_prompts_is_no_step(tmp_path: Path) -> None:
+    """It would make the first five steps take 60 ms each and more."""
+    seen = drive(StandIn(prefill_s=0.3), tmp_path)
+    assert seen.before_ms < 30
 
 
 def test_a_server_without_a_profiler(tmp_path: Path) -> None:
