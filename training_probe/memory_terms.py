@@ -27,6 +27,8 @@ SUB_GROUP = 1_000_000_000
 MAX_LIVE = 1_000_000_000
 # Buckets that ZeRO 1 and 2 fill in turn: 2 with overlap_comm, as this probe sets it, 1 without. ZeRO 3 has one.
 OVERLAP_BUCKETS = 2
+# With offload the norm of each gradient is taken on the device, in fp64; ZeRO 3 takes it of that many elements at most.
+NORM_BYTES, NORM_ELEMENTS = 8, 250_000_000
 # engine.allreduce_gradients without ZeRO: a flat bf16 copy and its fp32 form, which is what it sends where no bf16
 # section asks for less; bytes per element of a bucket.
 PLAIN_REDUCE_BYTES = 6
@@ -183,7 +185,8 @@ def _ddp(rank: Rank) -> Iterator[Phase]:
 
 
 def _deepspeed_2(rank: Rank) -> Iterator[Phase]:
-    """ZeRO 1 and 2: stage_1_and_2.py. With overlap_comm both drop the gradients of others as buckets are reduced."""
+    """ZeRO 1 and 2: stage_1_and_2.py. With overlap_comm both drop the gradients of others as buckets are reduced. What
+    a bucket has for one rank is reduced where it lies; only one that several ranks have a part of is copied."""
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
     trainable = counts.trainable
     held = [*_whole_parameters(rank), *_libraries(rank)]
@@ -192,19 +195,27 @@ def _deepspeed_2(rank: Rank) -> Iterator[Phase]:
     else:
         held.append(_product("optimizer states", MASTER + STATES_FP32, trainable, "trainable", ranks))
     buckets = _product("buckets", 2 * OVERLAP_BUCKETS, REDUCE_BUCKET, f"elements of {OVERLAP_BUCKETS} buckets")
-    copy = _product("reduction copy", 2, min(trainable, REDUCE_BUCKET), "elements of a bucket, flattened")
+    copied = min(trainable, REDUCE_BUCKET) if ranks > 1 else 0
+    copy = _product("reduction copy", 2, copied, "elements of a bucket, flattened")
     own = [] if offload else [_product("gradients", 2, trainable, "trainable", ranks)]
     whole = [_product("gradients", 2, trainable, "trainable, until the last micro batch")]
     kept = [] if not rank.accumulates else whole if rank.method.zero == 1 else own
-    arriving = _product(
-        "newest gradient", 6 if offload else 2, counts.largest_trainable, "elements of the largest tensor"
-    )
+    arriving = _product("newest gradient", 2, counts.largest_trainable, "elements of the largest tensor")
+    norm = [_product("norm", NORM_BYTES, counts.largest_trainable, "elements of the largest tensor")] if offload else []
     yield rank.loss([*held, *kept])
     # the buckets are taken when the first gradient comes: with prompt tuning at the very end
     yield rank.last_layer([*held, *kept, *([buckets] if counts.layer_trainable else [])])
-    if (gone := _layers_in_bucket(rank)) is not None:
-        yield rank.last_layer([*held, *(kept or own), buckets, copy], "first reduction", gone)
-    yield rank.first_layer([*held, *(kept or own), buckets, copy, arriving])
+    if (gone := _layers_in_bucket(rank)) is None:  # one bucket, reduced after the backward pass
+        yield rank.first_layer([*held, *kept, buckets, arriving])
+        largest = max(([copy], [] if kept else own, norm), key=lambda terms: sum(term.bytes for term in terms))
+        yield Phase("reduction", (*held, *kept, buckets, *largest))
+    else:
+        filled = [*held, *(kept or own), buckets]
+        yield rank.last_layer([*filled, *norm], "first reduction", gone)
+        if ranks > 1:
+            yield rank.last_layer([*filled, copy], "reduction for two ranks", max(gone, _layers_of_rank(rank)))
+        yield rank.first_layer([*filled, *([copy] if trainable < ranks * REDUCE_BUCKET else []), arriving])
+        yield Phase("last reduction", (*filled, *norm))
     if not offload:
         step = _product("optimizer temporaries", 6, trainable, "trainable: a flat bf16 copy, fp32 gradients", ranks)
         yield Phase("optimizer step", (*held, *own, step))
@@ -223,19 +234,17 @@ def _deepspeed_3(rank: Rank) -> Iterator[Phase]:
             _product("gradients", 2, trainable, "trainable", ranks),
         ]
     held.append(_gathered(rank))
-    copy = _product("reduction copy", 2, min(trainable, REDUCE_BUCKET), "elements of a bucket, interleaved")
-    arriving = _product(
-        "newest gradient", 6 if offload else 2, counts.largest_trainable, "elements of the largest tensor"
-    )
-    leaving = []  # a bucket's gradients, each on the device until all have gone to the host
-    if offload:
-        bucket = min(trainable, REDUCE_BUCKET)
-        leaving = [_product("gradients to offload", 2, bucket, "elements of a bucket", ranks)]
+    reduced = [_product("reduction copy", 2, min(trainable, REDUCE_BUCKET), "elements of a bucket, interleaved")]
+    if offload:  # one gradient after another comes back from the host for it
+        largest = min(counts.largest_trainable, ranks * NORM_ELEMENTS)
+        reduced.append(_product("norm", 2 + NORM_BYTES, largest, "elements of the largest tensor", ranks))
+    arriving = _product("newest gradient", 2, counts.largest_trainable, "elements of the largest tensor")
     yield rank.loss(held)
     yield rank.last_layer(held)
     if (gone := _layers_in_bucket(rank)) is not None:
-        yield rank.last_layer([*held, copy, *leaving], "first reduction", gone)
-    yield rank.first_layer([*held, copy, *leaving, arriving])
+        yield rank.last_layer([*held, *reduced], "first reduction", gone)
+    yield rank.first_layer([*held, arriving])
+    yield Phase("last reduction", (*held, *reduced))
     if not offload:
         group = min(-(-trainable // ranks), SUB_GROUP + -(-counts.largest_trainable // ranks))
         step = _product("optimizer temporaries", 6, group, "elements of a sub-group: a flat bf16 copy, fp32 gradients")
@@ -377,8 +386,19 @@ def _layers_in_bucket(rank: Rank) -> int | None:
     counts = rank.counts
     if counts.trainable <= REDUCE_BUCKET or not counts.layer_trainable:
         return None
+    return _layers_of(rank, REDUCE_BUCKET)
+
+
+def _layers_of_rank(rank: Rank) -> int:
+    """How many whole layers are the last rank's, after the head."""
+    return _layers_of(rank, -(-rank.counts.trainable // rank.ranks))
+
+
+def _layers_of(rank: Rank, gradients: int) -> int:
+    """How many whole layers are among the first of the gradients, after the head's."""
+    counts = rank.counts
     head = 0 if rank.method.adapter else counts.embedding
-    return min(rank.layers - 1, max(0, REDUCE_BUCKET - head) // counts.layer_trainable)
+    return min(rank.layers - 1, max(0, gradients - head) // counts.layer_trainable)
 
 
 def _product(name: str, coefficient: float, count: int, what: str, ranks: int = 1) -> Term:
