@@ -25,6 +25,9 @@ LIBRARIES_BYTES = 96 << 20
 REDUCE_BUCKET = 500_000_000
 SUB_GROUP = 1_000_000_000
 MAX_LIVE = 1_000_000_000
+# stage3_prefetch_bucket_size. Of such a group the ranks' parts lie in one piece until its parameters are cut out of it;
+# one is then on its way already.
+PREFETCH_BUCKET = 50_000_000
 # Buckets that ZeRO 1 and 2 fill in turn: 2 with overlap_comm, as this probe sets it, 1 without. ZeRO 3 has one.
 OVERLAP_BUCKETS = 2
 # With offload the norm of each gradient is taken on the device, in fp64; ZeRO 3 takes it of that many elements at most.
@@ -151,15 +154,25 @@ def _deepspeed_plain(rank: Rank) -> Iterator[Phase]:
         _product("optimizer states", STATES_BF16, trainable, "trainable"),
         *_libraries(rank),
     ]
+    yield from _with_new_gradients(rank, held)
     gradients = _product("gradients", 2, trainable, "trainable")
     bucket = min(trainable, REDUCE_BUCKET + rank.counts.largest_trainable)
-    before = [gradients] if rank.accumulates else []
-    yield rank.loss([*held, *before])
-    yield rank.last_layer([*held, *before])
-    yield rank.first_layer([*held, gradients])
     yield Phase(
         "reduction", (*held, gradients, _product("buckets", PLAIN_REDUCE_BYTES, bucket, "elements, flat and fp32"))
     )
+
+
+def _with_new_gradients(rank: Rank, held: list[Term]) -> Iterator[Phase]:
+    """Both passes where autograd makes the gradients anew: the head's are the first, the embeddings' the last."""
+    counts = rank.counts
+    head = 0 if rank.method.adapter else counts.embedding
+    missing = counts.layer_trainable + (0 if rank.spec.tied else head)
+    whole = _product("gradients", 2, counts.trainable, "trainable, until the last micro batch")
+    first = _product("gradients", 2, head, "elements of the head")
+    last = _product("gradients", 2, counts.trainable - missing, "trainable, without the first layer's and embeddings'")
+    yield rank.loss([*held, whole] if rank.accumulates else held)
+    yield rank.last_layer([*held, whole if rank.accumulates else first])
+    yield rank.first_layer([*held, whole if rank.accumulates else last])
 
 
 def _ddp(rank: Rank) -> Iterator[Phase]:
@@ -171,11 +184,8 @@ def _ddp(rank: Rank) -> Iterator[Phase]:
         *_libraries(rank),
     ]
     if rank.ranks == 1:
-        gradients = _product("gradients", 2, trainable, "trainable")
-        before = [gradients] if rank.accumulates else []
-        yield rank.loss([*held, *before])
-        yield rank.last_layer([*held, *before])
-        yield rank.first_layer([*held, gradients])
+        yield from _with_new_gradients(rank, held)
+        yield Phase("optimizer step", (*held, _product("gradients", 2, trainable, "trainable")))
         return
     held.append(_product("gradients", 2, trainable, "trainable, as buckets"))
     yield rank.loss(held)
@@ -233,22 +243,22 @@ def _deepspeed_3(rank: Rank) -> Iterator[Phase]:
             _product("optimizer states", MASTER + STATES_FP32, trainable, "trainable", ranks),
             _product("gradients", 2, trainable, "trainable", ranks),
         ]
-    held.append(_gathered(rank))
+    passing = [*held, *_gathered(rank)]  # while either pass runs
     reduced = [_product("reduction copy", 2, min(trainable, REDUCE_BUCKET), "elements of a bucket, interleaved")]
     if offload:  # one gradient after another comes back from the host for it
         largest = min(counts.largest_trainable, ranks * NORM_ELEMENTS)
         reduced.append(_product("norm", 2 + NORM_BYTES, largest, "elements of the largest tensor", ranks))
     arriving = _product("newest gradient", 2, counts.largest_trainable, "elements of the largest tensor")
-    yield rank.loss(held)
-    yield rank.last_layer(held)
+    yield rank.loss(passing)
+    yield rank.last_layer(passing)
     if (gone := _layers_in_bucket(rank)) is not None:
-        yield rank.last_layer([*held, *reduced], "first reduction", gone)
-    yield rank.first_layer([*held, arriving])
-    yield Phase("last reduction", (*held, *reduced))
+        yield rank.last_layer([*passing, *reduced], "first reduction", gone)
+    yield rank.first_layer([*passing, arriving])
+    yield Phase("last reduction", (*passing, *reduced))
     if not offload:
         group = min(-(-trainable // ranks), SUB_GROUP + -(-counts.largest_trainable // ranks))
         step = _product("optimizer temporaries", 6, group, "elements of a sub-group: a flat bf16 copy, fp32 gradients")
-        yield Phase("optimizer step", (*held[:-1], step))
+        yield Phase("optimizer step", (*held, step))
 
 
 def _fsdp2(rank: Rank) -> Iterator[Phase]:
@@ -369,11 +379,17 @@ def _four_bit(rank: Rank, ranks: int) -> list[Term]:
     return [_product("4-bit weights", NF4_BYTES, four_bit, "weights, NF4", ranks)] if four_bit else []
 
 
-def _gathered(rank: Rank) -> Term:
+def _gathered(rank: Rank) -> list[Term]:
     counts = rank.counts
     if rank.ranks == 1 and not rank.method.offload:
-        return Term("gathered parameters", 0, "one rank gathers nothing")
-    return _product("gathered parameters", 2, min(counts.total - counts.four_bit, MAX_LIVE), "live parameters")
+        return [Term("gathered parameters", 0, "one rank gathers nothing")]
+    whole = counts.total - counts.four_bit
+    terms = [_product("gathered parameters", 2, min(whole, MAX_LIVE), "live parameters")]
+    if rank.ranks > 1:
+        terms.append(
+            _product("gathering", 4, min(whole, PREFETCH_BUCKET), "elements of two groups that are prefetched")
+        )
+    return terms
 
 
 def _libraries(rank: Rank) -> list[Term]:
