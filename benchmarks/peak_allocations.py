@@ -1,10 +1,11 @@
 """What a training step holds where its memory peaks, and which line of which library allocated it: what the terms of
 `training_probe/memory_terms.py` are read off.
 
-    torchrun --nproc-per-node 1 benchmarks/peak_allocations.py --model 7b --method L+F+R+Z3+O
+    PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/peak_allocations.py --model 7b --method L+Z3
 
 Needs the extra `train` and a GPU. The allocator's own history is replayed up to its highest moment after the first
-step; of each place that allocated what is alive then, GiB, how many tensors, and its innermost calls.
+step; of each place that allocated what is alive then, GiB, how many tensors, and its innermost calls. With torch 2.11
+the history breaks recomputation under ZeRO 3 with offload (SystemError in FunctionMeta).
 """
 
 from __future__ import annotations
