@@ -3,8 +3,8 @@ copies beside a bare loop of cudaMemcpy, in turns on one GPU.
 
     PYTHONPATH=. python benchmarks/micro_agreement.py        # needs torch with CUDA, and triton for the products
 
-A line each: our median and theirs (each the median of the repeats), the median of the ratios ours / theirs (of one
-repeat's, for a machine changes between them), and how far our own repeats lie apart and, in brackets, theirs, each on
+A line each: our median and theirs (each the median of the repeats), the median of each repeat's ratio ours / theirs,
+since a machine's speed changes between repeats, and how far our own repeats lie apart and, in brackets, theirs, each on
 memory of its own. The last line is all of it as JSON. Exit code 1 where a ratio is off by more than 5 %, or our repeats
 by more than 2 %. Small copies are shown and not judged: there the call of PyTorch counts, which the bare loop has not.
 """

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loadgen.config import ConfigError
 from training_probe import grid, memory
 from training_probe.options import known_models
 from training_probe.results import GIB
@@ -26,7 +27,7 @@ from training_probe.trial import Trial
 WARMUP_STEPS, STEPS = 1, 2  # the first allocates optimizer states, too
 MOST_EVENTS = 4_000_000
 CALLS = 4
-OF_TORCH = ("torch/nn/modules/module.py", "torch/_ops.py", "torch/utils/_contextlib.py", "deepspeed/utils/nvtx.py")
+WRAPPERS = ("torch/nn/modules/module.py", "torch/_ops.py", "torch/utils/_contextlib.py", "deepspeed/utils/nvtx.py")
 
 Event = Mapping[str, Any]  # of torch.cuda.memory._snapshot: action, addr, size, frames
 
@@ -35,7 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--model", default="7b")
     parser.add_argument("--method", default="Z2")
-    parser.add_argument("--engine", default="deepspeed")
+    parser.add_argument("--engine", choices=["deepspeed", "fsdp2", "ddp"], default="deepspeed")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0, help="whose memory is told")
     parser.add_argument("--places", type=int, default=20)
@@ -47,21 +48,26 @@ def main() -> int:
     from training_probe.trials import engines, measure, model
 
     if not torch.cuda.is_available():
-        print("peak_allocations: torch sees no GPU.", file=sys.stderr)
-        return 2
-    rank = int(os.environ["LOCAL_RANK"])
+        parser.error("torch sees no GPU.")
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it with torchrun, a process a GPU.")
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        cell = grid.cell(
+            args.method, model=args.model, engine=args.engine, micro_batch=args.micro_batch, gpus=ranks,
+            device="cuda", task="finetune" if grid.Method.parse(args.method).adapter else "pretrain",
+        )  # fmt: skip
+        chosen = known_models([cell])[args.model]
+    except (grid.GridError, ConfigError) as error:
+        parser.error(str(error))
+    if chosen.spec is None:
+        parser.error(f"the shape of '{args.model}' is not known here.")
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     told = rank == args.rank
     if told:
         torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python")
     dist.init_process_group("nccl", device_id=device)
-    cell = grid.cell(
-        args.method, model=args.model, engine=args.engine, micro_batch=args.micro_batch, gpus=dist.get_world_size(),
-        device="cuda", task="finetune" if grid.Method.parse(args.method).adapter else "pretrain",
-    )  # fmt: skip
-    chosen = known_models([cell])[args.model]
-    assert chosen.spec is not None
     trial = Trial(cell=cell, spec=chosen.spec, model_dir=chosen.directory, warmup_steps=WARMUP_STEPS, steps=STEPS)
     with model.attention_kernel(cell):
         stepper = engines.build(trial, device)
@@ -130,7 +136,7 @@ def place(frames: Sequence[Mapping[str, Any]]) -> str:
     calls = [
         f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
         for frame in frames
-        if not frame["filename"].endswith(OF_TORCH)
+        if not frame["filename"].endswith(WRAPPERS)
     ]
     return " < ".join(calls[:CALLS]) or "autograd"
 

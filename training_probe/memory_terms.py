@@ -25,12 +25,12 @@ LIBRARIES_BYTES = 96 << 20
 REDUCE_BUCKET = 500_000_000
 SUB_GROUP = 1_000_000_000
 MAX_LIVE = 1_000_000_000
-# stage3_prefetch_bucket_size. Of such a group the ranks' parts lie in one piece until its parameters are cut out of it;
-# one is then on its way already.
-PREFETCH_BUCKET = 50_000_000
+# By how many ZeRO 3 oversteps that limit among several ranks: it is checked before the last parameter of a prefetched
+# group is added, and not for what a module needs at once. Two cells had 0.09 and 0.19 billion more.
+OVER_LIVE = 100_000_000
 # Buckets that ZeRO 1 and 2 fill in turn: 2 with overlap_comm, as this probe sets it, 1 without. ZeRO 3 has one.
 OVERLAP_BUCKETS = 2
-# With offload the norm of each gradient is taken on the device, in fp64; ZeRO 3 takes it of that many elements at most.
+# With offload the norm of each gradient is taken on the device, in fp64; ZeRO 3 of so many elements at a time.
 NORM_BYTES, NORM_ELEMENTS = 8, 250_000_000
 # engine.allreduce_gradients without ZeRO: a flat bf16 copy and its fp32 form, which is what it sends where no bf16
 # section asks for less; bytes per element of a bucket.
@@ -163,16 +163,22 @@ def _deepspeed_plain(rank: Rank) -> Iterator[Phase]:
 
 
 def _with_new_gradients(rank: Rank, held: list[Term]) -> Iterator[Phase]:
-    """Both passes where autograd makes the gradients anew: the head's are the first, the embeddings' the last."""
+    """Both passes where autograd makes the gradients anew: the head's are the first, the embeddings' the last. A table
+    that is both has two, and then their sum."""
     counts = rank.counts
-    head = 0 if rank.method.adapter else counts.embedding
-    missing = counts.layer_trainable + (0 if rank.spec.tied else head)
+    table = 0 if rank.method.adapter else counts.embedding
+    missing = counts.layer_trainable + (0 if rank.spec.tied else table)
     whole = _product("gradients", 2, counts.trainable, "trainable, until the last micro batch")
-    first = _product("gradients", 2, head, "elements of the head")
+    first = _product("gradients", 2, table, "elements of the head")
     last = _product("gradients", 2, counts.trainable - missing, "trainable, without the first layer's and embeddings'")
     yield rank.loss([*held, whole] if rank.accumulates else held)
     yield rank.last_layer([*held, whole if rank.accumulates else first])
     yield rank.first_layer([*held, whole if rank.accumulates else last])
+    if rank.spec.tied and table:
+        own = _product("gradients", 2, counts.trainable, "trainable")
+        yield Phase(
+            "backward, embeddings", (*held, own, _product("newest gradient", 4, table, "elements, and the sum"))
+        )
 
 
 def _ddp(rank: Rank) -> Iterator[Phase]:
@@ -208,27 +214,58 @@ def _deepspeed_2(rank: Rank) -> Iterator[Phase]:
     copied = min(trainable, REDUCE_BUCKET) if ranks > 1 else 0
     copy = _product("reduction copy", 2, copied, "elements of a bucket, flattened")
     own = [] if offload else [_product("gradients", 2, trainable, "trainable", ranks)]
-    whole = [_product("gradients", 2, trainable, "trainable, until the last micro batch")]
-    kept = [] if not rank.accumulates else whole if rank.method.zero == 1 else own
+    before, meanwhile, after = _accumulated(rank)
     arriving = _product("newest gradient", 2, counts.largest_trainable, "elements of the largest tensor")
-    norm = [_product("norm", NORM_BYTES, counts.largest_trainable, "elements of the largest tensor")] if offload else []
-    yield rank.loss([*held, *kept])
+    norm = []
+    if offload:
+        part = min(counts.largest_trainable, -(-trainable // ranks))
+        norm.append(_product("norm", NORM_BYTES, part, "elements of the largest tensor"))
+    yield rank.loss([*held, *before])
     # the buckets are taken when the first gradient comes: with prompt tuning at the very end
-    yield rank.last_layer([*held, *kept, *([buckets] if counts.layer_trainable else [])])
+    yield rank.last_layer([*held, *before, *([buckets] if counts.layer_trainable else [])])
     if (gone := _layers_in_bucket(rank)) is None:  # one bucket, reduced after the backward pass
-        yield rank.first_layer([*held, *kept, buckets, arriving])
-        largest = max(([copy], [] if kept else own, norm), key=lambda terms: sum(term.bytes for term in terms))
-        yield Phase("reduction", (*held, *kept, buckets, *largest))
+        yield rank.first_layer([*held, *before, buckets, arriving])
+        largest = max(([copy], own, norm), key=lambda terms: sum(term.bytes for term in terms))
+        yield Phase("reduction", (*held, *after, buckets, *largest))
     else:
-        filled = [*held, *(kept or own), buckets]
-        yield rank.last_layer([*filled, *norm], "first reduction", gone)
+        aside = [*_aside(rank), *norm]
+        yield rank.last_layer([*held, *meanwhile, *own, buckets, *aside], "first reduction", gone)
         if ranks > 1:
-            yield rank.last_layer([*filled, copy], "reduction for two ranks", max(gone, _layers_of_rank(rank)))
-        yield rank.first_layer([*filled, *([copy] if trainable < ranks * REDUCE_BUCKET else []), arriving])
-        yield Phase("last reduction", (*filled, *norm))
+            shared = max(gone, _layers_of_rank(rank))
+            yield rank.last_layer([*held, *meanwhile, *own, buckets, copy], "reduction for two ranks", shared)
+        always = [copy] if trainable < ranks * REDUCE_BUCKET else []
+        yield rank.first_layer([*held, *after, *own, buckets, *always, arriving])
+        yield Phase("last reduction", (*held, *after, *own, buckets, *aside))
     if not offload:
         step = _product("optimizer temporaries", 6, trainable, "trainable: a flat bf16 copy, fp32 gradients", ranks)
         yield Phase("optimizer step", (*held, *own, step))
+
+
+def _accumulated(rank: Rank) -> tuple[list[Term], list[Term], list[Term]]:
+    """Gradients of earlier micro batches with ZeRO 1 and 2: until the first bucket is full, while others are filled,
+    and in the end. ZeRO 2 has its part, and makes a new one in each micro batch; ZeRO 1 passes all of them through the
+    buckets in the last."""
+    trainable = rank.counts.trainable
+    if not rank.accumulates or (rank.method.offload and rank.method.zero == 2):
+        return [], [], []
+    if rank.method.zero == 2:
+        kept = [_product("accumulated gradients", 2, trainable, "trainable", rank.ranks)]
+        return kept, kept, kept
+    rest = max(0, trainable - REDUCE_BUCKET)
+    return (
+        [_product("accumulated gradients", 2, trainable, "trainable, until the last micro batch")],
+        [_product("accumulated gradients", 2, rest, "trainable that no bucket has had")],
+        [],
+    )
+
+
+def _aside(rank: Rank) -> list[Term]:
+    """What lies in no bucket: a gradient that is larger than one, and the head's where the embeddings add to it."""
+    counts = rank.counts
+    tied = rank.spec.tied and not rank.method.adapter
+    if counts.largest_trainable <= REDUCE_BUCKET and not tied:
+        return []
+    return [_product("largest gradient", 2, counts.largest_trainable, "elements, in no bucket")]
 
 
 def _deepspeed_3(rank: Rank) -> Iterator[Phase]:
@@ -243,18 +280,23 @@ def _deepspeed_3(rank: Rank) -> Iterator[Phase]:
             _product("optimizer states", MASTER + STATES_FP32, trainable, "trainable", ranks),
             _product("gradients", 2, trainable, "trainable", ranks),
         ]
-    passing = [*held, *_gathered(rank)]  # while either pass runs
-    reduced = [_product("reduction copy", 2, min(trainable, REDUCE_BUCKET), "elements of a bucket, interleaved")]
+    gathers = ranks > 1 or offload
+    live = [_live(rank)] if gathers else []
+    few = [_product("gathered parameters", 2, counts.embedding, "of the embeddings")] if gathers else []
+    # what is larger than a bucket is alone in it, and not copied
+    copied = max(min(trainable, REDUCE_BUCKET), counts.largest_trainable)
+    reduced = [_product("reduction copy", 2, copied, "elements of a bucket, interleaved")]
     if offload:  # one gradient after another comes back from the host for it
-        largest = min(counts.largest_trainable, ranks * NORM_ELEMENTS)
-        reduced.append(_product("norm", 2 + NORM_BYTES, largest, "elements of the largest tensor", ranks))
+        part = -(-counts.largest_trainable // ranks)
+        reduced.append(_product("returning gradient", 2, part, "elements of the largest tensor's part"))
+        reduced.append(_product("norm", NORM_BYTES, min(part, NORM_ELEMENTS), "elements of it"))
     arriving = _product("newest gradient", 2, counts.largest_trainable, "elements of the largest tensor")
-    yield rank.loss(passing)
-    yield rank.last_layer(passing)
+    yield rank.loss([*held, *live])
+    yield rank.last_layer([*held, *live])
     if (gone := _layers_in_bucket(rank)) is not None:
-        yield rank.last_layer([*passing, *reduced], "first reduction", gone)
-    yield rank.first_layer([*passing, arriving])
-    yield Phase("last reduction", (*passing, *reduced))
+        yield rank.last_layer([*held, *live, *reduced], "first reduction", gone)
+    yield rank.first_layer([*held, *live, arriving])
+    yield Phase("last reduction", (*held, *few, *reduced))
     if not offload:
         group = min(-(-trainable // ranks), SUB_GROUP + -(-counts.largest_trainable // ranks))
         step = _product("optimizer temporaries", 6, group, "elements of a sub-group: a flat bf16 copy, fp32 gradients")
@@ -379,17 +421,12 @@ def _four_bit(rank: Rank, ranks: int) -> list[Term]:
     return [_product("4-bit weights", NF4_BYTES, four_bit, "weights, NF4", ranks)] if four_bit else []
 
 
-def _gathered(rank: Rank) -> list[Term]:
+def _live(rank: Rank) -> Term:
+    """What ZeRO 3 has gathered at most in either pass."""
     counts = rank.counts
-    if rank.ranks == 1 and not rank.method.offload:
-        return [Term("gathered parameters", 0, "one rank gathers nothing")]
-    whole = counts.total - counts.four_bit
-    terms = [_product("gathered parameters", 2, min(whole, MAX_LIVE), "live parameters")]
-    if rank.ranks > 1:
-        terms.append(
-            _product("gathering", 4, min(whole, PREFETCH_BUCKET), "elements of two groups that are prefetched")
-        )
-    return terms
+    over = OVER_LIVE if rank.ranks > 1 else 0
+    elements = min(counts.total - counts.four_bit, MAX_LIVE + over)
+    return _product("gathered parameters", 2, elements, "live parameters")
 
 
 def _libraries(rank: Rank) -> list[Term]:
@@ -413,7 +450,7 @@ def _layers_of_rank(rank: Rank) -> int:
 def _layers_of(rank: Rank, gradients: int) -> int:
     """How many whole layers are among the first of the gradients, after the head's."""
     counts = rank.counts
-    head = 0 if rank.method.adapter else counts.embedding
+    head = 0 if rank.method.adapter or rank.spec.tied else counts.embedding
     return min(rank.layers - 1, max(0, gradients - head) // counts.layer_trainable)
 
 

@@ -40,8 +40,8 @@ PROFILER = Profiler(start=("POST", "/start_profile"), stop=("POST", "/stop_profi
 @dataclass
 class StandIn:
     """Every stream has a token every STEP_S; `tokens` is how many it ends after. profiler: the status with which it
-    answers; 0: it never does. prefill_s: of each of STREAMS prompts, one after another, and of one
-    more, ahead of any second token."""
+    answers; 0: it never does. prefill_s: how long each of STREAMS prompts takes, one after another;
+    one more comes before any second token."""
 
     tokens: int = 100_000
     profiler: int = 200
