@@ -1,5 +1,5 @@
 """What a training step holds where its memory peaks, and which line of which library allocated it: what the terms of
-`training_probe/memory_terms.py` are read off.
+`training_probe/memory_deepspeed.py` are read off.
 
     PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/peak_allocations.py --model 7b --method L+Z3
 
@@ -55,7 +55,7 @@ def main() -> int:
     try:
         cell = grid.cell(
             args.method, model=args.model, engine=args.engine, micro_batch=args.micro_batch, gpus=ranks,
-            device="cuda", task="finetune" if grid.Method.parse(args.method).adapter else "pretrain",
+            device="cuda", task=grid.Method.parse(args.method).task,
         )  # fmt: skip
         chosen = known_models([cell])[args.model]
     except (grid.GridError, ConfigError) as error:

@@ -41,7 +41,7 @@ def main() -> None:
     assert spec is not None
     cell = grid.cell(
         args.method, model=args.model, engine=args.engine, micro_batch=args.micro_batch, device=device.type,
-        task="finetune" if grid.Method.parse(args.method).adapter else "pretrain",
+        task=grid.Method.parse(args.method).task,
     )  # fmt: skip
     trial = Trial(cell=cell, spec=spec, warmup_steps=WARMUP_STEPS, steps=args.steps)
     with model.attention_kernel(cell), tempfile.TemporaryDirectory() as directory:

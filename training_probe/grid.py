@@ -91,6 +91,11 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the linear layers of the decoder are stored in 4 bits."""
         return self.quantized or self.adapter == "QL"
 
+    @property
+    def task(self) -> Task:
+        """What it is for, where nobody says."""
+        return "finetune" if self.adapter else "pretrain"
+
     def __str__(self) -> str:
         letters = (
             self.adapter,

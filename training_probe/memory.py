@@ -2,8 +2,8 @@
 
 Predicted is what torch's caching allocator calls allocated (`torch.cuda.max_memory_allocated`), on the rank that has
 most: the largest of the moments of a step (`Phase`). Reserved memory is more, by fragments. `memory_terms` has the
-engines, counted as their sources allocate, and all constants; METHODOLOGY.md ("Training: predicted memory") derives
-them.
+engines and `memory_deepspeed` that one, counted as their sources allocate; METHODOLOGY.md ("Training: predicted
+memory") derives them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from backends.catalog import ModelSpec
 from training_probe import memory_terms
 from training_probe.grid import Cell
-from training_probe.memory_terms import CUDA_CONTEXT_BYTES, Phase, Term
+from training_probe.memory_rank import CUDA_CONTEXT_BYTES, Phase, Term
 from training_probe.results import GIB
 
 

@@ -1,131 +1,34 @@
 """What each engine holds at each moment of a training step: the terms of `training_probe.memory`.
 
 One generator an engine; each yields the moments that can be the highest. Between them memory moves in a line, a layer's
-activations going and its gradients coming, so the ends are enough. Everything empirical is a constant right below.
+activations going and its gradients coming, so the ends are enough. DeepSpeed's are in `memory_deepspeed`. Everything
+empirical is a constant at the top of a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-
-import msgspec
+from collections.abc import Iterator
+from dataclasses import replace
 
 from backends.catalog import ModelSpec
-from training_probe.activations import LayerBytes, layer_bytes, logits_bytes, outside_bytes
-from training_probe.grid import Cell, Method
-from training_probe.weights import Weights, weights
+from training_probe import memory_deepspeed
+from training_probe.activations import layer_bytes
+from training_probe.grid import Cell
+from training_probe.memory_rank import (
+    MASTER,
+    STATES_FP32,
+    Phase,
+    Rank,
+    Term,
+    libraries,
+    product,
+    with_bf16_states,
+    with_new_gradients,
+)
+from training_probe.weights import weights
 
-# --- What is set or measured, and may need a new look with a new version ---
-# Context, modules and NCCL's own memory are outside torch's allocator. About half a GiB; not measured here yet.
-CUDA_CONTEXT_BYTES = 512 << 20
-# cuBLAS takes 32 MiB on Hopper (8 on others) for each thread that calls it, forward and autograd's, cuBLASLt once more.
-LIBRARIES_BYTES = 96 << 20
-# DeepSpeed's own defaults: reduce_bucket_size, sub_group_size, stage3_max_live_parameters; elements.
-REDUCE_BUCKET = 500_000_000
-SUB_GROUP = 1_000_000_000
-MAX_LIVE = 1_000_000_000
-# By how many ZeRO 3 oversteps that limit among several ranks: it is checked before the last parameter of a prefetched
-# group is added, and not for what a module needs at once. Two cells had 0.09 and 0.19 billion more.
-OVER_LIVE = 100_000_000
-# Buckets that ZeRO 1 and 2 fill in turn: 2 with overlap_comm, as this probe sets it, 1 without. ZeRO 3 has one.
-OVERLAP_BUCKETS = 2
-# With offload the norm of each gradient is taken on the device, in fp64; ZeRO 3 of so many elements at a time.
-NORM_BYTES, NORM_ELEMENTS = 8, 250_000_000
-# engine.allreduce_gradients without ZeRO: a flat bf16 copy and its fp32 form, which is what it sends where no bf16
-# section asks for less; bytes per element of a bucket.
-PLAIN_REDUCE_BYTES = 6
 # torch's AdamW, which megatron-core takes where apex and Transformer Engine are not, has all square roots at once.
 FOREACH_ADAM_BYTES = 4
-# NF4 with double quantization: half a byte, a byte of scale for 64 weights, 4 bytes for 256 such scales.
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-# LoRA and prompt adapters are bf16 (autocast_adapter_dtype=False). PEFT's default is fp32, and keeps fp32 inputs, too.
-ADAPTER_BYTES = 2
-# --- ---
-
-STATES_BF16, STATES_FP32 = 4, 8  # Adam's two moments, bytes per parameter
-MASTER = 4
-
-
-class Term(msgspec.Struct, frozen=True):
-    """`formula` has the numbers filled in; B is bytes."""
-
-    name: str
-    bytes: int
-    formula: str
-
-
-class Phase(msgspec.Struct, frozen=True):
-    """One moment of a step, and everything that is allocated then."""
-
-    name: str
-    terms: tuple[Term, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(term.bytes for term in self.terms)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """What is the same for all engines, on one rank. layers: those it computes. in_flight: micro batches whose
-    activations it holds at once (pipeline). head: whether it computes logits."""
-
-    cell: Cell
-    spec: ModelSpec
-    method: Method
-    counts: Weights
-    batch: int
-    layer: LayerBytes
-    layers: int
-    in_flight: int = 1
-    head: bool = True
-
-    @property
-    def ranks(self) -> int:
-        """Among which ZeRO divides."""
-        return self.cell.data_parallel
-
-    @property
-    def accumulates(self) -> bool:
-        return self.cell.grad_accum > 1
-
-    def loss(self, held: Iterable[Term]) -> Phase:
-        """The gradient of the logits: all activations and the loss's tensors."""
-        return Phase("loss", (*held, self.activations(self.layers), *self._logits()))
-
-    def last_layer(self, held: Iterable[Term], name: str = "backward, last layer", gone: int = 0) -> Phase:
-        """A layer in the backward pass, when `gone` layers after it are done."""
-        before = self.activations(self.layers - 1 - gone, outside=False)
-        return Phase(name, (*held, before, *self._working()))
-
-    def first_layer(self, held: Iterable[Term]) -> Phase:
-        """The end of the backward pass: the activations of one layer are left."""
-        return Phase("backward, first layer", (*held, *self._working()))
-
-    def activations(self, layers: int, outside: bool = True) -> Term:
-        """Of `layers` layers of the last micro batch, and all of those before it in the pipeline."""
-        total = layers + (self.in_flight - 1) * self.layers
-        beyond = outside_bytes(self.cell, self.spec, self.batch) if outside and self.head else 0
-        spec = self.spec
-        sizes = f"b={self.batch} s={self.cell.seq_len} h={spec.hidden} f={spec.intermediate} a={spec.heads}"
-        text = f"{total} layers x ({self.layer.formula}), {sizes}" + (
-            f", tp={self.cell.tp}" if self.cell.tp > 1 else ""
-        )
-        return Term("activations", total * self.layer.kept + beyond, text + (" + last norm" if beyond else ""))
-
-    def _logits(self) -> Iterator[Term]:
-        if self.head:
-            text = (
-                f"12 B x {self.batch} x {self.cell.seq_len} x {self.spec.vocab_size} (log-probabilities, two gradients)"
-            )
-            yield Term("logits and loss", logits_bytes(self.cell, self.spec, self.batch), text)
-
-    def _working(self) -> Iterator[Term]:
-        again = "recomputed and its gradients" if self.method.recompute != "none" else "and its gradients"
-        yield Term("working set", self.layer.working, f"one layer's activations, {again}")
-        if self.method.four_bit:
-            yield _product("dequantized weight", 2, self.spec.hidden * self.spec.intermediate, "elements")
 
 
 def phases(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Phase, ...], tuple[Term, ...]]:
@@ -142,165 +45,22 @@ def phases(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Phase, ...], 
         return tuple(_fsdp2(rank)), tuple(_host(rank))
     if cell.engine == "ddp":
         return tuple(_ddp(rank)), ()
-    engine = {0: _deepspeed_plain, 3: _deepspeed_3}.get(method.zero, _deepspeed_2)
-    return tuple(engine(rank)), tuple(_host(rank))
-
-
-def _deepspeed_plain(rank: Rank) -> Iterator[Phase]:
-    """No ZeRO and no bf16 section: a bf16 model, bf16 states, gradients made anew each step."""
-    trainable = rank.counts.trainable
-    held = [
-        *_whole_parameters(rank),
-        _product("optimizer states", STATES_BF16, trainable, "trainable"),
-        *_libraries(rank),
-    ]
-    yield from _with_new_gradients(rank, held)
-    gradients = _product("gradients", 2, trainable, "trainable")
-    bucket = min(trainable, REDUCE_BUCKET + rank.counts.largest_trainable)
-    yield Phase(
-        "reduction", (*held, gradients, _product("buckets", PLAIN_REDUCE_BYTES, bucket, "elements, flat and fp32"))
-    )
-
-
-def _with_new_gradients(rank: Rank, held: list[Term]) -> Iterator[Phase]:
-    """Both passes where autograd makes the gradients anew: the head's are the first, the embeddings' the last. A table
-    that is both has two, and then their sum."""
-    counts = rank.counts
-    table = 0 if rank.method.adapter else counts.embedding
-    missing = counts.layer_trainable + (0 if rank.spec.tied else table)
-    whole = _product("gradients", 2, counts.trainable, "trainable, until the last micro batch")
-    first = _product("gradients", 2, table, "elements of the head")
-    last = _product("gradients", 2, counts.trainable - missing, "trainable, without the first layer's and embeddings'")
-    yield rank.loss([*held, whole] if rank.accumulates else held)
-    yield rank.last_layer([*held, whole if rank.accumulates else first])
-    yield rank.first_layer([*held, whole if rank.accumulates else last])
-    if rank.spec.tied and table:
-        own = _product("gradients", 2, counts.trainable, "trainable")
-        yield Phase(
-            "backward, embeddings", (*held, own, _product("newest gradient", 4, table, "elements, and the sum"))
-        )
+    return tuple(memory_deepspeed.moments(rank)), tuple(_host(rank))
 
 
 def _ddp(rank: Rank) -> Iterator[Phase]:
-    """Like plain, but gradients are views of buckets, which stay; alone there are none."""
+    """Like DeepSpeed without ZeRO, but gradients are views of buckets, which stay; alone there are none."""
     trainable = rank.counts.trainable
-    held = [
-        *_whole_parameters(rank),
-        _product("optimizer states", STATES_BF16, trainable, "trainable"),
-        *_libraries(rank),
-    ]
+    held = with_bf16_states(rank)
     if rank.ranks == 1:
-        yield from _with_new_gradients(rank, held)
-        yield Phase("optimizer step", (*held, _product("gradients", 2, trainable, "trainable")))
+        yield from with_new_gradients(rank, held)
+        yield Phase("optimizer step", (*held, product("gradients", 2, trainable, "trainable")))
         return
-    held.append(_product("gradients", 2, trainable, "trainable, as buckets"))
+    held.append(product("gradients", 2, trainable, "trainable, as buckets"))
     yield rank.loss(held)
     yield rank.last_layer(
-        [*held, _product("newest gradient", 2, rank.counts.largest_trainable, "elements, on its way to a bucket")]
+        [*held, product("newest gradient", 2, rank.counts.largest_trainable, "elements, on its way to a bucket")]
     )
-
-
-def _deepspeed_2(rank: Rank) -> Iterator[Phase]:
-    """ZeRO 1 and 2: stage_1_and_2.py. With overlap_comm both drop the gradients of others as buckets are reduced. What
-    a bucket has for one rank is reduced where it lies; only one that several ranks have a part of is copied."""
-    counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
-    trainable = counts.trainable
-    held = [*_whole_parameters(rank), *_libraries(rank)]
-    if offload:
-        held.append(_product("offload buffer", 2, counts.largest_trainable, "elements of the largest tensor"))
-    else:
-        held.append(_product("optimizer states", MASTER + STATES_FP32, trainable, "trainable", ranks))
-    buckets = _product("buckets", 2 * OVERLAP_BUCKETS, REDUCE_BUCKET, f"elements of {OVERLAP_BUCKETS} buckets")
-    copied = min(trainable, REDUCE_BUCKET) if ranks > 1 else 0
-    copy = _product("reduction copy", 2, copied, "elements of a bucket, flattened")
-    own = [] if offload else [_product("gradients", 2, trainable, "trainable", ranks)]
-    before, meanwhile, after = _accumulated(rank)
-    arriving = _product("newest gradient", 2, counts.largest_trainable, "elements of the largest tensor")
-    norm = []
-    if offload:
-        part = min(counts.largest_trainable, -(-trainable // ranks))
-        norm.append(_product("norm", NORM_BYTES, part, "elements of the largest tensor"))
-    yield rank.loss([*held, *before])
-    # the buckets are taken when the first gradient comes: with prompt tuning at the very end
-    yield rank.last_layer([*held, *before, *([buckets] if counts.layer_trainable else [])])
-    if (gone := _layers_in_bucket(rank)) is None:  # one bucket, reduced after the backward pass
-        yield rank.first_layer([*held, *before, buckets, arriving])
-        largest = max(([copy], own, norm), key=lambda terms: sum(term.bytes for term in terms))
-        yield Phase("reduction", (*held, *after, buckets, *largest))
-    else:
-        aside = [*_aside(rank), *norm]
-        yield rank.last_layer([*held, *meanwhile, *own, buckets, *aside], "first reduction", gone)
-        if ranks > 1:
-            shared = max(gone, _layers_of_rank(rank))
-            yield rank.last_layer([*held, *meanwhile, *own, buckets, copy], "reduction for two ranks", shared)
-        always = [copy] if trainable < ranks * REDUCE_BUCKET else []
-        yield rank.first_layer([*held, *after, *own, buckets, *always, arriving])
-        yield Phase("last reduction", (*held, *after, *own, buckets, *aside))
-    if not offload:
-        step = _product("optimizer temporaries", 6, trainable, "trainable: a flat bf16 copy, fp32 gradients", ranks)
-        yield Phase("optimizer step", (*held, *own, step))
-
-
-def _accumulated(rank: Rank) -> tuple[list[Term], list[Term], list[Term]]:
-    """Gradients of earlier micro batches with ZeRO 1 and 2: until the first bucket is full, while others are filled,
-    and in the end. ZeRO 2 has its part, and makes a new one in each micro batch; ZeRO 1 passes all of them through the
-    buckets in the last."""
-    trainable = rank.counts.trainable
-    if not rank.accumulates or (rank.method.offload and rank.method.zero == 2):
-        return [], [], []
-    if rank.method.zero == 2:
-        kept = [_product("accumulated gradients", 2, trainable, "trainable", rank.ranks)]
-        return kept, kept, kept
-    rest = max(0, trainable - REDUCE_BUCKET)
-    return (
-        [_product("accumulated gradients", 2, trainable, "trainable, until the last micro batch")],
-        [_product("accumulated gradients", 2, rest, "trainable that no bucket has had")],
-        [],
-    )
-
-
-def _aside(rank: Rank) -> list[Term]:
-    """What lies in no bucket: a gradient that is larger than one, and the head's where the embeddings add to it."""
-    counts = rank.counts
-    tied = rank.spec.tied and not rank.method.adapter
-    if counts.largest_trainable <= REDUCE_BUCKET and not tied:
-        return []
-    return [_product("largest gradient", 2, counts.largest_trainable, "elements, in no bucket")]
-
-
-def _deepspeed_3(rank: Rank) -> Iterator[Phase]:
-    """ZeRO 3: stage3.py. One rank gathers nothing: its parameters are views, unless they come from the host."""
-    counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
-    trainable = counts.trainable
-    held = [_product("buckets", 2, REDUCE_BUCKET, "elements of the bucket"), *_libraries(rank)]
-    if not offload:
-        held += [
-            *_four_bit(rank, ranks),
-            _product("parameters", 2, counts.frozen + trainable, "parameters", ranks),
-            _product("optimizer states", MASTER + STATES_FP32, trainable, "trainable", ranks),
-            _product("gradients", 2, trainable, "trainable", ranks),
-        ]
-    gathers = ranks > 1 or offload
-    live = [_live(rank)] if gathers else []
-    few = [_product("gathered parameters", 2, counts.embedding, "of the embeddings")] if gathers else []
-    # what is larger than a bucket is alone in it, and not copied
-    copied = max(min(trainable, REDUCE_BUCKET), counts.largest_trainable)
-    reduced = [_product("reduction copy", 2, copied, "elements of a bucket, interleaved")]
-    if offload:  # one gradient after another comes back from the host for it
-        part = -(-counts.largest_trainable // ranks)
-        reduced.append(_product("returning gradient", 2, part, "elements of the largest tensor's part"))
-        reduced.append(_product("norm", NORM_BYTES, min(part, NORM_ELEMENTS), "elements of it"))
-    arriving = _product("newest gradient", 2, counts.largest_trainable, "elements of the largest tensor")
-    yield rank.loss([*held, *live])
-    yield rank.last_layer([*held, *live])
-    if (gone := _layers_in_bucket(rank)) is not None:
-        yield rank.last_layer([*held, *live, *reduced], "first reduction", gone)
-    yield rank.first_layer([*held, *live, arriving])
-    yield Phase("last reduction", (*held, *few, *reduced))
-    if not offload:
-        group = min(-(-trainable // ranks), SUB_GROUP + -(-counts.largest_trainable // ranks))
-        step = _product("optimizer temporaries", 6, group, "elements of a sub-group: a flat bf16 copy, fp32 gradients")
-        yield Phase("optimizer step", (*held, step))
 
 
 def _fsdp2(rank: Rank) -> Iterator[Phase]:
@@ -309,38 +69,36 @@ def _fsdp2(rank: Rank) -> Iterator[Phase]:
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
     trainable, root = counts.trainable, (1 if rank.spec.tied else 2) * counts.embedding
     width = 2 if rank.method.adapter else 4  # bytes of a trained weight, its gradient and each moment
-    held = _libraries(rank)
+    held = libraries(rank)
     gradients = []
     if not offload:
         held += [
-            _product("parameters", width, trainable, "trainable", ranks),
-            *([_product("frozen parameters", 2, counts.frozen, "frozen", ranks)] if counts.frozen else []),
-            _product("optimizer states", 2 * width, trainable, "trainable", ranks),
+            product("parameters", width, trainable, "trainable", ranks),
+            *([product("frozen parameters", 2, counts.frozen, "frozen", ranks)] if counts.frozen else []),
+            product("optimizer states", 2 * width, trainable, "trainable", ranks),
         ]
-        gradients = [_product("gradients", width, trainable, "trainable", ranks)]
+        gradients = [product("gradients", width, trainable, "trainable", ranks)]
     if rank.method.zero == 3:  # a layer in use and the next one
-        gathered = _product("gathered parameters", 2, root + 2 * counts.layer, "of the root and 2 layers")
-        fewer = _product("gathered parameters", 2, root + counts.layer, "of the root and the next layer")
+        gathered = product("gathered parameters", 2, root + 2 * counts.layer, "of the root and 2 layers")
+        fewer = product("gathered parameters", 2, root + counts.layer, "of the root and the next layer")
     else:
-        gathered = _product("gathered parameters", 2, counts.total, "parameters, kept for the backward pass")
-        fewer = _product("gathered parameters", 2, counts.total - counts.layer, "parameters, without the layer done")
-    last = _product("gathered parameters", 2, root + counts.layer, "of the root and a layer")
+        gathered = product("gathered parameters", 2, counts.total, "parameters, kept for the backward pass")
+        fewer = product("gathered parameters", 2, counts.total - counts.layer, "parameters, without the layer done")
+    last = product("gathered parameters", 2, root + counts.layer, "of the root and a layer")
     before = gradients if rank.accumulates else []
     root_trains = 0 if rank.method.adapter else root
-    own = _product("layer's gradients", 2, counts.layer_trainable, "trainable of a layer, not yet divided")
-    reduced = _product("buckets", 4, counts.layer_trainable, "trainable of a layer, fp32, to be reduced")
-    head = _product(
+    own = product("layer's gradients", 2, counts.layer_trainable, "trainable of a layer, not yet divided")
+    reduced = product("buckets", 4, counts.layer_trainable, "trainable of a layer, fp32, to be reduced")
+    head = product(
         "head's gradient", 2, min(root_trains, counts.embedding), "elements, kept until the root's are reduced"
     )
     yield rank.loss([*held, *before, gathered])
     yield rank.last_layer([*held, *before, gathered, own, head])
     remaining = rank.activations(rank.layers - 1, outside=False)
     yield Phase("first reduction", (*held, *before, fewer, own, reduced, head, remaining))
-    reached = (
-        [] if offload else [_product("gradients", width, trainable - root_trains, "trainable but the root", ranks)]
-    )
+    reached = [] if offload else [product("gradients", width, trainable - root_trains, "trainable but the root", ranks)]
     yield rank.first_layer([*held, *(before or reached), last, own, reduced, head])
-    roots = _product("buckets", 6, root_trains, "elements of the root: bf16 gradients, fp32 to be reduced")
+    roots = product("buckets", 6, root_trains, "elements of the root: bf16 gradients, fp32 to be reduced")
     yield Phase("last reduction", (*held, *gradients, roots))
     yield Phase("optimizer step", (*held, *gradients))
 
@@ -349,14 +107,14 @@ def _megatron(rank: Rank) -> Iterator[Phase]:
     """bf16 parameters, fp32 main gradients that stay, fp32 master weights and moments, which Z1 divides."""
     parameters, states = rank.counts.trainable, rank.ranks if rank.method.zero else 1
     held = [
-        _product("parameters", 2, parameters, "parameters of a rank"),
-        _product("gradients", 4, parameters, "parameters of a rank, fp32"),
-        _product("optimizer states", MASTER + STATES_FP32, parameters, "parameters of a rank", states),
-        *_libraries(rank),
+        product("parameters", 2, parameters, "parameters of a rank"),
+        product("gradients", 4, parameters, "parameters of a rank, fp32"),
+        product("optimizer states", MASTER + STATES_FP32, parameters, "parameters of a rank", states),
+        *libraries(rank),
     ]
     yield rank.loss(held)
-    yield rank.last_layer([*held, _product("newest gradient", 2, rank.counts.largest_trainable, "elements, bf16")])
-    roots = _product("optimizer step", FOREACH_ADAM_BYTES, parameters, "parameters of a rank, square roots", states)
+    yield rank.last_layer([*held, product("newest gradient", 2, rank.counts.largest_trainable, "elements, bf16")])
+    roots = product("optimizer step", FOREACH_ADAM_BYTES, parameters, "parameters of a rank, square roots", states)
     yield Phase("optimizer step", (*held, roots))
 
 
@@ -385,80 +143,22 @@ def _host(rank: Rank) -> Iterator[Term]:
     own = -(-trainable // ranks)
     if rank.cell.engine == "fsdp2":
         width = 2 if rank.method.adapter else 4
-        yield _product("frozen parameters", 2, counts.frozen, "frozen")
-        yield _product("parameters and gradients", 2 * width, trainable, "trainable")
-        yield _product("optimizer states", 2 * width, trainable, "trainable")
+        yield product("frozen parameters", 2, counts.frozen, "frozen")
+        yield product("parameters and gradients", 2 * width, trainable, "trainable")
+        yield product("optimizer states", 2 * width, trainable, "trainable")
         return
     if rank.method.zero == 3:
         yield _pinned("parameters", 2, -(-(counts.frozen + trainable) // ranks), ranks)
         yield _pinned("gradients", 2, own, ranks)
-        yield _product("fp32 gradients", 4, trainable, "trainable, pinned by sub-group")
-        yield _product("master weights", MASTER, trainable, "trainable")
+        yield product("fp32 gradients", 4, trainable, "trainable, pinned by sub-group")
+        yield product("master weights", MASTER, trainable, "trainable")
     else:
         yield _pinned("master weights", MASTER, own, ranks)
         yield _pinned("fp32 gradients", 4, own, ranks)
         yield _pinned("bf16 parameters", 2, own, ranks)
-    yield _product("optimizer states", STATES_FP32, trainable, "trainable")
+    yield product("optimizer states", STATES_FP32, trainable, "trainable")
 
 
 def _pinned(name: str, coefficient: int, count: int, ranks: int) -> Term:
     rounded = 1 << (max(1, coefficient * count) - 1).bit_length()
     return Term(name, ranks * rounded, f"{ranks} ranks x {coefficient} B x {count:,}, pinned: to a power of two")
-
-
-def _whole_parameters(rank: Rank) -> list[Term]:
-    """Parameters that every rank has all of, in 16 bits or 4."""
-    counts = rank.counts
-    terms = _four_bit(rank, 1)
-    terms.append(_product("parameters", 2, counts.frozen + counts.trainable - counts.adapter, "parameters"))
-    if counts.adapter:
-        terms.append(_product("adapters", ADAPTER_BYTES, counts.adapter, "adapter parameters"))
-    return terms
-
-
-def _four_bit(rank: Rank, ranks: int) -> list[Term]:
-    four_bit = rank.counts.four_bit
-    return [_product("4-bit weights", NF4_BYTES, four_bit, "weights, NF4", ranks)] if four_bit else []
-
-
-def _live(rank: Rank) -> Term:
-    """What ZeRO 3 has gathered at most in either pass."""
-    counts = rank.counts
-    over = OVER_LIVE if rank.ranks > 1 else 0
-    elements = min(counts.total - counts.four_bit, MAX_LIVE + over)
-    return _product("gathered parameters", 2, elements, "live parameters")
-
-
-def _libraries(rank: Rank) -> list[Term]:
-    bytes_ = LIBRARIES_BYTES if rank.cell.device == "cuda" else 0
-    return [Term("CUDA libraries", bytes_, "workspaces of cuBLAS")]
-
-
-def _layers_in_bucket(rank: Rank) -> int | None:
-    """How many whole layers' gradients fill the first bucket, after the head's; None when they all do not."""
-    counts = rank.counts
-    if counts.trainable <= REDUCE_BUCKET or not counts.layer_trainable:
-        return None
-    return _layers_of(rank, REDUCE_BUCKET)
-
-
-def _layers_of_rank(rank: Rank) -> int:
-    """How many whole layers are the last rank's, after the head."""
-    return _layers_of(rank, -(-rank.counts.trainable // rank.ranks))
-
-
-def _layers_of(rank: Rank, gradients: int) -> int:
-    """How many whole layers are among the first of the gradients, after the head's."""
-    counts = rank.counts
-    head = 0 if rank.method.adapter or rank.spec.tied else counts.embedding
-    return min(rank.layers - 1, max(0, gradients - head) // counts.layer_trainable)
-
-
-def _product(name: str, coefficient: float, count: int, what: str, ranks: int = 1) -> Term:
-    """Bytes of `count` elements, divided among ranks, rounded up."""
-    own = -(-count // ranks)
-    return Term(
-        name,
-        round(coefficient * own),
-        f"{coefficient:g} B x {count:,} {what}" + (f" / {ranks} ranks" if ranks > 1 else ""),
-    )

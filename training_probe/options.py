@@ -130,7 +130,7 @@ class Grid:
         default_gpus = (here,) if device == "cuda" and here else (1,)
         named: list[Cell] = []
         for method in self.method:
-            task = self.task or ("finetune" if Method.parse(method).adapter else "pretrain")
+            task = self.task or Method.parse(method).task
             named += grid.grid(
                 models=self.model or ("tiny" if device == "cpu" else "7b",),
                 engines=self.engine or ("deepspeed",),

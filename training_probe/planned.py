@@ -12,7 +12,7 @@ from training_probe import memory
 from training_probe.grid import Cell, impossible
 from training_probe.manifest import Model
 from training_probe.memory import Prediction
-from training_probe.memory_terms import Term
+from training_probe.memory_rank import Term
 from training_probe.results import GIB
 
 CARDS_GB = (24, 32, 40, 48, 80, 96, 141, 192)  # the sizes that are sold; an H200's 141 GB are 140 GiB

@@ -19,7 +19,7 @@ from backends.catalog import MODELS, ModelSpec, find
 from training_probe.activations import layer_bytes
 from training_probe.grid import Cell, cell
 from training_probe.memory import Prediction, fits, largest_micro_batch, predict
-from training_probe.memory_terms import CUDA_CONTEXT_BYTES, LIBRARIES_BYTES, Phase
+from training_probe.memory_rank import CUDA_CONTEXT_BYTES, LIBRARIES_BYTES, Phase
 from training_probe.results import GIB
 from training_probe.weights import weights
 

@@ -31,8 +31,8 @@ from training_probe.dry_run import dry_run
 from training_probe.grid import Cell
 from training_probe.manifest import Model, Settings
 from training_probe.memory import Fit, Prediction
+from training_probe.memory_rank import Phase, Term
 from training_probe.memory_return import MemoryReturn
-from training_probe.memory_terms import Phase, Term
 from training_probe.progress import Progress
 from training_probe.results import Attempt, CellResult
 from training_probe.search import floor_power_of_two, largest
