@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from backends.plain import UNDECODABLE
 from backends.protocol import ProtocolError, ServerInfo
 from backends.replies import Count, printable, quoted
+from backends.untrusted import UNDECODABLE
 
 PATHS = ("/v1/models", "/info", "/get_model_name")
 

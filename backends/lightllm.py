@@ -24,10 +24,10 @@ from backends.launch import (
     Profiler,
     Settings,
 )
-from backends.plain import UNDECODABLE
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
 from backends.replies import GIVEN_UP, Count, WholeReply, error_message, error_text, given_up
 from backends.sse import EventReply
+from backends.untrusted import UNDECODABLE
 
 _ONE_TOKEN = (TOKEN,)
 _encode = msgspec.json.Encoder().encode

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from backends.identity import PATHS, read_any
-from backends.plain import UNDECODABLE
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
 from backends.replies import GIVEN_UP, Count, WholeReply, error_message, error_text, given_up
 from backends.sse import PLAIN, EventReply
+from backends.untrusted import UNDECODABLE
 
 _ONE_TOKEN = (TOKEN,)
 _encode = msgspec.json.Encoder().encode

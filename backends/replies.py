@@ -12,8 +12,8 @@ from typing import Annotated
 
 import msgspec
 
-from backends.plain import UNDECODABLE, escaped
 from backends.protocol import Delta, ProtocolError, Truncated
+from backends.untrusted import UNDECODABLE, escaped
 
 MAX_BYTES = 16 * 1024 * 1024  # of one event, or of one whole reply: more is not a reply, and memory stays bounded
 MAX_LINE_CHARS = 300

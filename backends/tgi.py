@@ -16,10 +16,10 @@ import msgspec
 
 from backends.identity import PATHS, read_as
 from backends.launch import GRAPH_BATCH, WITHOUT_P2P, Adapter, Failure, Invocation, LaunchError, Settings
-from backends.plain import UNDECODABLE
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
 from backends.replies import Count, WholeReply, error_message, error_text
 from backends.sse import EventReply
+from backends.untrusted import UNDECODABLE
 
 _ONE_TOKEN = (TOKEN,)
 _encode = msgspec.json.Encoder().encode

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from loadgen import runs
-from loadgen.exporter import Exporter, serve
-from loadgen.totals import BOUNDS_S, Record, Totals
+from loadgen import rundir
+from loadgen.monitor.exporter import Exporter, serve
+from loadgen.monitor.totals import BOUNDS_S, Record, Totals
 
 RUNS, REQUESTS, SCRAPES = 50, 20_000, 50
 OPEN_METRICS = {"Accept": "application/openmetrics-text;version=1.0.0"}
@@ -41,11 +41,11 @@ def write_run(directory: Path, seed: int) -> None:
                 done_ns=last, prompt_tokens=512, output_tokens=64, events=64,
             )
         )  # fmt: skip
-    snapshot = runs.Snapshot(
+    snapshot = rundir.Snapshot(
         run_id=f"run-{seed}", program="loadgen", state="finished", labels={"backend": "vllm", "model": "m"},
         families=list(totals.families()),
     )  # fmt: skip
-    runs.write_snapshot(directory, snapshot)
+    rundir.write_snapshot(directory, snapshot)
 
 
 def scraped(url: str) -> tuple[float, int]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from servers.least_squares import Floats, fit
+from servers.calibrate.least_squares import Floats, fit
 
 Rows = dict[str, list[tuple[dict[str, str], float]]]
 

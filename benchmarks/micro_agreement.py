@@ -23,10 +23,10 @@ from typing import Any, get_args
 
 import torch
 
-from training_probe.micro import gemm, memcpy
-from training_probe.micro.timing import clearing, timed
-from training_probe.micro_cli import BUDGET_S, PRODUCT_BUDGET_S, PRODUCT_SAMPLES, SAMPLES
-from training_probe.micro_points import Copy, Dtype, Gemm, Point, Route, Task, size_text
+from training_probe.micro.cli import BUDGET_S, PRODUCT_BUDGET_S, PRODUCT_SAMPLES, SAMPLES
+from training_probe.micro.points import Copy, Dtype, Gemm, Point, Route, Task, size_text
+from training_probe.worker.micro import gemm, memcpy
+from training_probe.worker.micro.timing import clearing, timed
 
 MOST_OFF_RATIO, MOST_SPREAD_RATIO = 0.05, 0.02
 SHAPES = ((666, 11008, 4096), (4096, 4096, 4096), (4096 + 13, 11008, 4096), (10624, 11008, 4096), (8192, 8192, 8192))

@@ -1,5 +1,5 @@
 """What a training step holds where its memory peaks, and which line of which library allocated it: what the terms of
-`training_probe/memory_deepspeed.py` are read off.
+`training_probe/memory/deepspeed.py` are read off.
 
     PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/peak_allocations.py --model 7b --method L+Z3
 
@@ -21,8 +21,8 @@ from typing import Any
 from loadgen.config import ConfigError
 from training_probe import grid, memory
 from training_probe.options import known_models
+from training_probe.protocol import Trial
 from training_probe.results import GIB
-from training_probe.trial import Trial
 
 WARMUP_STEPS, STEPS = 1, 2  # the first allocates optimizer states, too
 MOST_EVENTS = 4_000_000
@@ -45,7 +45,7 @@ def main() -> int:
     import torch
     import torch.distributed as dist
 
-    from training_probe.trials import engines, measure, model
+    from training_probe.worker import engines, measure, model
 
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU.")

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from backends import catalog
 from training_probe import grid
 from training_probe.options import TINY
-from training_probe.trial import Trial
-from training_probe.trials import engines, measure, model
+from training_probe.protocol import Trial
+from training_probe.worker import engines, measure, model
 
 WARMUP_STEPS = 2  # of every turn: the probe empties the allocator's cache before it measures
 

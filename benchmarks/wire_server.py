@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from servers.emulation import emulate
-from servers.openai import OpenAI
-from servers.options import Hardware
-from servers.server import Server
-from servers.simulated import SimulatedTiming
-from servers.wire import Settings
+from servers.dialects.openai import OpenAI
+from servers.serve.modelled_timing import SimulatedTiming
+from servers.serve.server import Server
+from servers.serve.wire import Settings
+from servers.simulator.build import emulate
+from servers.simulator.options import Hardware
 
 
 class Watched(SimulatedTiming):

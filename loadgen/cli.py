@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Toml
 
-from loadgen import runs, terminal
+from loadgen import rundir, terminal
 from loadgen.config import Config, ConfigError
+from loadgen.option_types import Whole
 from loadgen.terminal import say, say_error
-from loadgen.whole import Whole
 
 if TYPE_CHECKING:
-    from loadgen.breakdown import Breakdown
+    from loadgen.breakdown.tables import Breakdown
 
 EXIT_OK, EXIT_CONFIG, EXIT_BACKEND, EXIT_INVALID, EXIT_STOPPED = 0, 2, 3, 4, 130
 
@@ -39,20 +39,20 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     output is the report as JSON. `--config FILE.toml` gives any of these options as keys, with underscores.
     """
     from backends.launch import LaunchError
-    from loadgen.embedded import EmbeddedError
+    from loadgen.client.transport import TransportError
+    from loadgen.client.workers import run_loop
     from loadgen.progress import ProgressLine
     from loadgen.run import ServerError, Stopped, dry_run
     from loadgen.run import run as whole_run
-    from loadgen.shards import run_loop
-    from loadgen.transport import TransportError
+    from loadgen.server.embedded import EmbeddedError
 
     config = config or Config()
-    run_id = runs.new_run_id()
+    run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id
     if config.dry_run:
         print(dry_run(config, directory, run_id))
         return EXIT_OK
-    new = runs.create(directory)
+    new = rundir.create(directory)
     progress = ProgressLine()
     try:
         run_loop(whole_run(config, directory, run_id, progress, say))
@@ -64,14 +64,14 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     finally:
         progress.end()
         if new:
-            runs.remove_if_empty(directory)
+            rundir.remove_if_empty(directory)
     return report_one(directory, "loadgen")
 
 
 def _backend_failed(error: Exception) -> int:
     """Says why, after the end of the server's log where there is one."""
     from backends.launch import LaunchError
-    from loadgen.hosted import quoted
+    from loadgen.server.managed import quoted
 
     if isinstance(error, LaunchError) and error.log:
         say(quoted(error.log))
@@ -97,20 +97,20 @@ def breakdown(
     With --gpu it prints the terms of the cost model that the embedded server runs on, marked as emulated.
     """
     from backends.launch import LaunchError
-    from loadgen import profiled
+    from loadgen.breakdown import measure
+    from loadgen.client.transport import TransportError
     from loadgen.run import ServerError, Stopped
     from loadgen.trace import TraceError
-    from loadgen.transport import TransportError
 
     config = config or Config()
     if steps < 2:
         raise ConfigError(f"--steps is {steps}; it must be at least 2, since the first is left out.")
-    run_id = runs.new_run_id()
+    run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id
     if config.dry_run:
-        print(profiled.dry_run(profiled.load(config), directory, run_id))
+        print(measure.dry_run(measure.load(config), directory, run_id))
         return EXIT_OK
-    new = runs.create(directory)
+    new = rundir.create(directory)
     try:
         found = _find_breakdown(config, steps, preset, directory, run_id)
     except (ServerError, TransportError, LaunchError) as error:
@@ -123,12 +123,12 @@ def breakdown(
         return EXIT_STOPPED
     finally:
         if new:
-            runs.remove_if_empty(directory)
+            rundir.remove_if_empty(directory)
     return _shown(directory, found)
 
 
 def _shown(directory: Path, found: Breakdown) -> int:
-    from loadgen import breakdown as tables
+    from loadgen.breakdown import tables
 
     plain = tables.write(directory, found)
     say(tables.render(found))
@@ -140,9 +140,8 @@ def _shown(directory: Path, found: Breakdown) -> int:
 
 def _find_breakdown(config: Config, steps: int, preset: str | None, directory: Path, run_id: str) -> Breakdown:
     """Of a server that is started; of the embedded one, from whoever models it."""
-    from loadgen import breakdown as tables
-    from loadgen import profiled
-    from loadgen.shards import run_loop
+    from loadgen.breakdown import measure, tables
+    from loadgen.client.workers import run_loop
 
     if config.where == "embedded":
         entries = list(entry_points(group="llm_dissect.breakdowns", name="embedded"))
@@ -150,7 +149,7 @@ def _find_breakdown(config: Config, steps: int, preset: str | None, directory: P
             raise ConfigError("nothing that models a server is installed; give --launch process or --launch docker.")
         found: Breakdown = entries[0].load()(config, preset, directory, run_id)
     else:
-        found = run_loop(profiled.measure(profiled.load(config), steps, directory, run_id, say))
+        found = run_loop(measure.measure(measure.load(config), steps, directory, run_id, say))
     return found if preset is None else tables.beside_paper(found)
 
 
@@ -167,21 +166,21 @@ def report(
 ) -> int:
     """Redo the report of a run from its records (also of a killed one), or of a breakdown from its trace; or draw
     several runs in one figure."""
-    from loadgen.breakdown import FILE as BREAKDOWN
+    from loadgen.breakdown.tables import FILE as BREAKDOWN
 
     if len(directories) == 1 and (directories[0] / BREAKDOWN).exists():
-        from loadgen import profiled
+        from loadgen.breakdown import measure
 
         if convention != "loadgen":
             raise ConfigError("a breakdown has no latencies that another --convention would define; leave it out.")
-        return _shown(directories[0], profiled.again(directories[0]))
+        return _shown(directories[0], measure.again(directories[0]))
     if len(directories) == 1:
         return report_one(directories[0], convention)
-    from loadgen import report as reports
-    from loadgen import text
+    from loadgen.report import build as reports
+    from loadgen.report import text
 
     if out.exists():
-        raise runs.RunError(f"{out} exists; name another --out, nothing was overwritten.")
+        raise rundir.RunError(f"{out} exists; name another --out, nothing was overwritten.")
     for result in reports.overlay(directories, out, convention):
         say(text.render(result) + "\n")
     say(f"wrote {out}")
@@ -190,8 +189,8 @@ def report(
 
 def report_one(directory: Path, convention: ConventionName) -> int:
     """Another tool's definitions are only shown: report.json keeps ours."""
-    from loadgen import report as reports
-    from loadgen import text
+    from loadgen.report import build as reports
+    from loadgen.report import text
 
     result, table = reports.from_directory(directory, convention=convention)
     say(text.render(result))
@@ -209,7 +208,7 @@ def compare(
     /,
 ) -> int:
     """Print how run B differs from run A, with bootstrap 95 % confidence intervals."""
-    from loadgen import compare as comparison
+    from loadgen.report import compare as comparison
 
     print(comparison.render(comparison.compare(a, b)))
     return EXIT_OK
@@ -221,7 +220,7 @@ def doctor(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     Nothing is started. `ok`: as it must be; `!`: it will work, but perhaps not as well; `!!`: it will not work, and the
     exit code is 3. Without options it looks at the machine.
     """
-    from loadgen.doctor import examine, render
+    from loadgen.doctor.examine import examine, render
 
     checks = examine(config or Config())
     print(render(checks))
@@ -233,7 +232,7 @@ def compose(config: Annotated[Config | None, Parameter(name="*")] = None) -> int
 
     It publishes the server on 127.0.0.1:8000, or another --port; measure it there with `loadgen run --url`.
     """
-    from loadgen.compose import compose as compose_file
+    from loadgen.server.compose import compose as compose_file
 
     print(compose_file(config or Config()), end="")
     return EXIT_OK
@@ -253,12 +252,12 @@ def export(
     It may be started before, while or after something runs: runs write their snapshots once a second, and it reads them
     when it is asked. compose/ has a Prometheus and a Grafana that ask.
     """
-    from loadgen.exporter import Exporter, address, serve
+    from loadgen.monitor.exporter import Exporter, address, serve
 
     if not keep_days > 0:
         raise ConfigError(f"--keep-days is {keep_days:g}; it must be above 0.")
     if not runs_directory.is_dir():
-        raise runs.RunError(
+        raise rundir.RunError(
             f"there is no directory {runs_directory}; name the one that runs are written to with --runs."
         )
     exporter = Exporter(runs_directory, keep_days * 86400)
@@ -272,7 +271,7 @@ def export(
 
 def list_backends() -> int:
     """List the installed backends: how each is asked, whether loadgen can start such a server, and where it is from."""
-    from loadgen.doctor import backends_table
+    from loadgen.doctor.examine import backends_table
 
     print(backends_table())
     return EXIT_OK
@@ -291,7 +290,7 @@ def build_app() -> App:
     app = App(
         name="loadgen",
         help="Measures how fast a large language model is served, and says whether the numbers can be trusted.",
-        version=runs.package_version,
+        version=rundir.package_version,
         result_action="return_value",
     )
     app.command(run)
@@ -334,12 +333,12 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
 def _user_errors() -> tuple[type[Exception], ...]:
     """Mistakes that end with exit code 2: imported late, since most commands never meet them."""
     from backends import UnknownBackend
-    from loadgen.records import RecordsError
-    from loadgen.report import ReportError
+    from loadgen.load.prompts import WorkloadError
+    from loadgen.report.build import ReportError
+    from loadgen.rundir.records import RecordsError
     from loadgen.trace import TraceError
-    from loadgen.workload import WorkloadError
 
-    return (ConfigError, runs.RunError, UnknownBackend, RecordsError, ReportError, TraceError, WorkloadError)
+    return (ConfigError, rundir.RunError, UnknownBackend, RecordsError, ReportError, TraceError, WorkloadError)
 
 
 def invoke(tokens: Sequence[str]) -> int:

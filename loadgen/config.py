@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
-from loadgen import schedule
-from loadgen.whole import Whole
+from loadgen.load import arrivals
+from loadgen.option_types import Whole
 
 __all__ = ["Config", "ConfigError"]
 
@@ -312,8 +312,8 @@ class Config:
         return self.backend or "vllm"
 
     @property
-    def law(self) -> schedule.Arrival:
-        return schedule.parse(self.arrival or "burst")
+    def law(self) -> arrivals.Arrival:
+        return arrivals.parse(self.arrival or "burst")
 
     @property
     def arrival_text(self) -> str:

@@ -9,13 +9,14 @@ import msgspec
 
 from backends import catalog
 from backends.protocol import Backend, Sampling, ServerInfo
-from loadgen import runs, schedule
+from loadgen import rundir
+from loadgen.client.engine import Job
+from loadgen.client.transport import Target, Timeouts, TransportError, ephemeral_ports, raise_fd_limit
 from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
-from loadgen.engine import Job
-from loadgen.models import Model
-from loadgen.runs import usable_cpus
-from loadgen.transport import Target, Timeouts, TransportError, ephemeral_ports, raise_fd_limit
-from loadgen.workload import Dataset, Text, TokenIds, Workload, tokenizer_count
+from loadgen.load import arrivals
+from loadgen.load.prompts import Dataset, Text, TokenIds, Workload, tokenizer_count
+from loadgen.rundir import usable_cpus
+from loadgen.server.models import Model
 
 STREAMS_PER_WORKER = 2000  # --workers auto
 OPEN_FILES_BESIDES = 64
@@ -52,7 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     fresh: bool
     kernel_timestamps: bool
-    arrival: schedule.Arrival
+    arrival: arrivals.Arrival
     prompts: PromptSource
 
 
@@ -99,7 +100,7 @@ def plan_run(
     )
     job = Job(
         run_id=run_id,
-        version=runs.package_version(),
+        version=rundir.package_version(),
         model=started.name if started is not None else choose_model(config, info),
         sampling=Sampling(config.output_tokens, config.ignore_eos, seed=config.seed, stream=config.stream),
         requests=most_requests(config, backend),
@@ -169,7 +170,7 @@ def planned_requests(plan: Plan) -> int | None:
     job = plan.job
     if job.concurrency is not None:
         return job.requests if job.duration_s is None else None
-    return len(schedule.draw(plan.arrival, job.requests, job.duration_s, job.seed))
+    return len(arrivals.draw(plan.arrival, job.requests, job.duration_s, job.seed))
 
 
 def make_room(plan: Plan, workers: int) -> None:

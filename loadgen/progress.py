@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 
-from loadgen.engine import Snapshot
+from loadgen.client.engine import Snapshot
 
 QUIET_EVERY_S = 10.0
 

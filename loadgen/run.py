@@ -17,14 +17,15 @@ import numpy as np
 import backends
 from backends import catalog, gpus
 from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
-from loadgen import embedded, records, runs
+from loadgen import rundir
+from loadgen.client.engine import Snapshot
+from loadgen.client.exchange import Exchange
+from loadgen.client.transport import UNQUEUED_S, Target, Transport, TransportError, get
+from loadgen.client.workers import Progress, build_transport, execute, on_stop, run_here
 from loadgen.config import Config, ConfigError
-from loadgen.engine import Snapshot
-from loadgen.exchange import Exchange
-from loadgen.fitting import chosen
-from loadgen.hosted import END_WAIT_S, Hosted, hosting, quoted
-from loadgen.launch import plan_launch
-from loadgen.outcomes import OUTCOMES
+from loadgen.load.prompts import Text
+from loadgen.monitor.sampler import Sampling, sampling
+from loadgen.monitor.snapshots import Live, Watch, watching
 from loadgen.plan import (
     OPEN_FILES_BESIDES,
     Plan,
@@ -34,11 +35,12 @@ from loadgen.plan import (
     streams_at_once,
     worker_count,
 )
-from loadgen.scrape import Sampling, sampling
-from loadgen.shards import Progress, build_transport, execute, on_stop, run_here
-from loadgen.snapshots import Live, Watch, watching
-from loadgen.transport import UNQUEUED_S, Target, Transport, TransportError, get
-from loadgen.workload import Text
+from loadgen.rundir import records
+from loadgen.rundir.outcomes import OUTCOMES
+from loadgen.server import embedded
+from loadgen.server.launch import plan_launch
+from loadgen.server.managed import END_WAIT_S, Hosted, hosting, quoted
+from loadgen.server.placement import chosen
 
 CALIBRATION_EVENTS = 40_000  # about a second
 
@@ -120,7 +122,7 @@ async def _ask_once(plan: Plan, backend: Backend, transport: Transport, prompt: 
     return exchange.prompt_tokens
 
 
-async def calibrate(plan: Plan) -> runs.Ceiling | None:
+async def calibrate(plan: Plan) -> rundir.Ceiling | None:
     """Runs the plan's shape, cut to about a second, against the embedded server, and reads off the client's cost."""
     dialect = embedded.DIALECTS.get(plan.backend)
     if dialect is None:
@@ -185,7 +187,7 @@ async def _measure(
     config: Config, backend: Backend, target: Target, hosted: Hosted | None,
     emulation: dict[str, Any] | None, watch: Sampling | None, snapshots: Watch, directory: Path, run_id: str,
     progress: Progress, say: Callable[[str], None],
-) -> runs.Manifest:  # fmt: skip
+) -> rundir.Manifest:  # fmt: skip
     """Looks at the server, sends the load, and leaves the records; the manifest as it was written."""
     info, emulated = await asyncio.to_thread(identify, backend, target)
     plan = plan_run(config, backend, target, info, run_id, hosted.launch.model if hosted else None)
@@ -199,7 +201,7 @@ async def _measure(
             f"({measured.cpu_us_per_event:.1f} us each)"
         )
     said = manifest(config, plan, info, emulated, measured, hosted.facts if hosted else None, emulation)
-    runs.write_manifest(directory, said)
+    rundir.write_manifest(directory, said)
     if watch is not None:
         cards = await asyncio.to_thread(_local_gpus, config, hosted)
         await watch.begin(target.url, target.token, backend.server_metrics, run_id, directory, cards)
@@ -227,7 +229,7 @@ def _told(progress: Progress, snapshots: Watch) -> Progress:
     return both
 
 
-async def _look_after(hosted: Hosted, directory: Path, said: runs.Manifest, say: Callable[[str], None]) -> None:
+async def _look_after(hosted: Hosted, directory: Path, said: rundir.Manifest, say: Callable[[str], None]) -> None:
     """How the server took the load: that it died goes into the manifest. One that failed requests gets time to die."""
     failed = await asyncio.to_thread(_any_failed, directory)
     ended = await hosted.ended(END_WAIT_S if failed else 0.0)
@@ -236,7 +238,7 @@ async def _look_after(hosted: Hosted, directory: Path, said: runs.Manifest, say:
             say(quoted(ended.log))
         say(str(ended))
         launch = {**hosted.facts, "ended": str(ended)}
-        runs.write_manifest(directory, msgspec.structs.replace(said, launch=launch))
+        rundir.write_manifest(directory, msgspec.structs.replace(said, launch=launch))
     elif failed and (trouble := await hosted.trouble()):
         say(trouble)
 
@@ -317,11 +319,11 @@ def manifest(
     plan: Plan,
     info: ServerInfo,
     emulated: bool,
-    measured: runs.Ceiling | None,
+    measured: rundir.Ceiling | None,
     launch: dict[str, Any] | None,
     emulation: dict[str, Any] | None,
-) -> runs.Manifest:
-    return runs.Manifest(
+) -> rundir.Manifest:
+    return rundir.Manifest(
         run_id=plan.job.run_id,
         version=plan.job.version,
         started_unix_s=time.time(),
@@ -335,7 +337,7 @@ def manifest(
         requests_planned=planned_requests(plan),
         arrival=config.arrival_text,
         max_total_tokens=info.max_total_tokens,
-        machine=runs.this_machine(),
+        machine=rundir.this_machine(),
         ceiling=measured,
         launch=launch,
         emulation=emulation,

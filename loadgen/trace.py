@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from backends.plain import UNDECODABLE
+from backends.untrusted import UNDECODABLE
 
 Kind = Literal["GEMM", "attention", "element-wise", "communication", "memcpy", "host"]
 

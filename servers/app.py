@@ -18,19 +18,19 @@ from typing import Annotated, Literal, NoReturn
 import msgspec
 from cyclopts import App, CycloptsError, Parameter
 
-from loadgen.whole import Whole
-from servers import faults
-from servers.emulation import EmulationError, emulate
-from servers.hardware import HardwareError
-from servers.lightllm import LightLLM
-from servers.openai import OpenAI
-from servers.options import Hardware
-from servers.server import Server
-from servers.simulated import SimulatedTiming
-from servers.stamps import Stamps
-from servers.tgi import TGI
-from servers.timing import FixedTiming, Timing
-from servers.wire import Dialect, Settings
+from loadgen.option_types import Whole
+from servers.dialects.lightllm import LightLLM
+from servers.dialects.openai import OpenAI
+from servers.dialects.tgi import TGI
+from servers.serve import faults
+from servers.serve.modelled_timing import SimulatedTiming
+from servers.serve.server import Server
+from servers.serve.stamps import Stamps
+from servers.serve.timing import FixedTiming, Timing
+from servers.serve.wire import Dialect, Settings
+from servers.simulator.build import EmulationError, emulate
+from servers.simulator.hardware import HardwareError
+from servers.simulator.options import Hardware
 
 DialectName = Literal["vllm", "openai", "tgi", "lightllm"]
 DIALECTS: dict[DialectName, Callable[[Settings], Dialect]] = {

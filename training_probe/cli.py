@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from loadgen import terminal
+from loadgen.option_types import Whole
 from loadgen.terminal import say, say_error, width
-from loadgen.whole import Whole
-from training_probe import micro_cli
+from training_probe.micro import cli
 from training_probe.options import Grid, Measuring, Tracing
 
 if TYPE_CHECKING:
     from training_probe.grid import Cell, Device
-    from training_probe.manifest import Model
+    from training_probe.sweep.manifests import Model
 
 EXIT_OK, EXIT_CONFIG, EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED = 0, 2, 3, 4, 130
 
@@ -70,7 +70,7 @@ def sweep(
     if resume is not None:
         if grid != Grid() or measuring != Measuring() or out is not None or dry_run:
             raise GridError("--resume goes on with what was asked for before; leave all other options out.")
-        from training_probe.sweep import resume as go_on
+        from training_probe.sweep.run import resume as go_on
 
         _serve_metrics(resume, metrics_port)
         return _reported(resume, go_on(resume, say))
@@ -81,15 +81,15 @@ def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int
     """A new one."""
     from dataclasses import replace
 
-    from loadgen import runs
-    from training_probe import dry_run as dry
-    from training_probe import sweep as sweeps
+    from loadgen import rundir
+    from training_probe.sweep import dry_run as dry
+    from training_probe.sweep import run as sweeps
 
     if grid == Grid(device=grid.device, gpus=grid.gpus):
         grid = replace(grid, preset="laptop")
     cells, known, gpu_ids, here = _asked(grid)
     settings = measuring.settings(grid.preset, known, gpu_ids, sys.argv[1:])
-    directory = out or Path("runs") / runs.new_run_id()
+    directory = out or Path("runs") / rundir.new_run_id()
     if dry_run:
         print(dry.dry_run(cells, settings, directory), end="")
         say(f"{_counted(len(cells), 'cell')}; nothing was started")
@@ -119,8 +119,8 @@ def breakdown(
     """
     from dataclasses import replace
 
-    from loadgen import runs
-    from training_probe import breakdown as traced
+    from loadgen import rundir
+    from training_probe.breakdown import run as traced
     from training_probe.options import check_large, check_machine
 
     grid, tracing = grid or Grid(), tracing or Tracing()
@@ -132,13 +132,13 @@ def breakdown(
     if grid.device is None:
         check_large(cells, known)
     check_machine(cells, here)
-    directory = out or Path("runs") / runs.new_run_id()
+    directory = out or Path("runs") / rundir.new_run_id()
     return _reported(directory, traced.breakdown(cells, settings, directory, say))
 
 
 def _serve_metrics(directory: Path, port: int | None) -> None:
     if port is not None:
-        from loadgen.exporter import in_background
+        from loadgen.monitor.exporter import in_background
 
         in_background(directory, port)
 
@@ -160,8 +160,8 @@ def _reported(directory: Path, code: int) -> int:
     """Prints what the sweep has so far, and writes its report."""
     import json
 
-    from training_probe import report as reports
     from training_probe import results
+    from training_probe.report import build as reports
 
     if (directory / results.BREAKDOWN_FILE).exists():
         return _reported_breakdown(directory, code)
@@ -182,9 +182,9 @@ def _reported(directory: Path, code: int) -> int:
 def _reported_breakdown(directory: Path, code: int) -> int:
     import json
 
-    from training_probe import breakdown_report as reports
-    from training_probe.breakdown import read
-    from training_probe.report import read_manifest
+    from training_probe.breakdown import report as reports
+    from training_probe.breakdown.run import read
+    from training_probe.report.build import read_manifest
 
     found = read(directory)
     say("\n" + reports.text(found, width(sys.stderr)))
@@ -208,13 +208,13 @@ def plan(
 
     For example: training_probe plan --preset paper-table3 --gpus 8 --gpu-memory-gb 80
     """
-    from training_probe import planned
+    from training_probe.memory import text
 
     grid = grid or Grid()
     if grid == Grid(gpus=grid.gpus):
         grid = Grid(preset="paper-table3", gpus=grid.gpus)
     cells, known, device_bytes = _hypothetical(grid, gpu_memory_gb)
-    print(planned.plan(cells, known, device_bytes), end="")
+    print(text.plan(cells, known, device_bytes), end="")
     return EXIT_OK
 
 
@@ -229,10 +229,10 @@ def memory(
 
     For example: training_probe memory --model 70b --method F+R+Z3+O --gpus 8
     """
-    from training_probe import planned
+    from training_probe.memory import text
 
     cells, known, device_bytes = _hypothetical(grid or Grid(), gpu_memory_gb)
-    print("\n".join(planned.explained(cell, known, device_bytes if gpu_memory_gb else None) for cell in cells), end="")
+    print("\n".join(text.explained(cell, known, device_bytes if gpu_memory_gb else None) for cell in cells), end="")
     return EXIT_OK
 
 
@@ -241,9 +241,9 @@ def _hypothetical(grid: Grid, gpu_memory_gb: float | None) -> tuple[list[Cell], 
     from dataclasses import replace
 
     from backends import gpus
-    from training_probe import paper
     from training_probe.grid import GridError
     from training_probe.options import check_above_0, known_models, visible_gpus
+    from training_probe.report import paper
 
     check_above_0("--gpu-memory-gb", gpu_memory_gb)
     if grid.device == "cpu":
@@ -263,11 +263,11 @@ def _counted(count: int, what: str) -> str:
 
 def report(directory: Annotated[Path, Parameter(help="Directory of a sweep, a breakdown or a micro.")], /) -> int:
     """Make the tables and figures of a measurement anew from its results, also of one that was killed."""
-    from training_probe import micro_run
+    from training_probe.micro import run
     from training_probe.results import BREAKDOWN_FILE, RESULTS_FILE, ResultsError
 
-    if (directory / micro_run.RESULTS_FILE).is_file():
-        return micro_cli.reported(directory, EXIT_OK)
+    if (directory / run.RESULTS_FILE).is_file():
+        return cli.reported(directory, EXIT_OK)
     if not any((directory / name).is_file() for name in (RESULTS_FILE, BREAKDOWN_FILE)):
         raise ResultsError(f"{directory} holds no results; name the directory of a sweep, a breakdown or a micro.")
     return _reported(directory, EXIT_OK)
@@ -279,7 +279,7 @@ def compare(
     /,
 ) -> int:
     """Print how sweep B differs from sweep A, cell by cell."""
-    from training_probe import compare as comparison
+    from training_probe.report import compare as comparison
 
     print(comparison.render(comparison.compare(a, b), width(sys.stdout)))
     return EXIT_OK
@@ -295,7 +295,7 @@ def letters() -> int:
 
 
 def build_app() -> App:
-    from loadgen.runs import package_version
+    from loadgen.rundir import package_version
 
     app = App(
         name="training_probe",
@@ -305,7 +305,7 @@ def build_app() -> App:
     )
     for command in (sweep, breakdown, plan, memory, report, compare, letters):
         app.command(command)
-    app.command(micro_cli.build_app())
+    app.command(cli.build_app())
     return app
 
 
@@ -313,10 +313,10 @@ def _user_errors() -> tuple[type[Exception], ...]:
     """Mistakes that end with exit code 2: imported late, since most commands never meet them."""
     from backends.gpus import GpuError
     from loadgen.config import ConfigError
-    from loadgen.runs import RunError
+    from loadgen.rundir import RunError
     from training_probe.grid import GridError
-    from training_probe.micro_points import MicroError
-    from training_probe.report import ReportError
+    from training_probe.micro.points import MicroError
+    from training_probe.report.build import ReportError
     from training_probe.results import ResultsError
 
     return GridError, ConfigError, RunError, GpuError, MicroError, ReportError, ResultsError
@@ -337,7 +337,7 @@ def invoke(tokens: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_STOPPED
     except Exception as error:
-        from training_probe.runner import RunnerError
+        from training_probe.launch.runner import RunnerError
 
         if isinstance(error, _user_errors()):
             say_error("training_probe", error)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from backends.catalog import ModelSpec
 from training_probe.grid import PROMPT_TOKENS, Cell
-from training_probe.weights import attention_linears, mlp_linears, weights
+from training_probe.memory.parameters import attention_linears, mlp_linears, weights
 
 # Dense bf16 matrix products with fp32 accumulation, FLOP/s, by words of the name that torch and NVML report; the first
 # entry that fits counts, so a longer name stands before a shorter one. NVIDIA's datasheets and white papers (GA102

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # a line of options is read in a moment; what it means may ta
     from cyclopts import Token
 
     from backends.gpus import Inventory
-    from training_probe.manifest import Model, Settings
+    from training_probe.sweep.manifests import Model, Settings
 
 TINY = ModelSpec(
     name="tiny", hf_id="tiny", hidden=256, layers=4, heads=8, kv_heads=4, intermediate=688, vocab_size=2048,
@@ -151,7 +151,7 @@ class Grid:
         for name in ("task", "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "attention", "compile"):
             if getattr(self, name) != getattr(Grid, name, None):
                 raise GridError(f"--preset {preset} has a --{name.replace('_', '-')} of its own; leave that out.")
-        from training_probe import paper
+        from training_probe.report import paper
 
         cells = paper.presets()[preset](self.gpus[0] if self.gpus else here, device)
         methods = {str(Method.parse(text)) for text in self.method}
@@ -198,7 +198,7 @@ class Measuring:
         self, preset: str | None, known: dict[str, Model], gpu_ids: tuple[int, ...], argv: Iterable[str]
     ) -> Settings:
         """Raises GridError for numbers that make no measurement."""
-        from training_probe.manifest import Settings
+        from training_probe.sweep.manifests import Settings
 
         usual = LAPTOP_STEPS if preset == "laptop" else PAPER_STEPS
         given = (self.warmup_steps, self.steps, self.runs)
@@ -235,7 +235,7 @@ class Tracing:
         self, preset: str | None, known: dict[str, Model], gpu_ids: tuple[int, ...], argv: Iterable[str]
     ) -> Settings:
         """Raises GridError for numbers that make no measurement."""
-        from training_probe.manifest import Settings
+        from training_probe.sweep.manifests import Settings
 
         for flag, value in (("--warmup-steps", self.warmup_steps), ("--steps", self.steps)):
             if value < 1:
@@ -261,8 +261,8 @@ def known_models(cells: Sequence[Cell]) -> dict[str, Model]:
 
 
 def _model(name: str) -> Model:
-    from loadgen import models
-    from training_probe.manifest import Model
+    from loadgen.server import models
+    from training_probe.sweep.manifests import Model
 
     if name == TINY.name:
         return Model(spec=TINY)

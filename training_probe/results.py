@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from backends.plain import UNDECODABLE
+from backends.untrusted import UNDECODABLE
 from training_probe.grid import Cell
 
 RESULTS_FILE, BREAKDOWN_FILE = "results.jsonl", "breakdown.jsonl"

@@ -20,11 +20,11 @@ import numpy.typing as npt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from loadgen import figures
-from loadgen.metrics import Sample
-from servers.calibrate import judged
-from servers.emulation import profiles, read_profile
-from servers.observed import Observed, read
+from loadgen.report import figures
+from loadgen.report.metrics import Sample
+from servers.calibrate.command import judged
+from servers.calibrate.runs import Observed, read
+from servers.simulator.build import profiles, read_profile
 
 Floats = npt.NDArray[np.float64]
 HERE = Path(__file__).parent / "serving"

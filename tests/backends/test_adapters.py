@@ -9,7 +9,7 @@ import pytest
 
 import backends
 from backends.launch import Adapter, Exit, LaunchError, Settings, died, explain, version_in
-from backends.plain import UNDECODABLE
+from backends.untrusted import UNDECODABLE
 
 STARTED = [name for name in backends.available() if backends.get(name).adapter is not None]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from loadgen import runs
-from loadgen.records import ClientFacts, Record, RecordsFile
+from loadgen import rundir
+from loadgen.rundir.records import ClientFacts, Record, RecordsFile
 
 MS = 1_000_000
 
@@ -79,7 +79,7 @@ def facts(**changes: Any) -> ClientFacts:
     return ClientFacts(**{**values, **changes})
 
 
-def manifest(**changes: Any) -> runs.Manifest:
+def manifest(**changes: Any) -> rundir.Manifest:
     values: dict[str, Any] = {
         "run_id": "20261121-120000-abc123",
         "version": "0.1.0",
@@ -91,15 +91,15 @@ def manifest(**changes: Any) -> runs.Manifest:
         "url": "http://127.0.0.1:8000",
         "emulated": False,
         "arrival": "burst",
-        "machine": runs.Machine(platform="Linux", python="3.11", cpu_count=2, hostname="here"),
+        "machine": rundir.Machine(platform="Linux", python="3.11", cpu_count=2, hostname="here"),
     }
-    return runs.Manifest(**{**values, **changes})
+    return rundir.Manifest(**{**values, **changes})
 
 
-def write_run(directory: Path, records: list[Record], said: runs.Manifest, client: ClientFacts | None) -> Path:
+def write_run(directory: Path, records: list[Record], said: rundir.Manifest, client: ClientFacts | None) -> Path:
     """A run directory as the engine leaves it; `client` None: as a kill leaves it."""
     directory.mkdir()
-    runs.write_manifest(directory, said)
+    rundir.write_manifest(directory, said)
     file = RecordsFile(directory / "requests.jsonl", said.run_id, said.version, 0)
     for record in records:
         file.write(record)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import backends
-from loadgen import records
+from loadgen.rundir import records
 
 LOADGEN = [sys.executable, "-c", "from loadgen.cli import main; main()"]
 FAST = ["--no-calibrate", "--warmup", "0"]
@@ -235,7 +235,7 @@ def test_a_run_whose_snapshots_end_says_so_and_goes_on(server: str, tmp_path: Pa
         "--out", str(tmp_path),
     )  # fmt: skip
     wait_for_rows(tmp_path, 10)
-    (pid,) = processes_of(process, "loadgen.snapshots")
+    (pid,) = processes_of(process, "loadgen.monitor.snapshots")
     os.kill(pid, signal.SIGKILL)
     out, said = process.communicate(timeout=60)
     assert json.loads(out.splitlines()[-1])["requests"]["ok"] == 100
@@ -359,15 +359,15 @@ LONG = """
 import asyncio, resource, sys, tempfile
 from pathlib import Path
 from backends.protocol import Sampling
-from loadgen import schedule
-from loadgen.engine import Job
+from loadgen.load import arrivals
+from loadgen.client.engine import Job
 from loadgen.plan import Plan, PromptSource
-from loadgen.shards import execute, run_loop
-from loadgen.transport import Target, Timeouts
+from loadgen.client.workers import execute, run_loop
+from loadgen.client.transport import Target, Timeouts
 job = Job(run_id="r", version="0", model="m", sampling=Sampling(2), requests=int(sys.argv[2]), duration_s=None,
           concurrency=64, warmup=0, seed=1, timeouts=Timeouts(10.0, 600.0, 120.0, 3600.0))
 plan = Plan(job=job, backend="vllm", target=Target(sys.argv[1]), transport="fast", fresh=False,
-            kernel_timestamps=False, arrival=schedule.parse("burst"),
+            kernel_timestamps=False, arrival=arrivals.parse("burst"),
             prompts=PromptSource(input_tokens=16, output_tokens=2))
 with tempfile.TemporaryDirectory() as scratch:
     run_loop(execute(plan, 1, Path(scratch), lambda snapshots: None))

@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loadgen.breakdown import AFTER, ATTENTION, BEFORE, BETWEEN, FFN, IDLE
+from loadgen.breakdown.tables import AFTER, ATTENTION, BEFORE, BETWEEN, FFN, IDLE
 
 GAP_US, IDLE_US = 1, 100
 LAUNCH_AHEAD_US, LAUNCH_US = 40, 0.5

@@ -24,16 +24,16 @@ from typing import Any
 
 import pytest
 
-from loadgen import metrics, records
-from loadgen.records import Table
-from loadgen.runs import Family, Sample, Snapshot, write_snapshot
+from loadgen.report import metrics
+from loadgen.rundir import Family, Sample, Snapshot, records, write_snapshot
+from loadgen.rundir.records import Table
 from tests.observability import names
 from tests.observability.names import Asked
 from tests.observability.scraped import SCRAPE_S, Prometheus, Series, free_port, prometheus, until
 from training_probe.grid import Cell
-from training_probe.progress import Progress
+from training_probe.protocol import Step
 from training_probe.results import CellResult
-from training_probe.trial import Step
+from training_probe.sweep.progress import Progress
 
 pytestmark = pytest.mark.prometheus
 

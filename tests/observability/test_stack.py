@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.loadgen.test_compose import _compose_program
+from tests.loadgen.server.test_compose import _compose_program
 from tests.observability import names
 
 FILE = names.COMPOSE / "docker-compose.yml"

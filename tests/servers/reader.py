@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from servers import faults
 from servers.app import DIALECTS
-from servers.server import Server
-from servers.stamps import Stamps
-from servers.timing import FixedTiming
-from servers.wire import Settings
+from servers.serve import faults
+from servers.serve.server import Server
+from servers.serve.stamps import Stamps
+from servers.serve.timing import FixedTiming
+from servers.serve.wire import Settings
 
 TIMEOUT_S = 10.0
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from servers.options import Hardware
+from servers.simulator.options import Hardware
 from tests.servers.reader import ask_on, http_request, stamps
 
 COMMAND = [sys.executable, "-m", "servers"]

@@ -17,7 +17,7 @@ from loadgen.terminal import EXIT_UNREAD
 from training_probe import cli, options, results
 from training_probe.grid import LETTERS, Cell, cell
 from training_probe.results import CellResult, of_cell
-from training_probe.trials.ds_config import deepspeed_config
+from training_probe.worker.ds_config import deepspeed_config
 
 EXAMPLE = ["memory", "--model", "70b", "--method", "F+R+Z3+O", "--gpus", "8"]
 ROOT = Path(cli.__file__).parents[1]
@@ -272,7 +272,7 @@ def test_a_dry_run_needs_neither_gpus_nor_engines(tmp_path: Path, capsys: pytest
     for part, config in ((offloaded, True), (plain, True), (replicas, False)):
         name, command, *more, predicted = part.splitlines()
         assert name.startswith("# 7b_pretrain_") and name.endswith("_8x_s350_b1")
-        assert "-m torch.distributed.run --nproc-per-node 8" in command and "-m training_probe.trials" in command
+        assert "-m torch.distributed.run --nproc-per-node 8" in command and "-m training_probe.worker" in command
         if config:
             asked = cell(name.split("_")[3], model="7b", gpus=8)
             assert json.loads("\n".join(more)) == deepspeed_config(asked)

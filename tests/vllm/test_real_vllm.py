@@ -21,7 +21,7 @@ import pytest
 import serve
 from tiny_model import MAX_MODEL_LEN
 
-from loadgen import records
+from loadgen.rundir import records
 
 pytestmark = pytest.mark.vllm
 

@@ -19,8 +19,8 @@ import pytest
 import serve
 from workload import Workload
 
-from servers.batching import Sequence, Step
-from servers.batching.vllm import BLOCK_TOKENS, VllmV1
+from servers.schedulers import Sequence, Step
+from servers.schedulers.vllm import BLOCK_TOKENS, VllmV1
 
 pytestmark = pytest.mark.vllm
 

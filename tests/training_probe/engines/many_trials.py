@@ -1,4 +1,4 @@
-"""Many trials under one torchrun: `many_trials.py DIR` runs DIR/0, DIR/1, ... as training_probe.trials would. The file
+"""Many trials under one torchrun: `many_trials.py DIR` runs DIR/0, DIR/1, ... as training_probe.worker would. The file
 `port` of each says where its ranks meet: a rank that is early must not meet the trial before.
 
 Most of a small trial's time goes into imports. They are paid once here: every trial is a fork of a process that has
@@ -18,7 +18,7 @@ import peft  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-from training_probe.trials.__main__ import main
+from training_probe.worker.__main__ import main
 
 LIMIT_S = 120  # of one trial: a hang ends with SIGALRM
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.training_probe.engines import tiny
-from training_probe import breakdown
-from training_probe.attribution import FUSED_ATTENTION, PASSES
-from training_probe.breakdown import Breakdown
+from training_probe.breakdown import run
+from training_probe.breakdown.attribution import FUSED_ATTENTION, PASSES
+from training_probe.breakdown.run import Breakdown
 
 pytestmark = [
     tiny.needs_engines,
@@ -62,7 +62,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Br
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=directory.parent)
         assert ended.returncode == 0, ended.stderr[-3000:]
         assert json.loads(ended.stdout.splitlines()[-1])["cells"]["by_outcome"] == {"ok": len(methods)}
-        for each in breakdown.read(directory):
+        for each in run.read(directory):
             found[engine, each.cell.method] = each
             events = json.loads(gzip.decompress((directory / each.trace).read_bytes()))["traceEvents"]
             assert any(event["name"] == "phase:forward" for event in events)

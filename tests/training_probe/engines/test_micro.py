@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.training_probe.engines import tiny
-from training_probe.micro_presets import COLLECTIVES
+from training_probe.micro.presets import COLLECTIVES
 
 pytestmark = [
     tiny.needs_engines,
@@ -55,8 +55,8 @@ def test_a_product_is_what_it_says() -> None:
     """The buffers of a launch give A B^T, in every dtype that this CPU has."""
     import torch
 
-    from training_probe.micro import gemm
-    from training_probe.micro_points import Dtype, Gemm
+    from training_probe.micro.points import Dtype, Gemm
+    from training_probe.worker.micro import gemm
 
     made: list[Any] = []
     expected: dict[Dtype, float] = {"fp32": 1e-5, "bf16": 2e-2, "int8": 0.0}

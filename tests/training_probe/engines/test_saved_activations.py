@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from backends.catalog import ModelSpec
-from training_probe.activations import layer_bytes, outside_bytes
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell, cell
+from training_probe.memory.activations import layer_bytes, outside_bytes
 
 torch: Any = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")

@@ -20,8 +20,8 @@ import pytest
 
 from tests.training_probe.engines import tiny
 from training_probe import results
+from training_probe.protocol import STEPS_FILE, TIMELINE_FILE, TIMELINE_STEPS, Timeline
 from training_probe.results import CellResult
-from training_probe.trial import STEPS_FILE, TIMELINE_FILE, TIMELINE_STEPS, Timeline
 
 pytestmark = [
     tiny.needs_engines,
@@ -78,7 +78,7 @@ class Sweep:
         found: dict[int, Any] = {}
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "training_probe.trials" in process.cmdline() and "RANK" in (environment := process.environ()):
+                if "training_probe.worker" in process.cmdline() and "RANK" in (environment := process.environ()):
                     found[int(environment["RANK"])] = process
         return found
 

@@ -20,10 +20,10 @@ import pytest
 
 from tests.training_probe.engines import tiny
 from training_probe.grid import Cell, Method
-from training_probe.numbers import loss_doubt
-from training_probe.runner import start_of
-from training_probe.trial import STEPS_FILE, RankReport, Step, write_atomically
-from training_probe.weights import weights
+from training_probe.launch.aggregate import loss_doubt
+from training_probe.launch.runner import start_of
+from training_probe.memory.parameters import weights
+from training_probe.protocol import STEPS_FILE, RankReport, Step, write_atomically
 
 pytestmark = tiny.needs_engines
 

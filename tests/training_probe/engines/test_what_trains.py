@@ -41,7 +41,7 @@ class Training:
     """One trial in this process, whose model can be looked at."""
 
     def __init__(self, torch: Any, engine: str, method: str, **more: Any) -> None:
-        from training_probe.trials import engines, measure, model
+        from training_probe.worker import engines, measure, model
 
         self.trial = tiny.trial(tiny.cell(engine, method, **more))
         device = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_weights_go_by_their_names_in_every_engine(alone: Any) -> None:
 
 
 def test_weights_differ_between_seeds_and_names(alone: Any) -> None:
-    from training_probe.trials import model
+    from training_probe.worker import model
 
     shape = alone.Size([64, 64])
     one = model.draw("layers.0.self_attn.q_proj.weight", shape, 0, "cpu")

@@ -11,7 +11,7 @@ import pytest
 from training_probe import grid
 from training_probe.grid import Cell
 from training_probe.options import TINY
-from training_probe.trial import Trial
+from training_probe.protocol import Trial
 
 ENGINES = ("torch", "transformers", "peft", "deepspeed", "bitsandbytes", "megatron")
 needs_engines = pytest.mark.skipif(

@@ -1,0 +1,255 @@
+"""One HTTP/1.1 connection: the hot path of the instrument.
+
+At 100,000 events a second a core has 10 us for each, most of them the kernel's. What is done per event is: one stamp
+for the read, taken before anything is parsed; undo HTTP (httptools); one codec call; one append. Must never allocate,
+log or wait on the way of a plain token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+from array import array
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import httptools
+
+from backends.protocol import PLAIN_TEXT
+from loadgen.client.exchange import Exchange
+from loadgen.clock import now_ns
+
+HEADER_LIMIT_BYTES = 65_536
+SO_TIMESTAMPNS = 35  # <asm-generic/socket.h>; Python does not name it
+
+
+class Owner(Protocol):
+    """What a connection needs of the transport that it belongs to."""
+
+    plain: bool  # no TLS: the socket may be written to directly
+    reuse: bool
+    idle: list[Connection]
+    receive_lag_ns: array[int]
+    wall_minus_monotonic_ns: int
+    error_message: Callable[[int, bytes], str]
+
+    def forget(self, connection: Connection) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """One HTTP/1.1 connection: at most one exchange at a time."""
+
+    def __init__(self, owner: Owner, sock: socket.socket) -> None:
+        self.owner = owner
+        self.sock = sock
+        self.transport: asyncio.Transport | None = None
+        self.exchange: Exchange | None = None
+        self.parser = httptools.HttpResponseParser(self)
+        self.now = 0
+        self.body_bytes = 0  # of the last piece of a body
+        self.plain: tuple[bytes, bytes] | None = None  # the decoder's, while reads are in step with chunks and events
+        self.heads: dict[int, bytes] = {}  # size of a read -> how it begins if it is a chunk with one plain token
+        self.tail = b""
+        self.header_bytes = 0
+        self.in_headers = False
+        self.idle_since_ns = -1  # -1: never used
+        self.raw = owner.plain  # plain sockets are written to directly: uvloop would queue until its next turn
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its class
+
+    def start(self, exchange: Exchange, payload: bytes) -> None:
+        self.exchange = exchange
+        exchange.abort = self.abort
+        self.in_headers = True
+        self.header_bytes = 0
+        self.heads.clear()
+        exchange.sent_ns = now_ns()
+        if self.raw:
+            try:
+                written = self.sock.send(payload)
+            except BlockingIOError:
+                written = 0
+            except OSError as error:
+                exchange.fail("reset", f"cannot send: {error.strerror}", now_ns())
+                self.abort()
+                return
+            if written == len(payload):
+                return
+            payload = payload[written:]
+        self.write_rest(payload)
+
+    def write_rest(self, payload: bytes) -> None:
+        assert self.transport is not None
+        self.transport.write(payload)
+
+    def data_received(self, data: bytes) -> None:
+        self.read(data, now_ns())
+
+    def read(self, data: bytes, now: int) -> None:
+        """Takes what was read at `now`.
+
+        Most reads are one chunk with one event that equals the one before but for its text. Their size tells their
+        chunk size line, so a look at both ends and the text between recognises them: neither HTTP nor JSON is parsed.
+        """
+        head = self.heads.get(len(data))
+        if (
+            head is not None
+            and self.exchange is not None
+            and data.startswith(head)
+            and data.endswith(self.tail)
+            and PLAIN_TEXT(data, len(head), len(data) - len(self.tail))
+        ):
+            self.exchange.repeat(now)
+            return
+        self.now = now
+        self.parse(data)
+        self.learn(data)
+
+    def learn(self, data: bytes) -> None:
+        """Prepares to recognise the next read of this size, if this one was exactly one chunk and ended an event."""
+        size_line_bytes = data.find(b"\r\n", 0, 16) + 2
+        in_step = self.body_bytes == len(data) - size_line_bytes - 2 and data.endswith(b"\n\n\r\n")
+        plain = self.exchange.decoder.plain if in_step and self.exchange is not None else None
+        if plain is not self.plain:
+            self.plain = plain
+            self.heads.clear()
+        if plain is not None and data.startswith(plain[0], size_line_bytes):
+            self.heads[len(data)] = data[:size_line_bytes] + plain[0]
+            self.tail = plain[1] + b"\r\n"
+
+    def parse(self, data: bytes) -> None:
+        self.body_bytes = 0
+        try:
+            self.parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.give_up(f"not HTTP: {error}")
+        if self.in_headers:
+            self.header_bytes += len(data)
+            if self.header_bytes > HEADER_LIMIT_BYTES:
+                self.give_up(f"response headers over {HEADER_LIMIT_BYTES} bytes")
+
+    def give_up(self, reason: str) -> None:
+        if self.exchange is not None:
+            self.exchange.fail("protocol_error", reason, self.now)
+        self.abort()
+
+    # The parser's callbacks. An exchange that is finished early (timeout, error) leaves its connection closed.
+
+    def on_headers_complete(self) -> None:
+        status = self.parser.get_status_code()
+        if status >= 200 and self.exchange is not None:
+            self.in_headers = False
+            self.exchange.headers(status, self.now)
+
+    def on_body(self, data: bytes) -> None:
+        self.body_bytes = len(data)
+        if self.exchange is not None and not self.exchange.body(data, self.now):
+            self.abort()
+
+    def on_message_complete(self) -> None:
+        exchange = self.exchange
+        if exchange is None or self.in_headers:  # 1xx: the real reply follows
+            return
+        self.exchange = None
+        if self.parser.should_keep_alive() and self.owner.reuse:
+            self.idle_since_ns = self.now
+            self.owner.idle.append(self)
+        else:
+            self.abort()
+        exchange.eof(self.now, self.owner.error_message)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.owner.forget(self)
+        exchange, self.exchange = self.exchange, None
+        if exchange is None:
+            return
+        now = now_ns()
+        if error is not None:
+            exchange.fail("reset", f"connection broke: {getattr(error, 'strerror', None) or error}", now)
+        elif exchange.status < 0:
+            exchange.fail("reset", "the server closed the connection without a reply", now)
+        else:  # the decoder knows whether what came is a whole reply
+            exchange.eof(now, self.owner.error_message)
+
+    def abort(self) -> None:
+        self.exchange = None
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class StampedConnection(Connection):
+    """A connection that reads its own socket, so that the kernel's receive stamps come with the bytes.
+
+    The stamp of a read is the kernel's for the last segment in it (SO_TIMESTAMPNS, wall clock, moved to the monotonic
+    clock); read stamp minus kernel stamp is the client's own receive lag. Plain sockets on Linux only.
+    """
+
+    def connect(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.backlog = b""
+        self.closed = False
+        self.sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        loop.add_reader(self.sock.fileno(), self.on_readable)
+
+    def on_readable(self) -> None:
+        try:
+            data, ancillary, _, _ = self.sock.recvmsg(65_536, 64)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.lose(error)
+            return
+        read_ns = now_ns()
+        if not data:
+            self.lose(None)
+            return
+        stamp = read_ns
+        for level, kind, value in ancillary:
+            if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS:
+                seconds, nanoseconds = struct.unpack("qq", value)
+                stamp = seconds * 1_000_000_000 + nanoseconds - self.owner.wall_minus_monotonic_ns
+                if self.exchange is not None:
+                    self.owner.receive_lag_ns.append(read_ns - stamp)
+        self.read(data, stamp)
+
+    def write_rest(self, payload: bytes) -> None:
+        self.backlog += payload
+        self.loop.add_writer(self.sock.fileno(), self.on_writable)
+
+    def on_writable(self) -> None:
+        try:
+            self.backlog = self.backlog[self.sock.send(self.backlog) :]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.lose(error)
+            return
+        if not self.backlog:
+            self.loop.remove_writer(self.sock.fileno())
+
+    def lose(self, error: Exception | None) -> None:
+        if not self.closed:
+            self.closed = True
+            self.loop.remove_reader(self.sock.fileno())
+            self.loop.remove_writer(self.sock.fileno())
+            self.sock.close()
+            self.connection_lost(error)
+
+    def abort(self) -> None:
+        self.exchange = None
+        self.lose(None)
+
+
+def wall_minus_monotonic_ns() -> int:
+    """Offset between the clocks, from the tightest of some readings (ns)."""
+    readings = []
+    for _ in range(20):
+        before, wall, after = now_ns(), time.time_ns(), now_ns()
+        readings.append((after - before, wall - (before + after) // 2))
+    return min(readings)[1]

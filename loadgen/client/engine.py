@@ -1,0 +1,392 @@
+"""One client process of a run: everything drawn first, then sent when due, then every reply awaited.
+
+The order is fixed: connections and bodies, warm-up, clock, schedule, drain. The schedule is absolute: a late request
+never delays the next, and lateness is measured (`send_lag`). The engine must never parse a reply or open a file between
+a request and its stamps; finished exchanges are written in slices of a millisecond between reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import resource
+import statistics
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.protocol import Backend, HttpRequest, Sampling
+from loadgen.client.exchange import Exchange
+from loadgen.client.transport import Timeouts, Transport
+from loadgen.clock import Alarm, now_ns
+from loadgen.load.prompts import Workload
+from loadgen.rundir.records import ClientFacts, RecordsFile
+
+SLICE_NS = 1_000_000  # longest work between two looks at the sockets
+TICK_NS = 10_000_000  # how often the loop's own lag is taken
+FLUSH_S = 0.02  # how long a finished request may wait to be written
+MANY_FINISHED = 4096  # waiting to be written: from here on memory matters more than punctuality
+AHEAD, AHEAD_BYTES = 1024, 16 << 20  # requests prepared beyond those due at t = 0: whichever is reached first
+RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # of getrusage
+FAILED_WAIT_S = 0.05  # before a closed loop replaces a request that failed: a dead server is not to be hammered
+SPARE_CONNECTIONS = 64  # opened ahead for arrivals at a rate
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process sends: its share of the streams in a closed loop, else every `shards`-th request."""
+
+    run_id: str
+    version: str
+    model: str
+    sampling: Sampling
+    requests: int | None
+    duration_s: float | None
+    concurrency: int | None  # of the whole run; None: open loop
+    warmup: int
+    seed: int
+    timeouts: Timeouts
+    shard: int = 0
+    shards: int = 1
+
+    @property
+    def streams(self) -> int:
+        """How many requests of a closed loop this process keeps in flight."""
+        return len(range(self.shard, self.concurrency or 0, self.shards))
+
+    def numbers(self) -> Iterator[int]:
+        """The numbers of its requests, ascending, without end."""
+        cycle = self.concurrency or self.shards
+        return (number for number in itertools.count() if number % cycle % self.shards == self.shard)
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """Live counters of one process. `ttft_ms`: a sample of the latest."""
+
+    planned: int | None
+    done: int
+    failed: int
+    in_flight: int
+    events: int
+    elapsed_s: float
+    ttft_ms: list[float]
+
+
+class Client:
+    """Sends one job's requests over one transport and writes their records."""
+
+    def __init__(
+        self,
+        job: Job,
+        backend: Backend,
+        workload: Workload,
+        transport: Transport,
+        due_ns: NDArray[np.int64],
+    ) -> None:
+        """`due_ns` (n,): the whole run's schedule, ns since t = 0; empty for a closed loop."""
+        self.job = job
+        self.backend = backend
+        self.workload = workload
+        self.transport = transport
+        self.due_ns = due_ns[job.shard :: job.shards].tolist()
+        self.closed_loop = job.concurrency is not None
+        self.planned: int | None = len(self.due_ns)
+        if self.closed_loop:
+            limit = job.requests
+            self.planned = (
+                None if limit is None else sum(1 for _ in itertools.takewhile(lambda n: n < limit, job.numbers()))
+            )
+        self.in_flight: set[Exchange] = set()
+        self.done = self.failed = self.events = 0
+        self.stopping = False
+        self._prepared: deque[tuple[Exchange, bytes | HttpRequest]] = deque()
+        self._finished: deque[Exchange] = deque()
+        self._recent_ttft_ms: deque[float] = deque(maxlen=256)
+        self._idle = asyncio.Event()
+        self._next = 0
+        self._t0_ns = 0
+        self._file: RecordsFile | None = None
+        self._disk_error: OSError | None = None
+        self._health = Health()
+
+    async def prepare(self) -> None:
+        """Draws what is due first, warms the server up, and opens connections. Raises TransportError."""
+        await self.transport.open(1)  # before any work, since nobody may be there
+        at_zero = self.job.streams or sum(due == 0 for due in self.due_ns)
+        if self.planned is not None:
+            at_zero = min(at_zero, self.planned)
+        self._source = self._requests()
+        self._warmed: list[Exchange] = []
+        bytes_ahead = made = 0
+        while made < at_zero or (made < at_zero + AHEAD and bytes_ahead < AHEAD_BYTES):
+            size = self._prepare_one()
+            if not size:
+                break
+            bytes_ahead += size if made >= at_zero else 0
+            made += 1
+        await self._warm_up()
+        # Last, because servers close connections that stay idle.
+        await self.transport.open(max(at_zero, min(len(self.due_ns), SPARE_CONNECTIONS)))
+        gc.collect()  # now, since it takes tens of milliseconds; off until the run ends, which makes no cycles
+        gc.freeze()
+        gc.disable()
+
+    async def _warm_up(self) -> None:
+        self._t0_ns = now_ns()
+        for number in itertools.takewhile(lambda n: n < self.job.warmup, self.job.numbers()):
+            exchange, prepared = self._make("warmup", number, self.workload.output_tokens(0))
+            exchange.scheduled_ns = now_ns()
+            self.in_flight.add(exchange)
+            self.transport.send(exchange, prepared)
+        await self._drained(lambda: True)
+        self._warmed = list(self._finished)
+        self._finished.clear()
+        self.done = self.failed = self.events = 0
+        self._recent_ttft_ms.clear()
+
+    def _make(self, phase: str, number: int, output_tokens: int) -> tuple[Exchange, bytes | HttpRequest]:
+        prompt = self.workload.prompt(phase, number)
+        sampling = msgspec.structs.replace(self.job.sampling, max_tokens=output_tokens)
+        request = self.backend.encode(self.job.model, prompt, sampling)
+        exchange = Exchange(
+            number, phase, -1, prompt.n_tokens, output_tokens, self.backend.decoder(sampling.stream), self._on_done
+        )
+        request_id = f"{self.job.run_id}-{'w' if phase == 'warmup' else ''}{number}"
+        return exchange, self.transport.prepare(request, request_id)
+
+    def _requests(self) -> Iterator[tuple[Exchange, bytes | HttpRequest]]:
+        for number in itertools.islice(self.job.numbers(), self.planned):
+            yield self._make("measured", number, self.workload.output_tokens(number))
+
+    def _prepare_one(self) -> int:
+        """Bytes of one more request that is ready to be sent; 0 when there are no more."""
+        item = next(self._source, None)
+        if item is None:
+            return 0
+        self._prepared.append(item)
+        prepared = item[1]
+        return len(prepared if isinstance(prepared, bytes) else prepared.body)
+
+    async def run(self, t0_ns: int, path: Path) -> ClientFacts:
+        """Sends the schedule from monotonic `t0_ns` on, waits for the replies, and completes the records at `path`."""
+        loop = asyncio.get_running_loop()
+        self._file = RecordsFile(path, self.job.run_id, self.job.version, t0_ns)
+        for exchange in self._warmed:
+            self._file.write(exchange.record(t0_ns, self.job.sampling.stream))
+        self._t0_ns = t0_ns
+        alarm = Alarm(loop, self._open_loop if not self.closed_loop else self._closed_loop)
+        self._alarm = alarm
+        self._health.start(loop)
+        self._flusher = loop.call_later(FLUSH_S, self._flush)
+        try:
+            alarm.set(t0_ns + (0 if self.closed_loop or not self.due_ns else self.due_ns[0]))
+            await self._drained(self._all_sent)
+        finally:
+            gc.enable()
+            gc.unfreeze()
+            alarm.close()
+            self._flusher.cancel()
+            facts = self._health.stop(self, "interrupted" if self.stopping else "complete")
+        if self._disk_error is not None:
+            raise self._disk_error
+        while self._finished:
+            self._write_one()
+        self._file.close(facts)
+        return facts
+
+    # Sending.
+
+    def _open_loop(self) -> None:
+        """Sends all that is due, yielding to the sockets every millisecond."""
+        slice_end = now_ns() + SLICE_NS
+        due, last = self.due_ns, len(self.due_ns)
+        while self._next < last and not self.stopping:
+            scheduled = self._t0_ns + due[self._next]
+            now = now_ns()
+            if scheduled > now:
+                self._alarm.set(scheduled)
+                return
+            if now > slice_end:
+                asyncio.get_running_loop().call_soon(self._open_loop)
+                return
+            self._send_next(scheduled)
+
+    def _closed_loop(self) -> None:
+        """Fills the loop up to its concurrency; from then on every reply sends the next request."""
+        slice_end = now_ns() + SLICE_NS
+        wanted = self.job.streams
+        while len(self.in_flight) < wanted and self._may_send():
+            self._send_next(self._t0_ns if self._next < wanted else now_ns())
+            if now_ns() > slice_end:
+                asyncio.get_running_loop().call_soon(self._closed_loop)
+                return
+
+    def _replace(self, due: int) -> None:
+        if len(self.in_flight) < self.job.streams and self._may_send():
+            self._send_next(due)
+
+    def _may_send(self) -> bool:
+        if self.stopping or (self.planned is not None and self._next >= self.planned):
+            return False
+        return self.job.duration_s is None or now_ns() - self._t0_ns < self.job.duration_s * 1e9
+
+    def _send_next(self, scheduled: int) -> None:
+        if not self._prepared:
+            self._prepare_one()
+        exchange, prepared = self._prepared.popleft()
+        exchange.scheduled_ns = scheduled
+        self._next += 1
+        self.in_flight.add(exchange)
+        self.transport.send(exchange, prepared)
+        self._prepare_one()
+
+    # Replies.
+
+    def _on_done(self, exchange: Exchange) -> None:
+        self.in_flight.discard(exchange)
+        if not self.in_flight:
+            self._idle.set()
+        self._finished.append(exchange)
+        self.done += 1
+        self.events += len(exchange.times)
+        if exchange.outcome != "ok":
+            self.failed += 1
+        elif exchange.times:
+            self._recent_ttft_ms.append((exchange.times[0] - exchange.sent_ns) / 1e6)
+        if self.closed_loop and exchange.phase == "measured" and self._may_send():
+            loop = asyncio.get_running_loop()
+            if exchange.outcome == "ok":  # due now, but sent from the loop: what fails at once must not recurse
+                loop.call_soon(self._replace, now_ns())
+            else:
+                loop.call_later(FAILED_WAIT_S, lambda: self._replace(now_ns()))
+
+    def _all_sent(self) -> bool:
+        if self.stopping:
+            return True
+        return not self._may_send() if self.closed_loop else self._next >= len(self.due_ns)
+
+    async def _drained(self, all_sent: Callable[[], bool]) -> None:
+        """Returns when every request is sent and answered; gives up on those beyond their timeouts."""
+        limits = self.job.timeouts
+        period_s = min(1.0, limits.first_byte_s / 4, limits.idle_s / 4, limits.total_s / 4)
+        while self.in_flight or not all_sent():
+            self._idle.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), period_s)
+            now = now_ns()
+            overdue = [(exchange, limits.exceeded(exchange, now)) for exchange in self.in_flight]
+            for exchange, reason in overdue:
+                if reason is not None:
+                    self._give_up(exchange, "timeout", reason)
+
+    def _give_up(self, exchange: Exchange, outcome: str, reason: str) -> None:
+        abort = exchange.abort
+        exchange.fail(outcome, reason, now_ns())
+        if abort is not None:
+            abort()
+
+    def stop(self, drain_s: float) -> None:
+        """Sends nothing more; what is in flight after `drain_s` seconds is cancelled."""
+        if self.stopping:
+            drain_s = 0.0
+        self.stopping = True
+        asyncio.get_running_loop().call_later(drain_s, self._cancel_rest)
+
+    def _cancel_rest(self) -> None:
+        for exchange in list(self.in_flight):
+            outcome = "cancelled" if exchange.sent_ns >= 0 else "dropped"
+            self._give_up(exchange, outcome, "the run was stopped")
+        self._idle.set()
+
+    # Records.
+
+    def _write_one(self) -> None:
+        assert self._file is not None
+        self._file.write(self._finished.popleft().record(self._t0_ns, self.job.sampling.stream))
+
+    def _flush(self) -> None:
+        """Writes finished requests a little at a time: replies end together, just when the last events arrive."""
+        loop = asyncio.get_running_loop()
+        slice_end = now_ns() + SLICE_NS // 2
+        try:
+            while self._finished and now_ns() < slice_end:
+                self._write_one()
+        except OSError as error:  # the disk is full: nothing more can be kept, so nothing more is sent
+            self._disk_error = error
+            self.stop(0.0)
+            return
+        behind = len(self._finished) > MANY_FINISHED or not self.in_flight
+        self._flusher = loop.call_later(0.001 if behind else FLUSH_S / 4 if self._finished else FLUSH_S, self._flush)
+
+    def snapshot(self) -> Snapshot:
+        in_flight_events = sum(len(exchange.times) for exchange in self.in_flight)
+        return Snapshot(
+            planned=self.planned,
+            done=self.done,
+            failed=self.failed,
+            in_flight=len(self.in_flight),
+            events=self.events + in_flight_events,
+            elapsed_s=max(0.0, (now_ns() - self._t0_ns) / 1e9),
+            ttft_ms=list(self._recent_ttft_ms),
+        )
+
+
+class Health:
+    """What the client knows of its own fitness: the loop's lag every 10 ms, CPU every second, memory at the end."""
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._lag_ns = array("q")
+        self._busiest_ratio = 0.0
+        self._began = self._second = (now_ns(), time.process_time_ns())
+        self._due_ns = now_ns() + TICK_NS
+        self._alarm = Alarm(loop, self._tick)
+        self._alarm.set(self._due_ns)
+
+    def _tick(self) -> None:
+        now = now_ns()
+        while self._due_ns <= now:  # also those that a stall swallowed: what came in during them was as late
+            self._lag_ns.append(now - self._due_ns)
+            self._due_ns += TICK_NS
+        if now - self._second[0] >= 1_000_000_000:
+            self._take_second(now)
+        self._alarm.set(self._due_ns)
+
+    def _take_second(self, now: int) -> None:
+        cpu = time.process_time_ns()
+        self._busiest_ratio = max(self._busiest_ratio, (cpu - self._second[1]) / max(1, now - self._second[0]))
+        self._second = (now, cpu)
+
+    def stop(self, client: Client, state: str) -> ClientFacts:
+        self._alarm.close()
+        now, cpu = now_ns(), time.process_time_ns()
+        if now - self._second[0] > 100_000_000 or self._second is self._began:
+            self._take_second(now)
+        lag = np.asarray(self._lag_ns if self._lag_ns else [0]) / 1e6
+        connects = [ns / 1e6 for ns in client.transport.connect_ns]
+        receive = np.asarray(client.transport.receive_lag_ns) / 1e6
+        has_receive = len(receive) > 0
+        return ClientFacts(
+            state=state,
+            wall_s=(now - self._began[0]) / 1e9,
+            cpu_s=(cpu - self._began[1]) / 1e9,
+            cpu_peak_ratio=self._busiest_ratio,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT_BYTES,
+            events=client.events,
+            loop_lag_p50_ms=float(np.percentile(lag, 50)),
+            loop_lag_p99_ms=float(np.percentile(lag, 99)),
+            loop_lag_max_ms=float(lag.max()),
+            connections=len(connects),
+            connect_p50_ms=statistics.median(connects) if connects else None,
+            connect_max_ms=max(connects) if connects else None,
+            receive_lag_p50_ms=float(np.percentile(receive, 50)) if has_receive else None,
+            receive_lag_p99_ms=float(np.percentile(receive, 99)) if has_receive else None,
+            receive_lag_max_ms=float(receive.max()) if has_receive else None,
+        )

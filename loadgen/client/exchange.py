@@ -1,0 +1,161 @@
+"""One request and what came back: the transport reports what happened, this keeps it. No socket, no clock.
+
+A transport calls, in order: `sent`, `headers`, `body` for each read, then exactly one of `eof` (the reply ended) or
+`fail`. Every stamp comes from the transport, taken once per socket read before anything is parsed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from backends.protocol import TOKEN, Decoder, Delta, ProtocolError, Truncated
+from loadgen.rundir.records import Record
+
+ERROR_BODY_BYTES = 65_536
+
+
+class Exchange:
+    """State of one request. `on_done(self)` is called once, when the outcome is known."""
+
+    __slots__ = (
+        "abort", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "decoder", "done_ns", "error", "error_body",
+        "feed", "headers_ns", "id", "last_read_ns", "on_done", "outcome", "output_tokens", "phase", "prompt_tokens",
+        "scheduled_ns", "sent_ns", "status", "times",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: int,
+        phase: str,
+        scheduled_ns: int,
+        asked_prompt_tokens: int,
+        asked_tokens: int,
+        decoder: Decoder,
+        on_done: Callable[[Exchange], None],
+    ) -> None:
+        self.id = id
+        self.phase = phase
+        self.scheduled_ns = scheduled_ns
+        self.asked_prompt_tokens = asked_prompt_tokens
+        self.asked_tokens = asked_tokens
+        self.decoder = decoder
+        self.feed = decoder.feed
+        self.on_done = on_done
+        self.abort: Callable[[], None] | None = None  # the transport's way to give the connection up
+        self.sent_ns = self.headers_ns = self.done_ns = self.last_read_ns = -1
+        self.status = -1
+        self.outcome = ""
+        self.error: str | None = None
+        self.error_body = b""
+        self.prompt_tokens: int | None = None
+        self.output_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.times = array("q")  # arrival of each event that carried output
+
+    @property
+    def finished(self) -> bool:
+        return self.done_ns >= 0
+
+    def headers(self, status: int, now: int) -> None:
+        self.headers_ns = self.last_read_ns = now
+        self.status = status
+        if status != 200:
+            self.feed = self._keep_error
+
+    def body(self, data: bytes, now: int) -> bool:
+        """Takes body bytes read at `now`. False: the reply is broken and the connection must be given up."""
+        self.last_read_ns = now
+        try:
+            for delta in self.feed(data):
+                if delta is TOKEN:
+                    self.times.append(now)
+                else:
+                    self._take(delta, now)
+        except ProtocolError as error:
+            self.fail("protocol_error", str(error), now)
+            return False
+        return True
+
+    def repeat(self, now: int) -> None:
+        """The read at `now` was nothing but one more plain token (see Decoder.plain)."""
+        self.last_read_ns = now
+        self.times.append(now)
+        self.decoder.guessed_tokens += 1
+
+    def _keep_error(self, data: bytes) -> Sequence[Delta]:
+        if len(self.error_body) < ERROR_BODY_BYTES:
+            self.error_body += data
+        return ()
+
+    def _take(self, delta: Delta, now: int) -> None:
+        if delta.n_tokens:
+            self.times.append(now)
+        if delta.prompt_tokens is not None:
+            self.prompt_tokens = delta.prompt_tokens
+        if delta.output_tokens is not None:
+            self.output_tokens = delta.output_tokens
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
+        if delta.error is not None and self.error is None:
+            self.error = delta.error
+
+    def eof(self, now: int, error_message: Callable[[int, bytes], str]) -> None:
+        """The reply ended in good order as far as HTTP can tell."""
+        if self.finished:
+            return
+        if self.status != 200:
+            self._finish("http_error", error_message(self.status, self.error_body), now)
+            return
+        try:
+            for delta in self.decoder.eof():
+                self._take(delta, now)
+        except Truncated as error:
+            self._finish("truncated", str(error), now)
+        except ProtocolError as error:
+            self._finish("protocol_error", str(error), now)
+        else:
+            self._finish("ok" if self.error is None else "stream_error", self.error, now)
+
+    def fail(self, outcome: str, message: str, now: int) -> None:
+        if not self.finished:
+            self._finish(outcome, message, now)
+
+    def _finish(self, outcome: str, error: str | None, now: int) -> None:
+        self.outcome = outcome
+        self.error = error
+        self.done_ns = now
+        self.abort = None
+        self.feed = self.decoder.feed  # not a method of its own: nothing of an exchange may be a cycle
+        self.error_body = b""
+        self.on_done(self)
+
+    def record(self, t0_ns: int, streamed: bool) -> Record:
+        """The row of this exchange, times relative to `t0_ns`. Without streaming there is no first token to time."""
+
+        def since(stamp: int) -> int | None:
+            return stamp - t0_ns if stamp >= 0 else None
+
+        times = self.times if streamed else self.times[:0]
+        return Record(
+            id=self.id,
+            scheduled_ns=self.scheduled_ns - t0_ns,
+            sent_ns=since(self.sent_ns),
+            headers_ns=since(self.headers_ns),
+            first_token_ns=since(times[0]) if times else None,
+            last_token_ns=since(times[-1]) if times else None,
+            done_ns=since(self.done_ns),
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            asked_prompt_tokens=self.asked_prompt_tokens,
+            asked_tokens=self.asked_tokens,
+            cached_tokens=self.cached_tokens,
+            events=len(times),
+            status=self.status if self.status >= 0 else None,
+            outcome=self.outcome,
+            phase=self.phase,
+            error=self.error,
+            itl_us=np.diff((np.frombuffer(times, np.int64) - t0_ns) // 1000).tolist(),
+        )

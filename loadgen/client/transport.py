@@ -1,0 +1,320 @@
+"""Where requests go and on which connections: opened before the clock starts, so that sending is a single write."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import http.client
+import os
+import resource
+import socket
+import ssl
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Protocol
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+
+from backends.protocol import HttpRequest
+from loadgen.client.connection import Connection, StampedConnection, wall_minus_monotonic_ns
+from loadgen.client.exchange import Exchange
+from loadgen.clock import now_ns
+
+REUSE_LIMIT_NS = 2_000_000_000  # an idle connection older than this is replaced: servers close theirs after 5 s
+ENOUGH_FILES = 65_536  # where the machine sets no limit
+CONNECTS_IN_FLIGHT = 64  # below any listen backlog (LightLLM's is 100)
+UNQUEUED_S = 600.0  # at most until a reply begins that waits for no other
+
+
+class TransportError(Exception):
+    """The server cannot be reached or the machine cannot hold the load. One sentence, with advice."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Where requests go. `token` is sent as a bearer token and must never be printed or written to disk."""
+
+    url: str
+    token: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Target({self.url!r})"
+
+    @property
+    def parts(self) -> SplitResult:
+        return urlsplit(self.url)
+
+    @property
+    def tls(self) -> bool:
+        return self.parts.scheme == "https"
+
+    @property
+    def host(self) -> str:
+        return self.parts.hostname or ""
+
+    @property
+    def port(self) -> int:
+        return self.parts.port or (443 if self.tls else 80)
+
+    @property
+    def base_path(self) -> str:
+        return self.parts.path.rstrip("/").removesuffix("/v1")  # as OpenAI clients are given their base URL
+
+    def headers(self, request: HttpRequest) -> dict[str, str]:
+        bearer = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        return {**dict(request.headers), **bearer}
+
+
+class Timeouts(msgspec.Struct, frozen=True):
+    """Seconds. `idle_s` is the longest silence within a reply."""
+
+    connect_s: float
+    first_byte_s: float
+    idle_s: float
+    total_s: float
+
+    def exceeded(self, exchange: Exchange, now: int) -> str | None:
+        """Which limit `exchange` is over at monotonic `now` (ns), as a sentence."""
+        sent, last = exchange.sent_ns, exchange.last_read_ns
+        if sent >= 0 and now - sent > self.total_s * 1e9:
+            return f"no complete reply within {self.total_s:g} s"
+        if sent >= 0 and last < 0 and now - sent > self.first_byte_s * 1e9:
+            return f"no first byte within {self.first_byte_s:g} s"
+        if last >= 0 and now - last > self.idle_s * 1e9:
+            return f"silent for {self.idle_s:g} s within the reply"
+        return None
+
+
+class Transport(Protocol):
+    """What the engine needs of a client. `connect_ns` holds the duration of every connect so far."""
+
+    connect_ns: array[int]
+    receive_lag_ns: array[int]
+
+    async def open(self, connections: int) -> None:
+        """Sees to it that so many connections are open and idle. Raises TransportError."""
+
+    def prepare(self, request: HttpRequest, request_id: str) -> bytes | HttpRequest:
+        """Does all work that can be done before the request is due."""
+
+    def send(self, exchange: Exchange, prepared: bytes | HttpRequest) -> None:
+        """Sends now; the exchange hears of everything that follows."""
+
+    async def close(self) -> None: ...
+
+
+def raise_fd_limit(needed: int) -> None:
+    """As many open files as the machine allows. Raises TransportError when those are fewer than `needed`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise TransportError(
+            f"the run needs {needed} open files and this machine allows {hard}; "
+            "raise it with `ulimit -Hn`, lower the load, or spread it with --workers."
+        )
+    wanted = hard if hard != resource.RLIM_INFINITY else max(needed, ENOUGH_FILES)
+    if soft not in (resource.RLIM_INFINITY, wanted):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def ephemeral_ports() -> int:
+    """How many connections to one address this machine can hold open."""
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:  # noqa: PTH123
+            low, high = map(int, file.read().split())
+        return high - low + 1
+    return 16_384
+
+
+def get(
+    target: Target, path: str, timeout_s: float = 10.0, method: str = "GET"
+) -> tuple[int, Mapping[str, str], bytes]:
+    """One plain request beside the load, without a body: status, headers, body of the reply. Raises TransportError when
+    the server is not there."""
+    kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
+    connection = kind(target.host, target.port, timeout=timeout_s)
+    try:
+        headers = target.headers(HttpRequest(method, path, b"", ()))
+        connection.request(method, target.base_path + path, headers=headers)
+        reply = connection.getresponse()
+        return reply.status, {k.lower(): v for k, v in reply.getheaders()}, reply.read(1 << 20)
+    except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a host name that cannot be one
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise TransportError(f"cannot reach {target.url}: {reason}; is the server running there?") from None
+    finally:
+        connection.close()
+
+
+class FastTransport:
+    """Own sockets on the event loop, httptools, keep-alive: the transport that measures."""
+
+    def __init__(
+        self,
+        target: Target,
+        error_message: Callable[[int, bytes], str],
+        timeouts: Timeouts,
+        *,
+        fresh: bool = False,
+        kernel_timestamps: bool = False,
+    ) -> None:
+        self.target = target
+        self.error_message = error_message
+        self.timeouts = timeouts
+        self.reuse = not fresh
+        self.plain = not target.tls
+        self.kernel_timestamps = kernel_timestamps
+        self.wall_minus_monotonic_ns = wall_minus_monotonic_ns()
+        self.idle: list[Connection] = []
+        self.live: set[Connection] = set()
+        self.connect_ns = array("q")
+        self.receive_lag_ns = array("q")
+        self._address: tuple[int, tuple[str, int] | tuple[str, int, int, int]] | None = None
+        self._tls = ssl.create_default_context() if target.tls else None
+        self._tasks: set[asyncio.Task[None]] = set()
+        host = target.host if ":" not in target.host else f"[{target.host}]"
+        self._host_header = f"{host}:{target.port}"
+
+    def prepare(self, request: HttpRequest, request_id: str) -> bytes:
+        fields = {"Host": self._host_header, "Accept": "*/*", "X-Request-Id": request_id}
+        fields |= self.target.headers(request) | {"Content-Length": str(len(request.body))}
+        lines = [f"{request.method} {self.target.base_path}{request.path} HTTP/1.1"]
+        lines += [f"{name}: {value}" for name, value in fields.items()]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + request.body
+
+    async def open(self, connections: int) -> None:
+        if not self.reuse:  # every request opens its own; only see that somebody is there
+            connections = min(connections, 1)
+        for stale in [connection for connection in self.idle if self._is_stale(connection)]:
+            self.idle.remove(stale)
+            stale.abort()
+        remaining = connections - len(self.idle)
+        try:
+
+            async def some() -> None:
+                nonlocal remaining
+                while remaining > 0:
+                    remaining -= 1
+                    self.idle.append(await self._connect())
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(max(0, min(CONNECTS_IN_FLIGHT, remaining))):
+                    group.create_task(some())
+        except* (OSError, TimeoutError) as errors:
+            first = errors.exceptions[0]
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            if not self.idle:
+                raise TransportError(f"cannot connect to {self.target.url}: {_reason(first)}.") from None
+            raise TransportError(
+                f"opened {len(self.idle)} of {connections} connections to {self.target.url}, then: "
+                f"{_reason(first)}; lower the load or raise the server's limits."
+            ) from None
+
+    async def _connect(self) -> Connection:
+        """Opens one connection; its duration, name look-up apart, goes into `connect_ns`. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        if self._address is None:
+            self._address = await self._first_address()
+        family, address = self._address
+        began = now_ns()
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            async with asyncio.timeout(self.timeouts.connect_s):
+                await loop.sock_connect(sock, address)
+                connection: Connection
+                if self.kernel_timestamps:
+                    connection = stamped = StampedConnection(self, sock)
+                    stamped.connect(loop)
+                else:
+                    connection = Connection(self, sock)
+                    name = self.target.host if self._tls else None
+                    await loop.create_connection(lambda: connection, sock=sock, ssl=self._tls, server_hostname=name)
+        except BaseException:
+            sock.close()
+            raise
+        self.connect_ns.append(now_ns() - began)
+        self.live.add(connection)
+        return connection
+
+    async def _first_address(self) -> tuple[int, tuple[str, int] | tuple[str, int, int, int]]:
+        """The first address of the host that accepts a connection (IPv6 or IPv4)."""
+        loop = asyncio.get_running_loop()
+        failure: Exception = OSError("the name has no address")
+        for family, _, _, _, address in await loop.getaddrinfo(
+            self.target.host, self.target.port, type=socket.SOCK_STREAM
+        ):
+            with socket.socket(family, socket.SOCK_STREAM) as sock:
+                sock.setblocking(False)
+                try:
+                    async with asyncio.timeout(self.timeouts.connect_s):
+                        await loop.sock_connect(sock, address)
+                except (OSError, TimeoutError) as error:
+                    failure = error
+                else:
+                    return family, address  # type: ignore[return-value]
+        raise failure
+
+    def send(self, exchange: Exchange, prepared: bytes | HttpRequest) -> None:
+        assert isinstance(prepared, bytes)
+        while self.idle:
+            connection = self.idle.pop()
+            if not self._is_stale(connection):
+                connection.start(exchange, prepared)
+                return
+            connection.abort()
+        task = asyncio.get_running_loop().create_task(self._connect_and_send(exchange, prepared))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    def _is_stale(connection: Connection) -> bool:
+        return 0 <= connection.idle_since_ns < now_ns() - REUSE_LIMIT_NS
+
+    async def _connect_and_send(self, exchange: Exchange, payload: bytes) -> None:
+        exchange.abort = _cancel(asyncio.current_task())
+        try:
+            connection = await self._connect()
+        except TimeoutError:
+            exchange.fail("timeout", f"no connection within {self.timeouts.connect_s:g} s", now_ns())
+        except OSError as error:
+            ours = error.errno in (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # not the server's doing
+            exchange.fail("dropped" if ours else "refused", f"no connection: {_reason(error)}", now_ns())
+        else:
+            if exchange.finished:
+                connection.abort()
+            else:
+                connection.start(exchange, payload)
+
+    def forget(self, connection: Connection) -> None:
+        self.live.discard(connection)
+        if connection.exchange is None:
+            with contextlib.suppress(ValueError):
+                self.idle.remove(connection)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self.idle.clear()
+        for connection in list(self.live):
+            connection.abort()
+        await asyncio.sleep(0)
+
+
+def _cancel(task: asyncio.Task[None] | None) -> Callable[[], None]:
+    def cancel() -> None:
+        if task is not None:
+            task.cancel()
+
+    return cancel
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    if isinstance(error, ssl.SSLError):
+        return str(getattr(error, "verify_message", "") or error.reason or error)
+    if isinstance(error, OSError) and error.errno:
+        return error.strerror or os.strerror(error.errno)
+    return str(error) or type(error).__name__

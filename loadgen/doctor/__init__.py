@@ -1,0 +1,1 @@
+"""What this machine lacks for a run, and what to do about it."""

@@ -1,0 +1,325 @@
+"""What a run needs of this machine, looked at before it begins: one check a question, each with what was found.
+
+Nothing is started, pulled or written. A check that cannot be made says so and stops no other. "problem": the run would
+fail. "warning": it would work, but what it measures may be worse than it must be, or it may fail under load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from itertools import combinations
+from pathlib import Path
+
+import backends
+from backends import docker, gpus
+from backends.gpus import Gpu, Inventory
+from backends.launch import Adapter, LaunchError
+from backends.replies import printable
+from loadgen.config import Config, ConfigError
+from loadgen.doctor.machine import Check, State, client_checks, guarded
+from loadgen.server import models
+from loadgen.server.installed import installed
+from loadgen.server.launch import Launch, plan_launch
+from loadgen.server.models import Model
+
+GIB = 1 << 30
+SHM_BYTES_PER_GPU = 1 * GIB
+IMAGE_BYTES = 20 * 10**9  # of the servers' images, unpacked
+
+_MARKS: dict[State, str] = {"ok": "ok", "warning": "! ", "problem": "!!"}
+
+
+def examine(config: Config, inventory: Inventory | None = None) -> list[Check]:
+    """Every check that says something about a run with these options; with no options, about this machine.
+
+    `inventory`: the GPUs (default: this machine's). Raises ConfigError and UnknownBackend for options that make no run
+    on any machine.
+    """
+    if config.where == "url" or config.launch == "embedded":
+        return list(client_checks(config))
+    found = gpus.read() if inventory is None else inventory
+    if config.where == "embedded":
+        return [*_open_checks(found), *client_checks(config)]
+    return [*_launch_checks(config, found), *client_checks(config)]
+
+
+def render(checks: list[Check]) -> str:
+    """One line a check, with advice below those that need it. ASCII marks, for any terminal or log."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{_MARKS[check.state]}  {check.name:{width}}  {printable(check.said, 400)}")
+        if check.advice:
+            lines.append(f"{'':{width + 6}}{printable(check.advice, 400)}")
+    return "\n".join(lines)
+
+
+def backends_table() -> str:
+    """Every installed backend, a line each. One that cannot be loaded says why, and hides no other."""
+    rows = [("backend", "prompts as", "started in", "image", "from", "server here")]
+    for entry in sorted(entry_points(group=backends.GROUP), key=lambda entry: entry.name):
+        origin = entry.dist.name if entry.dist is not None else "unknown"
+        try:
+            backend = backends.get(entry.name)
+            prompts, adapter = backend.prompt_kind.replace("_", " "), backend.adapter
+            if adapter is None:
+                rows.append((entry.name, prompts, "no", "-", origin, "-"))
+            else:
+                here = "yes" if installed(adapter) else "no"
+                rows.append((entry.name, prompts, "docker, process", adapter.image, origin, here))
+        except Exception as error:  # anything may be in a plugin
+            rows.append((entry.name, f"cannot be loaded: {printable(str(error), 200)}", "", "", origin, ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+                     for row in rows)  # fmt: skip
+
+
+def _refused(name: str, error: Exception) -> Check:
+    """A problem that someone else found, as "what is wrong; what to do."."""
+    said, _, advice = str(error).rstrip(".").partition("; ")
+    return Check(name, "problem", said, advice)
+
+
+# -- a server that would be started ------------------------------------------------------------------------------------
+
+
+def _open_checks(inventory: Inventory) -> Iterator[Check]:
+    """No run is named: Docker and GPUs are only told of, since the embedded server needs neither."""
+    engine = guarded("Docker", lambda: _docker("warning"))
+    yield engine
+    yield guarded("GPUs", lambda: _gpus(inventory, inventory.gpus, "warning"))
+    if inventory.gpus and engine.state == "ok":
+        yield guarded("GPUs in Docker", lambda: _nvidia("warning"))
+    if len(inventory.gpus) > 1:
+        chosen = tuple(gpu.index for gpu in inventory.gpus)
+        yield guarded("P2P", lambda: _p2p(gpus.decide_p2p("auto", inventory, chosen), inventory, chosen))
+
+
+def _launch_checks(config: Config, inventory: Inventory) -> Iterator[Check]:
+    backend, model = backends.get(config.kind), models.find(config.model or "7b")
+    adapter = backend.adapter
+    if adapter is None:
+        raise ConfigError(f"loadgen cannot start a '{backend.name}' server; give --url, or --launch embedded.")
+    in_docker = config.where == "docker"
+    launch = _planned(config, inventory)
+    engine_ok = False
+    if in_docker:
+        engine = guarded("Docker", lambda: _docker("problem"))
+        engine_ok = engine.state == "ok"
+        yield engine
+    else:
+        yield guarded("server", lambda: _server(config, adapter))
+    if config.gpus != "none":
+        if engine_ok and inventory.gpus:
+            yield guarded("GPUs in Docker", lambda: _nvidia("problem"))
+        yield from _gpu_checks(config, inventory, launch)
+    yield _plan(launch)
+    tp = 1 if isinstance(launch, Exception) else launch.settings.tp
+    yield guarded("/dev/shm", lambda: _shared_memory(tp))
+    yield guarded("model", lambda: _model(config, adapter, model))
+    if model.spec is not None and model.spec.gated and not _is_local(config, model):
+        yield guarded("HF token", lambda: _token(model))
+    if engine_ok:
+        yield guarded("image", lambda: _image(config.image or adapter.image))
+
+
+def _planned(config: Config, inventory: Inventory) -> Launch | Exception:
+    """What would be started, or why it would not: a dry run, since what it leaves out is checked one by one."""
+    try:
+        return plan_launch(dataclasses.replace(config, dry_run=True), Path("runs"), "doctor", inventory)
+    except (ConfigError, LaunchError) as error:
+        return error
+
+
+def _plan(launch: Launch | Exception) -> Check:
+    if isinstance(launch, Exception):
+        return _refused("plan", launch)
+    return Check("plan", "warning" if launch.notes else "ok", launch.title, " ".join(launch.notes))
+
+
+def _docker(absent: State) -> Check:
+    why = docker.problem()
+    if why is None:
+        return Check("Docker", "ok", "the engine answers")
+    said, _, advice = why.partition("; ")
+    return Check("Docker", absent, said, advice)
+
+
+def _nvidia(absent: State) -> Check:
+    if docker.has_nvidia():
+        return Check("GPUs in Docker", "ok", "the engine can give GPUs to a container")
+    return Check(
+        "GPUs in Docker",
+        absent,
+        "the engine cannot give GPUs to a container",
+        "install the NVIDIA Container Toolkit, run 'sudo nvidia-ctk runtime configure --runtime=docker' and restart "
+        "Docker",
+    )
+
+
+def _server(config: Config, adapter: Adapter) -> Check:
+    python = config.server_python or sys.executable
+    try:
+        found = installed(adapter, config.server_python)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("server", "problem", f"--server-python {python} cannot be run ({error})", "name another")
+    if found is not None:
+        return Check("server", "ok", f"{found.what} is installed")
+    program = adapter.process_command[0]
+    if program != "{python}":
+        return Check("server", "problem", f"{program} is not on the PATH", "install it, or use --launch docker")
+    return Check(
+        "server",
+        "problem",
+        f"{config.kind} is not installed for {python}",
+        "name the interpreter that has it with --server-python, or use --launch docker",
+    )
+
+
+def _gpu_checks(config: Config, inventory: Inventory, launch: Launch | Exception) -> Iterator[Check]:
+    """Of the GPUs that would be used; of all that might be, where it is not known which would."""
+    try:
+        ids = None if config.gpus is None else [name for name in config.gpus.split(",") if name.strip()]
+        indices = gpus.choose(inventory, ids)
+    except gpus.GpuError:
+        return  # the plan says it
+    if indices and isinstance(launch, Launch):
+        indices = launch.gpu_indices
+    chosen = tuple(gpu for gpu in inventory.gpus if gpu.index in indices)
+    yield guarded("GPUs", lambda: _gpus(inventory, chosen, "problem", 1 - config.memory_ratio))
+    if len(indices) > 1:
+        decision = gpus.decide_p2p(config.p2p, inventory, indices)
+        yield guarded("P2P", lambda: _p2p(decision, inventory, indices))
+
+
+def _gpus(inventory: Inventory, chosen: tuple[Gpu, ...], absent: State, spare_ratio: float = 0.1) -> Check:
+    """`spare_ratio`: part of a GPU's memory that others may use."""
+    if not inventory.gpus:
+        return Check(
+            "GPUs", absent, f"there is none ({inventory.problem or 'nothing found'})", "nvidia-smi must list them"
+        )
+    if not chosen:
+        return Check(
+            "GPUs",
+            absent,
+            f"{len(inventory.gpus)} here, all of them hidden",
+            "see CUDA_VISIBLE_DEVICES, or name --gpus",
+        )
+    kinds = Counter((gpu.name, gpu.memory_bytes) for gpu in chosen)
+    cards = ", ".join(
+        f"{count} x {name}" + (f" ({memory / GIB:.0f} GiB)" if memory else "")
+        for (name, memory), count in kinds.items()
+    )
+    used = f"{len(chosen)} of {len(inventory.gpus)}: " if len(chosen) < len(inventory.gpus) else ""
+    said = f"{used}{cards}, driver {inventory.driver or 'unknown'}, CUDA {inventory.cuda or 'unknown'}"
+    busy = [gpu for gpu in chosen if gpu.used_bytes and gpu.memory_bytes and
+            gpu.used_bytes > spare_ratio * gpu.memory_bytes]  # fmt: skip
+    if busy:
+        who = ", ".join(f"GPU {gpu.index}: {(gpu.used_bytes or 0) / GIB:.1f} GiB" for gpu in busy)
+        return Check("GPUs", "warning", f"{said}; in use ({who})", "stop what uses them, or name others with --gpus")
+    if inventory.problem:
+        return Check("GPUs", "warning", f"{said}; {inventory.problem}", "see nvidia-smi and dmesg")
+    return Check("GPUs", "ok", said)
+
+
+def _p2p(decision: gpus.P2pDecision, inventory: Inventory, chosen: tuple[int, ...]) -> Check:
+    """Off is no problem: servers work without, only more slowly. On against what NVML says may hang."""
+    places = [place for place, gpu in enumerate(inventory.gpus) if gpu.index in chosen]
+    pairs = [{inventory.p2p[a][b], inventory.p2p[b][a]} for a, b in combinations(places, 2)]
+    good = pairs.count({"ok"})
+    said = f"{'on' if decision.enabled else 'off'}: {decision.reason} ({good} of {len(pairs)} pairs report it)"
+    if decision.enabled and not gpus.decide_p2p("auto", inventory, chosen).enabled:
+        return Check("P2P", "warning", said, "if the server hangs or its output is wrong: --p2p auto")
+    return Check("P2P", "ok", said)
+
+
+def _shared_memory(tp: int) -> Check:
+    size, _ = _space(Path("/dev/shm"))
+    needed = tp * SHM_BYTES_PER_GPU
+    said = f"{size / GIB:.1f} GiB in all"
+    if size >= needed:
+        return Check("/dev/shm", "ok", said)
+    return Check(
+        "/dev/shm",
+        "warning",
+        f"{said}, and {tp} GPUs may want {needed / GIB:.0f}",
+        f"sudo mount -o remount,size={max(16, needed // GIB)}G /dev/shm",
+    )
+
+
+def _is_local(config: Config, model: Model) -> bool:
+    """As the launch decides it: without weights, a directory is enough where none are to be loaded."""
+    return model.directory is not None and (model.has_weights or config.dummy_weights or model.hf_id is None)
+
+
+def _model(config: Config, adapter: Adapter, model: Model) -> Check:
+    if _is_local(config, model):
+        return Check("model", "ok", f"{model.name} is here: {model.directory}")
+    if not adapter.loads_from_hub:
+        return Check(
+            "model",
+            "problem",
+            f"{config.kind} loads from a directory, and {model.hf_id} is not on this machine",
+            f"hf download {model.hf_id}, or name its directory with --model",
+        )
+    home = models.hf_home()
+    _, free = _space(home)
+    here = f"{free / 1e9:.0f} GB are free in {home}"
+    if config.dummy_weights:
+        return Check("model", "ok", f"{model.hf_id}: no weights will be downloaded, {here}")
+    if model.spec is None:
+        return Check("model", "ok", f"{model.hf_id} will be downloaded, its size is not known here; {here}")
+    needed = 2 * model.spec.parameters  # as the hub has them: 16 bit
+    said = f"{needed / 1e9:.0f} GB of {model.hf_id} will be downloaded, {here}"
+    if free < needed:
+        return Check("model", "problem", said, "make room, or set HF_HOME to a directory on a larger disk")
+    return Check("model", "ok", said)
+
+
+def _token(model: Model) -> Check:
+    if models.hf_token():
+        return Check("HF token", "ok", f"there is one; whether its owner may read {model.hf_id} will show")
+    return Check(
+        "HF token",
+        "problem",
+        f"{model.hf_id} is gated and no token is known",
+        "accept its licence on huggingface.co and set HF_TOKEN, or name a local directory with --model",
+    )
+
+
+def _image(image: str) -> Check:
+    """Whether the image is here, or Docker has room for it."""
+    import docker as sdk  # the package; backends.docker is ours
+
+    client = sdk.from_env()
+    try:
+        try:
+            client.images.get(image)
+            return Check("image", "ok", f"{image} is here")
+        except sdk.errors.ImageNotFound:
+            root = Path(client.info()["DockerRootDir"])
+    finally:
+        client.close()
+    if not root.exists():
+        return Check("image", "ok", f"{image} will be pulled; Docker's disk ({root}) cannot be seen from here")
+    _, free = _space(root)
+    said = f"{image} will be pulled, {free / 1e9:.0f} GB are free in {root}"
+    if free < IMAGE_BYTES:
+        return Check(
+            "image", "problem", f"{said}, and it may need {IMAGE_BYTES / 1e9:.0f}", "make room: docker system prune"
+        )
+    return Check("image", "ok", said)
+
+
+def _space(path: Path) -> tuple[int, int]:
+    """Bytes in all, and free for us, of the file system that `path` is on or will be."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    usage = shutil.disk_usage(path)
+    return usage.total, usage.free

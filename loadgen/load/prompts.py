@@ -1,0 +1,228 @@
+"""What is asked: prompts of exact length that share no prefix, fixed by the seed and the request's number.
+
+A prompt depends on nothing but (seed, phase, number), so any worker can draw any request and nothing has to be kept.
+Servers that take token ids get ids; for the others text is built from words. One word is one token for most
+vocabularies, but only the server's own count proves it: `fit_offset` takes what the server adds (a begin-of-sequence
+token, a chat template), and every reply's `prompt_tokens` is checked afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.protocol import Prompt
+from backends.untrusted import UNDECODABLE
+
+BLOCK_TOKENS = 1 << 17  # prompts are drawn some at a time: at most 256, fewer when they are long
+FIRST_ID = 1000  # below lie special and byte tokens in the vocabularies of Llama, Mistral, Qwen and Gemma
+UNKNOWN_VOCABULARY = 4000  # ids below this exist in nearly every model
+MOST_TOKENS = (1 << 31) - 1  # servers count a request's tokens in 32 bits
+
+# Frequent English words: each is one token, with the space before it, in byte-pair vocabularies trained on the web.
+_WORDS_TEXT = """
+the of and to in is was for that on with as it by at from his are this be an which or had not were have one
+her their has but they also its all been would into two time more when other there only about out first can
+new some could my no them what people over years such may these after work most between part made being long
+where life through back much before good own way down should because each any those very world state just
+must same under last well year might still even here both never small does too many little house found old
+great place again right left thought side hand high next early country night school course home water white
+number later always system family money city company days though against program social problem power second
+form less public since order large important government set point however given group case during few line
+end
+"""
+WORDS = _WORDS_TEXT.split()
+
+FILLERS = (" a", " I", " 1", ".", ",", "!", "?", "\n", " .")  # one of them is one token more in any vocabulary
+
+
+class WorkloadError(Exception):
+    """A dataset or tokenizer that cannot be used. One sentence, the line numbered."""
+
+
+class Workload(Protocol):
+    """`prompt(phase, number)` and the output length asked for with it."""
+
+    def prompt(self, phase: str, number: int) -> Prompt: ...
+
+    def output_tokens(self, number: int) -> int: ...
+
+
+class _Drawn:
+    """Rows of random integers in [low, high), one a request, drawn in blocks from (seed, phase, block)."""
+
+    def __init__(self, seed: int, length: int, low: int, high: int) -> None:
+        self._seed, self._length, self._low, self._high = seed, length, low, high
+        self._block_rows = max(1, min(256, BLOCK_TOKENS // length))
+        self._at: tuple[str, int] | None = None
+        self._rows: NDArray[np.int64] = np.empty((0, length), np.int64)
+
+    def row(self, phase: str, number: int) -> list[int]:
+        block, within = divmod(number, self._block_rows)
+        if self._at != (phase, block):
+            rng = np.random.default_rng((self._seed, int(phase == "warmup"), block))
+            self._rows = rng.integers(self._low, self._high, (self._block_rows, self._length))
+            self._at = (phase, block)
+        row: list[int] = self._rows[within].tolist()
+        return row
+
+
+class TokenIds:
+    """Uniformly random token ids in [FIRST_ID, vocab_size)."""
+
+    def __init__(self, seed: int, input_tokens: int, output_tokens: int, vocab_size: int = UNKNOWN_VOCABULARY) -> None:
+        low = FIRST_ID if vocab_size > 2 * FIRST_ID else 0
+        self._drawn = _Drawn(seed, input_tokens, low, vocab_size)
+        self._output_tokens = output_tokens
+
+    def prompt(self, phase: str, number: int) -> Prompt:
+        ids = self._drawn.row(phase, number)
+        return Prompt(n_tokens=len(ids), token_ids=ids)
+
+    def output_tokens(self, number: int) -> int:
+        return self._output_tokens
+
+
+class Text:
+    """Random words that make up `input_tokens` tokens together with the `offset` tokens that the server adds.
+
+    All begin with the same word, because how many tokens a first word is may depend on what the server puts before it.
+    count(text) is the given tokenizer's number of tokens without special ones; without one a word counts as a token.
+    """
+
+    def __init__(
+        self, seed: int, input_tokens: int, output_tokens: int, count: Callable[[str], int] | None = None
+    ) -> None:
+        self._input_tokens = input_tokens
+        self._output_tokens = output_tokens
+        self._count = count
+        self._drawn = _Drawn(seed, input_tokens, 0, len(WORDS))
+        self.offset = 0
+
+    def prompt(self, phase: str, number: int) -> Prompt:
+        words = [WORDS[0], *(WORDS[index] for index in self._drawn.row(phase, number)[1:])]
+        wanted = self._input_tokens - self.offset
+        return Prompt(n_tokens=self._input_tokens, text=exact_text(words, wanted, self._count))
+
+    def output_tokens(self, number: int) -> int:
+        return self._output_tokens
+
+    def fit_offset(self, server_prompt_tokens: int) -> None:
+        """Takes the server's count of a prompt built with the present offset. Raises WorkloadError if none is left."""
+        self.offset += server_prompt_tokens - self._input_tokens
+        if self.offset >= self._input_tokens:
+            raise WorkloadError(
+                f"the server adds {self.offset} tokens of its own to a prompt; --input-tokens must be above that."
+            )
+
+
+def exact_text(words: Sequence[str], n_tokens: int, count: Callable[[str], int] | None) -> str:
+    """Words, repeated or cut, that count exactly `n_tokens`; the nearest shorter text where no filling is exact."""
+
+    def cut(n_words: int) -> str:
+        return " ".join((list(words) * (n_words // len(words) + 1))[:n_words])
+
+    text = cut(n_tokens)
+    if count is None or count(text) == n_tokens:
+        return text
+    least, most = 0, n_tokens  # a word is at least one token: find the most words that fit
+    while least < most:
+        middle = (least + most + 1) // 2
+        if count(cut(middle)) <= n_tokens:
+            least = middle
+        else:
+            most = middle - 1
+    text = cut(least)
+    missing = n_tokens - count(text)
+    for filler in FILLERS:
+        filled = text + filler * missing
+        if count(filled) == n_tokens:
+            return filled
+    return text
+
+
+def tokenizer_count(source: str) -> Callable[[str], int]:
+    """Counts tokens, special ones apart, by a model directory, a tokenizer.json, or a cached Hugging Face id."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise WorkloadError("--tokenizer needs the tokenizers package: pip install 'llm-dissect[tokenizer]'") from None
+    path = Path(source)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_file(str(path)) if path.exists() else Tokenizer.from_pretrained(source)
+    except Exception as error:  # the library raises bare Exception
+        raise WorkloadError(f"cannot load a tokenizer from '{source}': {str(error).splitlines()[0]}") from None
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+_Length = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+
+
+class _Line(msgspec.Struct):
+    prompt: str | list[int]
+    prompt_tokens: _Length | None = None
+    output_tokens: _Length | None = None
+
+
+class Dataset:
+    """One's own prompts, a JSON object a line: {"prompt": text or token ids, "output_tokens"?, "prompt_tokens"?}.
+
+    The last lines serve the warm-up, so that no measured prompt has been seen before. Text without `prompt_tokens`
+    has an unknown length (`n_tokens` 0), which is then not checked.
+    """
+
+    def __init__(self, path: Path, output_tokens: int, prompt_kind: str, warmup: int) -> None:
+        self._output_tokens = output_tokens
+        self._lines = list(_read_lines(path, prompt_kind))
+        self._warmup = warmup
+        if len(self._lines) <= warmup:
+            raise WorkloadError(
+                f"{path} holds {len(self._lines)} prompts, {warmup} of them for --warmup; none is left."
+            )
+
+    def __len__(self) -> int:
+        return len(self._lines) - self._warmup
+
+    def longest_tokens(self) -> int | None:
+        """Tokens of the longest prompt and its reply, the warm-up's too; None where the length of one is not known."""
+        lengths = [line.prompt_tokens if isinstance(line.prompt, str) else len(line.prompt) for line in self._lines]
+        replies = [line.output_tokens or self._output_tokens for line in self._lines]
+        known = [length + reply for length, reply in zip(lengths, replies, strict=True) if length]
+        return max(known) if len(known) == len(lengths) else None
+
+    def prompt(self, phase: str, number: int) -> Prompt:
+        line = self._lines[-1 - number] if phase == "warmup" else self._lines[number]
+        if isinstance(line.prompt, str):
+            return Prompt(n_tokens=line.prompt_tokens or 0, text=line.prompt)
+        return Prompt(n_tokens=len(line.prompt), token_ids=line.prompt)
+
+    def output_tokens(self, number: int) -> int:
+        return self._lines[number].output_tokens or self._output_tokens
+
+
+def _read_lines(path: Path, prompt_kind: str) -> list[_Line]:
+    try:
+        raw = path.read_bytes().splitlines()
+    except OSError as error:
+        raise WorkloadError(f"cannot read the dataset {path}: {error.strerror}.") from None
+    lines = []
+    decode: Any = msgspec.json.Decoder(_Line).decode
+    for number, text in enumerate(raw, 1):
+        if not text.strip():
+            continue
+        try:
+            line = decode(text)
+        except UNDECODABLE as error:
+            raise WorkloadError(f"{path} line {number} is not a prompt: {error}") from None
+        if not line.prompt:
+            raise WorkloadError(f"{path} line {number} has an empty prompt.")
+        if prompt_kind == "text" and not isinstance(line.prompt, str):
+            raise WorkloadError(f"{path} line {number} has token ids, but this backend takes text only.")
+        lines.append(line)
+    return lines

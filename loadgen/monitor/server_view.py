@@ -1,0 +1,294 @@
+"""The server's own view of a run: `server.jsonl`, and what it says of the time between the first request and the last.
+
+Written by `loadgen.monitor.sampler` while the run lasts: a header, then one sample a line, of the server's `/metrics`
+and of its GPUs. Reading never fails: what is damaged or missing is said in the view, because a run is no worse for it.
+Times are the machine's monotonic clock in nanoseconds, so samples lie beside the records' t = 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from backends.gpus import Sample as GpuSample
+from backends.untrusted import UNDECODABLE
+
+SCHEMA = "loadgen.server/1"
+FILE = "server.jsonl"
+
+
+class Header(msgspec.Struct, kw_only=True):
+    """First line. `series`: neutral names that were asked for. `gpus`: names, in the order of each sample's GPUs.
+    `error`: what could not be sampled at all, and why."""
+
+    schema: str = SCHEMA
+    run_id: str
+    series: list[str]
+    gpus: list[str]
+    error: str | None = None
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """One line: asked for at `at_ns`, all there `took_ms` later. A metric that the server does not show is missing."""
+
+    at_ns: int
+    took_ms: float
+    metrics: dict[str, float] = {}
+    gpus: list[GpuSample] = []
+    error: str | None = None
+
+    @property
+    def end_ns(self) -> float:
+        return self.at_ns + self.took_ms * 1e6
+
+    @property
+    def good(self) -> bool:
+        return self.error is None or bool(self.metrics)
+
+
+class Server(msgspec.Struct, kw_only=True):
+    """What the server counted; None where it has no such series. Largest values are those of samples, a second apart.
+
+    covered: there is a good sample before the first request and one after the last reply; else counts are of less than
+    the run. problem: what could not be sampled at all. failure: the most frequent reason of the failed samples.
+    """
+
+    samples: int = 0
+    failed: int = 0
+    covered: bool = False
+    problem: str | None = None
+    failure: str | None = None
+    running_max: int | None = None
+    waiting_max: int | None = None
+    paused_max: int | None = None  # requests: preempted, and waiting to go on
+    kv_cache_usage_max_ratio: float | None = None
+    kv_reserved_max_tokens: int | None = None  # what a batch might have come to need, not what it used
+    preemptions: int | None = None
+    prefix_cache_hits: int | None = None  # tokens
+    prefix_cache_queries: int | None = None  # tokens
+    prompt_tokens: int | None = None
+    generation_tokens: int | None = None
+    ttft_mean_ms: float | None = None
+    itl_mean_ms: float | None = None
+    e2el_mean_ms: float | None = None
+
+
+class Gpu(msgspec.Struct, kw_only=True):
+    index: int
+    name: str
+    memory_peak_bytes: int | None
+
+
+class Gpus(msgspec.Struct, kw_only=True):
+    """The GPUs together: the peak is of their sum at one time, power and energy are sums, of the run alone.
+
+    energy_from: "counter" is the GPUs' own energy counters, "power" the trapezoids under their power samples.
+    """
+
+    each: list[Gpu]
+    memory_peak_bytes: int | None
+    power_mean_w: float | None
+    energy_j: float | None
+    energy_from: Literal["counter", "power"] | None
+
+
+class ServerView(msgspec.Struct, kw_only=True):
+    server: Server | None = None
+    gpus: Gpus | None = None
+
+
+def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | None:
+    """What `server.jsonl` says of the run whose schedule began at `t0_ns` and whose last reply ended at `end_ns`.
+
+    It covers the samples from the last good one before t = 0, which is asked for between warm-up and load, to the first
+    good one after the end; what they hold more than the run is taken away of energy alone. None when nothing was
+    sampled.
+    """
+    try:
+        lines = (directory / FILE).read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return ServerView(server=Server(problem=f"{FILE} cannot be read: {error.strerror or error}"))
+    header, samples, problem = _decode(lines, run_id)
+    if header is None:
+        return ServerView(server=Server(problem=problem))
+    problem = problem or header.error
+    before = [at for at, sample in enumerate(samples) if sample.good and sample.end_ns <= t0_ns]
+    after = [at for at, sample in enumerate(samples) if sample.good and sample.at_ns >= end_ns]
+    window = samples[before[-1] if before else 0 : after[0] + 1 if after else len(samples)]
+    view = ServerView(gpus=_gpus(header, window, t0_ns, end_ns))
+    if not header.series:
+        view.server = Server(problem=problem) if problem else None
+        return view
+    view.server = _server(window)
+    view.server.covered = bool(before and after)
+    view.server.problem = problem
+    if problem is None and any(sample.good for sample in window) and not any(sample.metrics for sample in window):
+        view.server.problem = "GET /metrics shows none of the series that this kind of server has"
+    return view
+
+
+def _decode(lines: Sequence[bytes], run_id: str) -> tuple[Header | None, list[Sample], str | None]:
+    """Header and samples as far as they can be read, and what is wrong. A last line cut in two is left out."""
+    samples: list[Sample] = []
+    try:
+        header = msgspec.json.decode(lines[0] if lines else b"", type=Header)
+    except UNDECODABLE:
+        return None, samples, f"{FILE} does not begin with a {SCHEMA} header"
+    if header.schema != SCHEMA:
+        return None, samples, f"{FILE} has another schema than {SCHEMA}"
+    if header.run_id != run_id:
+        return None, samples, f"{FILE} is of another run"
+    decode = msgspec.json.Decoder(Sample).decode
+    for number, line in enumerate(lines[1:], 2):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            samples.append(decode(line))
+        except UNDECODABLE:
+            return header, samples, f"{FILE} line {number} is not a sample"
+    return header, samples, None
+
+
+def _server(window: Sequence[Sample]) -> Server:
+    good = [sample.metrics for sample in window if sample.good]
+
+    def largest(name: str) -> float | None:
+        return max((metrics[name] for metrics in good if name in metrics), default=None)
+
+    def rise(name: str) -> float | None:
+        """How much a counter grew. None when the server never showed it or began anew. A counter that it does not show
+        yet is 0: with labels, Prometheus' libraries show it once it has counted."""
+        values = [metrics[name] for metrics in good if name in metrics]
+        if not values:
+            return None
+        if name not in good[0]:
+            values.insert(0, 0.0)
+        return None if any(later < earlier for earlier, later in pairwise(values)) else values[-1] - values[0]
+
+    def mean_ms(name: str) -> float | None:
+        seconds, count = rise(f"{name}_sum"), rise(f"{name}_count")
+        return 1000 * seconds / count if seconds is not None and count else None
+
+    reasons = Counter(sample.error for sample in window if sample.error is not None)
+    return Server(
+        samples=len(window),
+        failed=reasons.total(),
+        failure=next((reason for reason, _ in reasons.most_common(1)), None),
+        running_max=_whole(largest("running")),
+        waiting_max=_whole(largest("waiting")),
+        paused_max=_whole(largest("paused")),
+        kv_cache_usage_max_ratio=largest("kv_cache_usage_ratio"),
+        kv_reserved_max_tokens=_whole(largest("kv_reserved_tokens")),
+        preemptions=_whole(rise("preemptions")),
+        prefix_cache_hits=_whole(rise("prefix_cache_hits")),
+        prefix_cache_queries=_whole(rise("prefix_cache_queries")),
+        prompt_tokens=_whole(rise("prompt_tokens")),
+        generation_tokens=_whole(rise("generation_tokens")),
+        ttft_mean_ms=mean_ms("ttft_seconds"),
+        itl_mean_ms=mean_ms("itl_seconds"),
+        e2el_mean_ms=mean_ms("e2el_seconds"),
+    )
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _gpus(header: Header, window: Sequence[Sample], t0_ns: int, end_ns: int) -> Gpus | None:
+    first = next((sample.gpus for sample in window if sample.gpus), None)
+    if first is None:
+        return None
+    indices = [gpu.index for gpu in first]
+    names = dict(zip(indices, header.gpus, strict=False))
+    memory = [_points(window, index, lambda gpu: gpu.memory_used_bytes) for index in indices]
+    power = [_points(window, index, lambda gpu: gpu.power_w) for index in indices]
+    counters = [_points(window, index, lambda gpu: gpu.energy_mj) for index in indices]
+    sums: dict[int, list[float]] = {}
+    for points in memory:
+        for at_ns, used in points:
+            sums.setdefault(at_ns, []).append(used)
+    energy_j: float | None = None
+    energy_from: Literal["counter", "power"] | None = None
+    within = [_within(points, t0_ns, end_ns) for points in power]
+    power_w = sum(map(_mean_w, within)) if all(within) else None
+    if all(_spans(points, window) and points[0][1] <= points[-1][1] for points in counters):
+        counted = list(map(_counted, counters, power, within))
+        energy_j, energy_from = sum(joules for joules, _ in counted), "counter"
+        if all(seconds > 0 for _, seconds in counted):
+            power_w = sum(joules / seconds for joules, seconds in counted)
+    elif all(_spans(points, window) for points in power):
+        energy_j, energy_from = sum(map(_joules, within)), "power"
+    return Gpus(
+        each=[
+            Gpu(
+                index=index,
+                name=names.get(index, ""),
+                memory_peak_bytes=_whole(max((used for _, used in points), default=None)),
+            )
+            for index, points in zip(indices, memory, strict=True)
+        ],
+        memory_peak_bytes=_whole(max((sum(used) for used in sums.values() if len(used) == len(indices)), default=None)),
+        power_mean_w=power_w,
+        energy_j=energy_j,
+        energy_from=energy_from,
+    )
+
+
+Points = Sequence[tuple[int, float]]  # when (ns) and how much
+
+
+def _points(window: Sequence[Sample], index: int, read: Callable[[GpuSample], float | None]) -> Points:
+    """One value of one GPU, where it is known."""
+    return [
+        (sample.at_ns, value)
+        for sample in window
+        for gpu in sample.gpus
+        if gpu.index == index and (value := read(gpu)) is not None
+    ]
+
+
+def _spans(points: Points, window: Sequence[Sample]) -> bool:
+    """Whether a value is known at both ends of the window, so that what happened between them can be told."""
+    return len(points) > 1 and points[0][0] == window[0].at_ns and points[-1][0] == window[-1].at_ns
+
+
+def _within(power: Points, t0_ns: int, end_ns: int) -> Points:
+    """Power samples (ns, W) of the run alone. It begins and ends at once, so what was sampled outside says nothing of
+    it: up to its first sample and from its last, it had their power. Without any, the mean of those outside."""
+    if not power:
+        return []
+    begin_ns, finish_ns = max(t0_ns, int(power[0][0])), min(end_ns, int(power[-1][0]))
+    inside = [(at_ns, watts) for at_ns, watts in power if t0_ns <= at_ns <= end_ns]
+    if not inside:
+        mean_w = _mean_w(power)
+        return [(begin_ns, mean_w), (max(begin_ns, finish_ns), mean_w)]
+    return [(begin_ns, inside[0][1]), *inside, (finish_ns, inside[-1][1])]
+
+
+def _counted(counter: Points, power: Points, within: Points) -> tuple[float, float]:
+    """Energy of the run, and of how many seconds of it: of a counter (ns, mJ) that was read before and after it, less
+    what was used in between, at the power that was sampled outside."""
+    counted_j = (counter[-1][1] - counter[0][1]) / 1000
+    if not power:
+        return counted_j, (counter[-1][0] - counter[0][0]) / 1e9
+    before_j = (within[0][0] - counter[0][0]) / 1e9 * power[0][1]
+    after_j = (counter[-1][0] - within[-1][0]) / 1e9 * power[-1][1]
+    return max(0.0, counted_j - max(0.0, before_j) - max(0.0, after_j)), (within[-1][0] - within[0][0]) / 1e9
+
+
+def _joules(points: Points) -> float:
+    """The area under power samples (ns, W), straight lines between them."""
+    return sum((b_ns - a_ns) / 1e9 * (a_w + b_w) / 2 for (a_ns, a_w), (b_ns, b_w) in pairwise(points))
+
+
+def _mean_w(points: Points) -> float:
+    """The mean over time: the last sample of a run lies closer to the one before it."""
+    span_s = (points[-1][0] - points[0][0]) / 1e9
+    return _joules(points) / span_s if span_s > 0 else points[0][1]

@@ -1,0 +1,130 @@
+"""The records of a run, added up line by line into metrics as `loadgen.report.metrics` defines them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from loadgen.rundir import Family, Histogram, Sample
+from loadgen.rundir.outcomes import OUTCOMES
+
+# Each bound is 2**0.5 times the one before: a quantile read off the buckets is at most 41 % off, mostly far less.
+BOUNDS_S = tuple(0.0001 * 2 ** (step / 2) for step in range(44))  # 0.1 ms to 297 s
+_LATENCIES = {
+    "bench_time_to_first_token_seconds": "From the request's first byte to the first event with output.",
+    "bench_time_per_output_token_seconds": "Mean time of an output token after the first, one value a request.",
+    "bench_inter_token_latency_seconds": "Gaps between neighbouring events of a reply.",
+    "bench_end_to_end_latency_seconds": "From the request's first byte to the end of the reply.",
+    "bench_send_lag_seconds": "How late a request was sent.",
+}
+
+
+class Record(msgspec.Struct):
+    """What is needed of a line of records; the header and the footers are lines without an id."""
+
+    id: int | None = None
+    phase: str = ""
+    outcome: str = ""
+    scheduled_ns: int = 0
+    sent_ns: int | None = None
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+    done_ns: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    events: int = 0
+    itl_us: list[int] = []
+    client: dict[str, object] | None = None  # a footer's
+
+
+class _Latency:
+    """One histogram, in whatever unit its bounds are."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        self.exemplars: dict[int, tuple[str, float]] = {}
+
+    def add(self, value: float, request: int) -> None:
+        bucket = bisect_left(self._bounds, value)
+        self.counts[bucket] += 1
+        self.sum += value
+        self.exemplars[bucket] = (str(request), value)
+
+    def add_all(self, values: Sequence[float]) -> None:
+        counts, bounds = self.counts, self._bounds
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.sum += sum(values)
+
+
+class Totals:
+    """Everything that the records of a run say, added up as they come. Measured requests only."""
+
+    def __init__(self) -> None:
+        self.outcomes = dict.fromkeys(OUTCOMES, 0)
+        self.prompt_tokens = self.output_tokens = self.events = 0
+        self.clients: list[object] = []  # how each that is done ended
+        self._first_sent_ns = self._last_done_ns = -1
+        bounds_us = [bound * 1e6 for bound in BOUNDS_S]
+        self._latencies = {name: _Latency(BOUNDS_S) for name in _LATENCIES}
+        self._gaps_us = _Latency(bounds_us)
+
+    def add(self, record: Record) -> None:
+        if record.client is not None:
+            self.clients.append(record.client.get("state"))
+        if record.id is None or record.phase != "measured" or record.outcome not in self.outcomes:
+            return
+        self.outcomes[record.outcome] += 1
+        if record.sent_ns is not None and (self._first_sent_ns < 0 or record.sent_ns < self._first_sent_ns):
+            self._first_sent_ns = record.sent_ns
+        self._last_done_ns = max(self._last_done_ns, -1 if record.done_ns is None else record.done_ns)
+        if record.outcome != "ok":
+            return
+        self.prompt_tokens += record.prompt_tokens or 0
+        self.output_tokens += record.output_tokens or 0
+        self.events += record.events
+        for name, value in _seconds(record):
+            self._latencies[name].add(value, record.id)
+        self._gaps_us.add_all(record.itl_us)
+
+    def families(self) -> Iterator[Family]:
+        yield Family(
+            "bench_requests", "counter", "Measured requests that are over, by outcome.",
+            [Sample(count, {"outcome": outcome}) for outcome, count in self.outcomes.items()],
+        )  # fmt: skip
+        for name, said, tokens in (
+            ("bench_prompt_tokens", "Tokens of the prompts, as the server counts.", self.prompt_tokens),
+            ("bench_output_tokens", "Tokens of the replies, as the server counts.", self.output_tokens),
+        ):
+            yield Family(name, "counter", said, [Sample(tokens)])
+        yield Family("bench_events", "counter", "Events that carried output.", [Sample(self.events)])
+        if self._first_sent_ns >= 0 and self._last_done_ns > self._first_sent_ns:
+            seconds = (self._last_done_ns - self._first_sent_ns) / 1e9
+            yield Family(
+                "bench_measured_seconds", "gauge", "From the first request to the last end.", [Sample(seconds)]
+            )
+        for name, said in _LATENCIES.items():
+            latency, unit = self._latencies[name], 1.0
+            if name == "bench_inter_token_latency_seconds":
+                latency, unit = self._gaps_us, 1e-6
+            bounds, counts, exemplars = list(BOUNDS_S), list(latency.counts), dict(latency.exemplars)
+            histogram = Histogram(bounds, counts, latency.sum * unit, exemplars=exemplars)
+            yield Family(name, "histogram", said, histograms=[histogram])
+
+
+def _seconds(record: Record) -> Iterator[tuple[str, float]]:
+    sent, first, last, done = record.sent_ns, record.first_token_ns, record.last_token_ns, record.done_ns
+    if sent is None:
+        return
+    yield "bench_send_lag_seconds", (sent - record.scheduled_ns) / 1e9
+    if first is not None:
+        yield "bench_time_to_first_token_seconds", (first - sent) / 1e9
+    if done is not None:
+        yield "bench_end_to_end_latency_seconds", (done - sent) / 1e9
+    tokens = record.output_tokens or 0
+    if first is not None and last is not None and record.events >= 2 and tokens >= 2:
+        yield "bench_time_per_output_token_seconds", (last - first) / (tokens - 1) / 1e9

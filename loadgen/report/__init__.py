@@ -1,0 +1,1 @@
+"""Numbers from records: metrics, findings, figures, text and comparisons. Everything here can be computed again."""

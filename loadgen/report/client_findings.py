@@ -1,0 +1,132 @@
+"""Whether the client itself was late or busy, and what that does to the numbers. Pure: reported numbers and facts in,
+findings out.
+
+Every threshold is a constant with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from loadgen.report.finding import Finding, Severity
+from loadgen.rundir.records import ClientFacts
+
+# Lateness of the client below this is the grain of timers and schedulers, whatever it is compared with.
+LAG_FLOOR_MS = 2.0
+# The arrival pattern is what was asked as long as p99 lateness is small against what the server's queue can notice:
+# the longer of its time to a first token and the mean time between arrivals.
+SEND_LAG_WARNING_RATIO = 0.1
+SEND_LAG_INVALID_RATIO = 0.5
+# A stamp is late by at most the lag. A tenth of a typical ttft is more than most comparisons want to resolve; at half
+# of it the client is a large part of what is measured.
+TTFT_LAG_WARNING_RATIO = 0.1
+TTFT_LAG_INVALID_RATIO = 0.5
+# Gaps are differences of stamps, so a steady lag cancels; half a token time does not, and beyond a whole one the
+# gaps show the rhythm of the client.
+TPOT_LAG_WARNING_RATIO = 0.5
+TPOT_LAG_INVALID_RATIO = 1.0
+# In a second this busy, replies waited in the kernel for the client. One such second delays some stamps (LOOP_LAG says
+# by how much), so it warns; when the whole run is this busy, throughput is the client's own.
+CPU_SATURATED_RATIO = 0.9
+# Below half of what it can take, the client leaves room for the bursts within a second.
+HEADROOM_RATIO = 2.0
+
+
+def find(report: dict[str, Any], facts: Sequence[ClientFacts]) -> Iterator[Finding]:
+    """What the client's own lateness and CPU say of `report`; `facts`: one of each of its processes."""
+    yield from _client(report, facts)
+    yield from _headroom(report)
+
+
+def _lag_severity(lag_ms: float, ttft_ms: float | None, tpot_ms: float | None) -> tuple[Severity, str] | None:
+    """How bad it is that stamps may be late by `lag_ms`, and against what."""
+    if lag_ms <= LAG_FLOOR_MS:
+        return None
+    scales = (
+        ("ttft", ttft_ms, TTFT_LAG_WARNING_RATIO, TTFT_LAG_INVALID_RATIO),
+        ("tpot", tpot_ms, TPOT_LAG_WARNING_RATIO, TPOT_LAG_INVALID_RATIO),
+    )
+    worst: tuple[Severity, str] | None = None
+    for name, scale_ms, warning, invalid in scales:
+        if scale_ms is None or lag_ms <= warning * scale_ms:
+            continue
+        if lag_ms > invalid * scale_ms:
+            return "invalid", f"{name} p50 is {scale_ms:.1f} ms"
+        worst = worst or ("warning", f"{name} p50 is {scale_ms:.1f} ms")
+    return worst
+
+
+def _client(report: dict[str, Any], facts: Sequence[ClientFacts]) -> Iterator[Finding]:
+    metrics = report["metrics"]
+    ttft_ms, tpot_ms = metrics["ttft_ms"]["p50"], metrics["tpot_ms"]["p50"]
+    yield from _send_lag(report)
+    if not facts:
+        return
+    lags = (
+        ("LOOP_LAG", "The client's event loop", max(fact.loop_lag_p99_ms for fact in facts)),
+        ("RECEIVE_LAG", "Reading after the kernel had the data", max(fact.receive_lag_p99_ms or 0.0 for fact in facts)),
+    )
+    for code, what, lag_ms in lags:
+        verdict = _lag_severity(lag_ms, ttft_ms, tpot_ms)
+        if verdict is not None:
+            yield Finding(
+                code=code,
+                severity=verdict[0],
+                message=f"{what} was late by {lag_ms:.1f} ms (p99) where {verdict[1]}.",
+                advice="Add --workers, free the machine of other work, or run the client on another machine.",
+            )
+    busiest = max(fact.cpu_peak_ratio for fact in facts)
+    mean = max(fact.cpu_s / fact.wall_s if fact.wall_s > 0 else 0.0 for fact in facts)
+    if busiest >= CPU_SATURATED_RATIO:
+        whole = mean >= CPU_SATURATED_RATIO
+        yield Finding(
+            code="CLIENT_CPU",
+            severity="invalid" if whole else "warning",
+            message=f"A client process used {busiest:.2f} of a core in its busiest second and {mean:.2f} on average"
+            + ("; throughput is the client's own limit." if whole else "."),
+            advice="Add --workers, or run the client on a machine with free cores.",
+        )
+
+
+def _send_lag(report: dict[str, Any]) -> Iterator[Finding]:
+    lag_ms = report["metrics"]["send_lag_ms"]["p99"]
+    if lag_ms is None or lag_ms <= LAG_FLOOR_MS:
+        return
+    duration_s, ok = report["duration_s"], report["requests"]["ok"]
+    interarrival_ms = 1000 * duration_s / ok if duration_s and report["burst"] is None else 0.0
+    scale_ms = max(report["metrics"]["ttft_ms"]["p50"] or report["metrics"]["e2el_ms"]["p50"] or 0.0, interarrival_ms)
+    if lag_ms <= SEND_LAG_WARNING_RATIO * scale_ms:
+        return
+    yield Finding(
+        code="SEND_LAG",
+        severity="invalid" if lag_ms > SEND_LAG_INVALID_RATIO * scale_ms else "warning",
+        message=f"Requests left {lag_ms:.1f} ms after they were due (p99), where ttft or the time between arrivals is "
+        f"{scale_ms:.1f} ms: the load was smoother than asked.",
+        advice="Add --workers, or lower the rate; the _from_schedule metrics include this wait.",
+    )
+
+
+def _headroom(report: dict[str, Any]) -> Iterator[Finding]:
+    ceiling = report["ceiling"]
+    if ceiling is None:
+        return
+    ratio = ceiling["headroom_ratio"]
+    if ratio is not None and ratio < HEADROOM_RATIO:
+        yield Finding(
+            code="HEADROOM",
+            severity="warning",
+            message=f"The busiest second had {ceiling['peak_events_per_s']:.0f} events; this client can take about "
+            f"{ceiling['peak_events_per_s'] * ratio:.0f} a second here ({ratio:.1f} times as many).",
+            advice="Add --workers, or run the client on a faster machine.",
+        )
+    error_ms, metrics = ceiling["event_error_p99_ms"], report["metrics"]
+    verdict = _lag_severity(error_ms or 0.0, metrics["ttft_ms"]["p50"], metrics["tpot_ms"]["p50"])
+    if verdict is not None:
+        yield Finding(
+            code="EVENT_ERROR",
+            severity="warning",  # of the calibration; what the client did in the run itself is in its lags
+            message=f"Before the run this client stamped events {error_ms:.1f} ms late (p99), by the embedded server's "
+            f"own send times, where {verdict[1]}.",
+            advice="Add --workers, or free the machine of other work.",
+        )

@@ -1,0 +1,309 @@
+"""The ways a number can be wrong, and whether this run is. Pure: reported numbers, records and facts in, findings out.
+
+Every threshold is a constant with its reason. `invalid` means that the numbers do not describe the server under the
+load that was asked for (exit code 4); `warning` that a reader must know it to read them; `info` that it explains them.
+A finding must never change a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from loadgen.report import client_findings
+from loadgen.report.finding import Finding, Severity, share, worst_first
+from loadgen.report.metrics import PERCENTILES, total
+from loadgen.rundir import Manifest
+from loadgen.rundir.outcomes import OUTCOMES
+from loadgen.rundir.records import ClientFacts, Table
+
+# Gaps of exactly zero shared one read of the socket. The aim is below half a percent; above five, the low percentiles
+# and the spread of itl are made by reading, not by the server.
+MERGED_READS_INFO_RATIO = 0.005
+MERGED_READS_WARNING_RATIO = 0.05
+# A server that sends a token a step has under one such gap in a thousand (vLLM on an H200); of one whose HTTP process
+# is late (LightLLM 1.2 at 6000 tokens/s) half the gaps are tens of microseconds, and itl is then no token's time.
+GROUPED_GAP_US, GROUPED_GAP_RATIO = 1000, 0.1  # shorter than this, and than this share of the mean gap
+GROUPED_RATIO = 0.1
+# A server may hold back a token of an unfinished character now and then; more than this is merging.
+MERGED_EVENTS_RATIO = 0.01
+# p99 is a statement about the slowest hundredth. When more than a hundredth of the requests have no latency at all, the
+# p99 of the rest is not the p99 of the load.
+LOST_INVALID_RATIO = 0.01
+# Counting failures as endless moves p99 by more than this: worth showing.
+SURVIVORS_SHIFT_RATIO = 0.01
+# A token or two of template or BOS changes little; a workload shorter by a tenth is another workload, and flatters.
+LENGTH_WARNING_RATIO = 0.01
+SHORTER_INVALID_RATIO = 0.1
+# A block or two of a shared template is cached by any server. Above one percent ttft is that of a warm cache; when a
+# tenth of the prompt tokens was never computed although every prompt is meant to be new, prefill was not measured.
+CACHED_WARNING_RATIO = 0.01
+CACHED_INVALID_RATIO = 0.1
+# A preempted request computes its prompt again: when more than a hundredth are, p99 of ttft and tpot is theirs.
+PREEMPTIONS_WARNING_RATIO = 0.01
+# A server under load may miss a sample now and then; beyond a tenth, its largest values may have been missed.
+SAMPLES_FAILED_RATIO = 0.1
+# Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
+PERCENTILE_MISS_PROBABILITY = 0.025
+
+
+def find(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts], manifest: Manifest) -> list[Finding]:
+    """Everything that a reader of `report` (without its verdict) must know, worst first."""
+    found = [
+        *_server_ended(manifest),
+        *_completeness(report, measured, facts),
+        *_failures(measured),
+        *client_findings.find(report, facts),
+        *_events(measured),
+        *_lengths(measured),
+        *_counts(measured),
+        *_cached(measured, manifest),
+        *_server(report, manifest),
+        *_samples(report),
+    ]
+    return worst_first(found)
+
+
+def min_samples(thousandths: int) -> int:
+    """Samples that a percentile needs: 72 for p95, 368 for p99, 3688 for p99.9.
+
+    With fewer, the largest of them is below the true percentile with a probability above 2.5 %: p ** n > 0.025.
+    """
+    return math.ceil(math.log(PERCENTILE_MISS_PROBABILITY) / math.log(thousandths / 1000))
+
+
+def _server_ended(manifest: Manifest) -> Iterator[Finding]:
+    ended = (manifest.launch or {}).get("ended")
+    if ended:
+        yield Finding(
+            code="SERVER_ENDED",
+            severity="invalid",
+            message=f"The server did not live to the end of the run: {ended}",
+            advice="Read server.log; mend that and run again.",
+        )
+
+
+def _count(measured: Table, *outcomes: str) -> int:
+    return int(np.isin(measured.outcome, [OUTCOMES.index(outcome) for outcome in outcomes]).sum())
+
+
+def _completeness(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
+    planned = report["requests"]["planned"]
+    interrupted = any(fact.state == "interrupted" for fact in facts)
+    missing = 0 if interrupted or planned is None else max(0, planned - len(measured))
+    if not facts or missing:
+        lost = f"{missing} of {planned} planned requests left no record" if missing else "how many it lost is unknown"
+        yield Finding(
+            code="KILLED",
+            severity="invalid",
+            message=f"A client process ended without its last line; {lost}, and its lag and CPU are unknown.",
+            advice="Take what finished as a hint and run again; stop a run with Ctrl-C, which completes its records.",
+        )
+    if interrupted:
+        yield Finding(
+            code="INTERRUPTED",
+            severity="warning",
+            message=f"The run was stopped early: {len(measured)} requests recorded"
+            + (f" of {planned} planned." if planned is not None else "."),
+            advice="The numbers describe what finished; run to the end for numbers to publish.",
+        )
+    dropped = _count(measured, "dropped")
+    if dropped:
+        yield Finding(
+            code="DROPPED",
+            severity="invalid" if dropped > LOST_INVALID_RATIO * len(measured) else "warning",
+            message=f"{dropped} of {len(measured)} requests were due but never sent; the load was lighter than asked.",
+            advice="Lower the rate, raise the limit on open files, or add --workers.",
+        )
+
+
+def _failures(measured: Table) -> Iterator[Finding]:
+    ok = int(measured.ok.sum())
+    failed = len(measured) - ok - _count(measured, "cancelled", "dropped")
+    if ok == 0:
+        yield Finding(
+            code="NO_SUCCESS",
+            severity="invalid",
+            message=f"None of {len(measured)} measured requests succeeded.",
+            advice="Read the errors; check the address, the model name and the server's log.",
+        )
+    if failed:
+        yield Finding(
+            code="FAILED_REQUESTS",
+            severity="invalid" if failed > LOST_INVALID_RATIO * len(measured) else "warning",
+            message=f"{failed} of {len(measured)} requests failed ({share(failed, len(measured))}).",
+            advice="Read the errors and the server's log; lower the load until none fails, or report the failures.",
+        )
+    lost = len(measured) - ok
+    if lost and ok:
+        yield from _survivors(measured, lost)
+
+
+def _survivors(measured: Table, lost: int) -> Iterator[Finding]:
+    """Latencies cover requests that ended ok; what if the others count as endless?"""
+    latencies = np.sort((measured.done_ns - measured.sent_ns)[measured.ok]) / 1e6
+    rank = math.ceil(0.99 * len(measured)) - 1  # nearest rank among all requests, the lost ones last
+    endless = rank >= len(latencies)
+    shown, adjusted = float(np.percentile(latencies, 99)), math.inf if endless else float(latencies[rank])
+    if adjusted <= shown * (1 + SURVIVORS_SHIFT_RATIO):
+        return
+    yield Finding(
+        code="SURVIVORS",
+        severity="invalid" if lost > LOST_INVALID_RATIO * len(measured) else "warning",
+        message=f"{lost} of {len(measured)} requests have no latency; p99 of e2el is {shown:.0f} ms without them and "
+        + ("endless" if endless else f"{adjusted:.0f} ms")
+        + " when they count as slowest.",
+        advice="Do not compare these percentiles with a run in which all requests succeeded.",
+    )
+
+
+def _events(measured: Table) -> Iterator[Finding]:
+    gaps = len(measured.itl_us)
+    zero = gaps - int(np.count_nonzero(measured.itl_us))
+    if gaps and zero > MERGED_READS_INFO_RATIO * gaps:
+        yield Finding(
+            code="MERGED_READS",
+            severity="warning" if zero > MERGED_READS_WARNING_RATIO * gaps else "info",
+            message=f"{share(zero, gaps)} of the gaps are exactly 0: those events came in one read of the socket.",
+            advice="The server sent them together or the client was late (LOOP_LAG tells); prefer tpot over itl here.",
+        )
+    if gaps:
+        shortest_us = min(GROUPED_GAP_US, GROUPED_GAP_RATIO * float(measured.itl_us.mean()))
+        grouped = int(np.count_nonzero(measured.itl_us < shortest_us)) - zero
+        if grouped > GROUPED_RATIO * gaps:
+            yield Finding(
+                code="GROUPED_EVENTS",
+                severity="warning",
+                message=f"{share(grouped, gaps)} of the gaps are shorter than {shortest_us / 1000:.2g} ms: events came "
+                "in groups, and itl's percentiles are not the time of a token.",
+                advice="Read tpot. Unless the client was late (LOOP_LAG tells), the server was slow to send them.",
+            )
+    counted = measured.ok & (measured.events > 0) & (measured.output_tokens > 0)
+    events, tokens = int(measured.events[counted].sum()), int(measured.output_tokens[counted].sum())
+    if events < (1 - MERGED_EVENTS_RATIO) * tokens:
+        yield Finding(
+            code="MERGED_EVENTS",
+            severity="info",
+            message=f"The server put {tokens / events:.2f} tokens into an event on average; itl is the time between "
+            "events.",
+            advice="Read tpot for the time a token takes.",
+        )
+
+
+def _lengths(measured: Table) -> Iterator[Finding]:
+    for code, given, asked, noun in (
+        ("PROMPT_LENGTH", measured.prompt_tokens, measured.asked_prompt_tokens, "prompt"),
+        ("OUTPUT_LENGTH", measured.output_tokens, measured.asked_tokens, "output"),
+    ):
+        known = measured.ok & (given != -1) & (asked > 0)
+        wrong = int((given[known] != asked[known]).sum())
+        if not wrong:
+            continue
+        got, wanted = int(given[known].sum()), int(asked[known].sum())
+        deviation = float(np.abs(given[known] - asked[known]).sum()) / wanted
+        shorter = (wanted - got) / wanted
+        severity: Severity = "info" if deviation <= LENGTH_WARNING_RATIO else "warning"
+        yield Finding(
+            code=code,
+            severity="invalid" if shorter > SHORTER_INVALID_RATIO else severity,
+            message=f"{wrong} of {int(known.sum())} replies had another {noun} length than asked: {got} {noun} tokens "
+            f"by the server's count, {wanted} asked.",
+            advice="Give --tokenizer, or token ids, for exact prompts; chat templates and BOS tokens add to a prompt."
+            if noun == "prompt"
+            else "Check that the server can force the length and that its context is long enough for it.",
+        )
+
+
+def _counts(measured: Table) -> Iterator[Finding]:
+    ok = int(measured.ok.sum())
+    missing = int((measured.output_tokens[measured.ok] == -1).sum())
+    if missing:
+        yield Finding(
+            code="NO_TOKEN_COUNT",
+            severity="warning",
+            message=f"The server gave no output token count for {missing} of {ok} replies: their tpot is undefined and "
+            "token throughput leaves them out.",
+            advice="Events are not counted as tokens; use a backend or a server version that reports usage.",
+        )
+    unchecked = int((measured.prompt_tokens[measured.ok] == -1).sum())
+    if unchecked:
+        yield Finding(
+            code="NO_PROMPT_COUNT",
+            severity="warning",
+            message=f"The server gave no prompt token count for {unchecked} of {ok} replies: whether prompts had "
+            "the length asked for is unknown.",
+            advice="Stream the replies, or use a backend or a server version that reports usage.",
+        )
+
+
+def _cached(measured: Table, manifest: Manifest) -> Iterator[Finding]:
+    ok = measured.ok & (measured.cached_tokens != -1)
+    cached, prompt = total(measured.cached_tokens[ok]), total(measured.prompt_tokens[ok])
+    if not cached or not prompt or cached <= CACHED_WARNING_RATIO * prompt:
+        return
+    meant = manifest.config.get("dataset") is not None  # one's own prompts may share what they like
+    yield Finding(
+        code="CACHED_TOKENS",
+        severity="invalid" if cached > CACHED_INVALID_RATIO * prompt and not meant else "warning",
+        message=f"The server took {share(cached, prompt)} of the prompt tokens from its prefix cache; ttft and "
+        "throughput are those of a warm cache.",
+        advice="Use another --seed, restart the server, or turn its prefix cache off.",
+    )
+
+
+def _server(report: dict[str, Any], manifest: Manifest) -> Iterator[Finding]:
+    server, requests = report["server"], report["requests"]
+    if server is None:
+        return
+    hits, queries, preemptions = (server[key] for key in ("prefix_cache_hits", "prefix_cache_queries", "preemptions"))
+    if hits:
+        meant = manifest.config.get("dataset") is not None
+        yield Finding(
+            code="PREFIX_CACHE",
+            severity="warning" if meant else "invalid",
+            message=f"The server counted {hits} prompt tokens found in its prefix cache"
+            + (f" ({share(hits, queries)} of those looked up)" if queries else "")
+            + ("; ttft is that of a warm cache." if meant else ", although every prompt is meant to be new."),
+            advice="Use another --seed, restart the server, or turn its prefix cache off; let nobody else use it.",
+        )
+    preempted = preemptions or server["paused_max"]
+    if preempted:
+        many = preempted > PREEMPTIONS_WARNING_RATIO * (requests["ok"] + requests["failed"])
+        counted = f"preempted {preemptions} times" if preemptions else f"had {preempted} requests preempted at once"
+        yield Finding(
+            code="PREEMPTIONS",
+            severity="warning" if many else "info",
+            message=f"The server {counted}: its KV cache was too small for the load, so ttft, tpot "
+            "and itl include work that was done twice.",
+            advice="Lower the load or the lengths, or give the server more memory for its KV cache.",
+        )
+    gaps = [server["problem"]] if server["problem"] else []
+    if server["failed"] > SAMPLES_FAILED_RATIO * server["samples"]:
+        gaps.append(f"{server['failed']} of {server['samples']} samples failed ({server['failure']})")
+    if not server["covered"] and not server["problem"]:
+        gaps.append("the samples do not reach from before the first request to after the last reply")
+    if gaps:
+        yield Finding(
+            code="SERVER_METRICS",
+            severity="info",
+            message=f"The server's own view has gaps: {'; '.join(gaps)}.",
+            advice="Latencies and throughput do not depend on it; see that GET /metrics works where the client runs.",
+        )
+
+
+def _samples(report: dict[str, Any]) -> Iterator[Finding]:
+    n = report["requests"]["ok"]
+    short = [name for name, thousandths in PERCENTILES.items() if n < min_samples(thousandths)]
+    if not short or n == 0:
+        return
+    yield Finding(
+        code="FEW_SAMPLES",
+        severity="info" if short == ["p99_9"] else "warning",
+        message=f"{n} requests are too few for {', '.join(short)}: even the slowest may be below the true value.",
+        advice="Send at least "
+        + ", ".join(f"{min_samples(PERCENTILES[name])} requests for {name}" for name in short)
+        + ".",
+    )

@@ -1,0 +1,315 @@
+"""What is measured, by whose definition: the metric catalogue, five conventions, and the statistics of a sample. Pure.
+
+Every function reads the columns of a `Table` and nothing else, so the same records always give the same numbers.
+Latencies cover measured requests that ended ok; a request for which a metric is undefined (a tpot below two output
+tokens, a count that the server did not give) is left out of that metric and of its n. It must never guess: tokens are
+the server's own counts, events are never counted as tokens, and what is unknown is None.
+
+    ttft      first_token - sent                                 time to the first event that carries output
+    tpot      (last_token - first_token) / (output_tokens - 1)   per request; undefined below 2 tokens
+    itl       gaps between neighbouring events, pooled over all requests
+    e2el      done - sent
+    send_lag  sent - scheduled
+    ttft_from_schedule, e2el_from_schedule: the same from the instant the request was due (no coordinated omission)
+
+Statistics: percentiles interpolate linearly (numpy's default), std is the sample's (n - 1). `duration_s` runs from the
+first measured request sent to the last measured reply ended, whatever its outcome, drain included (as `vllm bench`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.rundir.records import Table
+
+METRICS = (
+    "ttft_ms",
+    "tpot_ms",
+    "itl_ms",
+    "e2el_ms",
+    "send_lag_ms",
+    "ttft_from_schedule_ms",
+    "e2el_from_schedule_ms",
+)
+PERCENTILES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p99_9": 999}  # in thousandths, so ranks are exact
+STATISTICS = ("n", "mean", "std", "min", "max", *PERCENTILES)
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+
+Column = NDArray[np.float64]  # (n,) one value a request, NaN where undefined
+PercentileMethod = Literal["linear", "nearest_rank", "index_floor"]
+
+
+class Sample(NamedTuple):
+    """The values of one metric, ascending, in units of `unit_ms` milliseconds (pooled gaps stay whole microseconds)."""
+
+    values: NDArray[Any]
+    unit_ms: float
+
+
+def between_ms(table: Table, start: str, end: str) -> Column:
+    """`end` minus `start`, two `_ns` columns, in milliseconds; NaN where either never happened."""
+    first, last = getattr(table, start), getattr(table, end)
+    return np.where((first == -1) | (last == -1), np.nan, (last - first) / 1e6)
+
+
+def _per_token_ms(total_ms: Column, tokens: NDArray[np.int64], least: int) -> Column:
+    """total / tokens where the server counted at least `least` tokens, else NaN."""
+    return np.where(tokens >= least, total_ms / np.maximum(tokens, 1), np.nan)
+
+
+def _decode_ms(table: Table) -> Column:
+    """(last token - first token) / (output tokens - 1); NaN for a reply in one event, which has no duration."""
+    decode_ms = np.where(table.events >= 2, between_ms(table, "first_token_ns", "last_token_ns"), np.nan)
+    return _per_token_ms(decode_ms, table.output_tokens - 1, 1)
+
+
+def _pooled_gaps(table: Table) -> Sample:
+    """Every gap between neighbouring events of the ok requests, each one sample."""
+    gaps = np.empty(int(np.diff(table.itl_offsets)[table.ok].sum()), np.uint32)  # one copy, sorted in place
+    at = 0
+    for part in table.blocks():
+        kept = part.itl_us[np.repeat(part.ok, np.diff(part.itl_offsets))]
+        gaps[at : at + len(kept)] = kept
+        at += len(kept)
+    gaps.sort()
+    return Sample(gaps, 1e-3)
+
+
+def _defined(values: Column) -> Sample:
+    return Sample(np.sort(values[~np.isnan(values)]), 1.0)
+
+
+def _none(table: Table) -> Sample:
+    return Sample(np.empty(0), 1.0)
+
+
+def _request_means(table: Table) -> Sample:
+    """One mean gap an ok request."""
+    return _defined(_decode_ms(table)[table.ok])
+
+
+def _request_means_by_token(table: Table) -> Sample:
+    """A request's mean gap, counted once for each of its gaps."""
+    means = _decode_ms(table)
+    defined = ~np.isnan(means) & table.ok
+    return Sample(np.sort(np.repeat(means[defined], table.output_tokens[defined] - 1)), 1.0)
+
+
+@dataclass(frozen=True)
+class Convention:
+    """One tool's definitions applied to our records. `differs`: what to expect, and what the records cannot give."""
+
+    name: str
+    ttft: Callable[[Table], Column]
+    tpot: Callable[[Table], Column]
+    e2el: Callable[[Table], Column]
+    itl: Callable[[Table], Sample]
+    percentile: PercentileMethod
+    from_zero: bool  # throughput: from t = 0 instead of from the first request sent
+    differs: str
+
+
+CONVENTIONS: dict[str, Convention] = {
+    convention.name: convention
+    for convention in (
+        Convention(
+            name="loadgen",
+            ttft=lambda t: between_ms(t, "sent_ns", "first_token_ns"),
+            tpot=_decode_ms,
+            e2el=lambda t: between_ms(t, "sent_ns", "done_ns"),
+            itl=_pooled_gaps,
+            percentile="linear",
+            from_zero=False,
+            differs="This tool's own definitions (METHODOLOGY.md).",
+        ),
+        Convention(
+            name="vllm",
+            ttft=lambda t: between_ms(t, "sent_ns", "first_token_ns"),
+            tpot=_decode_ms,
+            e2el=lambda t: between_ms(t, "sent_ns", "last_token_ns"),
+            itl=_pooled_gaps,
+            percentile="linear",
+            from_zero=False,
+            differs=(
+                "vllm bench serve: e2el ends at the last event with output, not at the end of the reply. Not "
+                "reproducible: its start stamp, taken before the request waits for a connection and for the client's "
+                "event loop; empty chunks, which its completions client counts as events; its std divides by n."
+            ),
+        ),
+        Convention(
+            name="guidellm",
+            ttft=lambda t: between_ms(t, "sent_ns", "first_token_ns"),
+            tpot=lambda t: _per_token_ms(between_ms(t, "sent_ns", "last_token_ns"), t.output_tokens, 1),
+            e2el=lambda t: between_ms(t, "sent_ns", "done_ns"),
+            itl=_request_means_by_token,
+            percentile="nearest_rank",
+            from_zero=False,
+            differs=(
+                "guidellm: tpot includes the time to the first token and divides by all tokens; itl is each request's "
+                "mean gap, weighted by its tokens, so stalls within a request vanish; percentiles are nearest-rank. "
+                "Not reproducible: its wall-clock stamps and the way it averages throughput over time (here: total "
+                "over duration)."
+            ),
+        ),
+        Convention(
+            name="aiperf",
+            ttft=lambda t: between_ms(t, "sent_ns", "first_token_ns"),
+            tpot=lambda t: np.full(len(t), np.nan),
+            e2el=lambda t: between_ms(t, "sent_ns", "last_token_ns"),
+            itl=_request_means,
+            percentile="linear",
+            from_zero=False,
+            differs=(
+                "aiperf: itl is what others call tpot, one mean a request; there is no tpot; e2el (request "
+                "latency) ends at the last event with output. Not reproducible: its token counts, made by its own "
+                "tokenizer unless told otherwise, and the number of tokens in a first event that carries several."
+            ),
+        ),
+        Convention(
+            name="mlperf",
+            ttft=lambda t: between_ms(t, "scheduled_ns", "first_token_ns"),
+            tpot=lambda t: _per_token_ms(between_ms(t, "first_token_ns", "done_ns"), t.output_tokens - 1, 1),
+            e2el=lambda t: between_ms(t, "scheduled_ns", "done_ns"),
+            itl=_none,
+            percentile="index_floor",
+            from_zero=True,
+            differs=(
+                "MLPerf LoadGen: ttft and e2el count from the instant the request was due; there is no itl; a "
+                "percentile is the sample at floor(n p); throughput counts from t = 0. Not reproducible: its own "
+                "schedule and early-stopping verdict; its Server scenario counts one request fewer."
+            ),
+        ),
+    )
+}
+
+
+def column(table: Table, metric: str, convention: Convention) -> Column:
+    """One value a request, in milliseconds (n,); `itl_ms`, which has many a request, is not a column."""
+    match metric:
+        case "ttft_ms":
+            return convention.ttft(table)
+        case "tpot_ms":
+            return convention.tpot(table)
+        case "e2el_ms":
+            return convention.e2el(table)
+        case "send_lag_ms":
+            return between_ms(table, "scheduled_ns", "sent_ns")
+        case "ttft_from_schedule_ms":
+            return between_ms(table, "scheduled_ns", "first_token_ns")
+        case "e2el_from_schedule_ms":
+            return between_ms(table, "scheduled_ns", "done_ns")
+    raise ValueError(f"{metric} is not a metric with one value a request")
+
+
+def sample(measured: Table, metric: str, convention: Convention) -> Sample:
+    """The defined values of a metric over the requests that ended ok."""
+    if metric == "itl_ms":
+        return convention.itl(measured)
+    return _defined(column(measured, metric, convention)[measured.ok])
+
+
+def percentile(values: NDArray[Any], thousandths: int, method: PercentileMethod) -> float:
+    """A percentile of ascending `values` (n >= 1)."""
+    n = len(values)
+    if method == "nearest_rank":
+        return float(values[max(0, -(-n * thousandths // 1000) - 1)])
+    if method == "index_floor":
+        return float(values[min(n - 1, n * thousandths // 1000)])
+    below, rest = divmod((n - 1) * thousandths, 1000)
+    low, high = float(values[below]), float(values[min(n - 1, below + 1)])
+    return low + (high - low) * (rest / 1000)
+
+
+def summary(measured: Sample, method: PercentileMethod) -> dict[str, float | None]:
+    """The statistics of a sample, in milliseconds; None where there are too few values to define them."""
+    values, unit = measured
+    n = len(values)
+    if n == 0:
+        return {name: 0 if name == "n" else None for name in STATISTICS}
+    mean = float(np.mean(values, dtype=np.float64))
+    return {
+        "n": n,
+        "mean": mean * unit,
+        "std": _std(values, mean) * unit if n > 1 else None,
+        "min": float(values[0]) * unit,
+        "max": float(values[-1]) * unit,
+        **{name: percentile(values, p, method) * unit for name, p in PERCENTILES.items()},
+    }
+
+
+def _std(values: NDArray[Any], mean: float) -> float:
+    """Sample standard deviation, in blocks: a copy of all pooled gaps as floats would double the memory."""
+    block = 1 << 18
+    squares = (float(np.sum((values[i : i + block] - mean) ** 2)) for i in range(0, len(values), block))
+    return float(np.sqrt(sum(squares) / (len(values) - 1)))
+
+
+def duration_s(measured: Table, convention: Convention) -> float | None:
+    """Seconds that throughput divides by; None when nothing was sent or nothing ended."""
+    sent, done = measured.sent_ns[measured.sent_ns != -1], measured.done_ns[measured.done_ns != -1]
+    if len(sent) == 0 or len(done) == 0:
+        return None
+    seconds = (int(done.max()) - (0 if convention.from_zero else int(sent.min()))) / 1e9
+    return seconds if seconds > 0 else None
+
+
+def total(counts: NDArray[np.int64]) -> int | None:
+    """Sum of the counts that the server gave; None when it gave none."""
+    known = counts[counts != -1]
+    return int(known.sum()) if len(known) else None
+
+
+def good(measured: Table, slos_ms: Mapping[str, float], convention: Convention) -> NDArray[np.bool_]:
+    """Which requests (n,) ended ok and meet every limit. Below two output tokens any tpot is met; unknown meets none.
+
+    Raises ValueError for a limit on anything but ttft, tpot and e2el (the names of `vllm bench serve --goodput`).
+    """
+    meets = measured.ok
+    for name, limit_ms in slos_ms.items():
+        if name not in GOODPUT_METRICS:
+            raise ValueError(f"goodput has no limit on {name!r}; use {', '.join(GOODPUT_METRICS)}.")
+        values = column(measured, f"{name}_ms", convention)
+        if name == "tpot":
+            values = np.where((measured.output_tokens == 0) | (measured.output_tokens == 1), 0.0, values)
+        meets &= values <= limit_ms  # NaN compares false: undefined is not good
+    return meets
+
+
+def send_spread_ms(measured: Table) -> tuple[int, float | None]:
+    """How many requests were due at t = 0, and the time from the first of them sent to the last (None below two)."""
+    burst = measured.sent_ns[(measured.scheduled_ns == 0) & (measured.sent_ns != -1)]
+    due = int((measured.scheduled_ns == 0).sum())
+    return due, float(burst.max() - burst.min()) / 1e6 if len(burst) > 1 else None
+
+
+def peak_events_per_s(measured: Table) -> float | None:
+    """Events in the busiest second, counted in whole seconds from the first event; None without events.
+
+    A run whose events all fall within one second is divided by the time they took, at least a tenth of a second.
+    """
+    started = measured.first_token_ns != -1
+    if not started.any():
+        return None
+    first = int(measured.first_token_ns[started].min())
+    last = int(measured.last_token_ns.max())
+    counts = np.zeros((last - first) // 1_000_000_000 + 1, np.int64)
+    for part in measured.blocks():
+        counts += _events_by_second(part, first, len(counts))
+    if len(counts) == 1:
+        return float(counts[0]) / max((last - first) / 1e9, 0.1)
+    return float(counts.max())
+
+
+def _events_by_second(table: Table, first_ns: int, seconds: int) -> NDArray[np.int64]:
+    """How many events fall into each second since `first_ns` (seconds,)."""
+    begin_us = (table.first_token_ns - first_ns) // 1000
+    gaps = np.diff(table.itl_offsets)
+    walked = np.concatenate(([0], np.cumsum(table.itl_us, dtype=np.int64)))
+    later_us = walked[1:] + np.repeat(begin_us - walked[table.itl_offsets[:-1]], gaps)
+    times_us = np.concatenate((begin_us[table.first_token_ns != -1], later_us))
+    return np.bincount(np.clip(times_us // 1_000_000, 0, seconds - 1), minlength=seconds)

@@ -1,0 +1,196 @@
+"""A run directory: its files, the manifest that says what was run before the first request is sent, and the snapshot of
+what a run that goes on has measured so far, for whoever exports it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import time
+import uuid
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from backends.untrusted import UNDECODABLE
+
+MANIFEST_SCHEMA = "loadgen.manifest/1"
+SNAPSHOT_SCHEMA = "llm_dissect.snapshot/1"
+SNAPSHOT_FILE = "snapshot.json"
+
+
+class RunError(Exception):
+    """A run directory that cannot be used. The message says which and what to do."""
+
+
+class Ceiling(msgspec.Struct, kw_only=True):
+    """What this client can take on this machine, measured on the embedded server with the run's own shape."""
+
+    events_per_s_per_core: float
+    cpu_us_per_event: float
+    event_error_p50_ms: float | None = None  # arrival as recorded minus the server's stamp before it sent
+    event_error_p99_ms: float | None = None
+    requests: int
+    output_tokens: int
+
+
+class Machine(msgspec.Struct, kw_only=True):
+    platform: str
+    python: str
+    cpu_count: int
+    hostname: str
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """What was asked and of whom. Secrets never get here: the API key is named by its environment variable only."""
+
+    schema: str = MANIFEST_SCHEMA
+    run_id: str
+    version: str
+    started_unix_s: float
+    argv: list[str]
+    config: dict[str, Any]
+    backend: str
+    model: str
+    url: str
+    emulated: bool
+    server_version: str | None = None
+    requests_planned: int | None = None  # None: as many as the duration holds
+    arrival: str
+    max_total_tokens: int | None = None
+    machine: Machine
+    ceiling: Ceiling | None = None
+    emulation: dict[str, Any] | None = None  # modelled hardware: scheduler, GPU, KV cache, how far off it was elsewhere
+    launch: dict[str, Any] | None = None  # the server that was started for the run: command, image, GPUs, P2P, ...
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One value of a family; labels tell it from the others."""
+
+    value: float
+    labels: dict[str, str] = {}
+
+
+class Histogram(msgspec.Struct, frozen=True):
+    """counts[i]: values up to bounds[i] and above the bound before; the last count is of all above. exemplars: bucket
+    -> a request that fell into it, and its value."""
+
+    bounds: list[float]
+    counts: list[int]
+    sum: float
+    labels: dict[str, str] = {}
+    exemplars: dict[int, tuple[str, float]] = {}
+
+
+class Family(msgspec.Struct, frozen=True):
+    """One metric, as Prometheus knows them; the unit is the end of the name, a counter's `_total` left out."""
+
+    name: str
+    type: Literal["gauge", "counter", "histogram"]
+    help: str
+    samples: list[Sample] = []
+    histograms: list[Histogram] = []
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a program has measured up to now; `labels` say what was run."""
+
+    schema: str = SNAPSHOT_SCHEMA
+    run_id: str
+    program: str
+    state: Literal["running", "finished", "stopped"]
+    labels: dict[str, str] = {}
+    families: list[Family] = []
+
+
+def package_version() -> str:
+    try:
+        return version("llm-dissect")
+    except PackageNotFoundError:  # run from a checkout that is on the path and not installed
+        return "not installed"
+
+
+def new_run_id() -> str:
+    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + uuid.uuid4().hex[:6]
+
+
+def usable_cpus() -> set[int]:
+    """The logical CPUs that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def this_machine() -> Machine:
+    return Machine(
+        platform=platform.platform(),
+        python=sys.version.split()[0],
+        cpu_count=len(usable_cpus()),
+        hostname=platform.node(),
+    )
+
+
+def create(directory: Path) -> bool:
+    """Makes the run directory and proves that it can be written; whether it is new. Raises RunError; never overwrites a
+    run."""
+    try:
+        new = not directory.exists()
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise RunError(f"{directory} exists and is not empty; name another --out, nothing was overwritten.")
+        probe = directory / ".write"
+        probe.touch()
+        probe.unlink()
+        return new
+    except OSError as error:
+        raise RunError(f"cannot write to {directory}: {error.strerror or error}; name another --out.") from None
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+    (directory / "manifest.json").write_bytes(text + b"\n")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a run directory. Raises RunError."""
+    path = directory / "manifest.json"
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise RunError(f"{directory} holds no manifest.json; is it a run directory?") from None
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror or error}") from None
+    try:
+        return msgspec.json.decode(data, type=Manifest)
+    except UNDECODABLE as error:
+        if _of_training(data):
+            raise RunError(
+                f"{directory} is a directory of training_probe; read it with `training_probe report {directory}`."
+            ) from None
+        raise RunError(f"{path} is not a manifest of this version: {error}") from None
+
+
+def _of_training(manifest: bytes) -> bool:
+    """Whether it says that training_probe wrote it."""
+    try:
+        return msgspec.json.decode(manifest, type=_Marked).schema.startswith("training_probe.")
+    except UNDECODABLE:
+        return False
+
+
+class _Marked(msgspec.Struct):
+    schema: str
+
+
+def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
+    """Replaces the snapshot of a run directory; a reader finds the old one or the new one, never a part."""
+    part = directory / (SNAPSHOT_FILE + ".part")
+    part.write_bytes(msgspec.json.encode(snapshot) + b"\n")
+    part.replace(directory / SNAPSHOT_FILE)
+
+
+def remove_if_empty(directory: Path) -> None:
+    """Takes back a run directory in which nothing was written: the run never began."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()

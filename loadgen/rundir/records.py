@@ -1,0 +1,397 @@
+"""The records of a run: one JSON line a request while it runs, numpy columns afterwards.
+
+The file is the only source of every number that is reported: a run reads its own file back, so `loadgen report` on
+the same directory, or on what a killed run left, gives the same numbers. Times are monotonic nanoseconds since the
+start of the run (t = 0 is when the schedule begins); null, and -1 in the columns, means that it never happened.
+
+Reading is incremental and never holds the records as objects: a table is 122 bytes a request and 4 bytes a gap, and
+reading one that finished nearly in order takes little more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import lzma
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.untrusted import UNDECODABLE
+from loadgen.rundir.outcomes import OUTCOMES
+
+SCHEMA = "loadgen.requests/1"
+
+PHASES = ("warmup", "measured")
+
+_JOINED = "requests.jsonl"
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """One request. `events` carried output; `itl_us` are the gaps between them, so len(itl_us) == events - 1.
+
+    A gap is the difference of two arrival times, each rounded down to the microsecond since the run's start, so gaps
+    add up without drift. Events that arrived in one read of the socket share its stamp: their gap is exactly 0.
+    """
+
+    id: int
+    scheduled_ns: int
+    sent_ns: int | None = None
+    headers_ns: int | None = None
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+    done_ns: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    asked_prompt_tokens: int
+    asked_tokens: int
+    cached_tokens: int | None = None
+    events: int = 0
+    status: int | None = None
+    outcome: str
+    phase: str = "measured"
+    error: str | None = None
+    itl_us: Sequence[int] = ()
+
+
+class Header(msgspec.Struct, kw_only=True):
+    """First line of requests.jsonl."""
+
+    schema: str = SCHEMA
+    run_id: str
+    version: str
+    t0_monotonic_ns: int  # the machine's monotonic clock at t = 0, to lay other processes' stamps beside ours
+
+
+class ClientFacts(msgspec.Struct, kw_only=True):
+    """What one client process saw of itself: the last line it writes, missing when it was killed.
+
+    The window is from the first measured request due to the last reply. Lags are milliseconds.
+    """
+
+    state: str  # complete | interrupted
+    wall_s: float
+    cpu_s: float
+    cpu_peak_ratio: float  # busiest second, 1.0 = one core
+    peak_rss_bytes: int
+    events: int
+    loop_lag_p50_ms: float
+    loop_lag_p99_ms: float
+    loop_lag_max_ms: float
+    connections: int
+    connect_p50_ms: float | None = None
+    connect_max_ms: float | None = None
+    receive_lag_p50_ms: float | None = None  # read stamp minus kernel stamp, with --kernel-timestamps
+    receive_lag_p99_ms: float | None = None
+    receive_lag_max_ms: float | None = None
+
+
+class Footer(msgspec.Struct, kw_only=True):
+    client: ClientFacts
+
+
+class RecordsError(ValueError):
+    """A records file that cannot be read. The message names the file and the line."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The requests of one run as columns: warm-up first, then in order of id.
+
+    Shapes: (n,) except `itl_us`, flat, cut by `itl_offsets` (n+1,), which begins at 0.
+    """
+
+    id: NDArray[np.int64]
+    scheduled_ns: NDArray[np.int64]
+    sent_ns: NDArray[np.int64]
+    headers_ns: NDArray[np.int64]
+    first_token_ns: NDArray[np.int64]
+    last_token_ns: NDArray[np.int64]
+    done_ns: NDArray[np.int64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    asked_prompt_tokens: NDArray[np.int64]
+    asked_tokens: NDArray[np.int64]
+    cached_tokens: NDArray[np.int64]
+    events: NDArray[np.int64]
+    status: NDArray[np.int64]
+    outcome: NDArray[np.int8]  # index into OUTCOMES
+    phase: NDArray[np.int8]  # index into PHASES
+    itl_us: NDArray[np.uint32]
+    itl_offsets: NDArray[np.int64]
+    errors: dict[int, str]  # id of a measured request -> what went wrong
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+    @property
+    def ok(self) -> NDArray[np.bool_]:
+        ok: NDArray[np.bool_] = self.outcome == _OUTCOME_CODE["ok"]
+        return ok
+
+    def select(self, mask: NDArray[np.bool_]) -> Table:
+        """The rows where `mask` (n,) holds, as a copy."""
+        counts = np.diff(self.itl_offsets)
+        kept = set(self.id[mask].tolist()) if self.errors else set()
+        return Table(
+            **{name: getattr(self, name)[mask] for name in COLUMNS},
+            itl_us=self.itl_us[np.repeat(mask, counts)],
+            itl_offsets=np.concatenate(([0], np.cumsum(counts[mask]))).astype(np.int64),
+            errors={key: text for key, text in self.errors.items() if key in kept},
+        )
+
+    def rows(self, first: int, last: int) -> Table:
+        """Rows `first` to `last` (exclusive), as a view."""
+        kept = set(self.id[first:last].tolist()) if self.errors else set()
+        begin, end = int(self.itl_offsets[first]), int(self.itl_offsets[last])
+        return Table(
+            **{name: getattr(self, name)[first:last] for name in COLUMNS},
+            itl_us=self.itl_us[begin:end],
+            itl_offsets=self.itl_offsets[first : last + 1] - begin,
+            errors={key: text for key, text in self.errors.items() if key in kept},
+        )
+
+    def blocks(self) -> Iterator[Table]:
+        """The rows in views of a few thousand, for work whose arrays would be larger than the gaps themselves."""
+        for first in range(0, len(self), ROWS_A_BLOCK):
+            yield self.rows(first, min(first + ROWS_A_BLOCK, len(self)))
+
+    def arrivals_ns(self, row: int) -> NDArray[np.int64]:
+        """When each event of a streamed reply arrived, rounded down to the microsecond; shape (events,)."""
+        gaps_us = self.itl_us[self.itl_offsets[row] : self.itl_offsets[row + 1]]
+        micros: NDArray[np.int64] = np.cumsum([self.first_token_ns[row] // 1000, *gaps_us], dtype=np.int64)
+        return micros * 1000
+
+    def measured(self) -> Table:
+        """The requests that count, as a view."""
+        return self.rows(int((self.phase != _PHASE_CODE["measured"]).sum()), len(self))
+
+
+_INTEGERS = (
+    "id", "scheduled_ns", "sent_ns", "headers_ns", "first_token_ns", "last_token_ns", "done_ns", "prompt_tokens",
+    "output_tokens", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "events", "status",
+)  # fmt: skip
+COLUMNS = (*_INTEGERS, "outcome", "phase")
+_OUTCOME_CODE = {name: code for code, name in enumerate(OUTCOMES)}
+_PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
+GAPS_A_BLOCK = 1 << 19
+ROWS_A_BLOCK = 1 << 12
+
+
+class _Columns:
+    """A table that grows by one record at a time, in any order."""
+
+    def __init__(self) -> None:
+        self._integers = {name: array("q") for name in _INTEGERS}
+        self._outcome, self._phase = array("b"), array("b")
+        self._gaps = [array("I")]  # blocks, so that growing never copies and ordering can free them one by one
+        self._gap_counts = array("I")
+        self._errors: dict[int, str] = {}
+        self._texts: dict[str, str] = {}  # ten thousand refusals share one message
+
+    def append(self, record: Record) -> None:
+        """Raises ValueError for an outcome or phase outside the closed lists and for a number out of range."""
+        if record.outcome not in _OUTCOME_CODE:
+            raise ValueError(f"unknown outcome {record.outcome!r}")
+        if record.phase not in _PHASE_CODE:
+            raise ValueError(f"unknown phase {record.phase!r}")
+        if len(self._gaps[-1]) >= GAPS_A_BLOCK:
+            self._gaps.append(array("I"))
+        try:
+            self._gaps[-1].extend(record.itl_us)
+            for name, column in self._integers.items():
+                value = getattr(record, name)
+                column.append(-1 if value is None else value)
+        except OverflowError as error:
+            raise ValueError(f"a number is out of range: {error}") from None
+        self._gap_counts.append(len(record.itl_us))
+        self._outcome.append(_OUTCOME_CODE[record.outcome])
+        self._phase.append(_PHASE_CODE[record.phase])
+        if record.error and record.phase == "measured":
+            self._errors[record.id] = self._texts.setdefault(record.error, record.error)
+
+    def table(self) -> Table:
+        """Empties the columns into a table. Raises ValueError when a request is there twice."""
+        ids = np.asarray(self._integers["id"])
+        phase = np.asarray(self._phase)
+        order = np.lexsort((ids, phase))
+        repeated = np.flatnonzero((np.diff(ids[order]) == 0) & (np.diff(phase[order]) == 0))
+        if len(repeated):
+            raise ValueError(f"request {ids[order[repeated[0]]]} is recorded twice")
+        del ids
+        columns: dict[str, NDArray[np.int64]] = {}
+        for name in _INTEGERS:  # each array is freed as soon as it is put in order
+            columns[name] = np.asarray(self._integers.pop(name))[order]
+        gaps, offsets = self._ordered_gaps(order)
+        return Table(
+            **columns,
+            outcome=np.asarray(self._outcome)[order],
+            phase=phase[order],
+            itl_us=gaps,
+            itl_offsets=offsets,
+            errors=self._errors,
+        )
+
+    def _ordered_gaps(self, order: NDArray[np.int64]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """All gaps, those of row order[0] first, and their offsets. Frees every block as soon as it is copied."""
+        counts = np.asarray(self._gap_counts)
+        offsets = np.zeros(len(order) + 1, np.int64)
+        np.cumsum(counts[order], out=offsets[1:])
+        begins = np.empty(len(order), np.int64)
+        begins[order] = offsets[:-1]
+        out = np.empty(int(offsets[-1]), np.uint32)
+        targets = zip(begins.tolist(), counts.tolist(), strict=True)
+        self._gaps.reverse()
+        while self._gaps:
+            block = np.asarray(self._gaps.pop())
+            at = 0
+            while at < len(block):
+                begin, count = next(targets)
+                out[begin : begin + count] = block[at : at + count]
+                at += count
+        return out, offsets
+
+
+def table(records: Iterable[Record]) -> Table:
+    """Columns from records in any order.
+
+    Raises ValueError for an outcome or phase outside the closed lists, a number out of range, a request recorded twice.
+    """
+    columns = _Columns()
+    for record in records:
+        columns.append(record)
+    return columns.table()
+
+
+class RecordsFile:
+    """Appends records to a JSONL file; every line is with the kernel when `write` returns, so kill -9 loses none."""
+
+    def __init__(self, path: Path, run_id: str, version: str, t0_monotonic_ns: int) -> None:
+        self._encode = msgspec.json.Encoder().encode
+        self._file = path.open("xb")
+        self._line(Header(run_id=run_id, version=version, t0_monotonic_ns=t0_monotonic_ns))
+
+    def _line(self, value: msgspec.Struct) -> None:
+        self._file.write(self._encode(value) + b"\n")
+        self._file.flush()  # whole lines only, or an OSError
+
+    def write(self, record: Record) -> None:
+        self._line(record)
+
+    def close(self, client: ClientFacts) -> None:
+        self._line(Footer(client=client))
+        self._file.close()
+
+
+def _files(directory: Path) -> list[Path]:
+    """The records of a run: `requests.jsonl`, or the workers' parts of it when they were killed before the merge.
+
+    Both are there only when the merge was killed between its last two steps; the parts are then copies. Whoever keeps
+    runs may have packed the file with gzip or xz.
+    """
+    joined = [path for suffix in ("", ".gz", ".xz") if (path := directory / f"{_JOINED}{suffix}").exists()]
+    paths = joined[:1] or sorted(directory.glob("requests.*.jsonl"))
+    if not paths:
+        raise RecordsError(f"{directory} holds no requests.jsonl; is it a run directory?")
+    return paths
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """To read, unpacked. Raises RecordsError, also in its block, for what cannot be unpacked."""
+    unpack: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    with unpack.get(path.suffix, Path.open)(path, "rb") as file:
+        try:
+            yield file
+        except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+            raise RecordsError(f"{path} cannot be unpacked: {error}") from None
+
+
+def _read_header(path: Path, file: BinaryIO) -> Header:
+    try:
+        header = msgspec.json.decode(file.readline(), type=Header)
+    except UNDECODABLE as error:
+        raise RecordsError(f"{path} does not begin with a {SCHEMA} header: {error}") from None
+    if header.schema != SCHEMA:
+        raise RecordsError(f"{path} has schema {header.schema!r}, this version reads {SCHEMA!r}")
+    return header
+
+
+def read_header(directory: Path) -> Header:
+    """The header of a run's records. Raises RecordsError, also when its workers' files are of different runs."""
+    headers = []
+    paths = _files(directory)
+    for path in paths:
+        with _open(path) as file:
+            headers.append(_read_header(path, file))
+    for path, header in zip(paths, headers, strict=True):
+        if header != headers[0]:
+            raise RecordsError(
+                f"{path} and {paths[0]} are of different runs; keep the files of one run in a directory."
+            )
+    return headers[0]
+
+
+def read(directory: Path) -> tuple[Table, list[ClientFacts]]:
+    """The table of a run directory and what each client process said of itself (none for a killed one).
+
+    Reads `requests.jsonl` or, where workers were killed before they were merged, their `requests.*.jsonl`. A last
+    line that a kill cut in two is left out; any other damage raises RecordsError.
+    """
+    read_header(directory)
+    columns = _Columns()
+    facts: list[ClientFacts] = []
+    record_of = msgspec.json.Decoder(Record).decode
+    for path in _files(directory):
+        with _open(path) as file:
+            file.readline()
+            for number, line in enumerate(file, 2):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    if line.startswith(b'{"client":'):
+                        facts.append(msgspec.json.decode(line, type=Footer).client)
+                    else:
+                        columns.append(record_of(line))
+                except (*UNDECODABLE, ValueError) as error:  # ValueError: a value that no column takes
+                    raise RecordsError(f"{path} line {number} is not a record: {error}") from None
+    try:
+        return columns.table(), facts
+    except ValueError as error:
+        raise RecordsError(f"{directory}: {error}; were its files copied by hand?") from None
+
+
+def merge(directory: Path) -> None:
+    """Joins the workers' `requests.N.jsonl` into `requests.jsonl`, line for line, and removes them.
+
+    Raises RecordsError when there are none or they are of different runs. Killed at any point, it loses no record and
+    doubles none.
+    """
+    parts = _files(directory)
+    read_header(directory)
+    joined = directory / _JOINED
+    if parts[0].name.startswith(_JOINED):
+        raise RecordsError(f"{parts[0]} is there already; nothing was merged.")
+    unfinished = directory / "requests.jsonl.part"
+    try:
+        with unfinished.open("wb") as out:
+            for number, part in enumerate(parts):
+                with part.open("rb") as file:
+                    header = file.readline()
+                    if number == 0:
+                        out.write(header)
+                    # a line that a kill cut in two would run into the next worker's first
+                    out.writelines(line for line in file if line.endswith(b"\n"))
+        unfinished.rename(joined)
+    except OSError:  # a full disk: the parts are still whole
+        unfinished.unlink(missing_ok=True)
+        raise
+    for part in parts:
+        part.unlink()

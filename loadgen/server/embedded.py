@@ -1,0 +1,163 @@
+"""The embedded server as a process of its own: started for a run, and to measure the client's own ceiling before one.
+
+loadgen knows it only by its command line and its wire; nothing of `servers` is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from loadgen import child_env
+from loadgen.config import Config
+from loadgen.rundir import Ceiling, records
+
+START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
+REFUSED = 2  # its exit code for options that it will not serve with
+DIALECTS = {"vllm": "vllm", "openai": "openai", "openai-chat": "openai", "lightllm": "lightllm", "tgi": "tgi"}
+EMULATED_MARK = "emulated"  # in the Server header of every reply
+
+# A run for its own sake meets the server's usual times with some spread: a burst of 1000 is 25,000 events a second,
+# which also a slow machine with two cores takes.
+RUN_TIMING = ("--jitter-ratio", "0.1")
+
+
+def options(config: Config, dialect: str, model: str) -> list[str]:
+    """The embedded server's flags for a run: fixed times, or those of modelled GPUs."""
+    chosen = ["--dialect", dialect, "--model", model, "--seed", str(config.seed)]
+    if config.gpu is None:
+        return [*chosen, *RUN_TIMING]
+    flags = modelled(config) | {"max_model_len": config.max_model_len}
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            chosen.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            several = value if isinstance(value, tuple) else () if value is None else (value,)
+            chosen += [word for each in several for word in (f"--{flag}", str(each))]
+    return chosen
+
+
+def modelled(config: Config) -> dict[str, Any]:
+    """The options of modelled hardware, as the embedded server and the predictions name them."""
+    gpus = None if config.gpus is None else int(config.gpus)
+    return {
+        "gpu": config.gpu,
+        "gpus": gpus,
+        "tp": gpus if config.tp == "all" else None if config.tp is None else int(config.tp),
+        "topology": config.topology,
+        "p2p": {"auto": None, "on": True, "off": False}[config.p2p],
+        "scheduler": config.scheduler,
+        "scheduler_arg": config.scheduler_arg,
+        "dtype": config.dtype,
+        "kv_tokens": config.kv_tokens,
+        "max_running": config.max_running,
+        "max_requests": UNREFUSED,
+        "memory_ratio": config.memory_ratio,
+        "profile": config.profile,
+        "speed": config.speed,
+    }
+
+
+UNREFUSED = 1 << 20  # requests at once: as in a server started for the run, none is turned away
+
+
+class Serving(msgspec.Struct, frozen=True):
+    """What the server says when it listens. `emulation`: of modelled hardware; None with fixed times."""
+
+    url: str
+    emulation: dict[str, Any] | None = None
+
+
+class EmbeddedError(Exception):
+    """The embedded server did not start. One sentence."""
+
+
+@contextlib.asynccontextmanager
+async def serving(*options: str) -> AsyncIterator[Serving]:
+    """Runs `python -m servers` on a free port while the block lasts. It dies with this process. Raises EmbeddedError
+    with its own sentence when it refuses its options."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "servers", "--port", "0", "--exit-with-stdin", *options,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        start_new_session=True, env=os.environ | child_env.environment(os.environ),
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    said: list[str] = []
+    listening = False
+
+    async def hear(stderr: asyncio.StreamReader) -> None:
+        async for line in stderr:
+            text = line.decode(errors="replace").rstrip()
+            if listening:
+                with contextlib.suppress(OSError):
+                    print(text, file=sys.stderr)
+            else:
+                said.append(text)
+
+    hearing = asyncio.ensure_future(hear(process.stderr))
+    try:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            raise EmbeddedError(f"the embedded server did not listen within {START_TIMEOUT_S:g} s.") from None
+        if not line:
+            code = await process.wait()
+            await hearing
+            if code == REFUSED and said:
+                raise EmbeddedError(said[-1].removeprefix("error: "))
+            last = f": {said[-1]}" if said else "."
+            raise EmbeddedError(f"the embedded server ended with exit code {code} before it listened{last}")
+        listening = True
+        yield msgspec.json.decode(line, type=Serving)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await child_env.ended(process, STOP_TIMEOUT_S)
+        hearing.cancel()
+
+
+def ceiling(directory: Path, stamps: Path, requests: int, output_tokens: int) -> Ceiling | None:
+    """The client's cost and error from a calibration run in `directory` and the server's own send stamps.
+
+    None when too little came through to tell. The error is arrival as recorded minus the server's stamp just before it
+    sent, over every event; it holds the server's write and the kernel besides the client.
+    """
+    table, facts = records.read(directory)
+    table = table.measured()
+    if not facts or facts[0].events < 1000 or facts[0].cpu_s <= 0:
+        return None
+    header = records.read_header(directory)
+    with np.load(stamps) as truth:
+        rows = {str(name).rpartition("-")[2]: row for row, name in enumerate(truth["request_id"])}
+        offsets, sent = truth["offsets"], truth["sent_ns"]
+    lags = []
+    for index in range(len(table)):
+        row = rows.get(str(table.id[index]))
+        if row is None or table.events[index] != offsets[row + 1] - offsets[row]:
+            continue
+        arrived = header.t0_monotonic_ns + table.arrivals_ns(index)
+        lags.append(arrived - sent[offsets[row] : offsets[row + 1]])
+    cpu_us = facts[0].cpu_s / facts[0].events * 1e6
+    return Ceiling(
+        events_per_s_per_core=1e6 / cpu_us,
+        cpu_us_per_event=cpu_us,
+        event_error_p50_ms=float(np.percentile(np.concatenate(lags), 50)) / 1e6 if lags else None,
+        event_error_p99_ms=float(np.percentile(np.concatenate(lags), 99)) / 1e6 if lags else None,
+        requests=requests,
+        output_tokens=output_tokens,
+    )
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="loadgen-calibrate-")

@@ -1,0 +1,389 @@
+"""What will be started: from options, the model and this machine's GPUs to one `Start`, in full and before it begins.
+
+`--dry-run`, `loadgen compose` and the run itself take the same `Launch`, so what is shown is what would run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import backends
+from backends import gpus, process
+from backends.launch import WITHOUT_P2P, Adapter, Invocation, LaunchError, Mount, Settings, Start, version_in
+from backends.protocol import Backend, ServerInfo
+from backends.untrusted import UNDECODABLE
+from loadgen.client.transport import Target
+from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
+from loadgen.load.prompts import Dataset
+from loadgen.plan import Plan, plan_run, planned_requests
+from loadgen.server import models
+from loadgen.server.installed import installed
+from loadgen.server.models import Model
+from loadgen.server.placement import gpu_pool, model_length, tensor_parallel
+
+CONTAINER_CONFIG = "/llm-dissect"  # where a container sees the files that are written for it
+CONTAINER_MODELS = "/models"
+UNDERFLOW = (
+    "dummy weights underflow in float16: the MLP multiplies zeros, which takes less power and may be faster than real "
+    "weights; --dtype bfloat16 does not."
+)
+TRACES = "trace"  # of the server's profiler, in the run's directory
+MODEL_DIR = Path("/MODEL_DIR")  # in a dry run: stands for a directory that is not here
+
+Files = dict[Path, bytes | str]  # to be there before it starts: content, or where a link points
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A server about to be started. `notes`: what a user should know about it, one sentence each."""
+
+    how: str  # docker or process
+    backend: Backend
+    adapter: Adapter
+    model: Model
+    settings: Settings
+    start: Start
+    files: Files
+    inventory: gpus.Inventory
+    gpu_indices: tuple[int, ...]
+    p2p: gpus.P2pDecision
+    notes: tuple[str, ...]
+
+    @property
+    def launcher(self) -> Any:
+        """The module that starts it: backends.docker or backends.process."""
+        return importlib.import_module(f"backends.{self.how}")
+
+    @property
+    def title(self) -> str:
+        where = f"Docker ({self.start.image})" if self.how == "docker" else "a process"
+        cards = f", GPUs {', '.join(map(str, self.gpu_indices))}" if self.gpu_indices else ""
+        p2p = f", P2P {'on' if self.p2p.enabled else 'off'} ({self.p2p.reason})" if len(self.gpu_indices) > 1 else ""
+        return f"{self.backend.name} with {self.model.name} in {where}, tensor parallel {self.settings.tp}{cards}{p2p}"
+
+    def command_line(self) -> str:
+        """The equivalent command for a shell; secrets appear by name only."""
+        return shlex.join(self.launcher.command_line(self.start))
+
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says about it before it runs."""
+        chosen = [gpu for gpu in self.inventory.gpus if gpu.index in self.gpu_indices]
+        return {
+            "launch": self.how,
+            "command": self.command_line(),
+            "version": ".".join(map(str, self.settings.version)) if self.settings.version else None,
+            "image": self.start.image,
+            "model": self.settings.model,
+            "tensor_parallel": self.settings.tp,
+            "dtype": self.settings.dtype,
+            "max_model_len": self.settings.max_model_len,
+            "max_running": self.settings.max_running,
+            "memory_ratio": self.settings.memory_ratio,
+            "gpus": [
+                {name: getattr(gpu, name) for name in ("index", "name", "memory_bytes", "power_limit_w")}
+                for gpu in chosen
+            ],
+            "driver": self.inventory.driver,
+            "p2p": {
+                "enabled": self.p2p.enabled,
+                "reason": self.p2p.reason,
+                "matrix": [list(row) for row in self.inventory.p2p],
+            },
+            "environment": process.telling(process.inherited()) if self.how == "process" else {},
+            "notes": list(self.notes),
+        }
+
+
+def plan_launch(
+    config: Config, directory: Path, run_id: str, inventory: gpus.Inventory | None = None, *, profiled: bool = False
+) -> Launch:
+    """Decides everything about the server. Raises ConfigError (options) or LaunchError (this machine).
+
+    `directory`: the run's, where the server's log and files go. `inventory`: the GPUs (default: those of this machine).
+    `profiled`: it gets its profiler, whose traces go to `directory`/trace.
+    """
+    backend = backends.get(config.kind)
+    adapter = _adapter(config, backend, profiled)
+    model = models.find(config.model or "7b")
+    plan = plan_run(config, backend, Target(""), ServerInfo(model.name), run_id, model)
+    notes = [adapter.profiler.note] if profiled and adapter.profiler and adapter.profiler.note else []
+    if config.dummy_weights and config.dtype == "float16":
+        notes.append(UNDERFLOW)
+    length = model_length(config, model, _longest(config, backend), notes)
+    if inventory is None:
+        inventory = gpus.read()
+    pool = gpu_pool(config, inventory, notes)
+    tp = tensor_parallel(config, model, length, pool, notes)
+    chosen = tuple(gpu.index for gpu in pool[:tp])
+    p2p = gpus.decide_p2p(config.p2p, inventory, chosen if inventory.gpus else ())  # assumed cards have no driver
+    if config.where == "process" and p2p.enabled and tp > 1:
+        notes += _inherited_notes()
+    settings = Settings(
+        model=model.name,
+        served_name=model.name,
+        tp=tp,
+        dtype=config.dtype,
+        max_model_len=length,
+        max_running=config.max_running,
+        max_requests=max(config.max_running, _at_once(config, plan)),
+        memory_ratio=config.memory_ratio,
+        seed=config.seed,
+        dummy_weights=config.dummy_weights,
+        p2p=p2p.enabled,
+        host="",
+        port=0,
+        config_dir="",
+        extra=config.server_arg,
+    )
+    local = _local(adapter, model, config, notes)
+    draft = _Draft(config, backend, adapter, model, local, settings, directory.absolute(), profiled)
+    settings, start, files = draft.in_docker() if config.where == "docker" else draft.as_process()
+    start = dataclasses.replace(start, run_id=run_id, gpu_ids=tuple(str(index) for index in chosen))
+    return Launch(
+        how=config.where,
+        backend=backend,
+        adapter=adapter,
+        model=model,
+        settings=settings,
+        start=start,
+        files=files,
+        inventory=inventory,
+        gpu_indices=chosen,
+        p2p=p2p,
+        notes=tuple(notes),
+    )
+
+
+def _adapter(config: Config, backend: Backend, profiled: bool) -> Adapter:
+    """What can start this kind of server so. Raises ConfigError."""
+    adapter = backend.adapter
+    if adapter is None:
+        raise ConfigError(f"loadgen cannot start a '{backend.name}' server; give --url, or --launch embedded.")
+    if config.dtype not in adapter.dtypes:
+        raise ConfigError(f"{backend.name} has no --dtype {config.dtype}; it has {', '.join(adapter.dtypes)}.")
+    if config.dummy_weights and not adapter.dummy_weights:
+        raise ConfigError(f"{backend.name} cannot make --dummy-weights; only vllm can.")
+    if profiled and adapter.profiler is None:
+        raise ConfigError(f"{backend.name} has no profiler that a client can start; vllm and lightllm have one.")
+    return adapter
+
+
+def _inherited_notes() -> list[str]:
+    return [
+        f"{name}={off} is set here, and the server inherits it: P2P is not what it could be; unset it."
+        for name, off in WITHOUT_P2P.items()
+        if os.environ.get(name) == off
+    ]
+
+
+def _longest(config: Config, backend: Backend) -> int | None:
+    """Tokens of the run's longest prompt and its reply; None where the prompts do not tell theirs."""
+    if config.dataset is None:
+        return config.input_tokens + config.output_tokens
+    return Dataset(config.dataset, config.output_tokens, backend.prompt_kind, config.warmup).longest_tokens()
+
+
+def _at_once(config: Config, plan: Plan) -> int:
+    """Requests that the server may have at once, running or waiting: all of an open loop if it is slow. Not fewer than
+    a usual burst, for whoever measures it with other options (compose)."""
+    most = config.concurrency or planned_requests(plan) or 0
+    return max(most, config.warmup, DEFAULT_REQUESTS)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A launch but for where the server finds its model and its files: in a container, or as a process of this machine.
+
+    `local`: the model's directory on this host, or MODEL_DIR; None: the server takes its `hf_id` from the hub.
+    """
+
+    config: Config
+    backend: Backend
+    adapter: Adapter
+    model: Model
+    local: Path | None
+    settings: Settings
+    directory: Path
+    profiled: bool
+
+    def in_docker(self) -> tuple[Settings, Start, Files]:
+        adapter, image = self.adapter, self.config.image or self.adapter.image
+        mounts: list[Mount] = []
+        seen = self.model.hf_id or ""
+        if self.local == MODEL_DIR:
+            mounts.append(Mount(MODEL_DIR, seen := f"{CONTAINER_MODELS}/{self.model.name.rpartition('/')[2]}"))
+        elif self.local is not None:
+            seen = _mount_model(self.local, mounts)
+        else:
+            mounts.append(_hub_mount(adapter))
+        seen, files = self._overlay(seen)
+        if files:
+            mounts.append(Mount(self.directory / "model", seen := f"{CONTAINER_CONFIG}/model"))
+        cache = models.user_cache() / "llm-dissect"
+        mounts += [Mount(cache / name, target, read_only=False) for name, target in adapter.caches.items()]
+        settings = self._settled(seen, "0.0.0.0", adapter.port, CONTAINER_CONFIG, version_in(image))
+        if settings.trace_dir is not None:
+            mounts.append(Mount(self.directory / TRACES, settings.trace_dir, read_only=False))
+        invocation = adapter.invoke(settings)
+        if invocation.files:
+            mounts.append(Mount(self.directory / "config", settings.config_dir))
+        argv = (*adapter.image_command, *invocation.arguments)
+        start = dataclasses.replace(
+            self._start(argv, invocation, adapter.port), image=image, host_port=self.config.port, mounts=tuple(mounts)
+        )
+        return settings, start, files | self._config_files(invocation)
+
+    def as_process(self) -> tuple[Settings, Start, Files]:
+        from backends import process
+
+        python = self.config.server_python or sys.executable
+        try:
+            version = _installed(self.backend.name, self.adapter, python)
+        except LaunchError:
+            if not self.config.dry_run:
+                raise
+            version = None
+        seen, files = self._overlay(str(self.local or self.model.hf_id))
+        settings = self._settled(
+            seen, "127.0.0.1", self.config.port or process.free_port(), str(self.directory), version
+        )
+        invocation = self.adapter.invoke(settings)
+        command = tuple(python if word == "{python}" else word for word in self.adapter.process_command)
+        start = self._start((*command, *invocation.arguments), invocation, settings.port)
+        if self.config.api_key_env is not None:  # the server inherits it, and may print it
+            start = dataclasses.replace(start, secrets=(*start.secrets, self.config.api_key_env))
+        return settings, start, files | self._config_files(invocation)
+
+    def _overlay(self, seen: str) -> tuple[str, Files]:
+        """Where the server is to look for a model that it would find at `seen`: there, or in a directory of links to it
+        but for the files that it must see otherwise. Raises LaunchError."""
+        if self.local in (None, MODEL_DIR) or not self.adapter.overlays:
+            return seen, {}
+        view = self.directory / "model"
+        files: Files = {view / path.name: f"{seen}/{path.name}" for path in self.local.iterdir()}
+        for name, change in self.adapter.overlays.items():
+            path = self.local / name
+            try:
+                files[view / name] = change(path.read_bytes() if path.is_file() else None)
+            except (OSError, ValueError, *UNDECODABLE) as error:
+                raise LaunchError(f"cannot use {path}: {error}.") from None
+        return str(view), files
+
+    def _settled(self, model: str, host: str, port: int, directory: str, version: tuple[int, ...] | None) -> Settings:
+        """`directory`: the run's, as the server sees it."""
+        return msgspec.structs.replace(
+            self.settings,
+            model=model,
+            host=host,
+            port=port,
+            config_dir=f"{directory}/config",
+            version=version,
+            trace_dir=f"{directory}/{TRACES}" if self.profiled else None,
+        )
+
+    def _start(self, argv: tuple[str, ...], invocation: Invocation, port: int) -> Start:
+        return Start(
+            run_id="",
+            backend=self.backend.name,
+            argv=argv,
+            env=invocation.env,
+            port=port,
+            log=self.directory / "server.log",
+            secrets=() if self.local is not None else ("HF_TOKEN",),
+        )
+
+    def _config_files(self, invocation: Invocation) -> Files:
+        return {self.directory / "config" / name: text.encode() for name, text in invocation.files.items()}
+
+
+def _local(adapter: Adapter, model: Model, config: Config, notes: list[str]) -> Path | None:
+    """The model's directory on this host; None: the server takes it from the hub; MODEL_DIR: it will have to be there.
+    Raises LaunchError."""
+    if model.directory is not None and (model.has_weights or config.dummy_weights or model.hf_id is None):
+        return model.directory
+    if not adapter.loads_from_hub and not config.dry_run:
+        raise LaunchError(
+            f"{config.kind} loads a model from a directory and {model.hf_id} is not on this machine; download it with "
+            f"`hf download {model.hf_id}`, or name its directory with --model."
+        )
+    if model.spec is not None and model.spec.gated and not models.hf_token() and not config.dry_run:
+        raise LaunchError(
+            f"{model.hf_id} is gated: accept its licence on huggingface.co and set HF_TOKEN, or name a local directory "
+            "with --model."
+        )
+    if not adapter.loads_from_hub:
+        notes.append(
+            f"{config.kind} loads from a directory: {MODEL_DIR} stands for where `hf download {model.hf_id}` puts it."
+        )
+        return MODEL_DIR
+    if not os.environ.get("HF_TOKEN") and models.hf_token():
+        notes.append("HF_TOKEN is not set: a run takes the token of your login to the hub.")
+    if adapter.overlays:
+        notes.append(
+            f"{model.hf_id} is not on this machine, so its end token cannot be taken away: replies may end early; "
+            f"`hf download {model.hf_id}` first."
+        )
+    return None
+
+
+def _mount_model(local: Path, mounts: list[Mount]) -> str:
+    """Mounts the directory and returns where a container sees it. A snapshot in the hub's cache is made of links into
+    the directory two above it. Raises LaunchError for a link that leads elsewhere: no container could follow it."""
+    root = local.parent.parent if local.parent.name == "snapshots" else local
+    whole = root.resolve()
+    for path in local.iterdir():
+        if path.is_symlink() and not path.resolve().is_relative_to(whole):
+            raise LaunchError(
+                f"{path} is a link out of {root}, which a container cannot follow; name a directory that holds the "
+                "files themselves with --model, or use --launch process."
+            )
+    mounts.append(Mount(root, f"{CONTAINER_MODELS}/{root.name}"))
+    return f"{CONTAINER_MODELS}/{local.relative_to(root.parent)}"
+
+
+def _hub_mount(adapter: Adapter) -> Mount:
+    """The hub's cache as the container sees it: with all that is beside it, unless it lies elsewhere on this host."""
+    home, hub = models.hf_home(), models.hub_cache()
+    if hub == home / "hub":
+        return Mount(home, adapter.cache_dir, read_only=False)
+    return Mount(hub, f"{adapter.cache_dir}/hub", read_only=False)
+
+
+def write_files(launch: Launch) -> None:
+    """Writes what the server will be shown, and makes the caches that Docker would otherwise make as root's."""
+    for path, content in launch.files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            path.symlink_to(content)
+        else:
+            path.write_bytes(content)
+    for mount in launch.start.mounts:
+        if not mount.read_only:
+            mount.source.mkdir(parents=True, exist_ok=True)
+
+
+def _installed(name: str, adapter: Adapter, python: str) -> tuple[int, ...] | None:
+    """The installed server's version, as far as it tells. Raises LaunchError when it is not installed."""
+    program = adapter.process_command[0]
+    try:
+        found = installed(adapter, python)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"--server-python {python} cannot be run: {error}.") from None
+    if found is not None:
+        return found.version
+    if program != "{python}":
+        raise LaunchError(f"{program} is not on the PATH; install {name} on this machine or use --launch docker.")
+    raise LaunchError(
+        f"{name} is not installed for {python}; name the interpreter that has it with --server-python, or use "
+        "--launch docker."
+    )

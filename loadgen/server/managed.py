@@ -1,0 +1,172 @@
+"""A server that was started for a run: made ready, and ended whatever happens.
+
+Starting may take many minutes, so it can be stopped at any point: no container and no process is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from backends.launch import LaunchError, Running, died, explain, last_lines
+from backends.replies import printable
+from loadgen.client.transport import Target, TransportError, get, raise_fd_limit
+from loadgen.server import models
+from loadgen.server.launch import Launch, write_files
+
+POLL_S = 0.5
+SAY_EVERY_S = 15.0
+HEALTH_TIMEOUT_S = 5.0
+END_WAIT_S = 6.0  # vLLM's API server outlives its engine by up to 5 s
+WHOLE_LOG_LINES = 5000
+
+Say = Callable[[str], None]
+
+
+class Hosted:
+    """A ready server. `facts` is what the manifest says of it."""
+
+    def __init__(self, launch: Launch, running: Running, url: str, ready_s: float) -> None:
+        self.launch = launch
+        self.running = running
+        self.url = url
+        self.facts: dict[str, Any] = {
+            **launch.facts(),
+            **running.facts,
+            "ready_s": ready_s,
+            "kv_cache_tokens": _capacity(launch, running.log_tail(WHOLE_LOG_LINES)),
+            "log": launch.start.log.name,
+        }
+
+    async def ended(self, wait_s: float = 0.0) -> LaunchError | None:
+        """Why it is no longer there, with the end of its log; None while it runs, for `wait_s` seconds from now."""
+        give_up = time.monotonic() + wait_s
+        while True:
+            try:
+                exit = await asyncio.to_thread(self.running.poll)
+            except LaunchError as error:  # the Docker engine went away
+                return error
+            if exit is not None:
+                log = await asyncio.to_thread(self.running.log_tail)
+                return died(self.launch.backend.name, exit, log, self.launch.adapter.failures)
+            if time.monotonic() >= give_up:
+                return None
+            await asyncio.sleep(POLL_S)
+
+    async def trouble(self) -> str | None:
+        """What its log tells of a failure, as one sentence, while it runs; None: nothing that is known."""
+        log = await asyncio.to_thread(self.running.log_tail, WHOLE_LOG_LINES)
+        found = explain(log, self.launch.adapter.failures)
+        return f"{self.launch.backend.name} still runs, but its log tells: {found[0]}; {found[1]}." if found else None
+
+
+@contextlib.asynccontextmanager
+async def hosting(launch: Launch, ready_timeout_s: float, say: Say) -> AsyncIterator[Hosted]:
+    """Starts the server, waits until it answers, and ends it with the block. Raises LaunchError."""
+    write_files(launch)
+    raise_fd_limit(0)  # a process inherits it
+    if "HF_TOKEN" in launch.start.secrets:
+        models.lend_token()
+    cancelled = threading.Event()
+    starting = asyncio.ensure_future(asyncio.to_thread(launch.launcher.start, launch.start, say, cancelled))
+    try:
+        running: Running = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        cancelled.set()
+        await _over(starting)
+        if starting.exception() is None:
+            await _over(asyncio.ensure_future(asyncio.to_thread(starting.result().stop)))
+        raise
+    try:
+        began = time.monotonic()
+        url = await _ready(launch, running, ready_timeout_s, say)
+        yield Hosted(launch, running, url, time.monotonic() - began)
+    finally:
+        stopping = asyncio.ensure_future(asyncio.to_thread(running.stop))
+        try:
+            say(f"stopping {launch.backend.name}")
+        finally:  # whoever listened may be gone
+            cancelled_again = await _over(stopping)
+        stopping.result()
+        if cancelled_again:
+            raise asyncio.CancelledError
+
+
+async def _over(future: asyncio.Future[Any]) -> bool:
+    """Waits for its end, whatever that is, however often we are cancelled meanwhile; whether we were."""
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled
+
+
+def quoted(log: str) -> str:
+    """Lines of a server's log, as they are shown to a person."""
+    return "\n".join(f"  | {printable(line, 400)}" for line in log.splitlines())
+
+
+async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -> str:
+    """The first of its addresses that answers for its health. Raises LaunchError when it dies or takes too long."""
+    name, failures = launch.backend.name, launch.adapter.failures
+    began = said = time.monotonic()
+    while True:
+        exit = await asyncio.to_thread(running.poll)
+        if exit is not None:
+            raise died(name, exit, running.log_tail(), failures)
+        for url in running.urls:
+            if await asyncio.to_thread(_healthy, url, launch.adapter.ready_path):
+                return url
+        if (stuck := await asyncio.to_thread(_stuck, launch, running)) is not None:
+            raise stuck
+        now = time.monotonic()
+        if now - began > timeout_s:
+            log = running.log_tail(WHOLE_LOG_LINES)
+            reason, advice = explain(log, failures) or _never_ready(launch, log)
+            raise LaunchError(f"{name} was not ready within {timeout_s:g} s: {reason}; {advice}.", last_lines(log))
+        if now - said > SAY_EVERY_S:
+            said = now
+            last = last_lines(running.log_tail(20), 1)
+            say(f"{name} is not ready after {now - began:.0f} s; its log: {printable(last, 160) or 'empty'}")
+        await asyncio.sleep(POLL_S)
+
+
+def _stuck(launch: Launch, running: Running) -> LaunchError | None:
+    """The error for a server that lives, but will never be ready, by its own log."""
+    patterns = [failure.pattern for failure in launch.adapter.failures if failure.hangs]
+    log = running.log_tail() if patterns else ""
+    found = explain(log, launch.adapter.failures) if any(re.search(pattern, log) for pattern in patterns) else None
+    if found is None:
+        return None
+    return LaunchError(f"{launch.backend.name} will never be ready: {found[0]}; {found[1]}.", last_lines(log))
+
+
+def _never_ready(launch: Launch, log: str) -> tuple[str, str]:
+    """What to think of a server whose log names no failure. A hang in NCCL leaves no line of its own, but before a
+    server knows how many tokens its KV cache holds, its GPUs have loaded the model and run it together."""
+    longer = "read the end of its log, or give it longer with --ready-timeout"
+    if launch.settings.tp > 1 and _capacity(launch, log) is None:
+        return f"its {launch.settings.tp} GPUs still load the model, or hang in NCCL", f"{longer}, or try --p2p off"
+    return "its log tells no reason", longer
+
+
+def _healthy(url: str, path: str) -> bool:
+    """Whether it can serve. A published port takes connections before the server listens: any failure is `not yet`."""
+    try:
+        status, _, _ = get(Target(url), path, HEALTH_TIMEOUT_S)
+    except TransportError:
+        return False
+    return status == 200
+
+
+def _capacity(launch: Launch, log: str) -> int | None:
+    """How many tokens its KV cache holds, by its own log."""
+    found = re.search(launch.adapter.capacity, log) if launch.adapter.capacity else None
+    return int(found.group(1).replace(",", "")) if found else None

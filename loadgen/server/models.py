@@ -1,0 +1,161 @@
+"""Which model is meant, and where it lies: the catalog's names, Hugging Face ids, directories, the hub's local cache.
+
+Only looks at files; nothing is downloaded. The server downloads what it needs, or refuses.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backends import catalog
+from backends.catalog import ModelSpec
+from backends.untrusted import UNDECODABLE
+from loadgen.config import ConfigError
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+
+@dataclass(frozen=True)
+class Model:
+    """`name` is what requests call it. `hf_id`: None for a directory. `directory`: where it lies on this host, if it
+    does (weights included unless `has_weights` is false). `spec`: None for an architecture that is not known.
+    `max_position`: tokens of the longest sequence that it was made for, where that is known."""
+
+    name: str
+    hf_id: str | None
+    directory: Path | None
+    spec: ModelSpec | None
+    has_weights: bool = False
+    max_position: int | None = None
+
+
+def user_cache() -> Path:
+    """Where programs keep what they can make again."""
+    return _place("~/.cache", "XDG_CACHE_HOME")
+
+
+def hf_home() -> Path:
+    """Where the Hugging Face libraries keep their files on this host."""
+    return _place(user_cache() / "huggingface", "HF_HOME")
+
+
+def hub_cache() -> Path:
+    """Where they keep models."""
+    return _place(hf_home() / "hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+
+
+def _place(usual: Path | str, *variables: str) -> Path:
+    """What the first of the variables that is set says, with ~ and variables in it, as those libraries take it."""
+    said = next((value for name in variables if (value := os.environ.get(name))), str(usual))
+    return Path(os.path.expandvars(os.path.expanduser(said))).absolute()  # noqa: PTH111  Path's own may raise
+
+
+def hf_token() -> str | None:
+    """The token with which the hub would be asked: from the environment or a login. Never to be written or logged."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if token := os.environ.get(name, "").strip():
+            return token
+    try:
+        return _place(hf_home() / "token", "HF_TOKEN_PATH").read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def lend_token() -> None:
+    """Puts that token where a launcher finds it: into our environment, unless HF_TOKEN is there."""
+    if not os.environ.get("HF_TOKEN") and (token := hf_token()):
+        os.environ["HF_TOKEN"] = token
+
+
+def find(name: str) -> Model:
+    """The model of that name, id or path. Raises ConfigError for what is none of them."""
+    path = Path(os.path.expanduser(name))  # noqa: PTH111  Path's own may raise
+    if path.is_dir():
+        return _directory(path)
+    spec = catalog.find(name)
+    if spec is not None:
+        return _from_hub(spec.name, spec.hf_id, spec)
+    if name.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f"there is no directory '{name}'; give a model's directory, its Hugging Face id, or a name.")
+    if name.count("/") == 1:
+        return _from_hub(name, name, None)
+    known = [known for spec in catalog.MODELS for known in (*spec.aliases, spec.name)]
+    near = difflib.get_close_matches(name, known, n=1)
+    others = f"known are {', '.join(known)}, any Hugging Face id (org/name), or a directory."
+    raise ConfigError(f"unknown model '{name}'; " + (f"did you mean '{near[0]}'?" if near else others))
+
+
+def _directory(path: Path) -> Model:
+    """It is called as the user calls it; where it lies is where links lead to."""
+    name, path = Path(os.path.abspath(path)).name, path.resolve()  # noqa: PTH100  ".." has a name, links keep theirs
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path} holds no config.json; name the directory of a model.")
+    config = _read_config(path)
+    return Model(name, None, path, catalog.from_config(name, config), _has_weights(path), _max_position(config))
+
+
+def _from_hub(name: str, hf_id: str, spec: ModelSpec | None) -> Model:
+    directory = _snapshot(hf_id)
+    limit = spec.max_position if spec is not None else None
+    if directory is None:
+        return Model(name, hf_id, None, spec, max_position=limit)
+    config = _read_config(directory)
+    return Model(
+        name,
+        hf_id,
+        directory,
+        spec or catalog.from_config(hf_id, config),
+        _has_weights(directory),
+        limit or _max_position(config),
+    )
+
+
+def _snapshot(hf_id: str) -> Path | None:
+    """The directory of the cached main revision, if any."""
+    repository = hub_cache() / f"models--{hf_id.replace('/', '--')}"
+    try:
+        revision = (repository / "refs/main").read_text().strip()
+    except OSError:
+        return None
+    directory = repository / "snapshots" / revision
+    return directory if revision and (directory / "config.json").is_file() else None
+
+
+def _has_weights(directory: Path) -> bool:
+    """Whether all files of the weights are there, as far as an index tells."""
+    indices = list(directory.glob("*.index.json"))
+    if not indices:
+        return any(next(directory.glob(pattern), None) is not None for pattern in _WEIGHTS)
+    return any(map(_is_complete, indices))  # the same weights may be there in another format, in part
+
+
+def _is_complete(index: Path) -> bool:
+    try:
+        names = set(msgspec.json.decode(index.read_bytes())["weight_map"].values())
+        return all((index.parent / name).is_file() for name in names)
+    except (OSError, *UNDECODABLE, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """Its config.json; empty for one that cannot be read."""
+    try:
+        config: dict[str, Any] = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict)
+    except (OSError, *UNDECODABLE):
+        return {}
+    return config
+
+
+def _max_position(config: dict[str, Any]) -> int | None:
+    """The longest sequence that a config.json names, whatever the architecture calls it."""
+    text = config.get("text_config")  # of a model that takes more than text
+    places = (config, text) if isinstance(text, dict) else (config,)
+    limits = [place[name] for place in places for name in _LENGTHS if isinstance(place.get(name), int)]
+    return min((limit for limit in limits if limit > 0), default=None)

@@ -1,0 +1,115 @@
+"""How long sequences may be and which GPUs share the model: from options, the model and the GPUs that there are."""
+
+from __future__ import annotations
+
+from backends import gpus
+from backends.catalog import DTYPE_BYTES, ModelSpec
+from backends.launch import LaunchError
+from loadgen.config import Config, ConfigError
+from loadgen.server.models import Model
+
+ASSUMED_GPU_BYTES = 80 << 30  # a dry run where there is no GPU
+USUAL_MODEL_LEN = 4096
+GIB = 1 << 30
+
+
+def model_length(config: Config, model: Model, needed: int | None, notes: list[str]) -> int:
+    """Tokens of the longest sequence that the server is to take. `needed`: what the run's longest prompt and reply have
+    together; None: it is not known. Raises ConfigError."""
+    limit, length = model.max_position, config.max_model_len
+    if length is not None and limit is not None and length > limit:
+        raise ConfigError(f"--max-model-len is {length} and {model.name} ends at {limit} tokens.")
+    if length is None:
+        # One more than needed where there is room: TGI counts a begin-of-sequence token.
+        enough = USUAL_MODEL_LEN if needed is None else needed + 1
+        length = enough if limit is None else min(limit, max(USUAL_MODEL_LEN, enough))
+        if limit is None:
+            notes.append(
+                f"how long a sequence {model.name} takes is not known here: it is started for {length} tokens; name "
+                "another length with --max-model-len."
+            )
+    if needed is not None and needed > length:
+        those = f"{config.input_tokens} input and {config.output_tokens} output tokens"
+        if config.dataset is not None:
+            those = f"the {needed} tokens of a prompt in {config.dataset} and its reply"
+        if config.max_model_len is None:
+            raise ConfigError(f"{those} are more than {model.name} takes ({length}); lower them.")
+        raise ConfigError(f"{those} are more than --max-model-len ({length}); raise it or lower them.")
+    return length
+
+
+def chosen(config: Config, inventory: gpus.Inventory) -> tuple[int, ...]:
+    """Indices of the GPUs that --gpus names, by default all that CUDA may see. Raises ConfigError."""
+    try:
+        return gpus.choose(inventory, config.gpu_names)
+    except gpus.GpuError as error:
+        raise ConfigError(str(error)) from None
+
+
+def gpu_pool(config: Config, inventory: gpus.Inventory, notes: list[str]) -> tuple[gpus.Gpu, ...]:
+    """The GPUs that may be used; empty for a server without. A dry run assumes some where there are none: those
+    that are named by number, or eight. Raises ConfigError or LaunchError."""
+    if config.gpus == "none":
+        return ()
+    ids = config.gpu_names
+    named = [int(name) for name in ids or () if name.isdecimal() and name.isascii()]
+    assumed = config.dry_run and not inventory.gpus and len(named) == len(ids or ()) == len(set(named))
+    if not assumed and (indices := chosen(config, inventory)):
+        by_index = {gpu.index: gpu for gpu in inventory.gpus}
+        return tuple(by_index[index] for index in indices)
+    if not config.dry_run:
+        raise LaunchError(
+            f"there is no GPU for the server ({inventory.problem or 'none is visible'}); run this on a GPU machine, "
+            "see what would run with --dry-run, or say --gpus none for a server that needs none."
+        )
+    if config.tp is None:
+        notes.append("no GPU here: tensor parallelism is for 80 GiB cards; name another with --tp.")
+    return tuple(
+        gpus.Gpu(index=index, name="assumed", uuid="", memory_bytes=ASSUMED_GPU_BYTES, used_bytes=0)
+        for index in named or range(8)
+    )
+
+
+def tensor_parallel(config: Config, model: Model, length: int, pool: tuple[gpus.Gpu, ...], notes: list[str]) -> int:
+    """How many GPUs share the model. Raises ConfigError when they are too few or cannot hold it."""
+    asked = None if config.tp is None else len(pool) if config.tp == "all" else int(config.tp)
+    if not pool:
+        return asked or 1
+    if asked is not None and asked > len(pool):
+        raise ConfigError(f"--tp {asked} needs {asked} GPUs and there {_are(len(pool))} to use; lower it.")
+    spec = model.spec
+    if spec is None:
+        notes.append(f"the size of {model.name} is not known here: whether it fits will show when it starts.")
+        return asked or 1
+    memories = [gpu.memory_bytes for gpu in pool if gpu.memory_bytes is not None]
+    if not memories:
+        return asked or 1
+    usable = min(memories) * config.memory_ratio
+    fits = spec.smallest_tp(config.dtype, length, usable, at_most=len(pool))
+    tp = asked or fits
+    if tp is not None and not spec.tensor_parallel(tp):
+        raise ConfigError(f"{model.name} has {spec.heads} attention heads, which --tp {tp} does not divide.")
+    if tp is not None and spec.serving_bytes(config.dtype, tp, length) <= usable:
+        return tp
+    tp = tp or max(size for power in range(7) if (size := 2**power) <= len(pool) and spec.tensor_parallel(size))
+    missing = tp * (spec.serving_bytes(config.dtype, tp, length) - usable)
+    raise LaunchError(
+        f"{model.name} in {config.dtype} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x "
+        f"{pool[0].name} ({usable / GIB:.0f} GiB of each may be used); {_what_fits(config, spec, length, usable, tp)}."
+    )
+
+
+def _are(count: int) -> str:
+    return f"is {count}" if count == 1 else f"are {count}"
+
+
+def _what_fits(config: Config, spec: ModelSpec, length: int, usable: float, tp: int) -> str:
+    enough = spec.smallest_tp(config.dtype, length, usable)
+    ways = []
+    if enough is not None:
+        ways.append(f"--tp {enough} would fit")
+    for dtype in ("float16",) if DTYPE_BYTES[config.dtype] > 2 else ():
+        smaller = spec.smallest_tp(dtype, length, usable)
+        if smaller is not None and smaller <= tp:
+            ways.append(f"--dtype {dtype} would fit on {smaller}")
+    return " and ".join(ways) or "it needs larger GPUs"

@@ -1,0 +1,1 @@
+"""`loadgen calibrate`: a profile of modelled hardware, fitted to real runs."""

@@ -1,0 +1,339 @@
+"""`loadgen calibrate`: from real runs to a hardware profile, by fitting only what those runs can tell.
+
+Operators are pinned: they were measured alone. At TP 1 the software's own times are fitted (each step, each row, each
+prompt token; taking a request in, handing a token out, the way between processes). At TP > 1 reductions are fitted, on
+top of a profile whose software times are known. A parameter whose 95 % interval spans more than a factor of
+`SPAN_MAX` is not identified: it keeps its value and is said to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from cyclopts import Parameter
+
+from loadgen.config import ConfigError
+from loadgen.option_types import Whole
+from servers.calibrate.least_squares import fit
+from servers.calibrate.runs import ObservationError, Observed, read
+from servers.simulator.build import EmulationError, HeldOut, Interval, Profile, read_profile
+from servers.simulator.hardware import HardwareError
+
+Floats = npt.NDArray[np.float64]
+QUANTILES = np.linspace(0.02, 0.98, 25)
+SCALE = 0.02  # residuals are shares of a run's mean; beyond two percent a run counts linearly
+DRAWS = 200
+SPAN_MAX = 30.0
+LEAST_INFLUENCE = 1e-3  # of the first parameter's: what moves less, beside those that move more, cannot be told
+START = {
+    "step_us": 200.0, "row_us": 2.0, "prefill_token_us": 0.3, "request_us": 450.0, "token_us": 20.0,
+    "latency_us": 1500.0,
+}  # fmt: skip
+REACH = 3.0  # as a factor from there: what else a run holds must not be explained by absurd times
+# What a server does with a prompt, beside its GPU's operators, differs more from server to server and host to host:
+# found were 0.8 to 3.2 times this for taking one in, 0.9 to 8.2 times for a token of it (LightLLM 1.2, vLLM).
+FAR = {"request_us": 10.0, "prefill_token_us": 10.0}
+OTHER_ATTENTION = 1.5  # where the search for the time of kernels other than FlashAttention 3 begins
+FRONT = frozenset({"request_us", "token_us", "latency_us"})
+LINK = {"reduce_ratio": 1.0, "reduce_us": 5.0}
+
+
+class CalibrationError(Exception):
+    """Runs that do not say enough. One sentence."""
+
+
+def calibrate(observed: Sequence[Observed], base: Profile | None, say: Callable[[str], None]) -> Profile:
+    """The profile of one server's software on one kind of GPU. Raises CalibrationError."""
+    schedulers = {run.setup.scheduler for run in observed}
+    cards = {run.setup.gpu for run in observed}
+    if len(schedulers) > 1:
+        raise CalibrationError(
+            f"these runs are of several servers ({', '.join(sorted(schedulers))}); fit one at a time."
+        )
+    if len(cards) > 1:
+        raise CalibrationError(f"these runs are on several GPUs ({', '.join(sorted(cards))}); fit one at a time.")
+    single = [run for run in observed if run.setup.tp == 1]
+    joined = [run for run in observed if run.setup.tp != 1]
+    if not single and base is None:
+        raise CalibrationError(
+            "all runs have several GPUs: the time of a reduction cannot be told from the software's own; add a run at "
+            "TP 1, or name its profile with --base."
+        )
+    profile = msgspec.structs.replace(
+        base or with_values(Profile(scheduler=schedulers.pop()), START),
+        gpu=cards.pop(),
+        fitted_on=tuple(run.name for run in observed),
+        held_out=(),
+    )
+    if single:
+        names = _identifiable(single, say)
+        if not profile.scheduler.startswith("vllm"):  # whose attention is that of the operators' tables
+            names.append("attention_ratio")
+        start = _values(profile)
+        if start["attention_ratio"] == 1.0:  # nothing is known
+            start["attention_ratio"] = OTHER_ATTENTION
+        profile = _fit(single, profile, {name: max(start[name], START.get(name, 1.0) / 100) for name in names}, say)
+    if joined:
+        ways = {str(run.emulated.facts["topology"]) for run in joined}
+        if len(ways) > 1:
+            raise CalibrationError(f"the GPUs are joined by {' and '.join(sorted(ways))}; fit one at a time.")
+        profile = _fit(joined, msgspec.structs.replace(profile, reductions=ways.pop()), LINK, say)
+    return profile
+
+
+def _identifiable(single: Sequence[Observed], say: Callable[[str], None]) -> list[str]:
+    """What runs at TP 1 can tell apart."""
+    names = list(START)
+    crowded = any(_in_flight(run) > 100 for run in single)
+    sparse = any(_in_flight(run) < 40 for run in single)
+    if not crowded:
+        for name in ("row_us", "request_us", "prefill_token_us"):
+            names.remove(name)
+        say("not identified: row_us, request_us, prefill_token_us (no run has 100 requests at once; add a burst).")
+    if not sparse:
+        for name in ("step_us", "latency_us"):
+            names.remove(name)
+        say("not identified: step_us, latency_us (all runs are crowded; add one with few requests at once).")
+    return names
+
+
+def _in_flight(run: Observed) -> float:
+    """Requests under way on average (Little's law)."""
+    return float(run.e2el_s.sum() / (run.end_s.max() - run.send_s.min()))
+
+
+def _values(profile: Profile) -> dict[str, float]:
+    return {**msgspec.to_builtins(profile.overheads), **msgspec.to_builtins(profile.front)}
+
+
+def with_values(profile: Profile, values: dict[str, float]) -> Profile:
+    front = {name: value for name, value in values.items() if name in FRONT}
+    own = {name: value for name, value in values.items() if name not in FRONT}
+    return msgspec.structs.replace(
+        profile,
+        front=msgspec.structs.replace(profile.front, **front),
+        overheads=msgspec.structs.replace(profile.overheads, **own),
+    )
+
+
+def _fit(
+    observed: Sequence[Observed], profile: Profile, start: dict[str, float], say: Callable[[str], None]
+) -> Profile:
+    names = list(start)
+    real = [(run, np.quantile(run.ttft_s, QUANTILES), np.quantile(run.e2el_s, QUANTILES)) for run in observed]
+
+    def residuals(values: Floats) -> Floats:
+        tried = with_values(profile, dict(zip(names, values.tolist(), strict=True)))
+        parts = []
+        for run, ttft, e2el in real:
+            predicted = run.predict(tried)
+            parts.append((np.quantile(predicted.ttft_s, QUANTILES) - ttft) / run.ttft_s.mean())
+            parts.append((np.quantile(predicted.e2el_s, QUANTILES) - e2el) / run.e2el_s.mean())
+        return np.concatenate(parts)
+
+    reach = [FAR.get(name, REACH) for name in names]
+    values, left = fit(residuals, list(start.values()), SCALE, reach)
+    intervals, vague = _told(names, values, _jacobian(residuals, values, left), _moves(real))
+    for name, why in vague.items():
+        say(f"not identified: {name} stays {_values(profile)[name]:.3g} ({why}).")
+    if not intervals:
+        raise CalibrationError(f"these runs do not tell {', '.join(names)}; add runs of another kind of load.")
+    if vague:
+        return _fit(observed, profile, {name: start[name] for name in names if name in intervals}, say)
+    for name, value, most in zip(names, values.tolist(), reach, strict=True):
+        edge = max(value / start[name], start[name] / value) > 0.99 * most
+        say(
+            f"{name} = {value:.3g}, 95 % interval {intervals[name].low:.3g} to {intervals[name].high:.3g}"
+            + (f", at the limit of the search ({most:g} times from {start[name]:.3g})" if edge else "")
+        )
+    fitted = with_values(profile, dict(zip(names, values.tolist(), strict=True)))
+    return msgspec.structs.replace(fitted, intervals={**profile.intervals, **intervals})
+
+
+def _jacobian(residuals: Callable[[Floats], Floats], values: Floats, left: Floats) -> Floats:
+    """(residuals, values): what each of them moves by the logarithm of each value, at the fit."""
+    step = 0.05
+    jacobian = np.empty((len(left), len(values)))
+    for column in range(len(values)):
+        moved = values.copy()
+        moved[column] *= np.exp(step)
+        jacobian[:, column] = (residuals(moved) - left) / step
+    return jacobian
+
+
+def _told(
+    names: Sequence[str], values: Floats, jacobian: Floats, moves: Floats
+) -> tuple[dict[str, Interval], dict[str, str]]:
+    """The intervals of those that can be told, and why the others cannot: what moves most is kept, and then what can
+    still be told beside it."""
+    kept: list[int] = []
+    intervals: dict[str, Interval] = {}
+    vague: dict[str, str] = {}
+    for at, influence in _by_influence(jacobian):
+        if influence < LEAST_INFLUENCE:
+            vague[names[at]] = "it moves nothing that others do not"
+            continue
+        with_it = [*kept, at]
+        found = _intervals(jacobian[:, with_it], moves, values[with_it])
+        tried = {names[one]: interval for one, interval in zip(with_it, found, strict=True)}
+        vaguest, span = max(tried.items(), key=lambda item: item[1].high / item[1].low)
+        if span.high <= SPAN_MAX * span.low:
+            kept, intervals = with_it, tried
+        else:
+            whose = "" if vaguest == names[at] else f" of {vaguest}, beside it"
+            vague[names[at]] = f"95 % of draws{whose}: {span.low:.3g} to {span.high:.3g}"
+    return intervals, vague
+
+
+def _by_influence(jacobian: Floats) -> list[tuple[int, float]]:
+    """The values by what each moves beyond what those before it can (as QR with pivots takes columns), and how much
+    that is as a share of what the first moves."""
+    rest, left = jacobian.copy(), list(range(jacobian.shape[1]))
+    most = max(1e-12, float(np.linalg.norm(rest, axis=0).max()))
+    order = []
+    while left:
+        at = max(left, key=lambda column: float(np.linalg.norm(rest[:, column])))
+        left.remove(at)
+        length = float(np.linalg.norm(rest[:, at]))
+        order.append((at, length / most))
+        along = rest[:, at] / max(length, 1e-12)
+        rest -= np.outer(along, along @ rest)
+    return order
+
+
+def _moves(real: Sequence[tuple[Observed, Floats, Floats]]) -> Floats:
+    """(draws, residuals): how far the real quantiles, of ttft and e2el, move where requests are drawn again
+    (bootstrap)."""
+    rng = np.random.default_rng(0)
+    moves = []
+    for _ in range(DRAWS):
+        parts = []
+        for run, ttft, e2el in real:
+            rows = rng.integers(0, len(run.send_s), len(run.send_s))
+            parts += [
+                (np.quantile(sample[rows], QUANTILES) - quantiles) / sample.mean()
+                for sample, quantiles in ((run.ttft_s, ttft), (run.e2el_s, e2el))
+            ]
+        moves.append(np.concatenate(parts))
+    return np.array(moves)
+
+
+def _intervals(jacobian: Floats, moves: Floats, values: Floats) -> list[Interval]:
+    """95 % of where the values go when one Gauss-Newton step from the fit, linear in their logarithms, follows each of
+    the moves."""
+    logs = np.log(values) + moves @ np.linalg.pinv(jacobian, rcond=1e-6).T
+    low, high = np.quantile(logs, (0.025, 0.975), axis=0)
+    pairs = zip(np.exp(np.clip(low, -30, 30)), np.exp(np.clip(high, -30, 30)), strict=True)
+    return [Interval(low=float(a), high=float(b)) for a, b in pairs]
+
+
+def _check(runs: Sequence[Observed], aside: Sequence[Observed]) -> None:
+    """A run may be fitted to once, and not judge the fit to itself. Raises CalibrationError."""
+    seen: list[Observed] = []
+    for run in (*runs, *aside):
+        for other in seen:
+            if np.array_equal(run.end_s, other.end_s):
+                raise CalibrationError(f"{run.name} and {other.name} are the same records; give each once.")
+        seen.append(run)
+    strangers = [run for run in aside if run.setup.scheduler != runs[0].setup.scheduler]
+    if strangers:
+        raise CalibrationError(
+            f"{strangers[0].name} is of {strangers[0].setup.scheduler} and cannot judge a fit of "
+            f"{runs[0].setup.scheduler}."
+        )
+
+
+def judged(profile: Profile, observed: Sequence[Observed]) -> Profile:
+    """The profile with its errors on runs that it was not fitted to."""
+    return msgspec.structs.replace(profile, held_out=tuple(run.predict(profile).error(run) for run in observed))
+
+
+def leave_one_out(observed: Sequence[Observed], base: Profile | None) -> tuple[HeldOut, ...]:
+    """Each run predicted by a fit to the others, where those can be fitted."""
+    errors = []
+    for left_out in observed:
+        others = [run for run in observed if run is not left_out]
+        try:
+            profile = calibrate(others, base, lambda _: None)
+        except CalibrationError:
+            continue
+        errors.append(left_out.predict(profile).error(left_out))
+    return tuple(errors)
+
+
+def table(errors: Sequence[HeldOut]) -> str:
+    """For people."""
+    lines = [
+        f"{'run not fitted to':34s} {'makespan':>9s} {'e2el MAPE':>10s} {'e2el W1':>8s} {'ttft W1':>8s} {'tpot W1':>8s}"
+    ]
+    lines += [
+        f"{one.run:34s} {one.makespan:+9.1%} {one.e2el_mape:10.1%} {one.e2el_w1:8.1%} {one.ttft_w1:8.1%} "
+        f"{one.tpot_w1:8.1%}"
+        for one in errors
+    ]
+    return "\n".join(lines)
+
+
+def write(profile: Profile, out: Path) -> None:
+    """Raises CalibrationError."""
+    try:
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    except OSError as error:
+        raise CalibrationError(f"cannot write {out}: {error.strerror or error}.") from None
+
+
+def command(
+    observed: Annotated[list[Path], Parameter(name="run", help="Run directories, or files such as benchmarks/runs/*.")],
+    /,
+    *,
+    out: Annotated[Path, Parameter(help="The profile to write.")],
+    held_out: Annotated[
+        list[Path], Parameter(help="Runs to judge the fit by (default: each is left out once).", consume_multiple=True)
+    ] = [],  # noqa: B006
+    base: Annotated[
+        Path | None,
+        Parameter(help="Profile of the same server, for the times that these runs cannot tell."),
+    ] = None,
+    gpu: Annotated[str | None, Parameter(help="On which GPU, where the runs do not tell.")] = None,
+    model: Annotated[str | None, Parameter(help="Of which model, where they do not tell.")] = None,
+    tp: Annotated[Whole | None, Parameter(help="Tensor parallel size, where they do not tell.")] = None,
+    kv_tokens: Annotated[Whole | None, Parameter(help="Tokens that the KV cache held, where they do not tell.")] = None,
+    scheduler: Annotated[str | None, Parameter(help="Server and version, such as vllm@v1.")] = None,
+) -> int:
+    """Fit a hardware profile to real runs, for `predict --profile` and `run --gpu --profile`.
+
+    Fits what the runs can tell and says what they cannot. The errors it prints are of runs that were not fitted to.
+    """
+    for name, value in (("--tp", tp), ("--kv-tokens", kv_tokens)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1.")
+    said = {"gpu": gpu, "model": model, "tp": tp, "kv_tokens": kv_tokens, "scheduler": scheduler}
+    try:
+        if out.exists():
+            raise CalibrationError(f"{out} exists; name another --out, nothing was overwritten.")
+        runs = [read(path, said) for path in observed]
+        aside = [read(path, said) for path in held_out]
+        _check(runs, aside)
+        for run in (*runs, *aside):
+            if run.setup.kv_tokens is None:
+                tokens = run.emulated.kv_tokens
+                print(f"{run.name} does not tell its KV cache: {tokens:,} tokens computed; name it with --kv-tokens.")
+        known = None if base is None else read_profile(base, runs[0].setup.scheduler)
+        profile = calibrate(runs, known, print)
+        if aside:
+            profile = judged(profile, aside)
+        elif len(runs) > 1:
+            print("judging the fit: each run is predicted from the others")
+            profile = msgspec.structs.replace(profile, held_out=leave_one_out(runs, known))
+        else:
+            print("one run and none to judge by: how far off this profile is, nobody knows; name others: --held-out.")
+        write(profile, out)
+    except (CalibrationError, ObservationError, EmulationError, HardwareError) as error:
+        raise ConfigError(str(error)) from None
+    print(table(profile.held_out) if profile.held_out else "", f"wrote {out}", sep="\n")
+    return 0

@@ -1,0 +1,274 @@
+"""Real runs, as far as a fit needs them: when each request was sent, answered and done, and on what it ran.
+
+Two forms are read: a run directory of loadgen, and a .jsonl.gz with one JSON object a request (`i`, `send`, `first`,
+`end` in seconds, `usage`), such as those in benchmarks/runs. There the first line may say what ran ({"run": {...}});
+else the file's name is read: GPU, x count, model, tp, p2poff, lightllm. Flags fill what neither tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from backends import catalog
+from backends.launch import version_in
+from backends.untrusted import UNDECODABLE
+from loadgen import rundir
+from loadgen.rundir import records
+from loadgen.server import embedded
+from servers.simulator import hardware, virtual
+from servers.simulator.build import Emulated, HeldOut, Profile, Setup, emulate, newest
+
+Floats = npt.NDArray[np.float64]
+FEWEST = 20  # requests
+_NAME = re.compile(r"(?P<gpu>[a-z]+\d+[a-z]*?)(x\d+)?_(?P<model>\d+b)(?:_|\.)")
+
+# In NVML's names: other memory, clocks or links than those of the card that is known by that name (4090 D, Max-Q)
+_OTHER_CARDS = frozenset({"40gb", "pcie", "nvl", "laptop", "max", "d", "ti"})
+
+
+class ObservationError(Exception):
+    """A run that cannot be used. One sentence."""
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Run(msgspec.Struct, forbid_unknown_fields=True):
+    """What ran, in the words of Setup."""
+
+    scheduler: str | None = None
+    gpu: str | None = None
+    model: str | None = None
+    tp: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    topology: str | None = None
+    p2p: bool | None = None
+    dtype: Literal["float16", "bfloat16", "float32"] | None = None
+    kv_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_running: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    options: dict[str, int] | None = None
+    source: str = ""
+
+
+class _Line(msgspec.Struct):
+    i: int = -1
+    send: float = 0.0
+    first: float = 0.0
+    end: float = 0.0
+    usage: _Usage | None = None
+    run: _Run | None = None
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Columns of shape (n,), in order of sending; seconds."""
+
+    name: str
+    setup: Setup
+    concurrency: int | None
+    send_s: Floats
+    first_s: Floats
+    end_s: Floats
+    prompt: npt.NDArray[np.int64]
+    output: npt.NDArray[np.int64]
+
+    @property
+    def ttft_s(self) -> Floats:
+        return self.first_s - self.send_s
+
+    @property
+    def e2el_s(self) -> Floats:
+        return self.end_s - self.send_s
+
+    @functools.cached_property
+    def emulated(self) -> Emulated:
+        return emulate(self.setup)
+
+    def predict(self, profile: Profile) -> Predicted:
+        """The same load through the model."""
+        emulated = self.emulated.with_profile(profile)
+        load = zip(self.send_s.tolist(), self.prompt.tolist(), self.output.tolist(), strict=True)
+        times = np.array(list(virtual.bounds(virtual.simulate(emulated, load, self.concurrency))))
+        if len(times) < len(self.send_s):
+            raise ObservationError(f"{self.name}: the emulated server refuses requests that the real one served.")
+        sent, first, last = times.T
+        return Predicted(first - sent, last - sent, float(last.max() - sent.min()))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the model says of an observed run; seconds."""
+
+    ttft_s: Floats
+    e2el_s: Floats
+    makespan_s: float
+
+    def error(self, seen: Observed) -> HeldOut:
+        """How far off."""
+        makespan = float(seen.end_s.max() - seen.send_s.min())
+        return HeldOut(
+            run=seen.name,
+            makespan=self.makespan_s / makespan - 1,
+            throughput=makespan / self.makespan_s - 1,
+            e2el_mape=float(np.mean(np.abs(self.e2el_s / seen.e2el_s - 1))),
+            e2el_w1=_w1(self.e2el_s, seen.e2el_s),
+            ttft_w1=_w1(self.ttft_s, seen.ttft_s),
+            tpot_w1=_w1(_tpot_s(self, seen.output), _tpot_s(seen, seen.output)),
+        )
+
+
+def _tpot_s(run: Observed | Predicted, output: npt.NDArray[np.int64]) -> Floats:
+    many = output > 1
+    tpot: Floats = (run.e2el_s - run.ttft_s)[many] / (output[many] - 1)
+    return tpot
+
+
+def _w1(a: Floats, b: Floats) -> float:
+    """Wasserstein-1 distance of two samples of one size, over the mean of the second; 0 for none."""
+    if not len(b):
+        return 0.0
+    return float(np.mean(np.abs(np.sort(a) - np.sort(b))) / np.mean(b))
+
+
+def read(path: Path, said: Mapping[str, Any]) -> Observed:
+    """`said`: fields of Setup by the user's flags, for what the run itself does not tell; None where there is no flag.
+    Raises ObservationError."""
+    if path.is_dir():
+        facts, columns = _directory(path)
+    else:
+        facts, columns = _lines(path)
+    told = {name: value for name, value in facts.items() if value is not None}
+    facts = {name: value for name, value in said.items() if value is not None} | told
+    missing = [name for name in ("gpu", "model") if not facts.get(name)]
+    if missing:
+        raise ObservationError(f"{path} does not tell its {' and '.join(missing)}; name it with --{missing[0]}.")
+    model = catalog.find(facts["model"]) or catalog.find(Path(facts["model"]).name)  # it may be served from a directory
+    if model is None:
+        known = ", ".join(spec.name for spec in catalog.MODELS)
+        raise ObservationError(f"{path}: the model '{facts['model']}' is not known here; known are {known}.")
+    tp = int(facts.get("tp") or 1)
+    setup = Setup(
+        scheduler=facts.get("scheduler") or "vllm@v1",
+        model=model,
+        gpu=facts["gpu"],
+        gpus=tp,
+        tp=tp,
+        topology=facts.get("topology"),
+        p2p=bool(facts.get("p2p", True)),
+        dtype=facts.get("dtype") or "bfloat16",
+        kv_tokens=facts.get("kv_tokens"),
+        max_running=facts.get("max_running") or 1024,
+        max_requests=embedded.UNREFUSED,
+        options=tuple((facts.get("options") or {}).items()),
+    )
+    sent, first, end, prompt, output = columns
+    if len(sent) < FEWEST:
+        raise ObservationError(f"{path} has {len(sent)} complete requests; a fit needs {FEWEST} of a run.")
+    if not (np.isfinite([sent, first, end]).all() and (sent < first).all() and (first <= end).all()):
+        raise ObservationError(f"{path} has requests that do not begin, answer and end in that order.")
+    if prompt.min() < 1 or output.min() < 1:
+        raise ObservationError(f"{path} has requests without a prompt or without output.")
+    order = np.argsort(sent, kind="stable")
+    begin = sent.min()
+    return Observed(
+        name=path.name.removesuffix(".jsonl.gz"),
+        setup=setup,
+        concurrency=facts.get("concurrency"),
+        send_s=sent[order] - begin,
+        first_s=first[order] - begin,
+        end_s=end[order] - begin,
+        prompt=prompt[order].astype(np.int64),
+        output=output[order].astype(np.int64),
+    )
+
+
+def _lines(path: Path) -> tuple[dict[str, Any], list[Floats]]:
+    facts: dict[str, Any] = {}
+    rows = []
+    named = _NAME.match(path.name)
+    if named:
+        tp = re.search(r"_tp(\d+)", path.name) or re.match(r"[a-z]+\d+[a-z]*?x(\d+)_", path.name)
+        facts = {
+            "gpu": named["gpu"],
+            "model": named["model"],
+            "tp": int(tp[1]) if tp else 1,
+            "p2p": "p2poff" not in path.name,
+            "scheduler": next((newest(name) for name in ("lightllm", "tgi") if name in path.name), "vllm@v1"),
+        }
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for line in file:
+                row = msgspec.json.decode(line, type=_Line)
+                if row.run is not None:
+                    facts |= {name: value for name, value in msgspec.to_builtins(row.run).items() if value is not None}
+                elif row.usage is not None:
+                    rows.append((row.send, row.first, row.end, row.usage.prompt_tokens, row.usage.completion_tokens))
+    except (OSError, EOFError, zlib.error) as error:
+        raise ObservationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
+    except UNDECODABLE as error:
+        raise ObservationError(f"{path} holds no records of requests: {error}.") from None
+    if not rows:
+        raise ObservationError(f"{path} holds no records of requests.")
+    return facts, list(np.array(rows, float).T)
+
+
+def _directory(path: Path) -> tuple[dict[str, Any], list[Floats]]:
+    try:
+        manifest = rundir.read_manifest(path)
+        table = records.read(path)[0].measured()
+    except (rundir.RunError, records.RecordsError) as error:
+        raise ObservationError(str(error)) from None
+    if manifest.emulated:
+        raise ObservationError(f"{path} is emulated; only real runs can be fitted to.")
+    table = table.select(table.ok & (table.output_tokens > 0))
+    if not len(table):
+        raise ObservationError(f"{path} holds no complete reply.")
+    launch = manifest.launch or {}
+    cards = launch.get("gpus") or []
+    facts: dict[str, Any] = {
+        "scheduler": _scheduler(path, manifest.backend, launch.get("version") or manifest.server_version),
+        "model": manifest.model,
+        "gpu": _gpu(cards[0]["name"]) if cards else None,
+        "tp": launch.get("tensor_parallel") or 1,
+        "p2p": (launch.get("p2p") or {}).get("enabled", True),
+        "dtype": launch.get("dtype"),
+        "kv_tokens": launch.get("kv_cache_tokens"),
+        "max_running": launch.get("max_running"),
+        "concurrency": manifest.config.get("concurrency"),
+    }
+    columns = (table.sent_ns * 1e-9, table.first_token_ns * 1e-9, table.done_ns * 1e-9)
+    return facts, [np.asarray(each, float) for each in (*columns, table.prompt_tokens, table.output_tokens)]
+
+
+def _gpu(name: str) -> str | None:
+    """The GPU whose name NVML gave: "NVIDIA H200" is the h200."""
+    words = [word for word in name.lower().replace("-", " ").split() if word not in ("nvidia", "geforce")]
+    if not _OTHER_CARDS.isdisjoint(words):
+        return None
+    beginnings = {"".join(words[:count]) for count in range(1, len(words) + 1)}  # "rtx 4090", and "h100" of "h100 80gb"
+    return next((key for key in hardware.known() if key in beginnings), None)
+
+
+def _scheduler(path: Path, backend: str, version: str | None) -> str | None:
+    """Which of the modelled schedulers a server of that version has. Raises ObservationError for one between them."""
+    numbers = version_in(version) if version else None
+    if backend == "vllm" and numbers is not None and numbers < (0, 8):
+        if numbers >= (0, 3):
+            raise ObservationError(f"{path}: vLLM {version} is not modelled; vllm@0.2 and vllm@v1 (0.8 and newer) are.")
+        return "vllm@0.2"
+    if backend == "tgi" and numbers is not None and numbers < (2,):
+        return "tgi@1"
+    return newest(backend)

@@ -1,0 +1,194 @@
+"""The wire of LightLLM 1.2: `/generate`, `/generate_stream` and `/`, which takes either way by `"stream"`.
+
+Frames are `data:{...}` without a space, written by ujson, which escapes slashes; `finished` is true on the last and
+nothing follows it. Prompts are token ids, counted as they are, or text, a token a word. The fields that every version
+since 1.0 sends are sent, and no others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from backends.untrusted import UNDECODABLE
+from servers.serve.telemetry import Distribution, Sample, Series, labels_of
+from servers.serve.wire import (
+    WORDS,
+    WORDS_JSON,
+    Finish,
+    Page,
+    Refusal,
+    Settings,
+    Wire,
+    count_words,
+    encode_json,
+    json_page,
+    output_text,
+    span,
+)
+
+_N_WORDS = len(WORDS)
+_FIRST_ID = 1000
+_TYPES = {400: "BadRequestError", 401: "AuthenticationError", 417: "ExpectationFailedError", 429: "RateLimitError"}
+_MESSAGES = {429: "Server is busy, please try again later.", 503: "Server is busy, please try again later."}
+
+
+class Parameters(msgspec.Struct):
+    """The parameters that matter here; others are accepted and ignored."""
+
+    max_new_tokens: int = 65535
+
+
+class Body(msgspec.Struct):
+    inputs: str | list[int]
+    parameters: Parameters
+    stream: bool = False
+
+
+_decode_body = msgspec.json.Decoder(Body).decode
+
+
+class LightLLM:
+    """The dialect."""
+
+    name = "lightllm"
+    media_type_error: Page | None = None  # the body is read whatever it is called
+    metrics_content_type: str | None = None
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._started_s = int(time.time())
+        healthy = json_page(200, {"message": "Ok"})
+        alive = json_page(200, {"status": "ok"})
+        self.pages: Mapping[str, Callable[[], Page]] = {
+            "/health": lambda: healthy,
+            "/healthz": lambda: healthy,
+            "/liveness": lambda: alive,
+            "/readiness": lambda: alive,
+            "/get_model_name": lambda: json_page(200, {"model_name": settings.model}),
+            "/v1/models": self._models,
+        }
+        self.asks: Mapping[str, Callable[[bytes, str], Wire]] = {
+            "/generate": lambda raw, _: self._generate(raw, False),
+            "/generate_stream": lambda raw, _: self._generate(raw, True),
+            "/": lambda raw, _: self._generate(raw, None),
+        }
+        self.series: Sequence[Series] = series(settings.max_model_len)
+        self.labels = labels_of(model_name=settings.model)
+
+    def error(self, status: int, message: str | None = None) -> Page:
+        if status in (404, 405):  # FastAPI's own
+            return json_page(status, {"detail": "Not Found" if status == 404 else "Method Not Allowed"})
+        text = message or _MESSAGES.get(status, "Internal Server Error")
+        kind = _TYPES.get(status, "InternalServerError")
+        return json_page(status, {"error": {"message": text, "type": kind, "param": None, "code": status}})
+
+    def _models(self) -> Page:
+        model = {"id": self._settings.model, "object": "model", "created": self._started_s, "owned_by": "lightllm"}
+        return json_page(200, {"object": "list", "data": [model | {"max_model_len": self._settings.max_model_len}]})
+
+    def _generate(self, raw: bytes, streaming: bool | None) -> Wire:
+        try:
+            body = _decode_body(raw)
+        except msgspec.ValidationError as error:
+            raise Refusal(self.error(417, _missing(raw) or str(error))) from None
+        except UNDECODABLE as error:
+            raise Refusal(self.error(400, str(error))) from None
+        n_prompt = count_words(body.inputs) if isinstance(body.inputs, str) else len(body.inputs)
+        asked, limit = body.parameters.max_new_tokens, self._settings.max_model_len
+        if asked < 1:
+            raise Refusal(self.error(400, f"max_new_tokens must be at least 1 , got {asked}."))
+        if n_prompt == 0:
+            raise Refusal(self.error(400, "prompt_ids is empty"))
+        if n_prompt + asked > limit:
+            message = f"the input prompt token len {n_prompt} + max_new_tokens {asked} > {limit}"
+            raise Refusal(self.error(400, message))
+        return Answer(body.stream if streaming is None else streaming, n_prompt, asked)
+
+
+def _missing(raw: bytes) -> str:
+    """The first required key that the body lacks, as Python prints a KeyError; "" when none is missing or the body is
+    no JSON behind what was wrong first."""
+    try:
+        body = msgspec.json.decode(raw)
+    except UNDECODABLE:
+        return ""
+    if not isinstance(body, dict):
+        return ""
+    return next((repr(key) for key in ("inputs", "parameters") if key not in body), "")
+
+
+class Answer:
+    """One reply (a `Wire`)."""
+
+    content_type = "text/event-stream; charset=utf-8"
+    failure_before_output = False
+
+    def __init__(self, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
+        self.streaming = streaming
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = 0
+        self.output_tokens = output_tokens
+
+    def token(self, count: int) -> bytes:
+        index = count % _N_WORDS
+        return _PLAIN % (_FIRST_ID + index, _ESCAPED[index], count, self.prompt_tokens)
+
+    def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
+        token = {"id": _FIRST_ID + count % _N_WORDS, "text": span(count, n_tokens), "logprob": -0.6, "special": False}
+        token |= {"count_output_tokens": count, "prompt_tokens": self.prompt_tokens}
+        reply = {"token": token, "generated_text": None, "finished": finish is not None, "finish_reason": finish}
+        return b"data:" + _ujson(reply | {"details": None}) + b"\n\n"
+
+    def tail(self, count: int, done: bool = True) -> bytes:
+        return b""
+
+    def failure(self) -> bytes:
+        error = {"message": "the inference process has failed", "type": "invalid_request_error"}
+        return b"data: " + _ujson({"error": error}) + b"\n\n"
+
+    def whole(self, count: int, finish: Finish, seconds: float) -> Page:
+        reply: dict[str, Any] = {"generated_text": [output_text(count)], "count_output_tokens": count}
+        reply |= {"finish_reason": finish, "prompt_tokens": self.prompt_tokens}
+        return Page(200, _ujson(reply), content_type=None)
+
+
+def _ujson(value: Any) -> bytes:
+    """JSON as ujson writes it: a slash, which occurs in strings alone, is escaped."""
+    return encode_json(value).replace(b"/", b"\\/")
+
+
+_ESCAPED = tuple(word.replace(b"/", b"\\/") for word in WORDS_JSON)
+_PLAIN = (
+    b'data:{"token":{"id":%d,"text":%b,"logprob":-0.6,"special":false,"count_output_tokens":%d,"prompt_tokens":%d},'
+    b'"generated_text":null,"finished":false,"finish_reason":null,"details":null}\n\n'
+)
+
+
+def series(max_req_total_len: int) -> list[Series]:
+    """LightLLM's families, as far as there is something true to say: there is no batch and no queue here."""
+    seconds = [0.001 * 1.5**power for power in range(1, 36)]
+    tokens = [max_req_total_len / 100 * step for step in range(101)]
+    return [
+        Sample("lightllm_request_count_total", "counter", "The total number of requests", lambda t: {"": t.requests}),
+        Sample("lightllm_request_success_total", "counter", "The number of successful requests",
+               lambda t: {"": t.finished.total()}),
+        Sample("lightllm_request_failure_total", "counter", "The number of failed requests",
+               lambda t: {"": t.failed.total()}),
+        Sample("lightllm_prompt_tokens_total", "counter", "Prompt tokens", lambda t: {"": t.prompt_tokens}),
+        Sample("lightllm_generation_tokens_total", "counter", "Tokens generated", lambda t: {"": t.output_tokens}),
+        Sample("lightllm_queue_size", "gauge", "Queue size", lambda t: {"": t.n_waiting}),
+        Sample("lightllm_batch_current_size", "gauge", "Current batch size", lambda t: {"": t.n_running}),
+        Sample("lightllm_num_running_reqs", "gauge", "Running requests", lambda t: {"": t.n_running}),
+        Distribution("lightllm_request_first_token_duration", "First token time of the request", "ttft", seconds),
+        Distribution("lightllm_request_mean_time_per_token_duration", "Per token time of the request", "mean", seconds),
+        Distribution("lightllm_request_inference_duration", "Inference time of the request", "e2e", seconds),
+        Distribution("lightllm_request_queue_duration_bucket", "Queue duration of requests", "queue", seconds),
+        Distribution("lightllm_request_input_length", "Length of the input tokens", "prompt_tokens", tokens),
+        Distribution("lightllm_cache_length", "Tokens found in the prompt cache", "cached_tokens", tokens),
+        Distribution("lightllm_request_generated_tokens", "Number of generated tokens", "output_tokens", tokens),
+        Distribution("lightllm_request_max_new_tokens", "Max new token", "asked_tokens", tokens),
+    ]  # fmt: skip

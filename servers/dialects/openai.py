@@ -1,0 +1,348 @@
+"""The wire of vLLM 0.32 and of OpenAI-compatible servers: `/v1/completions` and `/v1/chat/completions`.
+
+Frames are `data: {...}` with compact JSON, ended by `data: [DONE]`. `max_tokens` is silently cut to what the context
+leaves. Prompts are token ids, counted as they are, or text, a token a word; a chat template adds a fixed number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http.client import responses
+from typing import Any
+
+import msgspec
+
+from backends.untrusted import UNDECODABLE
+from servers.serve.telemetry import Distribution, Sample, Series, labels_of
+from servers.serve.wire import (
+    CHAT_TEMPLATE_TOKENS,
+    WORDS,
+    WORDS_JSON,
+    Finish,
+    Page,
+    Refusal,
+    Settings,
+    Wire,
+    count_words,
+    encode_json,
+    json_page,
+    output_text,
+    span,
+)
+
+VERSION = "0.32.0"
+FINGERPRINT = f"vllm-{VERSION}-emulated"
+
+_N_WORDS = len(WORDS)
+_MESSAGES = {
+    429: "Rate limit reached.",
+    500: "EngineCore encountered an issue. See stack trace (above) for the root cause.",
+    503: "The engine is currently busy and cannot accept new requests. "
+    "Please try again later or on a different instance.",
+}
+_TYPES = {400: "BadRequestError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
+_DONE = b"data: [DONE]\n\n"
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """The fields of either route that matter here. Others are accepted and ignored, as vLLM does."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = 1
+
+
+class CompletionBody(Body):
+    prompt: str | list[int]
+
+
+class PromptListBody(Body):
+    prompt: list[str | list[int]]
+
+
+class Part(msgspec.Struct):
+    text: str = ""
+
+
+class Message(msgspec.Struct):
+    content: str | list[Part] | None = None
+
+
+class ChatBody(Body):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+
+
+_decode_completion = msgspec.json.Decoder(CompletionBody).decode
+_decode_prompt_list = msgspec.json.Decoder(PromptListBody).decode
+_decode_chat = msgspec.json.Decoder(ChatBody).decode
+
+
+class OpenAI:
+    """The dialect. `owned_by` is how `/v1/models` names the server; None keeps the context length to itself."""
+
+    metrics_content_type: str | None = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self.name = name
+        self.media_type_error: Page | None = self.error(
+            400, "Unsupported Media Type: Only 'application/json' is allowed"
+        )
+        self._settings = settings
+        self._started_s = int(time.time())
+        empty = Page(200, b"", content_type=None)
+        self.pages: Mapping[str, Callable[[], Page]] = {
+            "/health": lambda: empty,
+            "/ping": lambda: empty,
+            "/version": lambda: json_page(200, {"version": VERSION}),
+            "/v1/models": self._models,
+        }
+        self.asks: Mapping[str, Callable[[bytes, str], Wire]] = {
+            "/v1/completions": self._completion,
+            "/v1/chat/completions": self._chat,
+        }
+        self.series: Sequence[Series] = series(settings.max_model_len)
+        self.labels = labels_of(model_name=settings.model, engine="0")
+
+    def error(self, status: int, message: str | None = None, param: str | None = None) -> Page:
+        if status == 401:
+            return json_page(401, {"error": "Unauthorized"})
+        phrase = responses.get(status, "Error")
+        return json_page(status, error_body(status, message or _MESSAGES.get(status, phrase), param, phrase))
+
+    def _models(self) -> Page:
+        model: dict[str, Any] = {"id": self._settings.model, "object": "model", "created": self._started_s}
+        if self.name == "vllm":
+            model |= {"owned_by": "vllm", "root": self._settings.model, "parent": None}
+            model |= {"max_model_len": self._settings.max_model_len, "permission": []}
+        else:
+            model["owned_by"] = "organization-owner"
+        return json_page(200, {"object": "list", "data": [model]})
+
+    def _completion(self, raw: bytes, request_id: str) -> Wire:
+        try:
+            body: Body = (decoded := _decode_completion(raw))
+            prompt = decoded.prompt
+        except msgspec.ValidationError as error:
+            body, prompt = self._one_of_list(raw, error)
+        except UNDECODABLE as error:
+            raise Refusal(self.error(400, f"JSON decode error: {error}")) from None
+        n_prompt = count_words(prompt) if isinstance(prompt, str) else len(prompt)
+        asked = 16 if body.max_tokens is None else body.max_tokens
+        n_output = self._admitted(body, n_prompt, asked)
+        return Answer(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
+
+    def _one_of_list(self, raw: bytes, error: msgspec.ValidationError) -> tuple[Body, str | list[int]]:
+        try:
+            body = _decode_prompt_list(raw)
+        except UNDECODABLE:
+            raise Refusal(self.error(400, str(error))) from None
+        if len(body.prompt) != 1:
+            raise Refusal(self.error(400, "the emulated server takes one prompt a request.", "prompt"))
+        return body, body.prompt[0]
+
+    def _chat(self, raw: bytes, request_id: str) -> Wire:
+        try:
+            body = _decode_chat(raw)
+        except msgspec.ValidationError as error:
+            raise Refusal(self.error(400, str(error))) from None
+        except UNDECODABLE as error:
+            raise Refusal(self.error(400, f"JSON decode error: {error}")) from None
+        texts = []
+        for message in body.messages:
+            parts = message.content if isinstance(message.content, list) else [Part(message.content or "")]
+            texts += [part.text for part in parts]
+        n_prompt = CHAT_TEMPLATE_TOKENS + sum(map(count_words, texts))
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        asked = self._settings.max_model_len - n_prompt if asked is None else asked
+        n_output = self._admitted(body, n_prompt, asked)
+        return Answer(CHAT, body, n_prompt, n_output, self._settings.model, request_id)
+
+    def _admitted(self, body: Body, n_prompt: int, asked: int) -> int:
+        """How many tokens will be generated. Raises Refusal where vLLM refuses."""
+        limit = self._settings.max_model_len
+        if body.model not in (None, self._settings.model):
+            raise Refusal(self.error(404, f"The model `{body.model}` does not exist.", "model"))
+        if n_prompt == 0:
+            raise Refusal(self.error(400, "The decoder prompt cannot be empty", "prompt"))
+        if n_prompt >= limit:
+            message = (
+                f"This model's maximum context length is {limit} tokens. However, you requested {max(asked, 0)} output "
+                f"tokens and your prompt contains {n_prompt} input tokens, for a total of {n_prompt + max(asked, 0)} "
+                "tokens. Please reduce the length of the input prompt or the number of requested output tokens."
+            )
+            raise Refusal(self.error(400, message, "input_tokens"))
+        if asked < 1:
+            raise Refusal(self.error(400, f"max_tokens must be at least 1, got {asked}.", "max_tokens"))
+        if asked > limit:
+            message = f"max_tokens={asked} is greater than max_model_len={limit}."
+            raise Refusal(self.error(400, message, "max_tokens"))
+        if body.n not in (None, 1):
+            raise Refusal(self.error(400, "the emulated server makes one choice a request.", "n"))
+        return min(asked, limit - n_prompt)
+
+
+def error_body(status: int, message: str, param: str | None, phrase: str) -> dict[str, Any]:
+    kind = "NotFoundError" if param == "model" else _TYPES.get(status, phrase)
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def _completion_choice(text: str, finish: Finish | None) -> dict[str, Any]:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+    return choice | {"prompt_token_ids": None, "token_ids": None}
+
+
+def _chat_choice(text: str, finish: Finish | None) -> dict[str, Any]:
+    choice = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": finish}
+    return choice | ({"stop_reason": None} if finish else {}) | {"token_ids": None}
+
+
+def _whole_completion_choice(text: str, finish: Finish) -> dict[str, Any]:
+    return _completion_choice(text, finish) | {"prompt_logprobs": None}
+
+
+def _whole_chat_choice(text: str, finish: Finish) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": text,
+        "refusal": None,
+        "tool_calls": [],
+        "reasoning": None,
+    }
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+    return choice | {"stop_reason": None, "token_ids": None}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What differs between the two routes."""
+
+    id_prefix: str
+    chunk_object: str
+    whole_object: str
+    choice: Callable[[str, Finish | None], dict[str, Any]]
+    whole_choice: Callable[[str, Finish], dict[str, Any]]
+    opening_choice: dict[str, Any] | None  # an event of its own, written together with the first token's
+
+
+COMPLETION = Shape(
+    "cmpl-", "text_completion", "text_completion", _completion_choice, _whole_completion_choice, opening_choice=None
+)
+CHAT = Shape(
+    "chatcmpl-", "chat.completion.chunk", "chat.completion", _chat_choice, _whole_chat_choice,
+    opening_choice={"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None},
+)  # fmt: skip
+
+
+class Answer:
+    """One reply of either route (a `Wire`). The frame of a plain token is made once and only its text changes."""
+
+    content_type = "text/event-stream; charset=utf-8"
+    failure_before_output = False
+
+    def __init__(
+        self, shape: Shape, body: Body, prompt_tokens: int, output_tokens: int, model: str, request_id: str
+    ) -> None:
+        self.streaming = bool(body.stream)
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = 0
+        self.output_tokens = output_tokens
+        self._shape = shape
+        options = body.stream_options or StreamOptions()
+        self._usage_last = bool(options.include_usage)
+        self._usage_always = bool(options.include_usage and options.continuous_usage_stats)
+        self._identity = {
+            "id": shape.id_prefix + request_id,
+            "object": shape.chunk_object,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._prefix, _, self._suffix = self._chunk([shape.choice("@", None)]).rpartition(b'"@"')
+
+    def token(self, count: int) -> bytes:
+        if self._usage_always:
+            return self.event(count, 1, None)
+        return self._prefix + WORDS_JSON[count % _N_WORDS] + self._suffix
+
+    def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
+        usage = {"usage": self._usage(count)} if self._usage_always else {}
+        opening = b""
+        if count == n_tokens and self._shape.opening_choice:
+            opening = self._chunk([self._shape.opening_choice], **usage)
+        return opening + self._chunk([self._shape.choice(span(count, n_tokens), finish)], **usage)
+
+    def tail(self, count: int, done: bool = True) -> bytes:
+        usage = b""
+        if self._usage_last:
+            usage = self._chunk([], usage=self._usage(count), system_fingerprint=FINGERPRINT)
+        return usage + (_DONE if done else b"")
+
+    def failure(self) -> bytes:
+        return b"data: " + encode_json(error_body(500, _MESSAGES[500], None, "")) + b"\n\n" + _DONE
+
+    def whole(self, count: int, finish: Finish, seconds: float) -> Page:
+        choices = [self._shape.whole_choice(output_text(count), finish)]
+        reply = self._identity | {"object": self._shape.whole_object, "choices": choices, "service_tier": None}
+        reply |= {"system_fingerprint": FINGERPRINT, "usage": self._usage(count) | {"prompt_tokens_details": None}}
+        if self.cached_tokens:
+            reply["usage"] = self._usage(count)
+        return json_page(200, reply)
+
+    def _chunk(self, choices: Sequence[Any], **more: Any) -> bytes:
+        return b"data: " + encode_json(self._identity | {"choices": choices} | more) + b"\n\n"
+
+    def _usage(self, count: int) -> dict[str, Any]:
+        total = self.prompt_tokens + count
+        usage: dict[str, Any] = {"prompt_tokens": self.prompt_tokens, "total_tokens": total, "completion_tokens": count}
+        if self.cached_tokens:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        return usage
+
+
+def _one_two_five(limit: int) -> list[float]:
+    """Bounds 1, 2, 5, 10, ... up to `limit`, as vLLM draws them for token counts."""
+    bounds = (float(step * 10**power) for power in range(8) for step in (1, 2, 5))
+    return [bound for bound in bounds if bound <= limit]
+
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+           160.0, 640.0, 2560.0)  # fmt: skip
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+              960.0, 1920.0, 7680.0)  # fmt: skip
+
+
+def series(max_model_len: int) -> list[Series]:
+    """vLLM's families, as far as there is something true to say: there is no KV cache here, and no queue."""
+    tokens = _one_two_five(max_model_len)
+    return [
+        Sample("vllm:num_requests_running", "gauge", "Requests running.", lambda t: {"": t.n_running}),
+        Sample("vllm:num_requests_waiting", "gauge", "Requests waiting.", lambda t: {"": t.n_waiting}),
+        Sample("vllm:kv_cache_usage_perc", "gauge", "1 means 100 percent usage.", lambda t: {"": t.kv_usage_ratio}),
+        Sample("vllm:prompt_tokens_total", "counter", "Prompt tokens processed.", lambda t: {"": t.prompt_tokens}),
+        Sample("vllm:generation_tokens_total", "counter", "Tokens generated.", lambda t: {"": t.output_tokens}),
+        Sample("vllm:prefix_cache_queries_total", "counter", "Tokens looked up.", lambda t: {"": t.prompt_tokens}),
+        Sample("vllm:prefix_cache_hits_total", "counter", "Tokens found cached.", lambda t: {"": t.cached_tokens}),
+        Sample("vllm:num_preemptions_total", "counter", "Preemptions.", lambda t: {"": t.preemptions}),
+        Sample("vllm:request_success_total", "counter", "Requests finished.",
+               lambda t: {reason: t.finished[reason] for reason in ("stop", "length")} | {"abort": t.failed.total()},
+               label="finished_reason"),
+        Distribution("vllm:time_to_first_token_seconds", "Time to the first token.", "ttft", _TTFT_S),
+        Distribution("vllm:inter_token_latency_seconds", "Time between tokens.", "itl", _TOKEN_S),
+        Distribution("vllm:request_time_per_output_token_seconds", "Mean time a token.", "tpot", _TOKEN_S),
+        Distribution("vllm:e2e_request_latency_seconds", "Time of the whole request.", "e2e", _REQUEST_S),
+        Distribution("vllm:request_queue_time_seconds", "Time waiting.", "queue", _REQUEST_S),
+        Distribution("vllm:request_decode_time_seconds", "Time decoding.", "decode", _REQUEST_S),
+        Distribution("vllm:request_prompt_tokens", "Prompt tokens a request.", "prompt_tokens", tokens),
+        Distribution("vllm:request_generation_tokens", "Output tokens a request.", "output_tokens", tokens),
+        Distribution("vllm:request_params_max_tokens", "max_tokens as asked.", "asked_tokens", tokens),
+    ]  # fmt: skip

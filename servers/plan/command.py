@@ -1,0 +1,371 @@
+"""`loadgen plan`: which GPUs, how many and how joined, would serve a load within limits, cheapest first. Predictions.
+
+One server is tried in virtual time at Poisson rates until the highest is found at which it keeps the limits and works
+off what comes. A load that is split at random over n servers is Poisson again, at 1/n of the rate: so many are needed.
+What cannot do it stands below with the reason; nothing that was asked about is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from cyclopts import Parameter
+
+from backends.catalog import ModelSpec
+from backends.untrusted import UNDECODABLE, escaped
+from loadgen import cli, terminal
+from loadgen.config import ConfigError
+from loadgen.option_types import Whole
+from loadgen.report import text
+from loadgen.server import embedded, models
+from servers.plan.sizing import METRICS, Limits, Load, NotMet, Server, Trial
+from servers.simulator import hardware
+from servers.simulator.build import Emulated, EmulationError, Profile, emulate, profiles, read_profile
+from servers.simulator.hardware import HardwareError
+from servers.simulator.options import Hardware
+
+LARGEST_TP = 8  # a host of eight GPUs
+MOST_RATE = 1e9
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
+    """Dollars an hour for one GPU, by the names of `servers/data/gpus.json`; the user's to edit."""
+
+    usd_per_gpu_hour: dict[str, float]
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """`tp` GPUs of one kind as one server. `gpu` as the user names it."""
+
+    gpu: str
+    tp: int
+    max_running: int = 1024
+
+    def text(self, with_running: bool) -> str:
+        return f"{self.tp} x {self.gpu}" + (f", max-running {self.max_running}" if with_running else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What would do. server_rate: the highest that one server keeps up with, requests/s; bound: by which limit.
+    trial: one server's share of the load."""
+
+    candidate: Candidate
+    emulated: Emulated
+    servers: int
+    usd_per_hour: float | None
+    server_rate: float
+    bound: str
+    trial: Trial
+
+    @property
+    def gpus(self) -> int:
+        return self.servers * self.candidate.tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmet:
+    candidate: Candidate
+    reason: str
+
+
+def parse_slo(slo: str, percentile: float = 99.0) -> Limits:
+    """'ttft_ms=500,tpot_ms=50'. Raises ConfigError."""
+    seconds: dict[str, float] = {}
+    for item in slo.split(","):
+        name, _, limit = item.strip().partition("=")
+        metric = name.removesuffix("_ms")
+        try:
+            milliseconds = float(limit)
+        except ValueError:
+            milliseconds = math.nan
+        if metric not in METRICS or not name.endswith("_ms") or not 0 < milliseconds < math.inf:
+            raise ConfigError(
+                f"--slo '{item.strip()}' is not understood; use ttft_ms=500,tpot_ms=50 (or e2el_ms), above 0."
+            )
+        if metric in seconds:
+            raise ConfigError(f"--slo limits {name} twice; give each once.")
+        seconds[metric] = milliseconds / 1e3
+    if not 0 < percentile < 100:
+        raise ConfigError(f"--percentile is {percentile:g}; it must be between 0 and 100.")
+    return Limits(seconds=seconds, percentile=percentile)
+
+
+def read_prices(path: Path | None) -> Prices:
+    """The user's, or those that come with this package. Raises ConfigError."""
+    path = path or hardware.DATA / "prices.json"
+    try:
+        prices = msgspec.json.decode(path.read_bytes(), type=Prices)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}.") from None
+    except UNDECODABLE as error:
+        raise ConfigError(f"{path} is no list of prices: {error}; copy {hardware.DATA / 'prices.json'}.") from None
+    wrong = [name for name, price in prices.usd_per_gpu_hour.items() if not 0 <= price < math.inf]
+    if wrong:
+        raise ConfigError(f"{path}: the price of {wrong[0]} is below 0.")
+    return prices
+
+
+def price(prices: Prices, gpu: str) -> float | None:
+    """Dollars an hour for one, by any name of that GPU; None when the list has none. Raises HardwareError."""
+    found = hardware.find(gpu)
+    names = {gpu.lower(), found.name.lower(), *found.aliases}
+    names |= {key for key, known in hardware.known().items() if known is found}
+    return next((each for name, each in prices.usd_per_gpu_hour.items() if name.lower() in names), None)
+
+
+def judge(
+    candidate: Candidate, emulation: Callable[[Candidate], Emulated], load: Load, limits: Limits, prices: Prices,
+    max_gpus: int,
+) -> Row | Unmet:  # fmt: skip
+    """What one kind of server needs for the whole load. `emulation` raises EmulationError or HardwareError for what
+    cannot be."""
+    try:
+        emulated = emulation(candidate)
+        server = Server(emulated, load, limits)
+        highest, bound = server.highest()
+        servers = math.ceil(load.rate / highest)
+        while True:
+            if servers * candidate.tp > max_gpus:
+                raise NotMet(
+                    f"needs {servers} servers of {highest:.3g} requests/s (limited by {bound}), "
+                    f"{servers * candidate.tp} GPUs; --max-gpus is {max_gpus}"
+                )
+            share = server.at(load.rate / servers)
+            if share.missed is None:
+                break
+            servers += 1  # missed at less than the highest: rare, where a percentile hangs on a few requests
+    except (EmulationError, HardwareError, NotMet) as reason:
+        return Unmet(candidate=candidate, reason=str(reason))
+    each = price(prices, candidate.gpu)
+    return Row(
+        candidate=candidate,
+        emulated=emulated,
+        servers=servers,
+        usd_per_hour=None if each is None else each * servers * candidate.tp,
+        server_rate=highest,
+        bound=bound,
+        trial=share,
+    )
+
+
+def ranked(judged: Iterable[Row | Unmet]) -> tuple[list[Row], list[Unmet]]:
+    """Those that do, cheapest first (then the fewest GPUs, then the most to spare; without a price last), and those
+    that do not."""
+    rows: list[Row] = []
+    unmet: list[Unmet] = []
+    for each in judged:
+        if isinstance(each, Row):
+            rows.append(each)
+        else:
+            unmet.append(each)
+
+    def order(row: Row) -> tuple[float, int, float]:
+        return math.inf if row.usd_per_hour is None else row.usd_per_hour, row.gpus, -row.servers * row.server_rate
+
+    rows.sort(key=order)
+    return rows, unmet
+
+
+def _table(rows: list[Row], limits: Limits) -> list[str]:
+    cells = [
+        (
+            "$/hour", "GPUs", "servers", "each on", "joined by", "max-running", "req/s each", "limited by",
+            *(f"p{limits.percentile:g} {name} ms" for name in METRICS), "in flight",
+        )
+    ]  # fmt: skip
+    for row in rows:
+        tp = row.candidate.tp
+        seen = (row.trial.percentiles[name] for name in METRICS)
+        cells.append(
+            (
+                "no price" if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}", str(row.gpus), str(row.servers),
+                f"{tp} x {row.candidate.gpu}", "-" if tp == 1 else str(row.emulated.facts["topology"]),
+                str(row.candidate.max_running), text.number(row.server_rate), row.bound,
+                *(text.number(None if math.isnan(value_s) else 1e3 * value_s) for value_s in seen),
+                str(row.trial.in_flight),
+            )
+        )  # fmt: skip
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    words = (3, 4, 7)
+    return [
+        "  ".join(
+            cell.ljust(width) if column in words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def _commands(row: Row, load: Load, limits: Limits) -> Iterator[str]:
+    """What looks closer at one server's share of the load, and what starts such a server."""
+    setup = row.emulated.setup
+    words = ["--backend", setup.scheduler.partition("@")[0], "--model", setup.model.name, "--tp", str(row.candidate.tp)]
+    words += ["--dtype", setup.dtype, "--max-running", str(setup.max_running), "--memory-ratio"]
+    words += [f"{setup.memory_ratio:g}", *([] if setup.p2p else ["--p2p", "off"])]
+    modelled = ["--gpu", row.candidate.gpu, "--gpus", str(row.candidate.tp), "--scheduler", setup.scheduler]
+    modelled += [] if setup.profile is None else ["--profile", str(setup.profile)]
+    asked = ["--arrival", f"poisson:{load.rate / row.servers:.4f}", "--input-tokens", str(load.input_tokens)]
+    asked += ["--output-tokens", str(load.output_tokens), "--goodput"]
+    asked += [f"{name}:{1e3 * limit_s:g}" for name, limit_s in limits.seconds.items()]
+    yield f"Look closer at the first: {shlex.join(['loadgen', 'predict', *words, *modelled, *asked])}"
+    yield f"Start one of its servers: {shlex.join(['loadgen', 'compose', *words])}"
+
+
+def _reliability(profile: Profile, gpus: Iterable[str]) -> Iterator[str]:
+    """How far these numbers may be off: a server's software and the operators of each GPU."""
+    yield from text.held_out_lines(msgspec.to_builtins(profile.held_out))
+    yield "A high percentile near its limit is harder to predict than that: measure one server before renting many."
+    where = f"; on {profile.gpu}, assumed elsewhere" if profile.gpu else ""
+    yield f"Software: {profile.source or profile.scheduler + ', as calibrated'}{where}."
+    for gpu in gpus:
+        yield f"Operators of {gpu}, how far off: {hardware.find(gpu).error}."
+
+
+def render(rows: list[Row], unmet: list[Unmet], load: Load, limits: Limits, prices: Prices, profile: Profile) -> str:
+    """For people: the table, what will not do, and how far to trust it."""
+    candidates: list[Row | Unmet] = [*rows, *unmet]
+    wanted = ", ".join(f"{name} <= {1e3 * limit_s:g} ms" for name, limit_s in limits.seconds.items())
+    lines = [
+        "PREDICTIONS: emulated, computed by a model of the hardware; nothing was measured.",
+        f"{load.rate:g} requests/s (Poisson, {load.input_tokens} tokens in, {load.output_tokens} out); "
+        f"{limits.percentile:g} % of the requests within {wanted}.",
+        "",
+    ]
+    if rows:
+        lines += [
+            *_table(rows, limits),
+            "",
+            "req/s each: the highest rate at which one server keeps the limits (found within 10 %), and what is in the "
+            "way of more. Latencies and requests in flight: predicted at one server's share of the load.",
+            *_commands(rows[0], load, limits),
+        ]
+        if any(row.emulated.facts["topology"] == "pcie" for row in rows):
+            lines.append(
+                "pcie: the cards reach each other directly (P2P), which the drivers of GeForce cards do not allow; "
+                "--p2p off sends everything through host memory."
+            )
+    else:
+        lines.append("Nothing that was looked at would do.")
+    if unmet:
+        lines += ["", "Would not do:"]
+        several = len({each.candidate.max_running for each in candidates}) > 1
+        names = [each.candidate.text(several) for each in unmet]
+        width = max(map(len, names))
+        lines += [f"  {name:{width}s}  {each.reason.rstrip('.')}." for name, each in zip(names, unmet, strict=True)]
+    gpus = dict.fromkeys(each.candidate.gpu for each in candidates)
+    lines += ["", *_reliability(profile, gpus), f"Prices: {prices.source} ({prices.date}). Yours: --prices FILE."]
+    return "\n".join(map(escaped, lines))
+
+
+def command(
+    *,
+    slo: Annotated[str, Parameter(help="Limits in ms: ttft_ms=500,tpot_ms=50 and e2el_ms; at least one.")],
+    rate: Annotated[float, Parameter(help="Requests per second over all servers (Poisson).")],
+    model: Annotated[str, Parameter(help="Model: 7b, 13b, 70b, ..., or a Hugging Face id that is known.")] = "7b",
+    backend: Annotated[str, Parameter(help="Kind of server: vllm, tgi or lightllm.")] = "vllm",
+    input_tokens: Annotated[Whole, Parameter(help="Length of every prompt.")] = 512,
+    output_tokens: Annotated[Whole, Parameter(help="Length of every reply.")] = 128,
+    percentile: Annotated[float, Parameter(help="How many percent of the requests keep each limit.")] = 99.0,
+    gpu: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help="GPUs to look at, by name or JSON file (default: all that are known).",
+            consume_multiple=True,
+            negative=(),
+            show_default=False,
+        ),
+    ] = (),
+    max_gpus: Annotated[Whole, Parameter(help="Most GPUs in all.")] = 64,
+    max_running: Annotated[
+        tuple[Whole, ...],
+        Parameter(help="Most requests in a batch; several: each is tried.", consume_multiple=True, negative=()),
+    ] = (1024,),
+    dtype: Annotated[
+        Literal["float16", "bfloat16", "float32"], Parameter(help="Number format of weights and KV cache.")
+    ] = "float16",
+    memory_ratio: Annotated[float, Parameter(help="Part of each GPU's memory that a server may use.")] = 0.9,
+    p2p: Annotated[
+        Literal["auto", "off"], Parameter(help="off: GPUs reach each other through host memory only.")
+    ] = "auto",
+    scheduler: Annotated[str | None, Parameter(help="Which version of the server, such as vllm@v1.")] = None,
+    profile: Annotated[Path | None, Parameter(help="Profile from `loadgen calibrate` (default: the built-in).")] = None,
+    prices: Annotated[Path | None, Parameter(help="Your prices, in the form of servers/data/prices.json.")] = None,
+    requests: Annotated[Whole, Parameter(help="Least requests of each virtual run.")] = 400,
+) -> int:
+    """List which GPUs would serve a load within limits, cheapest first. Predictions: nothing is measured.
+
+    For each GPU and tensor parallel size (1, 2, 4, 8): the highest rate that one server keeps up with, how many servers
+    the load needs, and dollars an hour. What will not do is listed too, with the reason.
+    """
+    limits = parse_slo(slo, percentile)
+    for name, value in (
+        ("--input-tokens", input_tokens), ("--output-tokens", output_tokens), ("--requests", requests),
+        ("--max-gpus", max_gpus), *(("--max-running", each) for each in max_running),
+    ):  # fmt: skip
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1.")
+    if not 0 < memory_ratio <= 1:
+        raise ConfigError(f"--memory-ratio is {memory_ratio:g}; it must be above 0 and at most 1.")
+    load = Load(rate=rate, input_tokens=input_tokens, output_tokens=output_tokens, requests=requests)
+    spec = models.find(model).spec
+    _check(load, limits, spec)
+    listed = read_prices(prices)
+    base = Hardware(
+        p2p=False if p2p == "off" else None, scheduler=scheduler, dtype=dtype, max_requests=embedded.UNREFUSED,
+        memory_ratio=memory_ratio, profile=profile,
+    )  # fmt: skip
+    length = max(4096, input_tokens + output_tokens)
+
+    def emulation(candidate: Candidate) -> Emulated:
+        chosen = dataclasses.replace(
+            base, gpu=candidate.gpu, gpus=candidate.tp, tp=candidate.tp, max_running=candidate.max_running
+        )
+        return emulate(chosen.setup(backend, model if spec is None else spec.name, length))
+
+    kinds = gpu or tuple(hardware.known())
+    try:  # what is wrong with every candidate is the user's mistake and no reason against one
+        for kind in kinds:
+            hardware.find(kind)
+        asked = dataclasses.replace(base, gpu=kinds[0]).setup(backend, model if spec is None else spec.name, length)
+        known = profiles()[asked.scheduler] if profile is None else read_profile(profile, asked.scheduler)
+    except (EmulationError, HardwareError) as error:
+        raise ConfigError(str(error)) from None
+    rows, unmet = ranked([
+        judge(candidate, emulation, load, limits, listed, max_gpus)
+        for candidate in _candidates(kinds, min(LARGEST_TP, max_gpus), max_running)
+    ])  # fmt: skip
+    print(render(rows, unmet, load, limits, listed, known))
+    return cli.EXIT_OK
+
+
+def _check(load: Load, limits: Limits, spec: ModelSpec | None) -> None:
+    """Raises ConfigError for a load that no server could be asked for."""
+    if not 0 < load.rate <= MOST_RATE:
+        raise ConfigError(f"--rate is {load.rate:g}; it must be above 0 and at most {MOST_RATE:g}.")
+    if "tpot" in limits.seconds and load.output_tokens == 1:
+        raise ConfigError("--slo limits tpot_ms and replies of one token have none; leave it out.")
+    tokens = load.input_tokens + load.output_tokens
+    if spec is not None and tokens > spec.max_position:
+        raise ConfigError(
+            f"{spec.name} takes {spec.max_position} tokens in all; --input-tokens and --output-tokens make {tokens}."
+        )
+
+
+def _candidates(kinds: Sequence[str], largest_tp: int, max_running: Sequence[int]) -> Iterator[Candidate]:
+    """Says which GPU it is at."""
+    for kind in dict.fromkeys(kinds):
+        terminal.say(f"looking at {escaped(kind)}")
+        for tp in (1 << power for power in range(largest_tp.bit_length())):
+            for running in dict.fromkeys(max_running):
+                yield Candidate(gpu=kind, tp=tp, max_running=running)

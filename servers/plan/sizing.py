@@ -1,0 +1,180 @@
+"""How much one server can take: the highest Poisson rate at which it keeps its limits and works off what comes.
+
+In virtual time. Every rate and every server meets the same arrivals, faster or slower, so that two answers differ by
+what differs between the servers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadgen.load import arrivals as schedule
+from servers.schedulers import Rejected, Sequence
+from servers.simulator.build import Emulated
+from servers.simulator.virtual import bounds, simulate
+
+METRICS = ("ttft", "tpot", "e2el")
+BURST = 512  # most requests of the burst that tells how fast a server can work off what it has
+STABLE_RATIO = 0.95  # of that rate; beyond it, queues grow for longer than a short run can show
+LIVES = 8  # a run lasts at least so many times as long as a request
+STRETCH = 10  # and at most so many times the requests that were asked for
+TOLERANCE = 1.1  # the highest rate is found within this factor
+LONELY = 0.1  # requests under way on average: below this a server is not crowded, and a lower rate will not help it
+
+
+class NotMet(Exception):
+    """A candidate that will not do. One phrase."""
+
+
+class _Missed(Exception):
+    """The limit that more requests have missed than may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Seconds by metric; `percentile` percent of the requests keep each of them."""
+
+    seconds: dict[str, float]
+    percentile: float = 99.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Requests of one length that come at random, `rate` in a second. `requests`: how many a run has at least."""
+
+    rate: float
+    input_tokens: int = 512
+    output_tokens: int = 128
+    requests: int = 400
+
+    @functools.cached_property
+    def arrivals(self) -> list[float]:
+        """Poisson arrivals of one a second: every rate and every server meets the same, faster or slower."""
+        drawn = schedule.draw(schedule.Arrival("poisson", 1.0), STRETCH * self.requests, None, 0)
+        return [float(at_ns) / 1e9 for at_ns in drawn]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run. missed: the limit that it did not keep. percentiles: seconds by metric. in_flight: most at once."""
+
+    missed: str | None
+    percentiles: dict[str, float]
+    in_flight: int
+
+
+def trial(emulated: Emulated, load: Load, limits: Limits, rate: float, settled_s: float) -> Trial:
+    """One server at `rate` requests/s. It ends early when more have missed a limit than may. Those that come before
+    `settled_s` are served and not judged: the server is not yet as full as it will be."""
+    first_s: dict[int, float] = {}
+    sent_s: list[float] = []
+    values: dict[str, list[float]] = {name: [] for name in METRICS}
+    misses = dict.fromkeys(limits.seconds, 0)
+    may_miss = 1 - limits.percentile / 100
+    output = load.output_tokens
+    judged = ended = most = 0
+    lives_s = 0.0
+
+    def miss(name: str) -> None:
+        misses[name] += 1
+        if misses[name] > may_miss * max(judged, load.requests) + 1e-9:
+            raise _Missed(name)
+
+    def end(index: int, at_s: float) -> None:
+        nonlocal ended, lives_s
+        sent, first = sent_s[index], first_s.pop(index)
+        ended += 1
+        lives_s += at_s - sent
+        if sent < settled_s:
+            return
+        took = (first - sent, (at_s - first) / (output - 1) if output > 1 else math.nan, at_s - sent)
+        for name, value in zip(METRICS, took, strict=True):
+            values[name].append(value)
+            if value > limits.seconds.get(name, math.inf):
+                miss(name)
+
+    def deliver(emits: list[Sequence], at_s: float, gap_s: float) -> None:
+        for sequence in emits:
+            if sequence.emitted == 1:
+                first_s[sequence.index] = at_s
+            if sequence.emitted == output:
+                end(sequence.index, at_s)
+            at_s += gap_s
+
+    engine = emulated.engine(deliver)
+    missed = None
+    try:
+        for index, unit in enumerate(load.arrivals):
+            at_s = unit / rate
+            if judged >= load.requests and ended and at_s >= LIVES * lives_s / ended:
+                break
+            sent_s.append(at_s)
+            judged += at_s >= settled_s
+            try:
+                engine.submit(Sequence(index, load.input_tokens, output), at_s)
+            except Rejected:
+                ended += 1
+                if at_s >= settled_s:
+                    for name in limits.seconds:
+                        miss(name)
+            most = max(most, index + 1 - ended)
+        engine.advance(math.inf)
+    except _Missed as reason:
+        missed = str(reason)
+    return Trial(missed=missed, percentiles=_percentiles(values, limits.percentile), in_flight=most)
+
+
+def _percentiles(values: Mapping[str, list[float]], percentile: float) -> dict[str, float]:
+    """Of each metric's values; NaN where there are none."""
+    return {
+        name: float(np.percentile(each, percentile, method="inverted_cdf")) if each else math.nan
+        for name, each in values.items()
+    }
+
+
+class Server:
+    """One server's limits. Raises NotMet where a single request alone is too much for it."""
+
+    def __init__(self, emulated: Emulated, load: Load, limits: Limits) -> None:
+        self._emulated = emulated
+        self._load = load
+        self._limits = limits
+        shape = (0.0, load.input_tokens, load.output_tokens)
+        alone = simulate(emulated, [shape])[0]
+        if alone.status != 200:
+            raise NotMet(f"refuses a request of this length (KV cache of {emulated.kv_tokens} tokens)")
+        first_s, last_s = alone.times_s[0], alone.times_s[-1]
+        self._alone_s = last_s
+        took = (first_s, (last_s - first_s) / max(load.output_tokens - 1, 1), last_s)
+        for name, value in zip(METRICS, took, strict=True):
+            if value > limits.seconds.get(name, math.inf):
+                raise NotMet(f"{name} is {1e3 * value:.3g} ms for a request that is alone")
+        burst = min(BURST, emulated.setup.max_running, max(1, emulated.kv_tokens // sum(shape[1:])))
+        served = list(bounds(simulate(emulated, [shape] * burst)))
+        self.capacity = len(served) / max(last_s for _, _, last_s in served)  # requests/s
+
+    def at(self, rate: float) -> Trial:
+        return trial(self._emulated, self._load, self._limits, rate, 2 * self._alone_s)
+
+    def highest(self) -> tuple[float, str]:
+        """The highest rate, requests/s, within the limits, and what is in the way of a higher one. Raises NotMet."""
+        low = high = STABLE_RATIO * self.capacity
+        bound = "throughput"
+        while (missed := self.at(low).missed) is not None:
+            high, bound = low, missed
+            if low * self._alone_s < LONELY:
+                raise NotMet(f"{bound} is missed even at {low:.2g} requests/s, where most requests are alone")
+            low /= 2
+        while high / low > TOLERANCE:
+            middle = math.sqrt(low * high)
+            missed = self.at(middle).missed
+            if missed is None:
+                low = middle
+            else:
+                high, bound = middle, missed
+        return low, bound

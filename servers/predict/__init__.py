@@ -1,0 +1,1 @@
+"""`loadgen predict`: a run, or the paper's figures, computed in virtual time."""

@@ -1,0 +1,186 @@
+"""`loadgen predict`: a run that nobody made, in virtual time, written and reported like one that somebody did."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from cyclopts import Parameter
+
+import backends
+from loadgen import cli, rundir, terminal
+from loadgen.config import Config, ConfigError, flag
+from loadgen.load import arrivals
+from loadgen.load.prompts import Dataset
+from loadgen.plan import most_requests
+from loadgen.rundir import records
+from loadgen.server import embedded, models
+from servers.simulator.build import Emulated, EmulationError, emulate
+from servers.simulator.hardware import HardwareError
+from servers.simulator.options import Hardware
+from servers.simulator.virtual import Outcome, manifest, simulate
+
+CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has none of them
+    "tokenizer", "vocab_size", "stream", "workers", "transport", "connect", "kernel_timestamps", "api_key_env",
+    "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "metrics_port", "speed",
+)  # fmt: skip
+
+
+def predict(
+    config: Annotated[Config | None, Parameter(name="*")] = None, *, preset: Literal["paper"] | None = None
+) -> int:
+    """Predict what `run` would measure on GPUs that you need not have: the same load, computed in virtual time.
+
+    Takes the options of `run`, less those of the client; --gpu says which GPU. Writes a run directory like that of a
+    run, marked as emulated, and prints beside the numbers how far off the model was on real runs that it was not fitted
+    to.
+
+    Parameters
+    ----------
+    preset
+        paper: Section VI of arXiv 2311.03687, its figures and what it states beside what is predicted. It takes --out
+        and --seed, and nothing else.
+    """
+    config = config or Config()
+    if preset is not None:
+        return _paper(config)
+    if config.gpu is None:
+        raise ConfigError("name the GPU to predict for, such as --gpu h200 (and --gpus 4).")
+    given = config.given(CLIENT_ONLY)
+    if given:
+        raise ConfigError(f"{flag(given[0])} is for real requests, and predict sends none; leave it out.")
+    began = time.perf_counter()
+    load = draw(config)
+    run_id = rundir.new_run_id()
+    directory = config.out or Path("runs") / run_id
+    try:
+        hardware = Hardware(**embedded.modelled(config))
+        emulated = emulate(hardware.setup(config.kind, _model(config), _length(config, load)))
+        for note in emulated.facts["notes"]:
+            terminal.say(f"note: {note}")
+        new = rundir.create(directory)
+        try:
+            outcomes = simulate(emulated, load, config.concurrency)
+        except EmulationError:
+            if new:
+                rundir.remove_if_empty(directory)
+            raise
+    except (EmulationError, HardwareError) as error:
+        raise ConfigError(str(error)) from None
+    terminal.say(f"{len(load)} requests in {time.perf_counter() - began:.2f} s of computing")
+    write(directory, run_id, config, emulated, outcomes)
+    return cli.report_one(directory, "loadgen")
+
+
+def _paper(config: Config) -> int:
+    from servers.predict import paper  # with matplotlib
+
+    if config != Config(out=config.out, seed=config.seed):
+        raise ConfigError("--preset paper decides on load, servers and GPUs; only --out and --seed go with it.")
+    directory = config.out or Path("runs") / rundir.new_run_id()
+    rundir.create(directory)
+    began = time.perf_counter()
+    found = paper.write(directory, config.seed)
+    terminal.say(paper.markdown(found))
+    terminal.say(f"{len(found['runs'])} runs in {time.perf_counter() - began:.0f} s of computing")
+    terminal.say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
+    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    return cli.EXIT_OK
+
+
+def draw(config: Config) -> list[tuple[float, int, int]]:
+    """The load that a run with these options would send: seconds, prompt and output tokens of each request. Raises
+    ConfigError or WorkloadError."""
+    if config.concurrency is not None and config.duration is not None:
+        raise ConfigError("a closed loop is predicted for a number of requests; give --requests and no --duration.")
+    backend = backends.get(config.kind)
+    requests = most_requests(config, backend)
+    if config.concurrency is not None and requests is not None:
+        times_s = [0.0] * requests
+    else:
+        times_s = (arrivals.draw(config.law, requests, config.duration, config.seed) / 1e9).tolist()
+    if config.dataset is None:
+        return [(at_s, config.input_tokens, config.output_tokens) for at_s in times_s]
+    dataset = Dataset(config.dataset, config.output_tokens, backend.prompt_kind, config.warmup)
+    prompts = [dataset.prompt("measured", number).n_tokens for number in range(len(times_s))]
+    unknown = prompts.count(0)
+    if unknown:
+        raise ConfigError(
+            f"{unknown} prompts of the dataset are text, whose length is not known; give token ids or prompt_tokens."
+        )
+    return [(at_s, prompts[number], dataset.output_tokens(number)) for number, at_s in enumerate(times_s)]
+
+
+def _model(config: Config) -> str:
+    model = models.find(config.model or "7b")
+    return model.spec.name if model.spec is not None else model.name
+
+
+def _length(config: Config, load: list[tuple[float, int, int]]) -> int:
+    longest = max((prompt + output for _, prompt, output in load), default=0)
+    if config.max_model_len is not None and longest > config.max_model_len:
+        raise ConfigError(f"--max-model-len is {config.max_model_len} and the longest request has {longest} tokens.")
+    limit = models.find(config.model or "7b").max_position
+    if limit is not None and longest > limit:
+        raise ConfigError(f"the longest request has {longest} tokens and {_model(config)} ends at {limit}; lower it.")
+    return config.max_model_len or max(4096, longest)
+
+
+def write(directory: Path, run_id: str, config: Config, emulated: Emulated, outcomes: list[Outcome]) -> None:
+    """The run directory: manifest and records."""
+    said = manifest(config, emulated, run_id, len(outcomes))
+    rundir.write_manifest(directory, said)
+    file = records.RecordsFile(directory / "requests.jsonl", run_id, said.version, 0)
+    events = 0
+    last_s = 0.0
+    for outcome in outcomes:
+        file.write(_record(outcome))
+        events += len(outcome.times_s)
+        last_s = max(last_s, outcome.times_s[-1] if outcome.times_s else outcome.sent_s)
+    file.close(
+        records.ClientFacts(
+            state="complete",
+            wall_s=last_s,
+            cpu_s=0.0,
+            cpu_peak_ratio=0.0,
+            events=events,
+            connections=0,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            loop_lag_p50_ms=0.0,
+            loop_lag_p99_ms=0.0,
+            loop_lag_max_ms=0.0,
+        )
+    )
+
+
+def _record(outcome: Outcome) -> records.Record:
+    sent_ns = int(outcome.sent_s * 1e9)
+    record = records.Record(
+        id=outcome.index,
+        scheduled_ns=sent_ns,
+        sent_ns=sent_ns,
+        asked_prompt_tokens=outcome.prompt,
+        asked_tokens=outcome.output,
+        status=outcome.status,
+        outcome="ok" if outcome.status == 200 else "http_error",
+        error=None if outcome.status == 200 else f"status {outcome.status} (emulated)",
+    )
+    if outcome.status != 200:
+        return msgspec.structs.replace(record, done_ns=sent_ns)
+    micros = (np.frombuffer(outcome.times_s) * 1e6).astype(np.int64)
+    return msgspec.structs.replace(
+        record,
+        headers_ns=int(micros[0]) * 1000,
+        first_token_ns=int(micros[0]) * 1000,
+        last_token_ns=int(micros[-1]) * 1000,
+        done_ns=int(micros[-1]) * 1000,
+        prompt_tokens=outcome.prompt,
+        output_tokens=len(micros),
+        events=len(micros),
+        itl_us=np.diff(micros).tolist(),
+    )

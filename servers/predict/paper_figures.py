@@ -1,0 +1,116 @@
+"""Figures 6 to 10 of arXiv 2311.03687 as predicted. Every one says that it is emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from loadgen.report.figures import COLOURS, DASHES, GRID, STYLE, legend_below, titled
+
+if TYPE_CHECKING:
+    from servers.predict.paper import Paper, Result
+
+Panel = tuple[str, Sequence[str], int]  # title, runs, which part of a run's name its lines are told apart by
+
+
+def draw(paper: Paper, results: Mapping[str, Result], directory: Path) -> None:
+    """Writes figure6 to figure10, as .png and .svg."""
+    platforms, models, servers = list(paper.platforms), list(paper.models), list(paper.servers)
+    rtx3090 = [name for name in platforms if name.startswith("rtx3090")]
+
+    def same_gpu(platform: str, model: str) -> Panel:
+        title = f"{paper.platforms[platform].name}, Llama2-{model.upper()}"
+        return title, [f"{platform}/{model}/{server}" for server in servers], 2
+
+    def same_server(server: str, model: str) -> Panel:
+        title = f"{paper.servers[server].name}, Llama2-{model.upper()}"
+        return title, [f"{platform}/{model}/{server}" for platform in platforms], 0
+
+    seventh = [(platform, "7b") for platform in (*rtx3090, "a800")]
+    ninth = [(platform, model) for platform in platforms for model in models if (platform, model) not in seventh]
+    _throughput(paper, results, directory)
+    for number, title, panels in (
+        (7, "latency on the same GPU platform", [same_gpu(*each) for each in seventh]),
+        (8, "latency on different GPU platforms, Llama2-13B", [same_server(each, "13b") for each in servers]),
+        (9, "latency on the same GPU platform", [same_gpu(*each) for each in ninth]),
+        (10, "latency with the same server", [same_server(s, m) for m in ("7b", "70b") for s in servers]),
+    ):
+        _latencies(paper, results, number, title, panels, directory)
+
+
+def _throughput(paper: Paper, results: Mapping[str, Result], directory: Path) -> None:
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        figure = _figure(3.9, 6, "throughput")
+        axes = figure.subplots(1, len(paper.models))
+        for axis, model in zip(axes, paper.models, strict=True):
+            for row, server in enumerate(paper.servers):
+                for place, platform in enumerate(paper.platforms):
+                    at = place + (row - 1) * 0.27
+                    result = results[f"{platform}/{model}/{server}"]
+                    if result.reason:
+                        axis.text(at, 0, " does not fit", rotation=90, ha="center", va="bottom", fontsize=7)
+                        continue
+                    label = paper.servers[server].name if place == 0 else None
+                    axis.bar(at, result.measure("throughput"), 0.25, color=COLOURS[row], label=label)
+            axis.set_title(f"Llama2-{model.upper()}")
+            names = [each.name.replace(" ", "\n", 1) for each in paper.platforms.values()]
+            axis.set_xticks(np.arange(len(names)), names, fontsize=7)
+            axis.grid(axis="y", color=GRID, linewidth=0.6)
+            axis.set_axisbelow(True)
+        axes[0].set_ylabel("Output tokens/s (predicted)")
+        legend_below(figure, axes[0], 3)
+        _save(figure, 6, directory)
+
+
+def _latencies(
+    paper: Paper, results: Mapping[str, Result], number: int, title: str, panels: Sequence[Panel], directory: Path
+) -> None:
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        rows = -(-len(panels) // 3)
+        figure = _figure(1.2 + 2.7 * rows, number, title)
+        axes = figure.subplots(rows, 3, squeeze=False).flat
+        for axis, (name, runs, part) in zip(axes, panels, strict=False):
+            axis.set_title(name)
+            for row, run in enumerate(runs):
+                _line(axis, results[run], row, _label(paper, run, part))
+            axis.set_ylim(0, 1.02)
+            axis.set_xlim(left=0)
+            axis.grid(color=GRID, linewidth=0.6)
+            axis.set_axisbelow(True)
+            axis.set_xlabel("Latency, s (predicted)")
+        for axis in list(axes)[len(panels) :]:
+            axis.set_axis_off()
+        legend_below(figure, max(figure.axes, key=lambda axis: len(axis.get_legend_handles_labels()[1])), 4)
+        _save(figure, number, directory)
+
+
+def _line(axis: Axes, result: Result, row: int, label: str) -> None:
+    latencies_s = result.latencies_s
+    if result.reason:
+        axis.text(0.5, 0.1 + 0.1 * row, f"{label}: does not fit", transform=axis.transAxes, ha="center", fontsize=8)
+        return
+    share = np.arange(len(latencies_s) + 1) / len(latencies_s)
+    corners = np.concatenate((latencies_s[:1], latencies_s))
+    axis.step(corners, share, where="post", label=label, color=COLOURS[row], linestyle=DASHES[row], linewidth=1.6)
+
+
+def _label(paper: Paper, run: str, part: int) -> str:
+    key = run.split("/")[part]
+    return paper.platforms[key].name if part == 0 else paper.servers[key].name
+
+
+def _figure(height: float, number: int, title: str) -> Figure:
+    heading = f"EMULATED (modelled hardware, no real server)   as Fig. {number} of arXiv 2311.03687: {title}"
+    return titled(10.5, height, heading, "#B00020")
+
+
+def _save(figure: Figure, number: int, directory: Path) -> None:
+    for suffix in ("png", "svg"):
+        metadata = {"Date": None} if suffix == "svg" else None
+        figure.savefig(directory / f"figure{number}.{suffix}", dpi=130, metadata=metadata)

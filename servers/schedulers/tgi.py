@@ -1,0 +1,350 @@
+"""TGI's schedulers: a router that puts waiting requests into batches, each with room for all it may generate, so that
+nothing is ever preempted. At the door a request takes one of `max_concurrent_requests` permits, or is refused (429).
+
+A client that goes is noticed where TGI notices it: in the queue when its turn comes, in the batch with its next token.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+
+from servers.schedulers import Rejected, Sequence, Step
+
+
+class _Router(ABC):
+    """The loop of both: new requests are prefilled in a step of their own, then join the batch, which decodes.
+
+    Before each step of decoding the queue is asked for new ones, except after new ones have just been prefilled beside
+    a running batch. While a batch runs it gives them only if there are `waiting_served_ratio` as many as are running,
+    or if `max_waiting_tokens` steps have gone since the last came.
+    """
+
+    def __init__(
+        self,
+        kv_tokens: int,
+        max_batch_prefill_tokens: int,
+        waiting_served_ratio: float,
+        max_waiting_tokens: int,
+        max_concurrent_requests: int,
+    ) -> None:
+        self.depth = 1
+        self.kv_tokens = kv_tokens
+        self.preemptions = 0
+        self._max_batch_prefill_tokens = max_batch_prefill_tokens
+        self._waiting_served_ratio = waiting_served_ratio
+        self._max_waiting_tokens = max_waiting_tokens
+        self._max_concurrent_requests = max_concurrent_requests
+        self._permitted: set[Sequence] = set()
+        self._queue: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._free = 0  # blocks
+        self._waited = 0  # steps since the last prefill, it included
+        self._asks = True  # whether the queue is asked before the next step
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    @abstractmethod
+    def used_tokens(self) -> int: ...
+
+    def admit(self, sequence: Sequence) -> None:
+        if len(self._permitted) >= self._max_concurrent_requests:
+            raise Rejected(429, "Model is overloaded")
+        self._validate(sequence)
+        self._permitted.add(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        if not sequence.done:
+            self._queue.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        sequence.done = True
+        self._permitted.discard(sequence)
+
+    def schedule(self) -> Step | None:
+        if not self._running:
+            self._asks = True
+            return self._start(self._take(0))
+        if self._asks:
+            step = self._start(self._take(self._least()))
+            if step is not None:
+                self._asks = False
+                return step
+        self._asks = True
+        self._waited += 1
+        return self._forward()
+
+    def finish(self, step: Step) -> None:
+        left = False
+        for sequence in step.emits:
+            sequence.emitted += 1
+            if sequence.done:
+                left = True
+            elif sequence.emitted == sequence.output:
+                sequence.done = left = True
+                self._permitted.remove(sequence)
+            elif self._segment_ends(sequence):
+                left = True
+                self._queue.append(sequence)
+            else:
+                continue
+            self._free += sequence.blocks
+            sequence.blocks = 0
+        if left:
+            self._running = [sequence for sequence in self._running if sequence.blocks]
+
+    @abstractmethod
+    def _validate(self, sequence: Sequence) -> None:
+        """Raises Rejected (422)."""
+
+    @abstractmethod
+    def _take(self, least: int) -> list[Sequence]:
+        """New requests from the queue, with their blocks; none if there are not as many as `least`."""
+
+    @abstractmethod
+    def _start(self, batch: list[Sequence]) -> Step | None:
+        """Their prefill."""
+
+    def _segment_ends(self, sequence: Sequence) -> bool:
+        return False
+
+    def _least(self) -> int:
+        if self._waited >= self._max_waiting_tokens:
+            return 0
+        return math.floor(len(self._running) * self._waiting_served_ratio)
+
+    def _prefill(self, batch: list[Sequence]) -> Step | None:
+        if not batch:
+            return None
+        step = Step(batch)
+        for sequence in batch:
+            sequence.computed = sequence.prompt + sequence.sampled
+            step.prefill(sequence.computed, 0)
+            sequence.sampled += 1
+        self._running += batch
+        self._waited = 1
+        return step
+
+    def _forward(self) -> Step:
+        context = 0
+        for sequence in self._running:
+            sequence.computed = length = sequence.prompt + sequence.sampled
+            sequence.sampled += 1
+            context += length
+        return Step(list(self._running), len(self._running), context)
+
+
+class Tgi1(_Router):
+    """TGI 1.1. `kv_tokens` is its max_batch_total_tokens.
+
+    Source: router/src/queue.rs, infer.rs and validation.rs, launcher defaults, and the blocks of
+    server/.../flash_causal_lm.py, of v1.1.1. With prompts of 512 tokens a prefill holds 8, which is fewer than 1.2
+    times the running from 8 on: then 8 more come every 20 steps.
+    """
+
+    _BLOCK_TOKENS = 16
+
+    def __init__(
+        self,
+        kv_tokens: int,
+        *,
+        max_batch_prefill_tokens: int = 4096,
+        waiting_served_ratio: float = 1.2,
+        max_waiting_tokens: int = 20,
+        max_concurrent_requests: int = 128,
+        max_input_length: int = 1024,
+        max_total_tokens: int = 2048,
+    ) -> None:
+        super().__init__(
+            kv_tokens, max_batch_prefill_tokens, waiting_served_ratio, max_waiting_tokens, max_concurrent_requests
+        )
+        self._max_input_length = max_input_length
+        self._max_total_tokens = max_total_tokens
+        self._total = kv_tokens // self._BLOCK_TOKENS
+        self._free = self._total
+
+    @property
+    def used_tokens(self) -> int:
+        return (self._total - self._free) * self._BLOCK_TOKENS
+
+    def _validate(self, sequence: Sequence) -> None:
+        if sequence.prompt + sequence.output > self._max_total_tokens:
+            raise Rejected(422, f"`inputs` tokens + `max_new_tokens` must be at most {self._max_total_tokens}.")
+        if sequence.prompt > self._max_input_length:
+            raise Rejected(422, f"`inputs` must have at most {self._max_input_length} tokens.")
+        prompt = self._padded(sequence.prompt)
+        if prompt > self._max_batch_prefill_tokens or prompt + self._padded(sequence.output) > self.kv_tokens:
+            raise Rejected(422, "the request is longer than a batch can be.")
+
+    def _take(self, least: int) -> list[Sequence]:
+        if len(self._queue) < least:
+            return []
+        batch: list[Sequence] = []
+        budget_tokens = self.kv_tokens - self.used_tokens
+        prompts = outputs = 0
+        while self._queue:
+            sequence = self._queue[0]
+            if not sequence.done:
+                prompts += self._padded(sequence.prompt)
+                outputs += self._padded(sequence.output)
+                if prompts > self._max_batch_prefill_tokens or prompts + outputs > budget_tokens:
+                    break
+                batch.append(sequence)
+            self._queue.popleft()
+        if len(batch) < least:
+            self._queue.extendleft(reversed(batch))
+            return []
+        for sequence in batch:
+            sequence.blocks = max(1, -(-(sequence.prompt + sequence.output - 1) // self._BLOCK_TOKENS))
+            self._free -= sequence.blocks
+        return batch
+
+    def _start(self, batch: list[Sequence]) -> Step | None:
+        return self._prefill(batch)
+
+    def _padded(self, tokens: int) -> int:
+        return -(-tokens // self._BLOCK_TOKENS) * self._BLOCK_TOKENS
+
+
+class Tgi3(_Router):
+    """TGI 3.x without prefix cache. `kv_tokens` is what its log calls max batch total tokens.
+
+    With `chunking`, its default, waiting_served_ratio and max_waiting_tokens mean nothing: before every second step the
+    prefill budget that the batch leaves is filled from the queue, the last prompt in part, and those prompts go in one
+    step with the batch's next tokens. `block_tokens` is 1 with flashinfer (its default, with which and flashdecoding,
+    256, it has chunking), 16 with paged attention. max_batch_prefill_tokens is 4096 by default for Llama-2, as its
+    launcher takes it from model and GPU.
+
+    Outputs over 1024 tokens are reserved and generated 1024 at a time: after each the request queues again, its text so
+    far as its prompt. The last reserves as much as the first; the real one generates as much too, or ends the reply
+    early where that does not fit, here the request is then refused at the door.
+
+    Source: backends/v3/src/{queue,backend,block_allocator}.rs, router/src/{validation,infer/mod}.rs, launcher defaults
+    and server/.../flash_causal_lm.py, of v3.3.7.
+    """
+
+    _SEGMENT_TOKENS = 1024
+
+    def __init__(
+        self,
+        kv_tokens: int,
+        *,
+        max_batch_prefill_tokens: int = 4096,
+        waiting_served_ratio: float = 0.3,
+        max_waiting_tokens: int = 20,
+        max_concurrent_requests: int = 128,
+        max_batch_size: int | None = None,
+        chunking: bool = True,
+        block_tokens: int = 1,
+    ) -> None:
+        super().__init__(
+            kv_tokens, max_batch_prefill_tokens, waiting_served_ratio, max_waiting_tokens, max_concurrent_requests
+        )
+        self._max_batch_size = max_batch_size
+        self._chunking = chunking
+        self._block_tokens = block_tokens
+        self._total = kv_tokens // block_tokens - 1  # block 0 is kept for health checks
+        self._free = self._total
+        self._chunks: dict[Sequence, int] = {}  # what the next step prefills of each that is not through
+
+    @property
+    def used_tokens(self) -> int:
+        return (self._total - self._free) * self._block_tokens
+
+    def _validate(self, sequence: Sequence) -> None:
+        last = (sequence.output - 1) // self._SEGMENT_TOKENS * self._SEGMENT_TOKENS
+        longest = sequence.prompt + last
+        if self._blocks(longest, sequence.output) > self._total:
+            raise Rejected(422, f"`inputs` tokens + `max_new_tokens` must be at most {self.kv_tokens}.")
+        if not self._chunking and longest > self._prefill_budget(self._max_batch_prefill_tokens):
+            raise Rejected(422, f"`inputs` must have at most {self._max_batch_prefill_tokens} tokens.")
+
+    def _take(self, least: int) -> list[Sequence]:
+        budget = self._max_batch_prefill_tokens
+        most = self._max_batch_size
+        if self._running and self._chunking:
+            least, most = 0, None
+            budget -= len(self._running) - len(self._chunks) + sum(self._chunks.values())
+        elif self._running and most is not None:
+            most = max(0, most - len(self._running))
+        if budget <= 0 or most == 0 or len(self._queue) < least:
+            return []
+        budget = self._prefill_budget(budget)
+        batch: list[Sequence] = []
+        free = self._free
+        while self._queue and len(batch) != most:
+            sequence = self._queue[0]
+            if not sequence.done:
+                length = sequence.prompt + sequence.sampled
+                blocks = self._blocks(length, sequence.output)
+                if blocks > free or (length > budget and not self._chunking) or budget == 0:
+                    break
+                free -= blocks
+                batch.append(sequence)
+                if self._chunking:
+                    self._chunks[sequence] = min(length, budget)
+                budget -= min(length, budget)
+            self._queue.popleft()
+        if len(batch) < least:
+            self._queue.extendleft(reversed(batch))
+            return []
+        for sequence in batch:
+            sequence.blocks = self._blocks(sequence.prompt + sequence.sampled, sequence.output)
+            sequence.computed = 0
+        self._free = free
+        return batch
+
+    def _start(self, batch: list[Sequence]) -> Step | None:
+        if not self._chunking:
+            return self._prefill(batch)
+        if not batch:
+            return None
+        self._running += batch
+        return self._forward()
+
+    def _forward(self) -> Step:
+        if not self._chunks:
+            return super()._forward()
+        step = Step()
+        unfinished: list[Sequence] = []
+        for sequence in self._running:
+            chunk = self._chunks.get(sequence)
+            length = sequence.prompt + sequence.sampled
+            if chunk is None:
+                step.decode_rows += 1
+                step.decode_context += length
+                sequence.computed = length
+            else:
+                step.prefill(chunk, sequence.computed)
+                sequence.computed += chunk
+                if sequence.computed < length:
+                    unfinished.append(sequence)
+                    continue
+            sequence.sampled += 1
+            step.emits.append(sequence)
+        # the shards fix the next chunks now, so that all others have room for a token
+        budget = self._max_batch_prefill_tokens - (len(self._running) - 1)
+        self._chunks = {}
+        for sequence in reversed(unfinished):
+            chunk = max(min(sequence.prompt + sequence.sampled - sequence.computed, budget), 1)
+            self._chunks[sequence] = chunk
+            budget -= chunk
+        return step
+
+    def _segment_ends(self, sequence: Sequence) -> bool:
+        return sequence.emitted % self._SEGMENT_TOKENS == 0
+
+    def _blocks(self, length: int, output: int) -> int:
+        """For a request that has `length` tokens when it comes and may generate another segment, or its output."""
+        return -(-(length + min(output, self._SEGMENT_TOKENS) - 1) // self._block_tokens)
+
+    def _prefill_budget(self, tokens: int) -> int:
+        return -(-tokens // self._block_tokens) * self._block_tokens

@@ -1,0 +1,124 @@
+"""One server's life in time: requests come in, steps follow each other, tokens go out. No clock is read here.
+
+The caller says how far time may go (`advance`), as a wall clock or as fast as it can be computed; the events are the
+same. Seconds since the start, as floats.
+
+Before and after the scheduler stands the front end, one process whose loop takes requests in and hands tokens out. What
+comes while it is busy with others holds those back too: it reads all that is there before it works on any of it, so a
+burst of 1000 reaches the scheduler as a whole, after a thousand times `request_us`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from servers.schedulers import Scheduler, Sequence, Step
+
+ROUND = 4096  # requests that one round of the front end's loop takes in at most
+
+
+class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """request_us: to take in a request. token_us: to hand out a token. latency_us: between processes, each way."""
+
+    request_us: float = 0.0
+    token_us: float = 0.0
+    latency_us: float = 0.0
+
+
+class Engine:
+    """Runs a scheduler's steps. `deliver(emits, first_s, gap_s)` is told of the tokens of each step: the k-th of
+    `emits` leaves the server at first_s + k * gap_s."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        step_s: Callable[[Step], float],
+        deliver: Callable[[list[Sequence], float, float], None],
+        front: FrontEnd,
+    ) -> None:
+        self.scheduler = scheduler
+        self._step_s = step_s
+        self._deliver = deliver
+        self._request_s = front.request_us * 1e-6
+        self._token_s = front.token_us * 1e-6
+        self._latency_s = front.latency_us * 1e-6
+        self.now_s = 0.0
+        self._taking_in: list[Sequence] = []
+        self._taken_in_s = math.inf  # when they are through
+        self._front_s = 0.0  # until when the front end hands out tokens
+        self._gpu_s = 0.0  # until when the GPUs are
+        self._arriving: deque[tuple[float, Sequence]] = deque()
+        self._under_way: deque[tuple[float, Step]] = deque()
+
+    def submit(self, sequence: Sequence, at_s: float) -> None:
+        """A request has come in, after all that were submitted before. Raises batching.Rejected."""
+        self.advance(at_s)
+        self.scheduler.admit(sequence)
+        if not self._taking_in:
+            self._taken_in_s = at_s
+        self._taking_in.append(sequence)
+        self._taken_in_s += self._request_s
+        if len(self._taking_in) == ROUND:
+            self._pass_on()
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Its client has gone; nothing more of it is worked on."""
+        sequence.done = True
+        self.scheduler.cancel(sequence)
+
+    def next_s(self) -> float:
+        """When something happens next; infinity if nothing will."""
+        ends = self._under_way[0][0] if self._under_way else math.inf
+        comes = self._arriving[0][0] if self._arriving else math.inf
+        return min(ends, comes, self._taken_in_s)
+
+    def advance(self, until_s: float) -> None:
+        """All that happens up to and including `until_s`."""
+        arriving, under_way, scheduler = self._arriving, self._under_way, self.scheduler
+        while True:
+            ends = under_way[0][0] if under_way else math.inf
+            comes = arriving[0][0] if arriving else math.inf
+            taken = self._taken_in_s
+            now = min(ends, comes, taken)
+            if now > until_s or now == math.inf:
+                return
+            if taken == now:
+                self._pass_on()
+                continue
+            self.now_s = now
+            if comes == now:
+                while arriving and arriving[0][0] == now:
+                    _, sequence = arriving.popleft()
+                    if not sequence.done:  # its client may have gone
+                        scheduler.add(sequence)
+            else:
+                _, step = under_way.popleft()
+                scheduler.finish(step)
+                self._hand_out(step)
+            self._fill()
+
+    def _pass_on(self) -> None:
+        """What was taken in together reaches the scheduler together."""
+        self._arriving.extend((self._taken_in_s + self._latency_s, sequence) for sequence in self._taking_in)
+        self._taking_in = []
+        self._taken_in_s = math.inf
+
+    def _fill(self) -> None:
+        while len(self._under_way) < self.scheduler.depth:
+            step = self.scheduler.schedule()
+            if step is None:
+                return
+            self._gpu_s = max(self.now_s, self._gpu_s) + self._step_s(step)
+            self._under_way.append((self._gpu_s, step))
+
+    def _hand_out(self, step: Step) -> None:
+        if step.emits:
+            # what has not gone out when the next tokens of the same requests come goes out together with them
+            took_s = len(step.emits) * self._token_s
+            self._front_s = min(max(self._front_s, self.now_s), self.now_s + took_s)
+            self._deliver(step.emits, self._front_s + self._token_s + self._latency_s, self._token_s)
+            self._front_s += took_s

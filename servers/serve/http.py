@@ -1,0 +1,263 @@
+"""One client's connection: requests read off its socket, answers written to it in order.
+
+Writing goes straight to the socket, so that a stamp taken before `send` is the time at which the kernel got the bytes;
+what the kernel does not take at once waits here, in order and bounded. Reading is split in two: the bytes are taken and
+stamped at once, and parsed when the server has nothing due.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from http.client import responses
+from typing import TYPE_CHECKING
+
+import httptools
+import msgspec
+
+from servers.serve.wire import Page
+
+if TYPE_CHECKING:
+    from servers.serve.reply import Reply
+    from servers.serve.server import Server
+
+SERVER_HEADER = b"Server: llm-dissect (emulated)\r\n"
+MAX_HEAD_BYTES = 64 * 1024
+MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_UNSENT_BYTES = 4 * 1024 * 1024  # a reader that is further behind is cut off
+MAX_WAITING_REQUESTS = 100  # pipelined on one connection
+_READ_BYTES = 256 * 1024
+_LAST_CHUNK = b"0\r\n\r\n"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Header names are lower case."""
+
+    method: str
+    path: str
+    headers: dict[bytes, bytes]
+    body: bytes
+    received_ns: int
+    keep_alive: bool
+    http_1_0: bool
+
+
+class Connection:
+    """`received_ns` is when the last byte of the request being answered was read, in monotonic nanoseconds."""
+
+    def __init__(self, sock: socket.socket, server: Server) -> None:
+        self.sock = sock
+        self.open = True
+        self.received_ns = 0
+        self.reply: Reply | None = None
+        self._server = server
+        self._parser = httptools.HttpRequestParser(self)
+        self._read_ns = 0
+        self._free_ns = 0  # when the answer before ended: a request that waited for it is received then
+        self._url = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._body: list[bytes] = []
+        self._head_bytes = self._body_bytes = 0
+        self._waiting: deque[Request] = deque()
+        self._current: Request | None = None
+        self._unsent = bytearray()
+        self._closing = False  # once all is sent
+
+    # -- reading
+
+    def ready(self, mask: int, now_ns: int) -> None:
+        """The socket can be read or written."""
+        if mask & selectors.EVENT_WRITE:
+            self._send_rest()
+        if mask & selectors.EVENT_READ and self.open:
+            try:
+                data = self.sock.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if data:
+                self._server.unparsed.append((self, data, now_ns))
+            else:
+                self.close()
+
+    def parse(self, data: bytes, read_ns: int) -> None:
+        """Parses what was read at `read_ns` and answers the requests that are complete by it."""
+        if not self.open or self._closing:
+            return
+        self._read_ns = read_ns
+        try:
+            if data:
+                self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass
+        except httptools.HttpParserError:
+            self._refuse(400, "the request is no HTTP/1.1.")
+            return
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes.")
+        elif self._body_bytes > MAX_BODY_BYTES:
+            self._refuse(413, f"the body is longer than {MAX_BODY_BYTES} bytes.")
+        elif len(self._waiting) > MAX_WAITING_REQUESTS:
+            self._refuse(429, "too many requests are waiting on one connection.")
+        else:
+            self._answer_next()
+
+    def on_message_begin(self) -> None:
+        self._url, self._headers, self._body = b"", {}, []
+        self._head_bytes = self._body_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        self._head_bytes += len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.lower()] = value
+        self._head_bytes += len(name) + len(value)
+
+    def on_headers_complete(self) -> None:
+        if self._headers.get(b"expect", b"").lower() == b"100-continue" and self._current is None:
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._body_bytes <= MAX_BODY_BYTES:
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        self._waiting.append(
+            Request(
+                method=self._parser.get_method().decode("latin-1"),
+                path=self._url.partition(b"?")[0].decode("latin-1"),
+                headers=self._headers,
+                body=self._body[0] if len(self._body) == 1 else b"".join(self._body),
+                received_ns=self._read_ns,
+                keep_alive=self._parser.should_keep_alive(),
+                http_1_0=self._parser.get_http_version() == "1.0",
+            )
+        )
+        self._body = []
+
+    def _answer_next(self) -> None:
+        while self._waiting and self._current is None and self.open and not self._closing:
+            self._current = self._waiting.popleft()
+            self.received_ns = max(self._current.received_ns, self._free_ns)
+            self._server.handle(self, self._current)
+
+    def _refuse(self, status: int, message: str) -> None:
+        if self._current is not None:  # cannot be told within the reply that is under way
+            self.close()
+            return
+        self.respond(self._server.dialect.error(status, message))
+
+    # -- answering
+
+    def respond(self, page: Page) -> None:
+        """Answers the current request with a whole page."""
+        body = b"" if self._current is not None and self._current.method == "HEAD" else page.body
+        self.send(self._head(page) + body)
+        self._finish()
+
+    def send_cut(self, page: Page) -> None:
+        """The head of an answer and the first half of its body."""
+        self.send(self._head(page) + page.body[: len(page.body) // 2])
+
+    def begin_stream(self, content_type: str) -> None:
+        """Starts a chunked answer; chunks go through `send`."""
+        type_line = b"Content-Type: %b\r\n" % content_type.encode()
+        keep = b"" if self._keep_alive() else b"Connection: close\r\n"
+        self.send(
+            b"HTTP/1.1 200 OK\r\n" + SERVER_HEADER + type_line + b"Transfer-Encoding: chunked\r\n" + keep + b"\r\n"
+        )
+
+    def end_stream(self, last: bytes) -> None:
+        """Sends `last`, if any, as one more chunk and ends the stream."""
+        self.send((b"%x\r\n%b\r\n" % (len(last), last) if last else b"") + _LAST_CHUNK)
+        self._finish()
+
+    def send(self, data: bytes) -> None:
+        """Hands `data` to the kernel, or keeps what it does not take."""
+        if not self._unsent:
+            try:
+                sent = self.sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                self.close()
+                return
+            if sent == len(data):
+                return
+            data = data[sent:]
+            self._server.watch(self, selectors.EVENT_READ | selectors.EVENT_WRITE)
+        self._unsent += data
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            self._server.say(f"a client left {len(self._unsent)} bytes unread; its connection is closed.")
+            self.reset()
+
+    def close(self) -> None:
+        """Closes now, cleanly where everything was read; the reply under way is given up."""
+        if not self.open:
+            return
+        self.open = False
+        self._server.forget(self)
+        self.sock.close()
+        self._waiting.clear()
+        del self._parser  # it refers back to this object; nothing is left for a garbage collector
+        if self.reply is not None:
+            self.reply.abandon()
+
+    def reset(self) -> None:
+        """Closes so that the client sees a reset."""
+        with contextlib.suppress(OSError):
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close()
+
+    def _send_rest(self) -> None:
+        try:
+            sent = self.sock.send(self._unsent)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+            return
+        del self._unsent[:sent]
+        if not self._unsent:
+            self._server.watch(self, selectors.EVENT_READ)
+            if self._closing:
+                self._close_when_sent()
+
+    def _finish(self) -> None:
+        """The answer is complete: the next request, or the end of the connection."""
+        keep_alive = self._keep_alive()
+        self._current = None
+        self._free_ns = time.monotonic_ns()
+        if not keep_alive:
+            self._close_when_sent()
+        elif self._waiting:
+            self._server.unparsed.append((self, b"", 0))
+
+    def _close_when_sent(self) -> None:
+        """Closes for writing once all is sent, and altogether when the client does: closing with bytes unread would
+        reset the connection and take the answer with it."""
+        self._closing = True
+        if not self._unsent:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_WR)
+
+    def _keep_alive(self) -> bool:
+        return self._current is not None and self._current.keep_alive
+
+    def _head(self, page: Page) -> bytes:
+        phrase = responses.get(page.status, "Error")
+        lines = [f"HTTP/1.1 {page.status} {phrase}\r\n".encode(), SERVER_HEADER]
+        if page.content_type is not None:
+            lines.append(f"Content-Type: {page.content_type}\r\n".encode())
+        lines += [f"{name}: {value}\r\n".encode() for name, value in page.headers]
+        lines.append(b"Content-Length: %d\r\n" % len(page.body))
+        if not self._keep_alive():
+            lines.append(b"Connection: close\r\n")
+        return b"".join(lines) + b"\r\n"

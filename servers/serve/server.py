@@ -1,0 +1,285 @@
+"""The server itself: one thread, one loop that waits for sockets or for the next token, whichever comes first.
+
+What is due goes out before anything else is done, reads are taken and stamped before any is parsed, and no step holds
+the loop for more than about half a millisecond. Nothing here knows how a reply looks; nothing here decides when it is
+due.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import selectors
+import socket
+import sys
+from collections import deque
+from time import monotonic_ns
+
+from servers.schedulers import Rejected
+from servers.serve.faults import Fault, amount, striking
+from servers.serve.http import Connection, Request
+from servers.serve.reply import Reply
+from servers.serve.stamps import Stamps
+from servers.serve.telemetry import Telemetry
+from servers.serve.timing import Timing
+from servers.serve.wire import Dialect, Page, Refusal
+
+BACKLOG = 65535  # the kernel cuts it to net.core.somaxconn
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})  # need no API key
+HEALTH_PATHS = frozenset({"/health", "/healthz", "/ping"})
+_EMIT_AT_ONCE = 64
+_PARSE_AT_ONCE = 8
+_ACCEPT_AT_ONCE = 64
+
+
+class Server:
+    """Serves one dialect on one listening socket until `stop` is called."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        timing: Timing,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        faults: tuple[Fault, ...] = (),
+        stamps: Stamps | None = None,
+        api_key: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Listens at once. `seed` draws the faults that strike a share of requests. Raises OSError where the address
+        cannot be had."""
+        self.dialect = dialect
+        self.telemetry = Telemetry(dialect.series, dialect.labels)
+        self.unparsed: deque[tuple[Connection, bytes, int]] = deque()
+        self._timing = timing
+        self.emulation = timing.facts
+        self.telemetry.scheduler = timing.scheduler
+        self._faults = faults
+        self._seed = seed
+        self._healthy_ns = monotonic_ns() + int(amount(faults, "slow_start", 0) * 1e9)
+        self._stamps = stamps
+        self._authorization = None if api_key is None else b"Bearer " + api_key.encode()
+        self._requests = 0
+        self._stopping = False
+        self._woken_ns = 0
+        self._ids = random.Random()
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._waker = socket.socketpair()
+        self._listener = _listen(host, port)
+        self._accepting = True
+        address = self._listener.getsockname()
+        self.url = f"http://[{host}]:{address[1]}" if ":" in host else f"http://{host}:{address[1]}"
+        self._connections: set[Connection] = set()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        for end in (self._wakeup, self._waker):
+            end.setblocking(False)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._woken)
+
+    def stop_at_end_of(self, fd: int) -> None:
+        """Ends `run` when nothing more can be read from `fd`. Raises OSError for a plain file, which never ends."""
+        self._selector.register(fd, selectors.EVENT_READ, lambda _mask, _now_ns: self._drain(fd))
+
+    def stop(self) -> None:
+        """Ends `run`. May be called from a signal or another thread."""
+        self._stopping = True
+        with contextlib.suppress(OSError):  # it has ended already
+            self._waker.send(b"\0")
+
+    def run(self) -> None:
+        """Serves until stopped, then closes everything and writes the stamps. Raises SystemExit where a fault says that
+        the server dies."""
+        try:
+            while not self._stopping:
+                for key, mask in self._wait():
+                    key.data(mask, self._woken_ns)
+                self._emit_due()
+                self._parse_some()
+        finally:
+            self._shut()
+
+    def handle(self, connection: Connection, request: Request) -> None:
+        """Answers one request, or starts the reply that the timing will carry on."""
+        page = self._page(request)
+        if page is not None:
+            connection.respond(page)
+        else:
+            self._generate(connection, request)
+
+    def ended(self, reply: Reply, finish: str | None, failure: str) -> None:
+        """A reply is over, complete for the reason `finish` or broken off by `failure`."""
+        self._timing.cancel(reply)
+        reply.connection.reply = None
+        self.telemetry.ended(reply, finish, failure)
+        if self._stamps is not None:
+            self._stamps.add(reply)
+
+    def watch(self, connection: Connection, events: int) -> None:
+        self._selector.modify(connection.sock, events, connection.ready)
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is about to be closed."""
+        self._selector.unregister(connection.sock)
+        self._connections.discard(connection)
+        if not self._accepting:  # there is a file descriptor again
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._accepting = True
+
+    @staticmethod
+    def say(sentence: str) -> None:
+        print(f"llm-dissect server: {sentence}", file=sys.stderr, flush=True)
+
+    def _page(self, request: Request) -> Page | None:
+        """The whole answer to a request, or None: it asks for a generation."""
+        dialect, path = self.dialect, request.path
+        guarded = self._authorization is not None and path not in OPEN_PATHS
+        if guarded and request.headers.get(b"authorization") != self._authorization:
+            return dialect.error(401)
+        if request.method == "POST" and path in dialect.asks:
+            media_type = request.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+            return None if media_type == b"application/json" else dialect.media_type_error
+        if request.method in ("GET", "HEAD"):
+            if path in HEALTH_PATHS and path in dialect.pages and self._starting():
+                return dialect.error(503)
+            if path == "/metrics":
+                return Page(200, self.telemetry.render(), content_type=dialect.metrics_content_type)
+            if path in dialect.pages:
+                return dialect.pages[path]()
+        known = path in dialect.asks or path in dialect.pages or path == "/metrics"
+        return dialect.error(405 if known else 404)
+
+    def _generate(self, connection: Connection, request: Request) -> None:
+        self._requests += 1
+        if self._starting():
+            self.telemetry.refused("starting")
+            connection.respond(self.dialect.error(503))
+            return
+        fault = striking(self._faults, self._requests, self._seed)
+        kind = fault.kind if fault else ""
+        if kind == "die":
+            self.say(f"request {self._requests} ends this server, as its faults say.")
+            raise SystemExit(1)
+        if kind in ("refuse", "http_error"):
+            self.telemetry.refused(kind)
+            if fault is not None and fault.status:
+                connection.respond(self.dialect.error(fault.status))
+            else:
+                connection.close()
+            return
+        request_id = request.headers.get(b"x-request-id", b"").decode("latin-1")
+        try:
+            wire = self.dialect.asks[request.path](request.body, request_id or f"{self._ids.getrandbits(128):032x}")
+        except Refusal as refusal:
+            self.telemetry.refused("validation")
+            connection.respond(refusal.page)
+            return
+        if wire.streaming and request.http_1_0:
+            self.telemetry.refused("validation")
+            connection.respond(self.dialect.error(505, "a stream needs HTTP/1.1."))
+            return
+        reply = Reply(self, connection, wire, self._requests, request_id, fault)
+        try:
+            self._timing.submit(reply)
+        except Rejected as rejected:
+            self.telemetry.refused("overloaded" if rejected.status == 429 else "validation")
+            connection.respond(self.dialect.error(rejected.status, str(rejected)))
+            return
+        connection.reply = reply
+        self.telemetry.started(reply)
+        if wire.streaming:
+            connection.begin_stream(wire.content_type)
+
+    def _starting(self) -> bool:
+        """A slow start is not over. Once it is, no clock is read any more."""
+        if self._healthy_ns and monotonic_ns() >= self._healthy_ns:
+            self._healthy_ns = 0
+        return self._healthy_ns > 0
+
+    def _wait(self) -> list[tuple[selectors.SelectorKey, int]]:
+        """Sleeps until a socket is ready or a token is due, and stamps the moment.
+
+        epoll counts in milliseconds; select on the epoll's own descriptor counts in microseconds and never ends early.
+        """
+        timeout_s: float | None = None
+        due_ns = self._timing.next_due_ns()
+        if self.unparsed:
+            timeout_s = 0.0
+        elif due_ns is not None:
+            timeout_s = max(0.0, (due_ns - monotonic_ns()) / 1e9)
+        ready = select.select([self._selector], [], [], timeout_s)[0]
+        self._woken_ns = monotonic_ns()
+        return self._selector.select(0) if ready else []
+
+    def _emit_due(self) -> None:
+        pop = self._timing.pop
+        for _ in range(_EMIT_AT_ONCE):
+            reply = pop(monotonic_ns())
+            if reply is None:
+                return
+            reply.emit()
+
+    def _parse_some(self) -> None:
+        for _ in range(min(_PARSE_AT_ONCE, len(self.unparsed))):
+            connection, data, read_ns = self.unparsed.popleft()
+            try:
+                connection.parse(data, read_ns)
+            except Exception as error:  # one request's trouble must not end everybody's stream
+                self.say(f"a request could not be served ({type(error).__name__}: {error}); its connection is closed.")
+                connection.close()
+
+    def _accept(self, _mask: int, _now_ns: int) -> None:
+        for _ in range(_ACCEPT_AT_ONCE):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:
+                self.say(f"no more than {len(self._connections)} connections: {error.strerror}; raise `ulimit -n`.")
+                self._selector.unregister(self._listener)
+                self._accepting = False
+                return
+            sock.setblocking(False)
+            connection = Connection(sock, self)
+            self._connections.add(connection)
+            self._selector.register(sock, selectors.EVENT_READ, connection.ready)
+
+    def _drain(self, fd: int) -> None:
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            return
+        except OSError:  # a terminal that hung up
+            data = b""
+        self._stopping = self._stopping or not data
+
+    def _woken(self, _mask: int, _now_ns: int) -> None:
+        self._wakeup.recv(4096)
+
+    def _shut(self) -> None:
+        for connection in list(self._connections):  # first: one that closes may give the listener back to the selector
+            connection.close()
+        if self._accepting:
+            self._selector.unregister(self._listener)
+        self._listener.close()
+        self._selector.close()
+        self._wakeup.close()
+        self._waker.close()
+        if self._stamps is not None:
+            self._stamps.write()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Its options are inherited by what it accepts: no Nagle, one event is one segment."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,130 @@
+"""When each token is due: fixed times, so that the truth about every latency is known in advance.
+
+The first token is due `ttft` after the request was received and each further one `itl` after the one before was due,
+not after it was sent: what goes out late does not push the rest back. With jitter every interval, the first included,
+is multiplied by a factor uniform in 1 +- jitter, drawn from the seed and the request's number alone.
+
+No clock is read here and nothing is sent: the caller says what time it is and emits what is due. A model of a scheduler
+can take this place behind the same four calls.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from servers.schedulers import Scheduler
+
+
+class Reply(Protocol):
+    """What is scheduled; `index` numbers the requests and is below 2**32."""
+
+    index: int
+    received_ns: int
+    n_tokens: int
+
+    def emit(self) -> None:
+        """Sends the next token."""
+
+
+INDEX_BITS = 32
+INDEX = (1 << INDEX_BITS) - 1
+
+
+class Timing(Protocol):
+    """What the server asks. Times are monotonic nanoseconds. `facts` and `scheduler`: of modelled hardware; None where
+    times are fixed."""
+
+    @property
+    def facts(self) -> dict[str, Any] | None: ...
+    @property
+    def scheduler(self) -> Scheduler | None: ...
+
+    def submit(self, reply: Any) -> None:
+        """Takes a reply on. May raise batching.Rejected."""
+
+    def cancel(self, reply: Any) -> None:
+        """Nothing more of it will be due."""
+
+    def next_due_ns(self) -> int | None:
+        """When to ask `pop` again."""
+
+    def pop(self, now_ns: int) -> Any | None:
+        """The reply whose next token is due; None: none is yet."""
+
+
+class FixedTiming:
+    """Times are monotonic nanoseconds. Replies due at the same time come in the order of their numbers.
+
+    The queue is a heap of plain integers, the due time above the reply's number: at 100,000 tokens a second the
+    comparison of anything richer would be a tenth of all work.
+    """
+
+    facts = None
+    scheduler = None
+
+    def __init__(self, ttft_ns: int, itl_ns: int, jitter_ratio: float = 0.0, seed: int = 0) -> None:
+        self._ttft_ns = ttft_ns
+        self._itl_ns = itl_ns
+        self._jitter_ratio = jitter_ratio
+        self._seed = seed
+        self._heap: list[int] = []
+        self._pending: dict[int, _Pending] = {}
+
+    def submit(self, reply: Reply) -> None:
+        """Schedules all tokens of `reply`. Submitted late, they are due at once, in order."""
+        pending = _Pending(reply, self._draw(reply.index))
+        first_ns = self._ttft_ns if pending.draw is None else pending.draw(self._ttft_ns)
+        self._pending[reply.index] = pending
+        heapq.heappush(self._heap, (reply.received_ns + first_ns) << INDEX_BITS | reply.index)
+
+    def cancel(self, reply: Reply) -> None:
+        """Nothing more of `reply` will be due. Its place in the queue goes when its time comes."""
+        self._pending.pop(reply.index, None)
+
+    def next_due_ns(self) -> int | None:
+        """When something is due next."""
+        return self._heap[0] >> INDEX_BITS if self._heap else None
+
+    def pop(self, now_ns: int) -> Reply | None:
+        """The reply whose next token is due longest at `now_ns`, or None: nothing is due yet. Never early."""
+        heap = self._heap
+        until = now_ns << INDEX_BITS | INDEX
+        while heap:
+            key = heap[0]
+            if key > until:
+                return None
+            pending = self._pending.get(key & INDEX)
+            if pending is None:
+                heapq.heappop(heap)
+                continue
+            pending.n_left -= 1
+            if pending.n_left:
+                gap_ns = self._itl_ns if pending.draw is None else pending.draw(self._itl_ns)
+                heapq.heapreplace(heap, key + (gap_ns << INDEX_BITS))
+            else:
+                heapq.heappop(heap)
+                del self._pending[key & INDEX]
+            return pending.reply
+        return None
+
+    def _draw(self, index: int) -> Callable[[int], int] | None:
+        """Jitters the intervals of request `index`, given and returned in nanoseconds; None where all are exact."""
+        if not self._jitter_ratio:
+            return None
+        uniform = random.Random(f"{self._seed}:{index}").random
+        low, width = 1 - self._jitter_ratio, 2 * self._jitter_ratio
+        return lambda interval_ns: int(interval_ns * (low + width * uniform()))
+
+
+class _Pending:
+    """A reply in the queue: how many tokens are left, and its jitter."""
+
+    __slots__ = ("draw", "n_left", "reply")
+
+    def __init__(self, reply: Reply, draw: Callable[[int], int] | None) -> None:
+        self.reply = reply
+        self.n_left = reply.n_tokens
+        self.draw = draw

@@ -1,0 +1,126 @@
+"""What a server looks like from outside: the types that every dialect fills in.
+
+A dialect knows routes, bodies, frames and error texts; it knows nothing of sockets, clocks or of when a token is due.
+Everything here is written from the servers' documentation. It must never import the client's codecs: an error made on
+both sides would cancel out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from servers.serve.telemetry import Series
+
+Finish = Literal["length", "stop"]  # in the words of OpenAI; a dialect says it in its own
+
+# The text of the output tokens: they repeat, so that a reply can be checked by its text.
+WORDS: tuple[str, ...] = (
+    " the", " of", " and", " to", " in", " is", " that", " for", " model", " token", " layer", " batch",
+    " input/output", " naïve", " gradient", " attention",
+)  # fmt: skip
+CHAT_TEMPLATE_TOKENS = 5  # what a chat template adds to the words of the messages
+
+encode_json = msgspec.json.Encoder().encode
+
+
+class Page(msgspec.Struct, frozen=True):
+    """One whole HTTP answer: everything that is not a stream."""
+
+    status: int
+    body: bytes
+    content_type: str | None = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Refusal(Exception):
+    """The request cannot be served; `page` is what the real server answers."""
+
+    def __init__(self, page: Page) -> None:
+        super().__init__(page.status)
+        self.page = page
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is served: the model's name and the most tokens that prompt and output may hold together."""
+
+    model: str
+    max_model_len: int
+
+
+class Wire(Protocol):
+    """One accepted request, and its reply as the server writes it.
+
+    `output_tokens` is what will be generated, limits applied; `prompt_tokens` and `cached_tokens` are what the reply
+    reports. The three may be changed before the first call below. Tokens are counted from 1.
+    """
+
+    streaming: bool
+    content_type: str
+    failure_before_output: bool  # an error inside the stream comes instead of output, not midway
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+    def token(self, count: int) -> bytes:
+        """The event of one token, the `count`-th, neither first nor last: called once per streamed token."""
+
+    def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
+        """The event that brings the output to `count` tokens by `n_tokens` more; `finish` on the last."""
+
+    def tail(self, count: int, done: bool = True) -> bytes:
+        """What follows the last token: usage, `[DONE]` (left out unless `done`), or nothing."""
+
+    def failure(self) -> bytes:
+        """The server's error event inside a stream that began with status 200, and what follows it."""
+
+    def whole(self, count: int, finish: Finish, seconds: float) -> Page:
+        """The reply in one piece, for a request that did not ask for a stream; it took `seconds`."""
+
+
+class Dialect(Protocol):
+    """One kind of server. `pages` answers GET, `asks` reads a POST body (with the request's id) or raises Refusal."""
+
+    name: str
+    media_type_error: Page | None  # the answer to a body that is not declared as JSON; None: it is read all the same
+    pages: Mapping[str, Callable[[], Page]]
+    asks: Mapping[str, Callable[[bytes, str], Wire]]
+    series: Sequence[Series]
+    labels: str  # on every sample of `/metrics`
+    metrics_content_type: str | None
+
+    def error(self, status: int, message: str | None = None) -> Page:
+        """The server's own body for `status`, with its usual message unless one is given."""
+
+
+def json_page(status: int, value: Any, headers: tuple[tuple[str, str], ...] = ()) -> Page:
+    return Page(status, encode_json(value), headers=headers)
+
+
+def count_words(text: str) -> int:
+    """The embedded servers' tokenizer: a word between spaces is a token."""
+    return len(text.split())
+
+
+def output_text(count: int) -> str:
+    """The text of `count` output tokens."""
+    whole, rest = divmod(count, len(WORDS))
+    return "".join(WORDS) * whole + "".join(WORDS[:rest])
+
+
+def word(count: int) -> str:
+    """The text of the `count`-th output token."""
+    return WORDS[(count - 1) % len(WORDS)]
+
+
+# The same as JSON strings, for frames that are put together by hand; `WORDS_JSON[count % len(WORDS)]`.
+WORDS_JSON: tuple[bytes, ...] = tuple(encode_json(word(count)) for count in range(len(WORDS)))
+
+
+def span(count: int, n_tokens: int) -> str:
+    """The text of the `n_tokens` output tokens that end with the `count`-th."""
+    return "".join(word(k) for k in range(count - n_tokens + 1, count + 1))

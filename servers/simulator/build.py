@@ -1,0 +1,324 @@
+"""A server on GPUs that one may not own: which scheduler, on what hardware, at what cost. Everything decided, no clock.
+
+`Setup` is what a user says; `emulate` checks it and joins scheduler, step cost and front end. The wire server and the
+virtual run take the same `Emulated` and make the same `Engine` of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backends.catalog import ModelSpec
+from backends.untrusted import UNDECODABLE
+from servers.schedulers import Rejected, Scheduler, Sequence
+from servers.schedulers.lightllm import LightLLM2310, LightLLMNow
+from servers.schedulers.tgi import Tgi1, Tgi3
+from servers.schedulers.vllm import Vllm02, VllmV1
+from servers.serve.engine import Engine, FrontEnd
+from servers.simulator import hardware
+from servers.simulator.cost import Gpu, Overheads, StepCost
+from servers.simulator.hardware import HardwareError
+
+GIB = 1 << 30
+MOST_GPUS = 512  # that are tried for a model that does not fit
+LEAST_KV_TOKENS = 256  # that a degraded server is left with
+RESERVED_BYTES = GIB  # beside weights and KV on each GPU: context, activations, graphs; 1.0 to 1.3 GiB in real logs
+
+
+class EmulationError(Exception):
+    """A server that cannot be emulated as asked. One sentence."""
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    low: float
+    high: float
+
+
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+    """How far predictions were off on one real run that was not used for the fit. Ratios; signed for makespan and
+    throughput; w1: Wasserstein-1 distance over the mean, of e2el, ttft and tpot."""
+
+    run: str
+    makespan: float
+    throughput: float
+    e2el_mape: float
+    e2el_w1: float
+    ttft_w1: float
+    tpot_w1: float
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server's software costs, fitted to real runs. `scheduler`: of which server and version; `gpu`: on what the
+    runs were made ("" if on none: then it is assumed)."""
+
+    scheduler: str
+    gpu: str = ""
+    overheads: Overheads = Overheads()
+    front: FrontEnd = FrontEnd()
+    intervals: dict[str, Interval] = {}
+    fitted_on: tuple[str, ...] = ()
+    held_out: tuple[HeldOut, ...] = ()
+    reductions: str = ""  # over which topology its reductions were fitted; elsewhere they cost what was measured alone
+    source: str = ""
+
+    def overheads_over(self, topology: str) -> Overheads:
+        if self.reductions in ("", topology):
+            return self.overheads
+        return msgspec.structs.replace(self.overheads, reduce_us=0.0, reduce_ratio=1.0)
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """gpus: how many may be used. tp: how many share the model; None: the least power of two of them that holds it; the
+    others do nothing, as where loadgen starts a server. kv_tokens: the KV cache's capacity over all GPUs; None: what
+    memory leaves. max_requests: how many the server may hold at once, running and waiting, before it refuses (servers
+    that do). options: settings of the scheduler by the names that its class gives them, beyond those above."""
+
+    scheduler: str
+    model: ModelSpec
+    gpu: str
+    gpus: int = 1
+    tp: int | None = None
+    topology: str | None = None
+    p2p: bool = True
+    dtype: str = "float16"
+    kv_tokens: int | None = None
+    max_running: int = 1024
+    max_requests: int = 1024
+    max_model_len: int = 4096
+    memory_ratio: float = 0.9
+    profile: Path | None = None
+    options: tuple[tuple[str, int], ...] = ()
+
+
+class Emulated(msgspec.Struct, frozen=True, kw_only=True):
+    """A server ready to be run. `facts` say what was decided, for manifests and headings."""
+
+    setup: Setup
+    tp: int
+    kv_tokens: int
+    cost: StepCost
+    profile: Profile
+    facts: dict[str, Any]
+    settings: dict[str, int]  # of the scheduler: those of a server that loadgen starts, then those asked for
+    slow_rank: float = 1.0  # how much longer than the others one GPU takes: all wait for it
+
+    def engine(self, deliver: Callable[[list[Sequence], float, float], None]) -> Engine:
+        cost, factor = self.cost, self.slow_rank
+        step_s = cost if factor == 1.0 else lambda step: factor * cost(step)
+        return Engine(_scheduler(self), step_s, deliver, self.profile.front)
+
+    def with_profile(self, profile: Profile) -> Emulated:
+        """The same server with other software times."""
+        cost = self.cost.with_overheads(profile.overheads_over(self.facts["topology"]))
+        return msgspec.structs.replace(self, profile=profile, cost=cost)
+
+    def degraded(self, kv_share: float, slow_rank: float) -> Emulated:
+        """The same server with that share of its KV cache, and one of its GPUs slower. Raises EmulationError."""
+        if slow_rank != 1.0 and self.tp == 1:
+            raise EmulationError("a slow rank needs a model on several GPUs, such as --gpus 2 --tp 2.")
+        kv_tokens = int(self.kv_tokens * kv_share)
+        if kv_tokens < min(LEAST_KV_TOKENS, self.kv_tokens):
+            raise EmulationError(f"{kv_share:.3%} of the KV cache is {kv_tokens} tokens; leave {LEAST_KV_TOKENS}.")
+        facts = self.facts | {"kv_cache_tokens": kv_tokens}
+        return msgspec.structs.replace(self, kv_tokens=kv_tokens, slow_rank=slow_rank, facts=facts)
+
+
+def _scheduler(emulated: Emulated) -> Scheduler:
+    return _SCHEDULERS[emulated.setup.scheduler][0](emulated.kv_tokens, **emulated.settings)
+
+
+def _v1_budget_tokens(gpu: Gpu) -> int:
+    """What vLLM's API server takes by default (get_batch_defaults in vllm/engine/arg_utils.py); no more than 2048 on an
+    A100 of any size."""
+    if gpu.memory_bytes >= 160 * GIB:
+        return 16384
+    return 8192 if gpu.memory_bytes >= 70 * GIB and "a100" not in gpu.name.lower() else 2048
+
+
+_SCHEDULERS: dict[str, tuple[Callable[..., Scheduler], Callable[[Setup, Gpu], dict[str, int]]]] = {
+    "vllm@v1": (VllmV1, lambda s, gpu: {"max_running": s.max_running, "budget_tokens": _v1_budget_tokens(gpu)}),
+    "vllm@0.2": (Vllm02, lambda s, _: {"max_num_seqs": min(s.max_running, 256), "max_model_len": s.max_model_len}),
+    "tgi@3": (Tgi3, lambda s, _: {"max_concurrent_requests": s.max_requests, "max_batch_size": s.max_running}),
+    "tgi@1": (
+        Tgi1,
+        lambda s, _: {
+            "max_concurrent_requests": s.max_requests,
+            "max_input_length": s.max_model_len - 1,
+            "max_total_tokens": s.max_model_len,
+        },
+    ),
+    "lightllm@1.2": (LightLLMNow, lambda s, _: {"running_max_req_size": s.max_running}),
+    "lightllm@2310": (LightLLM2310, lambda s, _: {"running_max_req_size": s.max_running}),
+}
+SCHEDULERS = tuple(_SCHEDULERS)
+_NOT_SETTINGS = ("kv_tokens", "depth")  # parameters that are not the user's
+_TRIAL_STEPS = 1000  # enough for one token of one request
+
+
+def newest(backend: str) -> str | None:
+    """The scheduler of a backend's newest server; None for a backend that is not emulated."""
+    return next((name for name in SCHEDULERS if name.partition("@")[0] == backend), None)
+
+
+@functools.cache
+def profiles() -> dict[str, Profile]:
+    """Those that come with this package, by scheduler."""
+    return msgspec.json.decode((hardware.DATA / "profiles.json").read_bytes(), type=dict[str, Profile])
+
+
+def read_profile(path: Path, scheduler: str) -> Profile:
+    """A profile that `loadgen calibrate` wrote. Raises EmulationError."""
+    try:
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise EmulationError(f"cannot read {path}: {error.strerror or error}.") from None
+    except UNDECODABLE as error:
+        raise EmulationError(f"{path} is no hardware profile: {error}; make one with `loadgen calibrate`.") from None
+    for part in (profile.overheads, profile.front):
+        for name, value in msgspec.structs.asdict(part).items():
+            if not 0 <= value < math.inf:
+                raise EmulationError(f"{path}: {name} is {value:g}; it must be a number of at least 0.")
+    if profile.scheduler != scheduler:
+        raise EmulationError(
+            f"{path} was fitted to {profile.scheduler} and this is {scheduler}; calibrate on runs of that server, or "
+            f"choose --scheduler {profile.scheduler}."
+        )
+    return profile
+
+
+def emulate(setup: Setup) -> Emulated:
+    """Raises EmulationError or HardwareError."""
+    if setup.scheduler not in _SCHEDULERS:
+        raise EmulationError(f"there is no scheduler '{setup.scheduler}'; there are {', '.join(SCHEDULERS)}.")
+    _check_options(setup)
+    gpu = hardware.find(setup.gpu)
+    usable = gpu.memory_bytes * setup.memory_ratio
+    tp = _tensor_parallel(setup, usable, gpu.name)
+    topology, link = hardware.link(gpu, tp, setup.topology, setup.p2p)
+    room = usable - setup.model.serving_bytes(setup.dtype, tp, 0, RESERVED_BYTES)
+    per_token = setup.model.kv_bytes_per_token(setup.dtype) / min(tp, setup.model.kv_heads)
+    kv_tokens = int(room / per_token) if setup.kv_tokens is None else setup.kv_tokens
+    profile = profiles()[setup.scheduler] if setup.profile is None else read_profile(setup.profile, setup.scheduler)
+    emulated = Emulated(
+        setup=setup,
+        tp=tp,
+        kv_tokens=kv_tokens,
+        cost=StepCost(setup.model, gpu, tp, link, setup.dtype, profile.overheads_over(topology)),
+        profile=profile,
+        settings=_SCHEDULERS[setup.scheduler][1](setup, gpu) | dict(setup.options),
+        facts={
+            "scheduler": setup.scheduler,
+            "gpu": gpu.name,
+            "gpus": tp,
+            "topology": topology,
+            "tensor_parallel": tp,
+            "dtype": setup.dtype,
+            "kv_cache_tokens": kv_tokens,
+            "max_running": setup.max_running,
+            "memory_ratio": setup.memory_ratio,
+            "profile": str(setup.profile) if setup.profile else f"built in ({profile.source})",
+            "gpu_source": gpu.source,
+            "gpu_error": gpu.error,
+            "profile_gpus": (measured := _measured(profile)),
+            "profile_assumed": bool(measured) and not any(_same(gpu, setup.gpu, name) for name in measured),
+            "held_out": msgspec.to_builtins(profile.held_out),
+            "speed": 1.0,
+            "notes": list(_notes(setup, tp)),
+        },
+    )
+    _try_scheduler(emulated)
+    return emulated
+
+
+def _notes(setup: Setup, tp: int) -> Iterator[str]:
+    """What a user should know about it, one sentence each."""
+    if tp < setup.gpus:
+        all_of_them = f"; --tp {setup.gpus} uses all" if setup.model.tensor_parallel(setup.gpus) else ""
+        hold = "holds" if tp == 1 else "hold"
+        yield f"{tp} of the {setup.gpus} GPUs {hold} {setup.model.name} and the rest do nothing{all_of_them}."
+
+
+def _measured(profile: Profile) -> list[str]:
+    """The GPUs of real runs that the profile was fitted to or compared with; a run's name begins with its GPU's, as a
+    file's h200x4_70b_burst does, or a directory's h200/serving/7b_burst."""
+    names = [re.split("[_/]", run.run)[0] for run in profile.held_out]
+    compared = [gpu for gpu in hardware.known() if any(name == gpu or name.startswith(f"{gpu}x") for name in names)]
+    return list(dict.fromkeys([profile.gpu, *compared])) if profile.gpu else compared
+
+
+def _same(gpu: Gpu, called: str, name: str) -> bool:
+    try:
+        return called == name or hardware.find(name) == gpu
+    except HardwareError:  # a profile tells of a file that is not here
+        return False
+
+
+def _check_options(setup: Setup) -> None:
+    """Raises EmulationError for a setting that the scheduler does not have, or a value that none can have."""
+    parameters = inspect.signature(_SCHEDULERS[setup.scheduler][0]).parameters
+    settings = {name: each.default for name, each in parameters.items() if name not in _NOT_SETTINGS}
+    for name, value in setup.options:
+        if name not in settings:
+            raise EmulationError(f"{setup.scheduler} has no setting '{name}'; it has {', '.join(settings)}.")
+        if isinstance(settings[name], bool):
+            right, may_be = value in (0, 1), "0 or 1"
+        elif isinstance(settings[name], float):
+            right, may_be = 0 <= value < math.inf, "at least 0"
+        else:
+            right, may_be = value >= 1, "at least 1"
+        if not right:
+            raise EmulationError(f"the scheduler's setting {name} is {value}; it must be {may_be}.")
+
+
+def _try_scheduler(emulated: Emulated) -> None:
+    """One token of one request, alone. Raises EmulationError where the scheduler's settings do not even allow that."""
+    settings = ", ".join(f"{name}={value}" for name, value in emulated.settings.items())
+    sequence = Sequence(0, 1, 1)
+    try:
+        scheduler = _scheduler(emulated)
+        scheduler.admit(sequence)
+        scheduler.add(sequence)
+        for _ in range(_TRIAL_STEPS):
+            if sequence.done or (step := scheduler.schedule()) is None:
+                break
+            scheduler.finish(step)
+    except Rejected:
+        return  # that is an answer, and what a small KV cache gives to everybody
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        sequence.done = False
+    if not sequence.done:
+        raise EmulationError(f"{emulated.setup.scheduler} cannot serve with these settings ({settings}); change them.")
+
+
+def _tensor_parallel(setup: Setup, usable: float, gpu: str) -> int:
+    """How many GPUs share the model: as asked, or the least power of two that holds it and one long sequence."""
+    model, dtype = setup.model, setup.dtype
+    tokens = 0 if setup.kv_tokens is not None else min(setup.max_model_len, model.max_position)
+    tp = setup.tp
+    if tp is not None:
+        if tp > setup.gpus:
+            raise EmulationError(f"--tp {tp} needs {tp} GPUs and --gpus says {setup.gpus}.")
+        if not model.tensor_parallel(tp):
+            raise EmulationError(f"{model.name} has {model.heads} attention heads, which --tp {tp} does not divide.")
+        fits = model.serving_bytes(dtype, tp, tokens, RESERVED_BYTES) <= usable
+    else:
+        least = model.smallest_tp(dtype, tokens, usable, setup.gpus, RESERVED_BYTES)
+        fits = least is not None
+        tp = least or max(1 << p for p in range(setup.gpus.bit_length()) if model.tensor_parallel(1 << p))
+    if fits:
+        return tp
+    missing = tp * (model.serving_bytes(dtype, tp, tokens, RESERVED_BYTES) - usable)
+    enough = model.smallest_tp(dtype, tokens, usable, MOST_GPUS, RESERVED_BYTES)
+    advice = f"--tp {enough} would fit" if enough else "it needs larger GPUs"
+    raise EmulationError(
+        f"{model.name} in {dtype} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x {gpu} "
+        f"({usable / GIB:.1f} GiB of each may be used); {advice}."
+    )

@@ -1,0 +1,135 @@
+"""The GPUs that can be modelled: those of `servers/data/gpus.json`, or one that a file of the same form describes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from backends.untrusted import UNDECODABLE
+from servers.simulator.cost import Gpu, Link
+
+DATA = Path(__file__).parents[1] / "data"
+LEAST_SOFTNESS = 0.1  # of a roofline; below, a sum of two equal times is over a thousand times one
+TOPOLOGIES = {
+    "nvlink": "every GPU reaches every other over NVLink",
+    "nvlink-pairs": "NVLink bridges join GPUs in pairs, the rest is PCIe",
+    "pcie": "GPUs reach each other over PCIe (P2P)",
+    "host": "GPUs reach each other through host memory (P2P off)",
+}
+LINKS = (*TOPOLOGIES, "nvlink-pair")  # the last: one bridge, so a part of nvlink-pairs where two are all
+DIRECT = "direct"  # for `link`: the first that is not through host memory
+
+
+class HardwareError(Exception):
+    """A GPU or a way to join GPUs that is not known. One sentence."""
+
+
+@functools.cache
+def known() -> dict[str, Gpu]:
+    return msgspec.json.decode((DATA / "gpus.json").read_bytes(), type=dict[str, Gpu])
+
+
+def find(name: str) -> Gpu:
+    """The GPU of that name, or the one that the JSON file of that name describes. Raises HardwareError."""
+    wanted = name.lower()
+    for key, gpu in known().items():
+        if wanted in (key, gpu.name.lower(), *gpu.aliases):
+            return gpu
+    if not name.endswith(".json"):
+        raise HardwareError(
+            f"there is no GPU '{name}' here; known are {', '.join(known())}. Describe another in a file NAME.json with "
+            f"the keys of an entry of {DATA / 'gpus.json'}, and name that file."
+        )
+    try:
+        gpu = msgspec.json.decode(Path(name).read_bytes(), type=Gpu)
+    except OSError as error:
+        raise HardwareError(f"cannot read {name}: {error.strerror or error}.") from None
+    except UNDECODABLE as error:
+        raise HardwareError(f"{name} does not describe a GPU: {error}; {DATA / 'gpus.json'} holds examples.") from None
+    wrong = next(_wrong(gpu), None)
+    if wrong:
+        raise HardwareError(f"{name} does not describe a GPU: {wrong}; {DATA / 'gpus.json'} holds examples.")
+    return gpu
+
+
+def _wrong(gpu: Gpu) -> Iterator[str]:
+    """What no GPU can be like."""
+    yield from _not_positive("", gpu, ("flops", "memory_bytes_per_s", "memory_bytes"))
+    for part in ("gemm", "attention", "elementwise"):
+        fit = getattr(gpu, part)
+        names = msgspec.structs.asdict(fit)
+        times = [name for name in names if name.endswith(("_us", "_ns"))]
+        yield from _not_positive(f"{part}.", fit, [name for name in names if name not in times])
+        yield from _negative(f"{part}.", fit, times)
+    if gpu.gemm.softness < LEAST_SOFTNESS:
+        yield f"gemm.softness is {gpu.gemm.softness:g} and must be at least {LEAST_SOFTNESS:g}"
+    for name, each in gpu.links.items():
+        if name not in LINKS:
+            yield f"there is no link '{name}', there are {', '.join(LINKS)}"
+        yield from _wrong_link(f"links.{name}", each)
+
+
+def _wrong_link(name: str, link: Link) -> Iterator[str]:
+    if link.pair is not None:
+        yield from _wrong_link(f"{name}.pair", link.pair)
+    if not (link.bytes or link.us):
+        if not link.beta_bytes_per_s < math.inf:
+            yield f"{name} has neither a table nor beta_bytes_per_s"
+        yield from _not_positive(f"{name}.", link, ["beta_bytes_per_s"])
+        yield from _negative(f"{name}.", link, ["alpha_us", "gamma_us"])
+        return
+    if len(link.bytes) != len(link.us):
+        yield f"{name} has {len(link.bytes)} bytes and {len(link.us)} us"
+    if link.ranks < 2:
+        yield f"{name}.ranks is {link.ranks} and must be at least 2, of which the table is"
+    if any(a >= b for a, b in itertools.pairwise((0, *link.bytes))):
+        yield f"{name}.bytes must be above 0 and rise"
+    if not all(0 < us < math.inf for us in link.us):
+        yield f"{name}.us must be above 0"
+
+
+def _not_positive(where: str, part: msgspec.Struct, names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        if not 0 < getattr(part, name) < math.inf:
+            yield f"{where}{name} is {getattr(part, name):g} and must be above 0"
+
+
+def _negative(where: str, part: msgspec.Struct, names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        if not 0 <= getattr(part, name) < math.inf:
+            yield f"{where}{name} is {getattr(part, name):g} and must be at least 0"
+
+
+def link(gpu: Gpu, tp: int, topology: str | None, p2p: bool) -> tuple[str, Link | None]:
+    """How `tp` of them are joined, and what a reduction costs there; the first that its data names when nothing is
+    said: what such a machine usually has. Raises HardwareError."""
+    if tp == 1:
+        return "none", None
+    links = _links(gpu, tp)
+    if not links:
+        raise HardwareError(f"it is not known how {gpu.name} are joined, so that --tp must be 1.")
+    if not p2p:
+        topology = "host"
+    elif topology is None:
+        topology = next(iter(links))
+    elif topology == DIRECT:
+        topology = next((name for name in links if name != "host"), None)
+        if topology is None:
+            raise HardwareError(f"{gpu.name} is not known to have P2P among {tp}; leave --p2p on out.")
+    if topology not in links:
+        has = ", ".join(name for name in TOPOLOGIES if name in links)
+        raise HardwareError(f"{gpu.name} is not known to be joined by '{topology}'; known are {has}.")
+    return topology, links[topology]
+
+
+def _links(gpu: Gpu, tp: int) -> dict[str, Link]:
+    """By topology, in the data's order. Two GPUs may be a pair that one bridge joins."""
+    links = {name: each for name, each in gpu.links.items() if name in TOPOLOGIES}
+    if tp == 2 and "nvlink-pair" in gpu.links:
+        links["nvlink-pairs"] = gpu.links["nvlink-pair"]
+    return links

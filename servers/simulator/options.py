@@ -1,0 +1,111 @@
+"""The options of modelled hardware as a command line gives them, and what they say of the server to be emulated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from backends import catalog
+from backends.catalog import DTYPE_BYTES
+from loadgen.option_types import Whole
+from servers.simulator import hardware
+from servers.simulator.build import SCHEDULERS, EmulationError, Setup, newest
+
+MOST_DIGITS = 9  # of a scheduler's setting
+
+
+def _modelled(help: str, **more: Any) -> Parameter:
+    return Parameter(help=help, group="Modelled hardware (--gpu): emulated, no GPU needed", **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Flags of one name everywhere."""
+
+    gpu: Annotated[str | None, _modelled("GPU to model: h200, h100, a800, rtx4090, ..., or a JSON file.")] = None
+    gpus: Annotated[Whole | None, _modelled("How many of them may be used (default: as many as --tp, else 1).")] = None
+    tp: Annotated[
+        Whole | None, _modelled("How many share the model (default: the least power of two of --gpus that holds it).")
+    ] = None
+    topology: Annotated[
+        str | None,
+        _modelled("How they are joined: nvlink, nvlink-pairs, pcie or host (default: as usual for this GPU)."),
+    ] = None
+    p2p: Annotated[
+        bool | None, _modelled("Directly between GPUs, or all through host memory (default: as usual for this GPU).")
+    ] = None
+    scheduler: Annotated[str | None, _modelled("Which version of the server: vllm@v1, vllm@0.2, tgi@3, ...")] = None
+    scheduler_arg: Annotated[
+        tuple[str, ...], _modelled("A setting of it, repeatable: max_concurrent_requests=128.", negative=())
+    ] = ()
+    dtype: Annotated[str, _modelled("Number format of weights and KV cache.")] = "float16"
+    kv_tokens: Annotated[Whole | None, _modelled("Tokens in its KV cache (default: what memory leaves).")] = None
+    max_running: Annotated[Whole, _modelled("Most requests in a batch.")] = 1024
+    max_requests: Annotated[
+        Whole, _modelled("Most requests that it holds, running or waiting, before it refuses more (tgi).")
+    ] = 1024
+    memory_ratio: Annotated[float, _modelled("Part of each GPU's memory that it may use.")] = 0.9
+    profile: Annotated[Path | None, _modelled("Profile from `loadgen calibrate` (default: the built-in one).")] = None
+    speed: Annotated[float, _modelled("Modelled seconds that pass in a real one.")] = 1.0
+
+    def setup(self, backend: str, model: str, max_model_len: int) -> Setup:
+        """What to emulate. Raises EmulationError for what cannot be."""
+        scheduler = self.scheduler or newest(backend)
+        if scheduler is None:
+            kinds = ", ".join(dict.fromkeys(name.partition("@")[0] for name in SCHEDULERS))
+            raise EmulationError(f"a '{backend}' server is not modelled; modelled are {kinds}.")
+        if scheduler.partition("@")[0] != backend:
+            raise EmulationError(f"--scheduler {scheduler} is no {backend} server; there are {', '.join(SCHEDULERS)}.")
+        spec = catalog.find(model)
+        if spec is None:
+            known = ", ".join(each.name for each in catalog.MODELS)
+            raise EmulationError(f"the size of '{model}' is not known here; known are {known}.")
+        self._check()
+        if self.gpu is None:
+            raise EmulationError(f"name the GPU to model with --gpu; known are {', '.join(hardware.known())}.")
+        return Setup(
+            scheduler=scheduler, model=spec, gpu=self.gpu, gpus=self.gpus or self.tp or 1, tp=self.tp,
+            topology=self._topology(), p2p=self.p2p is not False, dtype=self.dtype, kv_tokens=self.kv_tokens,
+            max_running=self.max_running, max_requests=self.max_requests, max_model_len=max_model_len,
+            memory_ratio=self.memory_ratio, profile=self.profile,
+            options=tuple(_option(text) for text in self.scheduler_arg),
+        )  # fmt: skip
+
+    def given(self) -> list[str]:
+        """The names of the options that are not at their defaults."""
+        fields = dataclasses.fields(self)
+        return [field.name.replace("_", "-") for field in fields if getattr(self, field.name) != field.default]
+
+    def _check(self) -> None:
+        for name in ("tp", "gpus", "kv_tokens", "max_running", "max_requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise EmulationError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+        if not 0 < self.speed < math.inf:
+            raise EmulationError(f"--speed is {self.speed:g}; it must be a number above 0.")
+        if not 0 < self.memory_ratio <= 1:
+            raise EmulationError(f"--memory-ratio is {self.memory_ratio:g}; it must be above 0 and at most 1.")
+        if self.dtype not in DTYPE_BYTES:
+            raise EmulationError(f"--dtype {self.dtype} is not known here; known are {', '.join(DTYPE_BYTES)}.")
+
+    def _topology(self) -> str | None:
+        if self.topology is None:
+            return hardware.DIRECT if self.p2p else None
+        if self.p2p is not None and self.p2p == (self.topology == "host"):
+            state = "on" if self.p2p else "off"
+            raise EmulationError(f"P2P is {state} and --topology is '{self.topology}', which do not agree; drop one.")
+        return self.topology
+
+
+def _option(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    if not (name and value.isascii() and value.isdecimal()):
+        raise EmulationError(f"--scheduler-arg '{text}' must be NAME=NUMBER, such as max_concurrent_requests=128.")
+    if len(value) > MOST_DIGITS:
+        raise EmulationError(f"--scheduler-arg {name} has {len(value)} digits; a number may have {MOST_DIGITS}.")
+    return name, int(value)

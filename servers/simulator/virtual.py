@@ -1,0 +1,118 @@
+"""A run in virtual time: the same engine as behind the wire, as fast as it can be computed; and the manifest of a run
+directory for what was computed and not sent."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+import time
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from loadgen import rundir
+from loadgen.config import Config
+from servers.schedulers import Rejected, Sequence
+from servers.simulator.build import Emulated, EmulationError
+
+URL = "virtual time"  # in the place of an address
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request. `times_s`: when each of its tokens came; empty when the server refused it with `status`."""
+
+    index: int
+    prompt: int
+    output: int
+    sent_s: float
+    times_s: array[float] = field(default_factory=lambda: array("d"))
+    status: int = 200
+
+
+def simulate(
+    emulated: Emulated, arrivals: Iterable[tuple[float, int, int]], concurrency: int | None = None
+) -> list[Outcome]:
+    """Runs all of `arrivals`, (seconds, prompt tokens, output tokens) in order of time. With `concurrency` their times
+    do not matter: so many are under way, and the next is sent when one has ended. A token has come when the server sent
+    it; the way to the client is a part of the front end's latency. Raises EmulationError where the server keeps a
+    request and never ends it."""
+    outcomes: list[Outcome] = []
+    feed = iter(arrivals)
+    freed: list[float] = [0.0] * (concurrency or 0)
+
+    def deliver(emits: list[Sequence], at_s: float, gap_s: float) -> None:
+        for sequence in emits:
+            outcomes[sequence.index].times_s.append(at_s)
+            if sequence.emitted == sequence.output and concurrency is not None:
+                heapq.heappush(freed, at_s)
+            at_s += gap_s
+
+    engine = emulated.engine(deliver)
+
+    def send(at_s: float, prompt: int, output: int) -> None:
+        sequence = Sequence(len(outcomes), prompt, output)
+        outcome = Outcome(sequence.index, prompt, output, at_s)
+        outcomes.append(outcome)
+        try:
+            engine.submit(sequence, at_s)
+        except Rejected as refused:
+            outcome.status = refused.status
+            if concurrency is not None:
+                heapq.heappush(freed, at_s)
+
+    if concurrency is None:
+        for at_s, prompt, output in feed:
+            send(at_s, prompt, output)
+    else:
+        for _, prompt, output in feed:
+            while not freed or engine.next_s() < freed[0]:
+                if engine.next_s() == math.inf:
+                    raise _stuck(outcomes)
+                engine.advance(engine.next_s())
+            send(max(heapq.heappop(freed), engine.now_s), prompt, output)
+    engine.advance(math.inf)
+    if any(map(_lacks, outcomes)):
+        raise _stuck(outcomes)
+    return outcomes
+
+
+def _lacks(outcome: Outcome) -> bool:
+    return len(outcome.times_s) < outcome.output and outcome.status == 200
+
+
+def _stuck(outcomes: Iterable[Outcome]) -> EmulationError:
+    never = list(filter(_lacks, outcomes))
+    longest = max(never, key=lambda each: each.prompt + each.output)
+    return EmulationError(
+        f"this server never ends {len(never)} of the requests, such as {longest.prompt} tokens in and {longest.output} "
+        "out; change its --scheduler-arg settings or --max-running."
+    )
+
+
+def bounds(outcomes: Iterable[Outcome]) -> Iterator[tuple[float, float, float]]:
+    """(sent, first token, last token) of those that were served, in seconds."""
+    for outcome in outcomes:
+        if outcome.times_s:
+            yield outcome.sent_s, outcome.times_s[0], outcome.times_s[-1]
+
+
+def manifest(config: Config, emulated: Emulated, run_id: str, requests: int) -> rundir.Manifest:
+    """Of the command that is running, for what `emulated` would do with so many requests."""
+    return rundir.Manifest(
+        run_id=run_id,
+        version=rundir.package_version(),
+        started_unix_s=time.time(),
+        argv=["loadgen", *sys.argv[1:]],
+        config=config.as_dict(),
+        backend=config.kind,
+        model=emulated.setup.model.name,
+        url=URL,
+        emulated=True,
+        server_version=emulated.setup.scheduler,
+        requests_planned=requests,
+        arrival=config.arrival_text,
+        machine=rundir.this_machine(),
+        emulation=emulated.facts,
+    )

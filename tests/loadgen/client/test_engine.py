@@ -1,0 +1,279 @@
+"""The engine against a scripted server: what was sent, when it was due, and what is on disk afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from backends.protocol import Sampling
+from loadgen.client import engine
+from loadgen.client.engine import Client, Job
+from loadgen.client.transport import Target, Timeouts
+from loadgen.client.workers import build_client, execute, run_loop
+from loadgen.clock import now_ns
+from loadgen.load import arrivals
+from loadgen.plan import Plan, PromptSource
+from loadgen.rundir import records
+from loadgen.rundir.outcomes import OUTCOMES
+from loadgen.rundir.records import ClientFacts, Table
+from tests.loadgen.scripted import CLOSE, STREAM_HEAD, Scripted, chunk, event, scripted, tokens
+
+
+def plan(url: str, arrival: str = "burst", **job: object) -> Plan:
+    values = Job(
+        run_id="r", version="0", model="m", sampling=Sampling(3), requests=20, duration_s=None, concurrency=None,
+        warmup=0, seed=1, timeouts=Timeouts(2.0, 2.0, 2.0, 5.0),
+    )  # fmt: skip
+    return Plan(
+        job=msgspec.structs.replace(values, **job),
+        backend="vllm",
+        target=Target(url),
+        transport="fast",
+        fresh=False,
+        kernel_timestamps=False,
+        arrival=arrivals.parse(arrival),
+        prompts=PromptSource(input_tokens=4, output_tokens=3),
+    )
+
+
+def ran(world_script, tmp_path: Path, workers: int = 1, transport: str = "fast", **options):  # type: ignore[no-untyped-def]
+    async def story() -> Scripted:
+        async with scripted(world_script) as world:
+            the_plan = msgspec.structs.replace(plan(world.url, **options), transport=transport)
+            await execute(the_plan, workers, tmp_path, lambda snapshots: None)
+            return world
+
+    world = run_loop(story())
+    table, facts = records.read(tmp_path)
+    return world, table, facts
+
+
+def outcomes(table: Table) -> Counter[str]:
+    return Counter(OUTCOMES[code] for code in table.outcome)
+
+
+def ids(world: Scripted) -> set[str]:
+    return {head["x-request-id"] for _, head, _ in world.requests}
+
+
+@pytest.mark.parametrize("transport", ["fast", "aiohttp"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"arrival": "constant:200"}, {"arrival": "poisson:300"}, {"arrival": "gamma:300:2"}, {"concurrency": 3}],
+)
+def test_every_request_is_sent_once_and_recorded(tmp_path: Path, transport: str, options: dict[str, object]) -> None:
+    world, table, facts = ran(lambda n: tokens(3), tmp_path, transport=transport, **options)
+    assert outcomes(table) == {"ok": 20}
+    assert table.id.tolist() == list(range(20))
+    assert ids(world) == {f"r-{n}" for n in range(20)}
+    assert len({body for _, _, body in world.requests}) == 20
+    assert (table.events == 3).all() and (table.output_tokens == 3).all()
+    assert (table.sent_ns >= table.scheduled_ns).all()
+    assert (table.scheduled_ns <= table.done_ns).all()
+    assert [fact.state for fact in facts] == ["complete"]
+    assert facts[0].events == 60
+
+
+def test_open_loop_does_not_wait_for_replies(tmp_path: Path) -> None:
+    """Ten requests 10 ms apart to a server that takes 200 ms: all are sent before the first reply."""
+    slow = [STREAM_HEAD, 0.2, *tokens(2)[1:]]
+    _, table, facts = ran(lambda n: slow, tmp_path, arrival="constant:100", requests=10)
+    assert facts[0].connections == 10  # all opened before
+    assert table.sent_ns.max() < table.first_token_ns.min()
+    assert table.scheduled_ns.tolist() == [n * 10_000_000 for n in range(10)]
+
+
+def test_closed_loop_keeps_its_concurrency(tmp_path: Path) -> None:
+    _, table, _ = ran(lambda n: [STREAM_HEAD, 0.01, *tokens(2)[1:]], tmp_path, concurrency=4, requests=30)
+    starts, ends = np.sort(table.sent_ns), np.sort(table.done_ns)
+    in_flight = [int((starts <= at).sum() - (ends < at).sum()) for at in starts]
+    assert max(in_flight) == 4
+    assert (table.scheduled_ns[:4] == 0).all()
+
+
+def test_duration_ends_sending_not_replies(tmp_path: Path) -> None:
+    _, table, _ = ran(
+        lambda n: [STREAM_HEAD, 0.15, *tokens(2)[1:]], tmp_path, concurrency=2, requests=None, duration_s=0.4
+    )
+    assert set(outcomes(table)) == {"ok"}
+    assert 2 <= len(table) <= 8
+    assert table.sent_ns.max() < 400_000_000 < table.done_ns.max() + 150_000_000
+
+
+def test_warmup_is_apart(tmp_path: Path) -> None:
+    world, table, _ = ran(lambda n: tokens(3), tmp_path, warmup=5, requests=7)
+    assert len(table) == 12 and len(table.measured()) == 7
+    assert len(ids(world)) == 12
+    assert len({body for _, _, body in world.requests}) == 12
+    assert (table.done_ns[table.phase == 0] < 0).all()  # before t = 0
+
+
+def test_workers_send_the_same_load(tmp_path: Path) -> None:
+    one, many = tmp_path / "one", tmp_path / "many"
+    one.mkdir()
+    many.mkdir()
+    world_one, table_one, _ = ran(lambda n: tokens(3), one, arrival="poisson:200", warmup=3)
+    world_many, table_many, facts = ran(lambda n: tokens(3), many, workers=3, arrival="poisson:200", warmup=3)
+    bodies = [sorted((head["x-request-id"], body) for _, head, body in w.requests) for w in (world_one, world_many)]
+    assert bodies[0] == bodies[1]
+    measured = [table.measured().scheduled_ns.tolist() for table in (table_one, table_many)]
+    assert measured[0] == measured[1]
+    assert len(facts) == 3
+    assert sorted(path.name for path in many.iterdir()) == ["requests.jsonl"]
+
+
+@pytest.mark.parametrize(("streams", "workers"), [(1, 1), (3, 2), (4, 3)])
+def test_workers_share_the_streams_of_a_closed_loop(tmp_path: Path, streams: int, workers: int) -> None:
+    world, table, _ = ran(lambda n: tokens(3), tmp_path, workers=workers, concurrency=streams, requests=17, warmup=5)
+    assert outcomes(table.measured()) == {"ok": 17}
+    assert table.measured().id.tolist() == list(range(17))
+    assert len(ids(world)) == 22
+
+
+def test_fresh_connections_are_opened_inside(tmp_path: Path) -> None:
+    async def story() -> tuple[int, int]:
+        async with scripted(lambda n: tokens(3)) as world:
+            one = plan(world.url, requests=20)
+            for fresh in (False, True):
+                directory = tmp_path / str(fresh)
+                directory.mkdir()
+                before = world.connections
+                await execute(msgspec.structs.replace(one, fresh=fresh), 1, directory, lambda snapshots: None)
+                opened = world.connections - before
+                (fact,) = records.read(directory)[1]
+                assert opened >= fact.connections >= 20
+            return opened, fact.connections
+
+    run_loop(story())
+
+
+def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with scripted(lambda n: tokens(3)) as world:
+            client = build_client(plan(world.url, "constant:100", requests=500))
+            await client.prepare()
+            try:
+                await client.run(now_ns(), _full(client, tmp_path))
+            finally:
+                await client.transport.close()
+
+    with pytest.raises(OSError, match="No space left"):
+        run_loop(story())
+
+
+def _full(client: Client, tmp_path: Path) -> Path:
+    """Breaks the records file once it is open, as a full disk would."""
+
+    def break_it() -> None:
+        assert client._file is not None
+        client._file._file = open("/dev/full", "wb")  # noqa: PTH123, SIM115
+
+    asyncio.get_running_loop().call_later(0.1, break_it)
+    return tmp_path / "requests.jsonl"
+
+
+def test_timeouts(tmp_path: Path) -> None:
+    def script(n: int):  # type: ignore[no-untyped-def]
+        return [[3.0], [STREAM_HEAD, chunk(event()), 3.0], [STREAM_HEAD, *[0.2, chunk(event())] * 20]][n % 3]
+
+    limits = Timeouts(connect_s=1.0, first_byte_s=0.3, idle_s=0.4, total_s=1.0)
+    _, table, _ = ran(script, tmp_path, arrival="constant:20", requests=3, timeouts=limits)
+    assert outcomes(table) == {"timeout": 3}
+    assert [text.split(" for")[0].split(" within")[0] for _, text in sorted(table.errors.items())] == [
+        "no first byte", "silent", "no complete reply",
+    ]  # fmt: skip
+
+
+def test_failures_are_rows(tmp_path: Path) -> None:
+    def script(n: int):  # type: ignore[no-untyped-def]
+        return [CLOSE] if n % 2 else tokens(3)
+
+    _, table, _ = ran(script, tmp_path, requests=20, arrival="constant:500")
+    assert outcomes(table) == {"ok": 10, "reset": 10}
+    assert len(table.errors) == 10
+
+
+def test_closed_loop_survives_a_server_that_only_fails(tmp_path: Path) -> None:
+    _, table, _ = ran(lambda n: [CLOSE], tmp_path, requests=300, concurrency=8)
+    assert outcomes(table) == {"reset": 300}
+
+
+def test_stop_drains_and_completes_the_records(tmp_path: Path) -> None:
+    async def story() -> ClientFacts:
+        def script(n: int):  # type: ignore[no-untyped-def]
+            return [5.0] if n == 3 else [STREAM_HEAD, 0.2, *tokens(3)[1:]]
+
+        async with scripted(script) as world:
+            client = build_client(plan(world.url, "constant:20", requests=100))
+            await client.prepare()
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.42, client.stop, 0.5)
+            facts = await client.run(now_ns(), tmp_path / "requests.jsonl")
+            await client.transport.close()
+            return facts
+
+    facts = run_loop(story())
+    table, _ = records.read(tmp_path)
+    assert facts.state == "interrupted"
+    seen = outcomes(table)
+    assert seen["cancelled"] == 1 and seen["ok"] == len(table) - 1
+    assert 3 < len(table) < 20
+
+
+def test_finished_requests_are_on_disk_before_the_end(tmp_path: Path) -> None:
+    """What kill -9 would leave: read while the run goes on."""
+
+    async def story() -> int:
+        async with scripted(lambda n: tokens(3)) as world:
+            client = build_client(plan(world.url, "constant:100", requests=60))
+            await client.prepare()
+            task = asyncio.create_task(client.run(now_ns(), tmp_path / "requests.jsonl"))
+            await asyncio.sleep(0.3)
+            table, facts = records.read(tmp_path)
+            assert facts == []
+            done = client.done
+            await task
+            await client.transport.close()
+            assert len(table) >= done - 5  # those of the last 20 ms wait for the next flush
+            return len(table)
+
+    assert run_loop(story()) > 10
+
+
+def test_non_streaming_has_no_first_token(tmp_path: Path) -> None:
+    body = json.dumps(
+        {"choices": [{"text": "a b", "finish_reason": "length"}], "usage": {"prompt_tokens": 4, "completion_tokens": 3}}
+    ).encode()
+    whole = [b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body), body]
+    _, table, _ = ran(lambda n: whole, tmp_path, sampling=Sampling(3, stream=False))
+    assert outcomes(table) == {"ok": 20}
+    assert (table.first_token_ns == -1).all() and (table.output_tokens == 3).all() and (table.done_ns > 0).all()
+
+
+def test_a_stall_counts_for_every_tick_that_it_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sample of it would be lost among those of the time between stalls: with 0.3 s in every 2 s it was, at p99."""
+    now_ms = 0
+
+    class Silent:
+        def __init__(self, *_: object) -> None: ...
+        def set(self, at_ns: int) -> None: ...
+
+    monkeypatch.setattr(engine, "now_ns", lambda: now_ms * 1_000_000)
+    monkeypatch.setattr(engine, "Alarm", Silent)
+    health = engine.Health()
+    health.start(None)  # type: ignore[arg-type]
+    for _ in range(10):
+        for _ in range(170):
+            now_ms += 10
+            health._tick()
+        now_ms += 300
+        health._tick()
+    lag_ms = np.array(health._lag_ns) / 1e6
+    assert len(lag_ms) == 2000 and (lag_ms > 0).sum() == 10 * 29
+    assert lag_ms.max() == 290 and np.percentile(lag_ms, 99) >= 250

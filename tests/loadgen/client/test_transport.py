@@ -1,0 +1,309 @@
+"""Both transports against a scripted server: they must tell the same story, whatever the server does."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import trustme
+
+import backends
+from backends.protocol import Prompt, Sampling
+from loadgen.client.connection import wall_minus_monotonic_ns
+from loadgen.client.exchange import Exchange
+from loadgen.client.transport import FastTransport, Target, Timeouts, Transport, TransportError, get, raise_fd_limit
+from loadgen.client.transport_aiohttp import AiohttpTransport
+from tests.loadgen.scripted import CLOSE, DONE, END, RESET, STREAM_HEAD, Script, chunk, event, scripted, tokens
+
+VLLM = backends.get("vllm")
+KINDS = ("fast", "stamped", "aiohttp")
+PATIENT = Timeouts(10.0, 600.0, 120.0, 3600.0)
+
+
+def make(kind: str, target: Target, timeouts: Timeouts = PATIENT, fresh: bool = False) -> Transport:
+    if kind == "aiohttp":
+        return AiohttpTransport(target, VLLM.error_message, timeouts, fresh=fresh)
+    return FastTransport(target, VLLM.error_message, timeouts, fresh=fresh, kernel_timestamps=kind == "stamped")
+
+
+async def ask(transport: Transport, number: int = 0, input_tokens: int = 4) -> Exchange:
+    done: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
+    exchange = Exchange(number, "measured", 0, input_tokens, 3, VLLM.decoder(True), done.set_result)
+    request = VLLM.encode("m", Prompt(input_tokens, token_ids=[7] * input_tokens), Sampling(3))
+    transport.send(exchange, transport.prepare(request, f"run-{number}"))
+    async with asyncio.timeout(10):
+        return await done
+
+
+def tell(kind: str, script: Callable[[int], Script], times: int = 1, **options: bool) -> list[Exchange]:
+    """What a transport makes of the server's script, one request after the other."""
+
+    async def story() -> list[Exchange]:
+        async with scripted(script) as world:
+            transport = make(kind, Target(world.url), **options)
+            await transport.open(1)
+            try:
+                return [await ask(transport, number) for number in range(times)]
+            finally:
+                await transport.close()
+
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("script", "outcome", "events"),
+    [
+        (tokens(3), "ok", 3),
+        ([b"".join(tokens(3))], "ok", 3),
+        ([bytes([byte]) for byte in b"".join(tokens(3))], "ok", 3),
+        ([b"HTTP/1.1 100 Continue\r\n\r\n", *tokens(3)], "ok", 3),
+        ([STREAM_HEAD, chunk(event()), chunk(event(finish="length")), END], "ok", 2),  # no usage, no [DONE]
+        (
+            [b"HTTP/1.1 200 OK\r\n\r\n", event(), event(finish="length"), DONE, CLOSE],
+            "ok",
+            2,
+        ),  # ends with the connection
+        ([STREAM_HEAD, chunk(event()), END], "truncated", 1),
+        ([STREAM_HEAD, chunk(event()), CLOSE], "truncated", 1),
+        ([STREAM_HEAD, chunk(event()), RESET], "reset", 1),
+        ([CLOSE], "reset", 0),
+        ([STREAM_HEAD, chunk(b"data: {]\n\n"), END], "protocol_error", 0),
+        ([b"SSH-2.0-OpenSSH_9.2\r\n"], "protocol_error", 0),
+        ([STREAM_HEAD, chunk(b'data: {"error":{"message":"engine died"}}\n\n'), chunk(DONE), END], "stream_error", 0),
+        ([b'HTTP/1.1 503 No\r\nContent-Length: 32\r\n\r\n{"error":{"message":"too busy"}}'], "http_error", 0),
+        ([b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere/\r\nContent-Length: 0\r\n\r\n"], "http_error", 0),
+    ],
+)
+def test_outcomes(kind: str, script: Script, outcome: str, events: int) -> None:
+    (exchange,) = tell(kind, lambda n: script)
+    assert (exchange.outcome, len(exchange.times)) == (outcome, events), exchange.error
+    assert exchange.done_ns >= exchange.sent_ns > 0
+    if outcome != "ok":
+        assert exchange.error
+    if events:
+        assert exchange.sent_ns < exchange.headers_ns <= exchange.times[0] <= exchange.times[-1] <= exchange.done_ns
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_server_counts_are_kept(kind: str) -> None:
+    (exchange,) = tell(kind, lambda n: tokens(3, prompt=11))
+    assert (exchange.prompt_tokens, exchange.output_tokens, exchange.status) == (11, 3, 200)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_connections_are_kept_or_fresh(kind: str, fresh: bool) -> None:
+    async def story() -> int:
+        async with scripted(lambda n: tokens(2)) as world:
+            transport = make(kind, Target(world.url), fresh=fresh)
+            await transport.open(1)
+            for number in range(4):
+                assert (await ask(transport, number)).outcome == "ok"
+            await transport.close()
+            assert [head["x-request-id"] for _, head, _ in world.requests] == [f"run-{n}" for n in range(4)]
+            return world.connections
+
+    connections = asyncio.run(story())
+    probe = kind != "aiohttp"  # the first connection finds out which address answers
+    assert connections == (4 if fresh else 1) + probe
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_server_that_asks_to_close_gets_a_new_connection(kind: str) -> None:
+    closing = [STREAM_HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), *tokens(2)[1:], CLOSE]
+    assert [x.outcome for x in tell(kind, lambda n: closing, times=3)] == ["ok"] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_body_is_sent_whole(kind: str) -> None:
+    async def story() -> None:
+        async with scripted(lambda n: tokens(2)) as world:
+            transport = make(kind, Target(world.url))
+            await transport.open(1)
+            exchange = await ask(transport, input_tokens=2_000_000)
+            await transport.close()
+            assert exchange.outcome == "ok"
+            assert world.requests[0][2].count(b"7,") == 1_999_999
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reads_that_come_apart_have_apart_stamps(kind: str) -> None:
+    """Two events 50 ms apart: never nearer. In one write: one stamp."""
+    apart = [STREAM_HEAD, chunk(event()), 0.05, chunk(event()) + chunk(event(finish="length")), END]
+    (exchange,) = tell(kind, lambda n: apart)
+    first, second, third = exchange.times
+    assert second - first > 40_000_000
+    assert second == third
+
+
+@pytest.mark.parametrize("kind", ["fast", "stamped"])
+def test_broken_chunk(kind: str) -> None:
+    """aiohttp says nothing in this case and waits for ever: there the idle timeout ends the request."""
+    (exchange,) = tell(kind, lambda n: [STREAM_HEAD, chunk(event()), 0.05, b"zz\r\n"])
+    assert (exchange.outcome, len(exchange.times)) == ("protocol_error", 1)
+
+
+def test_header_limit() -> None:
+    endless = [b"HTTP/1.1 200 OK\r\n", *[b"X-Pad: " + b"x" * 1000 + b"\r\n"] * 80]
+    (exchange,) = tell("fast", lambda n: endless)
+    assert (exchange.outcome, "headers" in (exchange.error or "")) == ("protocol_error", True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refused(kind: str) -> None:
+    with socket.socket() as taken:  # bound but not listening: nobody else can take the port
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+        async def story() -> Exchange:
+            transport = make(kind, Target(url))
+            try:
+                return await ask(transport) if kind != "aiohttp" else await _open_and_ask(transport)
+            finally:
+                await transport.close()
+
+        assert asyncio.run(story()).outcome == "refused"
+        if kind != "aiohttp":
+            with pytest.raises(TransportError, match="cannot connect"):
+                asyncio.run(make(kind, Target(url)).open(3))
+        with pytest.raises(TransportError, match="cannot reach"):
+            get(Target(url), "/health")
+
+
+async def _open_and_ask(transport: Transport) -> Exchange:
+    await transport.open(0)
+    return await ask(transport)
+
+
+@pytest.mark.parametrize("kind", ["fast", "aiohttp"])
+def test_tls_and_bearer_token(kind: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = trustme.CA()
+    server_side = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(server_side)
+    with authority.cert_pem.tempfile() as pem:
+        monkeypatch.setenv("SSL_CERT_FILE", pem)
+
+        async def story() -> None:
+            async with scripted(lambda n: tokens(3), tls=server_side) as world:
+                transport = make(kind, Target(world.url + "/base/v1/", "s3cret"))
+                await transport.open(1)
+                exchange = await ask(transport)
+                await transport.close()
+                assert exchange.outcome == "ok", exchange.error
+                line, headers, _ = world.requests[0]
+                assert line == b"POST /base/v1/completions HTTP/1.1"
+                assert headers["authorization"] == "Bearer s3cret"
+
+        asyncio.run(story())
+
+
+def test_token_is_not_shown() -> None:
+    assert "s3cret" not in repr(Target("http://h", "s3cret"))
+
+
+@pytest.mark.parametrize("kind", ["fast", "aiohttp"])
+def test_untrusted_certificate_is_refused(kind: str) -> None:
+    server_side = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(server_side)
+
+    async def story() -> None:
+        async with scripted(lambda n: tokens(3), tls=server_side) as world:
+            transport = make(kind, Target(world.url))
+            if kind == "fast":
+                with pytest.raises(TransportError, match=r"self-signed|issuer"):
+                    await transport.open(1)
+            else:
+                exchange = await _open_and_ask(transport)
+                assert exchange.outcome == "refused"
+            await transport.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ipv6(kind: str) -> None:
+    async def story() -> Exchange:
+        async with scripted(lambda n: tokens(3), host="::1") as world:
+            transport = make(kind, Target(world.url))
+            await transport.open(1)
+            exchange = await ask(transport)
+            await transport.close()
+            return exchange
+
+    assert asyncio.run(story()).outcome == "ok"
+
+
+def test_kernel_stamps_are_before_reads() -> None:
+    """Each reply lies in the socket for a while before the event loop, which the server holds, can read it."""
+    held_ns, clocks_ns = 20_000_000, 1_000_000  # the two clocks' offset is known to microseconds
+
+    def held(number: int) -> Iterator[bytes]:
+        yield b"".join(tokens(3))
+        time.sleep(held_ns / 1e9)
+
+    async def story() -> list[int]:
+        async with scripted(held) as world, asyncio.timeout(10):
+            transport = make("stamped", Target(world.url))
+            await transport.open(1)
+            for number in itertools.count():
+                await ask(transport, number)
+                if len(transport.receive_lag_ns) >= 5:  # the first reads may come before the kernel stamps
+                    break
+            await transport.close()
+            return list(transport.receive_lag_ns)
+
+    began_ns, offset_ns = time.monotonic_ns(), wall_minus_monotonic_ns()
+    lags = asyncio.run(story())
+    took_ns = time.monotonic_ns() - began_ns
+    if abs(wall_minus_monotonic_ns() - offset_ns) > clocks_ns:
+        pytest.skip("the wall clock, which the kernel stamps with, was set meanwhile")
+    assert held_ns - clocks_ns < min(lags) <= max(lags) < took_ns + clocks_ns
+
+
+def test_a_killed_idle_connection_is_not_used() -> None:
+    def script(number: int) -> Script:
+        return [*tokens(2), CLOSE] if number == 0 else tokens(2)
+
+    async def story() -> list[str]:
+        async with scripted(script) as world:
+            transport = make("fast", Target(world.url))
+            await transport.open(1)
+            first = await ask(transport)
+            await asyncio.sleep(0.05)
+            second = await ask(transport, 1)
+            await transport.close()
+            return [first.outcome, second.outcome]
+
+    assert asyncio.run(story()) == ["ok", "ok"]
+
+
+def test_fd_limit_is_raised_or_said() -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        raise_fd_limit(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 300
+        with pytest.raises(TransportError, match="open files"):
+            raise_fd_limit(hard + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("kind", ["fast", "stamped"])
+@pytest.mark.parametrize("more", [b"", b"\x81\x05hello"])
+def test_another_protocol_than_was_asked_for(kind: str, more: bytes) -> None:
+    """101 is the end of HTTP on its connection; the next request goes over another."""
+    switch = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
+    first, second = tell(kind, lambda n: tokens(3) if n else [switch + more], 2)
+    assert (first.outcome, second.outcome) == ("protocol_error", "ok")
+    assert first.error and first.error.startswith("not HTTP")

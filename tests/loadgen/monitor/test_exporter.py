@@ -1,0 +1,264 @@
+"""The exporter: what Prometheus' own parsers read from it, what ages out, what is broken."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open_metrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from loadgen.monitor import exporter
+from loadgen.monitor.exporter import KEEP_S, STALE_S, Exporter, serve
+from loadgen.rundir import Family, Histogram, RunError, Sample, Snapshot, write_snapshot
+
+HOSTILE = 'a"b\\c\nd{e}'
+
+
+def snapshot(run_id: str, **more: object) -> Snapshot:
+    histogram = Histogram([0.1, 0.2], [1, 2, 3], 1.5, {}, {0: ("7", 0.05)})
+    families = [
+        Family(
+            "bench_requests", "counter", "Requests.", [Sample(5, {"outcome": "ok"}), Sample(1, {"outcome": "timeout"})]
+        ),
+        Family("bench_requests_in_flight", "gauge", "In flight.", [Sample(3)]),
+        Family("bench_time_to_first_token_seconds", "histogram", "TTFT.", histograms=[histogram]),
+    ]
+    said: dict[str, object] = {
+        "run_id": run_id, "program": "loadgen", "state": "running", "labels": {"model": HOSTILE}, "families": families
+    }  # fmt: skip
+    return Snapshot(**{**said, **more})  # type: ignore[arg-type]
+
+
+def put(runs: Path, name: str, **more: object) -> Path:
+    (runs / name).mkdir(exist_ok=True)
+    write_snapshot(runs / name, snapshot(name, **more))
+    return runs / name / "snapshot.json"
+
+
+def page(
+    runs: Path, now: float | None = None, keep_s: float = KEEP_S
+) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample of the page, as Prometheus' parser reads it: (name, labels) -> value."""
+    clock = time.time if now is None else lambda: now
+    text = Exporter(runs, keep_s, clock).page(open_metrics=False).decode()
+    found = {}
+    for family in parse_text(text):
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def one(found: dict[tuple[str, tuple[tuple[str, str], ...]], float], name: str, **labels: str) -> float:
+    return found[name, tuple(sorted(labels.items()))]
+
+
+def test_both_formats_are_read_by_prometheus_own_parsers(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        put(tmp_path, name)
+    found = page(tmp_path)
+    assert one(found, "bench_requests_total", run_id="a", outcome="ok") == 5
+    assert one(found, "bench_time_to_first_token_seconds_bucket", run_id="b", le="0.2") == 3
+    assert one(found, "bench_time_to_first_token_seconds_bucket", run_id="b", le="+Inf") == 6
+    assert one(found, "bench_time_to_first_token_seconds_count", run_id="b") == 6
+    assert one(found, "bench_run_info", run_id="a", program="loadgen", model=HOSTILE) == 1
+    assert one(found, "bench_run_state", run_id="a", program="loadgen", state="running") == 1
+    assert one(found, "bench_exporter_runs") == 2
+    families = list(parse_open_metrics(Exporter(tmp_path).page(open_metrics=True).decode()))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names))  # a family stands once, with the samples of all runs
+    ttft = next(family for family in families if family.name == "bench_time_to_first_token_seconds")
+    exemplars = [sample.exemplar for sample in ttft.samples if sample.exemplar]
+    assert [exemplar.labels for exemplar in exemplars] == [{"request_id": "7"}] * 2
+
+
+def test_a_changed_snapshot_is_read_again(tmp_path: Path) -> None:
+    shown = Exporter(tmp_path)
+    path = put(tmp_path, "a")
+    assert b"bench_requests_in_flight" in shown.page(False)
+    put(tmp_path, "a", families=[], state="finished")
+    os.utime(path, ns=(1, time.time_ns() + 5_000_000))
+    text = shown.page(False)
+    assert b"bench_requests_in_flight" not in text and b'state="finished"' in text
+
+
+def test_broken_snapshots_are_left_out_and_counted_while_they_are_there(tmp_path: Path) -> None:
+    put(tmp_path, "good")
+    shown = Exporter(tmp_path)
+    broken = {
+        "cut": b'{"schema": "llm_dissect.snapsh', "empty": b"", "other": b'{"a": 1}', "bytes": b"\xff\xfe",
+        "schema": json.dumps({"schema": "x/9", "run_id": "q", "program": "p", "state": "running"}).encode(),
+        "deep": b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "huge": msgspec.json.encode(snapshot("huge")).replace(b'"counts":[1,', b'"counts":[1' + b"0" * 400 + b","),
+    }  # fmt: skip
+    for name, content in broken.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "snapshot.json").write_bytes(content)
+    for open_metrics in (False, True, False):
+        text = shown.page(open_metrics).decode()
+        assert "bench_exporter_broken_snapshots 7.0" in text and "bench_exporter_runs 1.0" in text
+    assert 'run_id="good"' in text
+    put(tmp_path, "cut")
+    (tmp_path / "empty" / "snapshot.json").unlink()
+    text = shown.page(open_metrics=False).decode()
+    assert "bench_exporter_broken_snapshots 5.0" in text and 'run_id="cut"' in text
+
+
+def test_what_lies_about_in_the_directory_hides_no_run(tmp_path: Path) -> None:
+    put(tmp_path, "a")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "note.txt").write_text("x")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "snapshot.json")
+    found = page(tmp_path)
+    assert one(found, "bench_exporter_runs") == 1 and one(found, "bench_exporter_broken_snapshots") == 0
+
+
+def test_a_run_that_is_there_twice_is_shown_once_as_written_last(tmp_path: Path) -> None:
+    put(tmp_path, "a")
+    (tmp_path / "latest").symlink_to("a")
+    (tmp_path / "copy").mkdir()
+    write_snapshot(tmp_path / "copy", snapshot("a", state="finished"))
+    os.utime(tmp_path / "copy" / "snapshot.json", ns=(1, time.time_ns() + 5_000_000))
+    found = page(tmp_path)  # it asserts that no series is there twice
+    assert one(found, "bench_exporter_runs") == 1
+    assert one(found, "bench_run_state", run_id="a", program="loadgen", state="finished") == 1
+
+
+def test_snapshots_of_another_version_share_their_families(tmp_path: Path) -> None:
+    for name, kind, said in (("a", "gauge", "Old words."), ("b", "gauge", "New words."), ("c", "counter", "Other.")):
+        put(tmp_path, name, families=[Family("bench_x", kind, said, [Sample(1)])])  # type: ignore[arg-type]
+    families = list(parse_open_metrics(Exporter(tmp_path).page(open_metrics=True).decode()))
+    (shared,) = (family for family in families if family.name == "bench_x")
+    assert len(shared.samples) == (2 if shared.type == "gauge" else 1)
+
+
+def test_runs_age_and_stale_ones_say_so(tmp_path: Path) -> None:
+    running, finished = put(tmp_path, "running"), put(tmp_path, "finished", state="finished")
+    now = running.stat().st_mtime
+    later = page(tmp_path, now + STALE_S + 1)
+    assert one(later, "bench_run_state", run_id="running", program="loadgen", state="stale") == 1
+    assert one(later, "bench_run_state", run_id="finished", program="loadgen", state="finished") == 1
+    assert one(page(tmp_path, now + 101, keep_s=100), "bench_exporter_runs") == 0
+    assert finished.exists()
+
+
+def test_a_run_directory_itself_and_none_at_all(tmp_path: Path) -> None:
+    put(tmp_path, "a")
+    assert one(page(tmp_path / "a"), "bench_exporter_runs") == 1
+    assert one(page(tmp_path / "nowhere"), "bench_exporter_runs") == 0
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    put(tmp_path, "a")
+    server = serve(Exporter(tmp_path), "127.0.0.1", 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("", "text/plain; version=0.0.4"),
+        ("text/plain", "text/plain; version=0.0.4"),
+        ("application/openmetrics-text;version=1.0.0,text/plain;q=0.3", "application/openmetrics-text; version=1.0.0"),
+    ],
+)
+def test_the_format_is_negotiated(url: str, accept: str, kind: str) -> None:
+    request = urllib.request.Request(f"{url}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request) as answer:
+        body = answer.read().decode()
+        assert answer.headers["Content-Type"].startswith(kind)
+    assert body.endswith("# EOF\n") == kind.startswith("application")
+
+
+@pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("POST", 405), ("DELETE", 405)])
+def test_it_is_only_read(url: str, method: str, status: int) -> None:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    connection.request(method, "/metrics")
+    assert connection.getresponse().status == status
+    connection.close()
+
+
+def test_a_client_that_hangs_up_is_no_news(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"GET /met")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    for _ in range(2):
+        urllib.request.urlopen(f"{url}/metrics").close()
+    assert capfd.readouterr().err == ""
+
+
+def test_other_paths_are_not_found(url: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{url}/etc/passwd")
+    assert refused.value.code == 404
+
+
+def test_a_taken_port_is_one_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(RunError, match=r"cannot listen on 127\.0\.0\.1:"):
+            serve(Exporter(Path()), "127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(RunError, match=r"cannot listen on .*0-65535; name"):
+        serve(Exporter(Path()), "127.0.0.1", 99999)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--runs", "nowhere"), ("--port", "99999"), ("--keep-days", "0"), ("--host", "::g")],
+)
+def test_export_refuses_what_makes_no_sense(tmp_path: Path, arguments: tuple[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from loadgen.cli import main; main()", "export", "--runs", str(tmp_path), *arguments],
+        capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(exporter.__file__).parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
+
+
+def ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]"])
+def test_export_says_where_it_listens(host: str, tmp_path: Path) -> None:
+    if host != "127.0.0.1" and not ipv6():
+        pytest.skip("this machine has no IPv6")
+    put(tmp_path, "a")
+    words = [sys.executable, "-c", "from loadgen.cli import main; main()", "export", "--runs", tmp_path, "--port", "0"]
+    words += ["--host", host]
+    env = {**os.environ, "PYTHONPATH": str(Path(exporter.__file__).parents[2])}
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stderr is not None
+        url = process.stderr.readline().split()[-1]
+        assert url.startswith("http://[::1]:" if "::1" in host else "http://127.0.0.1:")
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert b'run_id="a"' in answer.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130 and process.stderr.read() == ""

@@ -1,0 +1,218 @@
+"""Comparing two runs: differences by hand, intervals that cover the truth as often as they claim, honest words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loadgen import rundir
+from loadgen.report import compare
+from loadgen.report.metrics import METRICS
+from loadgen.rundir.records import Table, table
+from tests.loadgen.report.test_metrics import HAND
+from tests.loadgen.tables import failure, manifest, request
+
+
+def columns(ttft_ms: np.ndarray[Any, Any], gaps_us: np.ndarray[Any, Any]) -> Table:
+    """Ok requests with these times to a first token (n,) and gaps (n, k)."""
+    n, k = gaps_us.shape
+    first = 1_000_000 + (ttft_ms * 1e6).astype(np.int64)
+    last = first + gaps_us.sum(axis=1) * 1000
+    one = table([request()])
+    repeated = {
+        name: np.repeat(getattr(one, name), n) for name in ("scheduled_ns", "sent_ns", "outcome", "phase", "status")
+    }
+    tokens = {name: np.full(n, k + 1) for name in ("output_tokens", "asked_tokens", "events")}
+    return replace(
+        one,
+        **repeated,
+        **tokens,
+        id=np.arange(n),
+        headers_ns=first,
+        first_token_ns=first,
+        last_token_ns=last,
+        done_ns=last,
+        prompt_tokens=np.full(n, 10),
+        asked_prompt_tokens=np.full(n, 10),
+        cached_tokens=np.full(n, -1),
+        itl_us=gaps_us.astype(np.uint32).ravel(),
+        itl_offsets=np.arange(n + 1) * k,
+    )
+
+
+def drawn(seed: int, n: int = 1000, scale: float = 100.0, failed: int = 0) -> Table:
+    """n requests with exponential ttft and gaps around each request's own pace."""
+    rng = np.random.default_rng(seed)
+    pace_us = rng.uniform(15_000, 25_000, (n, 1))
+    made = columns(rng.exponential(scale, n), rng.normal(pace_us, 1000, (n, 20)).astype(np.int64))
+    outcome = made.outcome.copy()
+    outcome[:failed] = 1
+    return replace(made, outcome=outcome)
+
+
+def test_a_run_does_not_differ_from_itself() -> None:
+    one = drawn(1)
+    compared = compare.build(manifest(), one, manifest(), one)
+    lines = [line for row in compared["metrics"].values() for line in row.values()]
+    assert len(lines) == 3 * len(METRICS)
+    for line in [*lines, compared["failure_ratio"]]:
+        assert line["difference"] == 0
+        assert line["difference_ci"][0] <= 0 <= line["difference_ci"][1]
+        assert line["shows"] == "no difference shown"
+    for name in METRICS:
+        assert compared["metrics"][name]["mean"]["ratio"] == 1
+    assert compared["configuration"] == {}
+
+
+def test_a_difference_is_b_minus_a_and_its_interval_holds_it() -> None:
+    fast, slow = drawn(1), drawn(2, scale=150)
+    compared = compare.build(manifest(), fast, manifest(), slow)
+    line = compared["metrics"]["ttft_ms"]["mean"]
+    assert line["difference"] == line["b"] - line["a"] == pytest.approx(50, abs=15)
+    assert line["ratio"] == line["b"] / line["a"]
+    assert line["difference_ci"][0] < line["difference"] < line["difference_ci"][1]
+    assert line["ratio_ci"][0] < line["ratio"] < line["ratio_ci"][1]
+    assert line["shows"] == "B is higher"
+    back = compare.build(manifest(), slow, manifest(), fast)["metrics"]["ttft_ms"]["mean"]
+    assert back["difference"] == -line["difference"]
+    assert back["shows"] == "B is lower"
+    assert compared["metrics"]["itl_ms"]["mean"]["shows"] == "no difference shown"
+
+
+def test_the_same_two_runs_give_the_same_numbers() -> None:
+    pairs = [compare.build(manifest(), drawn(1, 200), manifest(), drawn(2, 200)) for _ in range(2)]
+    assert pairs[0] == pairs[1]
+
+
+def test_failures_and_throughput_by_hand() -> None:
+    others = [*HAND[:3], *(failure(at, done=506) for at in range(3, 30))]
+    compared = compare.build(manifest(), table(HAND), manifest(), table(others))
+    assert (compared["a"]["requests"], compared["a"]["ok"]) == (4, 3)
+    assert compared["failure_ratio"]["a"] == 0.25
+    assert compared["failure_ratio"]["b"] == pytest.approx(0.9)
+    assert compared["failure_ratio"]["shows"] == "B is higher"
+    rates = compared["throughput"]
+    assert rates["requests_per_s"]["a"] == rates["requests_per_s"]["b"] == 3 / 0.505
+    assert rates["output_tokens_per_s"]["a"] == 7 / 0.505
+    assert rates["requests_per_s"]["difference_ci"] is None and rates["requests_per_s"]["shows"] is None
+
+
+def test_nothing_to_compare_is_no_error() -> None:
+    for empty in (table([]), table([failure(0)])):
+        compared = compare.build(manifest(), empty, manifest(), table(HAND))
+        assert compared["metrics"]["ttft_ms"]["mean"]["difference"] is None
+        compare.render(compared)
+    compare.render(compare.build(manifest(), table([request(0)]), manifest(), table([request(0, gaps=())])))
+
+
+def test_what_was_set_differently_is_listed() -> None:
+    a = manifest(config={"requests": 1000, "seed": 0, "out": "a"}, server_version="0.32")
+    b = manifest(config={"requests": 1000, "seed": 1, "out": "b", "workers": "2"}, arrival="poisson:5")
+    assert compare.differing(a, b) == {
+        "arrival": ["burst", "poisson:5"],
+        "config.seed": [0, 1],
+        "config.workers": [None, "2"],
+        "server_version": ["0.32", None],
+    }
+    elsewhere = manifest(machine=rundir.Machine(platform="Linux", python="3.11", cpu_count=64, hostname="there"))
+    assert compare.differing(manifest(), elsewhere) == {
+        "machine.cpu_count": [2, 64],
+        "machine.hostname": ["here", "there"],
+    }
+
+
+def test_the_text_is_honest_and_safe() -> None:
+    said = [
+        manifest(emulated=True),
+        manifest(model="\x1b[2Jx", config={"requests": 1, "seed": 0, "note": "\x1b]0;hi\x07"}),
+    ]
+    text = compare.render(compare.build(said[0], drawn(1, 100), said[1], drawn(2, 100)))
+    assert all(character == "\n" or character.isprintable() for character in text)
+    assert "EMULATED" in text
+    assert "no difference shown" in text
+    assert "not the noise from run to run" in text
+    assert "Requests of one burst wait in one queue" in text
+    assert "config.note: None | \\x1b]0;hi\\x07" in text
+
+
+# The resampling itself.
+
+
+@pytest.mark.parametrize("thousandths", [500, 990])
+def test_order_statistics_are_distributed_as_in_resamples(thousandths: int) -> None:
+    rng = np.random.default_rng(3)
+    values = np.sort(rng.exponential(1, 150))
+    exact = np.sort(compare.quantile_resamples(values, thousandths, rng))
+    brute = np.sort(np.percentile(rng.choice(values, (20_000, 150)), thousandths / 10, axis=1))
+    grid = np.linspace(0, values[-1], 400)
+    apart = np.searchsorted(exact, grid, "right") / len(exact) - np.searchsorted(brute, grid, "right") / len(brute)
+    # Kolmogorov-Smirnov at the 0.1 % level for 2000 against 20,000
+    assert np.abs(apart).max() < 1.95 * np.sqrt(1 / 2000 + 1 / 20_000)
+
+
+def test_weights_of_a_resample_add_up() -> None:
+    rows = np.column_stack([np.ones(50), np.arange(50.0)])
+    (sums,) = compare._weighted_sums([rows], np.random.default_rng(0))
+    assert (sums[:, 0] == 50).all()
+    # mean of the means, and their spread: sqrt(variance of 0..49 / 50)
+    means = sums[:, 1] / 50
+    assert means.mean() == pytest.approx(24.5, abs=4 * means.std() / np.sqrt(compare.RESAMPLES))
+    assert means.std() == pytest.approx(np.sqrt((50**2 - 1) / 12 / 50), rel=0.1)
+
+
+def coverage(hits: list[bool]) -> float:
+    return sum(hits) / len(hits)
+
+
+@pytest.mark.parametrize(("thousandths", "n"), [(500, 100), (990, 1000)])
+def test_intervals_of_percentiles_cover_the_truth(thousandths: int, n: int) -> None:
+    rng = np.random.default_rng(thousandths)
+    quantile = -np.log(1 - thousandths / 1000)  # of an exponential with mean 1
+    hits = []
+    for _ in range(300):
+        a, b = np.sort(rng.exponential(1, n)), np.sort(rng.exponential(1.5, n))
+        resamples = [compare.quantile_resamples(values, thousandths, rng) for values in (a, b)]
+        low, high = compare._interval(resamples[1] - resamples[0]) or (np.inf, -np.inf)
+        hits.append(low <= 0.5 * quantile <= high)
+    assert 0.90 <= coverage(hits) <= 0.99
+
+
+def test_intervals_of_means_and_of_pooled_gaps_cover_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "RESAMPLES", 1000)
+    truth = {("ttft_ms", "mean"): 50.0, ("itl_ms", "mean"): 0.0, ("itl_ms", "p50"): 0.0, ("itl_ms", "p99"): 0.0}
+    hits: dict[tuple[str, str], list[bool]] = {key: [] for key in truth}
+    for trial in range(120):
+        rng = np.random.default_rng(trial)
+        a, b = (compare._bootstrap(drawn(2 * trial + side, 120, 100 + 50 * side), rng) for side in (0, 1))
+        for key, value in truth.items():
+            low, high = compare._interval(b[key] - a[key]) or (np.inf, -np.inf)
+            hits[key].append(low <= value <= high)
+    for key in truth:
+        # gaps of one request are alike: drawing each gap on its own would cover the truth far less often
+        assert 0.90 <= coverage(hits[key]) <= 0.99, key
+
+
+def test_units_of_neighbours_give_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = drawn(7, 2000)
+
+    def spread() -> dict[str, float]:
+        made = compare._bootstrap(one, np.random.default_rng(0))
+        return {statistic: float(made["itl_ms", statistic].std()) for statistic in ("mean", "p50")}
+
+    whole = spread()
+    monkeypatch.setattr(compare, "MAX_UNITS", 400)
+    assert spread() == pytest.approx(whole, rel=0.15)
+
+
+def test_pooled_percentiles_of_resamples_are_centred_on_those_of_the_run() -> None:
+    one = drawn(5, 500, failed=3)
+    made = compare._bootstrap(one, np.random.default_rng(0))
+    ok = one.select(one.ok)
+    for statistic, percent in (("p50", 50), ("p99", 99)):
+        shown = np.percentile(ok.itl_us, percent) / 1000
+        resamples = made["itl_ms", statistic]
+        assert abs(np.median(resamples) - shown) < 0.25 * resamples.std() + 0.001
+    assert np.median(made["itl_ms", "mean"]) == pytest.approx(ok.itl_us.mean() / 1000, rel=0.01)

@@ -1,0 +1,202 @@
+"""From real runs to a profile: what a fit finds, what it cannot tell, how far off the built-in profiles are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from loadgen.cli import main
+from servers.calibrate import command
+from servers.calibrate import runs as observed
+from servers.simulator import virtual
+from servers.simulator.build import emulate, profiles
+from servers.simulator.options import Hardware
+
+RUNS = Path(__file__).parents[3] / "benchmarks" / "runs"
+
+
+@pytest.mark.parametrize(
+    ("run", "makespan", "mape", "w1"),
+    [
+        ("h200_7b_burst_o512", 0.04, 0.05, 0.05),
+        ("h200_7b_poisson4_o256", 0.04, 0.08, 0.08),
+        ("h200_13b_burst_o128", 0.08, 0.08, 0.08),
+        ("h200x4_70b_tp4_burst_o128", 0.08, 0.08, 0.08),
+        ("h200x4_7b_tp4_burst_o128", 0.08, 0.08, 0.08),
+        ("h200x4_7b_tp4_p2poff_burst_o128", 0.08, 0.08, 0.08),
+        ("h100_7b_burst_o128", 0.08, 0.08, 0.08),
+        ("h200_7b_lightllm_burst_o64_b", 0.08, 0.08, 0.08),
+    ],
+)
+def test_real_runs_that_the_profile_was_not_fitted_to(run: str, makespan: float, mape: float, w1: float) -> None:
+    seen = observed.read(RUNS / f"{run}.jsonl.gz", {})
+    profile = profiles()[seen.setup.scheduler]
+    assert run not in profile.fitted_on
+    error = seen.predict(profile).error(seen)
+    assert abs(error.makespan) <= makespan and error.e2el_mape <= mape and error.e2el_w1 <= w1
+    kept = next(each for each in profile.held_out if each.run == run)
+    assert msgspec.structs.astuple(kept)[1:] == pytest.approx(
+        msgspec.structs.astuple(error)[1:], rel=1e-6
+    )  # as shipped
+
+
+@pytest.mark.parametrize("run", ["h200_7b_burst_o64_b", "h200_7b_poisson8_o128_b"])
+def test_real_runs_through_another_client(run: str) -> None:
+    """These are in the fit: the model can follow sends that are spread."""
+    seen = observed.read(RUNS / f"{run}.jsonl.gz", {})
+    profile = profiles()[seen.setup.scheduler]
+    assert run in profile.fitted_on
+    error = seen.predict(profile).error(seen)
+    assert abs(error.makespan) <= 0.04 and error.e2el_mape <= 0.05 and error.e2el_w1 <= 0.05
+
+
+def test_what_cannot_be_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*argv: str) -> str:
+        sys.argv = ["loadgen", "calibrate", *argv, "--out", str(tmp_path / "p.json")]
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        said = capsys.readouterr().err.strip()
+        assert len(said.splitlines()) == 1
+        return said
+
+    for flag, value in (("--tp", "0"), ("--tp", "-1"), ("--kv-tokens", "0"), ("--kv-tokens", "-5")):
+        assert refused("no-such-run", f"{flag}={value}") == f"loadgen: {flag} is {value}; it must be at least 1."
+    burst, light = (str(RUNS / f"h200_7b_{name}o64_b.jsonl.gz") for name in ("burst_", "lightllm_burst_"))
+    assert "are the same records" in refused(burst, burst)
+    assert "are the same records" in refused(burst, "--held-out", burst)
+    assert "cannot judge a fit of vllm@v1" in refused(burst, "--held-out", light)
+    assert "of several servers" in refused(burst, light)
+    good = {"i": 0, "send": 0.0, "first": 1.0, "end": 2.0, "usage": {"prompt_tokens": 5, "completion_tokens": 5}}
+    for text, sentence in (
+        ("", "holds no records"),
+        (json.dumps(good), "a fit needs 20"),
+        ("\n".join([json.dumps({**good, "first": 3.0})] * 30), "do not begin, answer and end in that order"),
+        ("\n".join([json.dumps({"run": {"tp": "x"}}), json.dumps(good)]), "holds no records of requests"),
+        (
+            "\n".join([json.dumps({**good, "usage": {"prompt_tokens": 0, "completion_tokens": 5}})] * 30),
+            "without a prompt",
+        ),
+    ):
+        path = tmp_path / "h200_7b_x.jsonl"
+        path.write_text(text)
+        assert sentence in refused(str(path))
+
+
+def test_flags_fill_only_what_a_run_does_not_tell() -> None:
+    seen = observed.read(RUNS / "h200x4_70b_tp4_burst_o128.jsonl.gz", {"kv_tokens": 5, "model": "7b", "gpu": "h100"})
+    assert (seen.setup.kv_tokens, seen.setup.model.name, seen.setup.gpu) == (1_211_232, "llama-2-70b", "h200")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("A100-SXM4-80GB", "a100"),  # older drivers
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA A800-SXM4-80GB", "a800"),
+        ("NVIDIA A800 80GB", "a800"),
+        ("NVIDIA A800 80GB PCIe", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H1000 80GB", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("NVIDIA B200", "b200"),
+    ],
+)
+def test_gpus_by_the_names_that_nvml_gives(name: str, gpu: str | None) -> None:
+    assert observed._gpu(name) == gpu
+
+
+def known_world(backend: str, times: dict[str, float]) -> Any:
+    """A server on an H200 whose software takes these times."""
+    world = emulate(Hardware(gpu="h200", kv_tokens=60_000).setup(backend, "7b", 4096))
+    truth = command.with_values(world.profile, times)
+    return msgspec.structs.replace(world, profile=truth, cost=world.cost.with_overheads(truth.overheads))
+
+
+def made(path: Path, world: Any, load: list[tuple[float, int, int]]) -> observed.Observed:
+    """A run of a known world, as a file would hold it."""
+    times = virtual.bounds(virtual.simulate(world, load))
+    path.write_text(
+        "\n".join(
+            json.dumps(
+                {
+                    "i": i,
+                    "send": sent,
+                    "first": first,
+                    "end": end,
+                    "usage": {"prompt_tokens": p, "completion_tokens": o},
+                }
+            )
+            for i, ((sent, first, end), (_, p, o)) in enumerate(zip(times, load, strict=True))
+        )
+    )
+    return observed.read(path, {"kv_tokens": 60_000, "dtype": "float16"})
+
+
+@pytest.mark.processes
+def test_a_fit_finds_a_known_world_again(tmp_path: Path) -> None:
+    """Software about twice as slow as where the fit starts; judged by a load that it has not seen."""
+    times = {"step_us": 450.0, "row_us": 3.0, "prefill_token_us": 0.4, "request_us": 600.0, "token_us": 15.0}
+    world = known_world("vllm", {**times, "latency_us": 3000.0})
+    burst = made(tmp_path / "h200_7b_burst.jsonl", world, [(0.0, 512, 32)] * 300)
+    steady = made(tmp_path / "h200_7b_steady.jsonl", world, [(at / 8, 512, 64) for at in range(80)])
+    other = made(tmp_path / "h200_7b_other.jsonl", world, [(at / 20, 300, 100) for at in range(120)])
+    said: list[str] = []
+    fitted = command.calibrate([burst, steady], None, said.append)
+    error, before = (other.predict(profile).error(other) for profile in (fitted, profiles()["vllm@v1"]))
+    assert error.e2el_w1 < 0.015 and before.e2el_w1 > 0.04
+    assert set(fitted.intervals) <= {*times, "latency_us"}
+    command.calibrate([steady], None, said.append)
+    assert any(line.startswith("not identified: row_us") for line in said)
+    joined = dataclasses.replace(burst, setup=msgspec.structs.replace(burst.setup, tp=4, gpus=4))
+    with pytest.raises(command.CalibrationError, match="several GPUs: the time of a reduction cannot be told"):
+        command.calibrate([joined], None, said.append)
+
+
+def test_what_moves_nothing_of_its_own_is_not_told() -> None:
+    """A parameter without effect, and two that cannot be told apart."""
+    rng = np.random.default_rng(1)
+    one, two = rng.normal(size=(2, 50))
+    order = command._by_influence(np.stack([0 * one, 5 * one, two, 2.5 * one + 1e-9 * two], axis=1))
+    assert [at for at, _ in order[:2]] == [1, 2]
+    assert all(influence < command.LEAST_INFLUENCE for _, influence in order[2:])
+    assert [share for _, share in command._by_influence(np.zeros((50, 2)))] == [0.0, 0.0]
+
+
+@pytest.mark.processes  # for its time: a dozen seconds
+def test_what_two_bursts_tell_of_another_server(tmp_path: Path) -> None:
+    """Attention, prompts and requests are told apart, though rows and tokens are not."""
+    times = {"prefill_token_us": 2.0, "request_us": 1400.0, "attention_ratio": 0.95}
+    world = known_world("lightllm", times)
+    runs = [
+        made(tmp_path / f"h200_7b_lightllm_o{output}.jsonl", world, [(0.0, 512, output)] * 200) for output in (8, 64)
+    ]
+    said: list[str] = []
+    fitted = command.calibrate(runs, None, said.append)
+    assert any(line.startswith("not identified: row_us") for line in said), said
+    assert fitted.overheads.attention_ratio == pytest.approx(0.95, rel=0.1), said
+    assert set(fitted.intervals) == set(times)

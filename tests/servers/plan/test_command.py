@@ -1,0 +1,260 @@
+"""`loadgen plan`: a world in which more is never worse, prices that decide the order, and mistakes in one sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from loadgen import cli
+from loadgen.config import ConfigError
+from servers.plan import command
+from servers.plan.command import Candidate, Prices, Row, Unmet, judge, parse_slo, ranked
+from servers.plan.sizing import Limits, Load, Server, trial
+from servers.simulator import hardware
+from servers.simulator.build import Emulated, emulate
+from servers.simulator.options import Hardware
+from servers.simulator.virtual import bounds, simulate
+
+LIMITS = parse_slo("ttft_ms=500,tpot_ms=50")
+PRICES = Prices(usd_per_gpu_hour={"h200": 4.0, "rtx4090": 0.5}, source="a test", date="2026-11")
+
+
+def emulation(candidate: Candidate, model: str = "7b", **more: object) -> Emulated:
+    options = Hardware(
+        gpu=candidate.gpu, gpus=candidate.tp, tp=candidate.tp, max_running=candidate.max_running, max_requests=1 << 20,
+        **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return emulate(options.setup("vllm", model, 4096))
+
+
+def load(rate: float = 1.0, **more: int) -> Load:
+    return Load(rate=rate, **{"output_tokens": 32, "requests": 120, **more})
+
+
+def highest(gpu: str, tp: int, limits: Limits = LIMITS) -> float:
+    return Server(emulation(Candidate(gpu=gpu, tp=tp)), load(), limits).highest()[0]
+
+
+def judged(gpu: str, tp: int, rate: float, prices: Prices = PRICES, max_gpus: int = 64) -> Row | Unmet:
+    return judge(Candidate(gpu=gpu, tp=tp), emulation, load(rate), LIMITS, prices, max_gpus)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    usual = {
+        "--requests": "60", "--output-tokens": "16", "--input-tokens": "128", "--rate": "5",
+        "--slo": "ttft_ms=500,tpot_ms=50",
+    }  # fmt: skip
+    words = ["plan", *options]
+    words += [word for option, value in usual.items() if option not in options for word in (option, value)]
+    code = cli.invoke(words)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_more_and_faster_gpus_never_serve_less() -> None:
+    by_tp = [highest("h200", tp) for tp in (1, 2, 4)]
+    assert by_tp == sorted(by_tp)
+    assert highest("rtx3090", 1) < highest("a100", 1) < highest("h200", 1)
+
+
+def test_looser_limits_never_serve_less_and_without_any_in_reach_throughput_is_what_bounds() -> None:
+    rates = [highest("rtx4090", 1, parse_slo(f"ttft_ms=500,tpot_ms={tpot}")) for tpot in (25, 50, 100)]
+    assert rates == sorted(rates) and rates[0] < rates[-1]
+    server = Server(emulation(Candidate(gpu="rtx4090", tp=1)), load(), parse_slo("e2el_ms=1e9"))
+    assert server.highest() == (pytest.approx(0.95 * server.capacity), "throughput")
+    by_percentile = [highest("rtx4090", 1, parse_slo("tpot_ms=35", percentile)) for percentile in (99, 50)]
+    assert by_percentile[0] <= by_percentile[1]
+
+
+def test_a_trial_agrees_with_the_virtual_run_of_the_same_load() -> None:
+    emulated = emulation(Candidate(gpu="h100", tp=1))
+    asked = load(requests=200)
+    rate = 4.0
+    seen = trial(emulated, asked, parse_slo("ttft_ms=1e6", 90.0), rate, 0.0)
+    arrivals = [(at / rate, asked.input_tokens, asked.output_tokens) for at in asked.arrivals[:200]]
+    ttft = sorted(first - sent for sent, first, _ in bounds(simulate(emulated, arrivals)))
+    assert seen.missed is None
+    assert seen.percentiles["ttft"] == pytest.approx(ttft[179], rel=0.001)
+
+
+def test_what_is_sustained_is_sustained_for_long() -> None:
+    """Far more requests than the search used: the limits still hold a little below the rate that it found."""
+    emulated = emulation(Candidate(gpu="rtx4090", tp=1))
+    limits = parse_slo("e2el_ms=8000", 95.0)
+    rate, _ = Server(emulated, load(), limits).highest()
+    arrivals = [(at / (0.9 * rate), 512, 32) for at in load(requests=400).arrivals]
+    served = list(bounds(simulate(emulated, arrivals)))
+    assert len(served) == 4000
+    assert sum(last - sent <= 8.0 for sent, _, last in served) >= 0.95 * 4000
+    assert served[-1][2] - served[-1][0] < 8.0
+
+
+def test_a_row_holds_the_whole_load() -> None:
+    for rate in (0.5, 30.0, 200.0):
+        row = judged("rtx4090", 1, rate)
+        assert isinstance(row, Row)
+        assert row.servers >= math.ceil(rate / row.server_rate)
+        assert (row.gpus, row.usd_per_hour) == (row.servers, 0.5 * row.servers)
+        assert row.trial.missed is None
+        assert row.trial.percentiles["ttft"] <= 0.5 and row.trial.percentiles["tpot"] <= 0.05
+    counts = [row.gpus for rate in (1, 10, 40, 160) if isinstance(row := judged("rtx4090", 1, rate), Row)]
+    assert counts == sorted(counts) and len(counts) == 4
+
+
+def test_a_price_reorders_and_what_has_none_comes_last() -> None:
+    def order(**dollars: float) -> list[tuple[str, float | None]]:
+        prices = Prices(usd_per_gpu_hour=dollars, source="", date="")
+        rows, unmet = ranked(judged(gpu, 1, 10.0, prices) for gpu in ("h200", "rtx4090", "a100"))
+        assert not unmet
+        return [(row.candidate.gpu, row.usd_per_hour) for row in rows]
+
+    assert [name for name, _ in order(h200=9.0, rtx4090=0.1, a100=5.0)] == ["rtx4090", "a100", "h200"]
+    assert order(h200=0.01, rtx4090=0.1, a100=5.0)[0][0] == "h200"
+    assert order(h200=9.0, rtx4090=0.1)[-1] == ("a100", None)
+
+
+def test_a_price_is_found_by_any_name_of_the_gpu() -> None:
+    assert [command.price(PRICES, name) for name in ("4090", "RTX4090", "NVIDIA GeForce RTX 4090 24 GB")] == [0.5] * 3
+    by_name = Prices(usd_per_gpu_hour={"NVIDIA H200 SXM 141 GB": 2.0}, source="", date="")
+    assert command.price(by_name, "h200-sxm") == 2.0
+    assert set(command.read_prices(None).usd_per_gpu_hour) == set(hardware.known())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tp", "slo", "model", "max_gpus", "reason"),
+    [
+        ("rtx4090", 1, "ttft_ms=500", "70b", 64, r"does not fit: [\d.]+ GB are missing on 1 x .*4090"),
+        ("rtx4090", 1, "ttft_ms=5", "7b", 64, r"ttft is [\d.]+ ms for a request that is alone"),
+        ("rtx4090", 1, "tpot_ms=5", "7b", 64, r"tpot is [\d.]+ ms for a request that is alone"),
+        ("rtx4090", 1, "tpot_ms=50", "7b", 3, r"needs \d+ servers of [\d.]+ requests/s .*; --max-gpus is 3"),
+    ],
+)
+def test_what_will_not_do_is_listed_with_the_reason(
+    gpu: str, tp: int, slo: str, model: str, max_gpus: int, reason: str
+) -> None:
+    unmet = judge(
+        Candidate(gpu=gpu, tp=tp), lambda each: emulation(each, model), load(500.0), parse_slo(slo), PRICES, max_gpus
+    )
+    assert isinstance(unmet, Unmet)
+    assert re.search(reason, unmet.reason)
+
+
+def test_a_limit_that_only_a_lonely_request_keeps() -> None:
+    emulated = emulation(Candidate(gpu="rtx4090", tp=1))
+    ((_, first_s, _),) = bounds(simulate(emulated, [(0.0, 512, 32)]))
+    unmet = judge(
+        Candidate(gpu="rtx4090", tp=1), emulation, load(), Limits(seconds={"ttft": first_s * 1.001}), PRICES, 64
+    )
+    assert isinstance(unmet, Unmet) and "ttft is missed even at" in unmet.reason
+
+
+def test_a_request_that_the_server_refuses() -> None:
+    unmet = judge(Candidate(gpu="h200", tp=1), lambda each: emulation(each, kv_tokens=256), load(), LIMITS, PRICES, 64)
+    assert isinstance(unmet, Unmet) and "refuses a request of this length" in unmet.reason
+
+
+def test_the_table_says_that_it_is_a_prediction_and_how_far_off(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = plan(capsys, "--gpu", "h200", "rtx4090", "--max-gpus", "2", "--rate", "8")
+    assert code == 0
+    assert out.startswith("PREDICTIONS: emulated")
+    assert "Held out: off by" in out and "27 real runs" in out
+    assert "Operators of rtx4090, how far off" in out and "Operators of h200, how far off" in out
+    assert "taken from no offer" in out
+    head, *body = [re.split(r" {2,}", line.strip()) for line in out.splitlines()[3:8]]
+    assert head[0] == "$/hour"
+    dollars = [float(line[0]) for line in body]
+    assert len(dollars) == 4 and dollars == sorted(dollars)
+
+
+def test_nothing_that_was_asked_about_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = plan(capsys, "--model", "70b", "--gpu", "h200", "a40", "--max-running", "8", "256")
+    for gpu in ("h200", "a40"):
+        for tp in (1, 2, 4, 8):
+            assert len(re.findall(rf"^ .*\b{tp} x {gpu}\b", out, re.MULTILINE)) == 2, (gpu, tp)
+    code, out, _ = plan(capsys, "--model", "70b", "--gpu", "rtx3090", "--max-gpus", "1")
+    assert code == 0
+    assert out.startswith("PREDICTIONS") and "Nothing that was looked at would do." in out and "Held out:" in out
+
+
+def test_the_commands_that_it_names_are_understood(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = plan(capsys, "--gpu", "rtx4090", "--p2p", "off", "--max-running", "64")
+    predict, compose = re.findall(r": loadgen ((?:predict|compose) .*)$", out, re.MULTILINE)
+    assert cli.invoke([*shlex.split(predict), "--requests", "50", "--out", "run"]) in (0, 4)
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    assert manifest["emulation"]["max_running"] == 64
+    assert cli.invoke(shlex.split(compose)) == 0
+    assert "llama-2-7b" in capsys.readouterr().out.lower()
+
+
+def test_a_gpu_and_prices_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.json"
+    h200 = json.loads((hardware.DATA / "gpus.json").read_text())["h200"]
+    mine.write_text(json.dumps({**h200, "name": "Mine", "aliases": []}))
+    prices = tmp_path / "prices.json"
+    options = ("--gpu", str(mine), "--gpu", "h200", "--max-gpus", "1", "--prices", str(prices))
+    prices.write_text('{"source": "me", "date": "today", "usd_per_gpu_hour": {"Mine": 1.25}}')
+    code, out, _ = plan(capsys, *options)
+    assert code == 0 and "Prices: me (today)" in out
+    first, second = out.splitlines()[4:6]
+    assert first.split()[0] == "1.25" and "no price" in second
+
+
+def test_limits_are_read() -> None:
+    assert parse_slo("ttft_ms=500, tpot_ms=2.5,e2el_ms=1e3", 95.0) == Limits(
+        seconds={"ttft": 0.5, "tpot": 0.0025, "e2el": 1.0}, percentile=95.0
+    )
+    for wrong in ("", "ttft=5", "ttft_ms", "ttft_ms=x", "ttft_ms=0", "ttft_ms=nan", "itl_ms=3", "ttft_ms=1,"):
+        with pytest.raises(ConfigError, match="is not understood; use ttft_ms=500,tpot_ms=50"):
+            parse_slo(wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--slo", "ttft_ms:5"), "--slo 'ttft_ms:5' is not understood"),
+        (("--slo", "ttft_ms=5,ttft_ms=6"), "--slo limits ttft_ms twice"),
+        (("--slo", "tpot_ms=5", "--output-tokens", "1"), "--slo limits tpot_ms and replies of one token have none"),
+        (("--percentile", "100"), "--percentile is 100; it must be between 0 and 100."),
+        (("--rate", "0"), "--rate is 0; it must be above 0 and at most 1e+09."),
+        (("--rate", "-3"), "--rate is -3; it must be above 0 and at most 1e+09."),
+        (("--rate", "nan"), "--rate is nan; it must be above 0 and at most 1e+09."),
+        (("--rate", "1e300"), "--rate is 1e+300; it must be above 0 and at most 1e+09."),
+        (
+            ("--input-tokens", "5000"),
+            "llama-2-7b takes 4096 tokens in all; --input-tokens and --output-tokens make 5016.",
+        ),
+        (("--gpu", "h300"), "there is no GPU 'h300' here; known are h200,"),
+        (("--gpu", "missing.json"), "cannot read missing.json"),
+        (("--model", "8x99b"), "unknown model '8x99b'"),
+        (("--model", "some/model"), "the size of 'some/model' is not known here"),
+        (("--backend", "openai"), "a 'openai' server is not modelled"),
+        (("--scheduler", "tgi@0"), "--scheduler tgi@0 is no vllm server"),
+        (("--max-gpus", "0"), "--max-gpus is 0; it must be at least 1."),
+        (("--max-running", "0"), "--max-running is 0; it must be at least 1."),
+        (("--requests", "0"), "--requests is 0; it must be at least 1."),
+        (("--memory-ratio", "1.5"), "--memory-ratio is 1.5"),
+        (("--prices", "missing.json"), "cannot read missing.json"),
+        (("--profile", "missing.json"), "cannot read missing.json"),
+    ],
+)
+def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], sentence: str) -> None:
+    code, out, err = plan(capsys, *options)
+    assert (code, out) == (2, "")
+    assert sentence in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"), [("[]", "is no list of prices"), ('{"usd_per_gpu_hour": {"h200": -1}}', "prices")]
+)
+def test_prices_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, sentence: str) -> None:
+    (tmp_path / "p.json").write_text(content)
+    code, _, err = plan(capsys, "--prices", str(tmp_path / "p.json"))
+    assert code == 2 and sentence in err and len(err.splitlines()) == 1

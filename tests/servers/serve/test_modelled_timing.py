@@ -1,0 +1,430 @@
+"""Modelled hardware as a whole: one engine under two clocks, predictions beside real runs, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadgen.cli import invoke, main
+from loadgen.config import Config, ConfigError
+from loadgen.load.prompts import WorkloadError
+from loadgen.report import text as texts
+from loadgen.rundir import records
+from loadgen.server import embedded
+from servers.calibrate import command as calibrate
+from servers.predict import command as predict
+from servers.serve.modelled_timing import SimulatedTiming
+from servers.simulator import virtual
+from servers.simulator.build import SCHEDULERS, EmulationError, emulate, profiles
+from servers.simulator.options import Hardware
+
+RUNS = Path(__file__).parents[3] / "benchmarks" / "runs"
+
+
+def emulated(backend: str = "vllm", model: str = "7b", **options: Any) -> Any:
+    return emulate(Hardware(**{"gpu": "h200", **options}).setup(backend, model, 4096))
+
+
+class FakeReply:
+    def __init__(self, index: int, received_ns: int, prompt: int, output: int) -> None:
+        self.index, self.received_ns, self.n_prompt_tokens, self.n_tokens = index, received_ns, prompt, output
+        self.at_ns: list[int] = []
+
+
+loads = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 900), st.integers(1, 40)), min_size=1, max_size=40)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@given(load=loads, speed=st.sampled_from([0.5, 1.0, 8.0]))
+@settings(max_examples=15, deadline=None)
+def test_the_wall_clock_and_virtual_time_agree(scheduler: str, load: list[tuple[int, int, int]], speed: float) -> None:
+    """To the nanoseconds of rounding, token by token."""
+    world = emulated(scheduler.partition("@")[0], scheduler=scheduler, kv_tokens=6000)
+    at_s = np.cumsum([gap / 1000 for gap, _, _ in load])
+    arrivals = [(float(at), prompt, output) for at, (_, prompt, output) in zip(at_s, load, strict=True)]
+    truth = virtual.simulate(world, [(at - arrivals[0][0], p, o) for at, p, o in arrivals])
+    timing = SimulatedTiming(world, speed)
+    replies = [FakeReply(i, int(at / speed * 1e9) + 1, p, o) for i, (at, p, o) in enumerate(arrivals)]
+    coming = list(replies)
+    while coming or timing.next_due_ns() is not None:
+        due = timing.next_due_ns()
+        if coming and (due is None or coming[0].received_ns <= due):
+            timing.submit(coming.pop(0))
+            continue
+        assert due is not None
+        reply = timing.pop(due)
+        if reply is not None:
+            reply.at_ns.append(timing.popped_due_ns)
+    for reply, outcome in zip(replies, truth, strict=True):
+        modelled = (np.array(reply.at_ns) - replies[0].received_ns) / 1e9 * speed
+        assert modelled == pytest.approx(np.array(outcome.times_s), abs=2e-6 * speed + 1e-6)
+
+
+def test_a_client_that_goes_frees_its_memory() -> None:
+    timing = SimulatedTiming(emulated(kv_tokens=6000))
+    replies = [FakeReply(i, 0, 500, 1000) for i in range(30)]
+    for reply in replies:
+        timing.submit(reply)
+    now_ns = 0
+    for _ in range(200):
+        now_ns = timing.next_due_ns() or now_ns
+        timing.pop(now_ns)
+    for reply in replies:
+        timing.cancel(reply)
+    while (due := timing.next_due_ns()) is not None:
+        assert timing.pop(due) is None
+    scheduler = timing.scheduler
+    assert (scheduler.running, scheduler.waiting, scheduler.used_tokens) == (0, 0, 0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["vllm", "tgi", "lightllm"])
+def test_the_wire_gives_the_times_of_virtual_time(backend: str, tmp_path: Path) -> None:
+    """The real server and client; virtual time is given the moments at which the client really sent. A busy machine can
+    only delay, so the best of some tries counts."""
+    tries = []
+    for number in range(4):
+        run = tmp_path / str(number)
+        flags = f"--backend {backend} --gpu h200 --requests 40 --arrival poisson:20 --output-tokens 60 --warmup 0"
+        command = [sys.executable, "-c", "from loadgen.cli import main; main()", "run", *flags.split()]
+        command += ["--no-calibrate", "--no-server-metrics", "--out", str(run)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert report["emulated"] is True and report["requests"]["ok"] == 40, done.stderr
+        assert report["emulation"]["scheduler"].startswith(backend)
+        table = records.read(run)[0].measured()
+        sent_s = (table.sent_ns - table.sent_ns[0]) / 1e9
+        outcomes = virtual.simulate(emulated(backend), [(at, 512, 60) for at in sent_s.tolist()])
+        e2el = np.sort((table.last_token_ns - table.sent_ns) / 1e9)
+        model = np.sort([outcome.times_s[-1] - outcome.sent_s for outcome in outcomes])
+        assert e2el[0] >= model[0] - 2e-3  # never early
+        tries.append(float(np.mean(np.abs(e2el - model)) / np.mean(model)))
+        if tries[-1] <= 0.02:
+            return
+    raise AssertionError(f"Wasserstein-1 over the mean: {tries}")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "tokens"), [("7b", 1, 229_904), ("7b", 2, 485_264), ("7b", 4, 996_768), ("70b", 4, 1_211_232)]
+)
+def test_kv_capacity_as_vllm_logged_it(model: str, gpus: int, tokens: int) -> None:
+    """vLLM 0.25.1 on H200s with 0.9 of their memory."""
+    assert emulated(model=model, gpus=gpus, tp=gpus).kv_tokens == pytest.approx(tokens, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpu": "rtx4090", "model": "70b"}, r"does not fit: 1\d\d\.\d GB are missing on 1 x .*--tp 8 would fit"),
+        ({"gpu": "rtx4090", "model": "70b", "gpus": 4}, r"does not fit: .* on 4 x .*--tp 8 would fit"),
+        ({"tp": 3, "gpus": 4}, r"32 attention heads, which --tp 3 does not divide"),
+        ({"tp": 8, "gpus": 4}, "--tp 8 needs 8 GPUs and --gpus says 4"),
+        ({"scheduler": "tgi@3"}, "is no vllm server"),
+        ({"backend": "openai"}, "a 'openai' server is not modelled"),
+        ({"model": "gpt-5"}, "the size of 'gpt-5' is not known here"),
+    ],
+)
+def test_what_cannot_be_emulated(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(EmulationError, match=said):
+        emulated(**options)
+
+
+def test_settings_of_the_scheduler() -> None:
+    """TGI at its own limit of requests turns away what comes on top (429)."""
+    world = emulated("tgi", scheduler_arg=("max_concurrent_requests=128",))
+    statuses = [outcome.status for outcome in virtual.simulate(world, [(0.0, 512, 8)] * 200)]
+    assert statuses == [200] * 128 + [429] * 72
+    with pytest.raises(EmulationError, match=r"tgi@3 has no setting 'x'; it has max_batch_prefill_tokens, "):
+        virtual.simulate(emulated("tgi", scheduler_arg=("x=1",)), [])
+    with pytest.raises(EmulationError, match="must be NAME=NUMBER"):
+        emulated(scheduler_arg=("max_running",))
+
+
+def test_a_profile_of_another_server(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    calibrate.write(msgspec.structs.replace(profiles()["vllm@v1"], scheduler="tgi@3"), path)
+    with pytest.raises(EmulationError, match=r"was fitted to tgi@3 and this is vllm@v1; .*--scheduler tgi@3"):
+        emulated(profile=path)
+    path.write_text("[]")
+    with pytest.raises(EmulationError, match="is no hardware profile"):
+        emulated(profile=path)
+
+
+@pytest.mark.parametrize(
+    ("runs", "measured"),
+    [
+        (["h100_7b_burst_o128", "h100x2_7b_burst"], ["h100"]),
+        (["h200/serving/7b_burst_o64"], ["h200"]),
+        (["h200x4_70b_burst", "h100/serving/7b_burst"], ["h100", "h200"]),
+        (["serving/h200_7b_burst", "h2000_7b_burst"], []),
+    ],
+)
+def test_gpus_of_a_profile_are_those_of_its_runs(tmp_path: Path, runs: list[str], measured: list[str]) -> None:
+    path = tmp_path / "p.json"
+    error = profiles()["vllm@v1"].held_out[0]
+    held_out = tuple(msgspec.structs.replace(error, run=run) for run in runs)
+    calibrate.write(msgspec.structs.replace(profiles()["vllm@v1"], gpu="", held_out=held_out), path)
+    facts = emulated(profile=path).facts  # of an H200
+    assert sorted(facts["profile_gpus"]) == measured
+    assert facts["profile_assumed"] is (measured == ["h100"])
+
+
+def test_predict_writes_a_run_that_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    sys.argv = ["loadgen", "predict", "--backend", "vllm", "--model", "70b", "--gpu", "h200", "--gpus", "4",
+                "--requests", "50", "--out", str(out)]  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["emulated"] is True and report["requests"]["ok"] == 50
+    assert report["emulation"]["tensor_parallel"] == 2 and report["emulation"]["held_out"]
+    assert json.loads((out / "report.json").read_text()) == report
+    page = (out / "report.md").read_text()
+    assert "EMULATED" in page and "held out, off by" in page and "(held out: off by" in page
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gpu", "h20"], "there is no GPU 'h20'"),
+        ([], "name the GPU to predict for"),
+        (["--gpu", "h200", "--gpus", "0,1"], "with --gpu it is how many"),
+        (["--gpu", "h200", "--launch", "docker"], "--gpu models hardware in the embedded server"),
+        (["--kv-tokens", "5"], "--kv-tokens is for modelled hardware"),
+        (["--gpu", "h200", "--profile", "/nonexistent.json"], "cannot read /nonexistent.json"),
+        (["--gpu", "h200", "--workers", "4"], "--workers is for real requests, and predict sends none; leave it out."),
+        (["--gpu", "h200", "--no-stream"], "--no-stream is for real requests"),
+        (["--gpu", "h200", "--speed", "2"], "--speed is for real requests"),
+        (["--gpu", "h200", "--tokenizer", "dir"], "--tokenizer is for real requests"),
+        (["--gpu", "h200", "--concurrency", "4", "--duration", "5"], "give --requests and no --duration"),
+        (["--gpu", "h200", "--concurrency", "4", "--duration", "5", "--requests", "9"], "and no --duration"),
+    ],
+)
+def test_bad_input_is_one_sentence(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sys.argv = ["loadgen", "predict", *flags]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["run", "predict", "breakdown"])
+def test_all_gpus_are_as_many_as_are_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke([command, "--gpu", "h200", "--tp", "all"]) == 2
+    assert "--tp all uses every GPU there is; say with --gpus how many" in capsys.readouterr().err
+    all_of_four = embedded.modelled(Config(gpu="h200", tp="all", gpus="4"))
+    assert (all_of_four["gpus"], all_of_four["tp"]) == (4, 4)
+
+
+def dataset(path: Path, rows: list[dict[str, Any]]) -> Config:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Config(gpu="h200", dataset=path)
+
+
+def test_a_dataset_is_predicted_as_it_is_run(tmp_path: Path) -> None:
+    """Less what serves the warm-up, and never less than was asked for."""
+    rows = [{"prompt": list(range(10 + n)), "output_tokens": 2 + n} for n in range(12)]
+    config = dataset(tmp_path / "prompts.jsonl", rows)
+    assert predict.draw(config) == [(0.0, 10 + n, 2 + n) for n in range(4)]
+    assert len(predict.draw(dataclasses.replace(config, warmup=0))) == 12
+    assert len(predict.draw(dataclasses.replace(config, warmup=2, requests=9, concurrency=3))) == 9
+    timed = dataclasses.replace(config, warmup=2, arrival="constant:1", duration=3.5)
+    assert [prompt for _, prompt, _ in predict.draw(timed)] == [10, 11, 12, 13]
+    with pytest.raises(ConfigError, match="the dataset has 4 prompts for 5 requests"):
+        predict.draw(dataclasses.replace(config, requests=5))
+    with pytest.raises(WorkloadError, match="12 of them for --warmup; none is left"):
+        predict.draw(dataclasses.replace(config, warmup=12))
+
+
+def test_text_of_unknown_length_is_not_predicted(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "a b"}, {"prompt": "a b", "prompt_tokens": 7}, {"prompt": [1, 2, 3]}]
+    config = dataclasses.replace(dataset(tmp_path / "prompts.jsonl", rows), warmup=0)
+    with pytest.raises(ConfigError, match="1 prompts of the dataset are text, whose length is not known"):
+        predict.draw(config)
+    config = dataclasses.replace(dataset(tmp_path / "prompts.jsonl", rows[1:]), warmup=0)
+    assert [prompt for _, prompt, _ in predict.draw(config)] == [7, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpus": 4, "model": "70b"}, ["2 of the 4 GPUs hold llama-2-70b and the rest do nothing; --tp 4 uses all."]),
+        ({"gpus": 3}, ["1 of the 3 GPUs holds llama-2-7b and the rest do nothing."]),  # which 3 cannot share
+        ({"tp": 4, "model": "70b"}, []),
+        ({"gpus": 4, "tp": 4}, []),
+        ({}, []),
+    ],
+)
+def test_gpus_that_do_nothing_are_told(options: dict[str, Any], said: list[str]) -> None:
+    assert emulated(**options).facts["notes"] == said
+
+
+@pytest.mark.parametrize("command", ["predict", "breakdown", "run"])
+def test_gpus_that_do_nothing_are_told_by(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = () if command == "breakdown" else ("--requests", "2", "--output-tokens", "2")
+    more = ("--no-calibrate", "--no-server-metrics", "--warmup", "0") if command == "run" else ()
+    out = tmp_path / "out"
+    invoke([command, "--gpu", "h200", "--gpus", "2", "--out", str(out), *flags, *more])
+    said = capsys.readouterr()
+    sentence = "1 of the 2 GPUs holds llama-2-7b and the rest do nothing; --tp 2 uses all."
+    lines = [line for line in said.err.splitlines() if sentence in line]
+    assert len(lines) == (1 if command == "breakdown" else 2)  # before it begins, and in the report
+    assert "modelled for 2 x" not in said.err
+    assert (out / "report.md").read_text().count(sentence) == 1
+    assert json.loads((out / "manifest.json").read_text())["emulation"]["notes"] == [sentence]
+
+
+def test_a_burst_is_predicted_quickly_enough_to_search_with() -> None:
+    """No timing assert: that a thousand requests are computed in steps, not in tokens, shows in their number."""
+    began = time.process_time()
+    outcomes = virtual.simulate(emulated(), [(0.0, 512, 256)] * 1000)
+    print(f"{time.process_time() - began:.2f} s")
+    assert sum(len(outcome.times_s) for outcome in outcomes) == 256_000
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_no_setting_of_a_scheduler_makes_it_fall_or_hang(scheduler: str) -> None:
+    """Each at its least, and below: either it serves, or one sentence says why not."""
+    backend = scheduler.partition("@")[0]
+    with pytest.raises(EmulationError, match=" has no setting 'x'; it has ") as said:
+        emulated(backend, scheduler=scheduler, scheduler_arg=("x=1",))
+    settings = str(said.value).partition("; it has ")[2].rstrip(".").split(", ")
+    assert "depth" not in settings and "kv_tokens" not in settings
+    for name in settings:
+        with pytest.raises(EmulationError, match=f"--scheduler-arg {name} has 5000 digits"):
+            emulated(backend, scheduler=scheduler, scheduler_arg=(f"{name}={'9' * 5000}",))
+        for value in (0, 1, 2, 999_999_999):
+            for concurrency in (None, 2):
+                try:
+                    world = emulated(backend, scheduler=scheduler, scheduler_arg=(f"{name}={value}",), kv_tokens=9000)
+                    outcomes = virtual.simulate(world, [(0.0, 700, 9)] * 5, concurrency)
+                except EmulationError:
+                    continue
+                assert all(len(each.times_s) == 9 for each in outcomes if each.status == 200)
+
+
+@pytest.mark.parametrize(
+    ("backend", "setting", "said"),
+    [
+        ("vllm", "max_running=0", "max_running is 0; it must be at least 1"),
+        ("vllm", "budget_tokens=0", "budget_tokens is 0; it must be at least 1"),
+        ("vllm", "depth=0", "has no setting 'depth'; it has max_running, budget_tokens\\.$"),
+        ("tgi", "block_tokens=0", "block_tokens is 0; it must be at least 1"),
+        ("tgi", "chunking=2", "chunking is 2; it must be 0 or 1"),
+        ("lightllm", "running_max_req_size=0", "running_max_req_size is 0; it must be at least 1"),
+        ("lightllm", "batch_max_tokens=1", "lightllm@1.2 cannot serve with these settings .*batch_max_tokens=1"),
+    ],
+)
+def test_settings_that_no_scheduler_can_have(backend: str, setting: str, said: str) -> None:
+    with pytest.raises(EmulationError, match=said):
+        emulated(backend, scheduler_arg=(setting,))
+
+
+@pytest.mark.parametrize("concurrency", [None, 2])
+def test_a_server_that_never_ends_a_request(concurrency: int | None) -> None:
+    """Its chunks are larger than a batch may be: such a prompt is never prefilled."""
+    world = emulated("lightllm", scheduler_arg=("batch_max_tokens=64", "chunked_prefill_size=100"))
+    assert virtual.simulate(world, [(0.0, 50, 3)])[0].times_s
+    with pytest.raises(EmulationError, match=r"never ends \d of the requests, such as 200 tokens in and 3 out"):
+        virtual.simulate(world, [(0.0, 200, 3)] * 2 + [(0.0, 50, 3)], concurrency)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "int4"}, "--dtype int4 is not known here; known are float16, "),
+        ({"memory_ratio": 5.0}, "--memory-ratio is 5; it must be above 0 and at most 1"),
+        ({"memory_ratio": float("nan")}, "--memory-ratio is nan"),
+        ({"max_running": 0}, "--max-running is 0; it must be at least 1"),
+        ({"max_requests": 0}, "--max-requests is 0; it must be at least 1"),
+        ({"speed": float("inf")}, "--speed is inf"),
+        ({"speed": float("nan")}, "--speed is nan"),
+        ({"topology": "nvlink", "p2p": False}, "P2P is off and --topology is 'nvlink', which do not agree"),
+        ({"topology": "host", "p2p": True}, "P2P is on and --topology is 'host'"),
+    ],
+)
+def test_options_of_the_hardware_that_make_no_sense(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(EmulationError, match=said):
+        emulated(**options)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "p2p", "topology"), [("rtx4090", None, "host"), ("rtx4090", True, "pcie"), ("h200", False, "host")]
+)
+def test_p2p_on_is_not_through_host_memory(gpu: str, p2p: bool | None, topology: str) -> None:
+    assert emulated(gpu=gpu, gpus=2, tp=2, p2p=p2p).facts["topology"] == topology
+
+
+def test_budget_of_vllm_by_gpu() -> None:
+    """As vLLM's API server chooses it: by memory, and less on an A100."""
+    expected = {"h100": 8192, "h200": 8192, "b200": 16384, "a800": 8192, "a100": 2048, "a40": 2048}
+    assert {gpu: emulated(gpu=gpu, gpus=2).settings["budget_tokens"] for gpu in expected} == expected
+    assert emulated(gpu="a40", scheduler_arg=("budget_tokens=512",)).settings["budget_tokens"] == 512
+
+
+@pytest.mark.parametrize(("part", "name"), [("overheads", "step_us"), ("front", "token_us")])
+def test_a_profile_with_impossible_times(part: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    written = msgspec.to_builtins(profiles()["vllm@v1"])
+    written[part][name] = -5.0
+    path.write_text(json.dumps(written))
+    with pytest.raises(EmulationError, match=f"p.json: {name} is -5; it must be a number of at least 0"):
+        emulated(profile=path)
+
+
+def predicted(capsys: pytest.CaptureFixture[str], out: Path, *flags: str) -> str:
+    assert invoke(["predict", "--requests", "20", "--output-tokens", "8", "--out", str(out), *flags]) == 0
+    capsys.readouterr()
+    return (out / "report.md").read_text()
+
+
+def test_a_prediction_says_whose_errors_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for gpu in ("h200", "h100"):  # both were compared with real runs
+        said = predicted(capsys, tmp_path / gpu, "--gpu", gpu)
+        assert re.search(r"Operators of NVIDIA H\d00 .*, how far off: mean absolute relative error: GEMM", said)
+        assert "assumed here" not in said
+    said = predicted(capsys, tmp_path / "l40s", "--gpu", "l40s")
+    assert "Operators of NVIDIA L40S 48 GB, how far off: not measured." in said
+    assert "The software's times and these errors are of h200, h100; assumed here." in said
+
+
+def test_a_prediction_takes_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('gpu = "h100"\nscheduler_arg = ["budget_tokens=1024"]\n')
+    assert "on 1 x NVIDIA H100" in predicted(capsys, tmp_path / "run", "--config", str(path))
+
+
+def test_sped_up_times_are_not_the_hardwares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    predicted(capsys, out, "--gpu", "h200")
+    report = json.loads((out / "report.json").read_text())
+    assert report["emulation"]["speed"] == 1
+    assert "Speed:" not in texts.render(report) and "held out, off by" in texts.render(report)
+    report["emulation"]["speed"] = 8.0  # as the wire's says, where it was asked for
+    for said in (texts.render(report), texts.markdown(report)):
+        assert "times here are 8 times shorter than modelled" in said
+        assert not re.search("held out", said, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("scheduler", ["tgi@3", "tgi@1"])
+def test_a_place_is_free_once_its_request_is_over(scheduler: str) -> None:
+    """What was over before a request came is over for the scheduler that decides about it."""
+    world = emulated("tgi", scheduler=scheduler, scheduler_arg=("max_concurrent_requests=1",))
+    apart = virtual.simulate(world, [(10.0 * at, 100, 20) for at in range(5)])
+    assert [(outcome.status, len(outcome.times_s)) for outcome in apart] == [(200, 20)] * 5
+    together = virtual.simulate(world, [(0.0, 100, 20), (0.0, 100, 20)])
+    assert [outcome.status for outcome in together] == [200, 429]

@@ -1,0 +1,243 @@
+"""Predicted memory: known counts, what must hold of any cell, and what is decided by it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.catalog import MODELS, ModelSpec, find
+from training_probe.grid import Cell, cell
+from training_probe.memory import Prediction, fits, largest_micro_batch, predict
+from training_probe.memory.activations import layer_bytes
+from training_probe.memory.parameters import weights
+from training_probe.memory.rank import CUDA_CONTEXT_BYTES, LIBRARIES_BYTES, Phase
+from training_probe.results import GIB
+
+N = 6_738_415_616  # Llama-2-7B
+
+
+def spec(name: str) -> ModelSpec:
+    found = find(name)
+    assert found is not None
+    return found
+
+
+def of(method: str, model: str = "7b", **more: Any) -> Prediction:
+    tasked = {"task": "finetune", **more} if method.startswith(("L", "QL", "PT")) else more
+    return predict(cell(method, model=model, **tasked), spec(model))
+
+
+def peak_gb(method: str, model: str = "7b", **more: Any) -> float:
+    return of(method, model, **more).peak_bytes / GIB
+
+
+def phase(prediction: Prediction, name: str) -> Phase:
+    return next(each for each in prediction.phases if each.name == name)
+
+
+def term(prediction: Prediction, phase_name: str, name: str) -> int:
+    return next(each.bytes for each in phase(prediction, phase_name).terms if each.name == name)
+
+
+# --- Known counts ---
+
+
+def test_parameters_of_the_papers_models() -> None:
+    assert spec("7b").parameters == N
+    assert spec("13b").parameters == 13_015_864_320
+    assert spec("70b").parameters == 68_976_648_192
+    counts = weights(spec("7b"), cell("L", model="7b").letters)
+    assert counts.adapter == counts.trainable == 159_907_840  # what PEFT counts at rank 64 on all seven linear layers
+    assert counts.total == N + 159_907_840
+
+
+def test_everything_is_frozen_quantized_or_trained() -> None:
+    for model in MODELS:
+        for method in ("Naive", "Q", "L", "QL", "PT"):
+            counts = weights(model, cell(method, model=model.name).letters)
+            assert counts.total == model.parameters + counts.adapter
+            assert min(counts.frozen, counts.four_bit, counts.trainable) >= 0
+
+
+def test_sixteen_bytes_a_parameter_of_fp32_masters() -> None:
+    """2 parameter + 2 gradient + 12 master and moments, held at the step; DeepSpeed's temporaries are 6 more."""
+    terms = {each.name: each.bytes for each in phase(of("Z2"), "optimizer step").terms}
+    assert terms["parameters"] + terms["gradients"] + terms["optimizer states"] == 16 * N
+    assert terms["optimizer temporaries"] == 6 * N
+    fsdp = of("Z3", engine="fsdp2")
+    assert phase(fsdp, "optimizer step").bytes == 16 * N + LIBRARIES_BYTES
+
+
+def test_bf16_states_are_eight_bytes_a_parameter() -> None:
+    assert phase(of("Naive", engine="ddp"), "optimizer step").bytes == 8 * N + LIBRARIES_BYTES
+    ddp = {each.name: each.bytes for each in phase(of("Naive", engine="ddp", gpus=2), "loss").terms}
+    assert ddp["parameters"] + ddp["gradients"] + ddp["optimizer states"] == 8 * N
+
+
+@pytest.mark.parametrize(("method", "ranks", "coefficient"), [("F", 1, 18.0), ("F", 8, 18.0), ("F+Z1", 8, 6 + 12 / 8)])
+def test_megatron_holds_18_bytes_or_6_and_12_divided(method: str, ranks: int, coefficient: float) -> None:
+    terms = {each.name: each.bytes for each in phase(of(method, engine="megatron", gpus=ranks), "loss").terms}
+    assert terms["parameters"] + terms["gradients"] + terms["optimizer states"] == pytest.approx(coefficient * N)
+
+
+def test_four_bits_and_their_scales() -> None:
+    linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert term(of("QL"), "loss", "4-bit weights") == pytest.approx(linear * (0.5 + 1 / 64 + 1 / 4096))
+
+
+def test_activations_of_a_layer() -> None:
+    """b s h and b s f and b a s^2, counted by saved-tensor hooks on a real Hugging Face Llama."""
+    h, f, a, s = 4096, 11008, 32, 350
+    tokens = s * h
+    for method, more, whole, wide, square in [
+        ("Naive", {}, 24, 8, 6),
+        ("F", {}, 24, 8, 0),
+        ("Naive", {"attention": "math"}, 30, 8, 4),
+        ("RS", {}, 24, 8, 0),
+        ("R", {}, 2, 0, 0),
+        ("L", {}, 20, 8, 6),
+        ("Q", {}, 18, 6, 6),
+        ("Q+F", {}, 20, 6, 0),
+    ]:
+        each = layer_bytes(cell(method, model="7b", **more), spec("7b"), 1)
+        assert each.kept == pytest.approx(whole * tokens + wide * s * f + square * a * s * s, rel=0.02), (method, more)
+
+
+def test_flash_keeps_grouped_keys_and_values_as_they_are() -> None:
+    model = spec("70b")
+    flash, eager = (layer_bytes(cell(method, model="70b"), model, 1).kept for method in ("F", "RS"))
+    assert flash == pytest.approx((20 + 4 / 8) * 350 * 8192 + 8 * 350 * 28672, rel=0.01)
+    assert eager == pytest.approx(24 * 350 * 8192 + 8 * 350 * 28672, rel=0.01)
+
+
+def test_a_gpts_published_formula_is_another() -> None:
+    """Korthikanti et al. keep 34 s b h + 5 a s^2 b of a GPT layer (MLP of 2 x 4h). Llama's gated MLP of the same size
+    and its fp32 norms keep a third more per token, and it has no dropout masks, but fp32 softmax: 6 instead of 5."""
+    ours = layer_bytes(cell("F", model="7b"), spec("7b"), 1).kept / (350 * 4096)
+    assert ours == pytest.approx(24 + 8 * 11008 / 4096, rel=0.01)
+    assert ours > 1.3 * 34
+
+
+# --- What must hold of any cell ---
+
+cells = st.builds(
+    lambda model, engine, method, gpus, seq_len, batch, accumulated: cell(
+        method, model=model, engine=engine, gpus=gpus, seq_len=seq_len, micro_batch=batch, grad_accum=accumulated
+    ),
+    st.sampled_from(["7b", "13b", "70b", "llama-3-8b"]),
+    st.sampled_from(["deepspeed", "fsdp2", "ddp"]),
+    st.sampled_from(
+        ["Naive", "Z1", "Z2", "Z3", "Z2+O", "Z3+O", "R+Z3", "F", "F+Z3", "RS", "L", "L+Z3", "QL+Z2", "Q", "PT"]
+    ),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([64, 350, 2048]),
+    st.sampled_from([1, 2, 16]),
+    st.sampled_from([1, 4]),
+)
+
+
+def bytes_of(base: Cell, **changed: object) -> int:
+    return predict(msgspec.structs.replace(base, **changed), spec(base.model)).peak_bytes
+
+
+@given(cells)
+def test_terms_add_up_to_the_peak(each: Cell) -> None:
+    prediction = predict(each, spec(each.model))
+    assert sum(prediction.terms_bytes.values()) == prediction.peak_bytes
+    assert prediction.peak_bytes == max(one.bytes for one in prediction.phases)
+    for one in prediction.phases:
+        names = [part.name for part in one.terms]
+        assert len(names) == len(set(names)), one.name
+        assert all(part.bytes >= 0 and part.formula for part in one.terms)
+
+
+@given(cells)
+def test_longer_and_more_sequences_never_need_less(each: Cell) -> None:
+    assert bytes_of(each) <= bytes_of(each, seq_len=2 * each.seq_len, micro_batch=2 * (each.micro_batch or 1))
+    assert bytes_of(each) <= bytes_of(each, seq_len=each.seq_len + 64)
+    assert bytes_of(each) <= bytes_of(each, micro_batch=(each.micro_batch or 1) + 1)
+
+
+@given(cells)
+def test_accumulation_never_needs_less(each: Cell) -> None:
+    assert bytes_of(each, grad_accum=1) <= bytes_of(each, grad_accum=4)
+
+
+@given(cells)
+def test_more_ranks_never_need_more(each: Cell) -> None:
+    """From two: one rank of ZeRO 3 gathers nothing."""
+    assert bytes_of(each, gpus=2) >= bytes_of(each, gpus=4) >= bytes_of(each, gpus=64)
+
+
+@pytest.mark.parametrize("model", ["7b", "13b", "70b", "llama-3-8b", "mixtral-8x7b"])
+@pytest.mark.parametrize("accumulated", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_stages_need_ever_less(model: str, ranks: int, accumulated: int) -> None:
+    more: dict[str, Any] = {"gpus": ranks, "grad_accum": accumulated}
+    first, second, third = (peak_gb(method, model, **more) for method in ("Z1", "Z2", "Z3"))
+    assert first >= second >= third
+    assert peak_gb("Z2+O", model, **more) < second
+    assert peak_gb("Z3+O", model, **more) < third
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_recomputation_and_flash_save_where_batches_are_large(engine: str) -> None:
+    more: dict[str, Any] = {"gpus": 8, "micro_batch": 32, "engine": engine}
+    plain, selective, full, flash = (peak_gb(method, **more) for method in ("Z3", "RS+Z3", "R+Z3", "F+Z3"))
+    assert full < selective < plain
+    assert full < flash < plain
+    assert peak_gb("F+R+Z3", **more) <= full
+
+
+def test_adapters_need_less_than_full_training_and_four_bits_less_yet() -> None:
+    assert peak_gb("QL") < peak_gb("L") < peak_gb("Naive")
+    assert peak_gb("PT") < peak_gb("L")
+
+
+def test_tensor_and_pipeline_parallel_divide() -> None:
+    alone = peak_gb("F", engine="megatron", gpus=1)
+    assert peak_gb("F", engine="megatron", gpus=2, tp=2) == pytest.approx(alone / 2, rel=0.02)
+    assert alone / 2 < peak_gb("F", engine="megatron", gpus=2, pp=2, grad_accum=4) < 0.55 * alone
+
+
+def test_the_host_holds_what_is_offloaded() -> None:
+    assert of("Z3").host_bytes == of("Z3", engine="fsdp2").host_bytes == 0
+    for method in ("Z2+O", "Z3+O"):
+        for ranks in (1, 4, 8):
+            assert 18 * N <= of(method, gpus=ranks).host_bytes <= 25 * N  # pinned buffers are rounded up
+    assert of("Z3+O", engine="fsdp2", gpus=4).host_bytes == 16 * N
+
+
+# --- Decisions ---
+
+
+def test_what_does_not_fit_says_why() -> None:
+    too_much = fits(of("Naive", "70b"), 80 * GIB)
+    assert not too_much.ok
+    assert "optimizer states" in too_much.reason and "79.5 GiB" in too_much.reason
+    assert fits(of("L"), 80 * GIB).ok
+
+
+def test_the_context_is_all_that_is_taken_off() -> None:
+    prediction = of("Z3")
+    assert fits(prediction, prediction.peak_bytes + CUDA_CONTEXT_BYTES).ok
+    assert not fits(prediction, prediction.peak_bytes + CUDA_CONTEXT_BYTES - 1).ok
+
+
+@given(st.sampled_from(["R+Z3", "F+Z3", "L", "Z3"]), st.sampled_from([40, 80, 141]), st.integers(1, 200))
+def test_the_largest_micro_batch_is_on_the_edge(method: str, device_gb: int, at_most: int) -> None:
+    asked = cell(method, model="7b", gpus=8, micro_batch=None)
+    batch = largest_micro_batch(asked, spec("7b"), device_gb * GIB, at_most)
+    assert math.log2(batch).is_integer() and 1 <= batch <= at_most
+    twice = msgspec.structs.replace(asked, micro_batch=2 * batch)
+    assert 2 * batch > at_most or not fits(predict(twice, spec("7b")), device_gb * GIB).ok
+
+
+def test_a_batch_that_is_searched_cannot_be_predicted() -> None:
+    with pytest.raises(ValueError, match="searched"):
+        of("Z3", micro_batch=None)

@@ -1,0 +1,211 @@
+"""A report of known results: what it says, and figures that can be read and are not blank."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadgen.report.figures import legend_below, titled
+from tests.training_probe.measured import HOSTILE, result
+from training_probe.protocol import TIMELINE_FILE, Timeline
+from training_probe.report import build, figures, layout, plots, tables
+from training_probe.results import CellResult, append
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def sweep() -> list[CellResult]:
+    large = {"predicted_memory_gb": 33.0, "peak_memory_gb": 30.0, "device_memory_gb": 80.0}
+    ran_out = {"predicted_memory_gb": 50.0, "device_memory_gb": 80.0}
+    return [
+        result("Naive", said=large),
+        result("Z3", said={"predicted_memory_gb": 1.0, "peak_memory_gb": 2.0}),  # too small to judge by
+        result("Z2", outcome="oom", reason="CUDA out of memory", said=ran_out),
+        result("F+Z2", 700.0, said={"valid": False}),
+        *(result("Q", 1000.0 * count**0.9, gpus=count, micro_batch=2) for count in (1, 2, 4)),
+    ]
+
+
+def timeline(samples: int = 50) -> Timeline:
+    each = [int(2**30 * (1 + at % 7)) for at in range(samples)]
+    names = ["activations", "parameters", HOSTILE]
+    return Timeline(
+        categories=names, time_s=[0.1 * at for at in range(samples)], bytes=[each, each, each], steps_s=[0.0, 1.0, 2.5]
+    )
+
+
+def seen(path: Path) -> tuple[int, int]:
+    """Pixels (width, height) of a PNG that shows something; its SVG parses."""
+    pixels = np.asarray(matplotlib.image.imread(path.with_suffix(".png")))
+    assert np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0).shape[0] > 20
+    assert 0.005 < np.mean(pixels[..., :3].min(axis=-1) < 0.9) < 0.9  # neither blank nor a block
+    root = ElementTree.parse(path.with_suffix(".svg")).getroot()
+    assert root.tag == f"{SVG}svg"
+    assert len(root.findall(f".//{SVG}path")) > 5
+    return pixels.shape[1], pixels.shape[0]
+
+
+def test_the_report_counts_and_judges() -> None:
+    made = build.build(sweep(), {"run_id": "r1", "preset": "mine"})
+    assert made["schema"] == "training_probe.report/1"
+    assert made["cells"] == {"all": 7, "by_outcome": {"ok": 6, "oom": 1}, "invalid": 1}
+    prediction = made["prediction"]
+    assert prediction["cells"] == 1
+    assert prediction["worst_ratio"] == pytest.approx(0.1)
+    assert len(prediction["said_to_fit_but_ran_out"]) == 1
+    assert made["profile"]["as_paper"]
+    assert len(made["results"]) == 7
+    text = build.text(sweep(), {}, 200)
+    assert "7 cells: 6 ok (1 of them INVALID), 1 oom." in text
+    assert "as in the paper" in text
+    assert "Predicted to fit, but ran out of memory: 7b_pretrain_deepspeed_Z2" in text
+
+
+def test_a_short_profile_is_said() -> None:
+    short = result(said={"warmup_steps": 2, "steps": 5, "runs": 1})
+    made = build.build([short], {})
+    assert not made["profile"]["as_paper"]
+    assert "2 warm-up and 5 timed steps in 1 run." in " ".join(build.summary(made, [short]))
+
+
+def test_nothing_measured_is_a_report_all_the_same(tmp_path: Path) -> None:
+    made = build.write(tmp_path, [], {"platform": "CPU", "warmup_steps": 2, "steps": 3, "runs": 1})
+    assert (made["platform"], made["cells"]["all"]) == ("CPU", 0)
+    assert made["profile"]["each"] == [{"warmup_steps": 2, "steps": 3, "runs": 1}]
+    assert not list(tmp_path.glob("*.svg"))
+
+
+def test_failures_stand_with_their_reasons_and_nothing_is_obeyed() -> None:
+    found = [result("Z3", outcome="crashed", reason=HOSTILE, said={"log": "a/b_log.txt"})]
+    text = build.markdown(build.build(found, {"run_id": HOSTILE}), found)
+    assert "## Cells without a valid number" in text
+    assert "a/b\\_log.txt" in text
+    assert "\x1b" not in text and "<b>" not in text
+    assert "\x1b" not in build.text(found, {"preset": HOSTILE}, 100)
+    assert "\x1b" not in layout.latex_file(tables.build(found))
+
+
+@pytest.mark.processes
+def test_redoing_a_directory_writes_all_of_it(tmp_path: Path) -> None:
+    for each in sweep():
+        append(tmp_path, each)
+    cell = tmp_path / "trials" / "one" / "timeline"
+    cell.mkdir(parents=True)
+    (cell / TIMELINE_FILE).write_bytes(msgspec.json.encode(timeline()))
+    (tmp_path / "manifest.json").write_text('{"run_id": "r1", "machine": {"cpu": "x"}, "unknown": [1]}')
+    made = build.redo(tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == made
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {"report.md", "tables.csv", "tables.tex"} <= written
+    text = (tmp_path / "report.md").read_text()
+    for name in ("throughput-table-III", "throughput", "memory", "scaling", "timeline-one"):
+        assert f"]({name}.svg)" in text
+        width, height = seen(tmp_path / f"{name}.svg")
+        assert width >= 1000 and height >= 500
+    assert "As Table III" in (tmp_path / "tables.tex").read_text()
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "[1]", "{", "\xff", pytest.param('{"argv": ' + "[" * 100_000, id="nested without end")]
+)
+def test_a_broken_manifest_is_one_sentence(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "manifest.json").write_bytes(wrong.encode("latin-1"))
+    with pytest.raises(build.ReportError, match=r"is not a sweep's manifest"):
+        build.read_manifest(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    assert build.read_manifest(tmp_path) == {}
+
+
+def test_a_directory_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(build.ReportError, match="cannot write the report"):
+        build.write(tmp_path / "none", [result()], {})
+
+
+@pytest.mark.parametrize(
+    "broken", [b"{", b"{}", b"\xff", msgspec.json.encode(msgspec.structs.replace(timeline(), bytes=[[1]]))]
+)
+def test_a_broken_timeline_costs_no_report(tmp_path: Path, broken: bytes) -> None:
+    cell = tmp_path / "trials" / "one" / "timeline"
+    cell.mkdir(parents=True)
+    (cell / TIMELINE_FILE).write_bytes(broken)
+    build.write(tmp_path, [result()], {})
+    assert not list(tmp_path.glob("timeline-*"))
+
+
+def test_a_long_timeline_keeps_its_highest_and_lowest_sample() -> None:
+    total = np.full(200_000, 5.0)
+    total[123_457], total[99_999] = 9.0, 1.0
+    drawn = figures._telling(total)
+    assert len(drawn) <= 2 * figures.MOST_SAMPLES + 2
+    assert {0, 123_457, 99_999, len(total) - 1} <= set(drawn.tolist())
+
+
+def test_bars_of_a_logarithmic_axis_begin_below_the_smallest(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"paper": [10.0, 7000.0, "OOM"], "ours $x$": [400.0, "crashed", None]}
+    panel = figures.Panel("7B $_", ["Z2", "Q", HOSTILE], values, ("device", 9000.0))
+    figures.bars([panel], HOSTILE, "Tokens/s", tmp_path / "bars", log=True)
+    seen(tmp_path / "bars.svg")
+    assert figures._floor([10.0, 7000.0]) == 1.0
+    assert figures._floor([12.0]) == 10.0
+
+
+def test_title_and_legend_of_a_narrow_figure_are_within_it() -> None:
+    figure = titled(7.0, 4.1, "As Table IV of arXiv 2311.03687: Pre-training, the largest batch that fits " * 2)
+    axis = figure.subplots()
+    names = [f"{platform}, a name of some length" for platform in ("A800", "RTX4090", "RTX3090", "NVIDIA H200", "CPU")]
+    for place, name in enumerate(names):
+        axis.bar(place, 1.0, label=name)
+    legend_below(figure, axis, 6)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == names
+    for part in (legend, figure._suptitle):  # type: ignore[attr-defined]
+        box = part.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+        assert 0 <= box.y0 < box.y1 <= figure.bbox.height
+
+
+def test_speed_never_stands_where_memory_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn_panels: list[figures.Panel] = []
+    monkeypatch.setattr(figures, "bars", lambda panels, *_, **__: drawn_panels.extend(panels))
+    unknown = {"predicted_memory_gb": 9.0, "peak_memory_gb": None, "peak_reserved_gb": None}
+    plots._memory(tmp_path, [result(said=unknown), result("Z2", outcome="timeout", said=unknown), result("Q")])
+    assert [dict(panel.values) for panel in drawn_panels] == [
+        {"predicted": [9.0, 9.0, None], "allocated": [None, "timeout", 31.5], "reserved": [None, None, 40.25]}
+    ]
+
+
+@given(st.lists(st.floats(1e-7, 1e7), min_size=1))
+def test_a_logarithmic_axis_has_numbers(values: list[float]) -> None:
+    ticks = figures.log_ticks(values)
+    assert ticks == sorted(ticks) and ticks[0] <= min(values) and ticks[-1] >= max(values)
+    assert 1 <= len(ticks) <= 16
+    if max(values) > min(values):
+        assert len(ticks) >= 2
+    assert ticks[0] > min(values) / 10.001 and ticks[-1] < max(values) * 10.001  # none further away than it must be
+
+
+def test_ticks_of_less_than_a_decade() -> None:
+    assert figures.log_ticks([3.9, 5.8]) == [2, 5, 10]
+    assert figures.log_ticks([0.5, 900]) == [0.1, 1, 10, 100, 1000]
+
+
+@pytest.mark.parametrize(
+    ("method", "four", "told"), [("Q", 4.5, True), ("Q", 4.0, False), ("Q", 3.0, False), ("Z3", 4.5, False)]
+)
+def test_more_than_linear_scaling_is_told(method: str, four: float, told: bool) -> None:
+    """ZeRO may: more GPUs have less of the optimizer each."""
+    found = [result(method, 1000.0, gpus=1), result(method, 1900.0, gpus=2), result(method, 1000 * four, gpus=4)]
+    lines = [line for line in build.summary(build.build(found, {}), found) if "run it again" in line]
+    assert len(lines) == told
+    if told:
+        assert f"{found[2].cell} has 112 % of the tokens/s a GPU of {found[0].cell}" in lines[0]

@@ -1,0 +1,81 @@
+"""From traced cells to what is read: report.json, report.md, tables.tex and the figure of parts.
+
+A cell that failed stands in it with its reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from backends.untrusted import escaped
+from loadgen.report.text import markdown_text
+from training_probe.breakdown import tables
+from training_probe.breakdown.run import Breakdown
+from training_probe.report import layout
+from training_probe.report.build import ReportError
+
+SCHEMA = "training_probe.breakdown_report/1"
+NOTHING = "No cell was traced to its end."
+Report = dict[str, Any]
+
+
+def build(found: Sequence[Breakdown], manifest: dict[str, Any]) -> Report:
+    """The report as a plain dict, schema `training_probe.breakdown_report/1`."""
+    own = {name: manifest.get(name) for name in ("run_id", "version", "preset", "started_unix_s", "argv", "machine")}
+    return {
+        "schema": SCHEMA,
+        **own,
+        "platform": str(manifest.get("platform") or ""),
+        "cells": {"all": len(found), "by_outcome": dict(Counter(each.outcome for each in found))},
+        "explained_ratio": {
+            each.cell.name: each.attribution.explained_ratio for each in found if each.attribution is not None
+        },
+        "results": msgspec.to_builtins(list(found)),
+    }
+
+
+def text(found: Sequence[Breakdown], width: int) -> str:
+    """The tables for a terminal of `width` columns."""
+    failed = [fill(escaped(line), width) + "\n" for line in _failed(found)]
+    shown = [layout.text(table, width) for table in tables.build(found)] or [f"{NOTHING}\n"]
+    return "\n".join([*shown, *failed])
+
+
+def _failed(found: Sequence[Breakdown]) -> list[str]:
+    return [f"{each.cell.name}: {each.outcome}: {each.reason}" for each in found if each.outcome != "ok"]
+
+
+def write(directory: Path, found: Sequence[Breakdown], manifest: dict[str, Any]) -> Report:
+    """Writes all of it into the directory, replacing earlier ones. Raises ReportError."""
+    report = build(found, manifest)
+    made = tables.build(found)
+    lines = [f"# Where a training step goes on {markdown_text(report['platform'] or 'this machine')}", ""]
+    lines += [f"- {markdown_text(line)}" for line in _failed(found)]
+    lines += [
+        f"- {markdown_text(each.cell.name)}: [trace]({quote(each.trace)}), which <https://ui.perfetto.dev> opens"
+        for each in found
+        if each.trace
+    ]
+    lines += ["", *([layout.markdown(table) for table in made] or [f"{NOTHING}\n"])]
+    try:
+        (directory / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        (directory / "tables.tex").write_text(layout.latex_file(made), encoding="utf-8")
+        if made:
+            from training_probe.report import plots  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
+
+            file, shows = plots.draw_breakdowns(directory, found)
+            lines += ["## Figure", "", f"![{markdown_text(shows)}]({file})", ""]
+        lines.append(
+            f"Run {markdown_text(str(report['run_id']))}, llm-dissect {markdown_text(str(report['version']))}."
+        )
+        (directory / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
+    return report

@@ -1,0 +1,135 @@
+"""Cells that are traced, one after another: each becomes one line of `breakdown.jsonl`, whatever happens to it.
+
+DIR/manifest.json, breakdown.jsonl
+DIR/trials/<cell>/profile/: trial.json, log.txt, rank<N>.json, profile.json, trace.json.gz (Perfetto opens it)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from backends.untrusted import UNDECODABLE
+from loadgen import trace
+from loadgen.monitor.tail import whole_lines
+from training_probe.breakdown.attribution import Attribution, attribute
+from training_probe.grid import Cell, GridError
+from training_probe.launch import runner
+from training_probe.launch.gpu_idle import MemoryReturn
+from training_probe.launch.runner import StoppedError
+from training_probe.launch.torchrun import stopped_by_signals
+from training_probe.protocol import PROFILE_FILE, TRACE_FILE, Profile, Trial
+from training_probe.results import BREAKDOWN_FILE, Outcome, ResultsError
+from training_probe.sweep import run
+from training_probe.sweep.dependencies import Surroundings, device_memory_bytes
+from training_probe.sweep.manifests import Manifest, Settings
+from training_probe.sweep.run import Say
+
+SCHEMA = "training_probe.breakdown/1"
+
+
+class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """One traced cell. layers: decoder layers of the model, where they are known. trace: the trace's file within the
+    directory. bare_step_s, traced_step_s: a step by the process's clock, without the profiler and with it."""
+
+    schema: str = SCHEMA
+    cell: Cell
+    platform: str
+    layers: int | None = None
+    outcome: Outcome
+    reason: str = ""
+    log: str = ""
+    trace: str = ""
+    bare_step_s: float | None = None
+    traced_step_s: float | None = None
+    attribution: Attribution | None = None
+
+
+def check(cells: Sequence[Cell]) -> None:
+    """That the cells can be traced. Raises GridError."""
+    for cell in cells:
+        if cell.engine == "megatron":
+            raise GridError("Megatron's model has no named parts here; trace deepspeed, fsdp2 or ddp.")
+        if cell.compile:
+            raise GridError("compiled layers have no parts that could be told apart; leave --compile out.")
+        if cell.micro_batch is None:
+            raise GridError("--micro-batch max is for sweep; name the micro batch to be traced.")
+
+
+def breakdown(
+    cells: Sequence[Cell], settings: Settings, directory: Path, say: Say, around: Surroundings | None = None
+) -> int:
+    """Traces the cells into a new directory; the exit code, 130 when it was stopped. Raises RunError, RunnerError."""
+    around = around or Surroundings()
+    manifest = run.begin(cells, settings, directory, around)
+    cancelled = threading.Event()
+    memory = MemoryReturn(around.probe, manifest.gpu_ids)
+    try:
+        with stopped_by_signals(cancelled), (directory / BREAKDOWN_FILE).open("ab", buffering=0) as file:
+            for number, cell in enumerate(manifest.cells, 1):
+                say(f"tracing cell {number} of {len(manifest.cells)}: {cell.name}")
+                memory.wait(cancelled)
+                found = _traced(cell, manifest, directory, around, cancelled)
+                file.write(msgspec.json.encode(found) + b"\n")
+                if found.outcome != "ok":
+                    say(f"{cell.name}: {found.outcome}: {found.reason}")
+    except StoppedError:
+        say(f"stopped; what is done is in {directory}")
+        return run.EXIT_STOPPED
+    finally:
+        memory.close()
+    return run.EXIT_FINISHED
+
+
+def read(directory: Path) -> list[Breakdown]:
+    """What was traced into a directory; a last line that was cut by a kill is left out. Raises ResultsError."""
+    path = directory / BREAKDOWN_FILE
+    try:
+        return [msgspec.json.decode(line, type=Breakdown) for line in whole_lines(path)]
+    except OSError as error:
+        raise ResultsError(f"cannot read {path}: {error.strerror or error}.") from None
+    except UNDECODABLE as error:
+        raise ResultsError(f"{path} is not a breakdown of this version: {error}.") from None
+
+
+def _traced(
+    cell: Cell, manifest: Manifest, directory: Path, around: Surroundings, cancelled: threading.Event
+) -> Breakdown:
+    """Raises StoppedError."""
+    model = manifest.model(cell)
+    layers = None if model.spec is None else model.spec.layers
+    found = Breakdown(cell=cell, platform=manifest.platform, layers=layers, outcome="ok")
+    refusal = around.refusal(cell, manifest, device_memory_bytes(cell, manifest))
+    if refusal is not None:
+        return replace(found, outcome=refusal[0], reason=refusal[1])
+    within = directory / "trials" / cell.name / "profile"
+    ended = runner.run_trial(
+        Trial(
+            cell=cell, spec=model.spec, model_dir=model.directory, warmup_steps=manifest.warmup_steps,
+            steps=manifest.steps, profile=True, host_memory_bytes=manifest.host_memory_bytes,
+        ),
+        within,
+        python=manifest.python,
+        gpu_ids=manifest.gpu_ids if cell.device == "cuda" else (),
+        timeout_s=manifest.timeout_s,
+        limit_s=manifest.limit_s,
+        cancelled=cancelled,
+        command=around.command,
+    )  # fmt: skip
+    found = replace(found, log=str(ended.log.relative_to(directory.absolute())))
+    if ended.outcome != "ok":
+        return replace(found, outcome=ended.outcome, reason=ended.reason)
+    path = within / TRACE_FILE
+    try:
+        measured = msgspec.json.decode((within / PROFILE_FILE).read_bytes(), type=Profile)
+        attribution = attribute(trace.read(path))
+    except (trace.TraceError, OSError, *UNDECODABLE) as error:
+        return replace(found, outcome="crashed", reason=" ".join(str(error).split()))
+    return replace(
+        found, trace=str(path.relative_to(directory)), bare_step_s=measured.bare_step_s,
+        traced_step_s=measured.traced_step_s, attribution=attribution,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Processes with torch: started under torchrun, watched, judged by how they ended."""

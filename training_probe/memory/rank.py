@@ -1,0 +1,171 @@
+"""What the engines' predicted memory is put together from: terms, moments of a step, one rank, and what several of the
+engines hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from backends.catalog import ModelSpec
+from training_probe.grid import Cell, Method
+from training_probe.memory.activations import LayerBytes, logits_bytes, outside_bytes
+from training_probe.memory.parameters import Weights
+
+# --- What is set or measured, and may need a new look with a new version ---
+# Context, modules and NCCL's own memory are outside torch's allocator. About half a GiB; not measured here yet.
+CUDA_CONTEXT_BYTES = 512 << 20
+# cuBLAS takes 32 MiB on Hopper (8 on others) for each thread that calls it, forward and autograd's, cuBLASLt once more.
+LIBRARIES_BYTES = 96 << 20
+# NF4 with double quantization: half a byte, a byte of scale for 64 weights, 4 bytes for 256 such scales.
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+# LoRA and prompt adapters are bf16 (autocast_adapter_dtype=False). PEFT's default is fp32, and keeps fp32 inputs, too.
+ADAPTER_BYTES = 2
+# --- ---
+
+STATES_BF16, STATES_FP32 = 4, 8  # Adam's two moments, bytes per parameter
+MASTER = 4
+
+
+class Term(msgspec.Struct, frozen=True):
+    """`formula` has the numbers filled in; B is bytes."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """One moment of a step, and everything that is allocated then."""
+
+    name: str
+    terms: tuple[Term, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(term.bytes for term in self.terms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What is the same for all engines, on one rank. layers: those it computes. in_flight: micro batches whose
+    activations it holds at once (pipeline). head: whether it computes logits."""
+
+    cell: Cell
+    spec: ModelSpec
+    method: Method
+    counts: Weights
+    batch: int
+    layer: LayerBytes
+    layers: int
+    in_flight: int = 1
+    head: bool = True
+
+    @property
+    def ranks(self) -> int:
+        """Among which ZeRO divides."""
+        return self.cell.data_parallel
+
+    @property
+    def accumulates(self) -> bool:
+        return self.cell.grad_accum > 1
+
+    def loss(self, held: Iterable[Term]) -> Phase:
+        """The gradient of the logits: all activations and the loss's tensors."""
+        return Phase("loss", (*held, self.activations(self.layers), *self._logits()))
+
+    def last_layer(self, held: Iterable[Term], name: str = "backward, last layer", gone: int = 0) -> Phase:
+        """A layer in the backward pass, when `gone` layers after it are done."""
+        before = self.activations(self.layers - 1 - gone, outside=False)
+        return Phase(name, (*held, before, *self._working()))
+
+    def first_layer(self, held: Iterable[Term]) -> Phase:
+        """The end of the backward pass: the activations of one layer are left."""
+        return Phase("backward, first layer", (*held, *self._working()))
+
+    def activations(self, layers: int, outside: bool = True) -> Term:
+        """Of `layers` layers of the last micro batch, and all of those before it in the pipeline."""
+        total = layers + (self.in_flight - 1) * self.layers
+        beyond = outside_bytes(self.cell, self.spec, self.batch) if outside and self.head else 0
+        spec = self.spec
+        sizes = f"b={self.batch} s={self.cell.seq_len} h={spec.hidden} f={spec.intermediate} a={spec.heads}"
+        text = f"{total} layers x ({self.layer.formula}), {sizes}" + (
+            f", tp={self.cell.tp}" if self.cell.tp > 1 else ""
+        )
+        return Term("activations", total * self.layer.kept + beyond, text + (" + last norm" if beyond else ""))
+
+    def _logits(self) -> Iterator[Term]:
+        if self.head:
+            text = (
+                f"12 B x {self.batch} x {self.cell.seq_len} x {self.spec.vocab_size} (log-probabilities, two gradients)"
+            )
+            yield Term("logits and loss", logits_bytes(self.cell, self.spec, self.batch), text)
+
+    def _working(self) -> Iterator[Term]:
+        again = "recomputed and its gradients" if self.method.recompute != "none" else "and its gradients"
+        yield Term("working set", self.layer.working, f"one layer's activations, {again}")
+        if self.method.four_bit:
+            yield product("dequantized weight", 2, self.spec.hidden * self.spec.intermediate, "elements")
+
+
+def whole_parameters(rank: Rank) -> list[Term]:
+    """Parameters that every rank has all of, in 16 bits or 4."""
+    counts = rank.counts
+    terms = four_bit(rank, 1)
+    terms.append(product("parameters", 2, counts.frozen + counts.trainable - counts.adapter, "parameters"))
+    if counts.adapter:
+        terms.append(product("adapters", ADAPTER_BYTES, counts.adapter, "adapter parameters"))
+    return terms
+
+
+def four_bit(rank: Rank, ranks: int) -> list[Term]:
+    four_bit = rank.counts.four_bit
+    return [product("4-bit weights", NF4_BYTES, four_bit, "weights, NF4", ranks)] if four_bit else []
+
+
+def libraries(rank: Rank) -> list[Term]:
+    bytes_ = LIBRARIES_BYTES if rank.cell.device == "cuda" else 0
+    return [Term("CUDA libraries", bytes_, "workspaces of cuBLAS")]
+
+
+def with_bf16_states(rank: Rank) -> list[Term]:
+    """What a bf16 model holds all the time whose optimizer keeps bf16 states, and nothing is divided."""
+    return [
+        *whole_parameters(rank),
+        product("optimizer states", STATES_BF16, rank.counts.trainable, "trainable"),
+        *libraries(rank),
+    ]
+
+
+def with_new_gradients(rank: Rank, held: list[Term]) -> Iterator[Phase]:
+    """Both passes where autograd makes the gradients anew: the head's are the first, the embeddings' the last. A table
+    that is both has two, and then their sum."""
+    counts = rank.counts
+    table = 0 if rank.method.adapter else counts.embedding
+    if rank.accumulates:
+        whole = product("gradients", 2, counts.trainable, "trainable, until the last micro batch")
+        before, first, last = [whole], whole, whole
+    else:
+        missing = counts.layer_trainable + (0 if rank.spec.tied else table)
+        before, first = [], product("gradients", 2, table, "elements of the head")
+        last = product(
+            "gradients", 2, counts.trainable - missing, "trainable, without the first layer's and embeddings'"
+        )
+    yield rank.loss([*held, *before])
+    yield rank.last_layer([*held, first])
+    yield rank.first_layer([*held, last])
+    if rank.spec.tied and table:
+        own = product("gradients", 2, counts.trainable, "trainable")
+        yield Phase("backward, embeddings", (*held, own, product("newest gradient", 4, table, "elements, and the sum")))
+
+
+def product(name: str, coefficient: float, count: int, what: str, ranks: int = 1) -> Term:
+    """Bytes of `count` elements, divided among ranks, rounded up."""
+    own = -(-count // ranks)
+    return Term(
+        name,
+        round(coefficient * own),
+        f"{coefficient:g} B x {count:,} {what}" + (f" / {ranks} ranks" if ranks > 1 else ""),
+    )

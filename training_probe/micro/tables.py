@@ -1,0 +1,189 @@
+"""The tables of a micro-benchmark, beside the paper's numbers where it printed any. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from training_probe.flops import peak_flops
+from training_probe.micro.points import GB, Collective, Copy, Dtype, Gemm, Measured, size_text
+from training_probe.micro.presets import TABLE_12
+from training_probe.report.layout import Column, Table
+from training_probe.report.paper import LEADING, SOURCE
+
+MS, US = 1e3, 1e6
+TERA = 1e12
+THEIRS = f"{LEADING}, Table XII"
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """FLOP/s by dtype: from data sheets (`catalog`), and of the fastest product of this very run (`measured`)."""
+
+    catalog: dict[Dtype, float]
+    measured: dict[Dtype, float]
+
+
+def peaks(found: Sequence[Measured], device_name: str) -> Peaks:
+    """What is known of each dtype. A large product is in every run, so the fastest is no accident of small ones."""
+    catalog: dict[Dtype, float] = {}
+    best: dict[Dtype, float] = {}
+    for result in found:
+        if isinstance(result.point, Gemm):
+            dtype = result.point.dtype
+            known = peak_flops(device_name, dtype)
+            if known is not None:
+                catalog[dtype] = known
+            if result.flops_per_s is not None:
+                best[dtype] = max(best.get(dtype, 0.0), result.flops_per_s)
+    return Peaks(catalog, best)
+
+
+def share(speed: float | None, peak: float | None) -> float | None:
+    """A ratio; None where either is not known."""
+    return None if speed is None or not peak else speed / peak
+
+
+def build(found: Sequence[Measured], device_name: str) -> list[Table]:
+    """A table for each kind that there is."""
+    gemms = [result for result in found if isinstance(result.point, Gemm)]
+    copied = [result for result in found if isinstance(result.point, Copy)]
+    told = [result for result in found if isinstance(result.point, Collective)]
+    tables = []
+    if gemms:
+        tables.append(_gemm(gemms, device_name))
+    if copied:
+        tables.append(_memcpy(copied))
+    if told:
+        tables.append(_collectives(told))
+    return [table.without_empty() for table in tables]
+
+
+class _Notes:
+    """What is to be said of points: [1], [2], ..., each reason once."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def beside(self, number: str, result: Measured) -> str:
+        """The number, or a word for how the point ended, with its reason's mark."""
+        if result.outcome == "ok" and not result.reason:
+            return number
+        if result.reason not in self.texts:
+            self.texts.append(result.reason)
+        return f"{number or result.outcome} [{self.texts.index(result.reason) + 1}]"
+
+
+def _gemm(found: Sequence[Measured], device_name: str) -> Table:
+    known, notes = peaks(found, device_name), _Notes()
+    rows = []
+    for result in found:
+        point = result.point
+        assert isinstance(point, Gemm)
+        theirs = TABLE_12.get((point.m, point.n, point.k)) if point.dtype in ("bf16", "fp16") else None
+        speed = result.flops_per_s
+        rows.append((
+            point.dtype, f"{point.m}", f"{point.n}", f"{point.k}",
+            *_times(result, MS), notes.beside(_number(speed, TERA), result),
+            _percent(share(speed, known.catalog.get(point.dtype))),
+            _percent(share(speed, known.measured.get(point.dtype))),
+            f"{theirs[0]:.3f}" if theirs else "", f"{theirs[1]:.1f}" if theirs else "", "large" if point.peak else "",
+        ))  # fmt: skip
+    columns = (
+        Column("dtype", left=True), Column("M"), Column("N"), Column("K"),
+        *_time_columns("ms"), Column("TFLOP/s"),
+        Column("data sheet", "% of peak"), Column("measured", "% of peak"),
+        Column("ms", THEIRS, optional=True), Column("% of peak", THEIRS, optional=True),
+        Column("", left=True),
+    )  # fmt: skip
+    caption = [
+        "C[M, N] = A[M, K] B[N, K]^T on normal random data; 2 M N K FLOPs.",
+        "Measured peak: the fastest product of its dtype in this run; the large one that is always there is marked.",
+    ]
+    if any(row[11] for row in rows):
+        caption.append(f"Beside them what {SOURCE} printed, means of 320.")
+    without = sorted({result.point.dtype for result in found if isinstance(result.point, Gemm)} - set(known.catalog))
+    if without and device_name != "CPU":
+        caption.append(f"No peak from a data sheet is known here for {', '.join(without)} on {device_name}.")
+    return Table("micro-gemm", "Matrix products", columns, tuple(rows), tuple(caption), tuple(notes.texts))
+
+
+def _memcpy(found: Sequence[Measured]) -> Table:
+    notes, rows = _Notes(), []
+    for result in found:
+        point = result.point
+        assert isinstance(point, Copy)
+        speed = notes.beside(_number(result.bytes_per_s, GB), result)
+        rows.append((point.label, size_text(point.size_bytes), *_times(result, US), speed))
+    columns = (Column("copy", left=True), Column("size"), *_time_columns("us"), Column("GB/s"))
+    routes = {result.point.route for result in found if isinstance(result.point, Copy)}
+    caption = ["H: host, D: device; GB/s: 1e9 bytes, each byte counted once."]
+    if "d2d" in routes:
+        caption.append("A copy within the device reads and writes: its memory moves twice as much.")
+    if "h2h" in routes:
+        caption.append("There is no GPU: these are copies within the host's memory.")
+    return Table("micro-memcpy", "Memory copies", columns, tuple(rows), tuple(caption), tuple(notes.texts))
+
+
+def _collectives(found: Sequence[Measured]) -> Table:
+    notes = _Notes()
+    ways: dict[bool | None, str] = {True: "P2P on", False: "P2P off", None: ""}
+    by_way: dict[bool | None, dict[tuple[str, int], Measured]] = {}
+    ranks = set()
+    for result in found:
+        assert isinstance(result.point, Collective)
+        point = result.point
+        ranks.add(point.ranks)
+        by_way.setdefault(point.p2p, {})[point.name, point.size_bytes] = result
+    keys = dict.fromkeys(key for each in by_way.values() for key in each)
+    columns = [Column("collective", left=True), Column("size")]
+    for way in by_way:
+        columns += [
+            Column(head, ways[way]) for head in ("us", "10 %", "90 %", "algbw GB/s", "busbw GB/s")
+        ]  # fmt: skip
+    rows = []
+    for name, size in keys:
+        row = [name, size_text(size)]
+        for each in by_way.values():
+            there = each.get((name, size))
+            row += _collective(there, notes) if there else [""] * 5
+        rows.append(tuple(row))
+    caption = [
+        f"{' and '.join(map(str, sorted(ranks)))} ranks, fp32; a time is the slowest rank's.",
+        "Sizes, algorithm and bus bandwidth as nccl-tests defines them.",
+    ]
+    return Table("micro-collectives", "Collectives", tuple(columns), tuple(rows), tuple(caption), tuple(notes.texts))
+
+
+def _collective(result: Measured, notes: _Notes) -> list[str]:
+    times = _times(result, US)[:3]
+    return [*times, notes.beside(_number(result.bytes_per_s, GB), result), _number(result.bus_bytes_per_s, GB)]
+
+
+def _time_columns(unit: str) -> tuple[Column, ...]:
+    return Column(unit), Column("10 %"), Column("90 %"), Column("n")
+
+
+def _times(result: Measured, unit: float) -> tuple[str, str, str, str]:
+    """Median, tenth and ninetieth percentile in the unit, and how many samples; nothing of a point that is not ok."""
+    if result.outcome != "ok":
+        return "", "", "", ""
+    samples = str(result.samples) if result.samples else ""
+    return _scaled(result.median_s, unit), _scaled(result.p10_s, unit), _scaled(result.p90_s, unit), samples
+
+
+def _scaled(seconds: float | None, unit: float) -> str:
+    return "" if seconds is None else _figures(seconds * unit)
+
+
+def _number(value: float | None, unit: float) -> str:
+    return "" if value is None else _figures(value / unit)
+
+
+def _figures(value: float) -> str:
+    """Four significant figures, none of a whole part dropped."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:#.4g}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * ratio:.1f}"

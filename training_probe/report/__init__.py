@@ -1,0 +1,1 @@
+"""Results as tables and figures, beside the paper's."""

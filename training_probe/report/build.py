@@ -1,0 +1,247 @@
+"""From the results of a sweep to what is read: report.json, report.md, tables.csv, tables.tex and figures.
+
+`build`, `markdown` and `text` are pure; the same results and manifest always give the same report. A failed or invalid
+cell stands in it with its reason, never as a number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any, get_args
+
+import msgspec
+
+from backends.untrusted import UNDECODABLE, escaped
+from loadgen.report.text import markdown_text
+from training_probe import results
+from training_probe.grid import LETTERS, Method
+from training_probe.report import layout, paper, tables
+from training_probe.results import CellResult, Outcome
+
+SCHEMA = "training_probe.report/1"
+MANIFEST_FILE = "manifest.json"
+LARGE_GB = 5.0  # cells of which the prediction is judged
+MOST_EFFICIENT = 1.05  # tokens/s a GPU beside more of them, as a ratio: beyond it something else is seen
+MARGIN = 1.15  # predicted to fit with this much to spare, and it ran out: the prediction was wrong
+INVALID_CELLS = "An INVALID cell ran, but its losses were not finite or did not fall: its speed means nothing."
+
+Report = dict[str, Any]
+Manifest = Mapping[str, Any]
+
+
+class ReportError(Exception):
+    """A report that cannot be made. One sentence."""
+
+
+def build(found: Sequence[CellResult], manifest: Manifest) -> Report:
+    """The report as a plain dict, schema `training_probe.report/1`."""
+    outcomes = Counter(result.outcome for result in found)
+    own = {name: manifest.get(name) for name in ("run_id", "version", "preset", "started_unix_s", "argv", "machine")}
+    return {
+        "schema": SCHEMA,
+        **own,
+        "platform": platform_of(found, manifest),
+        "profile": _profile(found, manifest),
+        "cells": {
+            "all": len(found),
+            "by_outcome": {outcome: outcomes[outcome] for outcome in get_args(Outcome) if outcomes[outcome]},
+            "invalid": sum(_invalid(result) for result in found),
+        },
+        "prediction": _prediction(found),
+        "results": msgspec.to_builtins(list(found)),
+    }
+
+
+def platform_of(found: Sequence[CellResult], manifest: Manifest) -> str:
+    names = dict.fromkeys(result.platform for result in found)
+    return ", ".join(names) or str(manifest.get("platform") or "this machine")
+
+
+def _invalid(result: CellResult) -> bool:
+    return result.outcome == "ok" and not result.valid
+
+
+def _profile(found: Sequence[CellResult], manifest: Manifest) -> dict[str, Any]:
+    """Steps and runs that were measured, each way that they were; `as_paper`: all as the paper's were."""
+    names = ("warmup_steps", "steps", "runs")
+    seen = {tuple(getattr(result, name) for name in names) for result in found if result.outcome == "ok"}
+    if not seen and all(isinstance(manifest.get(name), int) for name in names):
+        seen = {tuple(int(manifest[name]) for name in names)}
+    theirs = (paper.WARMUP_STEPS, paper.STEPS, paper.RUNS)
+    return {"each": [dict(zip(names, each, strict=True)) for each in sorted(seen)], "as_paper": seen <= {theirs}}
+
+
+def _prediction(found: Sequence[CellResult]) -> dict[str, Any]:
+    """How far predicted memory was from what was allocated, on cells large enough to judge it by, as ratios."""
+    off = {
+        result.cell: predicted / peak - 1
+        for result in found
+        if result.outcome == "ok"
+        and (predicted := result.predicted_memory_gb) is not None
+        and (peak := result.peak_memory_gb) is not None
+        and peak >= LARGE_GB
+    }
+    ranked = sorted(off, key=lambda name: abs(off[name]))
+    ran_out = [
+        result.cell for result in found
+        if result.outcome == "oom" and result.predicted_memory_gb and result.device_memory_gb
+        and result.predicted_memory_gb * MARGIN < result.device_memory_gb
+    ]  # fmt: skip
+    return {
+        "cells": len(off),
+        "median_ratio": abs(off[ranked[len(ranked) // 2]]) if ranked else None,
+        "worst_ratio": off[ranked[-1]] if ranked else None,
+        "worst_cell": ranked[-1] if ranked else None,
+        "said_to_fit_but_ran_out": ran_out,
+    }
+
+
+# As text.
+
+
+def summary(report: Report, found: Sequence[CellResult]) -> Iterator[str]:
+    """What was measured and how, a sentence or two each; plain text that is not escaped."""
+    cells, prediction = report["cells"], report["prediction"]
+    invalid = f" ({cells['invalid']} of them INVALID)" if cells["invalid"] else ""
+    counts = [f"{count} {name}{invalid if name == 'ok' else ''}" for name, count in cells["by_outcome"].items()]
+    yield f"{cells['all']} cells" + (f": {', '.join(counts)}." if counts else ".")
+    if cells["invalid"]:
+        yield INVALID_CELLS
+    yield from _profile_lines(report["profile"])
+    if prediction["cells"]:
+        yield (
+            f"Predicted memory: off by {100 * prediction['median_ratio']:.1f} % (median) and "
+            f"{100 * prediction['worst_ratio']:+.1f} % at worst ({prediction['worst_cell']}) of what was allocated, "
+            f"over {prediction['cells']} cells of at least {LARGE_GB:g} GiB."
+        )
+    if prediction["said_to_fit_but_ran_out"]:
+        yield f"Predicted to fit, but ran out of memory: {', '.join(prediction['said_to_fit_but_ran_out'])}."
+    yield from _scaling_lines(found)
+    yield from _engine_lines(found)
+
+
+def _scaling_lines(found: Sequence[CellResult]) -> Iterator[str]:
+    """Without ZeRO, which shares work out, each GPU has the same work however many there are."""
+    for first, *others in tables.scaled([result for result in found if not Method.parse(result.method).zero]):
+        for result in others:
+            efficiency = (result.tokens_per_s or 0.0) / result.gpus / ((first.tokens_per_s or 0.0) / first.gpus)
+            if efficiency > MOST_EFFICIENT:
+                yield (
+                    f"{result.cell} has {100 * efficiency:.0f} % of the tokens/s a GPU of {first.cell}: something held "
+                    "the latter back, such as the host that launches its kernels; run it again."
+                )
+
+
+def _profile_lines(profile: Mapping[str, Any]) -> Iterator[str]:
+    shown = [
+        f"{each['warmup_steps']} warm-up and {each['steps']} timed steps in {each['runs']} "
+        f"{'run' if each['runs'] == 1 else 'runs'}"
+        for each in profile["each"]
+    ]
+    if shown and profile["as_paper"]:
+        yield f"Each cell: {shown[0]}, as in the paper."
+    elif shown:
+        yield (
+            f"Other steps than the paper's {paper.WARMUP_STEPS} warm-up and {paper.STEPS} timed ones in {paper.RUNS} "
+            f"runs: {'; '.join(shown)}. A short profile shows more noise, and may time what "
+            "a longer warm-up would settle."
+        )
+
+
+def _engine_lines(found: Sequence[CellResult]) -> Iterator[str]:
+    """Optimizers with their precision, and versions, as the cells told them."""
+    optimizers: dict[str, dict[str, dict[str, None]]] = {}
+    versions: dict[str, dict[str, None]] = {}
+    for result in found:
+        if result.optimizer:
+            optimizers.setdefault(result.optimizer, {}).setdefault(result.engine, {})[result.method] = None
+        for name, version in result.versions.items():
+            versions.setdefault(name, {})[version] = None
+    for optimizer, engines in optimizers.items():
+        cells = "; ".join(f"{engine} {', '.join(methods)}" for engine, methods in engines.items())
+        yield f"Optimizer: {optimizer}" + (f" ({cells})." if len(optimizers) > 1 else ".")
+    if versions:
+        yield "Versions: " + ", ".join(f"{name} {' and '.join(each)}" for name, each in versions.items()) + "."
+
+
+def title_of(report: Report) -> str:
+    return f"Training on {report['platform']}" + (f", {report['preset']}" if report["preset"] else "")
+
+
+def text(found: Sequence[CellResult], manifest: Manifest, width: int) -> str:
+    """The report for a terminal of `width` columns: plain text, nothing in it that a terminal obeys."""
+    report = build(found, manifest)
+    head = [title_of(report), "", *summary(report, found)]
+    shown = [layout.text(table, width) for table in tables.build(found)]
+    return "\n".join([*(fill(escaped(line), width) for line in head), "", *shown])
+
+
+def markdown(report: Report, found: Sequence[CellResult], pictures: Mapping[str, str] | None = None) -> str:
+    """report.md. pictures: file -> what it shows."""
+    lines = [
+        f"# {markdown_text(title_of(report))}",
+        "",
+        *(f"- {markdown_text(line)}" for line in summary(report, found)),
+    ]
+    lines += ["", *(layout.markdown(table) for table in tables.build(found))]
+    if pictures:
+        lines += ["## Figures", ""]
+    for file, shows in (pictures or {}).items():
+        lines += [f"![{markdown_text(shows)}]({file})", ""]
+    failed = [result for result in found if result.outcome != "ok" or not result.valid]
+    used = {letter for result in found for letter in result.method.split("+")} & set(LETTERS)
+    if used:
+        lines += ["## Letters of the methods", ""]
+        lines += [*(f"- {letter}: {markdown_text(means)}" for letter, means in LETTERS.items() if letter in used), ""]
+    if failed:
+        lines += ["## Cells without a valid number", "", "| cell | outcome | reason | log |", "|---|---|---|---|"]
+    for result in failed:
+        reason = result.reason or (tables.UNSOUND if _invalid(result) else "")
+        said = (result.cell, "invalid" if _invalid(result) else result.outcome, reason, result.log)
+        lines.append(f"| {' | '.join(markdown_text(part) for part in said)} |")
+    run, version = (markdown_text(str(report[name] or "unknown")) for name in ("run_id", "version"))
+    return "\n".join([*lines, "", f"Run {run}, llm-dissect {version}."]) + "\n"
+
+
+# Files.
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """What the sweep wrote of itself; empty where it wrote nothing. Raises ReportError."""
+    path = directory / MANIFEST_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ReportError(f"cannot read {path}: {error.strerror or error}.") from None
+    except UNDECODABLE as error:
+        raise ReportError(
+            f"{path} is not a sweep's manifest: {error}; without that file the report can be made."
+        ) from None
+
+
+def redo(directory: Path) -> Report:
+    """The report of a sweep's directory, made anew from its results. Raises ResultsError or ReportError."""
+    return write(directory, results.read(directory), read_manifest(directory))
+
+
+def write(directory: Path, found: Sequence[CellResult], manifest: Manifest) -> Report:
+    """Writes all of it into the directory, replacing earlier ones. Raises ReportError."""
+    report = build(found, manifest)
+    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    try:
+        (directory / "report.json").write_bytes(encoded + b"\n")
+        (directory / "tables.csv").write_text(tables.csv_text(found), encoding="utf-8")
+        (directory / "tables.tex").write_text(layout.latex_file(tables.build(found)), encoding="utf-8")
+        (directory / "report.md").write_text(markdown(report, found), encoding="utf-8")
+        from training_probe.report import plots  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
+
+        pictures = plots.draw(directory, found)
+        (directory / "report.md").write_text(markdown(report, found, pictures), encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
+    return report

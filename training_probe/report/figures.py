@@ -1,0 +1,317 @@
+"""Figures: tokens/s by method, memory predicted beside memory used, Figure 4's scaling, memory over the first steps,
+and lines over sizes. Only this module imports matplotlib here: import it when a figure is wanted, not before.
+
+Text that came from elsewhere is shown as it is, never read as mathematics.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+from numpy.typing import NDArray
+
+from backends.untrusted import escaped
+from loadgen.report.figures import COLOURS, DASHES, GRID, STYLE, legend_below, titled
+from training_probe.micro.points import size_text
+from training_probe.protocol import Timeline
+from training_probe.results import GIB
+
+SUFFIXES = (".svg", ".png")
+FADED = "#888888"
+DECADE = 10.0
+LEGEND_COLUMNS = 6
+ZOOM_RATIO = 0.6  # lines that lie above this part of an axis all along have one that does not begin at 0
+MOST_SAMPLES = 1500  # stretches of a timeline, more than a figure has pixels for
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Groups of bars: values[series][group]; None: nothing there, a word instead of a number: it stands there."""
+
+    title: str
+    groups: Sequence[str]
+    values: Mapping[str, Sequence[float | str | None]]
+    limit: tuple[str, float] | None = None  # a line across, with its name
+
+
+def bars(panels: Sequence[Panel], title: str, unit: str, stem: Path, *, log: bool = False) -> None:
+    """One panel below the other, all with the same series in the same colours."""
+    series = list(dict.fromkeys(name for panel in panels for name in panel.values))
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        most = max(len(panel.groups) for panel in panels)
+        width = min(16.0, max(7.0, 2.0 + 0.15 * most * (len(series) + 1)))
+        figure = _figure(width, 1.0 + 3.1 * len(panels), title)
+        for axis, panel in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
+            _bars(axis, panel, series, log)
+            axis.set_xlim(-0.6, most - 0.4)  # bars of all panels are equally wide
+            axis.set_ylabel(unit)
+        _legend(figure, figure.axes[0])
+        _save(figure, stem)
+
+
+def _bars(axis: Axes, panel: Panel, series: Sequence[str], log: bool) -> None:
+    width = 0.84 / len(series)
+    if log:
+        axis.set_yscale("log")
+    numbers = [value for values in panel.values.values() for value in values if isinstance(value, int | float)]
+    floor = _floor(numbers) if log else 0.0
+    for row, name in enumerate(series):
+        values = panel.values.get(name, ())
+        at = np.arange(len(panel.groups)) + (row - (len(series) - 1) / 2) * width
+        heights = [value - floor if isinstance(value, int | float) else 0.0 for value in values] or [0.0] * len(at)
+        axis.bar(at, heights, 0.9 * width, bottom=floor, color=COLOURS[row % len(COLOURS)], label=escaped(name))
+        for place, value in zip(at, values, strict=False):
+            if isinstance(value, str):
+                _word(axis, float(place), floor, value, COLOURS[row % len(COLOURS)])
+    if panel.limit is not None:
+        name, value = panel.limit
+        axis.axhline(value, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
+        text = axis.text(1.0, value, f"{escaped(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
+        text.set(parse_math=False, color=FADED, fontsize=8)
+    _dress(axis, panel, floor, max(numbers, default=1.0), log)
+
+
+def _dress(axis: Axes, panel: Panel, floor: float, top: float, log: bool) -> None:
+    axis.set_title(escaped(panel.title)).set_parse_math(False)
+    names = [escaped(group) for group in panel.groups]
+    tilted = len(names) > 6 or max(map(len, names), default=0) > 9
+    axis.set_xticks(np.arange(len(names)), names, fontsize=8)
+    for label in axis.get_xticklabels():
+        label.set_parse_math(False)
+        if tilted:
+            label.set(rotation=40, ha="right", rotation_mode="anchor")
+    top = max(top, panel.limit[1] if panel.limit else 0.0) or 1.0
+    axis.set_ylim(floor, top * (1.6 if log else 1.1))
+    axis.yaxis.set_major_formatter(_tick)
+    if log and top < DECADE * floor:  # too few powers of ten for an axis
+        axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axis.yaxis.set_minor_formatter(_tick)
+    axis.tick_params(axis="x", length=0)
+    axis.grid(axis="y", color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+
+
+def _tick(value: float, _: object) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:g}"
+
+
+def _floor(numbers: Sequence[float]) -> float:
+    """Where the bars of a logarithmic axis begin: the power of ten below the smallest."""
+    least = min((value for value in numbers if value > 0), default=1.0)
+    return float(DECADE ** np.floor(np.log10(least) - 0.05))
+
+
+def _word(axis: Axes, place: float, floor: float, word: str, colour: str) -> None:
+    text = axis.annotate(
+        escaped(word), (place, floor), (0, 2), textcoords="offset points", rotation=90, ha="center", va="bottom"
+    )
+    text.set(parse_math=False, color=colour, fontsize=6.5)
+
+
+def scaling(
+    lines: Mapping[str, Sequence[tuple[int, float, float | None]]], title: str, stem: Path, *, on: str = "GPUs"
+) -> None:
+    """Figure 4: tokens/s over GPUs beside the ideal, and the share of the ideal that was reached.
+
+    lines: by name, (GPUs, tokens/s, standard deviation) from the fewest GPUs, which the ideal goes by.
+    """
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        figure = _figure(9.5, 4.1, title)
+        speed, share = figure.subplots(1, 2)
+        for row, (name, points) in enumerate(lines.items()):
+            colour = COLOURS[row % len(COLOURS)]
+            gpus = np.array([point[0] for point in points], dtype=np.float64)
+            reached = np.array([point[1] for point in points])
+            spread = np.array([point[2] or 0.0 for point in points])
+            ideal = reached[0] / gpus[0] * gpus
+            speed.errorbar(
+                gpus, reached, yerr=spread, marker="o", markersize=5, capsize=3, color=colour, label=escaped(name)
+            )
+            speed.plot(
+                gpus, ideal, linestyle=(0, (4, 2)), color=colour, linewidth=1, label="ideal" if not row else None
+            )
+            efficiency = 100 * reached / ideal
+            share.plot(gpus, efficiency, marker="o", markersize=5, color=colour)
+            for place, percent in zip(gpus[1:], efficiency[1:], strict=True):
+                share.annotate(f"{percent:.0f} %", (place, percent), (0, -16), textcoords="offset points", ha="center")
+        counts = sorted({point[0] for points in lines.values() for point in points})
+        for axis, name in ((speed, "Tokens/s, all together"), (share, "Scaling efficiency, %")):
+            axis.set_xticks(counts)
+            axis.set_xlim(counts[0] - 0.05 * counts[-1], 1.05 * counts[-1])
+            axis.set_xlabel(on)
+            axis.set_ylabel(name)
+            axis.grid(color=GRID, linewidth=0.6)
+            axis.set_axisbelow(True)
+            axis.set_ylim(0, 1.1 * axis.get_ylim()[1] if axis is speed else max(112.0, 1.1 * axis.get_ylim()[1]))
+        share.axhline(100, color=FADED, linewidth=1, linestyle=(0, (4, 2)))
+        speed.yaxis.set_major_formatter(_tick)
+        _legend(figure, speed)
+        _save(figure, stem)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines over sizes: lines[name] = (x, y) in the order of x. sizes: x are bytes, on a logarithmic axis, and so is y;
+    limits: lines across, with their names."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    sizes: bool = False
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+
+def lines(panels: Sequence[Lines], title: str, stem: Path, *, columns: int = 2) -> None:
+    """Panels in rows, all with the same names in the same colours."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        width = max(7.0, 5.2 * columns)
+        figure = _figure(width, 1.0 + (2.6 if rows > 2 else 3.5) * rows, title)
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axis in axes[len(panels) :]:
+            axis.remove()
+        for axis, panel in zip(axes, panels, strict=False):
+            _lines(axis, panel, names)
+        fullest = max(zip(axes, panels, strict=False), key=lambda each: len(each[1].lines))
+        _legend(figure, fullest[0])
+        _save(figure, stem)
+
+
+def _lines(axis: Axes, panel: Lines, names: Sequence[str]) -> None:
+    for name, points in panel.lines.items():
+        row = names.index(name)
+        axis.plot(
+            [x for x, _ in points], [y for _, y in points], marker="o", markersize=3.5, linewidth=1.4,
+            linestyle=DASHES[row % len(DASHES)], color=COLOURS[row % len(COLOURS)], label=escaped(name),
+        )  # fmt: skip
+    axis.set_title(escaped(panel.title)).set_parse_math(False)
+    axis.set_xlabel(panel.x_label)
+    axis.set_ylabel(panel.y_label)
+    axis.grid(color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+    places = sorted({x for points in panel.lines.values() for x, _ in points})
+    if panel.sizes:
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        shown = places[:: -(-len(places) // 6)]
+        axis.set_xticks(shown, [size_text(int(x)) for x in shown])
+        ticks = log_ticks(y for points in panel.lines.values() for _, y in points)
+        axis.set_yticks(ticks)
+        axis.set_ylim(0.9 * ticks[0], 1.1 * ticks[-1])
+        axis.minorticks_off()
+    else:
+        heights = [y for points in panel.lines.values() for _, y in points]
+        least, top = min(heights), max(*heights, *panel.limits.values(), 0.0)
+        axis.set_ylim(0.9 * least if least > ZOOM_RATIO * top else 0, 1.06 * top)
+        axis.xaxis.set_major_formatter(_tick)
+    axis.yaxis.set_major_formatter(_tick)
+    for name, value in panel.limits.items():
+        axis.axhline(value, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
+        text = axis.text(1.0, value, f"{escaped(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
+        text.set(parse_math=False, color=FADED, fontsize=8)
+
+
+def log_ticks(values: Iterable[float]) -> list[float]:
+    """Places on a logarithmic axis, from below the least value to above the largest: powers of ten, and where those
+    would be few also twice and five times each. values: above 0, at least one."""
+    shown = list(values)
+    least, top = min(shown), max(shown)
+    steps = (1, 2, 5) if top < 100 * least else (1,)
+    powers = range(math.floor(math.log10(least)) - 1, math.ceil(math.log10(top)) + 2)
+    ticks = [step * 10.0**power for power in powers for step in steps]
+    return ticks[bisect.bisect_right(ticks, least) - 1 : bisect.bisect_left(ticks, top) + 1]
+
+
+def timeline(of: Timeline, title: str, stem: Path) -> None:
+    """Memory of rank 0 over its first steps, stacked by what it is for, in the order of the categories; steps are
+    marked where they begin.
+
+    Above over time, below over allocations and releases, where what is short in time can be seen too.
+    """
+    gib = np.array(of.bytes, dtype=np.float64).reshape(len(of.categories), -1) / GIB  # (categories, samples)
+    time_s = np.array(of.time_s, dtype=np.float64)
+    event = np.arange(len(time_s), dtype=np.float64)
+    seen = _telling(gib.sum(axis=0))
+    begins_s = np.maximum(0, np.array(of.steps_s, dtype=np.float64) - time_s[0])
+    over = (
+        (time_s - time_s[0], begins_s, "s"),
+        (event, np.interp(begins_s, time_s - time_s[0], event), "allocations and releases"),
+    )
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        figure = _figure(10.5, 6.2, title)
+        axes = figure.subplots(2, 1)
+        for axis, (x, begins, unit) in zip(axes, over, strict=True):
+            _stack(axis, x[seen], gib[:, seen], of.categories)
+            _mark_steps(axis, begins)
+            axis.set_xlabel(unit)
+        _legend(figure, axes[0])
+        _save(figure, stem)
+
+
+def _telling(total: Array) -> NDArray[np.int64]:
+    """Which samples are drawn, ascending: the highest and the lowest of each of `MOST_SAMPLES` stretches."""
+    stretches = np.array_split(np.arange(len(total)), min(len(total), MOST_SAMPLES))
+    ends = [part[end] for part in stretches for end in (np.argmax(total[part]), np.argmin(total[part]))]
+    return np.unique(np.array([0, *ends, len(total) - 1]))
+
+
+def _stack(axis: Axes, x: Array, gib: Array, names: Sequence[str]) -> None:
+    under = np.zeros(len(x))
+    for number, (name, own) in enumerate(zip(names, gib, strict=True)):
+        colour = COLOURS[number % len(COLOURS)]
+        axis.fill_between(
+            x, under, under + own, step="post", color=colour, linewidth=0, label=escaped(name), rasterized=True
+        )
+        under = under + own
+    peak = float(under.max(initial=0.0))
+    axis.set_ylim(0, 1.25 * peak or 1.0)
+    axis.set_xlim(0, float(x[-1]) or 1.0)
+    axis.set_ylabel("GiB allocated")
+    axis.axhline(peak, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
+    axis.text(
+        1.0, peak, f"peak {peak:.3g} GiB ", transform=axis.get_yaxis_transform(), ha="right", va="bottom", color=FADED,
+        fontsize=8,
+    )  # fmt: skip
+
+
+def _mark_steps(axis: Axes, begins: Array) -> None:
+    for number, place in enumerate(begins, 1):
+        axis.axvline(float(place), color="#222222", linewidth=0.8, linestyle=(0, (1.5, 1.5)))
+        axis.annotate(
+            f"step {number}", (float(place), 1.0), (3, -3), xycoords=axis.get_xaxis_transform(),
+            textcoords="offset points", va="top", fontsize=8,
+        )  # fmt: skip
+
+
+def _figure(width: float, height: float, title: str) -> Figure:
+    return titled(width, height, escaped(title))
+
+
+def _legend(figure: Figure, axis: Axes) -> None:
+    if len(axis.get_legend_handles_labels()[1]) > 1:
+        legend_below(figure, axis, LEGEND_COLUMNS)
+
+
+def _save(figure: Figure, stem: Path) -> None:
+    for suffix in SUFFIXES:
+        metadata = {"Date": None} if suffix == ".svg" else None
+        figure.savefig(stem.with_name(stem.name + suffix), dpi=160, metadata=metadata)
+
+
+def file_stem(name: str) -> str:
+    """A name that came from elsewhere as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9.+-]+", "_", name).strip("._") or "cell"

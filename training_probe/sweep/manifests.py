@@ -1,0 +1,101 @@
+"""What a sweep was asked to do, `manifest.json`: written before the first cell, and all that resuming it needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from backends import catalog
+from backends.catalog import ModelSpec
+from backends.untrusted import UNDECODABLE
+from loadgen.rundir import Machine, RunError, this_machine
+from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell
+
+MANIFEST_FILE = "manifest.json"
+SCHEMA = "training_probe.manifest/1"
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cell's model name stands for: its shape where it is known, or a directory with a config.json."""
+
+    spec: ModelSpec | None = None
+    directory: str | None = None
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a sweep measures its cells.
+
+    platform: this machine's name in tables; empty: named after its devices. models: by the cells' model names; what is
+    not in it is looked up in the catalog. gpu_ids: NVML indices, of which a cell takes as many as it needs from the
+    front. timeline: whether what the first steps hold is recorded as well, in a launch of its own. timeout_s: without a
+    new step; limit_s: of a whole cell. max_micro_batch: where a search ends. no_skip: cells that are predicted not to
+    fit are run as well. host_memory_bytes: limit of each process, for the CPU.
+    """
+
+    platform: str = ""
+    preset: str | None = None
+    models: dict[str, Model] = {}
+    gpu_ids: tuple[int, ...] = ()
+    warmup_steps: int = 30
+    steps: int = 100
+    runs: int = 3
+    timeline: bool = False
+    timeout_s: float = 600.0
+    limit_s: float | None = None
+    max_micro_batch: int = PAPER_MAX_MICRO_BATCH
+    no_skip: bool = False
+    host_memory_bytes: int | None = None
+    argv: tuple[str, ...] = ()
+    python: str = sys.executable
+
+    def model(self, cell: Cell) -> Model:
+        return self.models.get(cell.model) or Model(spec=catalog.find(cell.model))
+
+
+class Manifest(Settings, frozen=True, kw_only=True):
+    """The settings of a sweep, with its platform named, and what they were applied to. device_names,
+    device_memory_bytes: of the chosen GPUs, in the order of gpu_ids; None: not known. environment: what of it decides
+    how processes run."""
+
+    schema: str = SCHEMA
+    run_id: str
+    started_unix_s: float
+    version: str
+    device_names: list[str] = []
+    device_memory_bytes: list[int | None] = []
+    driver: str | None = None
+    cells: list[Cell]
+    environment: dict[str, str] = {}
+    machine: Machine = msgspec.field(default_factory=this_machine)
+
+
+def one_name_each(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, each once. Raises RunError where two have one name, which is what results go by."""
+    named: dict[str, Cell] = {}
+    for cell in cells:
+        if named.setdefault(cell.name, cell) != cell:
+            raise RunError(f"two different cells are called {cell.name}; measure them in sweeps of their own.")
+    return list(named.values())
+
+
+def write(directory: Path, manifest: Manifest) -> None:
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+    part = directory / (MANIFEST_FILE + ".part")
+    part.write_bytes(text + b"\n")
+    part.replace(directory / MANIFEST_FILE)
+
+
+def read(directory: Path) -> Manifest:
+    """The manifest of a sweep's directory. Raises RunError."""
+    path = directory / MANIFEST_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise RunError(f"{directory} holds no {MANIFEST_FILE}; name the directory of a sweep.") from None
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror or error}.") from None
+    except UNDECODABLE as error:
+        raise RunError(f"{path} is not a manifest of a sweep of this version: {error}.") from None

@@ -1,0 +1,220 @@
+"""What a sweep tells while it goes on: a line kept up to date on a terminal, a quiet line for every cell that is over,
+and the snapshot file for whoever exports it."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from loadgen.rundir import Family, Sample, Snapshot, write_snapshot
+from training_probe.grid import Cell
+from training_probe.protocol import Step
+from training_probe.results import GIB, CellResult, Outcome
+
+EVERY_S = 1.0
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+LATEST_STEPS = 10  # the live speed is their mean
+
+Utilization = Callable[[Cell, float], tuple[float | None, float | None]]
+
+
+class Progress:
+    """One sweep's. `labels`: what it is, for its snapshot. `utilization`: MFU and HFU of a cell at a speed, tokens/s.
+    `done`: results there are already."""
+
+    def __init__(
+        self,
+        directory: Path,
+        run_id: str,
+        labels: dict[str, str],
+        planned: int,
+        done: Sequence[CellResult],
+        say: Callable[[str], None],
+        utilization: Utilization,
+    ) -> None:
+        self._directory, self._run_id, self._labels, self._planned = directory, run_id, labels, planned
+        self._results = list(done)
+        self._say, self._utilization = say, utilization
+        self._live = sys.stderr.isatty()
+        self._walls_s: list[float] = []  # of the cells that were run, now
+        self._cell: Cell | None = None
+        self._to_run = 0
+        self._begun = self._told = time.monotonic()
+        self._share, self._what = 0.0, ""
+        self._latest: deque[Step] = deque(maxlen=LATEST_STEPS)
+        self._running: Cell | None = None
+        self._predicted_gb: float | None = None
+
+    def begin(self, cell: Cell, predicted_gb: float | None, to_run: int) -> None:
+        """A cell is to be run; `to_run` more are after it."""
+        self._cell, self._predicted_gb, self._to_run = cell, predicted_gb, to_run
+        self._begun = time.monotonic()
+        self.trial(cell, "starting", 0.0)
+
+    def trial(self, cell: Cell, what: str, share: float) -> None:
+        """A run of it is started: the cell with its micro batch, what the run is, the share of the cell done before."""
+        self._running, self._what, self._share = cell, what, share
+        self._latest.clear()
+        self._tell(what)
+
+    def step(self, step: Step, done: int, of: int, share: float) -> None:
+        """Rank 0 has finished a step of the present run, `done` of `of` by now; `share` of the cell is done."""
+        self._latest.append(step)
+        self._share = share
+        if time.monotonic() - self._told >= EVERY_S:
+            speed = self._speed()
+            self._tell(f"{self._what} step {done}/{of}" + (f", {speed:,.0f} tokens/s" if speed else ""))
+
+    def over(self, result: CellResult) -> None:
+        """A cell has its result; one that was not run counts no time."""
+        if self._cell is not None:
+            self._walls_s.append(time.monotonic() - self._begun)
+        self._cell = self._running = None
+        self._latest.clear()
+        self._results.append(result)
+        self._clear()
+        self._say(f"cell {len(self._results)} of {self._planned}  {finished(result)}")
+        self._write("running")
+
+    def end(self, state: Literal["finished", "stopped"]) -> None:
+        self._cell = self._running = None
+        self._clear()
+        self._write(state)
+
+    def left_s(self) -> float | None:
+        """Until the end, if cells take as long as those that were run; None while there is nothing to go by."""
+        elapsed_s = time.monotonic() - self._begun
+        if self._walls_s:
+            cell_s = statistics.fmean(self._walls_s)
+        elif self._share > 0:
+            cell_s = elapsed_s / self._share
+        else:
+            return None
+        present_s = elapsed_s * (1 / self._share - 1) if self._share > 0 else max(0.0, cell_s - elapsed_s)
+        return present_s + cell_s * self._to_run
+
+    def _speed(self) -> float | None:
+        seconds = sum(step.step_s for step in self._latest)
+        return self._running.tokens_per_step * len(self._latest) / seconds if self._running and seconds > 0 else None
+
+    def _tell(self, doing: str) -> None:
+        self._told = time.monotonic()
+        if self._live and self._cell is not None:
+            left_s = self.left_s()
+            left = "" if left_s is None else f", {duration(left_s)} left"
+            number = len(self._results) + 1
+            _write_live(f"\r\x1b[2Kcell {number} of {self._planned}  {self._cell.name}: {doing}{left}")
+        self._write("running")
+
+    def _clear(self) -> None:
+        if self._live:
+            _write_live("\r\x1b[2K")
+
+    def _write(self, state: Literal["running", "finished", "stopped"]) -> None:
+        snapshot = Snapshot(
+            run_id=self._run_id,
+            program="training_probe",
+            state=state,
+            labels=self._labels,
+            families=self._families(),
+        )
+        with contextlib.suppress(OSError):  # a full disk: hours of measuring do not end for want of a gauge
+            write_snapshot(self._directory, snapshot)
+
+    def _families(self) -> list[Family]:
+        values: dict[str, list[Sample]] = {name: [] for name, _ in _GAUGES}
+        for result in self._results:
+            labels = {"cell": result.cell, "engine": result.engine, "method": result.method, "model": result.model}
+            for name, value in _values(result).items():
+                if value is not None:
+                    values[name].append(Sample(value, labels))
+        if self._cell is not None:
+            labels = {"cell": self._cell.name, "engine": self._cell.engine, "method": self._cell.method,
+                      "model": self._cell.model}  # fmt: skip
+            for name, value in self._present().items():
+                if value is not None:
+                    values[name].append(Sample(value, labels))
+        outcomes = Counter(result.outcome for result in self._results)
+        return [
+            *(Family(_PREFIX + name, "gauge", what, values[name]) for name, what in _GAUGES),
+            Family(_PREFIX + "cells", "gauge", "Cells that are over, by outcome.",
+                   [Sample(outcomes[outcome], {"outcome": outcome}) for outcome in OUTCOMES]),
+            Family(_PREFIX + "cells_planned", "gauge", "Cells of the sweep.", [Sample(self._planned)]),
+        ]  # fmt: skip
+
+    def _present(self) -> dict[str, float | None]:
+        speed, last = self._speed(), self._latest[-1] if self._latest else None
+        return {
+            "step_seconds": last.step_s if last else None,
+            "tokens_per_second": speed,
+            "loss": last.loss if last else None,
+            "mfu_ratio": self._utilization(self._running, speed)[0] if speed and self._running else None,
+            "predicted_memory_bytes": _bytes(self._predicted_gb),
+        }
+
+
+_PREFIX = "bench_training_"
+_GAUGES = (
+    ("step_seconds", "Time of an optimizer step: the last one, or the mean of a cell that is over."),
+    ("tokens_per_second", "Tokens trained on in a second, all GPUs together."),
+    ("loss", "Loss of the last step."),
+    ("mfu_ratio", "Model FLOPs done, as a part of the device's peak."),
+    ("peak_memory_bytes", "Highest memory allocated on any rank."),
+    ("predicted_memory_bytes", "Memory that was predicted to be allocated."),
+)
+
+
+def _bytes(gib: float | None) -> float | None:
+    return None if gib is None else gib * GIB
+
+
+def _values(result: CellResult) -> dict[str, float | None]:
+    return {
+        "step_seconds": None if result.step_ms is None else result.step_ms / 1e3,
+        "tokens_per_second": result.tokens_per_s,
+        "loss": result.loss_last,
+        "mfu_ratio": result.mfu_ratio,
+        "peak_memory_bytes": _bytes(result.peak_memory_gb),
+        "predicted_memory_bytes": _bytes(result.predicted_memory_gb),
+    }
+
+
+def finished(result: CellResult) -> str:
+    """A cell that is over, in one line."""
+    parts: list[str] = [result.outcome]
+    if result.tokens_per_s is not None:
+        std = "" if result.tokens_per_s_std is None else f" ± {result.tokens_per_s_std:,.0f}"
+        parts.append(f"{result.tokens_per_s:,.0f}{std} tokens/s")
+    if result.peak_memory_gb is not None:
+        predicted = "" if result.predicted_memory_gb is None else f" (predicted {size(result.predicted_memory_gb)})"
+        parts.append(f"peak {size(result.peak_memory_gb)}{predicted}")
+    if result.search and result.outcome == "ok":
+        limit = ", where the search ended" if result.search_was_limited else ""
+        parts.append(f"micro batch {result.batch_size}{limit}")
+    if result.wall_s >= 1:
+        parts.append(duration(result.wall_s))
+    return f"{result.cell}: {', '.join(parts)}" + (f" ({result.reason})" if result.reason else "")
+
+
+def size(gib: float) -> str:
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """As a person says it: 42 s, 3 min, 2 h 10 min."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _write_live(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody looks any more, and the sweep goes on
+        sys.stderr.write(text)
+        sys.stderr.flush()

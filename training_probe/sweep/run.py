@@ -1,0 +1,144 @@
+"""Many cells, one after another: each becomes one line of results, whatever happens to it.
+
+    DIR/manifest.json, results.jsonl, snapshot.json
+    DIR/trials/<cell>/search-<micro batch>/, run-<k>/: trial.json, log.txt, rank<N>.json, steps.jsonl
+
+A cell that makes no sense or is certain not to fit is not run, and says so. A sweep that was stopped, or killed, goes
+on where it was: what counts as done is what stands in results.jsonl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from backends import process
+from loadgen import rundir
+from training_probe import results
+from training_probe.grid import Cell
+from training_probe.launch import torchrun
+from training_probe.launch.gpu_idle import MemoryReturn
+from training_probe.launch.runner import StoppedError
+from training_probe.results import CellResult, of_cell
+from training_probe.sweep import manifests
+from training_probe.sweep.cell import CellRun, Context
+from training_probe.sweep.dependencies import Surroundings, device_memory_bytes, utilization
+from training_probe.sweep.manifests import Manifest, Settings
+from training_probe.sweep.progress import Progress
+
+EXIT_FINISHED, EXIT_STOPPED = 0, 130
+Say = Callable[[str], None]
+
+
+def sweep(
+    cells: Sequence[Cell], settings: Settings, directory: Path, say: Say, around: Surroundings | None = None
+) -> int:
+    """Measures the cells into a new directory; the exit code, 130 when it was stopped. Raises RunError, RunnerError."""
+    around = around or Surroundings()
+    manifest = begin(cells, settings, directory, around)
+    with _alone(directory):
+        return _measure(directory, manifest, [], say, around)
+
+
+def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Surroundings) -> Manifest:
+    """Makes the directory, with the manifest in it. Raises RunError."""
+    cells = manifests.one_name_each(cells)
+    rundir.create(directory)
+    inventory = around.inventory()
+    chosen = {gpu.index: gpu for gpu in inventory.gpus}
+    devices = [chosen.get(index) for index in settings.gpu_ids]
+    names = [device.name if device else "unknown" for device in devices]
+    platform = settings.platform or ", ".join(dict.fromkeys(names)) or "CPU"
+    manifest = Manifest(
+        run_id=rundir.new_run_id(),
+        started_unix_s=time.time(),
+        version=rundir.package_version(),
+        device_names=names,
+        device_memory_bytes=[device.memory_bytes if device else None for device in devices],
+        driver=inventory.driver,
+        cells=cells,
+        environment=process.telling(os.environ),
+        **{**msgspec.structs.asdict(settings), "platform": platform},
+    )
+    manifests.write(directory, manifest)
+    return manifest
+
+
+def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int:
+    """Goes on with a sweep, as its manifest says. Raises RunError, ResultsError, RunnerError."""
+    manifest = manifests.read(directory)
+    if (directory / results.BREAKDOWN_FILE).exists():
+        raise rundir.RunError(f"{directory} holds a breakdown, which cannot be gone on with; trace its cells anew.")
+    with _alone(directory):
+        results.mend(directory)
+        done = results.read(directory) if (directory / results.RESULTS_FILE).exists() else []
+        say(f"{len(done)} of {len(manifest.cells)} cells are done; going on with the rest")
+        return _measure(directory, manifest, done, say, around or Surroundings())
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Keeps a second sweep out of a directory, until this one is over or dead. Raises RunError."""
+    if sys.platform == "win32":  # where no run is started either
+        yield
+        return
+    import fcntl
+
+    with (directory / manifests.MANIFEST_FILE).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise rundir.RunError(
+                f"{directory} is still being measured by another process; wait for its end."
+            ) from None
+        yield
+
+
+def _measure(directory: Path, manifest: Manifest, done: Sequence[CellResult], say: Say, around: Surroundings) -> int:
+    """Measures the cells that have no result yet."""
+    finished = {result.cell for result in done}
+    cells = [cell for cell in manifest.cells if cell.name not in finished]
+    refused = {cell.name: around.refusal(cell, manifest, device_memory_bytes(cell, manifest)) for cell in cells}
+    to_run = sum(why is None for why in refused.values())
+    labels = {"platform": manifest.platform, "version": manifest.version, "preset": manifest.preset or ""}
+    progress = Progress(
+        directory, manifest.run_id, labels, len(manifest.cells), done, say,
+        lambda cell, speed: utilization(cell, manifest, speed),
+    )  # fmt: skip
+    context = Context(
+        directory=directory, manifest=manifest, around=around, progress=progress,
+        memory=MemoryReturn(around.probe, manifest.gpu_ids), cancelled=threading.Event(),
+    )  # fmt: skip
+    state: Literal["finished", "stopped"] = "stopped"
+    try:
+        with torchrun.stopped_by_signals(context.cancelled):
+            for cell in cells:
+                shutil.rmtree(directory / "trials" / cell.name, ignore_errors=True)
+                why = refused[cell.name]
+                predicted = {} if why and why[0] == "unsupported" else around.predicted_fields(cell, manifest)
+                if why is None:
+                    to_run -= 1
+                    progress.begin(cell, predicted.get("predicted_memory_gb"), to_run)
+                    result = CellRun(context, cell).result()
+                else:
+                    result = of_cell(cell, platform=manifest.platform, outcome=why[0], reason=why[1],
+                                     started_unix_s=time.time(), **predicted)  # fmt: skip
+                results.append(directory, result)
+                progress.over(result)
+        state = "finished"
+    except StoppedError:
+        say(f"stopped; what is done is in {directory}, and a resumed sweep goes on from there")
+        return EXIT_STOPPED
+    finally:
+        progress.end(state)
+        context.memory.close()
+    return EXIT_FINISHED

@@ -1,0 +1,229 @@
+"""The engines, each as a Stepper: forward, backward and step of the same model, with the engine's own machinery behind.
+
+Megatron builds a model of its own and has a file of its own. What an engine holds in which precision is said in
+METHODOLOGY.md; learning rate, betas, weight decay and gradient clipping are the same for all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from training_probe.protocol import Trial
+from training_probe.worker import model as models
+from training_probe.worker.ds_config import BETAS, CLIP_NORM, WEIGHT_DECAY, deepspeed_config, learning_rate
+
+
+class Stepper(Protocol):
+    """One engine with its model. `last`: of the micro batches whose gradients are accumulated."""
+
+    optimizer: str  # what it is called
+    parameters: tuple[int, int]  # of the whole model; those that train
+    pipelined: bool  # forward and backward passes interleave: only `forward_backward` is called
+
+    def forward(self, tokens: Tensor, last: bool) -> Tensor:
+        """The mean loss of a (micro batch, sequence) of token ids that are their own labels."""
+
+    def backward(self, loss: Tensor, last: bool) -> None: ...
+
+    def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
+        """Both passes of all micro batches; their mean loss."""
+
+    def step(self) -> None:
+        """Clips, updates, and lets go of the gradients."""
+
+
+def build(trial: Trial, device: torch.device) -> Stepper:
+    """The cell's engine. Raises Unsupported."""
+    engine = trial.cell.engine
+    if engine == "megatron":
+        from training_probe.worker.megatron import Megatron
+
+        return Megatron(trial, device)
+    others: dict[str, Callable[[Trial, torch.device], Stepper]] = {"deepspeed": DeepSpeed, "fsdp2": Fsdp2, "ddp": Ddp}
+    return others[engine](trial, device)
+
+
+def adam(parameters: Any, trial: Trial) -> torch.optim.AdamW:
+    """torch's own AdamW in one kernel, over what trains."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    rate = learning_rate(trial.cell.letters)
+    return torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+class _Phased:
+    """Engines whose passes follow one another."""
+
+    pipelined = False
+
+    def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+
+class DeepSpeed(_Phased):
+    def __init__(self, trial: Trial, device: torch.device) -> None:
+        cell = trial.cell
+        os.environ.setdefault("DS_ACCELERATOR", cell.device)
+        if archs := os.environ.get("TORCH_CUDA_ARCH_LIST"):  # its builder cannot read 9.0a, which some images set
+            os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d)[a-z]", r"\1", archs)
+        import deepspeed
+        import deepspeed.ops
+
+        config = deepspeed_config(cell)
+        if cell.device == "cpu":  # or it compiles a shared-memory allreduce of its own for about 20 s
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend="nccl" if cell.device == "cuda" else "gloo")
+        model = _zero3_model(trial, config, device) if cell.letters.zero == 3 else _model(trial, device)
+        self.parameters = models.count(model)
+        own = None
+        if cell.device == "cpu":
+            rate = learning_rate(cell.letters)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            own = torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
+        self._engine, optimizer, _, _ = deepspeed.initialize(
+            model=model,
+            optimizer=own,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            config=config,
+        )
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self.optimizer = f"{type(inner).__module__.partition('.')[0]} {type(inner).__name__}"
+
+    def forward(self, tokens: Tensor, last: bool) -> Tensor:
+        loss: Tensor = self._engine(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self._engine.backward(loss)
+        if not last:
+            self._engine.step()  # it counts the micro batches by this call
+
+    def step(self) -> None:
+        self._engine.step()
+
+
+def _zero3_model(trial: Trial, config: dict[str, Any], device: torch.device) -> nn.Module:
+    """Every parameter is divided among the ranks as soon as it is made; 4-bit ones by `deepspeed.initialize`."""
+    import deepspeed
+
+    cell = trial.cell
+    if cell.letters.four_bit:
+        return _model(trial, device)
+    with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+        model = models.construct(trial)
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if dist.get_rank() == 0:
+                parameter.data.copy_(models.draw(name, parameter.shape, trial.seed, device))
+    return models.adapt(model, trial)
+
+
+def _model(trial: Trial, device: torch.device) -> nn.Module:
+    model = models.build(trial)
+    models.materialise(model, trial.seed, device, four_bit=trial.cell.letters.four_bit)
+    return models.adapt(model, trial)
+
+
+class _Torch(_Phased):
+    """What ddp and fsdp2 share: torch's optimizer and clipping."""
+
+    parameters: tuple[int, int]
+
+    def __init__(self, trial: Trial, model: nn.Module) -> None:
+        self._model = model
+        self._accumulated = trial.cell.grad_accum
+        self._adam = adam(model.parameters(), trial)
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = "torch AdamW fused"
+
+    def forward(self, tokens: Tensor, last: bool) -> Tensor:
+        self._synchronise(last)
+        loss: Tensor = self._model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        (loss / self._accumulated).backward()
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self._trained, CLIP_NORM)
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+
+    def _synchronise(self, last: bool) -> None:
+        raise NotImplementedError
+
+
+class Ddp(_Torch):
+    """Replicas of a plain bf16 model; Adam's moments in bf16 as well."""
+
+    def __init__(self, trial: Trial, device: torch.device) -> None:
+        model = _model(trial, device)
+        self.parameters = models.count(model)
+        _compile_layers(model, trial)
+        self._ddp: Any = None
+        if dist.get_world_size() > 1:
+            self._ddp = nn.parallel.DistributedDataParallel(
+                model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+            )
+        super().__init__(trial, self._ddp or model)
+
+    def _synchronise(self, last: bool) -> None:
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = last
+
+
+class Fsdp2(_Torch):
+    """torch's fully_shard, a group a layer: fp32 weights and moments, bf16 compute, fp32 reduction."""
+
+    def __init__(self, trial: Trial, device: torch.device) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        cell = trial.cell
+        with torch.device("meta"):
+            model = models.adapt(models.build(trial), trial)
+        if cell.letters.adapter is None:
+            model.to(torch.float32)  # what is trained has fp32 masters; a frozen model with its adapters stays bf16
+        policy: dict[str, Any] = {
+            "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        }
+        if cell.letters.offload:
+            policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        home = torch.device("cpu") if cell.letters.offload else device
+        self.parameters = models.count(model)
+        _compile_layers(model, trial)
+        for layer in models.decoder(model).layers:
+            fully_shard(layer, **policy, reshard_after_forward=cell.letters.zero == 3)
+        fully_shard(model, **policy, reshard_after_forward=False)  # the backward pass begins with what it holds
+        model.to_empty(device=home)
+        _fill_shards(model, trial.seed, device)
+        models.restore_buffers(model, device)
+        super().__init__(trial, model)
+
+    def _synchronise(self, last: bool) -> None:
+        self._model.set_requires_gradient_sync(last)
+
+
+def _compile_layers(model: nn.Module, trial: Trial) -> None:
+    if trial.cell.compile:
+        for layer in models.decoder(model).layers:
+            layer.compile()
+
+
+def _fill_shards(model: nn.Module, seed: int, device: torch.device) -> None:
+    """The weights that any other engine has, of which each rank keeps its part."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            whole = models.draw(name, parameter.shape, seed, device).to(parameter.dtype)
+            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+            parameter.to_local().copy_(part.to_local())

@@ -1,0 +1,187 @@
+"""The protocol: warm-up steps, then timed ones, on one fixed batch. What is read meanwhile must not hold the device up.
+
+On a GPU phases are bounded by events in its stream and read two steps later; the loss travels to pinned memory on its
+own. Only the first and the last timed step are bounded by a synchronisation. Throughput comes from those two, phases
+from the events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training_probe.protocol import STEPS_FILE, RankReport, Step, Trial
+from training_probe.worker.engines import Stepper
+from training_probe.worker.resources import Energy, Memory
+
+LAG_STEPS = 2  # steps in flight before one is read
+
+
+class _GpuClock:
+    """Marks in the stream. `seconds(a, b)` only once b is over."""
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, a: Any, b: Any) -> float:
+        return float(a.elapsed_time(b)) / 1000
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize()
+
+
+class _CpuClock:
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, a: Any, b: Any) -> float:
+        return float(b - a)
+
+    def synchronise(self) -> None:
+        pass
+
+
+def batch(trial: Trial, replica: int, device: torch.device, vocab_size: int) -> list[Tensor]:
+    """The micro batches of a step, (micro batch, sequence) token ids each: the same in every step, others on every
+    replica."""
+    cell = trial.cell
+    generator = torch.Generator().manual_seed(trial.seed * 65_537 + replica)
+    shape = (cell.grad_accum, cell.micro_batch or 1, cell.seq_len)
+    return list(torch.randint(vocab_size, shape, generator=generator).to(device))
+
+
+class Run:
+    """The steps of one rank."""
+
+    def __init__(self, trial: Trial, stepper: Stepper, micro_batches: list[Tensor], device: torch.device) -> None:
+        self._trial, self._stepper, self._micro_batches = trial, stepper, micro_batches
+        self.clock: Any = _GpuClock() if device.type == "cuda" else _CpuClock()
+        total = trial.warmup_steps + trial.steps
+        pinned = device.type == "cuda"
+        self._losses = torch.full((total,), float("nan"), dtype=torch.float32, pin_memory=pinned)
+        self._pending: deque[tuple[int, list[Any]]] = deque()
+        self._device = device
+
+    def step(self, number: int) -> None:
+        """One optimizer step, issued and not waited for."""
+        marks = [self.clock.mark()]
+        if self._stepper.pipelined:
+            loss = self._stepper.forward_backward(self._micro_batches)
+            marks.append(self.clock.mark())
+        else:
+            loss = self._forward_backward(marks)
+        self._stepper.step()
+        self._losses[number : number + 1].copy_(loss.float().reshape(1), non_blocking=True)
+        marks.append(self.clock.mark())
+        self._pending.append((number, marks))
+
+    def _forward_backward(self, marks: list[Any]) -> Tensor:
+        """The mean loss; marks what each pass of each micro batch takes."""
+        losses: list[Tensor] = []
+        for left in reversed(range(len(self._micro_batches))):
+            loss = self._stepper.forward(self._micro_batches[-1 - left], left == 0)
+            marks.append(self.clock.mark())
+            self._stepper.backward(loss, left == 0)
+            marks.append(self.clock.mark())
+            losses.append(loss.detach())
+            del loss
+        return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
+
+    def drain(self, keep: int, written: Callable[[Step], None] | None) -> None:
+        """Reads the steps that are over, all but the newest `keep`."""
+        while len(self._pending) > keep:
+            number, marks = self._pending.popleft()
+            if self._device.type == "cuda":
+                marks[-1].synchronize()
+            if written is not None:
+                written(self._read(number, marks))
+
+    def _read(self, number: int, marks: list[Any]) -> Step:
+        seconds = self.clock.seconds
+        spans = [seconds(a, b) for a, b in pairwise(marks)]
+        phases = None if self._stepper.pipelined else (sum(spans[:-1:2]), sum(spans[1:-1:2]))
+        return Step(
+            step=number,
+            phase="warmup" if number < self._trial.warmup_steps else "timed",
+            step_s=seconds(marks[0], marks[-1]),
+            forward_s=phases and phases[0],
+            backward_s=phases and phases[1],
+            optimizer_s=spans[-1],
+            loss=float(self._losses[number]),
+        )
+
+    def losses(self) -> list[float]:
+        return [float(loss) for loss in self._losses]
+
+
+def measure(
+    trial: Trial,
+    stepper: Stepper,
+    micro_batches: list[Tensor],
+    device: torch.device,
+    directory: Path,
+    base_bytes: int,
+) -> RankReport:
+    """Runs the protocol; rank 0 writes the steps as they end. base_bytes: resident before the engine was built."""
+    rank = dist.get_rank()
+    run = Run(trial, stepper, micro_batches, device)
+    memory, energy = Memory(device, base_bytes), Energy(device)
+    total = trial.warmup_steps + trial.steps
+    synchronise = run.clock.synchronise
+    started = 0.0
+    with _step_log(directory / STEPS_FILE if rank == 0 else None) as written:
+        for number in range(total):
+            if number == trial.warmup_steps:
+                run.drain(0, written)
+                synchronise()
+                dist.barrier()
+                synchronise()
+                energy.start()
+                started = time.perf_counter()
+            run.step(number)
+            run.drain(LAG_STEPS, written)
+        synchronise()
+        seconds = time.perf_counter() - started
+        joules = energy.stop()
+        run.drain(0, written)
+    peak_allocated, peak_reserved = memory.peaks()
+    return RankReport(
+        rank=rank,
+        outcome="ok",
+        seconds=seconds,
+        steps=trial.steps,
+        peak_allocated_bytes=peak_allocated,
+        peak_reserved_bytes=peak_reserved,
+        device_memory_bytes=memory.total_bytes,
+        energy_j=joules,
+        losses=run.losses(),
+        parameters=stepper.parameters[0],
+        trainable_parameters=stepper.parameters[1],
+        optimizer=stepper.optimizer,
+    )
+
+
+@contextlib.contextmanager
+def _step_log(path: Path | None) -> Iterator[Callable[[Step], None] | None]:
+    """What writes a step as a line, unbuffered; None without a path."""
+    if path is None:
+        yield None
+        return
+    with path.open("wb", buffering=0) as file:
+
+        def write(step: Step) -> None:
+            file.write(msgspec.json.encode(step) + b"\n")
+
+        yield write

@@ -1,0 +1,229 @@
+"""The model of a trial: a transformers decoder of the cell's shape, its methods built in, its weights random.
+
+Weights are drawn on the device they live on, parameter by parameter, from a seed and the parameter's name: nothing
+passes through one process's memory, and every engine starts from the same weights. Normal with a standard deviation of
+0.02, not constants: zeros make a GPU's matrix products measurably faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell
+from training_probe.protocol import Trial, Unsupported
+from training_probe.worker import scopes
+
+STD = 0.02
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def build(trial: Trial) -> nn.Module:
+    """The model without parameters in memory (meta device), gradient checkpointing and attention set."""
+    with torch.device("meta"):
+        model = construct(trial)
+    decoder(model)
+    if lost := [name for name, _ in model.named_buffers() if "rotary_emb." not in name]:
+        raise Unsupported(f"only the buffers of a rotary embedding can be made anew, and this model has {lost[0]}")
+    return model
+
+
+def construct(trial: Trial) -> nn.Module:
+    """The model on whatever device torch puts new tensors now, in bf16."""
+    cell = trial.cell
+    config = _config(trial)
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=_attention(trial))
+    model.train()
+    if cell.letters.recompute == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def vocab_size(trial: Trial) -> int:
+    """How many token ids there are."""
+    return int(_config(trial).get_text_config().vocab_size)
+
+
+def _config(trial: Trial) -> Any:
+    if trial.model_dir is not None:
+        return AutoConfig.from_pretrained(trial.model_dir, local_files_only=True)
+    spec = trial.spec
+    assert spec is not None
+    shape = {
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.intermediate,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_position,
+        "tie_word_embeddings": spec.tied,
+    }
+    if spec.experts == 1:
+        return LlamaConfig(**shape)
+    return MixtralConfig(**shape, num_local_experts=spec.experts, num_experts_per_tok=spec.active_experts)
+
+
+def _attention(trial: Trial) -> str:
+    """The name that transformers knows the cell's attention by."""
+    usual = "eager" if trial.cell.attention == "eager" else "sdpa"
+    selective = trial.cell.letters.recompute == "selective"
+    named = trial.profile and usual == "eager"
+    if not (selective or named):
+        return usual
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    attention = ALL_ATTENTION_FUNCTIONS[usual] if usual == "sdpa" else eager_attention_forward
+    if named:
+        attention = scopes.eager(attention)
+    if selective:
+        attention = _recomputed(attention)
+    name = f"own_{usual}"
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
+    return name
+
+
+def _recomputed(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(module: nn.Module, *tensors: Any, **settings: Any) -> Any:
+        return checkpoint(inner, module, *tensors, use_reentrant=False, **settings)
+
+    return attention
+
+
+@contextlib.contextmanager
+def attention_kernel(cell: Cell) -> Iterator[None]:
+    """Within it, SDPA is the kernel that the cell asks for, or fails; also in a recomputation."""
+    if cell.attention == "eager":
+        yield
+        return
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION if cell.attention == "flash" else SDPBackend.MATH):
+        yield
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def draw(name: str, shape: torch.Size, seed: int, device: torch.device | str) -> Tensor:
+    """The bf16 weights of that parameter: ones for a norm's, zeros for a bias and the second matrix of a LoRA, else
+    normal."""
+    if name.endswith(".bias") or ".lora_B." in name:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16, device=device)
+    own = name.removeprefix("base_model.").removeprefix("model.").replace(".base_layer.", ".")
+    generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(own.encode()))
+    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, STD, generator=generator)
+
+
+def materialise(model: nn.Module, seed: int, device: torch.device, *, four_bit: bool = False) -> None:
+    """Gives a model that was built on the meta device its weights, a module at a time; with `four_bit` the linear
+    layers of the decoder in NF4 with double quantization."""
+    for path, module in list(model.named_modules()):
+        if four_bit and isinstance(module, nn.Linear) and path.rpartition(".")[2] != "lm_head":
+            parent = model.get_submodule(path.rpartition(".")[0])
+            setattr(parent, path.rpartition(".")[2], _quantized(module, f"{path}.weight", seed, device))
+            continue
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            weights = draw(f"{path}.{key}", parameter.shape, seed, device)
+            setattr(module, key, nn.Parameter(weights, requires_grad=parameter.requires_grad))
+    model.tie_weights()
+    restore_buffers(model, device)
+    if four_bit:
+        model.is_loaded_in_4bit = True  # or PEFT takes the layers for plain ones
+
+
+def restore_buffers(model: nn.Module, device: torch.device) -> None:
+    """The only buffers are the rotary frequencies, which were lost on the meta device."""
+    body = decoder(model)
+    body.rotary_emb = type(body.rotary_emb)(config=body.rotary_emb.config).to(device)
+
+
+def decoder(model: nn.Module) -> Any:
+    """The part that has the layers and the rotary embedding, however deep engines and adapters have put it. Raises
+    Unsupported."""
+    found = next((module for module in model.modules() if hasattr(module, "rotary_emb")), None)
+    if found is None:
+        raise Unsupported(f"{type(model).__name__} has no rotary embedding; only decoders like Llama are built here")
+    return found
+
+
+def _quantized(linear: nn.Linear, name: str, seed: int, device: torch.device) -> nn.Module:
+    import bitsandbytes as bnb
+
+    # bf16 as storage lets ZeRO 3 and others move the packed bytes like any weights
+    layer = bnb.nn.Linear4bit(
+        linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16,
+        compress_statistics=True, quant_type="nf4", quant_storage=torch.bfloat16, device="meta",
+    )  # fmt: skip
+    weights = draw(name, linear.weight.shape, seed, device)
+    layer.weight = bnb.nn.Params4bit(
+        weights,
+        requires_grad=False,
+        compress_statistics=True,
+        quant_type="nf4",
+        quant_storage=torch.bfloat16,
+        module=layer,
+    )
+    return layer.to(device)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def adapt(model: nn.Module, trial: Trial) -> nn.Module:
+    """What trains: everything; with Q all that is not quantized; else adapters over a frozen model (PEFT). In a run
+    that is traced its parts have names."""
+    adapted = _adapted(model, trial.cell, trial.seed)
+    if trial.profile:
+        scopes.name_parts(adapted)
+    return adapted
+
+
+def _adapted(model: nn.Module, cell: Cell, seed: int) -> nn.Module:
+    method = cell.letters
+    if method.adapter is None:
+        return model
+    import peft
+
+    if method.adapter == "PT":
+        settings: Any = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=PROMPT_TOKENS)
+    else:
+        settings = peft.LoraConfig(
+            r=LORA_RANK,
+            lora_alpha=16,
+            lora_dropout=0.0,
+            bias="none",
+            target_modules=list(LORA_TARGETS),
+            task_type="CAUSAL_LM",
+        )
+    adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=False).to(torch.bfloat16)
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad and not parameter.is_meta:
+            parameter.data = draw(name, parameter.shape, seed, parameter.device)
+    return adapted
+
+
+def count(model: nn.Module) -> tuple[int, int]:
+    """Parameters of the whole model, and those of them that train. ZeRO 3 keeps the whole size in ds_numel; a 4-bit
+    weight counts what it stands for."""
+
+    def size(parameter: Any) -> int:
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            return int(state.shape.numel())
+        return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+    parameters = list(model.parameters())
+    return sum(map(size, parameters)), sum(size(p) for p in parameters if p.requires_grad)

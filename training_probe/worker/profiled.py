@@ -1,0 +1,76 @@
+"""A few steps under torch's profiler, after as many without it: where the time of a step goes, and what looking costs.
+
+Here the trace is recorded; what it means, `training_probe.breakdown.attribution` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from training_probe.protocol import PHASE, PROFILE_FILE, TRACE_FILE, Profile, RankReport, Trial, write_atomically
+from training_probe.worker.engines import Stepper
+
+
+def record(
+    trial: Trial, stepper: Stepper, micro_batches: list[Tensor], device: torch.device, directory: Path
+) -> RankReport:
+    """Warms up, times `steps` steps bare, then traces as many. Only rank 0 is traced; the others just train."""
+
+    def synchronise() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def timed(steps: int) -> float:
+        synchronise()
+        dist.barrier()
+        synchronise()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            _step(stepper, micro_batches)
+        synchronise()
+        return (time.perf_counter() - begun) / steps
+
+    rank = dist.get_rank()
+    timed(max(1, trial.warmup_steps))
+    bare_step_s = timed(trial.steps)
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    # the profiler's own start costs its first step, which is thrown away
+    tracing = profile(activities=kinds, schedule=schedule(wait=0, warmup=1, active=1, repeat=1), acc_events=True)
+    with tracing if rank == 0 else contextlib.nullcontext():
+        timed(1)
+        if rank == 0:
+            tracing.step()
+        traced_step_s = timed(trial.steps)
+    if rank == 0:
+        tracing.export_chrome_trace(str(directory / TRACE_FILE))
+        write_atomically(
+            directory / PROFILE_FILE,
+            Profile(steps=trial.steps, bare_step_s=bare_step_s, traced_step_s=traced_step_s),
+        )
+    return RankReport(
+        rank=rank,
+        outcome="ok",
+        seconds=bare_step_s * trial.steps,
+        steps=trial.steps,
+        optimizer=stepper.optimizer,
+        parameters=stepper.parameters[0],
+        trainable_parameters=stepper.parameters[1],
+    )
+
+
+def _step(stepper: Stepper, micro_batches: list[Tensor]) -> None:
+    for left in reversed(range(len(micro_batches))):
+        with record_function(PHASE + "forward"):
+            loss = stepper.forward(micro_batches[-1 - left], left == 0)
+        with record_function(PHASE + "backward"):
+            stepper.backward(loss, left == 0)
+        del loss
+    with record_function(PHASE + "optimizer"):
+        stepper.step()
