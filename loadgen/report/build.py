@@ -86,7 +86,7 @@ def build(
         "client": _client(facts),
         "ceiling": _ceiling(manifest, measured, facts),
         "emulation": manifest.emulation,
-        "launch": manifest.launch,
+        "launch": msgspec.to_builtins(manifest.launch),
         "server": msgspec.to_builtins(seen.server) if seen is not None else None,
         "gpus": _gpus(seen, output),
         "errors": _errors(measured),

@@ -76,7 +76,7 @@ def min_samples(thousandths: int) -> int:
 
 
 def _server_ended(manifest: Manifest) -> Iterator[Finding]:
-    ended = (manifest.launch or {}).get("ended")
+    ended = manifest.launch.ended if manifest.launch is not None else None
     if ended:
         yield Finding(
             code="SERVER_ENDED",

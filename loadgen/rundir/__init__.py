@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from backends.untrusted import UNDECODABLE
+from loadgen.rundir.launch_facts import LaunchFacts
 
 MANIFEST_SCHEMA = "loadgen.manifest/1"
 SNAPSHOT_SCHEMA = "llm_dissect.snapshot/1"
@@ -64,7 +65,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     machine: Machine
     ceiling: Ceiling | None = None
     emulation: dict[str, Any] | None = None  # modelled hardware: scheduler, GPU, KV cache, how far off it was elsewhere
-    launch: dict[str, Any] | None = None  # the server that was started for the run: command, image, GPUs, P2P, ...
+    launch: LaunchFacts | None = None  # the server that was started for the run
 
 
 class Sample(msgspec.Struct, frozen=True):

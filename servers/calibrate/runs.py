@@ -236,7 +236,7 @@ def _directory(path: Path) -> tuple[dict[str, Any], list[Floats]]:
     table = table.select(table.ok & (table.output_tokens > 0))
     if not len(table):
         raise ObservationError(f"{path} holds no complete reply.")
-    launch = manifest.launch or {}
+    launch: dict[str, Any] = msgspec.to_builtins(manifest.launch) or {}
     cards = launch.get("gpus") or []
     facts: dict[str, Any] = {
         "scheduler": _scheduler(path, manifest.backend, launch.get("version") or manifest.server_version),

@@ -21,6 +21,7 @@ from loadgen.report import text as texts
 from loadgen.report.build import ReportError
 from loadgen.report.metrics import CONVENTIONS, METRICS, STATISTICS, Sample
 from loadgen.rundir import records
+from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.rundir.records import table
 from tests.loadgen.report.test_metrics import HAND, WARMUP
 from tests.loadgen.tables import facts, failure, manifest, request, write_run
@@ -482,14 +483,19 @@ def test_a_table_of_all_phases_is_not_needed() -> None:
 LAUNCH = {
     "launch": "docker", "command": "docker run --rm image --model m", "image": "repo/vllm:v1", "version": "1.0.0",
     "image_digest": "repo/vllm@sha256:0a", "tensor_parallel": 2, "dtype": "float16", "driver": "580.1",
+    "model": "m", "max_model_len": 4096, "max_running": 1024, "memory_ratio": 0.9, "notes": [],
     "gpus": [{"index": n, "name": "NVIDIA <H200>", "memory_bytes": 1 << 37} for n in range(2)],
     "p2p": {"enabled": False, "reason": "GPU 0 and 1: not supported", "matrix": [["self", "no"], ["no", "self"]]},
     "kv_cache_tokens": 123456, "ready_s": 61.2,
 }  # fmt: skip
 
 
+def launched(**changes: object) -> LaunchFacts:
+    return msgspec.convert({**LAUNCH, **changes}, LaunchFacts)
+
+
 def test_what_was_started_is_said() -> None:
-    built = build.build(manifest(launch=LAUNCH), table(HAND), [facts()])
+    built = build.build(manifest(launch=launched()), table(HAND), [facts()])
     assert built["launch"] == LAUNCH
     said = (
         "Started: Docker image repo/vllm@sha256:0a, tensor parallel 2 on 2 x NVIDIA <H200> (driver 580.1), float16; "
@@ -498,7 +504,7 @@ def test_what_was_started_is_said() -> None:
     assert said in texts.render(built)
     page = texts.markdown(built)
     assert "NVIDIA &lt;H200&gt;" in page and "\n      docker run --rm image --model m\n" in page
-    alone = {**LAUNCH, "image": None, "image_digest": None, "gpus": [], "kv_cache_tokens": None}
+    alone = launched(image=None, image_digest=None, gpus=[], kv_cache_tokens=None)
     shown = texts.render(build.build(manifest(launch=alone), table(HAND), [facts()]))
     assert "Started: a process (version 1.0.0), tensor parallel 2 without a GPU, float16; ready after" in shown
     assert "Started" not in texts.render(hand_report())
@@ -506,7 +512,7 @@ def test_what_was_started_is_said() -> None:
 
 def test_a_server_that_died_makes_the_run_invalid() -> None:
     ended = "vllm was killed by signal 9; read the end of its log."
-    built = build.build(manifest(launch={**LAUNCH, "ended": ended}), table(HAND), [facts()])
+    built = build.build(manifest(launch=launched(ended=ended)), table(HAND), [facts()])
     found = built["verdict"]["findings"][0]
     assert (found["code"], found["severity"]) == ("SERVER_ENDED", "invalid") and ended in found["message"]
 
