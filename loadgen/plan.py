@@ -213,8 +213,8 @@ def _check_drawn(config: Config, backend: Backend) -> None:
 
 
 def most_requests(config: Config, backend: Backend) -> int | None:
-    """Requests at the most: --requests, or as many prompts as the dataset has beside the warm-up's. None: only time ends the
-    run. Raises ConfigError or WorkloadError."""
+    """Requests at the most: --requests, or as many prompts as the dataset has beside the warm-up's. None: only time ends
+    the run. Raises ConfigError or WorkloadError."""
     if config.dataset is None:
         return DEFAULT_REQUESTS if config.requests is None and config.duration is None else config.requests
     available = len(Dataset(config.dataset, config.output_tokens, backend.prompt_kind, config.warmup))
