@@ -213,7 +213,7 @@ def _check_drawn(config: Config, backend: Backend) -> None:
 
 
 def most_requests(config: Config, backend: Backend) -> int | None:
-    """Requests at the most: --requests, or as many prompts as the dataset has beside the warm-up's. None: only time ends
+    """Requests at the most: --requests, or as many prompts as the dataset has beside the warm-up's. None: time ends
     the run. Raises ConfigError or WorkloadError."""
     if config.dataset is None:
         return DEFAULT_REQUESTS if config.requests is None and config.duration is None else config.requests
