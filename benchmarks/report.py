@@ -1,18 +1,17 @@
-"""One client in one round as a row of numbers, and benchmarks/client_overhead.md made of many."""
+"""One client in one round as a row of numbers; many rows become benchmarks/client_overhead.md and .json."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-import os
-import platform
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import raw
 from clients import CLIENTS, Shape
 
 NAN = float("nan")
@@ -193,13 +192,24 @@ def _ceiling(steps: Sequence[tuple[Shape, Row]], lag_limit_ms: float, on_pace: f
     )
 
 
-def _machine() -> str:
-    facts = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in facts if "model name" in line), platform.machine())
-    return (
-        f"{time.strftime('%Y-%m-%d', time.gmtime())}, {os.cpu_count()} cores ({model}), Linux {platform.release()}, "
-        f"Python {sys.version.split()[0]}"
-    )
+def _json(row: Row | str) -> dict[str, float | None] | str:
+    if isinstance(row, str):
+        return row
+    return {name: None if math.isnan(value) else value for name, value in dataclasses.asdict(row).items()}
+
+
+def _raw(
+    rounds: Mapping[str, Sequence[Rows]], shapes: Mapping[str, Shape], ceiling: Sequence[tuple[Shape, Row]]
+) -> dict[str, Any]:
+    """Every client in every round, and every step of the ceiling. null: not measured or not reported."""
+    return {
+        "machine": raw.machine(),
+        "command": raw.command(),
+        "shapes": {name: dataclasses.asdict(shape) for name, shape in shapes.items() if name in rounds},
+        "rounds": {name: [{client: _json(row) for client, row in rows.items()} for rows in each]
+                   for name, each in rounds.items()},
+        "ceiling": [{"shape": dataclasses.asdict(shape), "row": _json(row)} for shape, row in ceiling],
+    }  # fmt: skip
 
 
 def write_report(
@@ -209,10 +219,10 @@ def write_report(
     ceiling: Sequence[tuple[Shape, Row]],
     lag_limit_ms: float,
     on_pace: float,
-    command: str,
 ) -> None:
-    parts = [PREAMBLE, f"Measured {_machine()}, by `{command}`.\n"]
-    parts += [_section(name, shapes[name], found) for name, found in rounds.items() if name in shapes]
+    """Writes the tables to `path` and the rows behind them to a JSON file beside it."""
+    parts = [PREAMBLE, f"Measured {raw.machine()}, by `{raw.command()}`. Raw results: {path.stem}.json.\n"]
+    parts += [_section(name, shapes[name], each) for name, each in rounds.items() if name not in ("paced", "poisson")]
     if "paced" in rounds:
         parts.append(
             "## Keeping to a schedule: 50 requests/s, 500 requests\n\nConstant gaps, so the due times are a grid, "
@@ -223,3 +233,4 @@ def write_report(
     if ceiling:
         parts.append(_ceiling(ceiling, lag_limit_ms, on_pace))
     path.write_text("\n".join(parts))
+    path.with_suffix(".json").write_text(json.dumps(_raw(rounds, shapes, ceiling), indent=1) + "\n")

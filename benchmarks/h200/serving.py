@@ -29,7 +29,7 @@ from servers.simulator.build import profiles, read_profile
 Floats = npt.NDArray[np.float64]
 HERE = Path(__file__).parent / "serving"
 SCHEDULER = "vllm@v1"
-SAID = {"gpu": "h200", "kv_tokens": 230032}  # of the server that the runs by --url were attached to
+ATTACHED = {"gpu": "h200", "kv_tokens": 230032}  # the server of the --url runs; their manifests hold neither
 RUNS = (
     "7b_burst_o64", "7b_burst_o256", "7b_burst_o512", "7b_poisson16_o128", "7b_poisson32_o128", "7b_poisson40_o128",
     "13b_burst_o64", "13b_burst_o256", "13b_burst_o512",
@@ -95,13 +95,12 @@ def table_of_runs() -> None:
         metrics, gpus = report["metrics"], report["gpus"]
         preempted = report["server"]["preemptions"]
         counted = "" if preempted is None else preempted  # LightLLM does not count them
-        power_w = gpus["energy_j"] / report["duration_s"]  # older reports have the mean of power samples
         seconds = [metrics[key][at] / 1e3 for key, at in (("ttft_ms", "p50"), ("e2el_ms", "p50"), ("e2el_ms", "p99"))]
         print(
             f"| {name} | {report['requests']['ok']} | {report['duration_s']:.2f} "
             f"| {report['throughput']['output_tokens_per_s']:.0f} | {seconds[0]:.3f} | {metrics['tpot_ms']['p50']:.1f} "
             f"| {seconds[1]:.2f} | {seconds[2]:.2f} | {gpus['memory_peak_bytes'] / 2**30:.1f} "
-            f"| {power_w:.0f} | {gpus['j_per_output_token']:.3f} | {counted} |"
+            f"| {gpus['power_mean_w']:.0f} | {gpus['j_per_output_token']:.3f} | {counted} |"
         )
 
 
@@ -111,7 +110,7 @@ def table_of_clients() -> None:
     ttft, e2el = (np.array(bench[key]) * 1e3 for key in ("ttfts", "e2els"))
     (length,) = bench["output_lens"]
     theirs = {"ttft": ttft, "tpot": (e2el - ttft) / (length - 1), "e2el": e2el}
-    ours = [read(HERE / name, SAID) for name in SAME_SERVER]
+    ours = [read(HERE / name, ATTACHED) for name in SAME_SERVER]
     rows = {"output tok/s": [*(tokens_per_s(run) for run in ours), bench["output_throughput"]]}
     for name, values in theirs.items():
         for percent in (math.nan, 50, 90, 95, 99):
@@ -140,7 +139,7 @@ def table_of_predictions(runs: dict[str, Observed]) -> None:
 
 
 def main() -> None:
-    runs = {name: read(HERE / name, SAID) for name in RUNS}
+    runs = {name: read(HERE / name, ATTACHED) for name in RUNS}
     split = {name: read(HERE / name, {"gpu": "h200"}) for name in SPLIT}
     lightllm = {labelled(name): read(HERE / name, {"gpu": "h200"}) for name in LIGHTLLM}
     bursts = {labelled(name): run for name, run in runs.items() if "burst" in name}
