@@ -1,6 +1,7 @@
 """What load-generating clients cost and how true their numbers are, measured side by side on this machine.
 
     python benchmarks/client_overhead.py [--quick] [--tools loadgen,floor,vllm] [--rounds 3] [--out FILE]
+        [--before CHECKOUT]
 
 The embedded server runs on one core and stamps every event as it sends it; each client in turn runs on another core and
 is watched from outside. Clients take turns within a round, because the level of a shared machine drifts between rounds:
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from clients import CLIENTS, FLOOR, ROOT, Client, Floats, Reported, Shape, Work
+from clients import CLIENTS, FLOOR, ROOT, Client, Floats, Reported, Shape, Work, before
 from numpy.typing import NDArray
 from report import NAN, Row, write_report
 from watch import Watched, watch
@@ -286,6 +287,7 @@ def main() -> None:
     parser.add_argument("--tools", default="", help=f"comma-separated, of: {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/client_overhead.md")
+    parser.add_argument("--before", type=Path, help="a checkout whose loadgen takes turns with this one's, as `before`")
     options = parser.parse_args()
     tools = options.tools.split(",") if options.tools else (["floor", "loadgen"] if options.quick else names)
     if unknown := set(tools) - set(names):
@@ -293,12 +295,13 @@ def main() -> None:
 
     bench = prepare()
     chosen = [client for client in CLIENTS if client.name in tools]
+    chosen += [] if options.before is None else [before(options.before)]
     missing = {
         client.name: "not installed (benchmarks/peers.sh says why)" for client in chosen if not client.needs.exists()
     }
     there = [client for client in chosen if client.name not in missing]
     ours = [client for client in there if client.name in OURS]
-    leanest = [client for client in there if client.name in ("floor", "loadgen", "loadgen-kernel")]
+    leanest = [client for client in there if client.name in ("floor", "loadgen", "loadgen-kernel", "before")]
     many = [client for client in there if client in leanest or client.name in ("sglang", "vllm")]
     rounds: dict[str, list[dict[str, Row | str]]] = {}
     plan: list[tuple[str, Shape, Sequence[Client]]]
