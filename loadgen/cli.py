@@ -14,20 +14,18 @@ import tomllib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, Parameter
 from cyclopts.config import Toml
 
-from loadgen import rundir, terminal
-from loadgen.config import Config, ConfigError
-from loadgen.option_types import Whole
+from loadgen import exit_codes, rundir, terminal
+from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions
+from loadgen.option_types import Whole, names, offers
 from loadgen.terminal import say, say_error
 
 if TYPE_CHECKING:
     from loadgen.breakdown.tables import Breakdown
-
-EXIT_OK, EXIT_CONFIG, EXIT_BACKEND, EXIT_INVALID, EXIT_STOPPED = 0, 2, 3, 4, 130
 
 ConventionName = Literal["loadgen", "vllm", "guidellm", "aiperf", "mlperf"]
 
@@ -51,16 +49,16 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     directory = config.out or Path("runs") / run_id
     if config.dry_run:
         print(dry_run(config, directory, run_id))
-        return EXIT_OK
+        return exit_codes.OK
     new = rundir.create(directory)
     progress = ProgressLine()
     try:
         run_loop(Run(config, directory, run_id, say).measure(progress))
     except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
-        return _backend_failed(error)
+        return backend_failed(error)
     except Stopped as error:
         say_error("loadgen", error)
-        return EXIT_STOPPED
+        return exit_codes.STOPPED
     finally:
         progress.end()
         if new:
@@ -68,90 +66,15 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     return report_one(directory, "loadgen")
 
 
-def _backend_failed(error: Exception) -> int:
-    """Says why, after the end of the server's log where there is one."""
+def backend_failed(error: Exception) -> int:
+    """Says why, after the end of the server's log where there is one; the exit code."""
     from backends.launch import LaunchError
     from loadgen.server.managed import quoted
 
     if isinstance(error, LaunchError) and error.log:
         say(quoted(error.log))
     say_error("loadgen", error)
-    return EXIT_BACKEND
-
-
-def breakdown(
-    config: Annotated[Config | None, Parameter(name="*")] = None,
-    *,
-    steps: Annotated[Whole, Parameter(help="How many decode steps to profile.")] = 20,
-    preset: Annotated[
-        Literal["paper-table10"] | None,
-        Parameter(
-            help="Tables X and XI of arXiv 2311.03687 beside; with no server named, its setting on modelled GPUs."
-        ),
-    ] = None,
-) -> int:
-    """Say where the time of a decode step goes: by kind of work and by part of the model.
-
-    Takes the options of `run`. With --launch process or docker it starts the server with its profiler, keeps
-    --concurrency requests in decode (default 64), profiles some steps and reads the trace, which opens in Perfetto.
-    With --gpu it prints the terms of the cost model that the embedded server runs on, marked as emulated.
-    """
-    from backends.launch import LaunchError
-    from loadgen.breakdown import measure
-    from loadgen.probe import ServerError
-    from loadgen.run import Stopped
-    from loadgen.target import TransportError
-    from loadgen.trace import TraceError
-
-    config = config or Config()
-    if steps < 2:
-        raise ConfigError(f"--steps is {steps}; it must be at least 2, since the first is left out.")
-    run_id = rundir.new_run_id()
-    directory = config.out or Path("runs") / run_id
-    if config.dry_run:
-        print(measure.dry_run(measure.load(config), directory, run_id))
-        return EXIT_OK
-    new = rundir.create(directory)
-    try:
-        found = _find_breakdown(config, steps, preset, directory, run_id)
-    except (ServerError, TransportError, LaunchError) as error:
-        return _backend_failed(error)
-    except TraceError as error:
-        say_error("loadgen", error)
-        return EXIT_INVALID
-    except Stopped as error:
-        say_error("loadgen", error)
-        return EXIT_STOPPED
-    finally:
-        if new:
-            rundir.remove_if_empty(directory)
-    return _shown(directory, found)
-
-
-def _shown(directory: Path, found: Breakdown) -> int:
-    from loadgen.breakdown import tables
-
-    plain = tables.write(directory, found)
-    say(tables.render(found))
-    say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    sys.stdout.write(json.dumps(plain) + "\n")
-    sys.stdout.flush()
-    return EXIT_OK
-
-
-def _find_breakdown(config: Config, steps: int, preset: str | None, directory: Path, run_id: str) -> Breakdown:
-    """Of a server that is started; of the embedded one, from whoever models it."""
-    from loadgen.breakdown import measure, tables
-    from loadgen.event_loop import run_loop
-
-    if config.where == "embedded":
-        entries = list(entry_points(group="llm_dissect.breakdowns", name="embedded"))
-        if not entries:
-            raise ConfigError("nothing that models a server is installed; give --launch process or --launch docker.")
-        found: Breakdown = entries[0].load()(config, preset, directory, run_id)
-    else:
-        found = run_loop(measure.measure(measure.load(config), steps, directory, run_id, say))
-    return found if preset is None else tables.beside_paper(found)
+    return exit_codes.FAILED
 
 
 def report(
@@ -174,7 +97,7 @@ def report(
 
         if convention != "loadgen":
             raise ConfigError("a breakdown has no latencies that another --convention would define; leave it out.")
-        return _shown(directories[0], measure.again(directories[0]))
+        return show_breakdown(directories[0], measure.again(directories[0]))
     if len(directories) == 1:
         return report_one(directories[0], convention)
     from loadgen.report import build as reports
@@ -185,7 +108,19 @@ def report(
     for result in reports.overlay(directories, out, convention):
         say(text.render(result) + "\n")
     say(f"wrote {out}")
-    return EXIT_OK
+    return exit_codes.OK
+
+
+def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
+    """Writes its files and prints it; the exit code."""
+    from loadgen.breakdown import tables
+
+    plain = tables.write(directory, breakdown)
+    say(tables.render(breakdown))
+    say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
+    sys.stdout.write(json.dumps(plain) + "\n")
+    sys.stdout.flush()
+    return exit_codes.OK
 
 
 def report_one(directory: Path, convention: ConventionName) -> int:
@@ -200,7 +135,7 @@ def report_one(directory: Path, convention: ConventionName) -> int:
     say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     sys.stdout.write(json.dumps(result) + "\n")  # ASCII: what a server sent must not reach a terminal as it is
     sys.stdout.flush()
-    return EXIT_OK if result["verdict"]["valid"] else EXIT_INVALID
+    return exit_codes.OK if result["verdict"]["valid"] else exit_codes.INVALID
 
 
 def compare(
@@ -212,10 +147,26 @@ def compare(
     from loadgen.report import compare as comparison
 
     print(comparison.render(comparison.compare(a, b)))
-    return EXIT_OK
+    return exit_codes.OK
 
 
-def doctor(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
+@offers(
+    *names(ServerOptions), "requests", "input_tokens", "output_tokens", "concurrency", "dataset",
+    *names(PlacementOptions), "dummy_weights", "image", "server_python",
+)  # fmt: skip
+class DoctorOptions(Config):
+    """Of `run`, what decides on what the run needs of this machine."""
+
+
+@offers(
+    "backend", "model", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency", "warmup",
+    "dataset", "seed", *names(PlacementOptions), "dummy_weights", "image", "server_arg", "port",
+)  # fmt: skip
+class ComposeOptions(Config):
+    """Of `run`, what goes into the command of a server in Docker."""
+
+
+def doctor(config: Annotated[DoctorOptions | None, Parameter(name="*")] = None) -> int:
     """Check what a run with these options needs of this machine, and say what to do about the rest.
 
     Nothing is started. `ok`: as it must be; `!`: it will work, but perhaps not as well; `!!`: it will not work, and the
@@ -225,10 +176,10 @@ def doctor(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
 
     checks = examine(config or Config())
     print(render(checks))
-    return EXIT_BACKEND if any(check.state == "problem" for check in checks) else EXIT_OK
+    return exit_codes.FAILED if any(check.state == "problem" for check in checks) else exit_codes.OK
 
 
-def compose(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
+def compose(config: Annotated[ComposeOptions | None, Parameter(name="*")] = None) -> int:
     """Print a Docker Compose file for the server that `run` would start with these options; needs no GPU.
 
     It publishes the server on 127.0.0.1:8000, or another --port; measure it there with `loadgen run --url`.
@@ -236,7 +187,7 @@ def compose(config: Annotated[Config | None, Parameter(name="*")] = None) -> int
     from loadgen.server.compose import compose as compose_file
 
     print(compose_file(config or Config()), end="")
-    return EXIT_OK
+    return exit_codes.OK
 
 
 def export(
@@ -267,7 +218,7 @@ def export(
     with serve(exporter, host, port) as server:
         say(f"metrics of the runs in {runs_directory}/: http://{address(host, server.server_port)}/metrics")
         server.serve_forever()
-    return EXIT_OK
+    return exit_codes.OK
 
 
 def list_backends() -> int:
@@ -275,7 +226,7 @@ def list_backends() -> int:
     from loadgen.doctor.examine import backends_table
 
     print(backends_table())
-    return EXIT_OK
+    return exit_codes.OK
 
 
 def clean() -> int:
@@ -284,10 +235,11 @@ def clean() -> int:
 
     removed = docker.clean(say)
     print(f"removed {removed} container{'' if removed == 1 else 's'}")
-    return EXIT_OK
+    return exit_codes.OK
 
 
-def build_app() -> App:
+def build_app(*, described: bool = False) -> App:
+    """`described`: with the help of other packages' commands, which takes their imports."""
     app = App(
         name="loadgen",
         help="Measures how fast a large language model is served, and says whether the numbers can be trusted.",
@@ -295,7 +247,6 @@ def build_app() -> App:
         result_action="return_value",
     )
     app.command(run)
-    app.command(breakdown)
     app.command(report)
     app.command(compare)
     app.command(doctor)
@@ -304,7 +255,7 @@ def build_app() -> App:
     app.command(list_backends, name="backends")
     app.command(clean)
     for entry in entry_points(group="llm_dissect.commands"):
-        app.command(entry.value, name=entry.name)
+        app.command(entry.load() if described else entry.value, name=entry.name)
     return app
 
 
@@ -331,47 +282,33 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
     return rest, files
 
 
-def _user_errors() -> tuple[type[Exception], ...]:
-    """Mistakes that end with exit code 2: imported late, since most commands never meet them."""
+def _exit_code_of(error: Exception) -> int | None:
+    """Of a mistake of the user, or of Docker and models that cannot be used; None: of a defect. Imported late, since
+    most commands never fail."""
     from backends import UnknownBackend
+    from backends.launch import LaunchError
     from loadgen.load.prompts import WorkloadError
     from loadgen.report.build import ReportError
     from loadgen.rundir.records import RecordsError
     from loadgen.trace import TraceError
 
-    return (ConfigError, rundir.RunError, UnknownBackend, RecordsError, ReportError, TraceError, WorkloadError)
+    mistakes = (ConfigError, rundir.RunError, UnknownBackend, RecordsError, ReportError, TraceError, WorkloadError)
+    if isinstance(error, mistakes):
+        return exit_codes.BAD_OPTIONS
+    return exit_codes.FAILED if isinstance(error, LaunchError) else None
 
 
 def invoke(tokens: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
-    from backends.launch import LaunchError
 
-    try:
+    def command() -> object:
         rest, files = _config_files(list(tokens))
-        app = build_app()
+        app = build_app(described=rest[:1] in ([], ["--help"], ["-h"]))
         if files:
             app[rest[0]].config = files
-        result: Any = app(rest, exit_on_error=False, print_error=False)
-    except CycloptsError as error:
-        cause = error.__cause__
-        say_error("loadgen", cause if isinstance(cause, ConfigError) else error)
-        return EXIT_CONFIG
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # a full disk, a file that may not be read
-        say_error("loadgen", f"{error.filename or 'input or output'}: {error.strerror or error}")
-        return EXIT_CONFIG
-    except Exception as error:
-        if isinstance(error, _user_errors()):
-            say_error("loadgen", error)
-            return EXIT_CONFIG
-        if isinstance(error, LaunchError):  # Docker that cannot be asked, a model that fits on no GPU here
-            say_error("loadgen", error)
-            return EXIT_BACKEND
-        raise
-    except KeyboardInterrupt:
-        return EXIT_STOPPED
-    return result if isinstance(result, int) else EXIT_OK
+        return app(rest, exit_on_error=False, print_error=False)
+
+    return terminal.invoke("loadgen", command, _exit_code_of)
 
 
 def main() -> None:

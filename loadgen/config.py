@@ -1,4 +1,8 @@
-"""Every option of a run, declared once: its flag, its key in `--config FILE.toml`, its default, help and limits."""
+"""Every option of a run, declared once: its flag, its key in `--config FILE.toml`, its default, help and limits.
+
+The options lie in a dataclass for each subject. Config is all of them together: flat, checked, and what a manifest
+keeps. A command that takes some of them is a subclass with `offers`, whose help shows those alone.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,17 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from cyclopts import Parameter
+from cyclopts import Group
 
-from loadgen.load import arrivals
-from loadgen.option_types import Whole
+from loadgen.option_types import Whole, names, option
+
+if TYPE_CHECKING:
+    from loadgen.load.arrivals import Arrival
 
 __all__ = ["Config", "ConfigError"]
 
@@ -26,129 +33,158 @@ class ConfigError(Exception):
     """Options that make no run. One sentence that says what is wrong and what to do."""
 
 
-def _option(help: str, **more: Any) -> Parameter:
-    return Parameter(help=help, negative=(), **more)
+SERVER = Group("The server", sort_key=1)
+LOAD = Group("The load", sort_key=2)
+OUTPUT = Group("What comes of it", sort_key=3)
+MODELLED = Group("Modelled hardware (--gpu): emulated, no GPU needed", sort_key=4)
+SETTINGS = Group("Settings of a server that is started or modelled", sort_key=5)
+LAUNCH = Group("Starting a server (--launch docker or process)", sort_key=6)
+PROMPTS = Group("Prompts and replies", sort_key=7)
+CLIENT = Group("The client", sort_key=8)
 
-
-def _launch(help: str, **more: Any) -> Parameter:
-    return Parameter(help=help, negative=(), group="Starting a server (--launch docker or process)", **more)
-
-
-def _modelled(help: str, **more: Any) -> Parameter:
-    return Parameter(help=help, negative=(), group="Modelled hardware (--gpu): emulated, no GPU needed", **more)
-
-
-MODELLED_ONLY = ("topology", "scheduler", "scheduler_arg", "kv_tokens", "profile", "speed")
-MODELLED_TOO = ("tp", "gpus", "dtype", "p2p", "max_model_len", "max_running", "memory_ratio")  # of LAUNCH_ONLY
-LAUNCH_ONLY = (
-    "tp", "gpus", "dtype", "p2p", "max_model_len", "max_running", "memory_ratio", "dummy_weights", "image",
-    "server_python", "server_arg", "port", "ready_timeout",
-)  # fmt: skip
+_server, _load, _output, _modelled, _settings, _launch, _prompts, _client = (
+    partial(option, group) for group in (SERVER, LOAD, OUTPUT, MODELLED, SETTINGS, LAUNCH, PROMPTS, CLIENT)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """Options of `loadgen run`. Units: tokens, seconds, requests per second."""
+class ServerOptions:
+    """Which server is measured."""
 
     backend: Annotated[
-        str | None, _option("Kind of server: vllm (default), lightllm, tgi, openai, openai-chat, or a plugin's.")
+        str | None, _server("Kind of server: vllm (default), lightllm, tgi, openai, openai-chat, or a plugin's.")
     ] = None
     model: Annotated[
-        str | None, _option("Model: 7b, 13b, 70b, ..., a Hugging Face id, a directory, or the name it is served under.")
+        str | None, _server("Model: 7b, 13b, 70b, ..., a Hugging Face id, a directory, or the name it is served under.")
     ] = None
-    url: Annotated[str | None, _option("Measure the server that runs at this address.")] = None
+    url: Annotated[str | None, _server("Measure the server that runs at this address.")] = None
     launch: Annotated[
         Literal["docker", "process", "embedded"] | None,
-        _option("Start a server for the run: docker when a backend or model is named, else the embedded one."),
+        _server("Start a server for the run: docker when a backend or model is named, else the embedded one."),
     ] = None
-    requests: Annotated[Whole | None, _option("How many requests (default 1000, or the dataset's length).")] = None
-    duration: Annotated[float | None, _option("Send for this many seconds, then wait for the replies.")] = None
-    input_tokens: Annotated[Whole, _option("Length of every prompt, as the server counts it.")] = 512
-    output_tokens: Annotated[Whole, _option("Length of every reply, forced where the server can.")] = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What is sent, and when. Units: tokens, seconds, requests per second."""
+
+    requests: Annotated[Whole | None, _load("How many requests (default 1000, or the dataset's length).")] = None
+    duration: Annotated[float | None, _load("Send for this many seconds, then wait for the replies.")] = None
+    input_tokens: Annotated[Whole, _load("Length of every prompt, as the server counts it.")] = 512
+    output_tokens: Annotated[Whole, _load("Length of every reply, forced where the server can.")] = 128
     arrival: Annotated[
-        str | None, _option("burst (default), constant:R, poisson:R or gamma:R:CV; R in requests per second.")
+        str | None, _load("burst (default), constant:R, poisson:R or gamma:R:CV; R in requests per second.")
     ] = None
-    concurrency: Annotated[Whole | None, _option("Closed loop instead: keep this many requests in flight.")] = None
-    warmup: Annotated[Whole, _option("Requests with other prompts, sent before and not measured.")] = 8
+    concurrency: Annotated[Whole | None, _load("Closed loop instead: keep this many requests in flight.")] = None
+    warmup: Annotated[Whole, _load("Requests with other prompts, sent before and not measured.")] = 8
     dataset: Annotated[
-        Path | None, _option('Your own prompts, one JSON object a line: {"prompt": text or ids, "output_tokens": n}.')
+        Path | None, _load('Your own prompts, one JSON object a line: {"prompt": text or ids, "output_tokens": n}.')
     ] = None
     tokenizer: Annotated[
-        str | None, _option("Model directory, tokenizer.json or Hugging Face id, for exact lengths of text prompts.")
+        str | None, _prompts("Model directory, tokenizer.json or Hugging Face id, for exact lengths of text prompts.")
     ] = None
-    vocab_size: Annotated[Whole | None, _option("Token ids are drawn below this (default: the model's, or 4000).")] = (
+    vocab_size: Annotated[Whole | None, _prompts("Token ids are drawn below this (default: the model's, or 4000).")] = (
         None
     )
-    stream: Annotated[bool, Parameter(help="Stream the replies.", negative="--no-stream")] = True
+    stream: Annotated[bool, _prompts("Stream the replies.", negative="--no-stream")] = True
     ignore_eos: Annotated[
         bool,
-        Parameter(
-            help="Ask for the full output length; OpenAI's own servers refuse the field.", negative="--no-ignore-eos"
-        ),
+        _prompts("Ask for the full output length; OpenAI's own servers refuse the field.", negative="--no-ignore-eos"),
     ] = True
-    seed: Annotated[Whole, _option("Fixes prompts and arrivals.")] = 0
-    workers: Annotated[str, _option("Client processes: a number, or auto.")] = "1"
+    seed: Annotated[Whole, _load("Fixes prompts and arrivals.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions:
+    """How the client sends and waits. Units: seconds."""
+
+    workers: Annotated[str, _client("Client processes: a number, or auto.")] = "1"
     transport: Annotated[
-        Literal["fast", "aiohttp"], _option("fast measures; aiohttp is the independent second opinion.")
+        Literal["fast", "aiohttp"], _client("fast measures; aiohttp is the independent second opinion.")
     ] = "fast"
     connect: Annotated[
-        Literal["before", "fresh"], _option("Open connections before the clock starts, or one inside each request.")
+        Literal["before", "fresh"], _client("Open connections before the clock starts, or one inside each request.")
     ] = "before"
     kernel_timestamps: Annotated[
-        bool, _option("Stamp arrivals in the kernel and report the client's own lag (Linux, no TLS).")
+        bool, _client("Stamp arrivals in the kernel and report the client's own lag (Linux, no TLS).")
     ] = False
-    calibrate: Annotated[bool, Parameter(help="Measure the client's own ceiling first.", negative="--no-calibrate")] = (
-        True
-    )
+    calibrate: Annotated[bool, _client("Measure the client's own ceiling first.", negative="--no-calibrate")] = True
     api_key_env: Annotated[
-        str | None, _option("Environment variable that holds the API key; the key is never written or logged.")
+        str | None, _client("Environment variable that holds the API key; the key is never written or logged.")
     ] = None
-    connect_timeout: Annotated[float, _option("Seconds to open a connection.")] = 10.0
+    connect_timeout: Annotated[float, _client("Seconds to open a connection.")] = 10.0
     # A burst of 1000 took a 70B on RTX 4090s 1600 s in the paper; a reply that a full server preempted is silent until
     # its turn comes again, seen to take over 120 s.
-    first_byte_timeout: Annotated[float, _option("Seconds until a reply begins.")] = 1800.0
-    idle_timeout: Annotated[float, _option("Longest silence within a reply, in seconds.")] = 1800.0
-    total_timeout: Annotated[float, _option("Seconds for a whole reply.")] = 3600.0
+    first_byte_timeout: Annotated[float, _client("Seconds until a reply begins.")] = 1800.0
+    idle_timeout: Annotated[float, _client("Longest silence within a reply, in seconds.")] = 1800.0
+    total_timeout: Annotated[float, _client("Seconds for a whole reply.")] = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What a run leaves and shows."""
+
     goodput: Annotated[
         tuple[str, ...],
-        Parameter(help="Limits that a good request meets, in ms: ttft:200 tpot:50 e2el:5000.", consume_multiple=True),
+        _output(
+            "Limits that a good request meets, in ms: ttft:200 tpot:50 e2el:5000.",
+            consume_multiple=True,
+            negative=None,
+        ),
     ] = ()
-    out: Annotated[Path | None, _option("Run directory to create (default runs/<run id>).")] = None
+    out: Annotated[Path | None, _output("Run directory to create (default runs/<run id>).")] = None
     server_metrics: Annotated[
-        bool,
-        Parameter(help="Sample the server's /metrics and local GPUs once a second.", negative="--no-server-metrics"),
+        bool, _output("Sample the server's /metrics and local GPUs once a second.", negative="--no-server-metrics")
     ] = True
     metrics_port: Annotated[
         Whole | None,
-        _option(
+        _output(
             "Serve this run's metrics for Prometheus on this port of 127.0.0.1 while it lasts; "
             "loadgen export does so at any time."
         ),
     ] = None
-    dry_run: Annotated[bool, _option("Print the server's exact command and the first request; start nothing.")] = False
+    dry_run: Annotated[bool, _output("Print the server's exact command and the first request; start nothing.")] = False
 
-    # For a server that loadgen starts (--launch docker or process).
+
+# Of a server that loadgen starts or models; commands of other packages share them.
+DtypeOption = Annotated[Literal["float16", "bfloat16", "float32"], _settings("Number format of weights and KV cache.")]
+MaxRunningOption = Annotated[Whole, _settings("Most requests in a batch.")]
+MemoryRatioOption = Annotated[float, _settings("Part of each GPU's memory that it may use.")]
+SchedulerOption = Annotated[
+    str | None, _modelled("Which version of the server: vllm@v1, vllm@0.2, tgi@3, tgi@1, lightllm@1.2, ...")
+]
+ProfileOption = Annotated[Path | None, _modelled("Profile from `loadgen calibrate` (default: the built-in one).")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions:
+    """How a server that loadgen starts, or that is modelled, uses its GPUs."""
+
     tp: Annotated[
-        str | None, _launch("Tensor parallel size, or all (default: the least power of two of GPUs that fits).")
+        str | None, _settings("Tensor parallel size, or all (default: the least power of two of GPUs that fits).")
     ] = None
     gpus: Annotated[
         str | None,
-        _launch(
+        _settings(
             "GPUs it may use, as 0,1,2 or GPU-uuids, or none for a server without (default: all). With a --url of this "
-            "machine: those whose memory and energy are the server's."
+            "machine: those whose memory and energy are the server's. With --gpu: how many."
         ),
     ] = None
-    dtype: Annotated[Literal["float16", "bfloat16", "float32"], _launch("Number format of weights and KV cache.")] = (
-        "float16"
-    )
+    dtype: DtypeOption = "float16"
     p2p: Annotated[
-        Literal["auto", "on", "off"], _launch("Peer-to-peer traffic between GPUs; auto asks the driver.")
+        Literal["auto", "on", "off"], _settings("Peer-to-peer traffic between GPUs; auto asks the driver.")
     ] = "auto"
     max_model_len: Annotated[
-        Whole | None, _launch("Longest prompt plus output (default: 4096, or what the run and the model need).")
+        Whole | None, _settings("Longest prompt plus output (default: 4096, or what the run and the model need).")
     ] = None
-    max_running: Annotated[Whole, _launch("Most requests in a batch.")] = 1024
-    memory_ratio: Annotated[float, _launch("Part of each GPU's memory that it may use.")] = 0.9
+    max_running: MaxRunningOption = 1024
+    memory_ratio: MemoryRatioOption = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """A server that loadgen starts with --launch docker or process."""
+
     dummy_weights: Annotated[bool, _launch("Random weights, nothing loaded (vLLM only).")] = False
     image: Annotated[str | None, _launch("Docker image instead of the backend's own.")] = None
     server_python: Annotated[
@@ -165,26 +201,41 @@ class Config:
         1800.0
     )
 
-    # For the embedded server, and for `predict`.
+
+@dataclass(frozen=True, kw_only=True)
+class ModelledOptions:
+    """Hardware that is modelled, for `run`, `predict`, `breakdown` and the embedded server alike."""
+
     gpu: Annotated[
         str | None,
         _modelled("GPU to model: h200, h100, a800, rtx4090, ..., or a JSON file; --gpus N says how many may be used."),
     ] = None
     topology: Annotated[
         Literal["nvlink", "nvlink-pairs", "pcie", "host"] | None,
-        _modelled("How they are joined (default: as usual for this GPU; --p2p off means host)."),
+        _modelled("How they are joined (default: as usual for this GPU; without P2P: host)."),
     ] = None
-    scheduler: Annotated[
-        str | None, _modelled("Which version of the server: vllm@v1, vllm@0.2, tgi@3, tgi@1, lightllm@1.2, ...")
-    ] = None
+    scheduler: SchedulerOption = None
     scheduler_arg: Annotated[
         tuple[str, ...], _modelled("A setting of it, repeatable: --scheduler-arg max_concurrent_requests=128.")
     ] = ()
     kv_tokens: Annotated[Whole | None, _modelled("Tokens that its KV cache holds (default: what memory leaves).")] = (
         None
     )
-    profile: Annotated[Path | None, _modelled("Profile from `loadgen calibrate` (default: the built-in one).")] = None
+    profile: ProfileOption = None
     speed: Annotated[float, _modelled("Modelled seconds that pass in a real one.")] = 1.0
+
+
+SHARED_SETTINGS = names(PlacementOptions)
+LAUNCH_ONLY = (*SHARED_SETTINGS, *names(LaunchOptions))
+MODELLED_ONLY = names(ModelledOptions)[1:]
+
+
+# Fields are in the order of their bases from the last to the first.
+@dataclass(frozen=True, kw_only=True)
+class Config(
+    ModelledOptions, LaunchOptions, PlacementOptions, OutputOptions, ClientOptions, LoadOptions, ServerOptions
+):
+    """All options of `loadgen run`, checked. Raises ConfigError."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -258,10 +309,10 @@ class Config:
 
     def _check_launch(self) -> None:
         if self.where in ("url", "embedded"):
-            taken = MODELLED_TOO if self.gpu is not None else ("gpus",) if self.url_is_local else ()
+            taken = SHARED_SETTINGS if self.gpu is not None else ("gpus",) if self.url_is_local else ()
             given = self.given(name for name in LAUNCH_ONLY if name not in taken)
             if given:
-                modelled_too = ", or name the GPU to model with --gpu" if given[0] in MODELLED_TOO else ""
+                modelled_too = ", or name the GPU to model with --gpu" if given[0] in SHARED_SETTINGS else ""
                 raise ConfigError(
                     f"{flag(given[0])} is for a server that loadgen starts; add --launch docker or --launch "
                     f"process{modelled_too}."
@@ -312,7 +363,10 @@ class Config:
         return self.backend or "vllm"
 
     @property
-    def law(self) -> arrivals.Arrival:
+    def law(self) -> Arrival:
+        """When requests are sent. Raises ValueError."""
+        from loadgen.load import arrivals  # with numpy, which a command line does not wait for
+
         return arrivals.parse(self.arrival or "burst")
 
     @property

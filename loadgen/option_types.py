@@ -1,15 +1,18 @@
-"""The type of an option that is a whole number."""
+"""How options are declared, for every command line: whole numbers, groups of the help, and what each command offers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from cyclopts import Token
+    from cyclopts import Group, Token
+
+Options = TypeVar("Options")
 
 
 def _whole(kind: Any, tokens: Sequence[Token]) -> int:
@@ -25,3 +28,27 @@ def _whole(kind: Any, tokens: Sequence[Token]) -> int:
 
 
 Whole = Annotated[int, Parameter(converter=_whole)]
+
+
+def option(group: Group, help: str, **more: Any) -> Parameter:
+    """An option in a group of the help; of a switch, `negative` is the flag that turns it off (default: none does)."""
+    return Parameter(group=group, help=help, **({"negative": ()} | more))
+
+
+def names(options: type) -> tuple[str, ...]:
+    """The names of a dataclass's options, in order."""
+    return tuple(field.name for field in dataclasses.fields(options))
+
+
+def offers(*offered: str) -> Callable[[type[Options]], type[Options]]:
+    """Of the options that a class inherits, a command's help shows these alone. The command understands the others as
+    well: a --config file for `run` serves it too, and an option that makes no sense is refused in a sentence that says
+    what to do."""
+
+    def hide_others(options: type[Options]) -> type[Options]:
+        types = get_type_hints(options, include_extras=True)
+        others = [name for name in names(options) if name not in offered]
+        options.__annotations__ = {name: Annotated[types[name], Parameter(show=False)] for name in others}
+        return options
+
+    return hide_others

@@ -1,5 +1,5 @@
-"""How a program talks on standard error and ends, also when nobody reads what it writes any more; how wide its tables
-may be."""
+"""How a program runs its command line, writes to standard error and ends, also when nobody reads what it writes any
+more; how wide its tables may be."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from backends.replies import printable
+from loadgen import exit_codes
 
-EXIT_UNREAD = 141  # as the shell says of a program that wrote into a closed pipe
 MAX_ERROR_CHARS = 2000
 MIN_WIDTH, PLAIN_WIDTH = 80, 160
 
@@ -35,14 +35,42 @@ def width(stream: TextIO) -> int:
     return max(MIN_WIDTH, shutil.get_terminal_size().columns) if stream.isatty() else PLAIN_WIDTH
 
 
+def invoke(program: str, command: Callable[[], object], exit_code_of: Callable[[Exception], int | None]) -> int:
+    """Runs one command line and returns its exit code. A mistake of the user becomes one sentence: what cyclopts
+    refuses, a file that cannot be used, and each error that `exit_code_of` has an exit code for; others are raised."""
+    from cyclopts import CycloptsError
+
+    try:
+        code = command()
+    except CycloptsError as error:
+        cause = error.__cause__  # of several options together; cyclopts quotes a ValueError of one option itself
+        own = isinstance(cause, Exception) and not isinstance(cause, ValueError) and exit_code_of(cause) is not None
+        say_error(program, cause if own else error)
+        return exit_codes.BAD_OPTIONS
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, a file that may not be read
+        say_error(program, f"{error.filename or 'input or output'}: {error.strerror or error}")
+        return exit_codes.BAD_OPTIONS
+    except KeyboardInterrupt:
+        return exit_codes.STOPPED
+    except Exception as error:
+        failure = exit_code_of(error)
+        if failure is None:
+            raise
+        say_error(program, error)
+        return failure
+    return code if isinstance(code, int) else exit_codes.OK
+
+
 def main(invoke: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Runs this process's command line; its exit code is what `invoke` returns, or EXIT_UNREAD."""
+    """Runs this process's command line; its exit code is what `invoke` returns, or UNREAD."""
     try:
         code = invoke(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
         _discard(sys.stdout)
-        code = EXIT_UNREAD
+        code = exit_codes.UNREAD
     sys.exit(code)
 
 

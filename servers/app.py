@@ -11,14 +11,17 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import msgspec
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter
 
-from loadgen.option_types import Whole
+from loadgen import exit_codes
+from loadgen.option_types import Whole, option
 from servers.dialects.lightllm import LightLLM
 from servers.dialects.openai import OpenAI
 from servers.dialects.tgi import TGI
@@ -39,103 +42,120 @@ DIALECTS: dict[DialectName, Callable[[Settings], Dialect]] = {
     "tgi": TGI,
     "lightllm": LightLLM,
 }
-EXIT_BAD_OPTION = 2
-EXIT_NOT_LISTENING = 3
+FAULT_HELP = (
+    "KIND:WHEN, may be repeated: break requests on purpose. WHEN: N (every N-th), P% (that share of them, drawn from "
+    "the seed) or @N (the N-th alone). Kinds: reset, truncate, stall, http_error:STATUS, stream_error, short, merge, "
+    "coalesce, no_done, refuse, cached, wrong_prompt_tokens, garbage, die (the process ends with exit code 1). Of the "
+    "whole server: slow_start:SECONDS (503 until then), and with --gpu kv_exhaustion:SHARE% (the KV cache keeps that "
+    "share, and preemptions storm) and slow_rank:FACTOR (one of the GPUs is that much slower, and all wait for it). Or "
+    'a script: FILE.json, a list of {"request": N, "kind": KIND}.'
+)
+
+WIRE = Group("The server", sort_key=1)
+TIMES = Group("Times, where no hardware is modelled", sort_key=2)
+TESTING = Group("To test clients", sort_key=3)
+
+_wire, _times, _testing = (partial(option, group) for group in (WIRE, TIMES, TESTING))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Everything but the modelled hardware."""
+
+    dialect: Annotated[DialectName, _wire("Which server to stand for.")] = "vllm"
+    host: Annotated[str, _wire("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        Whole,
+        _wire("Port to listen on; 0 takes any free one. The URL is printed on stdout once it listens."),
+    ] = 8000
+    model: Annotated[str, _wire("Name of the model that it serves.")] = "llama-2-7b"
+    max_model_len: Annotated[Whole, _wire("Most tokens that a prompt and its output may hold together.")] = 4096
+    ttft_ms: Annotated[float, _times("Milliseconds from a request's last byte to its first token.")] = 200.0
+    itl_ms: Annotated[float, _times("Milliseconds between one token and the next.")] = 40.0
+    jitter_ratio: Annotated[
+        float, _times("Multiply each of these times by a factor drawn uniformly from 1 - J to 1 + J.")
+    ] = 0.0
+    seed: Annotated[
+        Whole,
+        _testing(
+            "Seed of the jitter and of faults that strike a share; it and a request's number fix what a request meets."
+        ),
+    ] = 0
+    fault: Annotated[tuple[str, ...], _testing(FAULT_HELP)] = ()
+    stamps: Annotated[
+        Path | None, _testing("File (.npz) to write at exit with the time at which each token was sent.")
+    ] = None
+    exit_with_stdin: Annotated[
+        bool,
+        _testing("End when standard input ends, as it does when the process that started this one dies."),
+    ] = False
+    api_key_env: Annotated[str | None, _wire("Environment variable that holds the API key to ask for.")] = None
+
+    def problem(self) -> str:
+        """What is wrong with the numbers, or "". NaN is wrong everywhere."""
+        if not 0 <= self.port <= 65535:
+            return f"--port {self.port} is no port; it must be from 0 to 65535."
+        if self.max_model_len < 2:
+            return (
+                f"--max-model-len {self.max_model_len} leaves no room for a prompt and a token; it must be at least 2."
+            )
+        for name, value in (("--ttft-ms", self.ttft_ms), ("--itl-ms", self.itl_ms)):
+            if not 0 <= value <= 86_400_000:
+                return f"{name} {value:g} is out of range; it must be from 0 to 86400000 (a day)."
+        if not 0 <= self.jitter_ratio < 1:
+            return f"--jitter-ratio {self.jitter_ratio:g} is out of range; it must be at least 0 and below 1."
+        return ""
 
 
 def serve(
-    *,
-    dialect: DialectName = "vllm",
-    host: str = "127.0.0.1",
-    port: Whole = 8000,
-    model: str = "llama-2-7b",
-    max_model_len: Whole = 4096,
-    ttft_ms: float = 200.0,
-    itl_ms: float = 40.0,
-    jitter_ratio: float = 0.0,
+    options: Annotated[ServeOptions | None, Parameter(name="*")] = None,
     hardware: Annotated[Hardware | None, Parameter(name="*")] = None,
-    seed: Whole = 0,
-    fault: Annotated[Sequence[str], Parameter(negative="")] = (),
-    stamps: Path | None = None,
-    exit_with_stdin: Annotated[bool, Parameter(negative="")] = False,
-    api_key_env: str | None = None,
 ) -> None:
     """Serve an emulated LLM server: the real wire, no model; fixed and known times, or those of modelled GPUs (--gpu).
 
     Prompts are counted as token ids, or as text one token a word. Every reply carries the header
     `Server: llm-dissect (emulated)`.
-
-    Parameters
-    ----------
-    dialect
-        Which server to stand for.
-    host
-        Address to listen on.
-    port
-        Port to listen on; 0 takes any free one. The URL is printed on stdout once it listens.
-    model
-        Name of the model that it serves.
-    max_model_len
-        Most tokens that a prompt and its output may hold together.
-    ttft_ms
-        Milliseconds from a request's last byte to its first token.
-    itl_ms
-        Milliseconds between one token and the next.
-    jitter_ratio
-        Multiply each of these times by a factor drawn uniformly from 1 - J to 1 + J.
-    seed
-        Seed of the jitter and of faults that strike a share; it and a request's number fix what a request meets.
-    fault
-        KIND:WHEN, may be repeated: break requests on purpose. WHEN: N (every N-th), P% (that share of them, drawn from
-        the seed) or @N (the N-th alone). Kinds: reset, truncate, stall, http_error:STATUS, stream_error, short, merge,
-        coalesce, no_done, refuse, cached, wrong_prompt_tokens, garbage, die (the process ends with exit code 1). Of the
-        whole server: slow_start:SECONDS (503 until then), and with --gpu kv_exhaustion:SHARE% (the KV cache keeps that
-        share, and preemptions storm) and slow_rank:FACTOR (one of the GPUs is that much slower, and all wait for it).
-        Or a script: FILE.json, a list of {"request": N, "kind": KIND}.
-    stamps
-        File (.npz) to write at exit with the time at which each token was sent.
-    exit_with_stdin
-        End when standard input ends, as it does when the process that started this one dies.
-    api_key_env
-        Environment variable that holds the API key to ask for.
     """
-    problem = _problem(port, max_model_len, ttft_ms, itl_ms, jitter_ratio)
+    options, hardware = options or ServeOptions(), hardware or Hardware()
+    problem = options.problem()
     if problem:
-        _fail(EXIT_BAD_OPTION, problem)
-    parsed = _faults(fault, dialect)
-    api_key = _api_key(api_key_env)
-    stamps_file = _stamps(stamps)
+        _fail(exit_codes.BAD_OPTIONS, problem)
+    struck = _faults(options)
+    api_key = _api_key(options.api_key_env)
+    stamps_file = _stamps(options.stamps)
     _raise_file_limit()
-    wire = DIALECTS[dialect](Settings(model, max_model_len))
-    timing: Timing = FixedTiming(round(ttft_ms * 1e6), round(itl_ms * 1e6), jitter_ratio, seed)
-    if hardware is not None and hardware.gpu is not None:
-        timing = _simulated(dialect, model, max_model_len, hardware, parsed)
-    elif hardware is not None and (given := hardware.given()):
-        _fail(EXIT_BAD_OPTION, f"--{given[0]} is for modelled hardware; name the GPU to model with --gpu.")
-    elif needing := [fault.kind for fault in parsed if fault.kind in faults.MODELLED]:
-        _fail(EXIT_BAD_OPTION, f"fault {needing[0]} needs modelled hardware; name it, such as --gpu h200.")
+    wire = DIALECTS[options.dialect](Settings(options.model, options.max_model_len))
+    timing = _timing(options, hardware, struck)
     try:
-        server = Server(wire, timing, host, port, parsed, stamps_file, api_key, seed)
+        server = Server(wire, timing, options.host, options.port, struck, stamps_file, api_key, options.seed)
     except (OSError, UnicodeError) as error:  # the latter: no name of a host can be so long
         why = error.strerror if isinstance(error, OSError) else "no such name"
-        message = f"cannot listen on {host} port {port}: {why}; choose another --port or --host."
-        _fail(EXIT_NOT_LISTENING, message)
-    _run(server, exit_with_stdin)
+        message = f"cannot listen on {options.host} port {options.port}: {why}; choose another --port or --host."
+        _fail(exit_codes.FAILED, message)
+    _run(server, options.exit_with_stdin)
 
 
-def _simulated(
-    dialect: str, model: str, max_model_len: int, hardware: Hardware, parsed: tuple[faults.Fault, ...]
-) -> SimulatedTiming:
+def _timing(options: ServeOptions, hardware: Hardware, struck: tuple[faults.Fault, ...]) -> Timing:
+    if hardware.gpu is not None:
+        return _simulated(options, hardware, struck)
+    if given := hardware.given():
+        _fail(exit_codes.BAD_OPTIONS, f"--{given[0]} is for modelled hardware; name the GPU to model with --gpu.")
+    if needing := [fault.kind for fault in struck if fault.kind in faults.MODELLED]:
+        _fail(exit_codes.BAD_OPTIONS, f"fault {needing[0]} needs modelled hardware; name it, such as --gpu h200.")
+    return FixedTiming(round(options.ttft_ms * 1e6), round(options.itl_ms * 1e6), options.jitter_ratio, options.seed)
+
+
+def _simulated(options: ServeOptions, hardware: Hardware, struck: tuple[faults.Fault, ...]) -> SimulatedTiming:
     try:
-        emulated = emulate(hardware.setup(dialect, model, max_model_len))
-        kv_share = faults.amount(parsed, "kv_exhaustion", 1.0)
-        emulated = emulated.degraded(kv_share, faults.amount(parsed, "slow_rank", 1.0))
+        emulated = emulate(hardware.setup(options.dialect, options.model, options.max_model_len))
+        kv_share = faults.amount(struck, "kv_exhaustion", 1.0)
+        emulated = emulated.degraded(kv_share, faults.amount(struck, "slow_rank", 1.0))
         for note in emulated.facts["notes"]:
             print(f"note: {note}", file=sys.stderr)
         emulated = msgspec.structs.replace(emulated, facts=emulated.facts | {"speed": hardware.speed})
         return SimulatedTiming(emulated, hardware.speed)
     except (EmulationError, HardwareError) as error:
-        _fail(EXIT_BAD_OPTION, str(error))
+        _fail(exit_codes.BAD_OPTIONS, str(error))
 
 
 def main() -> None:
@@ -145,18 +165,18 @@ def main() -> None:
     try:
         app(exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        _fail(EXIT_BAD_OPTION, " ".join(str(error).split()))
+        _fail(exit_codes.BAD_OPTIONS, " ".join(str(error).split()))
 
 
 def _run(server: Server, exit_with_stdin: bool) -> None:
-    """Says that it listens, and serves until it is told to end."""
+    """Prints that it listens, and serves until a signal or the end of standard input."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
     if exit_with_stdin:
         try:
             server.stop_at_end_of(sys.stdin.fileno())
         except (OSError, ValueError):
-            _fail(EXIT_BAD_OPTION, "--exit-with-stdin needs a pipe or a terminal as standard input.")
+            _fail(exit_codes.BAD_OPTIONS, "--exit-with-stdin needs a pipe or a terminal as standard input.")
     ready = {"url": server.url, "dialect": server.dialect.name, "emulated": True, "emulation": server.emulation}
     print(msgspec.json.encode(ready).decode(), flush=True)
     # Nothing here makes cycles while it serves, and a collection would make every stream late.
@@ -166,11 +186,11 @@ def _run(server: Server, exit_with_stdin: bool) -> None:
     server.run()
 
 
-def _faults(texts: Sequence[str], dialect: str) -> tuple[faults.Fault, ...]:
+def _faults(options: ServeOptions) -> tuple[faults.Fault, ...]:
     try:
-        return faults.read(texts, dialect)
+        return faults.read(options.fault, options.dialect)
     except ValueError as error:
-        _fail(EXIT_BAD_OPTION, str(error))
+        _fail(exit_codes.BAD_OPTIONS, str(error))
 
 
 def _api_key(variable: str | None) -> str | None:
@@ -178,7 +198,7 @@ def _api_key(variable: str | None) -> str | None:
         return None
     api_key = os.environ.get(variable)
     if not api_key:
-        _fail(EXIT_BAD_OPTION, f"the environment variable {variable} holds no API key; set it first.")
+        _fail(exit_codes.BAD_OPTIONS, f"the environment variable {variable} holds no API key; set it first.")
     return api_key
 
 
@@ -186,21 +206,7 @@ def _stamps(path: Path | None) -> Stamps | None:
     try:
         return Stamps(path) if path is not None else None
     except OSError as error:
-        _fail(EXIT_BAD_OPTION, f"cannot write {path}: {error.strerror}; name another file for --stamps.")
-
-
-def _problem(port: int, max_model_len: int, ttft_ms: float, itl_ms: float, jitter_ratio: float) -> str:
-    """What is wrong with the numbers, or "". NaN is wrong everywhere."""
-    if not 0 <= port <= 65535:
-        return f"--port {port} is no port; it must be from 0 to 65535."
-    if max_model_len < 2:
-        return f"--max-model-len {max_model_len} leaves no room for a prompt and a token; it must be at least 2."
-    for name, value in (("--ttft-ms", ttft_ms), ("--itl-ms", itl_ms)):
-        if not 0 <= value <= 86_400_000:
-            return f"{name} {value:g} is out of range; it must be from 0 to 86400000 (a day)."
-    if not 0 <= jitter_ratio < 1:
-        return f"--jitter-ratio {jitter_ratio:g} is out of range; it must be at least 0 and below 1."
-    return ""
+        _fail(exit_codes.BAD_OPTIONS, f"cannot write {path}: {error.strerror}; name another file for --stamps.")
 
 
 def _raise_file_limit() -> None:

@@ -12,44 +12,43 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, Parameter
 
-from loadgen import terminal
-from loadgen.option_types import Whole
-from loadgen.terminal import say, say_error, width
+from loadgen import exit_codes, terminal
+from loadgen.option_types import Whole, option
+from loadgen.terminal import say, width
 from training_probe.micro import cli
-from training_probe.options import Grid, Measuring, Tracing
+from training_probe.options import CELLS, OUTPUT, Grid, Measuring, PredictedGrid, TracedGrid, Tracing
 
 if TYPE_CHECKING:
     from training_probe.grid import Cell, Device
     from training_probe.sweep.manifests import Model
-
-EXIT_OK, EXIT_CONFIG, EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED = 0, 2, 3, 4, 130
 
 
 def sweep(
     grid: Annotated[Grid | None, Parameter(name="*")] = None,
     measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
     *,
-    out: Annotated[Path | None, Parameter(help="Directory of the sweep; by default runs/ and its time.")] = None,
+    out: Annotated[Path | None, option(OUTPUT, "Directory of the sweep; by default runs/ and its time.")] = None,
     metrics_port: Annotated[
         Whole | None,
-        Parameter(
-            help="Serve the sweep's metrics for Prometheus on this port of 127.0.0.1 while it lasts; "
-            "loadgen export does so at any time."
+        option(
+            OUTPUT,
+            "Serve the sweep's metrics for Prometheus on this port of 127.0.0.1 while it lasts; "
+            "loadgen export does so at any time.",
         ),
     ] = None,
     resume: Annotated[
-        Path | None, Parameter(help="Go on with the sweep in this directory; what it measures stands in its manifest.")
+        Path | None, option(OUTPUT, "Go on with the sweep in this directory; what it measures stands in its manifest.")
     ] = None,
     dry_run: Annotated[
         bool,
-        Parameter(
-            negative=(),
+        option(
+            OUTPUT,
+            "Print commands, DeepSpeed's configurations and predicted memory; start nothing.",
             show_default=False,
-            help="Print commands, DeepSpeed's configurations and predicted memory; start nothing.",
         ),
     ] = False,
 ) -> int:
@@ -73,7 +72,7 @@ def sweep(
         from training_probe.sweep.run import resume as go_on
 
         _serve_metrics(resume, metrics_port)
-        return _reported(resume, go_on(resume, say))
+        return _report(resume, go_on(resume, say))
     return _sweep(grid, measuring, out, metrics_port, dry_run)
 
 
@@ -87,27 +86,27 @@ def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int
 
     if grid == Grid(device=grid.device, gpus=grid.gpus):
         grid = replace(grid, preset="laptop")
-    cells, known, gpu_ids, here = _asked(grid)
+    cells, known, gpu_ids, here = _chosen(grid)
     settings = measuring.settings(grid.preset, known, gpu_ids, sys.argv[1:])
     directory = out or Path("runs") / rundir.new_run_id()
     if dry_run:
         print(dry.dry_run(cells, settings, directory), end="")
         say(f"{_counted(len(cells), 'cell')}; nothing was started")
-        return EXIT_OK
+        return exit_codes.OK
     from training_probe.options import check_large, check_machine
 
     if grid.device is None:
         check_large(cells, known)
     check_machine(cells, here)
     _serve_metrics(directory, metrics_port)
-    return _reported(directory, sweeps.sweep(cells, settings, directory, say))
+    return _report(directory, sweeps.sweep(cells, settings, directory, say))
 
 
 def breakdown(
-    grid: Annotated[Grid | None, Parameter(name="*")] = None,
+    grid: Annotated[TracedGrid | None, Parameter(name="*")] = None,
     tracing: Annotated[Tracing | None, Parameter(name="*")] = None,
     *,
-    out: Annotated[Path | None, Parameter(help="Directory of what is traced; by default runs/ and its time.")] = None,
+    out: Annotated[Path | None, option(OUTPUT, "Directory of what is traced; by default runs/ and its time.")] = None,
 ) -> int:
     """Trace training steps and say where their time goes: forward, backward and optimizer; embedding, QKV, RoPE and the
     other parts of the model; GEMM, attention, element-wise, communication, memory copies; and what is idle.
@@ -123,17 +122,17 @@ def breakdown(
     from training_probe.breakdown import run as traced
     from training_probe.options import check_large, check_machine
 
-    grid, tracing = grid or Grid(), tracing or Tracing()
-    if grid == Grid(device=grid.device, gpus=grid.gpus):
+    grid, tracing = grid or TracedGrid(), tracing or Tracing()
+    if grid == TracedGrid(device=grid.device, gpus=grid.gpus):
         grid = replace(grid, method=("Naive", "F", "R"))
-    cells, known, gpu_ids, here = _asked(grid)
+    cells, known, gpu_ids, here = _chosen(grid)
     traced.check(cells)
     settings = tracing.settings(grid.preset, known, gpu_ids, sys.argv[1:])
     if grid.device is None:
         check_large(cells, known)
     check_machine(cells, here)
     directory = out or Path("runs") / rundir.new_run_id()
-    return _reported(directory, traced.breakdown(cells, settings, directory, say))
+    return _report(directory, traced.breakdown(cells, settings, directory, say))
 
 
 def _serve_metrics(directory: Path, port: int | None) -> None:
@@ -143,7 +142,7 @@ def _serve_metrics(directory: Path, port: int | None) -> None:
         in_background(directory, port)
 
 
-def _asked(grid: Grid) -> tuple[list[Cell], dict[str, Model], tuple[int, ...], int]:
+def _chosen(grid: Grid) -> tuple[list[Cell], dict[str, Model], tuple[int, ...], int]:
     """Cells, their models, the GPUs that may be used, and how many those are."""
     from backends import gpus
     from training_probe.options import known_models, visible_gpus
@@ -156,7 +155,7 @@ def _asked(grid: Grid) -> tuple[list[Cell], dict[str, Model], tuple[int, ...], i
     return cells, known_models(cells), gpu_ids, len(gpu_ids)
 
 
-def _reported(directory: Path, code: int) -> int:
+def _report(directory: Path, code: int) -> int:
     """Prints what the sweep has so far, and writes its report."""
     import json
 
@@ -164,42 +163,44 @@ def _reported(directory: Path, code: int) -> int:
     from training_probe.report import build as reports
 
     if (directory / results.BREAKDOWN_FILE).exists():
-        return _reported_breakdown(directory, code)
+        return _report_breakdown(directory, code)
     if not (directory / results.RESULTS_FILE).exists():
         return code
-    found = results.read(directory)
-    say("\n" + reports.text(found, reports.read_manifest(directory), width(sys.stderr)))
+    measured = results.read(directory)
+    say("\n" + reports.text(measured, reports.read_manifest(directory), width(sys.stderr)))
     report = reports.redo(directory)
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     print(json.dumps(report))
-    if code != EXIT_OK:
+    if code != exit_codes.OK:
         return code
-    if any(result.outcome in ("crashed", "timeout") for result in found):
-        return EXIT_FAILED
-    return EXIT_INVALID if any(result.outcome == "ok" and not result.valid for result in found) else EXIT_OK
+    if any(result.outcome in ("crashed", "timeout") for result in measured):
+        return exit_codes.FAILED
+    return (
+        exit_codes.INVALID if any(result.outcome == "ok" and not result.valid for result in measured) else exit_codes.OK
+    )
 
 
-def _reported_breakdown(directory: Path, code: int) -> int:
+def _report_breakdown(directory: Path, code: int) -> int:
     import json
 
     from training_probe.breakdown import report as reports
     from training_probe.breakdown.run import read
     from training_probe.report.build import read_manifest
 
-    found = read(directory)
-    say("\n" + reports.text(found, width(sys.stderr)))
-    report = reports.write(directory, found, read_manifest(directory))
+    traced = read(directory)
+    say("\n" + reports.text(traced, width(sys.stderr)))
+    report = reports.write(directory, traced, read_manifest(directory))
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     print(json.dumps(report))
-    failed = any(each.outcome in ("crashed", "timeout") for each in found)
-    return EXIT_FAILED if failed and code == EXIT_OK else code
+    failed = any(each.outcome in ("crashed", "timeout") for each in traced)
+    return exit_codes.FAILED if failed and code == exit_codes.OK else code
 
 
 def plan(
-    grid: Annotated[Grid | None, Parameter(name="*")] = None,
+    grid: Annotated[PredictedGrid | None, Parameter(name="*")] = None,
     *,
     gpu_memory_gb: Annotated[
-        float | None, Parameter(help="Memory of each GPU, GiB; by default that of the GPUs here.")
+        float | None, option(CELLS, "Memory of each GPU, GiB; by default that of the GPUs here.")
     ] = None,
 ) -> int:
     """Predict the memory of each cell, term by term, and which are certain not to fit. Needs no GPU, starts nothing.
@@ -210,19 +211,19 @@ def plan(
     """
     from training_probe.memory import text
 
-    grid = grid or Grid()
-    if grid == Grid(gpus=grid.gpus):
-        grid = Grid(preset="paper-table3", gpus=grid.gpus)
+    grid = grid or PredictedGrid()
+    if grid == PredictedGrid(gpus=grid.gpus):
+        grid = PredictedGrid(preset="paper-table3", gpus=grid.gpus)
     cells, known, device_bytes = _hypothetical(grid, gpu_memory_gb)
     print(text.plan(cells, known, device_bytes), end="")
-    return EXIT_OK
+    return exit_codes.OK
 
 
 def memory(
-    grid: Annotated[Grid | None, Parameter(name="*")] = None,
+    grid: Annotated[PredictedGrid | None, Parameter(name="*")] = None,
     *,
     gpu_memory_gb: Annotated[
-        float | None, Parameter(help="Memory of each GPU, GiB; by default the answer is for the usual cards.")
+        float | None, option(CELLS, "Memory of each GPU, GiB; by default the answer is for the usual cards.")
     ] = None,
 ) -> int:
     """Predict the memory of a cell at each moment of a step, with the arithmetic, and on which cards it fits.
@@ -231,12 +232,12 @@ def memory(
     """
     from training_probe.memory import text
 
-    cells, known, device_bytes = _hypothetical(grid or Grid(), gpu_memory_gb)
+    cells, known, device_bytes = _hypothetical(grid or PredictedGrid(), gpu_memory_gb)
     print("\n".join(text.explained(cell, known, device_bytes if gpu_memory_gb else None) for cell in cells), end="")
-    return EXIT_OK
+    return exit_codes.OK
 
 
-def _hypothetical(grid: Grid, gpu_memory_gb: float | None) -> tuple[list[Cell], dict[str, Model], int | None]:
+def _hypothetical(grid: PredictedGrid, gpu_memory_gb: float | None) -> tuple[list[Cell], dict[str, Model], int | None]:
     """Cells on GPUs, however many there are here, and how much memory each of those has."""
     from dataclasses import replace
 
@@ -267,10 +268,10 @@ def report(directory: Annotated[Path, Parameter(help="Directory of a sweep, a br
     from training_probe.results import BREAKDOWN_FILE, RESULTS_FILE, ResultsError
 
     if (directory / run.RESULTS_FILE).is_file():
-        return cli.reported(directory, EXIT_OK)
+        return cli.reported(directory, exit_codes.OK)
     if not any((directory / name).is_file() for name in (RESULTS_FILE, BREAKDOWN_FILE)):
         raise ResultsError(f"{directory} holds no results; name the directory of a sweep, a breakdown or a micro.")
-    return _reported(directory, EXIT_OK)
+    return _report(directory, exit_codes.OK)
 
 
 def compare(
@@ -282,7 +283,7 @@ def compare(
     from training_probe.report import compare as comparison
 
     print(comparison.render(comparison.compare(a, b), width(sys.stdout)))
-    return EXIT_OK
+    return exit_codes.OK
 
 
 def letters() -> int:
@@ -291,7 +292,7 @@ def letters() -> int:
 
     for letter, meaning in {NAIVE: "none of these", **LETTERS}.items():
         print(f"{letter:<6} {meaning}")
-    return EXIT_OK
+    return exit_codes.OK
 
 
 def build_app() -> App:
@@ -309,44 +310,27 @@ def build_app() -> App:
     return app
 
 
-def _user_errors() -> tuple[type[Exception], ...]:
-    """Mistakes that end with exit code 2: imported late, since most commands never meet them."""
+def _exit_code_of(error: Exception) -> int | None:
+    """Of a mistake of the user or a failed start; None: of a defect. Imported late, since most commands never fail."""
     from backends.gpus import GpuError
     from loadgen.config import ConfigError
     from loadgen.rundir import RunError
     from training_probe.grid import GridError
+    from training_probe.launch.runner import RunnerError
     from training_probe.micro.points import MicroError
     from training_probe.report.build import ReportError
     from training_probe.results import ResultsError
 
-    return GridError, ConfigError, RunError, GpuError, MicroError, ReportError, ResultsError
+    if isinstance(error, (GridError, ConfigError, RunError, GpuError, MicroError, ReportError, ResultsError)):
+        return exit_codes.BAD_OPTIONS
+    return exit_codes.FAILED if isinstance(error, RunnerError) else None
 
 
 def invoke(tokens: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
-    try:
-        result: Any = build_app()(list(tokens), exit_on_error=False, print_error=False)
-    except CycloptsError as error:
-        say_error("training_probe", error)
-        return EXIT_CONFIG
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        say_error("training_probe", f"{error.filename or 'input or output'}: {error.strerror or error}")
-        return EXIT_CONFIG
-    except KeyboardInterrupt:
-        return EXIT_STOPPED
-    except Exception as error:
-        from training_probe.launch.runner import RunnerError
-
-        if isinstance(error, _user_errors()):
-            say_error("training_probe", error)
-            return EXIT_CONFIG
-        if isinstance(error, RunnerError):
-            say_error("training_probe", error)
-            return EXIT_FAILED
-        raise
-    return result if isinstance(result, int) else EXIT_OK
+    return terminal.invoke(
+        "training_probe", lambda: build_app()(list(tokens), exit_on_error=False, print_error=False), _exit_code_of
+    )
 
 
 def main() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import Group
 
 from backends.catalog import ModelSpec
+from loadgen.option_types import names, offers, option
 from training_probe import grid
 from training_probe.grid import Cell, Engine, GridError, Method, Task
 
@@ -46,25 +48,14 @@ def check_above_0(flag: str, value: float | None) -> None:
         raise GridError(f"{flag} is {value:g}; it must be above 0 and below a billion.")
 
 
-def _option(help: str, group: str, **more: Any) -> Parameter:
-    return Parameter(help=help, negative=(), group=group, **more)
+CELLS = Group("Cells: every combination of what is named", sort_key=1)
+MEASURED = Group("How they are measured", sort_key=2)
+OUTPUT = Group("What comes of it", sort_key=3)
 
+_cells, _measured = partial(option, CELLS), partial(option, MEASURED)
+_list = partial(_cells, consume_multiple=1, show_default=False)
 
-def _cells(help: str, **more: Any) -> Parameter:
-    return _option(help, "Cells: every combination of what is named", **more)
-
-
-def _list(help: str, **more: Any) -> Parameter:
-    return _cells(help, consume_multiple=1, show_default=False, **more)
-
-
-def _measured(help: str, **more: Any) -> Parameter:
-    return _option(help, "How they are measured", **more)
-
-
-Skip = Annotated[
-    bool, Parameter(help="Leave out cells that are certain to run out of memory.", group="How they are measured")
-]
+Skip = Annotated[bool, _measured("Leave out cells that are certain to run out of memory.", negative=None)]
 Platform = Annotated[str, _measured("This machine's name in tables; by default its GPUs' name.", show_default=False)]
 
 
@@ -122,7 +113,7 @@ class Grid:
     device: Annotated[Literal["cuda", "cpu"] | None, _cells("By default cuda where there is a GPU.")] = None
 
     def cells(self, device: grid.Device, here: int) -> list[Cell]:
-        """What is asked for on a machine with `here` GPUs of its own. Raises GridError."""
+        """What the options name on a machine with `here` GPUs of its own. Raises GridError."""
         if self.preset is not None:
             return self._of_preset(self.preset, device, here)
         if not self.method:
@@ -164,6 +155,16 @@ class Grid:
         if not chosen:
             raise GridError(f"--preset {preset} has no cell of that --model, --engine and --method.")
         return chosen
+
+
+@offers(*(name for name in names(Grid) if name not in ("tp", "pp", "cp", "compile")))
+class TracedGrid(Grid):
+    """Cells of which every kernel is tied to a part of the model."""
+
+
+@offers(*(name for name in names(Grid) if name != "device"))
+class PredictedGrid(Grid):
+    """Cells on GPUs that need not be here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,11 +267,11 @@ def _model(name: str) -> Model:
 
     if name == TINY.name:
         return Model(spec=TINY)
-    found = models.find(name)
-    if found.spec is None and found.directory is None:
+    model = models.find(name)
+    if model.spec is None and model.directory is None:
         raise GridError(f"the shape of '{name}' is not known here; give a directory that holds its config.json.")
-    own = found.hf_id is None or found.spec is None
-    return Model(spec=found.spec, directory=str(found.directory) if own else None)
+    own = model.hf_id is None or model.spec is None
+    return Model(spec=model.spec, directory=str(model.directory) if own else None)
 
 
 def visible_gpus(inventory: Inventory) -> tuple[int, ...]:

@@ -3,22 +3,24 @@
 Operators are pinned: they were measured alone. At TP 1 the software's own times are fitted (each step, each row, each
 prompt token; taking a request in, handing a token out, the way between processes). At TP > 1 reductions are fitted, on
 top of a profile whose software times are known. A parameter whose 95 % interval spans more than a factor of
-`SPAN_MAX` is not identified: it keeps its value and is said to.
+`SPAN_MAX` is not identified: it keeps its value, and the output names it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
+from loadgen import exit_codes
 from loadgen.config import ConfigError
-from loadgen.option_types import Whole
+from loadgen.option_types import Whole, option
 from servers.calibrate.least_squares import fit
 from servers.calibrate.runs import ObservationError, Observed, read
 from servers.simulator.build import EmulationError, HeldOut, Interval, Profile, read_profile
@@ -40,6 +42,8 @@ REACH = 3.0  # as a factor from there: what else a run holds must not be explain
 FAR = {"request_us": 10.0, "prefill_token_us": 10.0}
 OTHER_ATTENTION = 1.5  # where the search for the time of kernels other than FlashAttention 3 begins
 FRONT = frozenset({"request_us", "token_us", "latency_us"})
+FIT = Group("The fit", sort_key=1)
+FACTS = Group("The server, where the runs do not tell", sort_key=2)
 LINK = {"reduce_ratio": 1.0, "reduce_us": 5.0}
 
 
@@ -138,7 +142,7 @@ def _fit(
 
     reach = [FAR.get(name, REACH) for name in names]
     values, left = fit(residuals, list(start.values()), SCALE, reach)
-    intervals, vague = _told(names, values, _jacobian(residuals, values, left), _moves(real))
+    intervals, vague = _identified(names, values, _jacobian(residuals, values, left), _moves(real))
     for name, why in vague.items():
         say(f"not identified: {name} stays {_values(profile)[name]:.3g} ({why}).")
     if not intervals:
@@ -166,11 +170,11 @@ def _jacobian(residuals: Callable[[Floats], Floats], values: Floats, left: Float
     return jacobian
 
 
-def _told(
+def _identified(
     names: Sequence[str], values: Floats, jacobian: Floats, moves: Floats
 ) -> tuple[dict[str, Interval], dict[str, str]]:
-    """The intervals of those that can be told, and why the others cannot: what moves most is kept, and then what can
-    still be told beside it."""
+    """The intervals of the values that the runs identify, and why the others are vague: the value that moves most is
+    kept, and then those that are still identified beside it."""
     kept: list[int] = []
     intervals: dict[str, Interval] = {}
     vague: dict[str, str] = {}
@@ -287,53 +291,69 @@ def write(profile: Profile, out: Path) -> None:
         raise CalibrationError(f"cannot write {out}: {error.strerror or error}.") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What is known of the server where the runs do not tell."""
+
+    gpu: Annotated[str | None, option(FACTS, "On which GPU.")] = None
+    model: Annotated[str | None, option(FACTS, "Of which model.")] = None
+    tp: Annotated[Whole | None, option(FACTS, "Tensor parallel size.")] = None
+    kv_tokens: Annotated[Whole | None, option(FACTS, "Tokens that the KV cache held.")] = None
+    scheduler: Annotated[str | None, option(FACTS, "Server and version, such as vllm@v1.")] = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Raises ConfigError."""
+        for name, value in (("--tp", self.tp), ("--kv-tokens", self.kv_tokens)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        return asdict(self)
+
+
 def command(
     observed: Annotated[list[Path], Parameter(name="run", help="Run directories, or files such as benchmarks/runs/*.")],
     /,
     *,
-    out: Annotated[Path, Parameter(help="The profile to write.")],
+    out: Annotated[Path, option(FIT, "The profile to write.")],
     held_out: Annotated[
-        list[Path], Parameter(help="Runs to judge the fit by (default: each is left out once).", consume_multiple=True)
-    ] = [],  # noqa: B006
+        tuple[Path, ...],
+        option(FIT, "Runs to judge the fit by (default: each is left out once).", consume_multiple=True, negative=None),
+    ] = (),
     base: Annotated[
-        Path | None,
-        Parameter(help="Profile of the same server, for the times that these runs cannot tell."),
+        Path | None, option(FIT, "Profile of the same server, for the times that these runs cannot tell.")
     ] = None,
-    gpu: Annotated[str | None, Parameter(help="On which GPU, where the runs do not tell.")] = None,
-    model: Annotated[str | None, Parameter(help="Of which model, where they do not tell.")] = None,
-    tp: Annotated[Whole | None, Parameter(help="Tensor parallel size, where they do not tell.")] = None,
-    kv_tokens: Annotated[Whole | None, Parameter(help="Tokens that the KV cache held, where they do not tell.")] = None,
-    scheduler: Annotated[str | None, Parameter(help="Server and version, such as vllm@v1.")] = None,
+    facts: Annotated[ServerFacts | None, Parameter(name="*")] = None,
 ) -> int:
     """Fit a hardware profile to real runs, for `predict --profile` and `run --gpu --profile`.
 
     Fits what the runs can tell and says what they cannot. The errors it prints are of runs that were not fitted to.
     """
-    for name, value in (("--tp", tp), ("--kv-tokens", kv_tokens)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1.")
-    said = {"gpu": gpu, "model": model, "tp": tp, "kv_tokens": kv_tokens, "scheduler": scheduler}
+    given = (facts or ServerFacts()).as_dict()
     try:
         if out.exists():
             raise CalibrationError(f"{out} exists; name another --out, nothing was overwritten.")
-        runs = [read(path, said) for path in observed]
-        aside = [read(path, said) for path in held_out]
+        runs = [read(path, given) for path in observed]
+        aside = [read(path, given) for path in held_out]
         _check(runs, aside)
-        for run in (*runs, *aside):
-            if run.setup.kv_tokens is None:
-                tokens = run.emulated.kv_tokens
-                print(f"{run.name} does not tell its KV cache: {tokens:,} tokens computed; name it with --kv-tokens.")
-        known = None if base is None else read_profile(base, runs[0].setup.scheduler)
-        profile = calibrate(runs, known, print)
-        if aside:
-            profile = judged(profile, aside)
-        elif len(runs) > 1:
-            print("judging the fit: each run is predicted from the others")
-            profile = msgspec.structs.replace(profile, held_out=leave_one_out(runs, known))
-        else:
-            print("one run and none to judge by: how far off this profile is, nobody knows; name others: --held-out.")
+        profile = _fitted_and_judged(runs, aside, base)
         write(profile, out)
     except (CalibrationError, ObservationError, EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
     print(table(profile.held_out) if profile.held_out else "", f"wrote {out}", sep="\n")
-    return 0
+    return exit_codes.OK
+
+
+def _fitted_and_judged(runs: Sequence[Observed], aside: Sequence[Observed], base_file: Path | None) -> Profile:
+    """With its errors on runs set aside, or else on each run by a fit to the others."""
+    for run in (*runs, *aside):
+        if run.setup.kv_tokens is None:
+            tokens = run.emulated.kv_tokens
+            print(f"{run.name} does not tell its KV cache: {tokens:,} tokens computed; name it with --kv-tokens.")
+    base = None if base_file is None else read_profile(base_file, runs[0].setup.scheduler)
+    profile = calibrate(runs, base, print)
+    if aside:
+        return judged(profile, aside)
+    if len(runs) > 1:
+        print("judging the fit: each run is predicted from the others")
+        return msgspec.structs.replace(profile, held_out=leave_one_out(runs, base))
+    print("one run and none to judge by: how far off this profile is, nobody knows; name others: --held-out.")
+    return profile

@@ -2,7 +2,7 @@
 
 One server is tried in virtual time at Poisson rates until the highest is found at which it keeps the limits and works
 off what comes. A load that is split at random over n servers is Poisson again, at 1/n of the rate: so many are needed.
-What cannot do it stands below with the reason; nothing that was asked about is left out.
+What cannot do it stands below with the reason; no GPU that was named is left out.
 """
 
 from __future__ import annotations
@@ -16,13 +16,22 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from backends.catalog import ModelSpec
 from backends.untrusted import UNDECODABLE, escaped
-from loadgen import cli, models, terminal
-from loadgen.config import ConfigError
-from loadgen.option_types import Whole
+from loadgen import exit_codes, models, terminal
+from loadgen.config import (
+    LOAD,
+    SERVER,
+    SETTINGS,
+    ConfigError,
+    DtypeOption,
+    MemoryRatioOption,
+    ProfileOption,
+    SchedulerOption,
+)
+from loadgen.option_types import Whole, option
 from loadgen.report import text
 from loadgen.server import embedded
 from servers.plan.sizing import METRICS, Limits, Load, NotMet, Server, Trial
@@ -33,6 +42,7 @@ from servers.simulator.options import Hardware
 
 LARGEST_TP = 8  # a host of eight GPUs
 MOST_RATE = 1e9
+GPUS = Group("GPUs and prices", sort_key=3)
 
 
 class Prices(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,10 +225,10 @@ def _commands(row: Row, load: Load, limits: Limits) -> Iterator[str]:
     words += [f"{setup.memory_ratio:g}", *([] if setup.p2p else ["--p2p", "off"])]
     modelled = ["--gpu", row.candidate.gpu, "--gpus", str(row.candidate.tp), "--scheduler", setup.scheduler]
     modelled += [] if setup.profile is None else ["--profile", str(setup.profile)]
-    asked = ["--arrival", f"poisson:{load.rate / row.servers:.4f}", "--input-tokens", str(load.input_tokens)]
-    asked += ["--output-tokens", str(load.output_tokens), "--goodput"]
-    asked += [f"{name}:{1e3 * limit_s:g}" for name, limit_s in limits.seconds.items()]
-    yield f"Look closer at the first: {shlex.join(['loadgen', 'predict', *words, *modelled, *asked])}"
+    measured = ["--arrival", f"poisson:{load.rate / row.servers:.4f}", "--input-tokens", str(load.input_tokens)]
+    measured += ["--output-tokens", str(load.output_tokens), "--goodput"]
+    measured += [f"{name}:{1e3 * limit_s:g}" for name, limit_s in limits.seconds.items()]
+    yield f"Look closer at the first: {shlex.join(['loadgen', 'predict', *words, *modelled, *measured])}"
     yield f"Start one of its servers: {shlex.join(['loadgen', 'compose', *words])}"
 
 
@@ -268,89 +278,103 @@ def render(rows: list[Row], unmet: list[Unmet], load: Load, limits: Limits, pric
     return "\n".join(map(escaped, lines))
 
 
-def command(
-    *,
-    slo: Annotated[str, Parameter(help="Limits in ms: ttft_ms=500,tpot_ms=50 and e2el_ms; at least one.")],
-    rate: Annotated[float, Parameter(help="Requests per second over all servers (Poisson).")],
-    model: Annotated[str, Parameter(help="Model: 7b, 13b, 70b, ..., or a Hugging Face id that is known.")] = "7b",
-    backend: Annotated[str, Parameter(help="Kind of server: vllm, tgi or lightllm.")] = "vllm",
-    input_tokens: Annotated[Whole, Parameter(help="Length of every prompt.")] = 512,
-    output_tokens: Annotated[Whole, Parameter(help="Length of every reply.")] = 128,
-    percentile: Annotated[float, Parameter(help="How many percent of the requests keep each limit.")] = 99.0,
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The load, its limits, and which servers may take it. Units: tokens, requests per second."""
+
+    slo: Annotated[str, option(LOAD, "Limits in ms: ttft_ms=500,tpot_ms=50 and e2el_ms; at least one.")]
+    rate: Annotated[float, option(LOAD, "Requests per second over all servers (Poisson).")]
+    model: Annotated[str, option(SERVER, "Model: 7b, 13b, 70b, ..., or a Hugging Face id that is known.")] = "7b"
+    backend: Annotated[str, option(SERVER, "Kind of server: vllm, tgi or lightllm.")] = "vllm"
+    input_tokens: Annotated[Whole, option(LOAD, "Length of every prompt.")] = 512
+    output_tokens: Annotated[Whole, option(LOAD, "Length of every reply.")] = 128
+    percentile: Annotated[float, option(LOAD, "How many percent of the requests keep each limit.")] = 99.0
     gpu: Annotated[
         tuple[str, ...],
-        Parameter(
-            help="GPUs to look at, by name or JSON file (default: all that are known).",
+        option(
+            GPUS,
+            "GPUs to look at, by name or JSON file (default: all that are known).",
             consume_multiple=True,
-            negative=(),
             show_default=False,
         ),
-    ] = (),
-    max_gpus: Annotated[Whole, Parameter(help="Most GPUs in all.")] = 64,
+    ] = ()
+    max_gpus: Annotated[Whole, option(GPUS, "Most GPUs in all.")] = 64
     max_running: Annotated[
         tuple[Whole, ...],
-        Parameter(help="Most requests in a batch; several: each is tried.", consume_multiple=True, negative=()),
-    ] = (1024,),
-    dtype: Annotated[
-        Literal["float16", "bfloat16", "float32"], Parameter(help="Number format of weights and KV cache.")
-    ] = "float16",
-    memory_ratio: Annotated[float, Parameter(help="Part of each GPU's memory that a server may use.")] = 0.9,
-    p2p: Annotated[
-        Literal["auto", "off"], Parameter(help="off: GPUs reach each other through host memory only.")
-    ] = "auto",
-    scheduler: Annotated[str | None, Parameter(help="Which version of the server, such as vllm@v1.")] = None,
-    profile: Annotated[Path | None, Parameter(help="Profile from `loadgen calibrate` (default: the built-in).")] = None,
-    prices: Annotated[Path | None, Parameter(help="Your prices, in the form of servers/data/prices.json.")] = None,
-    requests: Annotated[Whole, Parameter(help="Least requests of each virtual run.")] = 400,
-) -> int:
+        option(SETTINGS, "Most requests in a batch; several: each is tried.", consume_multiple=True),
+    ] = (1024,)
+    dtype: DtypeOption = "float16"
+    memory_ratio: MemoryRatioOption = 0.9
+    p2p: Annotated[Literal["auto", "off"], option(GPUS, "off: GPUs reach each other through host memory only.")] = (
+        "auto"
+    )
+    scheduler: SchedulerOption = None
+    profile: ProfileOption = None
+    prices: Annotated[Path | None, option(GPUS, "Your prices, in the form of servers/data/prices.json.")] = None
+    requests: Annotated[Whole, option(LOAD, "Least requests of each virtual run.")] = 400
+
+    def check(self) -> None:
+        """Raises ConfigError."""
+        for name, value in (
+            ("--input-tokens", self.input_tokens), ("--output-tokens", self.output_tokens),
+            ("--requests", self.requests), ("--max-gpus", self.max_gpus),
+            *(("--max-running", each) for each in self.max_running),
+        ):  # fmt: skip
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if not 0 < self.memory_ratio <= 1:
+            raise ConfigError(f"--memory-ratio is {self.memory_ratio:g}; it must be above 0 and at most 1.")
+
+    def hardware(self, gpu: str) -> Hardware:
+        """One such GPU, or more where they are named with `dataclasses.replace`."""
+        return Hardware(
+            gpu=gpu, p2p=False if self.p2p == "off" else None, scheduler=self.scheduler, dtype=self.dtype,
+            max_requests=embedded.UNREFUSED, memory_ratio=self.memory_ratio, profile=self.profile,
+        )  # fmt: skip
+
+
+def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
     """List which GPUs would serve a load within limits, cheapest first. Predictions: nothing is measured.
 
     For each GPU and tensor parallel size (1, 2, 4, 8): the highest rate that one server keeps up with, how many servers
     the load needs, and dollars an hour. What will not do is listed too, with the reason.
     """
-    limits = parse_slo(slo, percentile)
-    for name, value in (
-        ("--input-tokens", input_tokens), ("--output-tokens", output_tokens), ("--requests", requests),
-        ("--max-gpus", max_gpus), *(("--max-running", each) for each in max_running),
-    ):  # fmt: skip
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1.")
-    if not 0 < memory_ratio <= 1:
-        raise ConfigError(f"--memory-ratio is {memory_ratio:g}; it must be above 0 and at most 1.")
-    load = Load(rate=rate, input_tokens=input_tokens, output_tokens=output_tokens, requests=requests)
-    spec = models.find(model).spec
-    _check(load, limits, spec)
-    listed = read_prices(prices)
-    base = Hardware(
-        p2p=False if p2p == "off" else None, scheduler=scheduler, dtype=dtype, max_requests=embedded.UNREFUSED,
-        memory_ratio=memory_ratio, profile=profile,
+    limits = parse_slo(options.slo, options.percentile)
+    options.check()
+    load = Load(
+        rate=options.rate, input_tokens=options.input_tokens, output_tokens=options.output_tokens,
+        requests=options.requests,
     )  # fmt: skip
-    length = max(4096, input_tokens + output_tokens)
+    spec = models.find(options.model).spec
+    _check(load, limits, spec)
+    prices = read_prices(options.prices)
+    model = options.model if spec is None else spec.name
+    length = max(4096, options.input_tokens + options.output_tokens)
 
     def emulation(candidate: Candidate) -> Emulated:
         chosen = dataclasses.replace(
-            base, gpu=candidate.gpu, gpus=candidate.tp, tp=candidate.tp, max_running=candidate.max_running
+            options.hardware(candidate.gpu), gpus=candidate.tp, tp=candidate.tp, max_running=candidate.max_running
         )
-        return emulate(chosen.setup(backend, model if spec is None else spec.name, length))
+        return emulate(chosen.setup(options.backend, model, length))
 
-    kinds = gpu or tuple(hardware.known())
+    kinds = options.gpu or tuple(hardware.known())
     try:  # what is wrong with every candidate is the user's mistake and no reason against one
         for kind in kinds:
             hardware.find(kind)
-        asked = dataclasses.replace(base, gpu=kinds[0]).setup(backend, model if spec is None else spec.name, length)
-        known = profiles()[asked.scheduler] if profile is None else read_profile(profile, asked.scheduler)
+        scheduler = options.hardware(kinds[0]).setup(options.backend, model, length).scheduler
+        profile = profiles()[scheduler] if options.profile is None else read_profile(options.profile, scheduler)
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
     rows, unmet = ranked([
-        judge(candidate, emulation, load, limits, listed, max_gpus)
-        for candidate in _candidates(kinds, min(LARGEST_TP, max_gpus), max_running)
+        judge(candidate, emulation, load, limits, prices, options.max_gpus)
+        for candidate in _candidates(kinds, min(LARGEST_TP, options.max_gpus), options.max_running)
     ])  # fmt: skip
-    print(render(rows, unmet, load, limits, listed, known))
-    return cli.EXIT_OK
+    print(render(rows, unmet, load, limits, prices, profile))
+    return exit_codes.OK
 
 
 def _check(load: Load, limits: Limits, spec: ModelSpec | None) -> None:
-    """Raises ConfigError for a load that no server could be asked for."""
+    """Raises ConfigError for a load that no server could take."""
     if not 0 < load.rate <= MOST_RATE:
         raise ConfigError(f"--rate is {load.rate:g}; it must be above 0 and at most {MOST_RATE:g}.")
     if "tpot" in limits.seconds and load.output_tokens == 1:

@@ -13,10 +13,11 @@ import numpy as np
 from cyclopts import Parameter
 
 import backends
-from loadgen import cli, models, rundir, terminal
-from loadgen.config import Config, ConfigError, flag
+from loadgen import cli, exit_codes, models, rundir, terminal
+from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, PlacementOptions, flag
 from loadgen.load import arrivals
 from loadgen.load.prompts import Dataset
+from loadgen.option_types import names, offers, option
 from loadgen.plan import most_requests
 from loadgen.rundir import records
 from loadgen.server import embedded
@@ -25,6 +26,16 @@ from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware
 from servers.simulator.virtual import Outcome, manifest, simulate
 
+
+@offers(
+    "backend", "model", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency", "warmup",
+    "dataset", "seed", "goodput", "out", *names(PlacementOptions),
+    *(name for name in names(ModelledOptions) if name != "speed"),
+)  # fmt: skip
+class PredictOptions(Config):
+    """Of `run`, without those of a client, of its wire and of a server that is started."""
+
+
 CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has none of them
     "tokenizer", "vocab_size", "stream", "workers", "transport", "connect", "kernel_timestamps", "api_key_env",
     "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "metrics_port", "speed",
@@ -32,21 +43,24 @@ CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has 
 
 
 def predict(
-    config: Annotated[Config | None, Parameter(name="*")] = None, *, preset: Literal["paper"] | None = None
+    config: Annotated[PredictOptions | None, Parameter(name="*")] = None,
+    *,
+    preset: Annotated[
+        Literal["paper"] | None,
+        option(
+            OUTPUT,
+            "paper: Section VI of arXiv 2311.03687, its figures and what it states beside what is predicted. It takes "
+            "--out and --seed, and nothing else.",
+        ),
+    ] = None,
 ) -> int:
     """Predict what `run` would measure on GPUs that you need not have: the same load, computed in virtual time.
 
     Takes the options of `run`, less those of the client; --gpu says which GPU. Writes a run directory like that of a
     run, marked as emulated, and prints beside the numbers how far off the model was on real runs that it was not fitted
     to.
-
-    Parameters
-    ----------
-    preset
-        paper: Section VI of arXiv 2311.03687, its figures and what it states beside what is predicted. It takes --out
-        and --seed, and nothing else.
     """
-    config = config or Config()
+    config = config or PredictOptions()
     if preset is not None:
         return _paper(config)
     if config.gpu is None:
@@ -77,20 +91,20 @@ def predict(
     return cli.report_one(directory, "loadgen")
 
 
-def _paper(config: Config) -> int:
+def _paper(config: PredictOptions) -> int:
     from servers.predict import paper  # with matplotlib
 
-    if config != Config(out=config.out, seed=config.seed):
+    if config != PredictOptions(out=config.out, seed=config.seed):
         raise ConfigError("--preset paper decides on load, servers and GPUs; only --out and --seed go with it.")
     directory = config.out or Path("runs") / rundir.new_run_id()
     rundir.create(directory)
     began = time.perf_counter()
-    found = paper.write(directory, config.seed)
-    terminal.say(paper.markdown(found))
-    terminal.say(f"{len(found['runs'])} runs in {time.perf_counter() - began:.0f} s of computing")
+    comparison = paper.write(directory, config.seed)
+    terminal.say(paper.markdown(comparison))
+    terminal.say(f"{len(comparison['runs'])} runs in {time.perf_counter() - began:.0f} s of computing")
     terminal.say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
-    return cli.EXIT_OK
+    sys.stdout.write(msgspec.json.encode(comparison).decode() + "\n")
+    return exit_codes.OK
 
 
 def draw(config: Config) -> list[tuple[float, int, int]]:
@@ -133,9 +147,9 @@ def _length(config: Config, load: list[tuple[float, int, int]]) -> int:
 
 def write(directory: Path, run_id: str, config: Config, emulated: Emulated, outcomes: list[Outcome]) -> None:
     """The run directory: manifest and records."""
-    said = manifest(config, emulated, run_id, len(outcomes))
-    rundir.write_manifest(directory, said)
-    file = records.RecordsFile(directory / "requests.jsonl", run_id, said.version, 0)
+    written = manifest(config, emulated, run_id, len(outcomes))
+    rundir.write_manifest(directory, written)
+    file = records.RecordsFile(directory / "requests.jsonl", run_id, written.version, 0)
     events = 0
     last_s = 0.0
     for outcome in outcomes:

@@ -1,57 +1,46 @@
-"""The options of modelled hardware as a command line gives them, and what they say of the server to be emulated."""
+"""The options of modelled hardware as a command line gives them, and the server that they describe."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
-
-from cyclopts import Parameter
+from typing import Annotated
 
 from backends import catalog
-from backends.catalog import DTYPE_BYTES
-from loadgen.option_types import Whole
+from loadgen.config import MODELLED, SETTINGS, DtypeOption, MaxRunningOption, MemoryRatioOption, ModelledOptions
+from loadgen.option_types import Whole, option
 from servers.simulator import hardware
 from servers.simulator.build import SCHEDULERS, EmulationError, Setup, newest
 
 MOST_DIGITS = 9  # of a scheduler's setting
 
 
-def _modelled(help: str, **more: Any) -> Parameter:
-    return Parameter(help=help, group="Modelled hardware (--gpu): emulated, no GPU needed", **more)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """Flags of one name everywhere."""
+class Hardware(ModelledOptions):
+    """The hardware that the embedded server models: flags as in `run`, or simpler where no server can be started."""
 
-    gpu: Annotated[str | None, _modelled("GPU to model: h200, h100, a800, rtx4090, ..., or a JSON file.")] = None
-    gpus: Annotated[Whole | None, _modelled("How many of them may be used (default: as many as --tp, else 1).")] = None
-    tp: Annotated[
-        Whole | None, _modelled("How many share the model (default: the least power of two of --gpus that holds it).")
+    gpus: Annotated[
+        Whole | None, option(MODELLED, "How many of them may be used (default: as many as --tp, else 1).")
     ] = None
-    topology: Annotated[
-        str | None,
-        _modelled("How they are joined: nvlink, nvlink-pairs, pcie or host (default: as usual for this GPU)."),
+    tp: Annotated[
+        Whole | None,
+        option(MODELLED, "How many share the model (default: the least power of two of --gpus that holds it)."),
     ] = None
     p2p: Annotated[
-        bool | None, _modelled("Directly between GPUs, or all through host memory (default: as usual for this GPU).")
+        bool | None,
+        option(
+            MODELLED,
+            "Directly between GPUs, or all through host memory (default: as usual for this GPU).",
+            negative=None,
+        ),
     ] = None
-    scheduler: Annotated[str | None, _modelled("Which version of the server: vllm@v1, vllm@0.2, tgi@3, ...")] = None
-    scheduler_arg: Annotated[
-        tuple[str, ...], _modelled("A setting of it, repeatable: max_concurrent_requests=128.", negative=())
-    ] = ()
-    dtype: Annotated[str, _modelled("Number format of weights and KV cache.")] = "float16"
-    kv_tokens: Annotated[Whole | None, _modelled("Tokens in its KV cache (default: what memory leaves).")] = None
-    max_running: Annotated[Whole, _modelled("Most requests in a batch.")] = 1024
+    dtype: DtypeOption = "float16"
+    max_running: MaxRunningOption = 1024
     max_requests: Annotated[
-        Whole, _modelled("Most requests that it holds, running or waiting, before it refuses more (tgi).")
+        Whole, option(SETTINGS, "Most requests that it holds, running or waiting, before it refuses more (tgi).")
     ] = 1024
-    memory_ratio: Annotated[float, _modelled("Part of each GPU's memory that it may use.")] = 0.9
-    profile: Annotated[Path | None, _modelled("Profile from `loadgen calibrate` (default: the built-in one).")] = None
-    speed: Annotated[float, _modelled("Modelled seconds that pass in a real one.")] = 1.0
+    memory_ratio: MemoryRatioOption = 0.9
 
     def setup(self, backend: str, model: str, max_model_len: int) -> Setup:
         """What to emulate. Raises EmulationError for what cannot be."""
@@ -90,8 +79,6 @@ class Hardware:
             raise EmulationError(f"--speed is {self.speed:g}; it must be a number above 0.")
         if not 0 < self.memory_ratio <= 1:
             raise EmulationError(f"--memory-ratio is {self.memory_ratio:g}; it must be above 0 and at most 1.")
-        if self.dtype not in DTYPE_BYTES:
-            raise EmulationError(f"--dtype {self.dtype} is not known here; known are {', '.join(DTYPE_BYTES)}.")
 
     def _topology(self) -> str | None:
         if self.topology is None:

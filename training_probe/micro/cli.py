@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
 
+from loadgen import exit_codes
+from loadgen.option_types import option
 from loadgen.terminal import say, width
 from training_probe import options
 from training_probe.micro import presets
@@ -27,18 +30,21 @@ if TYPE_CHECKING:
     from backends.gpus import Inventory
 
 SAMPLES = 50
-BUDGET_S: dict[Device, float] = {"cuda": 0.5, "cpu": 0.1}  # of a point, where nobody asked for a number of samples
+BUDGET_S: dict[Device, float] = {"cuda": 0.5, "cpu": 0.1}  # of a point, where no number of samples is named
 # Of a product on a GPU: a power limit slows it and lets go of it again for tenths of a second at a time.
 PRODUCT_SAMPLES, PRODUCT_BUDGET_S = 150, 1.5
 CPU_RANKS, MAX_RANKS, MAX_SAMPLES = 2, 64, 100_000
 
 
-def _list(help: str, **more: Any) -> Parameter:
-    return Parameter(help=help, negative=(), consume_multiple=1, show_default=False, **more)
+POINTS = Group("What is measured: every combination of what is named", sort_key=1)
+MEASURED = Group("How it is measured", sort_key=2)
+
+_points, _measured = partial(option, POINTS), partial(option, MEASURED)
+_list = partial(_points, consume_multiple=1, show_default=False)
 
 
 def _sizes(kind: Any, tokens: Sequence[Any]) -> tuple[int, ...]:
-    """Raises ValueError, which cyclopts tells the user."""
+    """Raises ValueError, whose sentence cyclopts prints."""
     return tuple(presets.size(token.value) for token in tokens)
 
 
@@ -46,19 +52,17 @@ def _sizes(kind: Any, tokens: Sequence[Any]) -> tuple[int, ...]:
 class Measuring:
     """How points are measured."""
 
-    device: Annotated[Device | None, Parameter(help="By default cuda where there is a GPU.")] = None
+    device: Annotated[Device | None, _measured("By default cuda where there is a GPU.")] = None
     samples: Annotated[
         int | None,
-        Parameter(
-            help=f"Measurements of each point; by default {SAMPLES}, of products on a GPU {PRODUCT_SAMPLES}, fewer "
+        _measured(
+            f"Measurements of each point; by default {SAMPLES}, of products on a GPU {PRODUCT_SAMPLES}, fewer "
             "where they take long, Table XII: 320.",
             converter=whole,
         ),
     ] = None
-    timeout: Annotated[float, Parameter(help="Seconds without a new point after which the processes are ended.")] = (
-        300.0
-    )
-    out: Annotated[Path | None, Parameter(help="Directory of the results; by default runs/ and its time.")] = None
+    timeout: Annotated[float, _measured("Seconds without a new point after which the processes are ended.")] = 300.0
+    out: Annotated[Path | None, _measured("Directory of the results; by default runs/ and its time.")] = None
 
     def check(self) -> None:
         """Raises MicroError."""
@@ -73,7 +77,7 @@ def gemm(
     n: Annotated[tuple[int, ...], _list("Outputs of the layer.", converter=whole)] = (),
     k: Annotated[tuple[int, ...], _list("Inputs of the layer.", converter=whole)] = (),
     dtype: Annotated[tuple[Dtype, ...], _list("bf16 fp16 fp32 tf32 int8 fp8; by default bf16, CPU: fp32 bf16.")] = (),
-    preset: Annotated[GemmPreset | None, Parameter(help="The paper's shapes; --dtype chooses among types.")] = None,
+    preset: Annotated[GemmPreset | None, _points("The paper's shapes; --dtype chooses among types.")] = None,
     measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
 ) -> int:
     """Time matrix products, every combination of M, N and K, as shares of the GPU's peak: the data sheet's, and that of
@@ -82,15 +86,15 @@ def gemm(
     For example: training_probe micro gemm --m 666 10624 --n 11008 --k 4096 --dtype bf16 fp8
     """
     measuring = measuring or Measuring()
-    device, inventory, gpu_ids = _machine(measuring, preset)
-    points = presets.gemms(device, m=m, n=n, k=k, dtypes=dtype, preset=preset)
-    return _run("gemm", preset, points, measuring, device, inventory, gpu_ids[:1])
+    machine = _machine(measuring, preset)
+    points = presets.gemms(machine.device, m=m, n=n, k=k, dtypes=dtype, preset=preset)
+    return _run("gemm", preset, points, measuring, machine.using(1))
 
 
 def memcpy(
     *,
     sizes: Annotated[tuple[int, ...], _list("Such as 4K 64M 1G; by default 1 KiB to 1 GiB.", converter=_sizes)] = (),
-    preset: Annotated[CopyPreset | None, Parameter(help="Figure 12: host to device and back.")] = None,
+    preset: Annotated[CopyPreset | None, _points("Figure 12: host to device and back.")] = None,
     measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
 ) -> int:
     """Time copies from host to device and back, pageable and pinned, and within the device; without a GPU within the
@@ -99,9 +103,9 @@ def memcpy(
     For example: training_probe micro memcpy --sizes 1K 1M 1G
     """
     measuring = measuring or Measuring()
-    device, inventory, gpu_ids = _machine(measuring, preset)
-    points = presets.copies(device, sizes=sizes, preset=preset)
-    return _run("memcpy", preset, points, measuring, device, inventory, gpu_ids[:1])
+    machine = _machine(measuring, preset)
+    points = presets.copies(machine.device, sizes=sizes, preset=preset)
+    return _run("memcpy", preset, points, measuring, machine.using(1))
 
 
 def collectives(
@@ -115,11 +119,9 @@ def collectives(
         tuple[Literal["on", "off"], ...], _list("Whether NCCL may use P2P (NCCL_P2P_DISABLE); by default both in turn.")
     ] = (),
     gpus: Annotated[
-        int | None, Parameter(help="Ranks, one a GPU; by default all GPUs here, without any 2.", converter=whole)
+        int | None, _points("Ranks, one a GPU; by default all GPUs here, without any 2.", converter=whole)
     ] = None,
-    preset: Annotated[
-        CollectivePreset | None, Parameter(help="The collectives of the paper's Figures 13 to 15.")
-    ] = None,
+    preset: Annotated[CollectivePreset | None, _points("The collectives of the paper's Figures 13 to 15.")] = None,
     measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
 ) -> int:
     """Time collectives over NCCL, with P2P and without, or over gloo on the CPU; each result is checked once.
@@ -127,18 +129,18 @@ def collectives(
     For example: training_probe micro collectives --op allreduce allgather --sizes 1M 64M 1G
     """
     measuring = measuring or Measuring()
-    device, inventory, gpu_ids = _machine(measuring, preset)
-    ranks = _ranks(gpus, device, len(gpu_ids))
+    machine = _machine(measuring, preset)
+    ranks = _ranks(gpus, machine.device, len(machine.gpu_ids))
     ways = [way == "on" for way in p2p]
-    points = presets.collectives(device, ranks, names=op, sizes=sizes, p2p=ways, preset=preset)
-    return _run("collectives", preset, points, measuring, device, inventory, gpu_ids[:ranks], ranks=ranks)
+    points = presets.collectives(machine.device, ranks, names=op, sizes=sizes, p2p=ways, preset=preset)
+    return _run("collectives", preset, points, measuring, machine.using(ranks))
 
 
-def _ranks(asked: int | None, device: Device, here: int) -> int:
+def _ranks(gpus: int | None, device: Device, here: int) -> int:
     """Raises MicroError."""
-    ranks = asked if asked is not None else here if device == "cuda" else CPU_RANKS
+    ranks = gpus if gpus is not None else here if device == "cuda" else CPU_RANKS
     if ranks < 2:
-        why = "this machine has one GPU that can be used" if asked is None else f"--gpus is {asked}"
+        why = "this machine has one GPU that can be used" if gpus is None else f"--gpus is {gpus}"
         how = " (with --device cpu they run over gloo)" if device == "cuda" else ""
         raise MicroError(f"{why}; collectives need at least 2{how}.")
     if device == "cuda" and ranks > here:
@@ -148,8 +150,28 @@ def _ranks(asked: int | None, device: Device, here: int) -> int:
     return ranks
 
 
-def _machine(measuring: Measuring, preset: str | None) -> tuple[Device, Inventory, tuple[int, ...]]:
-    """The device, what GPUs there are and which may be used. Raises MicroError, GpuError."""
+@dataclass(frozen=True)
+class Machine:
+    """gpu_ids: NVML indices of the GPUs that may be used; ranks: how many processes."""
+
+    device: Device
+    inventory: Inventory
+    gpu_ids: tuple[int, ...]
+    ranks: int = 1
+
+    def using(self, ranks: int) -> Machine:
+        """With so many processes, and no more GPUs than these take."""
+        return replace(self, gpu_ids=self.gpu_ids[:ranks], ranks=ranks)
+
+    @property
+    def device_name(self) -> str:
+        """For tables."""
+        names = {gpu.index: gpu.name for gpu in self.inventory.gpus}
+        return ", ".join(dict.fromkeys(names.get(index, "unknown GPU") for index in self.gpu_ids)) or "CPU"
+
+
+def _machine(measuring: Measuring, preset: str | None) -> Machine:
+    """Raises MicroError, GpuError."""
     from backends import gpus
 
     measuring.check()
@@ -162,7 +184,7 @@ def _machine(measuring: Measuring, preset: str | None) -> tuple[Device, Inventor
         raise MicroError(f"--preset {preset} is for GPUs and this machine has none; --device cpu runs it all the same.")
     if find_spec("torch") is None:
         raise MicroError("torch is not installed; pip install 'llm-dissect[train]'.")
-    return device, inventory, gpu_ids
+    return Machine(device, inventory, gpu_ids)
 
 
 def _sampling(measuring: Measuring, kind: Kind, preset: str | None, device: Device) -> tuple[int, float | None]:
@@ -176,26 +198,15 @@ def _sampling(measuring: Measuring, kind: Kind, preset: str | None, device: Devi
     return SAMPLES, BUDGET_S[device]
 
 
-def _run(
-    kind: Kind,
-    preset: str | None,
-    points: Sequence[Point],
-    measuring: Measuring,
-    device: Device,
-    inventory: Inventory,
-    gpu_ids: tuple[int, ...],
-    *,
-    ranks: int = 1,
-) -> int:
+def _run(kind: Kind, preset: str | None, points: Sequence[Point], measuring: Measuring, machine: Machine) -> int:
     import time
 
     from backends import gpus, process
     from loadgen import rundir
     from training_probe.micro import run
 
+    device = machine.device
     samples, budget_s = _sampling(measuring, kind, preset, device)
-    names = {gpu.index: gpu.name for gpu in inventory.gpus}
-    device_names = dict.fromkeys(names.get(index, "unknown GPU") for index in gpu_ids)
     between = kind == "collectives" and device == "cuda"
     manifest = run.Manifest(
         run_id=rundir.new_run_id(),
@@ -204,11 +215,11 @@ def _run(
         kind=kind,
         preset=preset,
         device=device,
-        device_name=", ".join(device_names) or "CPU",
-        gpu_ids=gpu_ids,
-        ranks=ranks,
-        p2p=gpus.decide_p2p("auto", inventory, gpu_ids).reason if between else "",
-        driver=inventory.driver,
+        device_name=machine.device_name,
+        gpu_ids=machine.gpu_ids,
+        ranks=machine.ranks,
+        p2p=gpus.decide_p2p("auto", machine.inventory, machine.gpu_ids).reason if between else "",
+        driver=machine.inventory.driver,
         task=Task(device=device, points=list(points), samples=samples, budget_s=budget_s),
         timeout_s=measuring.timeout,
         argv=tuple(sys.argv[1:]),
@@ -224,14 +235,14 @@ def reported(directory: Path, code: int) -> int:
 
     from training_probe.micro import report as micro_report
 
-    found, report = micro_report.redo(directory)
-    say("\n" + micro_report.text(found, report, width(sys.stderr)))
+    results, report = micro_report.redo(directory)
+    say("\n" + micro_report.text(results, report, width(sys.stderr)))
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     print(json.dumps(report))
-    outcomes = {result.outcome for result in found}
-    if code != 0 or outcomes.isdisjoint(("crashed", "timeout", "wrong")):
+    outcomes = {result.outcome for result in results}
+    if code != exit_codes.OK or outcomes.isdisjoint(("crashed", "timeout", "wrong")):
         return code
-    return 4 if outcomes.isdisjoint(("crashed", "timeout")) else 3
+    return exit_codes.INVALID if outcomes.isdisjoint(("crashed", "timeout")) else exit_codes.FAILED
 
 
 def build_app() -> App:

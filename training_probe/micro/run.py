@@ -24,7 +24,7 @@ import msgspec
 from backends import process
 from backends.launch import WITHOUT_P2P, LaunchError, Running, Start
 from backends.untrusted import UNDECODABLE
-from loadgen import rundir
+from loadgen import exit_codes, rundir
 from loadgen.monitor.tail import Tail, whole_lines
 from loadgen.rundir import Machine, this_machine
 from training_probe.launch import torchrun
@@ -51,7 +51,7 @@ MODULE = "training_probe.worker.micro"
 P2P_DISABLE = "NCCL_P2P_DISABLE"
 LOG_LINES = 400
 TELL_S = 5.0  # a line of progress at most so often
-EXIT_FINISHED, EXIT_STOPPED = 0, 130
+EXIT_FINISHED, EXIT_STOPPED = exit_codes.OK, exit_codes.STOPPED
 _MEASURED = msgspec.json.Decoder(Measured)
 
 Say = Callable[[str], None]

@@ -22,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from backends import process
-from loadgen import rundir
+from loadgen import exit_codes, rundir
 from training_probe import results
 from training_probe.grid import Cell
 from training_probe.launch import torchrun
@@ -35,7 +35,7 @@ from training_probe.sweep.dependencies import Surroundings, device_memory_bytes,
 from training_probe.sweep.manifests import Manifest, Settings
 from training_probe.sweep.progress import Progress
 
-EXIT_FINISHED, EXIT_STOPPED = 0, 130
+EXIT_FINISHED, EXIT_STOPPED = exit_codes.OK, exit_codes.STOPPED
 Say = Callable[[str], None]
 
 

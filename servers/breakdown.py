@@ -1,0 +1,76 @@
+"""`loadgen breakdown`: where the time of a decode step goes, on a server that is started or on modelled GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from backends.launch import LaunchError
+from loadgen import cli, exit_codes, rundir
+from loadgen.breakdown import measure, tables
+from loadgen.config import LOAD, OUTPUT, Config, ConfigError, LaunchOptions, ModelledOptions, PlacementOptions
+from loadgen.event_loop import run_loop
+from loadgen.option_types import Whole, names, offers, option
+from loadgen.probe import ServerError
+from loadgen.run import Stopped
+from loadgen.target import TransportError
+from loadgen.terminal import say, say_error
+from loadgen.trace import TraceError
+from servers.predict.breakdown import modelled
+
+
+@offers(
+    *("backend", "model", "launch", "input_tokens", "output_tokens", "concurrency", "seed", "tokenizer", "vocab_size"),
+    *("api_key_env", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "out", "dry_run"),
+    *names(PlacementOptions), *names(LaunchOptions), *(name for name in names(ModelledOptions) if name != "speed"),
+)  # fmt: skip
+class BreakdownOptions(Config):
+    """Of `run`, without what makes the load other than one batch in decode."""
+
+
+def breakdown(
+    config: Annotated[BreakdownOptions | None, Parameter(name="*")] = None,
+    *,
+    steps: Annotated[Whole, option(LOAD, "How many decode steps to profile.")] = 20,
+    preset: Annotated[
+        Literal["paper-table10"] | None,
+        option(
+            OUTPUT,
+            "Tables X and XI of arXiv 2311.03687 beside; with no server named, its setting on modelled GPUs.",
+        ),
+    ] = None,
+) -> int:
+    """Say where the time of a decode step goes: by kind of work and by part of the model.
+
+    With --launch process or docker it starts the server with its profiler, keeps --concurrency requests in decode
+    (default 64), profiles some steps and reads the trace, which opens in Perfetto. With --gpu it prints the terms of
+    the cost model that the embedded server runs on, marked as emulated.
+    """
+    config = config or BreakdownOptions()
+    if steps < 2:
+        raise ConfigError(f"--steps is {steps}; it must be at least 2, since the first is left out.")
+    run_id = rundir.new_run_id()
+    directory = config.out or Path("runs") / run_id
+    if config.dry_run:
+        print(measure.dry_run(measure.load(config), directory, run_id))
+        return exit_codes.OK
+    new = rundir.create(directory)
+    try:
+        if config.where == "embedded":
+            result = modelled(config, preset, directory, run_id)
+        else:
+            result = run_loop(measure.measure(measure.load(config), steps, directory, run_id, say))
+    except (ServerError, TransportError, LaunchError) as error:
+        return cli.backend_failed(error)
+    except TraceError as error:
+        say_error("loadgen", error)
+        return exit_codes.INVALID
+    except Stopped as error:
+        say_error("loadgen", error)
+        return exit_codes.STOPPED
+    finally:
+        if new:
+            rundir.remove_if_empty(directory)
+    return cli.show_breakdown(directory, result if preset is None else tables.beside_paper(result))
