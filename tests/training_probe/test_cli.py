@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from backends import gpus
-from loadgen.terminal import EXIT_UNREAD
+from loadgen import exit_codes
 from training_probe import cli, options, results
 from training_probe.grid import LETTERS, Cell, cell
 from training_probe.results import CellResult, of_cell
@@ -344,7 +344,7 @@ def test_a_reader_that_has_enough_ends_it_quietly() -> None:
     )
     assert program.stdout is not None and program.stderr is not None
     program.stdout.close()
-    assert program.stderr.read() == b"" and program.wait(60) == EXIT_UNREAD
+    assert program.stderr.read() == b"" and program.wait(60) == exit_codes.UNREAD
     program.stderr.close()
 
 
