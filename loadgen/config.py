@@ -1,10 +1,9 @@
 """Every option of a run, declared once: its flag, its key in `--config FILE.toml`, its default, help and limits.
 
 The options lie in a dataclass for each subject. Config is all of them together: flat, checked, and what a manifest
-keeps. A command that takes some of them is a subclass with `offers`, whose help shows those alone.
+keeps. A command that takes some of them is a subclass with `offers`, whose help shows those alone. Annotations are
+evaluated here: in a subclass of another module cyclopts would look for their names there.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -363,7 +362,7 @@ class Config(
         return self.backend or "vllm"
 
     @property
-    def law(self) -> Arrival:
+    def law(self) -> "Arrival":
         """When requests are sent. Raises ValueError."""
         from loadgen.load import arrivals  # with numpy, which a command line does not wait for
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -19,9 +20,20 @@ from cyclopts import Parameter
 from backends import gpus
 from backends.protocol import ServerInfo
 from loadgen import cli, run, terminal
-from loadgen.config import LAUNCH_ONLY, MODELLED_ONLY, Config, ConfigError
+from loadgen.config import (
+    LAUNCH_ONLY,
+    MODELLED_ONLY,
+    ClientOptions,
+    Config,
+    ConfigError,
+    LaunchOptions,
+    ModelledOptions,
+    PlacementOptions,
+)
+from loadgen.option_types import names
 from loadgen.plan import choose_model
 from loadgen.target import Target
+from servers.predict.command import CLIENT_ONLY
 
 # A value that differs from the default, as typed and as it must arrive.
 VALUES: dict[str, tuple[list[str], Any]] = {
@@ -357,6 +369,56 @@ def test_a_run_does_not_wait_for_what_it_does_not_need() -> None:
     code = f"import sys, loadgen.cli, loadgen.run, loadgen.progress; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+def test_a_command_line_does_not_wait_for_what_it_does_not_need() -> None:
+    """Help and mistakes come at once: neither figures, Docker, HTTP nor numpy are loaded."""
+    heavy = ["matplotlib", "docker", "httpx", "scipy", "numpy", "aiohttp", "servers"]
+    code = f"import sys, loadgen.cli; print([m for m in {heavy} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def options_in_help(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[set[str], list[str]]:
+    """The options that a command's help shows, by key, and the titles of their groups."""
+    assert cli.invoke([command, "--help"]) == 0
+    page = capsys.readouterr().out
+    flags = re.findall(r"^│ [*]? *--([a-z0-9-]+)", page, re.MULTILINE)
+    return {flag.replace("-", "_") for flag in flags}, re.findall(r"^╭─ (.*?) ─+╮$", page, re.MULTILINE)
+
+
+def test_help_of_run_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    shown, groups = options_in_help("run", capsys)
+    assert shown >= {field.name for field in dataclasses.fields(Config)}
+    assert groups[:3] == ["The server", "The load", "What comes of it"] and groups[-1] == "The client"
+
+
+REFUSED_BY = {
+    "predict": {"url", *CLIENT_ONLY, *names(LaunchOptions), "dry_run"},
+    "breakdown": {"url", "arrival", "duration", "requests", "dataset", "stream", "workers", "metrics_port"},
+    "compose": {"url", "launch", *names(ModelledOptions)},
+    "doctor": set(),
+}
+
+
+@pytest.mark.parametrize("command", REFUSED_BY)
+def test_help_shows_only_what_a_command_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown, groups = options_in_help(command, capsys)
+    assert {"backend", "model", "input_tokens", "concurrency", *names(PlacementOptions)} <= shown
+    assert not shown & REFUSED_BY[command]
+    for title, options in (("The client", ClientOptions), ("Modelled hardware", ModelledOptions)):
+        assert any(group.startswith(title) for group in groups) == bool(shown & set(names(options)))
+
+
+def test_a_file_of_run_serves_other_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What their help does not show is understood all the same."""
+    (tmp_path / "run.toml").write_text(
+        'model = "7b"\ntransport = "aiohttp"\nignore_eos = false\nserver_metrics = false\n'
+    )
+    assert cli.invoke(["compose", "--config", str(tmp_path / "run.toml")]) == 0
+    assert "image:" in capsys.readouterr().out
+    said = "--transport is for real requests, and predict sends none; leave it out."
+    one_sentence(["predict", "--gpu", "h200", "--config", str(tmp_path / "run.toml")], 2, capsys, said)
 
 
 def test_config_is_checked_when_made() -> None:

@@ -217,7 +217,7 @@ def test_gpus_that_do_nothing_are_told_when_it_starts() -> None:
         (("--kv-tokens", "100"), "--kv-tokens is for modelled hardware; name the GPU to model with --gpu."),
         (("--gpus", "2"), "--gpus is for modelled hardware"),
         (("--speed", "2"), "--speed is for modelled hardware"),
-        (("--gpu", "h200", "--dtype", "int4"), "--dtype int4 is not known here"),
+        (("--gpu", "h200", "--dtype", "int4"), '"int4" for --dtype. Choose from: "float16", '),
         (("--gpu", "h200", "--speed", "inf"), "--speed is inf"),
         (("--gpu", "h200", "--scheduler-arg", "max_running=0"), "max_running is 0; it must be at least 1"),
     ],

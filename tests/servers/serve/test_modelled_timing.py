@@ -346,7 +346,6 @@ def test_a_server_that_never_ends_a_request(concurrency: int | None) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dtype": "int4"}, "--dtype int4 is not known here; known are float16, "),
         ({"memory_ratio": 5.0}, "--memory-ratio is 5; it must be above 0 and at most 1"),
         ({"memory_ratio": float("nan")}, "--memory-ratio is nan"),
         ({"max_running": 0}, "--max-running is 0; it must be at least 1"),
