@@ -19,9 +19,10 @@ from cyclopts import Parameter
 
 from loadgen.config import ConfigError
 from loadgen.option_types import Whole
+from loadgen.rundir.emulation import HeldOut
 from servers.calibrate.least_squares import fit
 from servers.calibrate.runs import ObservationError, Observed, read
-from servers.simulator.build import EmulationError, HeldOut, Interval, Profile, read_profile
+from servers.simulator.build import EmulationError, Interval, Profile, read_profile
 from servers.simulator.hardware import HardwareError
 
 Floats = npt.NDArray[np.float64]
@@ -79,7 +80,7 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, say: Callable[
             start["attention_ratio"] = OTHER_ATTENTION
         profile = _fit(single, profile, {name: max(start[name], START.get(name, 1.0) / 100) for name in names}, say)
     if joined:
-        ways = {str(run.emulated.facts["topology"]) for run in joined}
+        ways = {run.emulated.facts.topology for run in joined}
         if len(ways) > 1:
             raise CalibrationError(f"the GPUs are joined by {' and '.join(sorted(ways))}; fit one at a time.")
         profile = _fit(joined, msgspec.structs.replace(profile, reductions=ways.pop()), LINK, say)

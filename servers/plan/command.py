@@ -190,7 +190,7 @@ def _table(rows: list[Row], limits: Limits) -> list[str]:
         cells.append(
             (
                 "no price" if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}", str(row.gpus), str(row.servers),
-                f"{tp} x {row.candidate.gpu}", "-" if tp == 1 else str(row.emulated.facts["topology"]),
+                f"{tp} x {row.candidate.gpu}", "-" if tp == 1 else row.emulated.facts.topology,
                 str(row.candidate.max_running), text.number(row.server_rate), row.bound,
                 *(text.number(None if math.isnan(value_s) else 1e3 * value_s) for value_s in seen),
                 str(row.trial.in_flight),
@@ -250,7 +250,7 @@ def render(rows: list[Row], unmet: list[Unmet], load: Load, limits: Limits, pric
             "way of more. Latencies and requests in flight: predicted at one server's share of the load.",
             *_commands(rows[0], load, limits),
         ]
-        if any(row.emulated.facts["topology"] == "pcie" for row in rows):
+        if any(row.emulated.facts.topology == "pcie" for row in rows):
             lines.append(
                 "pcie: the cards reach each other directly (P2P), which the drivers of GeForce cards do not allow; "
                 "--p2p off sends everything through host memory."

@@ -61,7 +61,7 @@ def predict(
     try:
         hardware = Hardware(**embedded.modelled(config))
         emulated = emulate(hardware.setup(config.kind, _model(config), _length(config, load)))
-        for note in emulated.facts["notes"]:
+        for note in emulated.facts.notes:
             terminal.say(f"note: {note}")
         new = rundir.create(directory)
         try:

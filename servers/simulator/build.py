@@ -1,7 +1,7 @@
 """A server on GPUs that one may not own: which scheduler, on what hardware, at what cost. Everything decided, no clock.
 
-`Setup` is what a user says; `emulate` checks it and joins scheduler, step cost and front end. The wire server and the
-virtual run take the same `Emulated` and make the same `Engine` of it.
+`Setup` is what a user chooses; `emulate` checks it and joins scheduler, step cost and front end. The server behind the
+wire and the virtual run take the same `Emulated` and make the same `Engine` of it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from backends.catalog import ModelSpec
 from backends.untrusted import UNDECODABLE
+from loadgen.rundir.emulation import Emulation, HeldOut
 from servers.schedulers import Rejected, Scheduler, Sequence
 from servers.schedulers.lightllm import LightLLM2310, LightLLMNow
 from servers.schedulers.tgi import Tgi1, Tgi3
 from servers.schedulers.vllm import Vllm02, VllmV1
-from servers.serve.engine import Engine, FrontEnd
 from servers.simulator import hardware
 from servers.simulator.cost import Gpu, Overheads, StepCost
+from servers.simulator.engine import Engine, FrontEnd
 from servers.simulator.hardware import HardwareError
 
 GIB = 1 << 30
@@ -40,19 +40,6 @@ class EmulationError(Exception):
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
-
-
-class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """How far predictions were off on one real run that was not used for the fit. Ratios; signed for makespan and
-    throughput; w1: Wasserstein-1 distance over the mean, of e2el, ttft and tpot."""
-
-    run: str
-    makespan: float
-    throughput: float
-    e2el_mape: float
-    e2el_w1: float
-    ttft_w1: float
-    tpot_w1: float
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +93,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     cost: StepCost
     profile: Profile
-    facts: dict[str, Any]
+    facts: Emulation
     settings: dict[str, int]  # of the scheduler: those of a server that loadgen starts, then those asked for
     slow_rank: float = 1.0  # how much longer than the others one GPU takes: all wait for it
 
@@ -117,7 +104,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_profile(self, profile: Profile) -> Emulated:
         """The same server with other software times."""
-        cost = self.cost.with_overheads(profile.overheads_over(self.facts["topology"]))
+        cost = self.cost.with_overheads(profile.overheads_over(self.facts.topology))
         return msgspec.structs.replace(self, profile=profile, cost=cost)
 
     def degraded(self, kv_share: float, slow_rank: float) -> Emulated:
@@ -127,7 +114,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
         kv_tokens = int(self.kv_tokens * kv_share)
         if kv_tokens < min(LEAST_KV_TOKENS, self.kv_tokens):
             raise EmulationError(f"{kv_share:.3%} of the KV cache is {kv_tokens} tokens; leave {LEAST_KV_TOKENS}.")
-        facts = self.facts | {"kv_cache_tokens": kv_tokens}
+        facts = msgspec.structs.replace(self.facts, kv_cache_tokens=kv_tokens)
         return msgspec.structs.replace(self, kv_tokens=kv_tokens, slow_rank=slow_rank, facts=facts)
 
 
@@ -214,28 +201,32 @@ def emulate(setup: Setup) -> Emulated:
         cost=StepCost(setup.model, gpu, tp, link, setup.dtype, profile.overheads_over(topology)),
         profile=profile,
         settings=_SCHEDULERS[setup.scheduler][1](setup, gpu) | dict(setup.options),
-        facts={
-            "scheduler": setup.scheduler,
-            "gpu": gpu.name,
-            "gpus": tp,
-            "topology": topology,
-            "tensor_parallel": tp,
-            "dtype": setup.dtype,
-            "kv_cache_tokens": kv_tokens,
-            "max_running": setup.max_running,
-            "memory_ratio": setup.memory_ratio,
-            "profile": str(setup.profile) if setup.profile else f"built in ({profile.source})",
-            "gpu_source": gpu.source,
-            "gpu_error": gpu.error,
-            "profile_gpus": (measured := _measured(profile)),
-            "profile_assumed": bool(measured) and not any(_same(gpu, setup.gpu, name) for name in measured),
-            "held_out": msgspec.to_builtins(profile.held_out),
-            "speed": 1.0,
-            "notes": list(_notes(setup, tp)),
-        },
+        facts=_facts(setup, gpu, tp, topology, kv_tokens, profile),
     )
     _try_scheduler(emulated)
     return emulated
+
+
+def _facts(setup: Setup, gpu: Gpu, tp: int, topology: str, kv_tokens: int, profile: Profile) -> Emulation:
+    measured = _measured(profile)
+    return Emulation(
+        scheduler=setup.scheduler,
+        gpu=gpu.name,
+        gpus=tp,
+        topology=topology,
+        tensor_parallel=tp,
+        dtype=setup.dtype,
+        kv_cache_tokens=kv_tokens,
+        max_running=setup.max_running,
+        memory_ratio=setup.memory_ratio,
+        profile=str(setup.profile) if setup.profile else f"built in ({profile.source})",
+        gpu_source=gpu.source,
+        gpu_error=gpu.error,
+        profile_gpus=measured,
+        profile_assumed=bool(measured) and not any(_same(gpu, setup.gpu, name) for name in measured),
+        held_out=profile.held_out,
+        notes=tuple(_notes(setup, tp)),
+    )
 
 
 def _notes(setup: Setup, tp: int) -> Iterator[str]:
@@ -246,12 +237,12 @@ def _notes(setup: Setup, tp: int) -> Iterator[str]:
         yield f"{tp} of the {setup.gpus} GPUs {hold} {setup.model.name} and the rest do nothing{all_of_them}."
 
 
-def _measured(profile: Profile) -> list[str]:
+def _measured(profile: Profile) -> tuple[str, ...]:
     """The GPUs of real runs that the profile was fitted to or compared with; a run's name begins with its GPU's, as a
     file's h200x4_70b_burst does, or a directory's h200/serving/7b_burst."""
     names = [re.split("[_/]", run.run)[0] for run in profile.held_out]
     compared = [gpu for gpu in hardware.known() if any(name == gpu or name.startswith(f"{gpu}x") for name in names)]
-    return list(dict.fromkeys([profile.gpu, *compared])) if profile.gpu else compared
+    return tuple(dict.fromkeys([profile.gpu, *compared] if profile.gpu else compared))
 
 
 def _same(gpu: Gpu, called: str, name: str) -> bool:

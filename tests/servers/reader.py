@@ -109,10 +109,9 @@ def running(
     server = Server(
         DIALECTS[dialect](Settings("m", max_model_len)),
         FixedTiming(round(ttft_ms * 1e6), round(itl_ms * 1e6), jitter, seed),
-        faults=faults.read(fault, dialect),
+        faults=faults.read(fault, dialect, seed),
         stamps=Stamps(stamps_path),
         api_key=api_key,
-        seed=seed,
     )
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -55,7 +55,7 @@ class Engine:
         self._under_way: deque[tuple[float, Step]] = deque()
 
     def submit(self, sequence: Sequence, at_s: float) -> None:
-        """A request has come in, after all that were submitted before. Raises batching.Rejected."""
+        """A request has come in, after all that were submitted before. Raises Rejected."""
         self.advance(at_s)
         self.scheduler.admit(sequence)
         if not self._taking_in:
