@@ -20,13 +20,14 @@ from cyclopts import Parameter
 from loadgen.config import ConfigError
 from loadgen.option_types import Whole
 from loadgen.rundir.emulation import HeldOut
-from servers.calibrate.least_squares import fit
-from servers.calibrate.runs import ObservationError, Observed, read
+from servers.calibrate.runs import ObservationError, Observed, RunFacts, read
 from servers.simulator.build import EmulationError, Interval, Profile, read_profile
 from servers.simulator.hardware import HardwareError
 
 Floats = npt.NDArray[np.float64]
 QUANTILES = np.linspace(0.02, 0.98, 25)
+SEARCH_STEP = 0.1  # of a logarithm, for derivatives: residuals come from simulations and jump a little
+TOLERANCE = 1e-5  # of the cost, below which the search ends
 SCALE = 0.02  # residuals are shares of a run's mean; beyond two percent a run counts linearly
 DRAWS = 200
 SPAN_MAX = 30.0
@@ -137,9 +138,9 @@ def _fit(
             parts.append((np.quantile(predicted.e2el_s, QUANTILES) - e2el) / run.e2el_s.mean())
         return np.concatenate(parts)
 
-    reach = [FAR.get(name, REACH) for name in names]
-    values, left = fit(residuals, list(start.values()), SCALE, reach)
-    intervals, vague = _told(names, values, _jacobian(residuals, values, left), _moves(real))
+    reach = np.array([FAR.get(name, REACH) for name in names])
+    values = _least_squares(residuals, np.array(list(start.values())), reach)
+    intervals, vague = _identified(names, values, _jacobian(residuals, values), _moves(real))
     for name, why in vague.items():
         say(f"not identified: {name} stays {_values(profile)[name]:.3g} ({why}).")
     if not intervals:
@@ -156,9 +157,24 @@ def _fit(
     return msgspec.structs.replace(fitted, intervals={**profile.intervals, **intervals})
 
 
-def _jacobian(residuals: Callable[[Floats], Floats], values: Floats, left: Floats) -> Floats:
-    """(residuals, values): what each of them moves by the logarithm of each value, at the fit."""
-    step = 0.05
+def _least_squares(residuals: Callable[[Floats], Floats], start: Floats, reach: Floats) -> Floats:
+    """The values that make `residuals` small, none farther from its start than by its factor of `reach`.
+
+    What is fitted is positive and spans orders of magnitude: the search is in logarithms."""
+    from scipy.optimize import least_squares  # takes longer to load than most commands to run
+
+    logs = np.log(start)
+    fitted = least_squares(
+        lambda at: residuals(np.exp(at)), logs, lambda at: _jacobian(residuals, np.exp(at), SEARCH_STEP),
+        bounds=(logs - np.log(reach), logs + np.log(reach)), loss="soft_l1", f_scale=SCALE, ftol=TOLERANCE, x_scale=1.0,
+    )  # fmt: skip
+    values: Floats = np.exp(fitted.x)
+    return values
+
+
+def _jacobian(residuals: Callable[[Floats], Floats], values: Floats, step: float = 0.05) -> Floats:
+    """(residuals, values): what each of them moves by the logarithm of each value."""
+    left = residuals(values)
     jacobian = np.empty((len(left), len(values)))
     for column in range(len(values)):
         moved = values.copy()
@@ -167,7 +183,7 @@ def _jacobian(residuals: Callable[[Floats], Floats], values: Floats, left: Float
     return jacobian
 
 
-def _told(
+def _identified(
     names: Sequence[str], values: Floats, jacobian: Floats, moves: Floats
 ) -> tuple[dict[str, Interval], dict[str, str]]:
     """The intervals of those that can be told, and why the others cannot: what moves most is kept, and then what can
@@ -313,12 +329,12 @@ def command(
     for name, value in (("--tp", tp), ("--kv-tokens", kv_tokens)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1.")
-    said = {"gpu": gpu, "model": model, "tp": tp, "kv_tokens": kv_tokens, "scheduler": scheduler}
+    flags = RunFacts(gpu=gpu, model=model, tp=tp, kv_tokens=kv_tokens, scheduler=scheduler)
     try:
         if out.exists():
             raise CalibrationError(f"{out} exists; name another --out, nothing was overwritten.")
-        runs = [read(path, said) for path in observed]
-        aside = [read(path, said) for path in held_out]
+        runs = [read(path, flags) for path in observed]
+        aside = [read(path, flags) for path in held_out]
         _check(runs, aside)
         for run in (*runs, *aside):
             if run.setup.kv_tokens is None:

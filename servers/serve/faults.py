@@ -84,6 +84,9 @@ class Faults:
         return [fault.kind for fault in self.faults if fault.kind in MODELLED]
 
 
+NO_FAULTS = Faults()
+
+
 class _Scripted(msgspec.Struct, forbid_unknown_fields=True):
     request: int
     kind: str

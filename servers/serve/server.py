@@ -18,7 +18,7 @@ from collections import deque
 from time import monotonic_ns
 
 from servers.schedulers import Rejected
-from servers.serve.faults import Faults
+from servers.serve.faults import NO_FAULTS, Faults
 from servers.serve.http import Connection, Request
 from servers.serve.reply import Reply
 from servers.serve.stamps import Stamps
@@ -43,7 +43,7 @@ class Server:
         timing: Timing,
         host: str = "127.0.0.1",
         port: int = 0,
-        faults: Faults = Faults(),  # noqa: B008
+        faults: Faults = NO_FAULTS,
         stamps: Stamps | None = None,
         api_key: str | None = None,
     ) -> None:

@@ -7,10 +7,10 @@ wire and the virtual run take the same `Emulated` and make the same `Engine` of 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -66,7 +66,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """gpus: how many may be used. tp: how many share the model; None: the least power of two of them that holds it; the
     others do nothing, as where loadgen starts a server. kv_tokens: the KV cache's capacity over all GPUs; None: what
     memory leaves. max_requests: how many the server may hold at once, running and waiting, before it refuses (servers
-    that do). options: settings of the scheduler by the names that its class gives them, beyond those above."""
+    that do). options: settings of the scheduler by their names there, beyond those above."""
 
     scheduler: str
     model: ModelSpec
@@ -94,7 +94,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     cost: StepCost
     profile: Profile
     facts: Emulation
-    settings: dict[str, int]  # of the scheduler: those of a server that loadgen starts, then those asked for
+    settings: dict[str, int]  # of the scheduler: those of a server that loadgen starts, then `setup.options`
     slow_rank: float = 1.0  # how much longer than the others one GPU takes: all wait for it
 
     def engine(self, deliver: Callable[[list[Sequence], float, float], None]) -> Engine:
@@ -119,7 +119,8 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _scheduler(emulated: Emulated) -> Scheduler:
-    return _SCHEDULERS[emulated.setup.scheduler][0](emulated.kv_tokens, **emulated.settings)
+    kind = _SCHEDULERS[emulated.setup.scheduler]
+    return kind.make(emulated.kv_tokens, kind.settings(**emulated.settings))
 
 
 def _v1_budget_tokens(gpu: Gpu) -> int:
@@ -130,23 +131,43 @@ def _v1_budget_tokens(gpu: Gpu) -> int:
     return 8192 if gpu.memory_bytes >= 70 * GIB and "a100" not in gpu.name.lower() else 2048
 
 
-_SCHEDULERS: dict[str, tuple[Callable[..., Scheduler], Callable[[Setup, Gpu], dict[str, int]]]] = {
-    "vllm@v1": (VllmV1, lambda s, gpu: {"max_running": s.max_running, "budget_tokens": _v1_budget_tokens(gpu)}),
-    "vllm@0.2": (Vllm02, lambda s, _: {"max_num_seqs": min(s.max_running, 256), "max_model_len": s.max_model_len}),
-    "tgi@3": (Tgi3, lambda s, _: {"max_concurrent_requests": s.max_requests, "max_batch_size": s.max_running}),
-    "tgi@1": (
+@dataclass(frozen=True)
+class _Kind:
+    """How a scheduler is made: `make` from KV tokens and `settings`, which `chosen` takes from a setup where the user
+    gives none."""
+
+    make: Callable[..., Scheduler]
+    settings: type[msgspec.Struct]
+    chosen: Callable[[Setup, Gpu], dict[str, int]]
+
+
+_SCHEDULERS = {
+    "vllm@v1": _Kind(
+        VllmV1, VllmV1.Settings, lambda s, gpu: {"max_running": s.max_running, "budget_tokens": _v1_budget_tokens(gpu)}
+    ),
+    "vllm@0.2": _Kind(
+        Vllm02,
+        Vllm02.Settings,
+        lambda s, _: {"max_num_seqs": min(s.max_running, 256), "max_model_len": s.max_model_len},
+    ),
+    "tgi@3": _Kind(
+        Tgi3,
+        Tgi3.Settings,
+        lambda s, _: {"max_concurrent_requests": s.max_requests, "max_batch_size": s.max_running},
+    ),
+    "tgi@1": _Kind(
         Tgi1,
+        Tgi1.Settings,
         lambda s, _: {
             "max_concurrent_requests": s.max_requests,
             "max_input_length": s.max_model_len - 1,
             "max_total_tokens": s.max_model_len,
         },
     ),
-    "lightllm@1.2": (LightLLMNow, lambda s, _: {"running_max_req_size": s.max_running}),
-    "lightllm@2310": (LightLLM2310, lambda s, _: {"running_max_req_size": s.max_running}),
+    "lightllm@1.2": _Kind(LightLLMNow, LightLLMNow.Settings, lambda s, _: {"running_max_req_size": s.max_running}),
+    "lightllm@2310": _Kind(LightLLM2310, LightLLM2310.Settings, lambda s, _: {"running_max_req_size": s.max_running}),
 }
 SCHEDULERS = tuple(_SCHEDULERS)
-_NOT_SETTINGS = ("kv_tokens", "depth")  # parameters that are not the user's
 _TRIAL_STEPS = 1000  # enough for one token of one request
 
 
@@ -200,7 +221,7 @@ def emulate(setup: Setup) -> Emulated:
         kv_tokens=kv_tokens,
         cost=StepCost(setup.model, gpu, tp, link, setup.dtype, profile.overheads_over(topology)),
         profile=profile,
-        settings=_SCHEDULERS[setup.scheduler][1](setup, gpu) | dict(setup.options),
+        settings=_SCHEDULERS[setup.scheduler].chosen(setup, gpu) | dict(setup.options),
         facts=_facts(setup, gpu, tp, topology, kv_tokens, profile),
     )
     _try_scheduler(emulated)
@@ -254,8 +275,7 @@ def _same(gpu: Gpu, called: str, name: str) -> bool:
 
 def _check_options(setup: Setup) -> None:
     """Raises EmulationError for a setting that the scheduler does not have, or a value that none can have."""
-    parameters = inspect.signature(_SCHEDULERS[setup.scheduler][0]).parameters
-    settings = {name: each.default for name, each in parameters.items() if name not in _NOT_SETTINGS}
+    settings = {each.name: each.default for each in msgspec.structs.fields(_SCHEDULERS[setup.scheduler].settings)}
     for name, value in setup.options:
         if name not in settings:
             raise EmulationError(f"{setup.scheduler} has no setting '{name}'; it has {', '.join(settings)}.")
