@@ -26,8 +26,8 @@ from servers.simulator.hardware import HardwareError
 
 Floats = npt.NDArray[np.float64]
 QUANTILES = np.linspace(0.02, 0.98, 25)
-SEARCH_STEP = 0.1  # of a logarithm, for derivatives: residuals come from simulations and jump a little
-TOLERANCE = 1e-5  # of the cost, below which the search ends
+STEP = 0.1  # of a logarithm, to each side, for derivatives
+TOLERANCE = 1e-4  # of the cost and of the values: the search ends where a step changes less
 SCALE = 0.02  # residuals are shares of a run's mean; beyond two percent a run counts linearly
 DRAWS = 200
 SPAN_MAX = 30.0
@@ -165,22 +165,20 @@ def _least_squares(residuals: Callable[[Floats], Floats], start: Floats, reach: 
 
     logs = np.log(start)
     fitted = least_squares(
-        lambda at: residuals(np.exp(at)), logs, lambda at: _jacobian(residuals, np.exp(at), SEARCH_STEP),
-        bounds=(logs - np.log(reach), logs + np.log(reach)), loss="soft_l1", f_scale=SCALE, ftol=TOLERANCE, x_scale=1.0,
+        lambda at: residuals(np.exp(at)), logs, lambda at: _jacobian(residuals, np.exp(at)),
+        bounds=(logs - np.log(reach), logs + np.log(reach)), x_scale="jac", loss="soft_l1", f_scale=SCALE,
+        ftol=TOLERANCE, xtol=TOLERANCE,
     )  # fmt: skip
     values: Floats = np.exp(fitted.x)
     return values
 
 
-def _jacobian(residuals: Callable[[Floats], Floats], values: Floats, step: float = 0.05) -> Floats:
-    """(residuals, values): what each of them moves by the logarithm of each value."""
-    left = residuals(values)
-    jacobian = np.empty((len(left), len(values)))
-    for column in range(len(values)):
-        moved = values.copy()
-        moved[column] *= np.exp(step)
-        jacobian[:, column] = (residuals(moved) - left) / step
-    return jacobian
+def _jacobian(residuals: Callable[[Floats], Floats], values: Floats) -> Floats:
+    """(residuals, values): what each of them moves by the logarithm of each value. Residuals come from simulations and
+    jump a little: the difference is taken over a wide step, to both sides."""
+    factors = np.exp(STEP * np.eye(len(values)))
+    moved = [residuals(values * factor) - residuals(values / factor) for factor in factors]
+    return np.stack(moved, axis=1) / (2 * STEP)
 
 
 def _identified(
