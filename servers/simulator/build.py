@@ -269,7 +269,7 @@ def _measured(profile: Profile) -> tuple[str, ...]:
 def _same(gpu: Gpu, called: str, name: str) -> bool:
     try:
         return called == name or hardware.find(name) == gpu
-    except HardwareError:  # a profile tells of a file that is not here
+    except HardwareError:  # the profile names a file that is not here
         return False
 
 
@@ -302,7 +302,7 @@ def _try_scheduler(emulated: Emulated) -> None:
                 break
             scheduler.finish(step)
     except Rejected:
-        return  # that is an answer, and what a small KV cache gives to everybody
+        return  # which is what a small KV cache gives to everybody
     except (ArithmeticError, LookupError, TypeError, ValueError):
         sequence.done = False
     if not sequence.done:
