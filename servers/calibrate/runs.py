@@ -13,7 +13,7 @@ import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from servers.simulator import hardware, virtual
 from servers.simulator.build import Emulated, Profile, Setup, emulate, newest
 
 Floats = npt.NDArray[np.float64]
+Dtype = Literal["float16", "bfloat16", "float32"]
 FEWEST = 20  # requests
 _NAME = re.compile(r"(?P<gpu>[a-z]+\d+[a-z]*?)(x\d+)?_(?P<model>\d+b)(?:_|\.)")
 
@@ -55,7 +56,7 @@ class RunFacts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tp: Annotated[int, msgspec.Meta(ge=1)] | None = None
     topology: str | None = None
     p2p: bool | None = None
-    dtype: Literal["float16", "bfloat16", "float32"] | None = None
+    dtype: Dtype | None = None
     kv_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_running: Annotated[int, msgspec.Meta(ge=1)] | None = None
     concurrency: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -247,19 +248,20 @@ def _directory(path: Path) -> tuple[RunFacts, list[Floats]]:
     table = table.select(table.ok & (table.output_tokens > 0))
     if not len(table):
         raise ObservationError(f"{path} holds no complete reply.")
-    launch: dict[str, Any] = msgspec.to_builtins(manifest.launch) or {}
-    cards = launch.get("gpus") or []
+    launch = manifest.launch
     facts = RunFacts(
-        scheduler=_scheduler(path, manifest.backend, launch.get("version") or manifest.server_version),
+        scheduler=_scheduler(path, manifest.backend, (launch and launch.version) or manifest.server_version),
         model=manifest.model,
-        gpu=_gpu(cards[0]["name"]) if cards else None,
-        tp=launch.get("tensor_parallel") or 1,
-        p2p=(launch.get("p2p") or {}).get("enabled"),
-        dtype=launch.get("dtype"),
-        kv_tokens=launch.get("kv_cache_tokens"),
-        max_running=launch.get("max_running"),
+        tp=1,
         concurrency=manifest.config.get("concurrency"),
     )
+    if launch is not None:
+        facts.gpu = _gpu(launch.gpus[0].name) if launch.gpus else None
+        facts.tp = launch.tensor_parallel
+        facts.p2p = launch.p2p.enabled
+        facts.dtype = cast(Dtype, launch.dtype)
+        facts.kv_tokens = launch.kv_cache_tokens or None
+        facts.max_running = launch.max_running
     columns = (table.sent_ns * 1e-9, table.first_token_ns * 1e-9, table.done_ns * 1e-9)
     return facts, [np.asarray(each, float) for each in (*columns, table.prompt_tokens, table.output_tokens)]
 
