@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,12 @@ def test_flags_fill_only_what_a_run_does_not_tell() -> None:
 )
 def test_gpus_by_the_names_that_nvml_gives(name: str, gpu: str | None) -> None:
     assert observed._gpu(name) == gpu
+
+
+def test_scipy_is_loaded_by_a_fit_alone() -> None:
+    script = "import sys, loadgen.cli, servers.predict.command, servers.plan.command, servers.calibrate.command; "
+    script += "print('scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
 
 
 def known_world(backend: str, times: dict[str, float]) -> Any:
