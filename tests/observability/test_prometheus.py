@@ -326,25 +326,3 @@ def test_a_run_that_was_over_is_compared_but_has_no_rate(watched: Watched) -> No
 def test_the_servers_own_metrics_name_their_server(watched: Watched) -> None:
     found = watched.prometheus.now('{job="server", __name__=~"vllm:.*"}')
     assert found and {series.labels["server"] for series in found} == {"vllm"}
-
-
-@pytest.mark.parametrize("board", ["comparison", "serving", "training"])
-def test_a_dashboard_is_drawn_without_grafana(watched: Watched, board: str, tmp_path: Path) -> None:
-    words = [
-        sys.executable,
-        names.COMPOSE / "render.py",
-        board,
-        "--prometheus",
-        watched.prometheus.url,
-        "--seconds",
-        "60",
-    ]
-    drawn = subprocess.run([*words, "--out", tmp_path / "board.png"], capture_output=True, text=True)
-    assert (drawn.returncode, drawn.stderr) == (0, "")
-    assert (tmp_path / "board.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_prometheus_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    words = [sys.executable, names.COMPOSE / "render.py", "serving", "--prometheus", f"http://127.0.0.1:{free_port()}"]
-    drawn = subprocess.run([*words, "--out", tmp_path / "board.png"], capture_output=True, text=True)
-    assert drawn.returncode == 2 and drawn.stderr.count("\n") == 1 and "is Prometheus at" in drawn.stderr
