@@ -47,22 +47,8 @@ async def sidecar(metrics_port: int | None = None, sample_server: bool = False) 
         from loadgen.monitor.exporter import HOST, Exporter, serve
 
         serve(Exporter(Path()), HOST, metrics_port).server_close()
-    process: Process | None = None
-    problem = None
-    try:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "loadgen.monitor",
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-            start_new_session=True,
-            env=os.environ | child_env.environment(os.environ),
-        )
-    except OSError as error:
-        problem = f"the sampling process was not started: {error.strerror or error}"
-    monitor = Monitor(process, problem, metrics_port)
+    monitor = Monitor(metrics_port)
+    await monitor.start()
     if sample_server:
         monitor.send(Prepare())
     try:
@@ -74,10 +60,22 @@ async def sidecar(metrics_port: int | None = None, sample_server: bool = False) 
 class Monitor:
     """The process, to its run."""
 
-    def __init__(self, process: Process | None, problem: str | None, metrics_port: int | None) -> None:
-        self._process, self._problem, self._metrics_port = process, problem, metrics_port
+    def __init__(self, metrics_port: int | None) -> None:
+        self._metrics_port = metrics_port
+        self._process: Process | None = None
+        self._start_problem: str | None = None
         self._sampling = False
         self._samples_wanted = 0
+
+    async def start(self) -> None:
+        argv = [sys.executable, "-m", "loadgen.monitor"]
+        env = os.environ | child_env.environment(os.environ)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *argv, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, env=env
+            )
+        except OSError as error:
+            self._start_problem = f"the sampling process was not started: {error.strerror or error}"
 
     async def begin(
         self,
@@ -100,9 +98,12 @@ class Monitor:
         self.send(begin)
         if not begin.samples:
             return
-        problem = self._problem or await self._sampling_problem()
+        problem = self._start_problem or await self._sampling_problem()
         self._sampling = problem is None
         if problem is not None:
+            if self._process is not None and self._process.returncode is not None:  # of a GPU library that crashed
+                await self.start()
+                self.send(msgspec.structs.replace(begin, source=None, gpus=[]))
             header = Header(run_id=run_id, series=list(source.series) if source else [], gpus=[], error=problem)
             with contextlib.suppress(OSError), (directory / FILE).open("xb") as file:  # what it did write stays
                 file.write(msgspec.json.encode(header) + b"\n")

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from loadgen.monitor.messages import Begin, Live, MetricsSource
 from loadgen.monitor.server_view import read
 from loadgen.monitor.sidecar import sidecar
 from loadgen.run import _both
+from loadgen.rundir import RunError
 from tests.loadgen.monitor.directories import RUN, read_snapshot, record, value, write_manifest, write_records
 from tests.loadgen.monitor.metrics_server import Script
 from tests.servers.reader import running
@@ -95,6 +97,28 @@ def test_a_failed_start_does_not_fail_the_run(tmp_path: Path, script: Script, mo
         assert view is not None and view.server is not None
         assert view.server.problem == f"the sampling process {problem}"
     assert len(entered) == 3
+
+
+def test_a_gpu_library_that_crashes_costs_the_samples_and_no_snapshot(
+    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pynvml.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    write_manifest(tmp_path)
+
+    async def beside() -> str | None:
+        async with sidecar() as monitor:
+            source = MetricsSource(url=script.url, series={"running": "running"})
+            await monitor.begin(tmp_path, RUN, source, [0])
+            monitor.progress(Live(planned=50, in_flight=3))
+            await monitor.sample()
+        return monitor.trouble
+
+    assert asyncio.run(beside()) is None
+    assert value(read_snapshot(tmp_path), "bench_requests_planned") == 50
+    view = read(tmp_path, RUN, 0, 0)
+    assert view is not None and view.server is not None
+    assert view.server.problem == "the sampling process ended with exit code -11 before it was ready"
 
 
 def test_an_error_inside_comes_through_and_the_process_ends(tmp_path: Path, script: Script) -> None:
@@ -230,6 +254,31 @@ def test_a_run_that_never_began_leaves_no_snapshot(tmp_path: Path) -> None:
 
     asyncio.run(beside())
     assert not list(tmp_path.iterdir())
+
+
+def test_the_run_is_served_at_the_port(tmp_path: Path) -> None:
+    write_manifest(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def page() -> str:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
+                if "bench_requests_in_flight" in (text := reply.read().decode()):
+                    return str(text)
+            time.sleep(0.05)
+        raise AssertionError("no page")
+
+    async def beside() -> str:
+        async with sidecar(port) as monitor:
+            await monitor.begin(tmp_path, RUN)
+            monitor.progress(Live(planned=50, in_flight=3))
+            return await asyncio.to_thread(page)
+
+    assert f'bench_run_state{{program="loadgen",run_id="{RUN}",state="running"}} 1.0' in asyncio.run(beside())
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(RunError, match="cannot listen on"):
+        asyncio.run(beside())
 
 
 def test_a_port_that_somebody_takes_meanwhile_costs_no_snapshot(tmp_path: Path) -> None:
