@@ -21,7 +21,7 @@ from loadgen.monitor.messages import PERIOD_S, Live
 from loadgen.monitor.server_view import ServerSample
 from loadgen.monitor.tail import Tail
 from loadgen.monitor.totals import Record, Totals
-from loadgen.rundir import Family, Manifest, RunError, Sample, Snapshot, read_manifest, write_snapshot
+from loadgen.rundir import Family, Manifest, MetricSample, RunError, Snapshot, read_manifest, write_snapshot
 
 ORPHANS_S = 6.0  # a little more than workers whose parent was killed wait for replies
 
@@ -77,21 +77,25 @@ class Recorder:
         if planned is None and self.live is not None:
             planned = self.live.planned
         if planned is not None:
-            yield Family("bench_requests_planned", "gauge", "Measured requests of the whole run.", [Sample(planned)])
+            yield Family(
+                "bench_requests_planned", "gauge", "Measured requests of the whole run.", [MetricSample(planned)]
+            )
         in_flight = 0 if over or self.live is None else self.live.in_flight
-        yield Family("bench_requests_in_flight", "gauge", "Requests sent and not over.", [Sample(in_flight)])
+        yield Family("bench_requests_in_flight", "gauge", "Requests sent and not over.", [MetricSample(in_flight)])
         events = 0 if self.live is None else self.live.events
-        yield Family("bench_events_received", "counter", "Events that carried output, as they come.", [Sample(events)])
+        yield Family(
+            "bench_events_received", "counter", "Events that carried output, as they come.", [MetricSample(events)]
+        )
 
     def _server_families(self) -> Iterator[Family]:
         if self.sample is None:
             return
         for name, family, kind, help_text in _SERVER:
             if name in self.sample.metrics:
-                yield Family(family, kind, help_text, [Sample(self.sample.metrics[name])])
+                yield Family(family, kind, help_text, [MetricSample(self.sample.metrics[name])])
         for attribute, family, help_text in _GPU:
             values = {gpu.index: getattr(gpu, attribute) for gpu in self.sample.gpus}
-            samples = [Sample(value, {"gpu": str(index)}) for index, value in values.items() if value is not None]
+            samples = [MetricSample(value, {"gpu": str(index)}) for index, value in values.items() if value is not None]
             if samples:
                 yield Family(family, "gauge", help_text, samples)
 

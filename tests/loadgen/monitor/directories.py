@@ -39,10 +39,10 @@ def record(number: int, **more: Any) -> Record:
     return Record(**{**usual, **more})
 
 
-def write_records(path: Path, found: list[Record], close: bool = True) -> None:
+def write_records(path: Path, requests: list[Record], close: bool = True) -> None:
     file = RecordsFile(path, "r1", "1", 0)
-    for each in found:
-        file.write(each)
+    for request in requests:
+        file.write(request)
     if close:
         file.close(ClientFacts(**FACTS))
 
@@ -52,7 +52,7 @@ def read_snapshot(directory: Path) -> Snapshot:
 
 
 def family(snapshot: Snapshot, name: str) -> Family:
-    return next(each for each in snapshot.families if each.name == name)
+    return next(request for request in snapshot.families if request.name == name)
 
 
 def value(snapshot: Snapshot, name: str, **labels: str) -> float:

@@ -81,12 +81,12 @@ def test_counts_go_from_good_sample_to_good_sample(tmp_path: Path) -> None:
         at(12, error="busy"),
     ]
     write(tmp_path, [*rows, at(13, error="busy"), at(14, prompt_tokens=25)])
-    found = seen(tmp_path)
-    assert (found.prompt_tokens, found.samples, found.failed, found.failure) == (20, 7, 4, "busy")
-    assert found.covered and found.problem is None
+    stats = seen(tmp_path)
+    assert (stats.prompt_tokens, stats.samples, stats.failed, stats.failure) == (20, 7, 4, "busy")
+    assert stats.covered and stats.problem is None
     write(tmp_path, rows)  # it died
-    found = seen(tmp_path)
-    assert (found.prompt_tokens, found.samples, found.failed, found.covered) == (2, 5, 3, False)
+    stats = seen(tmp_path)
+    assert (stats.prompt_tokens, stats.samples, stats.failed, stats.covered) == (2, 5, 3, False)
     write(tmp_path, [at(10.5, prompt_tokens=7), at(13, prompt_tokens=8)])  # it began late
     assert (seen(tmp_path).prompt_tokens, seen(tmp_path).covered) == (1, False)
 
@@ -172,8 +172,8 @@ def test_known_gpus(tmp_path: Path) -> None:
 def test_energy_without_counters_is_the_area_under_the_power(tmp_path: Path) -> None:
     rows = [at(9, gpus=[gpu(0, w=100, mj=1), gpu(1, w=50)]), at(11, gpus=[gpu(0, w=200, mj=2), gpu(1, w=50)]),
             at(12, gpus=[gpu(0, w=400, mj=3), gpu(1, w=50)])]  # fmt: skip
-    found = gpus_of(tmp_path, *rows)  # one of the two has no counter
-    assert (found["energy_j"], found["energy_from"]) == (200 + 300 + 100, "power")
+    stats = gpus_of(tmp_path, *rows)  # one of the two has no counter
+    assert (stats["energy_j"], stats["energy_from"]) == (200 + 300 + 100, "power")
     rows[0].gpus[1] = gpu(1, w=50, mj=9)  # a counter that fell: the driver was loaded anew
     rows[2].gpus[1] = gpu(1, w=50, mj=2)
     assert gpus_of(tmp_path, *rows)["energy_from"] == "power"
@@ -217,8 +217,8 @@ def test_mean_power_is_the_counted_energy_over_its_time(tmp_path: Path) -> None:
 
 
 def test_what_gpus_do_not_tell_is_none(tmp_path: Path) -> None:
-    found = gpus_of(tmp_path, at(9, gpus=[gpu(0, None, None)]), at(13, gpus=[gpu(0, None, None)]))
-    assert found == {
+    stats = gpus_of(tmp_path, at(9, gpus=[gpu(0, None, None)]), at(13, gpus=[gpu(0, None, None)]))
+    assert stats == {
         "each": [{"index": 0, "name": "H200", "memory_peak_bytes": None}],
         "memory_peak_bytes": None, "power_mean_w": None, "energy_j": None, "energy_from": None,
     }  # fmt: skip

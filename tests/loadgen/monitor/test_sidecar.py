@@ -137,11 +137,11 @@ from pathlib import Path
 from loadgen.monitor.messages import MetricsSource
 from loadgen.monitor.sidecar import sidecar
 start = asyncio.create_subprocess_exec
-async def telling(*argv, **options):
+async def started(*argv, **options):
     process = await start(*argv, **options)
     print(process.pid, flush=True)
     return process
-asyncio.create_subprocess_exec = telling
+asyncio.create_subprocess_exec = started
 async def run():
     async with sidecar() as monitor:
         source = MetricsSource(url={script.url!r}, series={{"running": "running"}})
