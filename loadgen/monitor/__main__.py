@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from backends.untrusted import UNDECODABLE
 from loadgen.monitor.messages import Begin, Begun, Live, Order, Prepare, Reply, SampleTaken, TakeSample
 from loadgen.monitor.sampler import Sampler
 from loadgen.monitor.snapshots import Snapshots
@@ -36,7 +37,7 @@ async def _work() -> bool:
     while (line := await stdin.readline()).endswith(b"\n"):
         try:
             order = msgspec.json.decode(line, type=Order)
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             _send(Begun("the sampling process was given orders that it cannot read"))
             continue
         match order:

@@ -21,6 +21,7 @@ from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.types import StartResponse, WSGIEnvironment
 
 import msgspec
 from prometheus_client import exposition
@@ -190,7 +191,7 @@ def address(host: str, port: int) -> str:
 def serve(exporter: Exporter, host: str, port: int) -> WSGIServer:
     """A server that listens already and answers as soon as somebody runs it. Raises RunError."""
 
-    def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             start_response("405 Method Not Allowed", [("Allow", "GET, HEAD"), ("Content-Type", "text/plain")])
             return [b"GET /metrics\n"]

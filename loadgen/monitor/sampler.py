@@ -154,9 +154,8 @@ class GpuReader:
         names = {gpu.index: gpu.name for gpu in inventory.gpus}
         missing = [index for index in indices if index not in names]
         if missing:
-            raise Absent(
-                f"the GPUs cannot be sampled: {inventory.problem or f'there is no GPU {missing[0]} here'}"
-            ) from None
+            why = inventory.problem or f"there is no GPU {missing[0]} here"
+            raise Absent(f"the GPUs cannot be sampled: {why}")
         return cls(probe, [names[index] for index in indices], limit_s)
 
     async def read(self) -> list[GpuSample]:

@@ -1,7 +1,7 @@
 """The server's own view of a run: `server.jsonl`, and what it says of the time between the first request and the last.
 
 Written by `loadgen.monitor.sampler` while the run lasts: a header, then one sample a line, of the server's `/metrics`
-and of its GPUs. Reading never fails: what is damaged or missing is said in the view, because a run is no worse for it.
+and of its GPUs. Reading never fails: the view names what is damaged or missing, because a run is no worse for it.
 Times are the machine's monotonic clock in nanoseconds, so samples lie beside the records' t = 0.
 """
 
@@ -105,9 +105,8 @@ class ServerView(msgspec.Struct, kw_only=True):
 def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | None:
     """What `server.jsonl` says of the run whose schedule began at `t0_ns` and whose last reply ended at `end_ns`.
 
-    It covers the samples from the last good one before t = 0, which is asked for between warm-up and load, to the first
-    good one after the end; what they hold more than the run is taken away of energy alone. None when nothing was
-    sampled.
+    It covers the samples from the last good one before t = 0, which is taken between warm-up and load, to the first
+    good one after the end. Only energy is corrected for time outside the run. None when nothing was sampled.
     """
     try:
         lines = (directory / FILE).read_bytes().splitlines(keepends=True)

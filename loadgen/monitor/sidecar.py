@@ -20,22 +20,11 @@ import msgspec
 
 from backends.untrusted import UNDECODABLE
 from loadgen import child_env
-from loadgen.monitor.messages import (
-    PERIOD_S,
-    Begin,
-    Begun,
-    Live,
-    MetricsSource,
-    Order,
-    Prepare,
-    Reply,
-    SampleTaken,
-    TakeSample,
-)
+from loadgen.monitor.messages import Begin, Begun, Live, MetricsSource, Order, Prepare, Reply, SampleTaken, TakeSample
 from loadgen.monitor.server_view import FILE, Header
 
 START_TIMEOUT_S = 10.0
-SAMPLE_TIMEOUT_S = 2 * PERIOD_S  # for a sample that has begun and the one that is wanted
+SAMPLE_TIMEOUT_S = 2.0  # for a sample that has begun and the one that is wanted
 STOP_TIMEOUT_S = 12.0
 
 
@@ -78,12 +67,7 @@ class Monitor:
             self._start_problem = f"the sampling process was not started: {error.strerror or error}"
 
     async def begin(
-        self,
-        directory: Path,
-        run_id: str,
-        source: MetricsSource | None = None,
-        gpus: Sequence[int] = (),
-        period_s: float = PERIOD_S,
+        self, directory: Path, run_id: str, source: MetricsSource | None = None, gpus: Sequence[int] = ()
     ) -> None:
         """Watches a run directory from now on; its manifest is there. Where there is something to sample, the first
         sample is there when this returns. Without series and GPUs there is nothing, and no `server.jsonl`."""
@@ -92,7 +76,6 @@ class Monitor:
             run_id=run_id,
             source=source,
             gpus=list(gpus),
-            period_s=period_s,
             metrics_port=self._metrics_port,
         )
         self.send(begin)
