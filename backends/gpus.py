@@ -83,7 +83,7 @@ class P2pDecision(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU at one moment; None where it cannot tell.
 
     utilization_ratio: part of the last moments in which any kernel ran, 0..1. power_w: the board's, on most cards the
@@ -159,8 +159,8 @@ class Probe:
             self._nvml = _Nvml()
         self._handles = [(index, self._ask("DeviceGetHandleByIndex", index)) for index in indices]
 
-    def sample(self) -> list[Sample]:
-        """One Sample per GPU, in the order of the indices."""
+    def sample(self) -> list[GpuSample]:
+        """One GpuSample per GPU, in the order of the indices."""
         return [self._sample(index, handle) for index, handle in self._handles]
 
     def close(self) -> None:
@@ -169,11 +169,11 @@ class Probe:
             self._nvml.close()
             self._nvml = None
 
-    def _sample(self, index: int, handle: Any) -> Sample:
+    def _sample(self, index: int, handle: Any) -> GpuSample:
         memory = self._ask("DeviceGetMemoryInfo", handle)
         power_mw = self._ask("DeviceGetPowerUsage", handle)
         utilization = self._ask("DeviceGetUtilizationRates", handle)
-        return Sample(
+        return GpuSample(
             index=index,
             memory_used_bytes=None if memory is None else memory.used,
             power_w=None if power_mw is None else power_mw / 1000,

@@ -22,6 +22,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 
 from loadgen import exit_codes
 from loadgen.option_types import Whole, option
+from loadgen.rundir.emulation import Emulation
 from servers.dialects.lightllm import LightLLM
 from servers.dialects.openai import OpenAI
 from servers.dialects.tgi import TGI
@@ -107,6 +108,15 @@ class ServeOptions:
         return ""
 
 
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """The line on stdout once it listens. emulation: of modelled hardware; None where times are fixed."""
+
+    url: str
+    dialect: str
+    emulated: bool = True
+    emulation: Emulation | None
+
+
 def serve(
     options: Annotated[ServeOptions | None, Parameter(name="*")] = None,
     hardware: Annotated[Hardware | None, Parameter(name="*")] = None,
@@ -127,7 +137,7 @@ def serve(
     wire = DIALECTS[options.dialect](Settings(options.model, options.max_model_len))
     timing = _timing(options, hardware, struck)
     try:
-        server = Server(wire, timing, options.host, options.port, struck, stamps_file, api_key, options.seed)
+        server = Server(wire, timing, options.host, options.port, struck, stamps_file, api_key)
     except (OSError, UnicodeError) as error:  # the latter: no name of a host can be so long
         why = error.strerror if isinstance(error, OSError) else "no such name"
         message = f"cannot listen on {options.host} port {options.port}: {why}; choose another --port or --host."
@@ -135,24 +145,25 @@ def serve(
     _run(server, options.exit_with_stdin)
 
 
-def _timing(options: ServeOptions, hardware: Hardware, struck: tuple[faults.Fault, ...]) -> Timing:
+def _timing(options: ServeOptions, hardware: Hardware, struck: faults.Faults) -> Timing:
     if hardware.gpu is not None:
         return _simulated(options, hardware, struck)
     if given := hardware.given():
         _fail(exit_codes.BAD_OPTIONS, f"--{given[0]} is for modelled hardware; name the GPU to model with --gpu.")
-    if needing := [fault.kind for fault in struck if fault.kind in faults.MODELLED]:
+    if needing := struck.modelled():
         _fail(exit_codes.BAD_OPTIONS, f"fault {needing[0]} needs modelled hardware; name it, such as --gpu h200.")
     return FixedTiming(round(options.ttft_ms * 1e6), round(options.itl_ms * 1e6), options.jitter_ratio, options.seed)
 
 
-def _simulated(options: ServeOptions, hardware: Hardware, struck: tuple[faults.Fault, ...]) -> SimulatedTiming:
+def _simulated(options: ServeOptions, hardware: Hardware, struck: faults.Faults) -> SimulatedTiming:
     try:
         emulated = emulate(hardware.setup(options.dialect, options.model, options.max_model_len))
-        kv_share = faults.amount(struck, "kv_exhaustion", 1.0)
-        emulated = emulated.degraded(kv_share, faults.amount(struck, "slow_rank", 1.0))
-        for note in emulated.facts["notes"]:
+        emulated = emulated.degraded(struck.amount("kv_exhaustion", 1.0), struck.amount("slow_rank", 1.0))
+        for note in emulated.facts.notes:
             print(f"note: {note}", file=sys.stderr)
-        emulated = msgspec.structs.replace(emulated, facts=emulated.facts | {"speed": hardware.speed})
+        emulated = msgspec.structs.replace(
+            emulated, facts=msgspec.structs.replace(emulated.facts, speed=hardware.speed)
+        )
         return SimulatedTiming(emulated, hardware.speed)
     except (EmulationError, HardwareError) as error:
         _fail(exit_codes.BAD_OPTIONS, str(error))
@@ -177,7 +188,7 @@ def _run(server: Server, exit_with_stdin: bool) -> None:
             server.stop_at_end_of(sys.stdin.fileno())
         except (OSError, ValueError):
             _fail(exit_codes.BAD_OPTIONS, "--exit-with-stdin needs a pipe or a terminal as standard input.")
-    ready = {"url": server.url, "dialect": server.dialect.name, "emulated": True, "emulation": server.emulation}
+    ready = Ready(url=server.url, dialect=server.dialect.name, emulation=server.emulation)
     print(msgspec.json.encode(ready).decode(), flush=True)
     # Nothing here makes cycles while it serves, and a collection would make every stream late.
     gc.collect()
@@ -186,9 +197,9 @@ def _run(server: Server, exit_with_stdin: bool) -> None:
     server.run()
 
 
-def _faults(options: ServeOptions) -> tuple[faults.Fault, ...]:
+def _faults(options: ServeOptions) -> faults.Faults:
     try:
-        return faults.read(options.fault, options.dialect)
+        return faults.read(options.fault, options.dialect, options.seed)
     except ValueError as error:
         _fail(exit_codes.BAD_OPTIONS, str(error))
 
