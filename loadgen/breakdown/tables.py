@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -133,39 +132,37 @@ def beside_paper(breakdown: Breakdown) -> Breakdown:
     return msgspec.structs.replace(breakdown, paper=paper())
 
 
-def as_dict(breakdown: Breakdown) -> dict[str, Any]:
-    """As breakdown.json holds it."""
-    plain: dict[str, Any] = msgspec.to_builtins(breakdown)
-    return plain | {"attributed_ratio": breakdown.attributed_ratio, "assigned_ratio": breakdown.assigned_ratio}
+def to_json(breakdown: Breakdown, indent: int | None = None) -> str:
+    """What breakdown.json holds: the breakdown and what share of it its tables name. ASCII."""
+    ratios = {"attributed_ratio": breakdown.attributed_ratio, "assigned_ratio": breakdown.assigned_ratio}
+    return json.dumps(msgspec.to_builtins(breakdown) | ratios, indent=indent)
 
 
-def write(directory: Path, breakdown: Breakdown) -> dict[str, Any]:
-    """breakdown.json, report.md and breakdown.png in the run's directory; what breakdown.json holds."""
+def write(directory: Path, breakdown: Breakdown) -> None:
+    """breakdown.json, report.md and breakdown.png in the run's directory."""
     from loadgen.report import figures
 
-    plain = as_dict(breakdown)
-    (directory / FILE).write_text(json.dumps(plain, indent=2) + "\n")
+    (directory / FILE).write_text(to_json(breakdown, indent=2) + "\n")
     (directory / "report.md").write_text(markdown(breakdown) + "\n", encoding="utf-8")
     bars = {"Table X": breakdown.kinds, "Table XI": breakdown.parts}
     if breakdown.paper is not None:
         bars |= {"the paper's X": breakdown.paper.kinds, "the paper's XI": breakdown.paper.parts}
     figures.stacked(bars, escaped(_title(breakdown)), "ms of an average step", [directory / "breakdown.png"])
-    return plain
 
 
 def read(directory: Path) -> Breakdown:
     """What `write` left in a run's directory. Raises RunError."""
     path = directory / FILE
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Breakdown)
+        breakdown = msgspec.json.decode(path.read_bytes(), type=Breakdown)
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}.") from None
     except UNDECODABLE as error:
         raise RunError(f"{path} is not a breakdown of this version: {error}.") from None
-    known = found.kinds.keys() <= set(KINDS) and found.parts.keys() <= set(PARTS)
-    if found.schema != SCHEMA or not found.step_ms > 0 or not known:
+    known = breakdown.kinds.keys() <= set(KINDS) and breakdown.parts.keys() <= set(PARTS)
+    if breakdown.schema != SCHEMA or not breakdown.step_ms > 0 or not known:
         raise RunError(f"{path} is not a breakdown of this version.")
-    return found
+    return breakdown
 
 
 def render(breakdown: Breakdown) -> str:

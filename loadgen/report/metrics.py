@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,7 +38,6 @@ METRICS = (
     "e2el_from_schedule_ms",
 )
 PERCENTILES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p99_9": 999}  # in thousandths, so ranks are exact
-STATISTICS = ("n", "mean", "std", "min", "max", *PERCENTILES)
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 Column = NDArray[np.float64]  # (n,) one value a request, NaN where undefined
@@ -49,6 +49,21 @@ class Sample(NamedTuple):
 
     values: NDArray[Any]
     unit_ms: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The statistics of a sample, in milliseconds; None where it has too few values to define them."""
+
+    n: int
+    mean: float | None = None
+    std: float | None = None
+    min: float | None = None
+    max: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    p99_9: float | None = None
 
 
 def between_ms(table: Table, start: str, end: str) -> Column:
@@ -225,21 +240,20 @@ def percentile(values: NDArray[Any], thousandths: int, method: PercentileMethod)
     return low + (high - low) * (rest / 1000)
 
 
-def summary(measured: Sample, method: PercentileMethod) -> dict[str, float | None]:
-    """The statistics of a sample, in milliseconds; None where there are too few values to define them."""
+def summary(measured: Sample, method: PercentileMethod) -> Summary:
     values, unit = measured
     n = len(values)
     if n == 0:
-        return {name: 0 if name == "n" else None for name in STATISTICS}
+        return Summary(n=0)
     mean = float(np.mean(values, dtype=np.float64))
-    return {
-        "n": n,
-        "mean": mean * unit,
-        "std": _std(values, mean) * unit if n > 1 else None,
-        "min": float(values[0]) * unit,
-        "max": float(values[-1]) * unit,
+    return Summary(
+        n=n,
+        mean=mean * unit,
+        std=_std(values, mean) * unit if n > 1 else None,
+        min=float(values[0]) * unit,
+        max=float(values[-1]) * unit,
         **{name: percentile(values, p, method) * unit for name, p in PERCENTILES.items()},
-    }
+    )
 
 
 def _std(values: NDArray[Any], mean: float) -> float:

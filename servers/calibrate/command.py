@@ -19,9 +19,10 @@ from cyclopts import Parameter
 
 from loadgen.config import ConfigError
 from loadgen.option_types import Whole
+from loadgen.rundir.facts import HeldOut
 from servers.calibrate.least_squares import fit
 from servers.calibrate.runs import ObservationError, Observed, read
-from servers.simulator.build import EmulationError, HeldOut, Interval, Profile, read_profile
+from servers.simulator.build import EmulationError, Interval, Profile, read_profile
 from servers.simulator.hardware import HardwareError
 
 Floats = npt.NDArray[np.float64]

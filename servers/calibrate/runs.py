@@ -25,9 +25,10 @@ from backends.launch import version_in
 from backends.untrusted import UNDECODABLE
 from loadgen import rundir
 from loadgen.rundir import records
+from loadgen.rundir.facts import HeldOut
 from loadgen.server import embedded
 from servers.simulator import hardware, virtual
-from servers.simulator.build import Emulated, HeldOut, Profile, Setup, emulate, newest
+from servers.simulator.build import Emulated, Profile, Setup, emulate, newest
 
 Floats = npt.NDArray[np.float64]
 FEWEST = 20  # requests

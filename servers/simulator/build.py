@@ -18,6 +18,7 @@ import msgspec
 
 from backends.catalog import ModelSpec
 from backends.untrusted import UNDECODABLE
+from loadgen.rundir.facts import HeldOut
 from servers.schedulers import Rejected, Scheduler, Sequence
 from servers.schedulers.lightllm import LightLLM2310, LightLLMNow
 from servers.schedulers.tgi import Tgi1, Tgi3
@@ -40,19 +41,6 @@ class EmulationError(Exception):
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
-
-
-class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """How far predictions were off on one real run that was not used for the fit. Ratios; signed for makespan and
-    throughput; w1: Wasserstein-1 distance over the mean, of e2el, ttft and tpot."""
-
-    run: str
-    makespan: float
-    throughput: float
-    e2el_mape: float
-    e2el_w1: float
-    ttft_w1: float
-    tpot_w1: float
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
