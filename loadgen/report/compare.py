@@ -63,8 +63,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contrast(msgspec.Struct, frozen=True, kw_only=True):
-    """Both values, their difference (B - A) and ratio (B / A); from resamples of both the intervals of the two, and what
-    the difference's shows. None where it is not defined."""
+    """Both values, their difference (B - A) and ratio (B / A); from resamples of both the intervals of the two, and
+    what the difference's shows. None where it is not defined."""
 
     a: float | None
     b: float | None

@@ -38,6 +38,7 @@ ZOOM_RATIO = 0.8  # when all values lie in the top fifth of the axis it does not
 
 STYLE = {
     "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # the layout is made for the first; none is wider
     "font.size": 10,
     "text.color": INK,
     "axes.edgecolor": "#888888",
@@ -51,6 +52,7 @@ STYLE = {
     "xtick.color": INK,
     "ytick.color": INK,
     "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text, in the reader's font
     "svg.hashsalt": "loadgen",  # the same run gives the same bytes
 }
 
