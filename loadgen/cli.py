@@ -38,12 +38,12 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     output is the report as JSON. `--config FILE.toml` gives any of these options as keys, with underscores.
     """
     from backends.launch import LaunchError
-    from loadgen.client.transport import TransportError
     from loadgen.client.workers import run_loop
+    from loadgen.probe import ServerError
     from loadgen.progress import ProgressLine
-    from loadgen.run import ServerError, Stopped, dry_run
-    from loadgen.run import run as whole_run
+    from loadgen.run import Run, Stopped, dry_run
     from loadgen.server.embedded import EmbeddedError
+    from loadgen.target import TransportError
 
     config = config or Config()
     run_id = rundir.new_run_id()
@@ -54,7 +54,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     new = rundir.create(directory)
     progress = ProgressLine()
     try:
-        run_loop(whole_run(config, directory, run_id, progress, say))
+        run_loop(Run(config, directory, run_id, say).measure(progress))
     except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
         return _backend_failed(error)
     except Stopped as error:
@@ -97,8 +97,9 @@ def breakdown(
     """
     from backends.launch import LaunchError
     from loadgen.breakdown import measure
-    from loadgen.client.transport import TransportError
-    from loadgen.run import ServerError, Stopped
+    from loadgen.probe import ServerError
+    from loadgen.run import Stopped
+    from loadgen.target import TransportError
     from loadgen.trace import TraceError
 
     config = config or Config()

@@ -3,58 +3,18 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
-
-import msgspec
 
 from backends import catalog
 from backends.protocol import Backend, Sampling, ServerInfo
 from loadgen import rundir
-from loadgen.client.engine import Job
-from loadgen.client.transport import Target, Timeouts, TransportError, ephemeral_ports, raise_fd_limit
 from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
-from loadgen.load import arrivals
-from loadgen.load.prompts import Dataset, Text, TokenIds, Workload, tokenizer_count
+from loadgen.load.job import Job, Plan, PromptSource, Timeouts
+from loadgen.load.prompts import Dataset
+from loadgen.models import Model
 from loadgen.rundir import usable_cpus
-from loadgen.server.models import Model
+from loadgen.target import Target
 
 STREAMS_PER_WORKER = 2000  # --workers auto
-OPEN_FILES_BESIDES = 64
-
-
-class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
-    """How to build the workload; `offset`: tokens that the server adds to a text prompt."""
-
-    input_tokens: int
-    output_tokens: int
-    vocab_size: int | None = None
-    dataset: str | None = None
-    tokenizer: str | None = None
-    offset: int = 0
-
-    def build(self, backend: Backend, job_seed: int, warmup: int) -> Workload:
-        if self.dataset is not None:
-            return Dataset(Path(self.dataset), self.output_tokens, backend.prompt_kind, warmup)
-        if backend.prompt_kind == "token_ids":
-            sizes = () if self.vocab_size is None else (self.vocab_size,)
-            return TokenIds(job_seed, self.input_tokens, self.output_tokens, *sizes)
-        count = None if self.tokenizer is None else tokenizer_count(self.tokenizer)
-        text = Text(job_seed, self.input_tokens, self.output_tokens, count)
-        text.offset = self.offset
-        return text
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a client process needs to know; plain values, so that it can be sent to one."""
-
-    job: Job
-    backend: str
-    target: Target
-    transport: str
-    fresh: bool
-    kernel_timestamps: bool
-    arrival: arrivals.Arrival
-    prompts: PromptSource
 
 
 def choose_model(config: Config, info: ServerInfo) -> str:
@@ -157,34 +117,8 @@ def _own_tokenizer(backend: Backend, started: Model | None) -> str | None:
     return str(directory)
 
 
-def streams_at_once(plan: Plan) -> int:
-    """Streams open together at the least: the burst, or the closed loop's concurrency."""
-    job = plan.job
-    if job.concurrency is not None:
-        return min(job.concurrency, job.requests or job.concurrency)
-    return (job.requests or 0) if plan.arrival.kind == "burst" else 1
-
-
-def planned_requests(plan: Plan) -> int | None:
-    """How many requests the run will send; None when that depends on the server."""
-    job = plan.job
-    if job.concurrency is not None:
-        return job.requests if job.duration_s is None else None
-    return len(arrivals.draw(plan.arrival, job.requests, job.duration_s, job.seed))
-
-
-def make_room(plan: Plan, workers: int) -> None:
-    """Raises the limit on open files, or TransportError when this machine cannot hold the streams."""
-    streams = streams_at_once(plan)
-    if streams > ephemeral_ports():
-        raise TransportError(
-            f"{streams} connections to one address need as many local ports and this machine has {ephemeral_ports()}; "
-            "lower the load or widen net.ipv4.ip_local_port_range."
-        )
-    raise_fd_limit(-(-streams // workers) + OPEN_FILES_BESIDES)
-
-
 def worker_count(config: Config, plan: Plan) -> int:
+    """How many client processes share the load."""
     if config.workers != "auto":
         return min(int(config.workers), plan.job.concurrency or int(config.workers))
-    return max(1, min(len(usable_cpus()), -(-streams_at_once(plan) // STREAMS_PER_WORKER)))
+    return max(1, min(len(usable_cpus()), -(-plan.streams_at_once // STREAMS_PER_WORKER)))

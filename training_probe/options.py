@@ -261,7 +261,7 @@ def known_models(cells: Sequence[Cell]) -> dict[str, Model]:
 
 
 def _model(name: str) -> Model:
-    from loadgen.server import models
+    from loadgen import models
     from training_probe.sweep.manifests import Model
 
     if name == TINY.name:

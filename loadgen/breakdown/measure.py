@@ -13,28 +13,25 @@ import dataclasses
 import gzip
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-import backends
 from backends.launch import Profiler
-from backends.protocol import Backend
 from loadgen import rundir, trace
 from loadgen.breakdown import attribute, steps, tables
 from loadgen.breakdown.tables import Breakdown
 from loadgen.client.engine import Client
 from loadgen.client.exchange import Exchange
-from loadgen.client.transport import UNQUEUED_S, Target, TransportError, get
 from loadgen.client.workers import START_MARGIN_NS, build_client
 from loadgen.clock import now_ns
 from loadgen.config import Config
-from loadgen.plan import Plan, make_room, plan_run
-from loadgen.run import ServerError, api_key, fit_text, identify, manifest, stoppable
+from loadgen.load.job import Plan
+from loadgen.probe import ServerError
+from loadgen.run import Run, Say, stoppable
 from loadgen.server.launch import TRACES, Launch, plan_launch
-from loadgen.server.managed import END_WAIT_S, Hosted, hosting
+from loadgen.target import UNQUEUED_S, Target, TransportError, get
 from loadgen.trace import Span, TraceError
 
 LONG_REPLY_TOKENS = 1024  # enough for the first reply to outlast the last prompt and the profile
@@ -48,8 +45,6 @@ TRACE_FILE = "trace.json.gz"
 _TRACE_NAME = re.compile(r"\.pt\.trace\.json(\.gz)?$")
 _FIRST_RANK = re.compile(r"(rank|tp|dev|device)[_-]?0(?!\d)")
 
-Say = Callable[[str], None]
-
 
 def load(config: Config) -> Config:
     """The same options as one closed loop whose replies outlast prompts and profile; it warms itself up. Raises
@@ -58,7 +53,9 @@ def load(config: Config) -> Config:
     reply = config.output_tokens
     if reply == Config.output_tokens:
         reply = LONG_REPLY_TOKENS
-    return dataclasses.replace(config, concurrency=streams, requests=streams, warmup=0, output_tokens=reply)
+    return dataclasses.replace(
+        config, concurrency=streams, requests=streams, warmup=0, output_tokens=reply, workers="1"
+    )
 
 
 def that_fit(config: Config, cache_tokens: int | None, wanted: int) -> Config:
@@ -82,47 +79,26 @@ class Watched(msgspec.Struct, frozen=True):
 async def measure(config: Config, wanted: int, directory: Path, run_id: str, say: Say) -> Breakdown:
     """Starts the server, profiles `wanted` steps, and ends it; manifest, records and trace lie in `directory`. Raises
     the errors of its parts, each one sentence."""
-    backend = backends.get(config.kind)
-    token = api_key(config)
+    run = Run(config, directory, run_id, say)
     with stoppable("before the breakdown was done"):
-        launch = await asyncio.to_thread(lambda: plan_launch(config, directory, run_id, profiled=True))
-        for note in launch.notes:
-            say(f"note: {note}")
-        say(f"starting {launch.title}, with its profiler")
-        async with hosting(launch, config.ready_timeout, say) as hosted:
-            say(f"{backend.name} is ready after {hosted.facts['ready_s']:.0f} s")
-            try:
-                config = that_fit(config, hosted.facts["kv_cache_tokens"], wanted)
-                plan, said = await _planned(config, backend, Target(hosted.url, token), run_id, hosted, directory)
-                assert launch.adapter.profiler is not None
-                watched = await drive(plan, backend, launch.adapter.profiler, wanted, directory, say)
-                say("waiting for the trace")
-                spans = await collect(directory / TRACES, directory / TRACE_FILE)
-            except (ServerError, TransportError):
-                ended = await hosted.ended(END_WAIT_S)
-                if ended is None:
-                    raise
-                raise ended from None
-    return _assembled(await asyncio.to_thread(steps.find, spans), watched, launch, config, said.emulated)
+        async with run.served(profiled=True) as served:
+            server = served.managed
+            assert server is not None and server.launch.adapter.profiler is not None
+            run.config = that_fit(config, server.kv_cache_tokens, wanted)
+            plan = await run.plan(served)
+            run.write_manifest(plan, served)
+            watched = await drive(plan, server.launch.adapter.profiler, wanted, directory, say)
+            say("waiting for the trace")
+            spans = await collect(directory / TRACES, directory / TRACE_FILE)
+    decoded = await asyncio.to_thread(steps.find, spans)
+    return _assembled(decoded, watched, server.launch, run.config, run.emulated)
 
 
-async def _planned(
-    config: Config, backend: Backend, target: Target, run_id: str, hosted: Hosted, directory: Path
-) -> tuple[Plan, rundir.Manifest]:
-    info, emulated = await asyncio.to_thread(identify, backend, target)
-    plan = plan_run(config, backend, target, info, run_id, hosted.launch.model)
-    make_room(plan, 1)
-    plan = await fit_text(plan)
-    said = manifest(config, plan, info, emulated, None, hosted.facts, None)
-    rundir.write_manifest(directory, said)
-    return plan, said
-
-
-def _assembled(found: steps.Steps, watched: Watched, launch: Launch, config: Config, emulated: bool) -> Breakdown:
+def _assembled(decoded: steps.Steps, watched: Watched, launch: Launch, config: Config, emulated: bool) -> Breakdown:
     names = dict.fromkeys(gpu.name for gpu in launch.inventory.gpus if gpu.index in launch.gpu_indices)
     version = f" {'.'.join(map(str, launch.settings.version))}" if launch.settings.version else ""
     return Breakdown(
-        **_told(found, config.concurrency or 0, watched.before_ms, watched.during_ms),
+        **_trace_fields(decoded, config.concurrency or 0, watched.before_ms, watched.during_ms),
         emulated=emulated,
         backend=f"{launch.backend.name}{version}",
         model=launch.model.name,
@@ -143,35 +119,35 @@ def again(directory: Path) -> Breakdown:
         return kept
     streams = rundir.read_manifest(directory).config.get("concurrency")
     in_flight = streams if isinstance(streams, int) else kept.batch
-    told = _told(steps.find(trace.read(path)), in_flight, kept.client_before_ms, kept.client_ms)
-    return msgspec.structs.replace(kept, **told)
+    fields = _trace_fields(steps.find(trace.read(path)), in_flight, kept.client_before_ms, kept.client_ms)
+    return msgspec.structs.replace(kept, **fields)
 
 
-def _told(found: steps.Steps, streams: int, before_ms: float | None, during_ms: float) -> dict[str, Any]:
-    """The fields of a Breakdown that its trace tells. before_ms, during_ms: between two events of a stream at the
-    client, of which the less counts: some servers say that the profiler runs and start it then."""
+def _trace_fields(decoded: steps.Steps, streams: int, before_ms: float | None, during_ms: float) -> dict[str, Any]:
+    """The fields of a Breakdown that come from its trace. before_ms, during_ms: between two events of a stream at the
+    client. The smaller counts, because some servers report the profiler as running before they start it."""
     event_ms = during_ms if before_ms is None else min(before_ms, during_ms)
-    dissected = attribute.dissect(found)
+    parts = attribute.dissect(decoded)
     notes = []
-    if found.form == "cpu":
+    if decoded.form == "cpu":
         notes.append("there is no GPU: activities are operators of the server's main thread, and idle is Python.")
-    batch = found.steps[0].batch
+    batch = decoded.steps[0].batch
     if batch is not None and batch != streams:
         notes.append(f"{streams} requests were in flight, and the server decoded {batch} of them in a step.")
-    if dissected.layers is None:
+    if parts.layers is None:
         notes.append("norms, attention and products do not come in a transformer's order: parts cannot be told.")
-    if event_ms > MERGED_RATIO * dissected.step_ms:
+    if event_ms > MERGED_RATIO * parts.step_ms:
         notes.append(
             f"streams had an event only every {event_ms:.3f} ms: the server put several tokens into one, and "
             "the context was longer than is told."
         )
-    fields: dict[str, Any] = {name: getattr(dissected, name) for name in dissected.__struct_fields__}
+    fields: dict[str, Any] = {name: getattr(parts, name) for name in parts.__struct_fields__}
     return fields | {
         "batch": streams if batch is None else batch,
-        "steps": len(found.steps),
-        "steps_left_out": found.left_out,
-        "delimited_by": found.delimited_by,
-        "form": found.form,
+        "steps": len(decoded.steps),
+        "steps_left_out": decoded.left_out,
+        "delimited_by": decoded.delimited_by,
+        "form": decoded.form,
         "notes": tuple(notes),
     }
 
@@ -179,7 +155,7 @@ def _told(found: steps.Steps, streams: int, before_ms: float | None, during_ms: 
 # Driving.
 
 
-async def drive(plan: Plan, backend: Backend, profiler: Profiler, wanted: int, directory: Path, say: Say) -> Watched:
+async def drive(plan: Plan, profiler: Profiler, wanted: int, directory: Path, say: Say) -> Watched:
     """Sends the plan's load, has `wanted` decode steps profiled, and cuts the load off. Raises ServerError or
     TransportError."""
     client = build_client(plan)
@@ -190,9 +166,9 @@ async def drive(plan: Plan, backend: Backend, profiler: Profiler, wanted: int, d
             streams = await _steady(client, running, plan)
             say(f"{len(streams)} requests are in decode")
             before_ms, _ = await _watch(client, running, streams, wanted, plan)
-            await _command(plan.target, profiler.start, backend.name, START_TIMEOUT_S)
+            await _command(plan.target, profiler.start, plan.backend, START_TIMEOUT_S)
             during_ms, context = await _watch(client, running, streams, wanted, plan)
-            await _command(plan.target, profiler.stop, backend.name, STOP_TIMEOUT_S)
+            await _command(plan.target, profiler.stop, plan.backend, STOP_TIMEOUT_S)
         finally:
             client.stop(0.0)
             with contextlib.suppress(OSError):
@@ -275,8 +251,8 @@ async def _command(target: Target, command: tuple[str, str], name: str, timeout_
     if status in (404, 405):
         raise ServerError(f"this {name} has no {path}; it needs a version whose profiler a client can start.")
     if status != 200:
-        said = body.decode(errors="replace")[:200]
-        raise ServerError(f"{name} answers {method} {path} with status {status}: {said or 'no reason'}.")
+        reason = body.decode(errors="replace")[:200] or "no reason"
+        raise ServerError(f"{name} answers {method} {path} with status {status}: {reason}.")
 
 
 # The trace.
@@ -314,5 +290,4 @@ def _keep(chosen: Path, kept: Path) -> None:
 
 def dry_run(config: Config, directory: Path, run_id: str) -> str:
     """What would be started, as text; nothing is."""
-    launch = plan_launch(config, directory, run_id, profiled=True)
-    return "\n".join([f"# {launch.title}", *(f"# note: {note}" for note in launch.notes), launch.command_line()])
+    return plan_launch(config, directory, run_id, profiled=True).text()

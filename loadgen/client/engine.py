@@ -24,10 +24,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.protocol import Backend, HttpRequest, Sampling
+from backends.protocol import Backend, HttpRequest
 from loadgen.client.exchange import Exchange
-from loadgen.client.transport import Timeouts, Transport
+from loadgen.client.transport import Transport
 from loadgen.clock import Alarm, now_ns
+from loadgen.load.job import Job
 from loadgen.load.prompts import Workload
 from loadgen.rundir.records import ClientFacts, RecordsFile
 
@@ -39,33 +40,6 @@ AHEAD, AHEAD_BYTES = 1024, 16 << 20  # requests prepared beyond those due at t =
 RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # of getrusage
 FAILED_WAIT_S = 0.05  # before a closed loop replaces a request that failed: a dead server is not to be hammered
 SPARE_CONNECTIONS = 64  # opened ahead for arrivals at a rate
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process sends: its share of the streams in a closed loop, else every `shards`-th request."""
-
-    run_id: str
-    version: str
-    model: str
-    sampling: Sampling
-    requests: int | None
-    duration_s: float | None
-    concurrency: int | None  # of the whole run; None: open loop
-    warmup: int
-    seed: int
-    timeouts: Timeouts
-    shard: int = 0
-    shards: int = 1
-
-    @property
-    def streams(self) -> int:
-        """How many requests of a closed loop this process keeps in flight."""
-        return len(range(self.shard, self.concurrency or 0, self.shards))
-
-    def numbers(self) -> Iterator[int]:
-        """The numbers of its requests, ascending, without end."""
-        cycle = self.concurrency or self.shards
-        return (number for number in itertools.count() if number % cycle % self.shards == self.shard)
 
 
 class Snapshot(msgspec.Struct, kw_only=True):

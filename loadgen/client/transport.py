@@ -5,85 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import http.client
 import os
-import resource
 import socket
 import ssl
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
-from urllib.parse import SplitResult, urlsplit
-
-import msgspec
 
 from backends.protocol import HttpRequest
 from loadgen.client.connection import Connection, StampedConnection, wall_minus_monotonic_ns
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
+from loadgen.load.job import Timeouts
+from loadgen.target import Target, TransportError
 
 REUSE_LIMIT_NS = 2_000_000_000  # an idle connection older than this is replaced: servers close theirs after 5 s
-ENOUGH_FILES = 65_536  # where the machine sets no limit
 CONNECTS_IN_FLIGHT = 64  # below any listen backlog (LightLLM's is 100)
-UNQUEUED_S = 600.0  # at most until a reply begins that waits for no other
-
-
-class TransportError(Exception):
-    """The server cannot be reached or the machine cannot hold the load. One sentence, with advice."""
-
-
-class Target(msgspec.Struct, frozen=True):
-    """Where requests go. `token` is sent as a bearer token and must never be printed or written to disk."""
-
-    url: str
-    token: str | None = None
-
-    def __repr__(self) -> str:
-        return f"Target({self.url!r})"
-
-    @property
-    def parts(self) -> SplitResult:
-        return urlsplit(self.url)
-
-    @property
-    def tls(self) -> bool:
-        return self.parts.scheme == "https"
-
-    @property
-    def host(self) -> str:
-        return self.parts.hostname or ""
-
-    @property
-    def port(self) -> int:
-        return self.parts.port or (443 if self.tls else 80)
-
-    @property
-    def base_path(self) -> str:
-        return self.parts.path.rstrip("/").removesuffix("/v1")  # as OpenAI clients are given their base URL
-
-    def headers(self, request: HttpRequest) -> dict[str, str]:
-        bearer = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        return {**dict(request.headers), **bearer}
-
-
-class Timeouts(msgspec.Struct, frozen=True):
-    """Seconds. `idle_s` is the longest silence within a reply."""
-
-    connect_s: float
-    first_byte_s: float
-    idle_s: float
-    total_s: float
-
-    def exceeded(self, exchange: Exchange, now: int) -> str | None:
-        """Which limit `exchange` is over at monotonic `now` (ns), as a sentence."""
-        sent, last = exchange.sent_ns, exchange.last_read_ns
-        if sent >= 0 and now - sent > self.total_s * 1e9:
-            return f"no complete reply within {self.total_s:g} s"
-        if sent >= 0 and last < 0 and now - sent > self.first_byte_s * 1e9:
-            return f"no first byte within {self.first_byte_s:g} s"
-        if last >= 0 and now - last > self.idle_s * 1e9:
-            return f"silent for {self.idle_s:g} s within the reply"
-        return None
 
 
 class Transport(Protocol):
@@ -102,47 +39,6 @@ class Transport(Protocol):
         """Sends now; the exchange hears of everything that follows."""
 
     async def close(self) -> None: ...
-
-
-def raise_fd_limit(needed: int) -> None:
-    """As many open files as the machine allows. Raises TransportError when those are fewer than `needed`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise TransportError(
-            f"the run needs {needed} open files and this machine allows {hard}; "
-            "raise it with `ulimit -Hn`, lower the load, or spread it with --workers."
-        )
-    wanted = hard if hard != resource.RLIM_INFINITY else max(needed, ENOUGH_FILES)
-    if soft not in (resource.RLIM_INFINITY, wanted):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def ephemeral_ports() -> int:
-    """How many connections to one address this machine can hold open."""
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:  # noqa: PTH123
-            low, high = map(int, file.read().split())
-        return high - low + 1
-    return 16_384
-
-
-def get(
-    target: Target, path: str, timeout_s: float = 10.0, method: str = "GET"
-) -> tuple[int, Mapping[str, str], bytes]:
-    """One plain request beside the load, without a body: status, headers, body of the reply. Raises TransportError when
-    the server is not there."""
-    kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
-    connection = kind(target.host, target.port, timeout=timeout_s)
-    try:
-        headers = target.headers(HttpRequest(method, path, b"", ()))
-        connection.request(method, target.base_path + path, headers=headers)
-        reply = connection.getresponse()
-        return reply.status, {k.lower(): v for k, v in reply.getheaders()}, reply.read(1 << 20)
-    except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a host name that cannot be one
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise TransportError(f"cannot reach {target.url}: {reason}; is the server running there?") from None
-    finally:
-        connection.close()
 
 
 class FastTransport:

@@ -16,8 +16,9 @@ from yarl import URL
 
 from backends.protocol import HttpRequest
 from loadgen.client.exchange import Exchange
-from loadgen.client.transport import Target, Timeouts
 from loadgen.clock import now_ns
+from loadgen.load.job import Timeouts
+from loadgen.target import Target
 
 
 class AiohttpTransport:

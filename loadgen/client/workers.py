@@ -22,12 +22,14 @@ import backends
 from backends.protocol import Backend
 from loadgen import child_env
 from loadgen.client.engine import Client, Snapshot
-from loadgen.client.transport import FastTransport, Transport, TransportError
+from loadgen.client.limits import make_room
+from loadgen.client.transport import FastTransport, Transport
 from loadgen.clock import now_ns
 from loadgen.load import arrivals
+from loadgen.load.job import Plan
 from loadgen.load.prompts import WorkloadError
-from loadgen.plan import Plan, make_room
 from loadgen.rundir import records
+from loadgen.target import TransportError
 
 DRAIN_S = 5.0  # how long a stopped run waits for replies
 START_MARGIN_NS = 20_000_000  # from the last worker's "ready" to t = 0
@@ -110,7 +112,7 @@ async def _every_second(act: Callable[[], None]) -> None:
 async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: Progress, warm: Warm | None) -> None:
     context = multiprocessing.get_context("spawn")
     with child_env.spawning():
-        shards = [_Shard(context, _shard_plan(plan, shard, workers), directory) for shard in range(workers)]
+        shards = [_Shard(context, plan.share(shard, workers), directory) for shard in range(workers)]
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -136,10 +138,6 @@ async def _run_in_workers(plan: Plan, workers: int, directory: Path, progress: P
     if failures:
         raise TransportError(f"a worker process failed: {failures[0]}; {directory} keeps what was written.")
     records.merge(directory)
-
-
-def _shard_plan(plan: Plan, shard: int, shards: int) -> Plan:
-    return msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, shard=shard, shards=shards))
 
 
 def _tell(pipe: Pipe, message: object) -> None:

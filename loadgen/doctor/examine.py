@@ -21,12 +21,12 @@ from backends import docker, gpus
 from backends.gpus import Gpu, Inventory
 from backends.launch import Adapter, LaunchError
 from backends.replies import printable
+from loadgen import models
 from loadgen.config import Config, ConfigError
 from loadgen.doctor.machine import Check, State, client_checks, guarded
-from loadgen.server import models
+from loadgen.models import Model
 from loadgen.server.installed import installed
 from loadgen.server.launch import Launch, plan_launch
-from loadgen.server.models import Model
 
 GIB = 1 << 30
 SHM_BYTES_PER_GPU = 1 * GIB

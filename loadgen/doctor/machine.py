@@ -13,9 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from loadgen.client.transport import ephemeral_ports
+from loadgen.client.limits import OPEN_FILES_BESIDES, ephemeral_ports
 from loadgen.config import DEFAULT_REQUESTS, Config
-from loadgen.plan import OPEN_FILES_BESIDES
 from loadgen.rundir import this_machine
 
 State = Literal["ok", "warning", "problem"]

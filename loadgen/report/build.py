@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,7 +24,6 @@ from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.schema import SCHEMA, Numbers, Report
 from loadgen.report.text import markdown, name_of
 from loadgen.rundir import Manifest, records
-from loadgen.rundir.facts import EmulationFacts, LaunchFacts
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 RATES = ("constant", "poisson", "gamma")  # arrivals that have one
 MAX_ERRORS = 5  # distinct messages that a report lists
 MAX_ERROR_CHARACTERS = 300
-T = TypeVar("T")
 MEASURED, PREDICTED = "measured, ", "predicted, "  # what the label of a curve begins with
 
 
@@ -53,7 +51,7 @@ def build(
     """The report of a run from its records (`table`) and the facts of each client process.
 
     slos: limits in milliseconds by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. Raises
-    ReportError for an unknown limit or convention, or a manifest that cannot be understood.
+    ReportError for an unknown limit or convention.
     """
     if convention not in CONVENTIONS:
         raise ReportError(f"Unknown convention {convention!r}; use one of {', '.join(CONVENTIONS)}.")
@@ -90,8 +88,8 @@ def build(
         connect_ms=_connecting(facts),
         client=_client(facts),
         ceiling=_ceiling(manifest, measured, facts),
-        emulation=_understood(manifest.emulation, EmulationFacts),
-        launch=_understood(manifest.launch, LaunchFacts),
+        emulation=manifest.emulation,
+        launch=manifest.launch,
         server=seen.server if seen is not None else None,
         gpus=_gpus(seen, tokens.output),
         errors=_errors(measured),
@@ -99,14 +97,6 @@ def build(
     listed = findings.find(numbers, measured, facts, manifest)
     verdict = schema.Verdict(all(finding.severity != "invalid" for finding in listed), listed)
     return Report(**msgspec.structs.asdict(numbers), verdict=verdict)
-
-
-def _understood(facts: object, as_type: type[T]) -> T | None:
-    """What the manifest says of the server, as a struct."""
-    try:
-        return None if facts is None else msgspec.convert(facts, as_type)
-    except msgspec.ValidationError as error:
-        raise ReportError(f"the manifest does not describe a server in the way of this version: {error}.") from None
 
 
 def _throughput(ok: int, tokens: schema.Tokens, duration_s: float | None) -> schema.Throughput:

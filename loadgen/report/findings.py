@@ -18,7 +18,7 @@ from loadgen.report.finding import Finding, Severity, share, worst_first
 from loadgen.report.metrics import PERCENTILES, total
 from loadgen.report.schema import Numbers
 from loadgen.rundir import Manifest
-from loadgen.rundir.facts import LaunchFacts
+from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table
 

@@ -10,7 +10,8 @@ from loadgen.monitor.server_view import Gpus, Server
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import Summary
 from loadgen.rundir import Ceiling
-from loadgen.rundir.facts import EmulationFacts, LaunchFacts
+from loadgen.rundir.emulation import Emulation
+from loadgen.rundir.launch_facts import LaunchFacts
 
 SCHEMA = "loadgen.report/1"
 
@@ -129,7 +130,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     connect_ms: Connecting | None
     client: Client | None
     ceiling: CeilingUse | None
-    emulation: EmulationFacts | None
+    emulation: Emulation | None
     launch: LaunchFacts | None
     server: Server | None
     gpus: GpuUse | None

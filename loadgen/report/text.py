@@ -16,7 +16,8 @@ from backends.untrusted import escaped
 from loadgen.monitor.server_view import Server
 from loadgen.report.metrics import Summary
 from loadgen.report.schema import GpuUse, Report
-from loadgen.rundir.facts import EmulationFacts, HeldOut, LaunchFacts
+from loadgen.rundir.emulation import Emulation, HeldOut
+from loadgen.rundir.launch_facts import LaunchFacts
 
 T = TypeVar("T")
 
@@ -50,22 +51,17 @@ SPED = "EMULATED: computed by a model of the hardware, not measured, and not at 
 
 def _warning(report: Report) -> str:
     emulation = report.emulation
-    return EMULATED if emulation is None else MODELLED if _speed(emulation) == 1 else SPED
+    return EMULATED if emulation is None else MODELLED if emulation.speed == 1 else SPED
 
 
 def _known(value: T | UnsetType) -> T | None:
     return None if value is UNSET else value
 
 
-def _speed(emulation: EmulationFacts) -> float:
-    """Modelled seconds that passed in a real one."""
-    return _known(emulation.speed) or 1.0
-
-
-def _held_out(report: Report) -> list[HeldOut]:
+def _held_out(report: Report) -> Sequence[HeldOut]:
     """The errors that apply to the numbers of this run: none where it was not at the hardware's own speed."""
     emulation = report.emulation
-    return [] if emulation is None or _speed(emulation) != 1 else emulation.held_out
+    return () if emulation is None or emulation.speed != 1 else emulation.held_out
 
 
 _SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")
@@ -133,7 +129,7 @@ def _launch_line(launch: LaunchFacts) -> str:
     return f"Started: {'; '.join(parts)}."
 
 
-def _emulation_lines(emulation: EmulationFacts | None) -> Iterator[str]:
+def _emulation_lines(emulation: Emulation | None) -> Iterator[str]:
     """What was modelled, and how far off the same model was on real runs that it had not seen."""
     if emulation is None:
         return
@@ -142,18 +138,18 @@ def _emulation_lines(emulation: EmulationFacts | None) -> Iterator[str]:
         f"({'one GPU' if emulation.gpus == 1 else 'joined by ' + emulation.topology}), {emulation.dtype}, KV "
         f"cache of {number(emulation.kv_cache_tokens)} tokens; profile {emulation.profile}."
     )
-    yield from (f"Note: {note}" for note in _known(emulation.notes) or ())
-    if gpu_error := _known(emulation.gpu_error):
-        yield f"Operators of {emulation.gpu}, how far off: {gpu_error}."
-    speed = _speed(emulation)
+    yield from (f"Note: {note}" for note in emulation.notes)
+    if emulation.gpu_error:
+        yield f"Operators of {emulation.gpu}, how far off: {emulation.gpu_error}."
+    speed = emulation.speed
     if speed != 1:
         changed = f"{speed:g} times shorter" if speed > 1 else f"{1 / speed:g} times longer"
         yield f"Speed: times here are {changed} than modelled, and rates as much the other way (--speed {speed:g})."
     else:
         yield from held_out_lines(emulation.held_out)
-    if _known(emulation.profile_assumed):
+    if emulation.profile_assumed:
         errors = " and these errors" if emulation.held_out and speed == 1 else ""
-        yield f"The software's times{errors} are of {', '.join(_known(emulation.profile_gpus) or ())}; assumed here."
+        yield f"The software's times{errors} are of {', '.join(emulation.profile_gpus)}; assumed here."
 
 
 def held_out_lines(held_out: Sequence[HeldOut]) -> Iterator[str]:

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 from backends.untrusted import UNDECODABLE
+from loadgen.rundir.emulation import Emulation
+from loadgen.rundir.launch_facts import LaunchFacts
 
 MANIFEST_SCHEMA = "loadgen.manifest/1"
 SNAPSHOT_SCHEMA = "llm_dissect.snapshot/1"
@@ -63,8 +65,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     max_total_tokens: int | None = None
     machine: Machine
     ceiling: Ceiling | None = None
-    emulation: dict[str, Any] | None = None  # modelled hardware: scheduler, GPU, KV cache, how far off it was elsewhere
-    launch: dict[str, Any] | None = None  # the server that was started for the run: command, image, GPUs, P2P, ...
+    emulation: Emulation | None = None  # what was modelled where no real server ran
+    launch: LaunchFacts | None = None  # the server that was started for the run
 
 
 class Sample(msgspec.Struct, frozen=True):

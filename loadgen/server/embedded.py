@@ -9,17 +9,15 @@ import asyncio
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from backends import catalog
 from loadgen import child_env
-from loadgen.config import Config
-from loadgen.rundir import Ceiling, records
+from loadgen.config import Config, ConfigError
+from loadgen.rundir.emulation import Emulation
 
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
 REFUSED = 2  # its exit code for options that it will not serve with
@@ -29,6 +27,18 @@ EMULATED_MARK = "emulated"  # in the Server header of every reply
 # A run for its own sake meets the server's usual times with some spread: a burst of 1000 is 25,000 events a second,
 # which also a slow machine with two cores takes.
 RUN_TIMING = ("--jitter-ratio", "0.1")
+
+
+def model_name(config: Config) -> str:
+    """The catalog's name of the model to emulate. Raises ConfigError for one that nobody knows."""
+    name = config.model or "7b"
+    spec = catalog.find(name)
+    if spec is not None:
+        return spec.name
+    if "/" in name:
+        return name
+    known = ", ".join(spec.name for spec in catalog.MODELS)
+    raise ConfigError(f"unknown model '{name}'; known are {known}, or any Hugging Face id (org/name).")
 
 
 def options(config: Config, dialect: str, model: str) -> list[str]:
@@ -75,7 +85,7 @@ class Serving(msgspec.Struct, frozen=True):
     """What the server says when it listens. `emulation`: of modelled hardware; None with fixed times."""
 
     url: str
-    emulation: dict[str, Any] | None = None
+    emulation: Emulation | None = None
 
 
 class EmbeddedError(Exception):
@@ -125,39 +135,3 @@ async def serving(*options: str) -> AsyncIterator[Serving]:
             process.terminate()
         await child_env.ended(process, STOP_TIMEOUT_S)
         hearing.cancel()
-
-
-def ceiling(directory: Path, stamps: Path, requests: int, output_tokens: int) -> Ceiling | None:
-    """The client's cost and error from a calibration run in `directory` and the server's own send stamps.
-
-    None when too little came through to tell. The error is arrival as recorded minus the server's stamp just before it
-    sent, over every event; it holds the server's write and the kernel besides the client.
-    """
-    table, facts = records.read(directory)
-    table = table.measured()
-    if not facts or facts[0].events < 1000 or facts[0].cpu_s <= 0:
-        return None
-    header = records.read_header(directory)
-    with np.load(stamps) as truth:
-        rows = {str(name).rpartition("-")[2]: row for row, name in enumerate(truth["request_id"])}
-        offsets, sent = truth["offsets"], truth["sent_ns"]
-    lags = []
-    for index in range(len(table)):
-        row = rows.get(str(table.id[index]))
-        if row is None or table.events[index] != offsets[row + 1] - offsets[row]:
-            continue
-        arrived = header.t0_monotonic_ns + table.arrivals_ns(index)
-        lags.append(arrived - sent[offsets[row] : offsets[row + 1]])
-    cpu_us = facts[0].cpu_s / facts[0].events * 1e6
-    return Ceiling(
-        events_per_s_per_core=1e6 / cpu_us,
-        cpu_us_per_event=cpu_us,
-        event_error_p50_ms=float(np.percentile(np.concatenate(lags), 50)) / 1e6 if lags else None,
-        event_error_p99_ms=float(np.percentile(np.concatenate(lags), 99)) / 1e6 if lags else None,
-        requests=requests,
-        output_tokens=output_tokens,
-    )
-
-
-def scratch() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="loadgen-calibrate-")

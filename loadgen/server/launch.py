@@ -22,14 +22,16 @@ from backends import gpus, process
 from backends.launch import WITHOUT_P2P, Adapter, Invocation, LaunchError, Mount, Settings, Start, version_in
 from backends.protocol import Backend, ServerInfo
 from backends.untrusted import UNDECODABLE
-from loadgen.client.transport import Target
+from loadgen import models
 from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
+from loadgen.load.job import Plan
 from loadgen.load.prompts import Dataset
-from loadgen.plan import Plan, plan_run, planned_requests
-from loadgen.server import models
+from loadgen.models import Model
+from loadgen.plan import plan_run
+from loadgen.rundir.launch_facts import LaunchedGpu, LaunchedP2p, LaunchFacts
 from loadgen.server.installed import installed
-from loadgen.server.models import Model
 from loadgen.server.placement import gpu_pool, model_length, tensor_parallel
+from loadgen.target import Target
 
 CONTAINER_CONFIG = "/llm-dissect"  # where a container sees the files that are written for it
 CONTAINER_MODELS = "/models"
@@ -75,33 +77,30 @@ class Launch:
         """The equivalent command for a shell; secrets appear by name only."""
         return shlex.join(self.launcher.command_line(self.start))
 
-    def facts(self) -> dict[str, Any]:
-        """What the manifest says about it before it runs."""
-        chosen = [gpu for gpu in self.inventory.gpus if gpu.index in self.gpu_indices]
-        return {
-            "launch": self.how,
-            "command": self.command_line(),
-            "version": ".".join(map(str, self.settings.version)) if self.settings.version else None,
-            "image": self.start.image,
-            "model": self.settings.model,
-            "tensor_parallel": self.settings.tp,
-            "dtype": self.settings.dtype,
-            "max_model_len": self.settings.max_model_len,
-            "max_running": self.settings.max_running,
-            "memory_ratio": self.settings.memory_ratio,
-            "gpus": [
-                {name: getattr(gpu, name) for name in ("index", "name", "memory_bytes", "power_limit_w")}
-                for gpu in chosen
-            ],
-            "driver": self.inventory.driver,
-            "p2p": {
-                "enabled": self.p2p.enabled,
-                "reason": self.p2p.reason,
-                "matrix": [list(row) for row in self.inventory.p2p],
-            },
-            "environment": process.telling(process.inherited()) if self.how == "process" else {},
-            "notes": list(self.notes),
-        }
+    def text(self) -> str:
+        """What a dry run shows of the server: title, notes and command."""
+        return "\n".join([f"# {self.title}", *(f"# note: {note}" for note in self.notes), self.command_line()])
+
+    def facts(self) -> LaunchFacts:
+        """What the manifest holds of the server before it runs."""
+        gpus_used = [gpu for gpu in self.inventory.gpus if gpu.index in self.gpu_indices]
+        return LaunchFacts(
+            launch=self.how,
+            command=self.command_line(),
+            version=".".join(map(str, self.settings.version)) if self.settings.version else None,
+            image=self.start.image,
+            model=self.settings.model,
+            tensor_parallel=self.settings.tp,
+            dtype=self.settings.dtype,
+            max_model_len=self.settings.max_model_len,
+            max_running=self.settings.max_running,
+            memory_ratio=self.settings.memory_ratio,
+            gpus=[LaunchedGpu(gpu.index, gpu.name, gpu.memory_bytes, gpu.power_limit_w) for gpu in gpus_used],
+            driver=self.inventory.driver,
+            p2p=LaunchedP2p(self.p2p.enabled, self.p2p.reason, [list(row) for row in self.inventory.p2p]),
+            environment=process.telling(process.inherited()) if self.how == "process" else {},
+            notes=list(self.notes),
+        )
 
 
 def plan_launch(
@@ -196,7 +195,7 @@ def _longest(config: Config, backend: Backend) -> int | None:
 def _at_once(config: Config, plan: Plan) -> int:
     """Requests that the server may have at once, running or waiting: all of an open loop if it is slow. Not fewer than
     a usual burst, for whoever measures it with other options (compose)."""
-    most = config.concurrency or planned_requests(plan) or 0
+    most = config.concurrency or plan.requests_planned or 0
     return max(most, config.warmup, DEFAULT_REQUESTS)
 
 

@@ -13,11 +13,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
+
 from backends.launch import LaunchError, Running, died, explain, last_lines
 from backends.replies import printable
-from loadgen.client.transport import Target, TransportError, get, raise_fd_limit
-from loadgen.server import models
+from loadgen import models
+from loadgen.client.limits import raise_fd_limit
 from loadgen.server.launch import Launch, write_files
+from loadgen.target import Target, TransportError, get
 
 POLL_S = 0.5
 SAY_EVERY_S = 15.0
@@ -28,20 +31,22 @@ WHOLE_LOG_LINES = 5000
 Say = Callable[[str], None]
 
 
-class Hosted:
-    """A ready server. `facts` is what the manifest says of it."""
+class ManagedServer:
+    """A ready server. `facts` is what the manifest holds of it."""
 
     def __init__(self, launch: Launch, running: Running, url: str, ready_s: float) -> None:
         self.launch = launch
         self.running = running
         self.url = url
-        self.facts: dict[str, Any] = {
-            **launch.facts(),
+        self.ready_s = ready_s
+        self.kv_cache_tokens = _capacity(launch, running.log_tail(WHOLE_LOG_LINES))
+        self.facts = msgspec.structs.replace(
+            launch.facts(),
             **running.facts,
-            "ready_s": ready_s,
-            "kv_cache_tokens": _capacity(launch, running.log_tail(WHOLE_LOG_LINES)),
-            "log": launch.start.log.name,
-        }
+            ready_s=ready_s,
+            kv_cache_tokens=self.kv_cache_tokens,
+            log=launch.start.log.name,
+        )
 
     async def ended(self, wait_s: float = 0.0) -> LaunchError | None:
         """Why it is no longer there, with the end of its log; None while it runs, for `wait_s` seconds from now."""
@@ -66,7 +71,7 @@ class Hosted:
 
 
 @contextlib.asynccontextmanager
-async def hosting(launch: Launch, ready_timeout_s: float, say: Say) -> AsyncIterator[Hosted]:
+async def managed(launch: Launch, ready_timeout_s: float, say: Say) -> AsyncIterator[ManagedServer]:
     """Starts the server, waits until it answers, and ends it with the block. Raises LaunchError."""
     write_files(launch)
     raise_fd_limit(0)  # a process inherits it
@@ -85,7 +90,7 @@ async def hosting(launch: Launch, ready_timeout_s: float, say: Say) -> AsyncIter
     try:
         began = time.monotonic()
         url = await _ready(launch, running, ready_timeout_s, say)
-        yield Hosted(launch, running, url, time.monotonic() - began)
+        yield ManagedServer(launch, running, url, time.monotonic() - began)
     finally:
         stopping = asyncio.ensure_future(asyncio.to_thread(running.stop))
         try:
@@ -116,7 +121,7 @@ def quoted(log: str) -> str:
 async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -> str:
     """The first of its addresses that answers for its health. Raises LaunchError when it dies or takes too long."""
     name, failures = launch.backend.name, launch.adapter.failures
-    began = said = time.monotonic()
+    began = last_message = time.monotonic()
     while True:
         exit = await asyncio.to_thread(running.poll)
         if exit is not None:
@@ -131,8 +136,8 @@ async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -
             log = running.log_tail(WHOLE_LOG_LINES)
             reason, advice = explain(log, failures) or _never_ready(launch, log)
             raise LaunchError(f"{name} was not ready within {timeout_s:g} s: {reason}; {advice}.", last_lines(log))
-        if now - said > SAY_EVERY_S:
-            said = now
+        if now - last_message > SAY_EVERY_S:
+            last_message = now
             last = last_lines(running.log_tail(20), 1)
             say(f"{name} is not ready after {now - began:.0f} s; its log: {printable(last, 160) or 'empty'}")
         await asyncio.sleep(POLL_S)

@@ -6,7 +6,7 @@ from backends import gpus
 from backends.catalog import DTYPE_BYTES, ModelSpec
 from backends.launch import LaunchError
 from loadgen.config import Config, ConfigError
-from loadgen.server.models import Model
+from loadgen.models import Model
 
 ASSUMED_GPU_BYTES = 80 << 30  # a dry run where there is no GPU
 USUAL_MODEL_LEN = 4096

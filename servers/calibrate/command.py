@@ -19,7 +19,7 @@ from cyclopts import Parameter
 
 from loadgen.config import ConfigError
 from loadgen.option_types import Whole
-from loadgen.rundir.facts import HeldOut
+from loadgen.rundir.emulation import HeldOut
 from servers.calibrate.least_squares import fit
 from servers.calibrate.runs import ObservationError, Observed, read
 from servers.simulator.build import EmulationError, Interval, Profile, read_profile

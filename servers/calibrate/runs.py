@@ -25,7 +25,7 @@ from backends.launch import version_in
 from backends.untrusted import UNDECODABLE
 from loadgen import rundir
 from loadgen.rundir import records
-from loadgen.rundir.facts import HeldOut
+from loadgen.rundir.emulation import HeldOut
 from loadgen.server import embedded
 from servers.simulator import hardware, virtual
 from servers.simulator.build import Emulated, Profile, Setup, emulate, newest
@@ -237,7 +237,7 @@ def _directory(path: Path) -> tuple[dict[str, Any], list[Floats]]:
     table = table.select(table.ok & (table.output_tokens > 0))
     if not len(table):
         raise ObservationError(f"{path} holds no complete reply.")
-    launch = manifest.launch or {}
+    launch: dict[str, Any] = msgspec.to_builtins(manifest.launch) or {}
     cards = launch.get("gpus") or []
     facts: dict[str, Any] = {
         "scheduler": _scheduler(path, manifest.backend, launch.get("version") or manifest.server_version),

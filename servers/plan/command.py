@@ -20,11 +20,11 @@ from cyclopts import Parameter
 
 from backends.catalog import ModelSpec
 from backends.untrusted import UNDECODABLE, escaped
-from loadgen import cli, terminal
+from loadgen import cli, models, terminal
 from loadgen.config import ConfigError
 from loadgen.option_types import Whole
 from loadgen.report import text
-from loadgen.server import embedded, models
+from loadgen.server import embedded
 from servers.plan.sizing import METRICS, Limits, Load, NotMet, Server, Trial
 from servers.simulator import hardware
 from servers.simulator.build import Emulated, EmulationError, Profile, emulate, profiles, read_profile

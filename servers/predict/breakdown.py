@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from loadgen import rundir
+from loadgen import models, rundir
 from loadgen.breakdown.tables import (
     AFTER,
     ATTENTION,
@@ -25,7 +25,7 @@ from loadgen.breakdown.tables import (
     paper,
 )
 from loadgen.config import Config, ConfigError
-from loadgen.server import embedded, models, placement
+from loadgen.server import embedded, placement
 from servers.schedulers import Sequence, Step
 from servers.simulator.build import Emulated, EmulationError, emulate
 from servers.simulator.cost import Terms

@@ -13,13 +13,13 @@ import numpy as np
 from cyclopts import Parameter
 
 import backends
-from loadgen import cli, rundir, terminal
+from loadgen import cli, models, rundir, terminal
 from loadgen.config import Config, ConfigError, flag
 from loadgen.load import arrivals
 from loadgen.load.prompts import Dataset
 from loadgen.plan import most_requests
 from loadgen.rundir import records
-from loadgen.server import embedded, models
+from loadgen.server import embedded
 from servers.simulator.build import Emulated, EmulationError, emulate
 from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware

@@ -18,7 +18,7 @@ import msgspec
 
 from backends.catalog import ModelSpec
 from backends.untrusted import UNDECODABLE
-from loadgen.rundir.facts import HeldOut
+from loadgen.rundir.emulation import HeldOut
 from servers.schedulers import Rejected, Scheduler, Sequence
 from servers.schedulers.lightllm import LightLLM2310, LightLLMNow
 from servers.schedulers.tgi import Tgi1, Tgi3

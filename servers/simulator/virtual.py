@@ -11,8 +11,11 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from loadgen import rundir
 from loadgen.config import Config
+from loadgen.rundir.emulation import Emulation
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated, EmulationError
 
@@ -114,5 +117,5 @@ def manifest(config: Config, emulated: Emulated, run_id: str, requests: int) -> 
         requests_planned=requests,
         arrival=config.arrival_text,
         machine=rundir.this_machine(),
-        emulation=emulated.facts,
+        emulation=msgspec.convert(emulated.facts, Emulation),
     )

@@ -21,6 +21,7 @@ from backends.protocol import ServerInfo
 from loadgen import cli, run, terminal
 from loadgen.config import LAUNCH_ONLY, MODELLED_ONLY, Config, ConfigError
 from loadgen.plan import choose_model
+from loadgen.target import Target
 
 # A value that differs from the default, as typed and as it must arrive.
 VALUES: dict[str, tuple[list[str], Any]] = {
@@ -380,9 +381,10 @@ def test_gpus_of_a_server_that_runs_here_are_those_that_are_named(monkeypatch: p
     )  # fmt: skip
     monkeypatch.setattr(gpus, "read", lambda: eight)
     here = "http://127.0.0.1:9"
-    assert run._local_gpus(Config(url=here, gpus="3,1"), None) == (3, 1)
-    assert run._local_gpus(Config(url=here), None) == tuple(range(8))
-    assert run._local_gpus(Config(url=here, gpus="none"), None) == ()
-    assert run._local_gpus(Config(url="http://elsewhere:9"), None) == ()
+    served = run.Served(Target(here))
+    assert served.gpu_indices(Config(url=here, gpus="3,1")) == (3, 1)
+    assert served.gpu_indices(Config(url=here)) == tuple(range(8))
+    assert served.gpu_indices(Config(url=here, gpus="none")) == ()
+    assert served.gpu_indices(Config(url="http://elsewhere:9")) == ()
     with pytest.raises(ConfigError, match="there is no GPU 9 here"):
-        run._local_gpus(Config(url=here, gpus="9"), None)
+        served.gpu_indices(Config(url=here, gpus="9"))

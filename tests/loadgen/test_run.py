@@ -360,10 +360,11 @@ import asyncio, resource, sys, tempfile
 from pathlib import Path
 from backends.protocol import Sampling
 from loadgen.load import arrivals
-from loadgen.client.engine import Job
-from loadgen.plan import Plan, PromptSource
+from loadgen.load.job import Job
+from loadgen.load.job import Plan, PromptSource
 from loadgen.client.workers import execute, run_loop
-from loadgen.client.transport import Target, Timeouts
+from loadgen.target import Target
+from loadgen.load.job import Timeouts
 job = Job(run_id="r", version="0", model="m", sampling=Sampling(2), requests=int(sys.argv[2]), duration_s=None,
           concurrency=64, warmup=0, seed=1, timeouts=Timeouts(10.0, 600.0, 120.0, 3600.0))
 plan = Plan(job=job, backend="vllm", target=Target(sys.argv[1]), transport="fast", fresh=False,

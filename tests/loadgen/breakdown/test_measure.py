@@ -25,12 +25,12 @@ from loadgen import cli, rundir, trace
 from loadgen.breakdown import measure, tables
 from loadgen.breakdown.measure import Watched
 from loadgen.breakdown.tables import Breakdown
-from loadgen.client.transport import Target
 from loadgen.config import Config, ConfigError
 from loadgen.plan import plan_run
 from loadgen.report import figures
 from loadgen.run import ServerError
 from loadgen.rundir import RunError
+from loadgen.target import Target
 from tests.loadgen import traces
 
 STEP_S = 0.004
@@ -119,7 +119,7 @@ def drive(standin: StandIn, directory: Path, **options: object) -> Watched:
     backend = backends.get("vllm")
     with serving(standin):
         plan = plan_run(config, backend, Target(standin.url), ServerInfo("m"), "run-1")
-        return asyncio.run(measure.drive(plan, backend, PROFILER, 5, directory, lambda text: None))
+        return asyncio.run(measure.drive(plan, PROFILER, 5, directory, lambda text: None))
 
 
 def test_steps_are_profiled_in_decode_and_the_load_is_cut_off(tmp_path: Path) -> None:

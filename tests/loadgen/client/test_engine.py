@@ -14,14 +14,14 @@ import pytest
 from backends.protocol import Sampling
 from loadgen.client import engine
 from loadgen.client.engine import Client, Job
-from loadgen.client.transport import Target, Timeouts
 from loadgen.client.workers import build_client, execute, run_loop
 from loadgen.clock import now_ns
 from loadgen.load import arrivals
-from loadgen.plan import Plan, PromptSource
+from loadgen.load.job import Plan, PromptSource, Timeouts
 from loadgen.rundir import records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table
+from loadgen.target import Target
 from tests.loadgen.scripted import CLOSE, STREAM_HEAD, Scripted, chunk, event, scripted, tokens
 
 

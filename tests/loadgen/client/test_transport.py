@@ -16,8 +16,11 @@ import backends
 from backends.protocol import Prompt, Sampling
 from loadgen.client.connection import wall_minus_monotonic_ns
 from loadgen.client.exchange import Exchange
-from loadgen.client.transport import FastTransport, Target, Timeouts, Transport, TransportError, get, raise_fd_limit
+from loadgen.client.limits import raise_fd_limit
+from loadgen.client.transport import FastTransport, Transport
 from loadgen.client.transport_aiohttp import AiohttpTransport
+from loadgen.load.job import Timeouts
+from loadgen.target import Target, TransportError, get
 from tests.loadgen.scripted import CLOSE, DONE, END, RESET, STREAM_HEAD, Script, chunk, event, scripted, tokens
 
 VLLM = backends.get("vllm")

@@ -19,7 +19,7 @@ from loadgen.client.workers import run_loop
 from loadgen.monitor.snapshots import Live, Recorder, watching
 from loadgen.monitor.totals import BOUNDS_S
 from loadgen.report import metrics
-from loadgen.run import _told
+from loadgen.run import _both
 from loadgen.rundir import Family, Manifest, Snapshot, records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Record, RecordsFile
@@ -201,7 +201,7 @@ def test_workers_that_have_said_nothing_yet_are_not_told_of() -> None:
         def tell(self, live: Live) -> None:
             told.append(live)
 
-    tell = _told(lambda clients: None, Ears())  # type: ignore[arg-type]
+    tell = _both(lambda clients: None, Ears())  # type: ignore[arg-type]
     tell([])
     tell([Seen(planned=3, done=0, failed=0, in_flight=2, events=5, elapsed_s=1.0, ttft_ms=[])] * 2)
     assert told == [Live(planned=6, in_flight=4, clients=2, events=10)]

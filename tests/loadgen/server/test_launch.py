@@ -12,8 +12,8 @@ import pytest
 
 from backends.gpus import Gpu, Inventory
 from backends.launch import LaunchError, Mount
+from loadgen import models
 from loadgen.config import Config, ConfigError
-from loadgen.server import models
 from loadgen.server.launch import UNDERFLOW, Launch, plan_launch, write_files
 
 GIB = 1 << 30
@@ -155,10 +155,10 @@ def test_the_manifest_keeps_the_environment_of_a_process(tmp_path: Path, monkeyp
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     made = planned(tmp_path, model="70b", launch="process", server_python=sys.executable, p2p="on")
-    kept = made.facts()["environment"]
-    assert kept["OMP_NUM_THREADS"] == "7" and "s3cret" not in str(made.facts())
+    kept = made.facts().environment
+    assert isinstance(kept, dict) and kept["OMP_NUM_THREADS"] == "7" and "s3cret" not in str(made.facts())
     assert [note for note in made.notes if note.startswith("NCCL_P2P_DISABLE=1 is set here")]
-    assert planned(tmp_path, model="70b").facts()["environment"] == {}  # a container gets none of it
+    assert planned(tmp_path, model="70b").facts().environment == {}  # a container gets none of it
 
 
 def test_dummy_weights_in_float16_are_told(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_p2p_reaches_server_and_manifest(tmp_path: Path) -> None:
     assert "--disable-custom-all-reduce" in off.start.argv
     assert planned(tmp_path, model="70b", p2p="off").start.env["NCCL_P2P_DISABLE"] == "1"
     facts = off.facts()
-    assert facts["p2p"]["reason"] and facts["p2p"]["matrix"][0][1] == "not supported" and facts["driver"] == "580.1"
+    assert facts.p2p.reason and facts.p2p.matrix[0][1] == "not supported" and facts.driver == "580.1"
     assert "P2P off" in off.title and "P2P" not in planned(tmp_path).title
 
 

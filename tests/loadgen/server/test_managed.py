@@ -20,7 +20,7 @@ from backends.launch import Exit, LaunchError
 from loadgen import cli
 from loadgen.config import Config
 from loadgen.server.launch import Launch, plan_launch
-from loadgen.server.managed import Hosted, hosting
+from loadgen.server.managed import ManagedServer, managed
 from tests.loadgen.test_run import serving
 
 
@@ -94,11 +94,11 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lau
     return make
 
 
-def host(launch: Launch, ready_timeout_s: float = 30.0) -> tuple[Hosted, list[str]]:
+def host(launch: Launch, ready_timeout_s: float = 30.0) -> tuple[ManagedServer, list[str]]:
     said: list[str] = []
 
-    async def main() -> Hosted:
-        async with hosting(launch, ready_timeout_s, said.append) as hosted:
+    async def main() -> ManagedServer:
+        async with managed(launch, ready_timeout_s, said.append) as hosted:
             return hosted
 
     return asyncio.run(main()), said
@@ -111,8 +111,8 @@ def test_ready_at_the_first_address_that_answers(server: Any, launch: Callable[[
     fake = Fake([DEAD, server.url], "INFO GPU KV cache size: 1,234 tokens, Maximum")
     hosted, _ = host(launch(fake))
     assert hosted.url == server.url
-    assert hosted.facts["kv_cache_tokens"] == 1234
-    assert hosted.facts["image_digest"] == "sha256:1" and hosted.facts["command"].startswith("run --model")
+    assert hosted.facts.kv_cache_tokens == 1234
+    assert hosted.facts.image_digest == "sha256:1" and hosted.facts.command.startswith("run --model")
     assert fake.stopped == 1
     assert asyncio.run(hosted.ended()) is None
     fake.exit = Exit(137, oom_killed=True)
@@ -133,7 +133,7 @@ def test_it_waits_for_health(server: Any, launch: Callable[[Fake], Launch]) -> N
     server.status = 503
     threading.Timer(0.2, lambda: setattr(server, "status", 200)).start()
     hosted, _ = host(launch(Fake([server.url])))
-    assert hosted.facts["ready_s"] >= 0.2 - 0.05
+    assert hosted.ready_s >= 0.2 - 0.05
 
 
 def test_it_dies_while_starting(launch: Callable[[Fake], Launch]) -> None:
@@ -200,7 +200,7 @@ def test_cancelled_while_it_starts(
 
     async def main() -> None:
         async def hosted() -> None:
-            async with hosting(prepared, 60.0, lambda _: None):
+            async with managed(prepared, 60.0, lambda _: None):
                 raise AssertionError("never ready")
 
         task = asyncio.create_task(hosted())
@@ -226,7 +226,7 @@ def test_nobody_hears_what_is_said(server: Any, launch: Callable[[Fake], Launch]
         raise BrokenPipeError
 
     async def main() -> None:
-        async with hosting(launch(fake), 30.0, say):
+        async with managed(launch(fake), 30.0, say):
             pass
 
     with pytest.raises(BrokenPipeError):

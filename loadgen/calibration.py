@@ -1,0 +1,79 @@
+"""The client's own ceiling on this machine: the run's shape, cut to about a second, sent to the embedded server.
+
+The embedded server stamps every event just before it sends it. What the client recorded later than that is the error of
+its stamps, the server's write and the kernel included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from loadgen.client.limits import OPEN_FILES_BESIDES
+from loadgen.client.workers import run_here
+from loadgen.load.job import Plan
+from loadgen.rundir import Ceiling, records
+from loadgen.server import embedded
+from loadgen.target import Target
+
+CALIBRATION_EVENTS = 40_000  # about a second
+LEAST_EVENTS = 1000  # fewer tell nothing
+
+
+async def calibrate(plan: Plan) -> Ceiling | None:
+    """Measures the client's cost in the plan's shape; None where no embedded server speaks the plan's protocol, or too
+    little came through to tell. Raises EmbeddedError or TransportError."""
+    dialect = embedded.DIALECTS.get(plan.backend)
+    if dialect is None:
+        return None
+    streams = min(max(plan.streams_at_once, 16), 512)
+    tokens = min(plan.prompts.output_tokens, max(4, CALIBRATION_EVENTS // streams))
+    itl_ms = max(1.0, streams * 1000 / CALIBRATION_EVENTS)
+    requests = min(max(streams, CALIBRATION_EVENTS // tokens), 8 * streams)
+    with tempfile.TemporaryDirectory(prefix="loadgen-calibrate-") as scratch:
+        directory, stamps = Path(scratch) / "run", Path(scratch) / "stamps.npz"
+        directory.mkdir()
+        options = ("--dialect", dialect, "--stamps", str(stamps), "--ttft-ms", "30", "--itl-ms", f"{itl_ms:g}")
+        length = plan.prompts.input_tokens + tokens + OPEN_FILES_BESIDES
+        async with embedded.serving(*options, "--max-model-len", str(length)) as serving:
+            job = msgspec.structs.replace(
+                plan.job, model="llama-2-7b", requests=requests, duration_s=None, concurrency=streams, warmup=0
+            )
+            prompts = msgspec.structs.replace(
+                plan.prompts, output_tokens=tokens, dataset=None, tokenizer=None, vocab_size=None, offset=0
+            )
+            short = msgspec.structs.replace(plan, job=job, target=Target(serving.url), prompts=prompts)
+            await run_here(short, directory, lambda snapshots: None, stoppable=False)
+        return await asyncio.to_thread(ceiling, directory, stamps, requests, tokens)
+
+
+def ceiling(directory: Path, stamps: Path, requests: int, output_tokens: int) -> Ceiling | None:
+    """The client's cost and error from the records in `directory` and the server's own stamps. None when too little
+    came through to tell."""
+    table, facts = records.read(directory)
+    table = table.measured()
+    if not facts or facts[0].events < LEAST_EVENTS or facts[0].cpu_s <= 0:
+        return None
+    t0_ns = records.read_header(directory).t0_monotonic_ns
+    with np.load(stamps) as truth:
+        rows = {str(name).rpartition("-")[2]: row for row, name in enumerate(truth["request_id"])}
+        offsets, sent_ns = truth["offsets"], truth["sent_ns"]
+    lags_ns = []
+    for index in range(len(table)):
+        row = rows.get(str(table.id[index]))
+        if row is None or table.events[index] != offsets[row + 1] - offsets[row]:
+            continue
+        lags_ns.append(t0_ns + table.arrivals_ns(index) - sent_ns[offsets[row] : offsets[row + 1]])
+    cpu_us = facts[0].cpu_s / facts[0].events * 1e6
+    return Ceiling(
+        events_per_s_per_core=1e6 / cpu_us,
+        cpu_us_per_event=cpu_us,
+        event_error_p50_ms=float(np.percentile(np.concatenate(lags_ns), 50)) / 1e6 if lags_ns else None,
+        event_error_p99_ms=float(np.percentile(np.concatenate(lags_ns), 99)) / 1e6 if lags_ns else None,
+        requests=requests,
+        output_tokens=output_tokens,
+    )

@@ -1,0 +1,79 @@
+"""Questions to the server before the load: what it is, and how it counts the tokens of a text prompt."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+import backends
+from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
+from loadgen.client.exchange import Exchange
+from loadgen.client.transport import Transport
+from loadgen.client.workers import build_transport
+from loadgen.load.job import Plan
+from loadgen.load.prompts import Text
+from loadgen.server.embedded import EMULATED_MARK
+from loadgen.target import UNQUEUED_S, Target, get
+
+
+class ServerError(Exception):
+    """The server is not what was asked for. One sentence."""
+
+
+def identify(backend: Backend, target: Target) -> tuple[ServerInfo, bool]:
+    """The server's description of itself, and whether it is emulated. Raises TransportError or ServerError."""
+    reasons = []
+    emulated = False
+    for path in backend.info_paths:
+        status, headers, body = get(target, path)
+        emulated = EMULATED_MARK in headers.get("server", "")
+        if status == 401 or status == 403:
+            raise ServerError(f"{target.url} refuses access (status {status}); name the key's variable: --api-key-env.")
+        if status != 200:
+            reasons.append(f"GET {path} answers {status}")
+            continue
+        try:
+            return backend.read_info(path, body), emulated
+        except ProtocolError as error:
+            reasons.append(str(error))
+    raise ServerError(f"{target.url} does not look like a {backend.name} server: {'; '.join(reasons)}.")
+
+
+async def fit_text(plan: Plan) -> Plan:
+    """The plan with text prompts that are exact as the server counts them; it is sent at most two prompts for that.
+    Raises TransportError, ServerError or WorkloadError."""
+    backend = backends.get(plan.backend)
+    source = plan.prompts
+    if source.dataset is not None or backend.prompt_kind != "text":
+        return plan
+    workload = source.build(backend, plan.job.seed + 1, 0)
+    assert isinstance(workload, Text)
+    transport = build_transport(plan, backend)
+    await transport.open(1)
+    try:
+        for _ in range(2):
+            prompt_tokens = await _counted_by_server(plan, backend, transport, workload.prompt("warmup", 0))
+            if prompt_tokens is None or prompt_tokens == source.input_tokens:
+                break
+            workload.fit_offset(prompt_tokens)
+    finally:
+        await transport.close()
+    return msgspec.structs.replace(plan, prompts=msgspec.structs.replace(source, offset=workload.offset))
+
+
+async def _counted_by_server(plan: Plan, backend: Backend, transport: Transport, prompt: Prompt) -> int | None:
+    done: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
+    sampling = msgspec.structs.replace(plan.job.sampling, max_tokens=1)
+    exchange = Exchange(0, "warmup", 0, prompt.n_tokens, 1, backend.decoder(sampling.stream), done.set_result)
+    request = backend.encode(plan.job.model, prompt, sampling)
+    transport.send(exchange, transport.prepare(request, f"{plan.job.run_id}-probe"))
+    limit_s = min(UNQUEUED_S, plan.job.timeouts.first_byte_s)
+    try:
+        async with asyncio.timeout(limit_s):
+            await done
+    except TimeoutError:
+        raise ServerError(f"no reply to a first request within {limit_s:g} s; is the server ready?") from None
+    if exchange.outcome != "ok":
+        raise ServerError(f"a first request failed ({exchange.outcome}): {exchange.error}")
+    return exchange.prompt_tokens
