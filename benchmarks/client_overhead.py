@@ -4,8 +4,8 @@
 
 The embedded server runs on one core and stamps every event as it sends it; each client in turn runs on another core and
 is watched from outside. Clients take turns within a round, because the level of a shared machine drifts between rounds:
-ratios are taken within a round, and medians of rounds are written to benchmarks/client_overhead.md. Nothing here is
-taken from what a client says of its own cost. Linux with two free cores, gcc and taskset.
+ratios are taken within a round. Medians of rounds are written to benchmarks/client_overhead.md, every row to the JSON
+file beside it. No number of a client's cost comes from that client. Linux with two free cores, gcc and taskset.
 """
 
 from __future__ import annotations
@@ -216,10 +216,10 @@ class Bench:
         for client in clients:
             try:
                 rows[client.name] = row = self.run(client, shape)
-                said = f"{row.cpu_us:.2f} us/token, TTFT error p99 {row.ttft_error_p99_ms:.2f} ms"
+                outcome = f"{row.cpu_us:.2f} us/token, TTFT error p99 {row.ttft_error_p99_ms:.2f} ms"
             except Failed as failure:
-                rows[client.name] = said = str(failure)
-            print(f"{name} {client.name}: {said}", flush=True)
+                rows[client.name] = outcome = str(failure)
+            print(f"{name} {client.name}: {outcome}", flush=True)
         return rows
 
     def marginal_round(self, clients: Sequence[Client], shape: Shape, short: Shape, name: str) -> dict[str, Row | str]:
@@ -292,11 +292,11 @@ def main() -> None:
         parser.error(f"unknown tool {', '.join(sorted(unknown))}; known are {', '.join(names)}")
 
     bench = prepare()
-    asked = [client for client in CLIENTS if client.name in tools]
+    chosen = [client for client in CLIENTS if client.name in tools]
     missing = {
-        client.name: "not installed (benchmarks/peers.sh says why)" for client in asked if not client.needs.exists()
+        client.name: "not installed (benchmarks/peers.sh says why)" for client in chosen if not client.needs.exists()
     }
-    there = [client for client in asked if client.name not in missing]
+    there = [client for client in chosen if client.name not in missing]
     ours = [client for client in there if client.name in OURS]
     leanest = [client for client in there if client.name in ("floor", "loadgen", "loadgen-kernel")]
     many = [client for client in there if client in leanest or client.name in ("sglang", "vllm")]
@@ -316,9 +316,8 @@ def main() -> None:
         rounds["paced"] = [bench.round([client for client in there if client.rates], PACED, "constant 50/s")]
         rounds["poisson"] = [bench.round(ours[:1], POISSON, "Poisson 50/s")]
         ceiling = bench.ceiling(ours[0]) if ours else []
-    shapes = {"A": A, "B": B, "C": C, "quick": QUICK}
-    command = " ".join(["python", "benchmarks/client_overhead.py", *sys.argv[1:]])
-    write_report(options.out, rounds, shapes, ceiling, LAG_LIMIT_MS, ON_PACE, command)
+    shapes = {"A": A, "B": B, "C": C, "paced": PACED, "poisson": POISSON, "quick": QUICK}
+    write_report(options.out, rounds, shapes, ceiling, LAG_LIMIT_MS, ON_PACE)
     print(f"wrote {options.out}")
 
 

@@ -8,17 +8,17 @@ import msgspec
 
 import backends
 from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
+from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import Transport
-from loadgen.client.workers import build_transport
-from loadgen.load.job import Plan
 from loadgen.load.prompts import Text
+from loadgen.plan import Plan
 from loadgen.server.embedded import EMULATED_MARK
 from loadgen.target import UNQUEUED_S, Target, get
 
 
 class ServerError(Exception):
-    """The server is not what was asked for. One sentence."""
+    """The server is not the one that the options describe. One sentence."""
 
 
 def identify(backend: Backend, target: Target) -> tuple[ServerInfo, bool]:

@@ -24,10 +24,9 @@ from backends.protocol import Backend, ServerInfo
 from backends.untrusted import UNDECODABLE
 from loadgen import models
 from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
-from loadgen.load.job import Plan
 from loadgen.load.prompts import Dataset
 from loadgen.models import Model
-from loadgen.plan import plan_run
+from loadgen.plan import Plan, plan_run
 from loadgen.rundir.launch_facts import LaunchedGpu, LaunchedP2p, LaunchFacts
 from loadgen.server.installed import installed
 from loadgen.server.placement import gpu_pool, model_length, tensor_parallel
@@ -186,7 +185,7 @@ def _inherited_notes() -> list[str]:
 
 
 def _longest(config: Config, backend: Backend) -> int | None:
-    """Tokens of the run's longest prompt and its reply; None where the prompts do not tell theirs."""
+    """Tokens of the run's longest prompt and its reply; None where the prompts' lengths are unknown."""
     if config.dataset is None:
         return config.input_tokens + config.output_tokens
     return Dataset(config.dataset, config.output_tokens, backend.prompt_kind, config.warmup).longest_tokens()
@@ -194,7 +193,7 @@ def _longest(config: Config, backend: Backend) -> int | None:
 
 def _at_once(config: Config, plan: Plan) -> int:
     """Requests that the server may have at once, running or waiting: all of an open loop if it is slow. Not fewer than
-    a usual burst, for whoever measures it with other options (compose)."""
+    a usual burst: a compose file's server may be measured with other options."""
     most = config.concurrency or plan.requests_planned or 0
     return max(most, config.warmup, DEFAULT_REQUESTS)
 
@@ -372,7 +371,7 @@ def write_files(launch: Launch) -> None:
 
 
 def _installed(name: str, adapter: Adapter, python: str) -> tuple[int, ...] | None:
-    """The installed server's version, as far as it tells. Raises LaunchError when it is not installed."""
+    """The installed server's version, None where it is unknown. Raises LaunchError when it is not installed."""
     program = adapter.process_command[0]
     try:
         found = installed(adapter, python)
