@@ -40,7 +40,7 @@ _HEADINGS = {
 }
 
 
-class Paper(msgspec.Struct, frozen=True):
+class PaperStep(msgspec.Struct, frozen=True):
     """What the paper printed. Milliseconds by the names of KINDS and PARTS."""
 
     source: str
@@ -90,7 +90,7 @@ class Breakdown(msgspec.Struct, kw_only=True):
     client_before_ms: float | None = None
     trace: str | None = None
     kernels: tuple[Kernel, ...] = ()
-    paper: Paper | None = None
+    paper: PaperStep | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -123,9 +123,9 @@ def batch_of(config: Config) -> int:
     return batch
 
 
-def paper() -> Paper:
+def paper() -> PaperStep:
     path = Path(__file__).parents[1] / "data/paper_serving_breakdown.json"
-    return msgspec.json.decode(path.read_bytes(), type=Paper)
+    return msgspec.json.decode(path.read_bytes(), type=PaperStep)
 
 
 def beside_paper(breakdown: Breakdown) -> Breakdown:
@@ -195,12 +195,12 @@ def _page(breakdown: Breakdown, shown: Callable[[str], str]) -> str:
     )
 
 
-Row = tuple[str, float, float | None]  # name, milliseconds, and the paper's
+TableRow = tuple[str, float, float | None]  # name, milliseconds, and the paper's
 
 
-def _kind_rows(breakdown: Breakdown) -> list[Row]:
+def _kind_rows(breakdown: Breakdown) -> list[TableRow]:
     kinds, theirs = breakdown.kinds, breakdown.paper.kinds if breakdown.paper else {}
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     for heading, names in (("Comp.", COMPUTING), ("Comm.", COMMUNICATION)):
         printed = sum(theirs.get(name, 0.0) for name in names) if theirs else None
         rows.append((f"**{heading}**", sum(kinds.get(name, 0.0) for name in names), printed))
@@ -212,7 +212,7 @@ def _kind_rows(breakdown: Breakdown) -> list[Row]:
     return [*rows, (f"**{_HEADINGS[IDLE]}**", kinds.get(IDLE, 0.0), theirs.get(IDLE))]
 
 
-def _part_rows(breakdown: Breakdown) -> list[Row]:
+def _part_rows(breakdown: Breakdown) -> list[TableRow]:
     parts, theirs = breakdown.parts, breakdown.paper.parts if breakdown.paper else {}
     layers = f"{breakdown.layers} x " if breakdown.layers else ""
     return [
@@ -254,7 +254,7 @@ def _facts(breakdown: Breakdown) -> list[str]:
     return lines
 
 
-def _table(rows: list[Row], breakdown: Breakdown) -> list[str]:
+def _table(rows: list[TableRow], breakdown: Breakdown) -> list[str]:
     printed = breakdown.paper
     lines = ["| | ms | % |", "|---|--:|--:|"]
     if printed is not None:

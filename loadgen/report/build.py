@@ -60,7 +60,7 @@ def build(
     ok = measured.ok
     n_ok = int(ok.sum())
     duration_s = metrics.duration_s(measured, rules)
-    tokens = schema.Tokens(metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok]))
+    tokens = schema.TokenCounts(metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok]))
     by_outcome = Counter(measured.outcome.tolist())
     numbers = Numbers(
         version=manifest.version,
@@ -99,7 +99,7 @@ def build(
     return Report(**msgspec.structs.asdict(numbers), verdict=verdict)
 
 
-def _throughput(ok: int, tokens: schema.Tokens, duration_s: float | None) -> schema.Throughput:
+def _throughput(ok: int, tokens: schema.TokenCounts, duration_s: float | None) -> schema.Throughput:
     total = None if tokens.prompt is None or tokens.output is None else tokens.prompt + tokens.output
     return schema.Throughput(_per_s(ok, duration_s), _per_s(tokens.output, duration_s), _per_s(total, duration_s))
 
@@ -146,12 +146,12 @@ def _connecting(facts: Sequence[ClientFacts]) -> schema.Connecting | None:
     return schema.Connecting(connections, _worst(facts, "connect_p50_ms"), _worst(facts, "connect_max_ms"))
 
 
-def _client(facts: Sequence[ClientFacts]) -> schema.Client | None:
+def _client(facts: Sequence[ClientFacts]) -> schema.ClientUse | None:
     if not facts:
         return None
     events = sum(fact.events for fact in facts)
     lags = [f"{lag}_lag_{statistic}_ms" for lag in ("loop", "receive") for statistic in ("p50", "p99", "max")]
-    return schema.Client(
+    return schema.ClientUse(
         processes=len(facts),
         cpu_us_per_event=1e6 * sum(fact.cpu_s for fact in facts) / events if events else None,
         cpu_peak_ratio=_worst(facts, "cpu_peak_ratio"),

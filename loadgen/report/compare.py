@@ -47,7 +47,7 @@ NOTES = (
 )
 
 Array = NDArray[np.float64]
-Interval = tuple[float, float]
+Bounds = tuple[float, float]
 _RULES = CONVENTIONS["loadgen"]
 
 
@@ -69,9 +69,9 @@ class Contrast(msgspec.Struct, frozen=True, kw_only=True):
     a: float | None
     b: float | None
     difference: float | None
-    difference_ci: Interval | None
+    difference_ci: Bounds | None
     ratio: float | None
-    ratio_ci: Interval | None
+    ratio_ci: Bounds | None
     shows: str | None
 
 
@@ -264,7 +264,7 @@ def _contrast(a: float | None, b: float | None, drawn: tuple[Array, Array] | Non
     )
 
 
-def _interval(drawn: Array) -> Interval | None:
+def _interval(drawn: Array) -> Bounds | None:
     """The middle 95 % of the resamples; None when one of them is undefined."""
     if not np.isfinite(drawn).all():
         return None
@@ -273,7 +273,7 @@ def _interval(drawn: Array) -> Interval | None:
     return float(low), float(high)
 
 
-def _shows(interval: Interval) -> str:
+def _shows(interval: Bounds) -> str:
     if interval[0] <= 0 <= interval[1]:
         return SAME
     return "B is higher" if interval[0] > 0 else "B is lower"
@@ -348,7 +348,7 @@ def render(comparison: Comparison) -> str:
 
 
 def _line(label: str, contrast: Contrast) -> str:
-    def between(interval: Interval | None) -> str:
+    def between(interval: Bounds | None) -> str:
         return f"[{number(interval[0])}, {number(interval[1])}]" if interval else "-"
 
     cells = f"{label:<26}{number(contrast.a):>10}{number(contrast.b):>10}{number(contrast.difference):>10}"

@@ -21,7 +21,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from loadgen.report.metrics import Sample
+from loadgen.report.metrics import Distribution
 
 PANELS = {
     "e2el_ms": "End-to-end latency",
@@ -64,10 +64,10 @@ class Curves:
 
     label: str
     emulated: bool
-    samples: Mapping[str, Sample]
+    samples: Mapping[str, Distribution]
 
 
-def cdf(sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def cdf(sample: Distribution) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Corners of the step function: x (m,) in milliseconds, ascending, and the share of values <= x (m,), from 0 to 1.
 
     With more than `MAX_STEPS` values only every k-th corner is kept, always with the smallest and the largest.
@@ -161,7 +161,7 @@ def _panel(axis: Axes, metric: str, name: str, runs: Sequence[Curves]) -> None:
         _mark_percentiles(axis, runs[0].samples[metric], divisor, unit)
 
 
-def _mark_percentiles(axis: Axes, sample: Sample, divisor: float, unit: str) -> None:
+def _mark_percentiles(axis: Axes, sample: Distribution, divisor: float, unit: str) -> None:
     """Dots at p50 and p99, and their values in the corner that the curve leaves free."""
     lines = []
     for percent in (50, 99):

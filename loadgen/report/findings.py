@@ -194,16 +194,16 @@ def _events(measured: Table) -> Iterator[Finding]:
 
 
 def _lengths(measured: Table) -> Iterator[Finding]:
-    for code, given, asked, noun in (
+    for code, counted, requested, noun in (
         ("PROMPT_LENGTH", measured.prompt_tokens, measured.asked_prompt_tokens, "prompt"),
         ("OUTPUT_LENGTH", measured.output_tokens, measured.asked_tokens, "output"),
     ):
-        known = measured.ok & (given != -1) & (asked > 0)
-        wrong = int((given[known] != asked[known]).sum())
+        known = measured.ok & (counted != -1) & (requested > 0)
+        wrong = int((counted[known] != requested[known]).sum())
         if not wrong:
             continue
-        got, wanted = int(given[known].sum()), int(asked[known].sum())
-        deviation = float(np.abs(given[known] - asked[known]).sum()) / wanted
+        got, wanted = int(counted[known].sum()), int(requested[known].sum())
+        deviation = float(np.abs(counted[known] - requested[known]).sum()) / wanted
         shorter = (wanted - got) / wanted
         severity: Severity = "info" if deviation <= LENGTH_WARNING_RATIO else "warning"
         yield Finding(

@@ -44,7 +44,7 @@ Column = NDArray[np.float64]  # (n,) one value a request, NaN where undefined
 PercentileMethod = Literal["linear", "nearest_rank", "index_floor"]
 
 
-class Sample(NamedTuple):
+class Distribution(NamedTuple):
     """The values of one metric, ascending, in units of `unit_ms` milliseconds (pooled gaps stay whole microseconds)."""
 
     values: NDArray[Any]
@@ -83,7 +83,7 @@ def _decode_ms(table: Table) -> Column:
     return _per_token_ms(decode_ms, table.output_tokens - 1, 1)
 
 
-def _pooled_gaps(table: Table) -> Sample:
+def _pooled_gaps(table: Table) -> Distribution:
     """Every gap between neighbouring events of the ok requests, each one sample."""
     gaps = np.empty(int(np.diff(table.itl_offsets)[table.ok].sum()), np.uint32)  # one copy, sorted in place
     at = 0
@@ -92,27 +92,27 @@ def _pooled_gaps(table: Table) -> Sample:
         gaps[at : at + len(kept)] = kept
         at += len(kept)
     gaps.sort()
-    return Sample(gaps, 1e-3)
+    return Distribution(gaps, 1e-3)
 
 
-def _defined(values: Column) -> Sample:
-    return Sample(np.sort(values[~np.isnan(values)]), 1.0)
+def _defined(values: Column) -> Distribution:
+    return Distribution(np.sort(values[~np.isnan(values)]), 1.0)
 
 
-def _none(table: Table) -> Sample:
-    return Sample(np.empty(0), 1.0)
+def _none(table: Table) -> Distribution:
+    return Distribution(np.empty(0), 1.0)
 
 
-def _request_means(table: Table) -> Sample:
+def _request_means(table: Table) -> Distribution:
     """One mean gap an ok request."""
     return _defined(_decode_ms(table)[table.ok])
 
 
-def _request_means_by_token(table: Table) -> Sample:
+def _request_means_by_token(table: Table) -> Distribution:
     """A request's mean gap, counted once for each of its gaps."""
     means = _decode_ms(table)
     defined = ~np.isnan(means) & table.ok
-    return Sample(np.sort(np.repeat(means[defined], table.output_tokens[defined] - 1)), 1.0)
+    return Distribution(np.sort(np.repeat(means[defined], table.output_tokens[defined] - 1)), 1.0)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Convention:
     ttft: Callable[[Table], Column]
     tpot: Callable[[Table], Column]
     e2el: Callable[[Table], Column]
-    itl: Callable[[Table], Sample]
+    itl: Callable[[Table], Distribution]
     percentile: PercentileMethod
     from_zero: bool  # throughput: from t = 0 instead of from the first request sent
     differs: str
@@ -221,7 +221,7 @@ def column(table: Table, metric: str, convention: Convention) -> Column:
     raise ValueError(f"{metric} is not a metric with one value a request")
 
 
-def sample(measured: Table, metric: str, convention: Convention) -> Sample:
+def sample(measured: Table, metric: str, convention: Convention) -> Distribution:
     """The defined values of a metric over the requests that ended ok."""
     if metric == "itl_ms":
         return convention.itl(measured)
@@ -240,7 +240,7 @@ def percentile(values: NDArray[Any], thousandths: int, method: PercentileMethod)
     return low + (high - low) * (rest / 1000)
 
 
-def summary(measured: Sample, method: PercentileMethod) -> Summary:
+def summary(measured: Distribution, method: PercentileMethod) -> Summary:
     values, unit = measured
     n = len(values)
     if n == 0:
@@ -257,7 +257,7 @@ def summary(measured: Sample, method: PercentileMethod) -> Summary:
 
 
 def _std(values: NDArray[Any], mean: float) -> float:
-    """Sample standard deviation, in blocks: a copy of all pooled gaps as floats would double the memory."""
+    """Distribution standard deviation, in blocks: a copy of all pooled gaps as floats would double the memory."""
     block = 1 << 18
     squares = (float(np.sum((values[i : i + block] - mean) ** 2)) for i in range(0, len(values), block))
     return float(np.sqrt(sum(squares) / (len(values) - 1)))

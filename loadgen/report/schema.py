@@ -26,7 +26,7 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     by_outcome: dict[str, int]
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class TokenCounts(msgspec.Struct, frozen=True):
     """Of the requests that ended ok, by the server's own count."""
 
     prompt: int | None
@@ -62,7 +62,7 @@ class Connecting(msgspec.Struct, frozen=True):
     max: float | None
 
 
-class Client(msgspec.Struct, frozen=True, kw_only=True):
+class ClientUse(msgspec.Struct, frozen=True, kw_only=True):
     """What the client processes used and how late they were: the worst of them, but for the CPU and memory of all."""
 
     processes: int
@@ -121,14 +121,14 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     convention_differs: str
     offered_requests_per_s: float | None
     requests: Requests
-    tokens: Tokens
+    tokens: TokenCounts
     duration_s: float | None
     throughput: Throughput
     metrics: dict[str, Summary]
     goodput: Goodput | None
     burst: Burst | None
     connect_ms: Connecting | None
-    client: Client | None
+    client: ClientUse | None
     ceiling: CeilingUse | None
     emulation: Emulation | None
     launch: LaunchFacts | None

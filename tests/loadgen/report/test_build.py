@@ -19,8 +19,8 @@ from loadgen.monitor.server_view import Sample as ServerSample
 from loadgen.report import build, figures
 from loadgen.report import text as texts
 from loadgen.report.build import ReportError
-from loadgen.report.metrics import CONVENTIONS, METRICS, Sample, Summary
-from loadgen.report.schema import Burst, Connecting, ErrorCount, Goodput, Report, Requests, Throughput, Tokens
+from loadgen.report.metrics import CONVENTIONS, METRICS, Distribution, Summary
+from loadgen.report.schema import Burst, Connecting, ErrorCount, Goodput, Report, Requests, Throughput, TokenCounts
 from loadgen.rundir import records
 from loadgen.rundir.emulation import Emulation, HeldOut
 from loadgen.rundir.launch_facts import LaunchFacts
@@ -88,7 +88,7 @@ def test_the_schema_key_by_key() -> None:
 def test_numbers_by_hand() -> None:
     built = hand_report(slos={"ttft": 200, "e2el": 350})
     assert built.requests == Requests(planned=4, ok=3, failed=1, by_outcome={"ok": 3, "http_error": 1})
-    assert built.tokens == Tokens(prompt=30, output=7)
+    assert built.tokens == TokenCounts(prompt=30, output=7)
     assert built.duration_s == 0.505
     assert built.throughput == Throughput(
         requests_per_s=3 / 0.505, output_tokens_per_s=7 / 0.505, total_tokens_per_s=37 / 0.505
@@ -269,7 +269,7 @@ def test_what_is_missing_is_null_and_the_report_still_stands(tmp_path: Path) -> 
     for rows in ([], [failure(0), failure(1, "dropped", sent=None)]):
         built = build.build(manifest(), table(rows), [])
         assert built.client is built.connect_ms is built.ceiling is built.goodput is built.burst is None
-        assert built.tokens == Tokens(prompt=None, output=None)
+        assert built.tokens == TokenCounts(prompt=None, output=None)
         assert built.throughput.output_tokens_per_s is None
         assert all(built.metrics[name].n == 0 for name in METRICS)
         assert built.verdict.valid is False
@@ -411,7 +411,7 @@ def test_numbers_keep_three_figures() -> None:
 
 
 def test_the_cdf_is_the_exact_step_function() -> None:
-    x, share = figures.cdf(Sample(np.array([1.0, 2.0, 2.0, 5.0]), 1.0))
+    x, share = figures.cdf(Distribution(np.array([1.0, 2.0, 2.0, 5.0]), 1.0))
     # where the line jumps, and how high it is from there on
     heights = {at: max(share[x == at]) for at in x.tolist()}
     assert heights == {1.0: 0.25, 2.0: 0.75, 5.0: 1.0}
@@ -420,7 +420,7 @@ def test_the_cdf_is_the_exact_step_function() -> None:
 
 def test_a_thinned_cdf_stays_within_a_pixel() -> None:
     values = np.sort(np.random.default_rng(0).integers(0, 2**31, 300_000).astype(np.uint32))
-    x, share = figures.cdf(Sample(values, 1.0))
+    x, share = figures.cdf(Distribution(values, 1.0))
     assert len(x) <= figures.MAX_STEPS + 3
     assert (x[0], x[-1], share[-1]) == (values[0], values[-1], 1.0)
     probes = np.random.default_rng(1).choice(values, 2000)

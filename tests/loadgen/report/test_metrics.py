@@ -126,7 +126,7 @@ def test_percentiles_agree_with_numpy(numbers: list[int], thousandths: int) -> N
 
 @given(st.lists(st.floats(0, 1e7), min_size=2, max_size=50))
 def test_mean_and_std_agree_with_numpy(numbers: list[float]) -> None:
-    summary = metrics.summary(metrics.Sample(np.sort(np.array(numbers)), 1.0), "linear")
+    summary = metrics.summary(metrics.Distribution(np.sort(np.array(numbers)), 1.0), "linear")
     assert summary.mean == pytest.approx(np.mean(numbers))
     assert summary.std == pytest.approx(np.std(numbers, ddof=1), abs=1e-6)
 
@@ -134,14 +134,16 @@ def test_mean_and_std_agree_with_numpy(numbers: list[float]) -> None:
 def test_std_of_more_gaps_than_a_block() -> None:
     gaps = np.sort(np.tile(np.array([10, 30], np.uint32), 200_000))
     n = len(gaps)
-    assert metrics.summary(metrics.Sample(gaps, 1e-3), "linear").std == pytest.approx(0.01 * math.sqrt(n / (n - 1)))
+    assert metrics.summary(metrics.Distribution(gaps, 1e-3), "linear").std == pytest.approx(
+        0.01 * math.sqrt(n / (n - 1))
+    )
 
 
 def test_what_is_undefined_is_none() -> None:
-    empty = metrics.summary(metrics.Sample(np.empty(0), 1.0), "linear")
+    empty = metrics.summary(metrics.Distribution(np.empty(0), 1.0), "linear")
     assert empty.n == 0
     assert all(getattr(empty, name) is None for name in empty.__struct_fields__ if name != "n")
-    single = metrics.summary(metrics.Sample(np.array([7.0]), 1.0), "linear")
+    single = metrics.summary(metrics.Distribution(np.array([7.0]), 1.0), "linear")
     assert single.std is None
     assert single.mean == single.p50 == single.p99_9 == single.max == 7
 
