@@ -146,7 +146,7 @@ SEEN = ServerView(
         prefix_cache_hits=0, prefix_cache_queries=30, prompt_tokens=30, generation_tokens=7, ttft_mean_ms=198.0,
     ),
     gpus=Gpus(
-        each=[Gpu(index=0, name="H200", memory_peak_bytes=2**30), Gpu(index=1, name="H200", memory_peak_bytes=2**31)],
+        each=[Gpu(index=at, name="H200", memory_peak_bytes=2 ** (30 + at)) for at in range(2)],
         memory_peak_bytes=3 * 2**30, power_mean_w=512.5, energy_j=1400.0, energy_from="counter",
     ),
 )  # fmt: skip

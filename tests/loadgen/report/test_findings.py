@@ -341,7 +341,8 @@ def test_samples_that_failed() -> None:
     assert severities(server=own_view(failed=11, failure="busy")) == {"SERVER_METRICS": "info"}
     assert severities(server=own_view(covered=False)) == {"SERVER_METRICS": "info"}
     assert severities(server=own_view(problem="there is no GPU 9 here")) == {"SERVER_METRICS": "info"}
-    built = build.build(manifest(), clean(), [facts()], seen=ServerView(server=Server(problem="it has no metrics")))
+    without_metrics = ServerView(server=Server(problem="it has no metrics"))
+    built = build.build(manifest(), clean(), [facts()], seen=without_metrics)
     assert [one.message for one in built.verdict.findings] == ["The server's own view has gaps: it has no metrics."]
     both = Server(samples=9, failed=1, failure="\x1b[31mbusy")
     built = build.build(manifest(), clean(), [facts()], seen=ServerView(server=both))
