@@ -8,7 +8,6 @@ command needs is imported: a run never waits for matplotlib.
 
 from __future__ import annotations
 
-import json
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -131,10 +130,10 @@ def breakdown(
 def _shown(directory: Path, found: Breakdown) -> int:
     from loadgen.breakdown import tables
 
-    plain = tables.write(directory, found)
+    tables.write(directory, found)
     say(tables.render(found))
     say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    sys.stdout.write(json.dumps(plain) + "\n")
+    sys.stdout.write(tables.to_json(found) + "\n")
     sys.stdout.flush()
     return EXIT_OK
 
@@ -198,9 +197,9 @@ def report_one(directory: Path, convention: ConventionName) -> int:
     if convention == "loadgen":
         reports.write(directory, result, table)
     say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    sys.stdout.write(json.dumps(result) + "\n")  # ASCII: what a server sent must not reach a terminal as it is
+    sys.stdout.write(reports.to_json(result) + "\n")
     sys.stdout.flush()
-    return EXIT_OK if result["verdict"]["valid"] else EXIT_INVALID
+    return EXIT_OK if result.verdict.valid else EXIT_INVALID
 
 
 def compare(
