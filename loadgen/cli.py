@@ -8,7 +8,6 @@ command needs is imported: a run never waits for matplotlib.
 
 from __future__ import annotations
 
-import json
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -115,10 +114,10 @@ def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
     """Writes its files and prints it; the exit code."""
     from loadgen.breakdown import tables
 
-    plain = tables.write(directory, breakdown)
+    tables.write(directory, breakdown)
     say(tables.render(breakdown))
     say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    sys.stdout.write(json.dumps(plain) + "\n")
+    sys.stdout.write(tables.to_json(breakdown) + "\n")
     sys.stdout.flush()
     return exit_codes.OK
 
@@ -133,9 +132,9 @@ def report_one(directory: Path, convention: ConventionName) -> int:
     if convention == "loadgen":
         reports.write(directory, result, table)
     say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    sys.stdout.write(json.dumps(result) + "\n")  # ASCII: what a server sent must not reach a terminal as it is
+    sys.stdout.write(reports.to_json(result) + "\n")
     sys.stdout.flush()
-    return exit_codes.OK if result["verdict"]["valid"] else exit_codes.INVALID
+    return exit_codes.OK if result.verdict.valid else exit_codes.INVALID
 
 
 def compare(

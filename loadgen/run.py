@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,6 +32,7 @@ from loadgen.monitor.sidecar import Monitor, sidecar
 from loadgen.plan import Plan, plan_run, worker_count
 from loadgen.probe import ServerError, fit_text, identify
 from loadgen.rundir import Ceiling, Manifest, records
+from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.server import embedded
 from loadgen.server.launch import plan_launch
@@ -53,7 +53,7 @@ class Served:
 
     target: Target
     managed: ManagedServer | None = None
-    emulation: dict[str, Any] | None = None
+    emulation: Emulation | None = None
 
     def gpu_indices(self, config: Config) -> tuple[int, ...]:
         """The GPUs that the server uses: those it was given; of one that --url names and that runs here, those of
@@ -125,7 +125,7 @@ class Run:
         times = "fixed timing" if config.gpu is None else f"times as modelled for {config.gpu}"
         self.say(f"starting the embedded server: an emulated {dialect} server, {times}, no GPU")
         async with embedded.serving(*options) as serving:
-            for note in (serving.emulation or {}).get("notes", ()):
+            for note in serving.emulation.notes if serving.emulation is not None else ():
                 self.say(f"note: {note}")
             yield serving
 

@@ -21,7 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from loadgen.report import figures
-from loadgen.report.metrics import Sample
+from loadgen.report.metrics import Distribution
 from servers.calibrate.command import judged
 from servers.calibrate.runs import Observed, RunFacts, read
 from servers.simulator.build import profiles, read_profile
@@ -50,7 +50,7 @@ def latencies(run: Observed) -> dict[str, Floats]:
 
 
 def curves(run: Observed, label: str) -> figures.Curves:
-    samples = {f"{name}_ms": Sample(np.sort(values), 1.0) for name, values in latencies(run).items()}
+    samples = {f"{name}_ms": Distribution(np.sort(values), 1.0) for name, values in latencies(run).items()}
     return figures.Curves(label, False, samples)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -41,7 +40,7 @@ _HEADINGS = {
 }
 
 
-class Paper(msgspec.Struct, frozen=True):
+class PaperStep(msgspec.Struct, frozen=True):
     """What the paper printed. Milliseconds by the names of KINDS and PARTS."""
 
     source: str
@@ -91,7 +90,7 @@ class Breakdown(msgspec.Struct, kw_only=True):
     client_before_ms: float | None = None
     trace: str | None = None
     kernels: tuple[Kernel, ...] = ()
-    paper: Paper | None = None
+    paper: PaperStep | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -124,48 +123,46 @@ def batch_of(config: Config) -> int:
     return batch
 
 
-def paper() -> Paper:
+def paper() -> PaperStep:
     path = Path(__file__).parents[1] / "data/paper_serving_breakdown.json"
-    return msgspec.json.decode(path.read_bytes(), type=Paper)
+    return msgspec.json.decode(path.read_bytes(), type=PaperStep)
 
 
 def beside_paper(breakdown: Breakdown) -> Breakdown:
     return msgspec.structs.replace(breakdown, paper=paper())
 
 
-def as_dict(breakdown: Breakdown) -> dict[str, Any]:
-    """As breakdown.json holds it."""
-    plain: dict[str, Any] = msgspec.to_builtins(breakdown)
-    return plain | {"attributed_ratio": breakdown.attributed_ratio, "assigned_ratio": breakdown.assigned_ratio}
+def to_json(breakdown: Breakdown, indent: int | None = None) -> str:
+    """What breakdown.json holds: the breakdown and what share of it its tables name. ASCII."""
+    ratios = {"attributed_ratio": breakdown.attributed_ratio, "assigned_ratio": breakdown.assigned_ratio}
+    return json.dumps(msgspec.to_builtins(breakdown) | ratios, indent=indent)
 
 
-def write(directory: Path, breakdown: Breakdown) -> dict[str, Any]:
-    """breakdown.json, report.md and breakdown.png in the run's directory; what breakdown.json holds."""
+def write(directory: Path, breakdown: Breakdown) -> None:
+    """breakdown.json, report.md and breakdown.png in the run's directory."""
     from loadgen.report import figures
 
-    plain = as_dict(breakdown)
-    (directory / FILE).write_text(json.dumps(plain, indent=2) + "\n")
+    (directory / FILE).write_text(to_json(breakdown, indent=2) + "\n")
     (directory / "report.md").write_text(markdown(breakdown) + "\n", encoding="utf-8")
     bars = {"Table X": breakdown.kinds, "Table XI": breakdown.parts}
     if breakdown.paper is not None:
         bars |= {"the paper's X": breakdown.paper.kinds, "the paper's XI": breakdown.paper.parts}
     figures.stacked(bars, escaped(_title(breakdown)), "ms of an average step", [directory / "breakdown.png"])
-    return plain
 
 
 def read(directory: Path) -> Breakdown:
     """What `write` left in a run's directory. Raises RunError."""
     path = directory / FILE
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Breakdown)
+        breakdown = msgspec.json.decode(path.read_bytes(), type=Breakdown)
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}.") from None
     except UNDECODABLE as error:
         raise RunError(f"{path} is not a breakdown of this version: {error}.") from None
-    known = found.kinds.keys() <= set(KINDS) and found.parts.keys() <= set(PARTS)
-    if found.schema != SCHEMA or not found.step_ms > 0 or not known:
+    known = breakdown.kinds.keys() <= set(KINDS) and breakdown.parts.keys() <= set(PARTS)
+    if breakdown.schema != SCHEMA or not breakdown.step_ms > 0 or not known:
         raise RunError(f"{path} is not a breakdown of this version.")
-    return found
+    return breakdown
 
 
 def render(breakdown: Breakdown) -> str:
@@ -198,12 +195,12 @@ def _page(breakdown: Breakdown, shown: Callable[[str], str]) -> str:
     )
 
 
-Row = tuple[str, float, float | None]  # name, milliseconds, and the paper's
+TableRow = tuple[str, float, float | None]  # name, milliseconds, and the paper's
 
 
-def _kind_rows(breakdown: Breakdown) -> list[Row]:
+def _kind_rows(breakdown: Breakdown) -> list[TableRow]:
     kinds, theirs = breakdown.kinds, breakdown.paper.kinds if breakdown.paper else {}
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     for heading, names in (("Comp.", COMPUTING), ("Comm.", COMMUNICATION)):
         printed = sum(theirs.get(name, 0.0) for name in names) if theirs else None
         rows.append((f"**{heading}**", sum(kinds.get(name, 0.0) for name in names), printed))
@@ -215,7 +212,7 @@ def _kind_rows(breakdown: Breakdown) -> list[Row]:
     return [*rows, (f"**{_HEADINGS[IDLE]}**", kinds.get(IDLE, 0.0), theirs.get(IDLE))]
 
 
-def _part_rows(breakdown: Breakdown) -> list[Row]:
+def _part_rows(breakdown: Breakdown) -> list[TableRow]:
     parts, theirs = breakdown.parts, breakdown.paper.parts if breakdown.paper else {}
     layers = f"{breakdown.layers} x " if breakdown.layers else ""
     return [
@@ -257,7 +254,7 @@ def _facts(breakdown: Breakdown) -> list[str]:
     return lines
 
 
-def _table(rows: list[Row], breakdown: Breakdown) -> list[str]:
+def _table(rows: list[TableRow], breakdown: Breakdown) -> list[str]:
     printed = breakdown.paper
     lines = ["| | ms | % |", "|---|--:|--:|"]
     if printed is not None:

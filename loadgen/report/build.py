@@ -6,10 +6,11 @@ output of an emulated run.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,14 +19,17 @@ from loadgen import rundir
 from loadgen.config import Config
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import GpuStats, ServerStats, ServerView
-from loadgen.report import findings, metrics
+from loadgen.report import findings, metrics, schema
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
-from loadgen.report.text import Report, markdown, name_of
+from loadgen.report.schema import SCHEMA, Numbers, Report
+from loadgen.report.text import markdown, name_of
 from loadgen.rundir import Manifest, records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table
 
-SCHEMA = "loadgen.report/1"
+if TYPE_CHECKING:
+    from loadgen.report.figures import Curves
+
 RATES = ("constant", "poisson", "gamma")  # arrivals that have one
 MAX_ERRORS = 5  # distinct messages that a report lists
 MAX_ERROR_CHARACTERS = 300
@@ -44,7 +48,7 @@ def build(
     convention: str = "loadgen",
     seen: ServerView | None = None,
 ) -> Report:
-    """The report as a plain dict (schema `loadgen.report/1`), latencies in milliseconds, None where undefined.
+    """The report of a run from its records (`table`) and the facts of each client process.
 
     slos: limits in milliseconds by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. Raises
     ReportError for an unknown limit or convention.
@@ -56,56 +60,48 @@ def build(
     ok = measured.ok
     n_ok = int(ok.sum())
     duration_s = metrics.duration_s(measured, rules)
-    prompt, output = metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok])
+    tokens = schema.TokenCounts(metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok]))
     by_outcome = Counter(measured.outcome.tolist())
-    report: Report = {
-        "schema": SCHEMA,
-        "version": manifest.version,
-        "run_id": manifest.run_id,
-        "backend": manifest.backend,
-        "model": manifest.model,
-        "server_version": manifest.server_version,
-        "arrival": manifest.arrival,
-        "emulated": manifest.emulated,
-        "convention": convention,
-        "convention_differs": rules.differs,
-        "offered_requests_per_s": _offered(manifest, measured),
-        "requests": {
-            "planned": manifest.requests_planned,
-            "ok": n_ok,
-            "failed": len(measured) - n_ok,
-            "by_outcome": {OUTCOMES[code]: by_outcome[code] for code in sorted(by_outcome)},
-        },
-        "tokens": {"prompt": prompt, "output": output},
-        "duration_s": duration_s,
-        "throughput": _throughput(n_ok, prompt, output, duration_s),
-        "metrics": {name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS},
-        "goodput": _goodput(measured, slos, rules, duration_s),
-        "burst": _burst(measured),
-        "connect_ms": _connect(facts),
-        "client": _client(facts),
-        "ceiling": _ceiling(manifest, measured, facts),
-        "emulation": manifest.emulation,
-        "launch": msgspec.to_builtins(manifest.launch),
-        "server": msgspec.to_builtins(seen.server) if seen is not None else None,
-        "gpus": _gpus(seen, output),
-        "errors": _errors(measured),
-    }
-    found = findings.find(report, measured, facts, manifest)
-    valid = all(finding.severity != "invalid" for finding in found)
-    report["verdict"] = {"valid": valid, "findings": msgspec.to_builtins(found)}
-    return report
+    numbers = Numbers(
+        version=manifest.version,
+        run_id=manifest.run_id,
+        backend=manifest.backend,
+        model=manifest.model,
+        server_version=manifest.server_version,
+        arrival=manifest.arrival,
+        emulated=manifest.emulated,
+        convention=convention,
+        convention_differs=rules.differs,
+        offered_requests_per_s=_offered(manifest, measured),
+        requests=schema.Requests(
+            planned=manifest.requests_planned,
+            ok=n_ok,
+            failed=len(measured) - n_ok,
+            by_outcome={OUTCOMES[code]: by_outcome[code] for code in sorted(by_outcome)},
+        ),
+        tokens=tokens,
+        duration_s=duration_s,
+        throughput=_throughput(n_ok, tokens, duration_s),
+        metrics={name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS},
+        goodput=_goodput(measured, slos, rules, duration_s),
+        burst=_burst(measured),
+        connect_ms=_connecting(facts),
+        client=_client(facts),
+        ceiling=_ceiling(manifest, measured, facts),
+        emulation=manifest.emulation,
+        launch=manifest.launch,
+        server=seen.server if seen is not None else None,
+        gpus=_gpus(seen, tokens.output),
+        errors=_errors(measured),
+    )
+    listed = findings.find(numbers, measured, facts, manifest)
+    verdict = schema.Verdict(all(finding.severity != "invalid" for finding in listed), listed)
+    return Report(**msgspec.structs.asdict(numbers), verdict=verdict)
 
 
-def _throughput(
-    ok: int, prompt_tokens: int | None, output_tokens: int | None, duration_s: float | None
-) -> dict[str, float | None]:
-    total = None if prompt_tokens is None or output_tokens is None else prompt_tokens + output_tokens
-    return {
-        "requests_per_s": _per_s(ok, duration_s),
-        "output_tokens_per_s": _per_s(output_tokens, duration_s),
-        "total_tokens_per_s": _per_s(total, duration_s),
-    }
+def _throughput(ok: int, tokens: schema.TokenCounts, duration_s: float | None) -> schema.Throughput:
+    total = None if tokens.prompt is None or tokens.output is None else tokens.prompt + tokens.output
+    return schema.Throughput(_per_s(ok, duration_s), _per_s(tokens.output, duration_s), _per_s(total, duration_s))
 
 
 def _per_s(count: int | None, duration_s: float | None) -> float | None:
@@ -114,21 +110,20 @@ def _per_s(count: int | None, duration_s: float | None) -> float | None:
 
 def _goodput(
     measured: Table, slos: Mapping[str, float] | None, rules: Convention, duration_s: float | None
-) -> dict[str, Any] | None:
-    """Requests that met every limit, and how many of them a second (`request_goodput` of `vllm bench serve`)."""
+) -> schema.Goodput | None:
     if not slos:
         return None
     try:
         good = int(metrics.good(measured, slos, rules).sum())
     except ValueError as error:
         raise ReportError(str(error)) from None
-    return {"slos_ms": dict(slos), "good": good, "request_goodput": _per_s(good, duration_s)}
+    return schema.Goodput(slos_ms=dict(slos), good=good, request_goodput=_per_s(good, duration_s))
 
 
-def _burst(measured: Table) -> dict[str, Any] | None:
-    """How synchronous the requests due at t = 0 were; None when fewer than two were sent."""
+def _burst(measured: Table) -> schema.Burst | None:
+    """None when fewer than two requests due at t = 0 were sent."""
     due, spread_ms = metrics.send_spread_ms(measured)
-    return None if spread_ms is None else {"requests": due, "send_spread_ms": spread_ms}
+    return None if spread_ms is None else schema.Burst(due, spread_ms)
 
 
 def _worst(facts: Sequence[ClientFacts], name: str) -> float | None:
@@ -144,62 +139,54 @@ def _offered(manifest: Manifest, measured: Table) -> float | None:
     return _per_s(len(due_ns) - 1, float(due_ns.max() - due_ns.min()) / 1e9 or None)  # at 1e9/s all may be due at once
 
 
-def _connect(facts: Sequence[ClientFacts]) -> dict[str, Any] | None:
+def _connecting(facts: Sequence[ClientFacts]) -> schema.Connecting | None:
     if not facts:
         return None
-    return {
-        "n": sum(fact.connections for fact in facts),
-        "p50": _worst(facts, "connect_p50_ms"),
-        "max": _worst(facts, "connect_max_ms"),
-    }
+    connections = sum(fact.connections for fact in facts)
+    return schema.Connecting(connections, _worst(facts, "connect_p50_ms"), _worst(facts, "connect_max_ms"))
 
 
-def _client(facts: Sequence[ClientFacts]) -> dict[str, Any] | None:
+def _client(facts: Sequence[ClientFacts]) -> schema.ClientUse | None:
     if not facts:
         return None
     events = sum(fact.events for fact in facts)
     lags = [f"{lag}_lag_{statistic}_ms" for lag in ("loop", "receive") for statistic in ("p50", "p99", "max")]
-    return {
-        "processes": len(facts),
-        "cpu_us_per_event": 1e6 * sum(fact.cpu_s for fact in facts) / events if events else None,
-        "cpu_peak_ratio": _worst(facts, "cpu_peak_ratio"),
-        "peak_rss_mb": sum(fact.peak_rss_bytes for fact in facts) / 1e6,
+    return schema.ClientUse(
+        processes=len(facts),
+        cpu_us_per_event=1e6 * sum(fact.cpu_s for fact in facts) / events if events else None,
+        cpu_peak_ratio=_worst(facts, "cpu_peak_ratio"),
+        peak_rss_mb=sum(fact.peak_rss_bytes for fact in facts) / 1e6,
         **{name: _worst(facts, name) for name in lags},
-    }
+    )
 
 
-def _ceiling(manifest: Manifest, measured: Table, facts: Sequence[ClientFacts]) -> dict[str, Any] | None:
-    """What the client can take, beside the busiest second of the run."""
+def _ceiling(manifest: Manifest, measured: Table, facts: Sequence[ClientFacts]) -> schema.CeilingUse | None:
     ceiling = manifest.ceiling
     if ceiling is None:
         return None
     peak = metrics.peak_events_per_s(measured)
-    return {
-        **msgspec.to_builtins(ceiling),
-        "peak_events_per_s": peak,
-        "headroom_ratio": ceiling.events_per_s_per_core * max(1, len(facts)) / peak if peak else None,
-    }
+    return schema.CeilingUse(
+        **msgspec.structs.asdict(ceiling),
+        peak_events_per_s=peak,
+        headroom_ratio=ceiling.events_per_s_per_core * max(1, len(facts)) / peak if peak else None,
+    )
 
 
-def _gpus(seen: ServerView | None, output_tokens: int | None) -> dict[str, Any] | None:
-    """What the GPUs needed, and the energy of a token of the requests that ended ok."""
+def _gpus(seen: ServerView | None, output_tokens: int | None) -> schema.GpuUse | None:
     if seen is None or seen.gpus is None:
         return None
     energy_j = seen.gpus.energy_j
-    return {
-        **msgspec.to_builtins(seen.gpus),
-        "j_per_output_token": energy_j / output_tokens if energy_j is not None and output_tokens else None,
-    }
+    return schema.GpuUse(
+        **msgspec.structs.asdict(seen.gpus),
+        j_per_output_token=energy_j / output_tokens if energy_j is not None and output_tokens else None,
+    )
 
 
-def _errors(measured: Table) -> list[dict[str, Any]]:
+def _errors(measured: Table) -> list[schema.ErrorCount]:
     """The most frequent messages, each with its outcome and how many requests it ended."""
     outcome_of = dict(zip(measured.id.tolist(), measured.outcome.tolist(), strict=True)) if measured.errors else {}
     counts = Counter((OUTCOMES[outcome_of[key]], text[:MAX_ERROR_CHARACTERS]) for key, text in measured.errors.items())
-    return [
-        {"count": count, "outcome": outcome, "message": message}
-        for (outcome, message), count in counts.most_common(MAX_ERRORS)
-    ]
+    return [schema.ErrorCount(count, outcome, message) for (outcome, message), count in counts.most_common(MAX_ERRORS)]
 
 
 def from_directory(
@@ -237,6 +224,11 @@ def _kept(directory: Path, run_id: str) -> ServerView | None:
     return ServerView(server=kept.server, gpus=kept.gpus) if (kept.schema, kept.run_id) == (SCHEMA, run_id) else None
 
 
+def to_json(report: Report) -> str:
+    """One line, ASCII: what a server sent must not reach a terminal as it is."""
+    return json.dumps(msgspec.to_builtins(report))
+
+
 def write(directory: Path, report: Report, table: Table) -> None:
     """Writes report.json, report.md, cdf.png and cdf.svg, replacing earlier ones. Raises ReportError."""
     text = msgspec.json.format(msgspec.json.encode(report), indent=2)
@@ -245,7 +237,7 @@ def write(directory: Path, report: Report, table: Table) -> None:
         (directory / "report.md").write_text(markdown(report), encoding="utf-8")
         from loadgen.report import figures  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
 
-        title = f"{name_of(report)}, {report['arrival']}, {report['requests']['ok']} requests"
+        title = f"{name_of(report)}, {report.arrival}, {report.requests.ok} requests"
         figures.draw([_curves(report, table)], escaped(title), [directory / "cdf.png", directory / "cdf.svg"])
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
@@ -277,15 +269,15 @@ def overlay(directories: Sequence[Path], out_path: Path, convention: str = "load
 
 def _origin(report: Report) -> str:
     """What a curve's label begins with. The embedded server on its fixed timetable predicts nothing."""
-    if not report["emulated"]:
+    if not report.emulated:
         return MEASURED
-    return PREDICTED if report["emulation"] is not None else ""
+    return PREDICTED if report.emulation is not None else ""
 
 
-def _curves(report: Report, table: Table, label: str | None = None) -> Any:
+def _curves(report: Report, table: Table, label: str | None = None) -> Curves:
     from loadgen.report import figures
 
     measured = table.measured()
-    rules = CONVENTIONS[report["convention"]]
+    rules = CONVENTIONS[report.convention]
     samples = {name: metrics.sample(measured, name, rules) for name in figures.PANELS}
-    return figures.Curves(escaped(label or name_of(report)), report["emulated"], samples)
+    return figures.Curves(escaped(label or name_of(report)), report.emulated, samples)

@@ -7,9 +7,9 @@ Every threshold is a constant with its reason.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from loadgen.report.finding import Finding, Severity
+from loadgen.report.schema import CeilingUse, Numbers
 from loadgen.rundir.records import ClientFacts
 
 # Lateness of the client below this is the grain of timers and schedulers, whatever it is compared with.
@@ -33,10 +33,15 @@ CPU_SATURATED_RATIO = 0.9
 HEADROOM_RATIO = 2.0
 
 
-def find(report: dict[str, Any], facts: Sequence[ClientFacts]) -> Iterator[Finding]:
-    """What the client's own lateness and CPU say of `report`; `facts`: one of each of its processes."""
-    yield from _client(report, facts)
-    yield from _headroom(report)
+def find(numbers: Numbers, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
+    """What the client's own lateness and CPU do to `numbers`; `facts`: one of each of its processes."""
+    ttft_ms, tpot_ms = numbers.metrics["ttft_ms"].p50, numbers.metrics["tpot_ms"].p50
+    yield from _send_lag(numbers)
+    if facts:
+        yield from _lags(facts, ttft_ms, tpot_ms)
+        yield from _cpu(facts)
+    if numbers.ceiling is not None:
+        yield from _ceiling(numbers.ceiling, ttft_ms, tpot_ms)
 
 
 def _lag_severity(lag_ms: float, ttft_ms: float | None, tpot_ms: float | None) -> tuple[Severity, str] | None:
@@ -57,12 +62,7 @@ def _lag_severity(lag_ms: float, ttft_ms: float | None, tpot_ms: float | None) -
     return worst
 
 
-def _client(report: dict[str, Any], facts: Sequence[ClientFacts]) -> Iterator[Finding]:
-    metrics = report["metrics"]
-    ttft_ms, tpot_ms = metrics["ttft_ms"]["p50"], metrics["tpot_ms"]["p50"]
-    yield from _send_lag(report)
-    if not facts:
-        return
+def _lags(facts: Sequence[ClientFacts], ttft_ms: float | None, tpot_ms: float | None) -> Iterator[Finding]:
     lags = (
         ("LOOP_LAG", "The client's event loop", max(fact.loop_lag_p99_ms for fact in facts)),
         ("RECEIVE_LAG", "Reading after the kernel had the data", max(fact.receive_lag_p99_ms or 0.0 for fact in facts)),
@@ -76,6 +76,9 @@ def _client(report: dict[str, Any], facts: Sequence[ClientFacts]) -> Iterator[Fi
                 message=f"{what} was late by {lag_ms:.1f} ms (p99) where {verdict[1]}.",
                 advice="Add --workers, free the machine of other work, or run the client on another machine.",
             )
+
+
+def _cpu(facts: Sequence[ClientFacts]) -> Iterator[Finding]:
     busiest = max(fact.cpu_peak_ratio for fact in facts)
     mean = max(fact.cpu_s / fact.wall_s if fact.wall_s > 0 else 0.0 for fact in facts)
     if busiest >= CPU_SATURATED_RATIO:
@@ -89,13 +92,14 @@ def _client(report: dict[str, Any], facts: Sequence[ClientFacts]) -> Iterator[Fi
         )
 
 
-def _send_lag(report: dict[str, Any]) -> Iterator[Finding]:
-    lag_ms = report["metrics"]["send_lag_ms"]["p99"]
+def _send_lag(numbers: Numbers) -> Iterator[Finding]:
+    metrics = numbers.metrics
+    lag_ms = metrics["send_lag_ms"].p99
     if lag_ms is None or lag_ms <= LAG_FLOOR_MS:
         return
-    duration_s, ok = report["duration_s"], report["requests"]["ok"]
-    interarrival_ms = 1000 * duration_s / ok if duration_s and report["burst"] is None else 0.0
-    scale_ms = max(report["metrics"]["ttft_ms"]["p50"] or report["metrics"]["e2el_ms"]["p50"] or 0.0, interarrival_ms)
+    duration_s, ok = numbers.duration_s, numbers.requests.ok
+    interarrival_ms = 1000 * duration_s / ok if duration_s and numbers.burst is None else 0.0
+    scale_ms = max(metrics["ttft_ms"].p50 or metrics["e2el_ms"].p50 or 0.0, interarrival_ms)
     if lag_ms <= SEND_LAG_WARNING_RATIO * scale_ms:
         return
     yield Finding(
@@ -107,21 +111,18 @@ def _send_lag(report: dict[str, Any]) -> Iterator[Finding]:
     )
 
 
-def _headroom(report: dict[str, Any]) -> Iterator[Finding]:
-    ceiling = report["ceiling"]
-    if ceiling is None:
-        return
-    ratio = ceiling["headroom_ratio"]
-    if ratio is not None and ratio < HEADROOM_RATIO:
+def _ceiling(ceiling: CeilingUse, ttft_ms: float | None, tpot_ms: float | None) -> Iterator[Finding]:
+    ratio, peak_events_per_s = ceiling.headroom_ratio, ceiling.peak_events_per_s
+    if ratio is not None and peak_events_per_s is not None and ratio < HEADROOM_RATIO:
         yield Finding(
             code="HEADROOM",
             severity="warning",
-            message=f"The busiest second had {ceiling['peak_events_per_s']:.0f} events; this client can take about "
-            f"{ceiling['peak_events_per_s'] * ratio:.0f} a second here ({ratio:.1f} times as many).",
+            message=f"The busiest second had {peak_events_per_s:.0f} events; this client can take about "
+            f"{peak_events_per_s * ratio:.0f} a second here ({ratio:.1f} times as many).",
             advice="Add --workers, or run the client on a faster machine.",
         )
-    error_ms, metrics = ceiling["event_error_p99_ms"], report["metrics"]
-    verdict = _lag_severity(error_ms or 0.0, metrics["ttft_ms"]["p50"], metrics["tpot_ms"]["p50"])
+    error_ms = ceiling.event_error_p99_ms
+    verdict = _lag_severity(error_ms or 0.0, ttft_ms, tpot_ms)
     if verdict is not None:
         yield Finding(
             code="EVENT_ERROR",

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,55 +47,92 @@ NOTES = (
 )
 
 Array = NDArray[np.float64]
+Bounds = tuple[float, float]
 _RULES = CONVENTIONS["loadgen"]
 
 
-def compare(a: Path, b: Path) -> dict[str, Any]:
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """Which run; requests: those that were measured."""
+
+    run_id: str
+    backend: str
+    model: str
+    emulated: bool
+    requests: int
+    ok: int
+
+
+class Contrast(msgspec.Struct, frozen=True, kw_only=True):
+    """Both values, their difference (B - A) and ratio (B / A); from resamples of both the intervals of the two, and
+    what the difference's shows. None where it is not defined."""
+
+    a: float | None
+    b: float | None
+    difference: float | None
+    difference_ci: Bounds | None
+    ratio: float | None
+    ratio_ci: Bounds | None
+    shows: str | None
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """metrics: by name and statistic. configuration: what was set differently, [A, B] by name."""
+
+    schema: str = SCHEMA
+    a: Side
+    b: Side
+    metrics: dict[str, dict[str, Contrast]]
+    failure_ratio: Contrast
+    throughput: dict[str, Contrast]
+    configuration: dict[str, list[Any]]
+    resamples: int = RESAMPLES
+    confidence: float = CONFIDENCE
+    notes: tuple[str, ...] = NOTES
+
+
+def compare(a: Path, b: Path) -> Comparison:
     """Reads two run directories and compares them. Raises RunError or RecordsError."""
     manifest_a, manifest_b = rundir.read_manifest(a), rundir.read_manifest(b)
     return build(manifest_a, records.read(a)[0], manifest_b, records.read(b)[0])
 
 
-def build(manifest_a: Manifest, table_a: Table, manifest_b: Manifest, table_b: Table) -> dict[str, Any]:
-    """The comparison as a plain dict (schema `loadgen.compare/1`); differences are B - A, ratios B / A."""
+def build(manifest_a: Manifest, table_a: Table, manifest_b: Manifest, table_b: Table) -> Comparison:
     rng = np.random.default_rng(SEED)
     measured_a, measured_b = table_a.measured(), table_b.measured()
     drawn_a, drawn_b = _bootstrap(measured_a, rng), _bootstrap(measured_b, rng)
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Contrast]] = {}
     for name in METRICS:
-        shown_a, shown_b = (
+        summary_a, summary_b = (
             metrics.summary(metrics.sample(measured, name, _RULES), _RULES.percentile)
             for measured in (measured_a, measured_b)
         )
         rows[name] = {
             statistic: _contrast(
-                shown_a[statistic], shown_b[statistic], (drawn_a[name, statistic], drawn_b[name, statistic])
+                getattr(summary_a, statistic),
+                getattr(summary_b, statistic),
+                (drawn_a[name, statistic], drawn_b[name, statistic]),
             )
             for statistic in ("mean", *QUANTILES)
         }
-    return {
-        "schema": SCHEMA,
-        "a": _identity(manifest_a, measured_a),
-        "b": _identity(manifest_b, measured_b),
-        "metrics": rows,
-        "failure_ratio": _failures(measured_a, measured_b, rng),
-        "throughput": _throughput(measured_a, measured_b),
-        "configuration": differing(manifest_a, manifest_b),
-        "resamples": RESAMPLES,
-        "confidence": CONFIDENCE,
-        "notes": list(NOTES),
-    }
+    return Comparison(
+        a=_side(manifest_a, measured_a),
+        b=_side(manifest_b, measured_b),
+        metrics=rows,
+        failure_ratio=_failures(measured_a, measured_b, rng),
+        throughput=_throughput(measured_a, measured_b),
+        configuration=differing(manifest_a, manifest_b),
+    )
 
 
-def _identity(manifest: Manifest, measured: Table) -> dict[str, Any]:
-    return {
-        "run_id": manifest.run_id,
-        "backend": manifest.backend,
-        "model": manifest.model,
-        "emulated": manifest.emulated,
-        "requests": len(measured),
-        "ok": int(measured.ok.sum()),
-    }
+def _side(manifest: Manifest, measured: Table) -> Side:
+    return Side(
+        run_id=manifest.run_id,
+        backend=manifest.backend,
+        model=manifest.model,
+        emulated=manifest.emulated,
+        requests=len(measured),
+        ok=int(measured.ok.sum()),
+    )
 
 
 # Resampling. (metric, statistic) -> (RESAMPLES,) values in milliseconds, NaN where a resample does not define it.
@@ -159,7 +197,7 @@ def _unit_starts(n: int) -> NDArray[np.int64]:
 def _grid(measured: Table, thousandths: int) -> tuple[Array, Array]:
     """Values around a percentile of the pooled gaps, ascending (k,), in microseconds, and each unit's gaps <= them.
 
-    The counts are (units, k). A resample's percentile is where its weighted counts reach the share that is asked.
+    The counts are (units, k). A resample's percentile is where its weighted counts reach the share that is wanted.
     """
     n = int(measured.ok.sum())
     pooled = metrics.sample(measured, "itl_ms", _RULES).values
@@ -208,40 +246,40 @@ def _weighted_sums(tables: Sequence[Array], rng: np.random.Generator) -> list[Ar
 # Contrasts.
 
 
-def _contrast(a: float | None, b: float | None, drawn: tuple[Array, Array] | None = None) -> dict[str, Any]:
-    """One line: both values, difference, ratio and, from resamples of both, their intervals and what they show."""
+def _contrast(a: float | None, b: float | None, drawn: tuple[Array, Array] | None = None) -> Contrast:
+    """drawn: resamples of both."""
     known = a is not None and b is not None
     difference_ci = ratio_ci = None
     if known and drawn is not None:
         with np.errstate(invalid="ignore", divide="ignore"):
             difference_ci, ratio_ci = _interval(drawn[1] - drawn[0]), _interval(drawn[1] / drawn[0])
-    return {
-        "a": a,
-        "b": b,
-        "difference": b - a if a is not None and b is not None else None,
-        "difference_ci": difference_ci,
-        "ratio": b / a if a and b is not None else None,
-        "ratio_ci": ratio_ci,
-        "shows": _shows(difference_ci) if difference_ci is not None else None,
-    }
+    return Contrast(
+        a=a,
+        b=b,
+        difference=b - a if a is not None and b is not None else None,
+        difference_ci=difference_ci,
+        ratio=b / a if a and b is not None else None,
+        ratio_ci=ratio_ci,
+        shows=_shows(difference_ci) if difference_ci is not None else None,
+    )
 
 
-def _interval(drawn: Array) -> list[float] | None:
+def _interval(drawn: Array) -> Bounds | None:
     """The middle 95 % of the resamples; None when one of them is undefined."""
     if not np.isfinite(drawn).all():
         return None
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(drawn, (tail, 1 - tail))
-    return [float(low), float(high)]
+    return float(low), float(high)
 
 
-def _shows(interval: list[float]) -> str:
+def _shows(interval: Bounds) -> str:
     if interval[0] <= 0 <= interval[1]:
         return SAME
     return "B is higher" if interval[0] > 0 else "B is lower"
 
 
-def _failures(a: Table, b: Table, rng: np.random.Generator) -> dict[str, Any]:
+def _failures(a: Table, b: Table, rng: np.random.Generator) -> Contrast:
     """Share of measured requests that did not end ok; a resample's failures are binomial."""
     if len(a) == 0 or len(b) == 0:
         return _contrast(None, None)
@@ -252,7 +290,7 @@ def _failures(a: Table, b: Table, rng: np.random.Generator) -> dict[str, Any]:
     return _contrast(failed_a, failed_b, (drawn_a, drawn_b))
 
 
-def _throughput(a: Table, b: Table) -> dict[str, dict[str, Any]]:
+def _throughput(a: Table, b: Table) -> dict[str, Contrast]:
     """Requests and output tokens a second: one number a run, so without an interval."""
     rates_a, rates_b = _rates(a), _rates(b)
     return {name: _contrast(rates_a[name], rates_b[name]) for name in rates_a}
@@ -269,11 +307,11 @@ def _rates(measured: Table) -> dict[str, float | None]:
 
 def differing(a: Manifest, b: Manifest) -> dict[str, list[Any]]:
     """What was set differently, name -> [A, B]: the configuration (but for `out`), the server and the machine."""
-    told = ("version", "backend", "model", "url", "emulated", "server_version", "arrival", "requests_planned")
+    fields = ("version", "backend", "model", "url", "emulated", "server_version", "arrival", "requests_planned")
     flat_a, flat_b = (
         {
             **{f"config.{key}": value for key, value in manifest.config.items() if key != "out"},
-            **{key: getattr(manifest, key) for key in told},
+            **{key: getattr(manifest, key) for key in fields},
             **{f"machine.{key}": getattr(manifest.machine, key) for key in manifest.machine.__struct_fields__},
         }
         for manifest in (a, b)
@@ -285,35 +323,34 @@ def differing(a: Manifest, b: Manifest) -> dict[str, list[Any]]:
     }
 
 
-def render(comparison: dict[str, Any]) -> str:
+def render(comparison: Comparison) -> str:
     """The comparison for a terminal: plain text, nothing in it that a terminal obeys."""
     lines = []
-    for side in "ab":
-        run = comparison[side]
+    for letter, side in (("A", comparison.a), ("B", comparison.b)):
         lines.append(
-            escaped(f"{side.upper()}: {run['run_id']}, {run['backend']} {run['model']}")
-            + f", {run['ok']} ok of {run['requests']} requests"
-            + (f"\n   {EMULATED}" if run["emulated"] else "")
+            escaped(f"{letter}: {side.run_id}, {side.backend} {side.model}")
+            + f", {side.ok} ok of {side.requests} requests"
+            + (f"\n   {EMULATED}" if side.emulated else "")
         )
     lines += ["", f"{'':<26}{'A':>10}{'B':>10}{'B - A':>10}   {'95 % CI':<20}{'B / A':>7}   {'95 % CI':<16}"]
-    for name, row in comparison["metrics"].items():
+    for name, row in comparison.metrics.items():
         lines += [
             _line(f"{name.removesuffix('_ms')} {statistic}, ms", contrast)
             for statistic, contrast in row.items()
-            if contrast["difference"] is not None
+            if contrast.difference is not None
         ]
-    lines.append(_line("failed, ratio", comparison["failure_ratio"]))
-    lines += [_line(name.replace("_per_s", "/s"), row) for name, row in comparison["throughput"].items()]
-    if comparison["configuration"]:
+    lines.append(_line("failed, ratio", comparison.failure_ratio))
+    lines += [_line(name.replace("_per_s", "/s"), contrast) for name, contrast in comparison.throughput.items()]
+    if comparison.configuration:
         lines += ["", "Configured differently (A | B):"]
-    lines += [escaped(f"  {name}: {a} | {b}") for name, (a, b) in comparison["configuration"].items()]
-    return "\n".join([*lines, "", *comparison["notes"]]) + "\n"
+    lines += [escaped(f"  {name}: {a} | {b}") for name, (a, b) in comparison.configuration.items()]
+    return "\n".join([*lines, "", *comparison.notes]) + "\n"
 
 
-def _line(label: str, row: Mapping[str, Any]) -> str:
-    def interval(values: list[float] | None) -> str:
-        return f"[{number(values[0])}, {number(values[1])}]" if values else "-"
+def _line(label: str, contrast: Contrast) -> str:
+    def between(interval: Bounds | None) -> str:
+        return f"[{number(interval[0])}, {number(interval[1])}]" if interval else "-"
 
-    cells = f"{label:<26}{number(row['a']):>10}{number(row['b']):>10}{number(row['difference']):>10}"
-    cells += f"   {interval(row['difference_ci']):<20}{number(row['ratio']):>7}"
-    return f"{cells}   {interval(row['ratio_ci']):<16}{row['shows'] or ''}".rstrip()
+    cells = f"{label:<26}{number(contrast.a):>10}{number(contrast.b):>10}{number(contrast.difference):>10}"
+    cells += f"   {between(contrast.difference_ci):<20}{number(contrast.ratio):>7}"
+    return f"{cells}   {between(contrast.ratio_ci):<16}{contrast.shows or ''}".rstrip()

@@ -21,7 +21,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from loadgen.report.metrics import Sample
+from loadgen.report.metrics import Distribution
 
 PANELS = {
     "e2el_ms": "End-to-end latency",
@@ -31,6 +31,7 @@ PANELS = {
 # Okabe and Ito's palette, told apart with every common colour blindness; dashes tell the lines apart without colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
+GAP = " \N{NO-BREAK SPACE}"  # two spaces; SVG would draw neighbouring ones as one
 INK, GRID = "#222222", "#D9D9D9"
 MAX_STEPS = 2000  # a figure 600 pixels high cannot show more; a drawn line is within 1 / 2000 of the exact one
 SECONDS_FROM_MS = 2000.0  # axes that reach this far are in seconds
@@ -38,6 +39,7 @@ ZOOM_RATIO = 0.8  # when all values lie in the top fifth of the axis it does not
 
 STYLE = {
     "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # the layout is made for the first; none is wider
     "font.size": 10,
     "text.color": INK,
     "axes.edgecolor": "#888888",
@@ -51,6 +53,7 @@ STYLE = {
     "xtick.color": INK,
     "ytick.color": INK,
     "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text, in the reader's font
     "svg.hashsalt": "loadgen",  # the same run gives the same bytes
 }
 
@@ -61,10 +64,10 @@ class Curves:
 
     label: str
     emulated: bool
-    samples: Mapping[str, Sample]
+    samples: Mapping[str, Distribution]
 
 
-def cdf(sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def cdf(sample: Distribution) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Corners of the step function: x (m,) in milliseconds, ascending, and the share of values <= x (m,), from 0 to 1.
 
     With more than `MAX_STEPS` values only every k-th corner is kept, always with the smallest and the largest.
@@ -121,7 +124,7 @@ def _figure(title: str, runs: Sequence[Curves]) -> Figure:
     emulated = sum(run.emulated for run in runs)
     if emulated:
         which = "EMULATED" if emulated == len(runs) else "PARTLY EMULATED"
-        title = f"{which} (modelled hardware, no real server)   {title}"
+        title = f"{which} (modelled hardware, no real server){GAP}{title}"
     return titled(10.5, 3.9 if len(runs) == 1 else 4.2, title, "#B00020" if emulated else INK)
 
 
@@ -158,13 +161,13 @@ def _panel(axis: Axes, metric: str, name: str, runs: Sequence[Curves]) -> None:
         _mark_percentiles(axis, runs[0].samples[metric], divisor, unit)
 
 
-def _mark_percentiles(axis: Axes, sample: Sample, divisor: float, unit: str) -> None:
+def _mark_percentiles(axis: Axes, sample: Distribution, divisor: float, unit: str) -> None:
     """Dots at p50 and p99, and their values in the corner that the curve leaves free."""
     lines = []
     for percent in (50, 99):
         value = float(np.percentile(sample.values, percent)) * sample.unit_ms / divisor
         axis.plot([value], [percent / 100], "o", markersize=4.5, color=COLOURS[0])
-        lines.append(f"p{percent}  {value:.0f} {unit}" if value >= 100 else f"p{percent}  {value:#.3g} {unit}")
+        lines.append(f"p{percent}{GAP}{value:.0f} {unit}" if value >= 100 else f"p{percent}{GAP}{value:#.3g} {unit}")
     left, right = axis.get_xlim()
     slow = float(np.median(sample.values)) * sample.unit_ms / divisor > (left + right) / 2
     axis.text(

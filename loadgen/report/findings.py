@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from loadgen.report import client_findings
 from loadgen.report.finding import Finding, Severity, share, worst_first
 from loadgen.report.metrics import PERCENTILES, total
+from loadgen.report.schema import Numbers
 from loadgen.rundir import Manifest
+from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table
 
@@ -50,21 +52,21 @@ SAMPLES_FAILED_RATIO = 0.1
 PERCENTILE_MISS_PROBABILITY = 0.025
 
 
-def find(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts], manifest: Manifest) -> list[Finding]:
-    """Everything that a reader of `report` (without its verdict) must know, worst first."""
-    found = [
-        *_server_ended(manifest),
-        *_completeness(report, measured, facts),
+def find(numbers: Numbers, measured: Table, facts: Sequence[ClientFacts], manifest: Manifest) -> list[Finding]:
+    """Everything that a reader of `numbers` must know, worst first."""
+    listed = [
+        *_server_ended(numbers.launch),
+        *_completeness(numbers.requests.planned, measured, facts),
         *_failures(measured),
-        *client_findings.find(report, facts),
+        *client_findings.find(numbers, facts),
         *_events(measured),
         *_lengths(measured),
         *_counts(measured),
         *_cached(measured, manifest),
-        *_server(report, manifest),
-        *_samples(report),
+        *_server(numbers, manifest),
+        *_samples(numbers.requests.ok),
     ]
-    return worst_first(found)
+    return worst_first(listed)
 
 
 def min_samples(thousandths: int) -> int:
@@ -75,13 +77,12 @@ def min_samples(thousandths: int) -> int:
     return math.ceil(math.log(PERCENTILE_MISS_PROBABILITY) / math.log(thousandths / 1000))
 
 
-def _server_ended(manifest: Manifest) -> Iterator[Finding]:
-    ended = manifest.launch.ended if manifest.launch is not None else None
-    if ended:
+def _server_ended(launch: LaunchFacts | None) -> Iterator[Finding]:
+    if launch is not None and launch.ended is not UNSET:
         yield Finding(
             code="SERVER_ENDED",
             severity="invalid",
-            message=f"The server did not live to the end of the run: {ended}",
+            message=f"The server did not live to the end of the run: {launch.ended}",
             advice="Read server.log; mend that and run again.",
         )
 
@@ -90,8 +91,7 @@ def _count(measured: Table, *outcomes: str) -> int:
     return int(np.isin(measured.outcome, [OUTCOMES.index(outcome) for outcome in outcomes]).sum())
 
 
-def _completeness(report: dict[str, Any], measured: Table, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
-    planned = report["requests"]["planned"]
+def _completeness(planned: int | None, measured: Table, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
     interrupted = any(fact.state == "interrupted" for fact in facts)
     missing = 0 if interrupted or planned is None else max(0, planned - len(measured))
     if not facts or missing:
@@ -194,16 +194,16 @@ def _events(measured: Table) -> Iterator[Finding]:
 
 
 def _lengths(measured: Table) -> Iterator[Finding]:
-    for code, given, asked, noun in (
+    for code, counted, requested, noun in (
         ("PROMPT_LENGTH", measured.prompt_tokens, measured.asked_prompt_tokens, "prompt"),
         ("OUTPUT_LENGTH", measured.output_tokens, measured.asked_tokens, "output"),
     ):
-        known = measured.ok & (given != -1) & (asked > 0)
-        wrong = int((given[known] != asked[known]).sum())
+        known = measured.ok & (counted != -1) & (requested > 0)
+        wrong = int((counted[known] != requested[known]).sum())
         if not wrong:
             continue
-        got, wanted = int(given[known].sum()), int(asked[known].sum())
-        deviation = float(np.abs(given[known] - asked[known]).sum()) / wanted
+        got, wanted = int(counted[known].sum()), int(requested[known].sum())
+        deviation = float(np.abs(counted[known] - requested[known]).sum()) / wanted
         shorter = (wanted - got) / wanted
         severity: Severity = "info" if deviation <= LENGTH_WARNING_RATIO else "warning"
         yield Finding(
@@ -254,11 +254,11 @@ def _cached(measured: Table, manifest: Manifest) -> Iterator[Finding]:
     )
 
 
-def _server(report: dict[str, Any], manifest: Manifest) -> Iterator[Finding]:
-    server, requests = report["server"], report["requests"]
+def _server(numbers: Numbers, manifest: Manifest) -> Iterator[Finding]:
+    server, requests = numbers.server, numbers.requests
     if server is None:
         return
-    hits, queries, preemptions = (server[key] for key in ("prefix_cache_hits", "prefix_cache_queries", "preemptions"))
+    hits, queries, preemptions = server.prefix_cache_hits, server.prefix_cache_queries, server.preemptions
     if hits:
         meant = manifest.config.get("dataset") is not None
         yield Finding(
@@ -269,9 +269,9 @@ def _server(report: dict[str, Any], manifest: Manifest) -> Iterator[Finding]:
             + ("; ttft is that of a warm cache." if meant else ", although every prompt is meant to be new."),
             advice="Use another --seed, restart the server, or turn its prefix cache off; let nobody else use it.",
         )
-    preempted = preemptions or server["paused_max"]
+    preempted = preemptions or server.paused_max
     if preempted:
-        many = preempted > PREEMPTIONS_WARNING_RATIO * (requests["ok"] + requests["failed"])
+        many = preempted > PREEMPTIONS_WARNING_RATIO * (requests.ok + requests.failed)
         counted = f"preempted {preemptions} times" if preemptions else f"had {preempted} requests preempted at once"
         yield Finding(
             code="PREEMPTIONS",
@@ -280,10 +280,10 @@ def _server(report: dict[str, Any], manifest: Manifest) -> Iterator[Finding]:
             "and itl include work that was done twice.",
             advice="Lower the load or the lengths, or give the server more memory for its KV cache.",
         )
-    gaps = [server["problem"]] if server["problem"] else []
-    if server["failed"] > SAMPLES_FAILED_RATIO * server["samples"]:
-        gaps.append(f"{server['failed']} of {server['samples']} samples failed ({server['failure']})")
-    if not server["covered"] and not server["problem"]:
+    gaps = [server.problem] if server.problem else []
+    if server.failed > SAMPLES_FAILED_RATIO * server.samples:
+        gaps.append(f"{server.failed} of {server.samples} samples failed ({server.failure})")
+    if not server.covered and not server.problem:
         gaps.append("the samples do not reach from before the first request to after the last reply")
     if gaps:
         yield Finding(
@@ -294,8 +294,7 @@ def _server(report: dict[str, Any], manifest: Manifest) -> Iterator[Finding]:
         )
 
 
-def _samples(report: dict[str, Any]) -> Iterator[Finding]:
-    n = report["requests"]["ok"]
+def _samples(n: int) -> Iterator[Finding]:
     short = [name for name, thousandths in PERCENTILES.items() if n < min_samples(thousandths)]
     if not short or n == 0:
         return

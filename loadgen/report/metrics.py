@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,18 +38,32 @@ METRICS = (
     "e2el_from_schedule_ms",
 )
 PERCENTILES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p99_9": 999}  # in thousandths, so ranks are exact
-STATISTICS = ("n", "mean", "std", "min", "max", *PERCENTILES)
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 Column = NDArray[np.float64]  # (n,) one value a request, NaN where undefined
 PercentileMethod = Literal["linear", "nearest_rank", "index_floor"]
 
 
-class Sample(NamedTuple):
+class Distribution(NamedTuple):
     """The values of one metric, ascending, in units of `unit_ms` milliseconds (pooled gaps stay whole microseconds)."""
 
     values: NDArray[Any]
     unit_ms: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The statistics of a sample, in milliseconds; None where it has too few values to define them."""
+
+    n: int
+    mean: float | None = None
+    std: float | None = None
+    min: float | None = None
+    max: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    p99_9: float | None = None
 
 
 def between_ms(table: Table, start: str, end: str) -> Column:
@@ -68,7 +83,7 @@ def _decode_ms(table: Table) -> Column:
     return _per_token_ms(decode_ms, table.output_tokens - 1, 1)
 
 
-def _pooled_gaps(table: Table) -> Sample:
+def _pooled_gaps(table: Table) -> Distribution:
     """Every gap between neighbouring events of the ok requests, each one sample."""
     gaps = np.empty(int(np.diff(table.itl_offsets)[table.ok].sum()), np.uint32)  # one copy, sorted in place
     at = 0
@@ -77,27 +92,27 @@ def _pooled_gaps(table: Table) -> Sample:
         gaps[at : at + len(kept)] = kept
         at += len(kept)
     gaps.sort()
-    return Sample(gaps, 1e-3)
+    return Distribution(gaps, 1e-3)
 
 
-def _defined(values: Column) -> Sample:
-    return Sample(np.sort(values[~np.isnan(values)]), 1.0)
+def _defined(values: Column) -> Distribution:
+    return Distribution(np.sort(values[~np.isnan(values)]), 1.0)
 
 
-def _none(table: Table) -> Sample:
-    return Sample(np.empty(0), 1.0)
+def _none(table: Table) -> Distribution:
+    return Distribution(np.empty(0), 1.0)
 
 
-def _request_means(table: Table) -> Sample:
+def _request_means(table: Table) -> Distribution:
     """One mean gap an ok request."""
     return _defined(_decode_ms(table)[table.ok])
 
 
-def _request_means_by_token(table: Table) -> Sample:
+def _request_means_by_token(table: Table) -> Distribution:
     """A request's mean gap, counted once for each of its gaps."""
     means = _decode_ms(table)
     defined = ~np.isnan(means) & table.ok
-    return Sample(np.sort(np.repeat(means[defined], table.output_tokens[defined] - 1)), 1.0)
+    return Distribution(np.sort(np.repeat(means[defined], table.output_tokens[defined] - 1)), 1.0)
 
 
 @dataclass(frozen=True)
@@ -108,7 +123,7 @@ class Convention:
     ttft: Callable[[Table], Column]
     tpot: Callable[[Table], Column]
     e2el: Callable[[Table], Column]
-    itl: Callable[[Table], Sample]
+    itl: Callable[[Table], Distribution]
     percentile: PercentileMethod
     from_zero: bool  # throughput: from t = 0 instead of from the first request sent
     differs: str
@@ -206,7 +221,7 @@ def column(table: Table, metric: str, convention: Convention) -> Column:
     raise ValueError(f"{metric} is not a metric with one value a request")
 
 
-def sample(measured: Table, metric: str, convention: Convention) -> Sample:
+def sample(measured: Table, metric: str, convention: Convention) -> Distribution:
     """The defined values of a metric over the requests that ended ok."""
     if metric == "itl_ms":
         return convention.itl(measured)
@@ -225,25 +240,24 @@ def percentile(values: NDArray[Any], thousandths: int, method: PercentileMethod)
     return low + (high - low) * (rest / 1000)
 
 
-def summary(measured: Sample, method: PercentileMethod) -> dict[str, float | None]:
-    """The statistics of a sample, in milliseconds; None where there are too few values to define them."""
+def summary(measured: Distribution, method: PercentileMethod) -> Summary:
     values, unit = measured
     n = len(values)
     if n == 0:
-        return {name: 0 if name == "n" else None for name in STATISTICS}
+        return Summary(n=0)
     mean = float(np.mean(values, dtype=np.float64))
-    return {
-        "n": n,
-        "mean": mean * unit,
-        "std": _std(values, mean) * unit if n > 1 else None,
-        "min": float(values[0]) * unit,
-        "max": float(values[-1]) * unit,
+    return Summary(
+        n=n,
+        mean=mean * unit,
+        std=_std(values, mean) * unit if n > 1 else None,
+        min=float(values[0]) * unit,
+        max=float(values[-1]) * unit,
         **{name: percentile(values, p, method) * unit for name, p in PERCENTILES.items()},
-    }
+    )
 
 
 def _std(values: NDArray[Any], mean: float) -> float:
-    """Sample standard deviation, in blocks: a copy of all pooled gaps as floats would double the memory."""
+    """Distribution standard deviation, in blocks: a copy of all pooled gaps as floats would double the memory."""
     block = 1 << 18
     squares = (float(np.sum((values[i : i + block] - mean) ** 2)) for i in range(0, len(values), block))
     return float(np.sqrt(sum(squares) / (len(values) - 1)))

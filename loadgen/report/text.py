@@ -6,13 +6,20 @@ Text that came from a server is escaped for the place where it is shown. An emul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any
+from typing import TypeVar
+
+from msgspec import UNSET, UnsetType
 
 from backends.untrusted import escaped
+from loadgen.monitor.server_view import ServerStats
+from loadgen.report.metrics import Summary
+from loadgen.report.schema import GpuUse, Report
+from loadgen.rundir.emulation import Emulation, HeldOut
+from loadgen.rundir.launch_facts import LaunchFacts
 
-Report = dict[str, Any]  # schema `loadgen.report/1`, see loadgen.report.build
+T = TypeVar("T")
 
 
 def markdown_text(text: str) -> str:
@@ -34,136 +41,132 @@ def number(value: float | None) -> str:
 
 
 def name_of(report: Report) -> str:
-    return f"{report['backend']} {report['model']}"
+    return f"{report.backend} {report.model}"
 
 
 EMULATED = "EMULATED: the embedded server answered; these numbers are emulated and describe no real hardware."
 MODELLED = "EMULATED: computed by a model of the hardware, not measured; how far off it was elsewhere stands below."
-
-
 SPED = "EMULATED: computed by a model of the hardware, not measured, and not at its own speed; see below."
 
 
 def _warning(report: Report) -> str:
-    emulation = report["emulation"]
-    return EMULATED if emulation is None else MODELLED if _speed(emulation) == 1 else SPED
+    emulation = report.emulation
+    return EMULATED if emulation is None else MODELLED if emulation.speed == 1 else SPED
 
 
-def _speed(emulation: dict[str, Any]) -> float:
-    """Modelled seconds that passed in a real one."""
-    return float(emulation.get("speed", 1.0))
+def _known(value: T | UnsetType) -> T | None:
+    return None if value is UNSET else value
 
 
-def _held_out(report: Report) -> list[dict[str, Any]]:
+def _held_out(report: Report) -> Sequence[HeldOut]:
     """The errors that apply to the numbers of this run: none where it was not at the hardware's own speed."""
-    emulation = report["emulation"]
-    return [] if emulation is None or _speed(emulation) != 1 else emulation["held_out"]
+    emulation = report.emulation
+    return () if emulation is None or emulation.speed != 1 else emulation.held_out
 
 
 _SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")
 
 
+def _cells(summary: Summary) -> list[str]:
+    return [number(getattr(summary, statistic)) for statistic in _SHOWN]
+
+
 def _summary_lines(report: Report) -> list[str]:
     """Requests, throughput, burst, goodput, client, server and GPUs in a line each. Numbers and our own words only."""
-    requests, throughput, offered = report["requests"], report["throughput"], report["offered_requests_per_s"]
+    requests, throughput, offered = report.requests, report.throughput, report.offered_requests_per_s
     held_out = _held_out(report)
-    outcomes = ", ".join(f"{count} {name}" for name, count in requests["by_outcome"].items() if name != "ok")
+    outcomes = ", ".join(f"{count} {name}" for name, count in requests.by_outcome.items() if name != "ok")
     lines = [
-        f"Requests: {number(requests['ok'])} ok, {number(requests['failed'])} failed"
+        f"Requests: {number(requests.ok)} ok, {number(requests.failed)} failed"
         + (f" ({outcomes})" if outcomes else "")
-        + (f", {number(requests['planned'])} planned" if requests["planned"] is not None else "")
-        + f"; {number(report['duration_s'])} s from the first sent to the last ended.",
+        + (f", {number(requests.planned)} planned" if requests.planned is not None else "")
+        + f"; {number(report.duration_s)} s from the first sent to the last ended.",
         *([] if offered is None else [f"Offered: {number(offered)} requests/s, as they were drawn."]),
-        f"Throughput: {number(throughput['requests_per_s'])} requests/s, "
-        f"{number(throughput['output_tokens_per_s'])} output tokens/s, "
-        f"{number(throughput['total_tokens_per_s'])} total tokens/s"
+        f"Throughput: {number(throughput.requests_per_s)} requests/s, "
+        f"{number(throughput.output_tokens_per_s)} output tokens/s, "
+        f"{number(throughput.total_tokens_per_s)} total tokens/s"
         + (f" (held out: off by {_off(held_out, 'throughput')})." if held_out else "."),
     ]
-    goodput, burst, client, ceiling = (report[key] for key in ("goodput", "burst", "client", "ceiling"))
+    goodput, burst, client, ceiling = report.goodput, report.burst, report.client, report.ceiling
     if goodput is not None:
-        limits = ", ".join(f"{name} <= {number(limit)} ms" for name, limit in goodput["slos_ms"].items())
-        lines.append(f"Goodput: {number(goodput['request_goodput'])} requests/s within {limits}.")
+        limits = ", ".join(f"{name} <= {number(limit)} ms" for name, limit in goodput.slos_ms.items())
+        lines.append(f"Goodput: {number(goodput.request_goodput)} requests/s within {limits}.")
     if burst is not None:
         lines.append(
-            f"Burst: {number(burst['requests'])} requests due at t = 0, "
-            f"sent within {number(burst['send_spread_ms'])} ms."
+            f"Burst: {number(burst.requests)} requests due at t = 0, sent within {number(burst.send_spread_ms)} ms."
         )
-    if client is not None and client["cpu_us_per_event"]:
+    if client is not None and client.cpu_us_per_event:
         lines.append(
-            f"Client: {number(client['cpu_us_per_event'])} us of CPU an event, busiest second "
-            f"{number(client['cpu_peak_ratio'])} of a core, {number(client['peak_rss_mb'])} MB, loop lag p99 "
-            f"{number(client['loop_lag_p99_ms'])} ms."
+            f"Client: {number(client.cpu_us_per_event)} us of CPU an event, busiest second "
+            f"{number(client.cpu_peak_ratio)} of a core, {number(client.peak_rss_mb)} MB, loop lag p99 "
+            f"{number(client.loop_lag_p99_ms)} ms."
         )
-    if ceiling is not None and ceiling["headroom_ratio"] is not None:
+    if ceiling is not None and ceiling.headroom_ratio is not None:
         lines.append(
-            f"Ceiling: {number(ceiling['events_per_s_per_core'])} events/s a core, {number(ceiling['headroom_ratio'])} "
-            f"times what the busiest second needed ({number(ceiling['peak_events_per_s'])})."
+            f"Ceiling: {number(ceiling.events_per_s_per_core)} events/s a core, {number(ceiling.headroom_ratio)} "
+            f"times what the busiest second needed ({number(ceiling.peak_events_per_s)})."
         )
-    return [*lines, *_server_lines(report), *map(escaped, _emulation_lines(report))]
+    if report.server is not None:
+        lines += _server_lines(report.server, report.metrics["ttft_ms"].mean)
+    if report.gpus is not None:
+        lines += _gpu_lines(report.gpus)
+    return [*lines, *map(escaped, _emulation_lines(report.emulation))]
 
 
-def _launch_lines(report: Report) -> Iterator[str]:
+def _launch_line(launch: LaunchFacts) -> str:
     """What was started for the run, and how."""
-    launch = report["launch"]
-    if launch is None:
-        return
-    image, version = launch.get("image_digest") or launch.get("image"), launch.get("version")
-    where = f"Docker image {image}" if image else f"a process{f' (version {version})' if version else ''}"
-    cards = launch["gpus"]
-    on = f" on {len(cards)} x {cards[0]['name']} (driver {launch['driver']})" if cards else " without a GPU"
-    p2p = launch["p2p"]
-    said = [f"{where}, tensor parallel {launch['tensor_parallel']}{on}, {launch['dtype']}"]
+    image = _known(launch.image_digest) or launch.image
+    where = f"Docker image {image}" if image else f"a process{f' (version {launch.version})' if launch.version else ''}"
+    cards, p2p = launch.gpus, launch.p2p
+    on = f" on {len(cards)} x {cards[0].name} (driver {launch.driver})" if cards else " without a GPU"
+    parts = [f"{where}, tensor parallel {launch.tensor_parallel}{on}, {launch.dtype}"]
     if len(cards) > 1:
-        said.append(f"P2P {'on' if p2p['enabled'] else 'off'}: {p2p['reason']}")
-    if launch.get("kv_cache_tokens") is not None:
-        said.append(f"KV cache of {number(launch['kv_cache_tokens'])} tokens")
-    if launch.get("ready_s") is not None:
-        said.append(f"ready after {number(launch['ready_s'])} s")
-    yield f"Started: {'; '.join(said)}."
+        parts.append(f"P2P {'on' if p2p.enabled else 'off'}: {p2p.reason}")
+    if (kv_cache_tokens := _known(launch.kv_cache_tokens)) is not None:
+        parts.append(f"KV cache of {number(kv_cache_tokens)} tokens")
+    if (ready_s := _known(launch.ready_s)) is not None:
+        parts.append(f"ready after {number(ready_s)} s")
+    return f"Started: {'; '.join(parts)}."
 
 
-def _emulation_lines(report: Report) -> Iterator[str]:
+def _emulation_lines(emulation: Emulation | None) -> Iterator[str]:
     """What was modelled, and how far off the same model was on real runs that it had not seen."""
-    emulation = report["emulation"]
     if emulation is None:
         return
     yield (
-        f"Modelled: {emulation['scheduler']} on {emulation['gpus']} x {emulation['gpu']} "
-        f"({'one GPU' if emulation['gpus'] == 1 else 'joined by ' + emulation['topology']}), {emulation['dtype']}, KV "
-        f"cache of {number(emulation['kv_cache_tokens'])} tokens; profile {emulation['profile']}."
+        f"Modelled: {emulation.scheduler} on {emulation.gpus} x {emulation.gpu} "
+        f"({'one GPU' if emulation.gpus == 1 else 'joined by ' + emulation.topology}), {emulation.dtype}, KV "
+        f"cache of {number(emulation.kv_cache_tokens)} tokens; profile {emulation.profile}."
     )
-    yield from (f"Note: {note}" for note in emulation.get("notes", ()))
-    if emulation.get("gpu_error"):
-        yield f"Operators of {emulation['gpu']}, how far off: {emulation['gpu_error']}."
-    assumed = emulation.get("profile_assumed")
-    speed = _speed(emulation)
+    yield from (f"Note: {note}" for note in emulation.notes)
+    if emulation.gpu_error:
+        yield f"Operators of {emulation.gpu}, how far off: {emulation.gpu_error}."
+    speed = emulation.speed
     if speed != 1:
         changed = f"{speed:g} times shorter" if speed > 1 else f"{1 / speed:g} times longer"
         yield f"Speed: times here are {changed} than modelled, and rates as much the other way (--speed {speed:g})."
-        if assumed:
-            yield f"The software's times are of {', '.join(emulation['profile_gpus'])}; assumed here."
-        return
-    yield from held_out_lines(emulation["held_out"])
-    if assumed:
-        errors = " and these errors" if emulation["held_out"] else ""
-        yield f"The software's times{errors} are of {', '.join(emulation['profile_gpus'])}; assumed here."
+    else:
+        yield from held_out_lines(emulation.held_out)
+    if emulation.profile_assumed:
+        errors = " and these errors" if emulation.held_out and speed == 1 else ""
+        yield f"The software's times{errors} are of {', '.join(emulation.profile_gpus)}; assumed here."
 
 
-def held_out_lines(held_out: list[dict[str, Any]]) -> Iterator[str]:
-    """How far off a profile was on runs that it was not fitted to: the errors that `emulation` holds as `held_out`."""
+def held_out_lines(held_out: Sequence[HeldOut]) -> Iterator[str]:
+    """How far off a profile was on runs that it was not fitted to."""
     if not held_out:
         yield "Held out: no real run was kept aside for this profile, so nobody knows how far off these numbers are."
         return
-    said = ", ".join(f"{what} {_off(held_out, name)}" for name, what in HELD_OUT.items())
-    yield f"Held out: off by, median and at worst of {len(held_out)} real runs that it was not fitted to: {said}."
+    errors = ", ".join(f"{what} {_off(held_out, name)}" for name, what in HELD_OUT.items())
+    yield f"Held out: off by, median and at worst of {len(held_out)} real runs that it was not fitted to: {errors}."
 
 
 # errors of a profile: throughput as a ratio, latencies as the distance of distributions (Wasserstein-1 over the mean)
 HELD_OUT = {"throughput": "throughput", "ttft_w1": "ttft", "tpot_w1": "tpot", "e2el_w1": "e2el"}
 
 
-def _off(held_out: list[dict[str, Any]], name: str) -> str:
-    off = [100 * abs(run[name]) for run in held_out]
+def _off(held_out: Sequence[HeldOut], name: str) -> str:
+    off = [100 * abs(getattr(run, name)) for run in held_out]
     return f"{median(off):.1f}, {max(off):.1f} %"
 
 
@@ -174,103 +177,102 @@ def _off_by_metric(report: Report) -> dict[str, str]:
         return {}
     return {
         name: _off(held_out, f"{base}_w1") if (base := name.partition("_")[0]) in ("ttft", "tpot", "e2el") else "-"
-        for name in report["metrics"]
+        for name in report.metrics
     }
 
 
-def _server_lines(report: Report) -> Iterator[str]:
-    """What the server and its GPUs said, as far as they did."""
-    server, gpus = report["server"], report["gpus"]
-    if server is not None:
-        kv_ratio = server["kv_cache_usage_max_ratio"]
-        said = _known(
-            ("at most {} running", server["running_max"]),
-            ("at most {} waiting", server["waiting_max"]),
-            ("KV cache at most {} % full", None if kv_ratio is None else 100 * kv_ratio),
-            ("at most {} tokens of KV cache reserved", server["kv_reserved_max_tokens"]),
-            ("{} preemptions", server["preemptions"]),
-            ("at most {} paused", server["paused_max"]),
-            ("{} prompt tokens from its prefix cache", server["prefix_cache_hits"]),
-            ("mean ttft by its own count {} ms", server["ttft_mean_ms"]),
-        )
-        if server["ttft_mean_ms"] is not None:
-            said.append(f"by the client's {number(report['metrics']['ttft_ms']['mean'])} ms")
-        if said:
-            yield f"Server: {', '.join(said)}."
-    if gpus is not None:
-        peak_bytes = gpus["memory_peak_bytes"]
-        said = _known(
-            ("at most {} GiB of memory used", None if peak_bytes is None else peak_bytes / 2**30),
-            ("{} W on average", gpus["power_mean_w"]),
-            ("{} J", gpus["energy_j"]),
-            ("{} J an output token", gpus["j_per_output_token"]),
-        )
-        if said:
-            yield f"GPUs ({len(gpus['each'])}): {', '.join(said)}."
+def _server_lines(server: ServerStats, client_ttft_ms: float | None) -> Iterator[str]:
+    """The server's own counts, as far as it has them; beside its mean ttft, the client's."""
+    kv_ratio = server.kv_cache_usage_max_ratio
+    phrases = _phrases(
+        ("at most {} running", server.running_max),
+        ("at most {} waiting", server.waiting_max),
+        ("KV cache at most {} % full", None if kv_ratio is None else 100 * kv_ratio),
+        ("at most {} tokens of KV cache reserved", server.kv_reserved_max_tokens),
+        ("{} preemptions", server.preemptions),
+        ("at most {} paused", server.paused_max),
+        ("{} prompt tokens from its prefix cache", server.prefix_cache_hits),
+        ("mean ttft by its own count {} ms", server.ttft_mean_ms),
+    )
+    if server.ttft_mean_ms is not None:
+        phrases.append(f"by the client's {number(client_ttft_ms)} ms")
+    if phrases:
+        yield f"Server: {', '.join(phrases)}."
 
 
-def _known(*said: tuple[str, float | None]) -> list[str]:
+def _gpu_lines(gpus: GpuUse) -> Iterator[str]:
+    phrases = _phrases(
+        ("at most {} GiB of memory used", None if gpus.memory_peak_bytes is None else gpus.memory_peak_bytes / 2**30),
+        ("{} W on average", gpus.power_mean_w),
+        ("{} J", gpus.energy_j),
+        ("{} J an output token", gpus.j_per_output_token),
+    )
+    if phrases:
+        yield f"GPUs ({len(gpus.each)}): {', '.join(phrases)}."
+
+
+def _phrases(*templates: tuple[str, float | None]) -> list[str]:
     """The phrases whose number is known, with it."""
-    return [phrase.format(number(value)) for phrase, value in said if value is not None]
+    return [template.format(number(value)) for template, value in templates if value is not None]
 
 
 def _verdict_line(report: Report) -> str:
-    return "VALID" if report["verdict"]["valid"] else "INVALID: do not quote these numbers"
+    return "VALID" if report.verdict.valid else "INVALID: do not quote these numbers"
 
 
 def render(report: Report) -> str:
     """A summary for a terminal: plain text (no markup), nothing in it that a terminal obeys."""
-    lines = [_warning(report), ""] if report["emulated"] else []
-    lines += [escaped(f"{name_of(report)}, {report['arrival']}, run {report['run_id']}"), *_summary_lines(report)]
-    lines += [*map(escaped, _launch_lines(report)), ""]
+    lines = [_warning(report), ""] if report.emulated else []
+    lines += [escaped(f"{name_of(report)}, {report.arrival}, run {report.run_id}"), *_summary_lines(report)]
+    if report.launch is not None:
+        lines.append(escaped(_launch_line(report.launch)))
+    lines.append("")
     off = _off_by_metric(report)
     lines.append(
         f"{'latency, ms':<22}" + "".join(f"{name:>9}" for name in _SHOWN) + ("  held out, off by" if off else "")
     )
-    for name, statistics in report["metrics"].items():
-        cells = "".join(f"{number(statistics[statistic]):>9}" for statistic in _SHOWN)
+    for name, summary in report.metrics.items():
+        cells = "".join(f"{cell:>9}" for cell in _cells(summary))
         lines.append(f"{name.removesuffix('_ms'):<22}{cells}" + (f"  {off[name]}" if off else ""))
-    if report["convention"] != "loadgen":
-        lines += ["", f"By the definitions of {report['convention_differs']}"]
+    if report.convention != "loadgen":
+        lines += ["", f"By the definitions of {report.convention_differs}"]
     lines += ["", f"Verdict: {_verdict_line(report)}"]
-    for finding in report["verdict"]["findings"]:
-        lines.append(f"  {finding['severity']:<8}{finding['code']}: {escaped(finding['message'])}")
-        lines.append(f"  {'':<8}{finding['advice']}")
-    if report["errors"]:
+    for finding in report.verdict.findings:
+        lines.append(f"  {finding.severity:<8}{finding.code}: {escaped(finding.message)}")
+        lines.append(f"  {'':<8}{finding.advice}")
+    if report.errors:
         lines += ["", "Errors:"]
-    lines += [f"  {error['count']} x {error['outcome']}: {escaped(error['message'])}" for error in report["errors"]]
+    lines += [f"  {error.count} x {error.outcome}: {escaped(error.message)}" for error in report.errors]
     return "\n".join(lines) + "\n"
 
 
 def markdown(report: Report) -> str:
     """report.md: the same numbers as a page, with the figure."""
-    title = f"# {markdown_text(name_of(report))}, {markdown_text(report['arrival'])}"
+    title = f"# {markdown_text(name_of(report))}, {markdown_text(report.arrival)}"
     lines = [title, ""]
-    if report["emulated"]:
+    if report.emulated:
         lines += [f"> **{_warning(report)}**", ""]
     lines += [f"**Verdict: {_verdict_line(report)}.**", ""]
     lines += [f"- {line}" for line in _summary_lines(report)]
-    for line in _launch_lines(report):
-        lines += [f"- {markdown_text(line)}", "", f"      {escaped(report['launch']['command'])}"]
+    if report.launch is not None:
+        lines += [f"- {markdown_text(_launch_line(report.launch))}", "", f"      {escaped(report.launch.command)}"]
     lines += ["", "![Latency CDF](cdf.svg)", ""]
     off = _off_by_metric(report)
     shown = [*_SHOWN, "held out, off by"] if off else _SHOWN
     lines.append("| latency, ms | " + " | ".join(shown) + " |")
     lines.append("|---" * (len(shown) + 1) + "|")
-    for name, statistics in report["metrics"].items():
-        cells = " | ".join([*(number(statistics[statistic]) for statistic in _SHOWN), *([off[name]] if off else [])])
+    for name, summary in report.metrics.items():
+        cells = " | ".join([*_cells(summary), *([off[name]] if off else [])])
         lines.append(f"| `{name.removesuffix('_ms')}` | {cells} |")
-    lines += ["", f"Definitions: {markdown_text(report['convention_differs'])}", ""]
-    if report["verdict"]["findings"]:
+    lines += ["", f"Definitions: {markdown_text(report.convention_differs)}", ""]
+    if report.verdict.findings:
         lines += ["## Findings", ""]
-    for finding in report["verdict"]["findings"]:
-        lines.append(f"- **{finding['severity']}** `{finding['code']}`: {markdown_text(finding['message'])}")
-        lines.append(f"  {markdown_text(finding['advice'])}")
-    if report["errors"]:
+    for finding in report.verdict.findings:
+        lines.append(f"- **{finding.severity}** `{finding.code}`: {markdown_text(finding.message)}")
+        lines.append(f"  {markdown_text(finding.advice)}")
+    if report.errors:
         lines += ["", "## Errors", "", "| requests | outcome | message |", "|---|---|---|"]
-    lines += [
-        f"| {error['count']} | {error['outcome']} | {markdown_text(error['message'])} |" for error in report["errors"]
-    ]
-    server = f", server version {markdown_text(report['server_version'])}" if report["server_version"] else ""
-    lines += ["", f"Run {markdown_text(report['run_id'])}, llm-dissect {markdown_text(report['version'])}{server}."]
+    lines += [f"| {error.count} | {error.outcome} | {markdown_text(error.message)} |" for error in report.errors]
+    server = f", server version {markdown_text(report.server_version)}" if report.server_version else ""
+    lines += ["", f"Run {markdown_text(report.run_id)}, llm-dissect {markdown_text(report.version)}{server}."]
     return "\n".join(lines) + "\n"

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from backends.untrusted import UNDECODABLE
+from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.launch_facts import LaunchFacts
 
 MANIFEST_SCHEMA = "loadgen.manifest/1"
@@ -64,7 +65,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     max_total_tokens: int | None = None
     machine: Machine
     ceiling: Ceiling | None = None
-    emulation: dict[str, Any] | None = None  # modelled hardware: scheduler, GPU, KV cache, how far off it was elsewhere
+    emulation: Emulation | None = None  # what was modelled where no real server ran
     launch: LaunchFacts | None = None  # the server that was started for the run
 
 

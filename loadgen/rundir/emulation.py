@@ -1,4 +1,4 @@
-"""What was modelled where no real server ran: the embedded server and predictions state it, manifests and reports keep it.
+"""What was modelled where no real server ran: embedded server and predictions state it, manifests and reports keep it.
 
 The JSON keys are those of `loadgen.manifest/1`; they only grow. Fields with a default are missing in older manifests.
 """

@@ -17,6 +17,7 @@ import msgspec
 from backends import catalog
 from loadgen import child_env
 from loadgen.config import Config, ConfigError
+from loadgen.rundir.emulation import Emulation
 
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
 REFUSED = 2  # its exit code for options that it will not serve with
@@ -84,7 +85,7 @@ class Serving(msgspec.Struct, frozen=True):
     """What the server says when it listens. `emulation`: of modelled hardware; None with fixed times."""
 
     url: str
-    emulation: dict[str, Any] | None = None
+    emulation: Emulation | None = None
 
 
 class EmbeddedError(Exception):

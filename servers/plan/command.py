@@ -234,7 +234,7 @@ def _commands(row: Row, load: Load, limits: Limits) -> Iterator[str]:
 
 def _reliability(profile: Profile, gpus: Iterable[str]) -> Iterator[str]:
     """How far these numbers may be off: a server's software and the operators of each GPU."""
-    yield from text.held_out_lines(msgspec.to_builtins(profile.held_out))
+    yield from text.held_out_lines(profile.held_out)
     yield "A high percentile near its limit is harder to predict than that: measure one server before renting many."
     where = f"; on {profile.gpu}, assumed elsewhere" if profile.gpu else ""
     yield f"Software: {profile.source or profile.scheduler + ', as calibrated'}{where}."

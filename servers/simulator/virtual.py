@@ -11,8 +11,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-import msgspec
-
 from loadgen import rundir
 from loadgen.config import Config
 from servers.schedulers import Rejected, Sequence
@@ -116,5 +114,5 @@ def manifest(config: Config, emulated: Emulated, run_id: str, requests: int) -> 
         requests_planned=requests,
         arrival=config.arrival_text,
         machine=rundir.this_machine(),
-        emulation=msgspec.to_builtins(emulated.facts),
+        emulation=emulated.facts,
     )

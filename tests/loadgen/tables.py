@@ -96,11 +96,11 @@ def manifest(**changes: Any) -> rundir.Manifest:
     return rundir.Manifest(**{**values, **changes})
 
 
-def write_run(directory: Path, records: list[Record], said: rundir.Manifest, client: ClientFacts | None) -> Path:
+def write_run(directory: Path, records: list[Record], run: rundir.Manifest, client: ClientFacts | None) -> Path:
     """A run directory as the engine leaves it; `client` None: as a kill leaves it."""
     directory.mkdir()
-    rundir.write_manifest(directory, said)
-    file = RecordsFile(directory / "requests.jsonl", said.run_id, said.version, 0)
+    rundir.write_manifest(directory, run)
+    file = RecordsFile(directory / "requests.jsonl", run.run_id, run.version, 0)
     for record in records:
         file.write(record)
     if client is not None:

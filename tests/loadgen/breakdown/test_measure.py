@@ -329,7 +329,7 @@ def test_names_from_elsewhere_do_nothing_to_terminal_or_page(
     hostile = "\x1b]0;owned\x07\u202e\n<img src=x> $a$"
     kept = replace(tables.read(measured), model=hostile, hardware=hostile, backend=hostile, notes=(hostile,))
     kept = replace(kept, delimited_by=hostile)
-    (measured / "breakdown.json").write_text(json.dumps(tables.as_dict(kept)))
+    (measured / "breakdown.json").write_text(tables.to_json(kept))
     titles: list[str] = []
     monkeypatch.setattr(figures, "stacked", lambda bars, title, *rest: titles.append(title))
     assert cli.invoke(["report", str(measured)]) == 0
@@ -343,6 +343,6 @@ def test_names_from_elsewhere_do_nothing_to_terminal_or_page(
 
 def test_a_breakdown_with_rows_that_nobody_knows(measured: Path) -> None:
     kept = replace(tables.read(measured), kinds={"$x": 9.0})
-    (measured / "breakdown.json").write_text(json.dumps(tables.as_dict(kept)))
+    (measured / "breakdown.json").write_text(tables.to_json(kept))
     with pytest.raises(RunError, match="not a breakdown of this version"):
         tables.read(measured)

@@ -18,8 +18,10 @@ from loadgen.monitor.server_view import GpuPeak, GpuStats, Header, ServerSample,
 from loadgen.report import build, figures
 from loadgen.report import text as texts
 from loadgen.report.build import ReportError
-from loadgen.report.metrics import CONVENTIONS, METRICS, STATISTICS, Sample
+from loadgen.report.metrics import CONVENTIONS, METRICS, Distribution, Summary
+from loadgen.report.schema import Burst, Connecting, ErrorCount, Goodput, Report, Requests, Throughput, TokenCounts
 from loadgen.rundir import records
+from loadgen.rundir.emulation import Emulation, HeldOut
 from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.rundir.records import table
 from tests.loadgen.report.test_metrics import HAND, WARMUP
@@ -29,13 +31,13 @@ CEILING = rundir.Ceiling(events_per_s_per_core=140.0, cpu_us_per_event=6.0, requ
 HOSTILE = "\x1b[31mred\x1b[0m\r\n| x | `y` <script>alert(1)</script> ![z](http://z) \u202egnp.exe $a$"
 
 
-def hand_report(**options: Any) -> dict[str, Any]:
-    said = manifest(requests_planned=4, ceiling=CEILING)
-    return build.build(said, table([WARMUP, *HAND]), [facts(events=7, cpu_s=0.007)], **options)
+def hand_report(**options: Any) -> Report:
+    planned = manifest(requests_planned=4, ceiling=CEILING)
+    return build.build(planned, table([WARMUP, *HAND]), [facts(events=7, cpu_s=0.007)], **options)
 
 
 def test_the_schema_key_by_key() -> None:
-    built = hand_report(slos={"ttft": 200})
+    built: dict[str, Any] = msgspec.to_builtins(hand_report(slos={"ttft": 200}))
     assert list(built) == [
         "schema",
         "version",
@@ -84,39 +86,34 @@ def test_the_schema_key_by_key() -> None:
 
 def test_numbers_by_hand() -> None:
     built = hand_report(slos={"ttft": 200, "e2el": 350})
-    assert built["requests"] == {"planned": 4, "ok": 3, "failed": 1, "by_outcome": {"ok": 3, "http_error": 1}}
-    assert built["tokens"] == {"prompt": 30, "output": 7}
-    assert built["duration_s"] == 0.505
-    assert built["throughput"] == {
-        "requests_per_s": 3 / 0.505,
-        "output_tokens_per_s": 7 / 0.505,
-        "total_tokens_per_s": 37 / 0.505,
-    }
-    assert built["metrics"]["e2el_ms"]["mean"] == (401 + 300 + 301) / 3
-    assert built["metrics"]["itl_ms"]["n"] == 4
-    assert built["goodput"] == {
-        "slos_ms": {"ttft": 200, "e2el": 350},
-        "good": 1,
-        "request_goodput": 1 / 0.505,
-    }
-    assert built["burst"] == {"requests": 4, "send_spread_ms": 5.0}
-    assert built["errors"] == [{"count": 1, "outcome": "http_error", "message": "no reason given"}]
+    assert built.requests == Requests(planned=4, ok=3, failed=1, by_outcome={"ok": 3, "http_error": 1})
+    assert built.tokens == TokenCounts(prompt=30, output=7)
+    assert built.duration_s == 0.505
+    assert built.throughput == Throughput(
+        requests_per_s=3 / 0.505, output_tokens_per_s=7 / 0.505, total_tokens_per_s=37 / 0.505
+    )
+    assert built.metrics["e2el_ms"].mean == (401 + 300 + 301) / 3
+    assert built.metrics["itl_ms"].n == 4
+    assert built.goodput == Goodput(slos_ms={"ttft": 200, "e2el": 350}, good=1, request_goodput=1 / 0.505)
+    assert built.burst == Burst(requests=4, send_spread_ms=5.0)
+    assert built.errors == [ErrorCount(count=1, outcome="http_error", message="no reason given")]
+    assert built.ceiling is not None
     # 7 events within 300 ms of each other: first at 101, last at 401 ms
-    assert built["ceiling"]["peak_events_per_s"] == pytest.approx(7 / 0.3)
-    assert built["ceiling"]["headroom_ratio"] == pytest.approx(140 * 0.3 / 7)
-    assert built["verdict"]["valid"] is False  # one of four failed
+    assert built.ceiling.peak_events_per_s == pytest.approx(7 / 0.3)
+    assert built.ceiling.headroom_ratio == pytest.approx(140 * 0.3 / 7)
+    assert built.verdict.valid is False  # one of four failed
 
 
-def test_the_rate_that_was_drawn_is_told() -> None:
+def test_the_rate_that_was_drawn_is_shown() -> None:
     due = table([request(at, scheduled=50 * at) for at in range(11)])
     drawn = build.build(manifest(arrival="poisson:16"), due, [])
-    assert drawn["offered_requests_per_s"] == pytest.approx(20.0)
+    assert drawn.offered_requests_per_s == pytest.approx(20.0)
     assert "Offered: 20" in texts.render(drawn)
     for arrival in ("burst", "closed:4"):
-        assert build.build(manifest(arrival=arrival), due, [])["offered_requests_per_s"] is None
+        assert build.build(manifest(arrival=arrival), due, []).offered_requests_per_s is None
     for at_once in range(3):
         tied = table([request(at) for at in range(at_once)])
-        assert build.build(manifest(arrival="poisson:1e9"), tied, [])["offered_requests_per_s"] is None
+        assert build.build(manifest(arrival="poisson:1e9"), tied, []).offered_requests_per_s is None
 
 
 def test_client_facts_of_several_processes() -> None:
@@ -125,7 +122,7 @@ def test_client_facts_of_several_processes() -> None:
         facts(events=300, cpu_s=1.5, cpu_peak_ratio=0.7, connect_max_ms=9.0, receive_lag_p99_ms=0.4),
     ]
     built = build.build(manifest(ceiling=CEILING), table(HAND), clients)
-    assert built["client"] == {
+    assert msgspec.to_builtins(built.client) == {
         "processes": 2,
         "cpu_us_per_event": 5000.0,  # 2 s over 400 events
         "cpu_peak_ratio": 0.7,
@@ -137,8 +134,9 @@ def test_client_facts_of_several_processes() -> None:
         "receive_lag_p99_ms": 0.4,
         "receive_lag_max_ms": None,
     }
-    assert built["connect_ms"] == {"n": 200, "p50": 0.2, "max": 9.0}
-    assert built["ceiling"]["headroom_ratio"] == pytest.approx(2 * 140 * 0.3 / 7)
+    assert built.connect_ms == Connecting(n=200, p50=0.2, max=9.0)
+    assert built.ceiling is not None
+    assert built.ceiling.headroom_ratio == pytest.approx(2 * 140 * 0.3 / 7)
 
 
 SEEN = ServerView(
@@ -155,7 +153,9 @@ SEEN = ServerView(
 
 def test_the_servers_own_view() -> None:
     built = hand_report(seen=SEEN)
-    assert list(built["server"]) == [
+    assert built.gpus is not None
+    plain: dict[str, Any] = msgspec.to_builtins(built)
+    assert list(plain["server"]) == [
         "samples",
         "failed",
         "covered",
@@ -175,7 +175,7 @@ def test_the_servers_own_view() -> None:
         "itl_mean_ms",
         "e2el_mean_ms",
     ]
-    assert list(built["gpus"]) == [
+    assert list(plain["gpus"]) == [
         "each",
         "memory_peak_bytes",
         "power_mean_w",
@@ -183,8 +183,8 @@ def test_the_servers_own_view() -> None:
         "energy_from",
         "j_per_output_token",
     ]
-    assert built["gpus"]["j_per_output_token"] == 200.0  # 7 output tokens of the three that ended ok
-    client_ms = texts.number(built["metrics"]["ttft_ms"]["mean"])
+    assert built.gpus.j_per_output_token == 200.0  # 7 output tokens of the three that ended ok
+    client_ms = texts.number(built.metrics["ttft_ms"].mean)
     for text in (texts.render(built), texts.markdown(built)):
         assert (
             "Server: at most 32 running, at most 4 waiting, KV cache at most 87.50 % full, 0 preemptions, 0 prompt "
@@ -194,7 +194,7 @@ def test_the_servers_own_view() -> None:
         assert (
             "GPUs (2): at most 3.00 GiB of memory used, 512.5 W on average, 1,400 J, 200.0 J an output token." in text
         )
-    assert json.loads(msgspec.json.encode(built)) == built
+    assert json.loads(msgspec.json.encode(built)) == plain == json.loads(build.to_json(built))
 
 
 def test_a_view_of_reservations() -> None:
@@ -204,22 +204,22 @@ def test_a_view_of_reservations() -> None:
     assert "Server: at most 4 waiting, at most 9,000 tokens of KV cache reserved, at most 2 paused." in shown
 
 
-def test_what_the_server_does_not_tell_is_not_shown() -> None:
+def test_what_the_server_does_not_show_is_not_shown() -> None:
     nothing = GpuStats(each=[], memory_peak_bytes=None, power_mean_w=None, energy_j=None, energy_from=None)
     for seen in (None, ServerView(), ServerView(server=ServerStats(problem="it has none"), gpus=nothing)):
         built = hand_report(seen=seen)
-        assert (built["server"] is None) == (seen is None or seen.server is None)
+        assert (built.server is None) == (seen is None or seen.server is None)
         assert "Server:" not in texts.render(built) and "GPUs" not in texts.render(built)
     some = texts.render(hand_report(seen=ServerView(server=ServerStats(running_max=3))))
     assert "Server: at most 3 running.\n" in some
     energetic = ServerView(gpus=msgspec.structs.replace(nothing, energy_j=5.0))
     without_tokens = build.build(manifest(), table([]), [facts()], seen=energetic)
-    assert without_tokens["gpus"]["j_per_output_token"] is None
+    assert without_tokens.gpus is not None and without_tokens.gpus.j_per_output_token is None
 
 
 def test_the_servers_view_comes_from_the_run_directory(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [WARMUP, *HAND], manifest(), facts())
-    assert build.from_directory(run)[0]["server"] is None
+    assert build.from_directory(run)[0].server is None
     last_ms = max(record.done_ns or 0 for record in HAND) / 1e6
     lines = [msgspec.json.encode(Header(run_id=manifest().run_id, series=["prompt_tokens"], gpus=[]))]
     for at_ms, prompt_tokens in ((-500, 0), (-9, 100), (1, 120), (last_ms + 1, 130), (last_ms + 900, 500)):
@@ -227,49 +227,51 @@ def test_the_servers_view_comes_from_the_run_directory(tmp_path: Path) -> None:
         lines.append(msgspec.json.encode(seen))
     (run / "server.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     built, rows = build.from_directory(run)
-    assert (built["server"]["prompt_tokens"], built["server"]["covered"], built["server"]["samples"]) == (30, True, 3)
+    assert built.server is not None
+    assert (built.server.prompt_tokens, built.server.covered, built.server.samples) == (30, True, 3)
     build.write(run, built, rows)
-    assert json.loads((run / "report.json").read_text()) == built
+    assert msgspec.json.decode((run / "report.json").read_bytes(), type=Report) == built
 
 
 def test_the_servers_view_outlives_its_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that was kept without server.jsonl still has what was computed from it."""
     preempted = msgspec.structs.replace(SEEN, server=ServerStats(covered=True, preemptions=34))
     run = write_run(tmp_path / "run", HAND, manifest(), facts())
-    told = build.build(manifest(), table(HAND), [facts()], seen=preempted)
-    build.write(run, told, table(HAND))
+    sampled = build.build(manifest(), table(HAND), [facts()], seen=preempted)
+    build.write(run, sampled, table(HAND))
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     cli.invoke(["report", str(run)])
     shown = capsys.readouterr()
     assert "Server: 34 preemptions" in shown.err and "GPUs (2)" in shown.err and "PREEMPTIONS" in shown.err
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
     built, _ = build.from_directory(run, convention="vllm")
-    assert (built["server"], built["gpus"]) == (told["server"], told["gpus"])
+    assert (built.server, built.gpus) == (sampled.server, sampled.gpus)
     (run / "server.jsonl").write_bytes(b"")
-    assert "does not begin" in build.from_directory(run)[0]["server"]["problem"]  # samples that are there count
+    server = build.from_directory(run)[0].server
+    assert server is not None and "does not begin" in (server.problem or "")  # samples that are there count
 
 
 @pytest.mark.parametrize(
     "changes", [{"run_id": "another"}, {"schema": "loadgen.report/0"}, {"server": 7}, {"gpus": {}}, {"run_id": None}]
 )
-def test_a_report_that_is_not_the_runs_tells_nothing_of_its_server(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_report_that_is_not_the_runs_has_nothing_on_its_server(tmp_path: Path, changes: dict[str, Any]) -> None:
     run = write_run(tmp_path / "run", HAND, manifest(), facts())
-    told = build.build(manifest(), table(HAND), [facts()], seen=SEEN)
-    (run / "report.json").write_text(json.dumps(told | changes))
-    assert build.from_directory(run)[0]["server"] is None
+    sampled = build.build(manifest(), table(HAND), [facts()], seen=SEEN)
+    (run / "report.json").write_text(json.dumps(msgspec.to_builtins(sampled) | changes))
+    assert build.from_directory(run)[0].server is None
     for spoiled in (b"", b"[" * 100_000, b'{"run_id":"\xff"}'):
         (run / "report.json").write_bytes(spoiled)
-        assert build.from_directory(run)[0]["gpus"] is None
+        assert build.from_directory(run)[0].gpus is None
 
 
 def test_what_is_missing_is_null_and_the_report_still_stands(tmp_path: Path) -> None:
     for rows in ([], [failure(0), failure(1, "dropped", sent=None)]):
         built = build.build(manifest(), table(rows), [])
-        assert built["client"] is built["connect_ms"] is built["ceiling"] is built["goodput"] is built["burst"] is None
-        assert built["tokens"] == {"prompt": None, "output": None}
-        assert built["throughput"]["output_tokens_per_s"] is None
-        assert all(built["metrics"][name]["n"] == 0 for name in METRICS)
-        assert built["verdict"]["valid"] is False
+        assert built.client is built.connect_ms is built.ceiling is built.goodput is built.burst is None
+        assert built.tokens == TokenCounts(prompt=None, output=None)
+        assert built.throughput.output_tokens_per_s is None
+        assert all(built.metrics[name].n == 0 for name in METRICS)
+        assert built.verdict.valid is False
         build.write(tmp_path, built, table(rows))
         assert json.loads((tmp_path / "report.json").read_text())["requests"]["ok"] == 0
         assert "INVALID" in texts.render(built)
@@ -284,7 +286,7 @@ def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
         outputs.append({path.name: path.read_bytes() for path in run.iterdir()})
     assert outputs[0] == outputs[1]
     assert sorted(outputs[0]) == ["cdf.png", "cdf.svg", "manifest.json", "report.json", "report.md", "requests.jsonl"]
-    assert json.loads(outputs[0]["report.json"]) == built
+    assert json.loads(outputs[0]["report.json"]) == msgspec.to_builtins(built)
     assert outputs[0]["cdf.png"].startswith(b"\x89PNG")
     ElementTree.fromstring(outputs[0]["cdf.svg"])
 
@@ -294,23 +296,25 @@ def test_a_killed_run_is_reported_and_invalid(tmp_path: Path) -> None:
     path = run / "requests.jsonl"
     path.write_bytes(path.read_bytes()[:-25])
     built, _ = build.from_directory(run)
-    assert built["requests"] == {"planned": 4, "ok": 2, "failed": 0, "by_outcome": {"ok": 2}}
-    assert built["verdict"]["findings"][0]["code"] == "KILLED"
+    assert built.requests == Requests(planned=4, ok=2, failed=0, by_outcome={"ok": 2})
+    assert built.verdict.findings[0].code == "KILLED"
     assert "2 of 4 planned requests left no record" in texts.render(built)
 
 
 def test_limits_of_the_run_itself_are_the_default(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HAND, manifest(config={"goodput": ["ttft:200", "tpot:100"]}), facts())
-    assert build.from_directory(run)[0]["goodput"]["slos_ms"] == {"ttft": 200, "tpot": 100}
-    assert build.from_directory(run)[0]["goodput"]["good"] == 2
-    assert build.from_directory(run, slos={"ttft": 100})[0]["goodput"]["good"] == 1
+    limits_of_the_run = build.from_directory(run)[0].goodput
+    assert limits_of_the_run is not None and limits_of_the_run.slos_ms == {"ttft": 200, "tpot": 100}
+    assert limits_of_the_run.good == 2
+    other_limits = build.from_directory(run, slos={"ttft": 100})[0].goodput
+    assert other_limits is not None and other_limits.good == 1
 
 
 @pytest.mark.parametrize("convention", [name for name in CONVENTIONS if name != "loadgen"])
 def test_another_convention_is_named_in_every_text(convention: str) -> None:
     built = hand_report(convention=convention)
-    assert built["convention"] == convention
-    assert built["convention_differs"] == CONVENTIONS[convention].differs
+    assert built.convention == convention
+    assert built.convention_differs == CONVENTIONS[convention].differs
     assert CONVENTIONS[convention].differs in texts.render(built)
     assert CONVENTIONS[convention].differs[:40] in texts.markdown(built)
     assert texts.render(built) != texts.render(hand_report())
@@ -318,10 +322,10 @@ def test_another_convention_is_named_in_every_text(convention: str) -> None:
 
 def test_mlperf_counts_from_zero_and_takes_whole_samples() -> None:
     built = hand_report(convention="mlperf")
-    assert built["duration_s"] == 0.506
-    assert built["metrics"]["ttft_ms"]["p50"] == 203
-    assert built["metrics"]["ttft_ms"]["p90"] == 305
-    assert built["metrics"]["itl_ms"]["n"] == 0
+    assert built.duration_s == 0.506
+    assert built.metrics["ttft_ms"].p50 == 203
+    assert built.metrics["ttft_ms"].p90 == 305
+    assert built.metrics["itl_ms"].n == 0
 
 
 def test_unknown_names_are_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -339,23 +343,23 @@ def test_unknown_names_are_refused_in_one_sentence(tmp_path: Path) -> None:
         build.write(tmp_path / "nowhere", hand_report(), table(HAND))
 
 
-def test_every_output_of_an_emulated_run_says_so(tmp_path: Path) -> None:
+def test_every_output_of_an_emulated_run_is_marked(tmp_path: Path) -> None:
     for emulated in (True, False):
         run = write_run(tmp_path / str(emulated), HAND, manifest(emulated=emulated), facts())
         built, rows = build.from_directory(run)
         build.write(run, built, rows)
-        assert built["emulated"] is emulated
+        assert built.emulated is emulated
         assert texts.render(built).startswith("EMULATED") is emulated
         for name in ("report.md", "cdf.svg"):
             assert ("emulated" in (run / name).read_text().lower()) is emulated
 
 
-def hostile_report() -> dict[str, Any]:
-    said = manifest(model=HOSTILE, server_version=HOSTILE, arrival="burst")
-    return build.build(said, table([*HAND, failure(9, error=HOSTILE)]), [facts()])
+def hostile_report() -> Report:
+    hostile = manifest(model=HOSTILE, server_version=HOSTILE, arrival="burst")
+    return build.build(hostile, table([*HAND, failure(9, error=HOSTILE)]), [facts()])
 
 
-def test_the_terminal_is_told_nothing_by_the_server() -> None:
+def test_the_terminal_obeys_nothing_of_the_server() -> None:
     text = texts.render(hostile_report())
     assert all(character == "\n" or character.isprintable() for character in text)
     assert "\\x1b[31mred" in text and "\\u202e" in text
@@ -385,10 +389,10 @@ def test_errors_are_grouped_most_frequent_first_and_few() -> None:
     rows += [failure(100 + at, error="busy", status=503) for at in range(4)]
     rows += [failure(200, "reset", error="busy"), failure(201, error="x" * 5000)]
     rows += [failure(0, phase="warmup", error="warming up")]
-    errors = build.build(manifest(), table(rows), [facts()])["errors"]
-    assert errors[0] == {"count": 4, "outcome": "http_error", "message": "busy"}
+    errors = build.build(manifest(), table(rows), [facts()]).errors
+    assert errors[0] == ErrorCount(count=4, outcome="http_error", message="busy")
     assert len(errors) == build.MAX_ERRORS
-    assert all(len(error["message"]) <= build.MAX_ERROR_CHARACTERS for error in errors)
+    assert all(len(error.message) <= build.MAX_ERROR_CHARACTERS for error in errors)
 
 
 def test_numbers_keep_three_figures() -> None:
@@ -406,7 +410,7 @@ def test_numbers_keep_three_figures() -> None:
 
 
 def test_the_cdf_is_the_exact_step_function() -> None:
-    x, share = figures.cdf(Sample(np.array([1.0, 2.0, 2.0, 5.0]), 1.0))
+    x, share = figures.cdf(Distribution(np.array([1.0, 2.0, 2.0, 5.0]), 1.0))
     # where the line jumps, and how high it is from there on
     heights = {at: max(share[x == at]) for at in x.tolist()}
     assert heights == {1.0: 0.25, 2.0: 0.75, 5.0: 1.0}
@@ -415,7 +419,7 @@ def test_the_cdf_is_the_exact_step_function() -> None:
 
 def test_a_thinned_cdf_stays_within_a_pixel() -> None:
     values = np.sort(np.random.default_rng(0).integers(0, 2**31, 300_000).astype(np.uint32))
-    x, share = figures.cdf(Sample(values, 1.0))
+    x, share = figures.cdf(Distribution(values, 1.0))
     assert len(x) <= figures.MAX_STEPS + 3
     assert (x[0], x[-1], share[-1]) == (values[0], values[-1], 1.0)
     probes = np.random.default_rng(1).choice(values, 2000)
@@ -425,25 +429,25 @@ def test_a_thinned_cdf_stays_within_a_pixel() -> None:
 
 
 def test_runs_are_drawn_over_each_other_with_their_names(tmp_path: Path) -> None:
-    said = [manifest(emulated=True), manifest(backend="tgi", model="a$b_c$")]
-    for name, one in zip(("first", "second"), said, strict=True):
+    manifests = [manifest(emulated=True), manifest(backend="tgi", model="a$b_c$")]
+    for name, one in zip(("first", "second"), manifests, strict=True):
         write_run(tmp_path / name, HAND, one, facts())
     out = tmp_path / "overlay.svg"
     built = build.overlay([tmp_path / "first", tmp_path / "second"], out)
-    assert [one["backend"] for one in built] == ["vllm", "tgi"]
+    assert [one.backend for one in built] == ["vllm", "tgi"]
     text = out.read_text()
-    assert "first: vllm llama-2-7b (emulated)" in text  # matplotlib leaves each text as a comment
+    assert "first: vllm llama-2-7b (emulated)" in text  # text stays text
     assert "second: tgi a$b_c$" in text
     assert "PARTLY EMULATED" in text
     build.overlay([tmp_path / "first"] * 9, tmp_path / "many.png")
     assert (tmp_path / "many.png").stat().st_size > 10_000
 
 
-def test_predicted_and_measured_runs_are_told_apart_over_each_other(tmp_path: Path) -> None:
-    modelled = {
-        "scheduler": "vllm@v1", "gpu": "NVIDIA H200", "gpus": 1, "topology": "none", "dtype": "float16",
-        "kv_cache_tokens": 1000, "profile": "built in", "held_out": [],
-    }  # fmt: skip
+def test_predicted_and_measured_runs_have_other_labels_over_each_other(tmp_path: Path) -> None:
+    modelled = Emulation(
+        scheduler="vllm@v1", gpu="NVIDIA H200", gpus=1, topology="none", tensor_parallel=1, dtype="float16",
+        kv_cache_tokens=1000, max_running=256, memory_ratio=0.9, profile="built in",
+    )  # fmt: skip
     write_run(tmp_path / "model", HAND, manifest(emulated=True, emulation=modelled, url="virtual time"), facts())
     write_run(tmp_path / "real", HAND, manifest(), facts())
     write_run(tmp_path / "timetable", HAND, manifest(emulated=True), facts())
@@ -468,8 +472,8 @@ def test_a_page_holds_every_number_of_the_terminal() -> None:
     built = hand_report()
     page = texts.markdown(built)
     for metric in METRICS:
-        for statistic in set(STATISTICS) - {"std", "min"}:
-            assert texts.number(built["metrics"][metric][statistic]) in page
+        for statistic in set(Summary.__struct_fields__) - {"std", "min"}:
+            assert texts.number(getattr(built.metrics[metric], statistic)) in page
     assert "![Latency CDF](cdf.svg)" in page
 
 
@@ -479,7 +483,7 @@ def test_a_table_of_all_phases_is_not_needed() -> None:
     assert records.table([request(0)]).measured().id.tolist() == [0]
 
 
-LAUNCH = {
+LAUNCH: dict[str, Any] = {
     "launch": "docker", "command": "docker run --rm image --model m", "image": "repo/vllm:v1", "version": "1.0.0",
     "image_digest": "repo/vllm@sha256:0a", "tensor_parallel": 2, "dtype": "float16", "driver": "580.1",
     "model": "m", "max_model_len": 4096, "max_running": 1024, "memory_ratio": 0.9, "notes": [],
@@ -493,14 +497,14 @@ def launched(**changes: object) -> LaunchFacts:
     return msgspec.convert({**LAUNCH, **changes}, LaunchFacts)
 
 
-def test_what_was_started_is_said() -> None:
+def test_what_was_started_is_shown() -> None:
     built = build.build(manifest(launch=launched()), table(HAND), [facts()])
-    assert built["launch"] == LAUNCH
-    said = (
+    assert msgspec.to_builtins(built.launch) == LAUNCH
+    started = (
         "Started: Docker image repo/vllm@sha256:0a, tensor parallel 2 on 2 x NVIDIA <H200> (driver 580.1), float16; "
         "P2P off: GPU 0 and 1: not supported; KV cache of 123,456 tokens; ready after 61.20 s."
     )
-    assert said in texts.render(built)
+    assert started in texts.render(built)
     page = texts.markdown(built)
     assert "NVIDIA &lt;H200&gt;" in page and "\n      docker run --rm image --model m\n" in page
     alone = launched(image=None, image_digest=None, gpus=[], kv_cache_tokens=None)
@@ -512,13 +516,15 @@ def test_what_was_started_is_said() -> None:
 def test_a_server_that_died_makes_the_run_invalid() -> None:
     ended = "vllm was killed by signal 9; read the end of its log."
     built = build.build(manifest(launch=launched(ended=ended)), table(HAND), [facts()])
-    found = built["verdict"]["findings"][0]
-    assert (found["code"], found["severity"]) == ("SERVER_ENDED", "invalid") and ended in found["message"]
+    finding = built.verdict.findings[0]
+    assert (finding.code, finding.severity) == ("SERVER_ENDED", "invalid") and ended in finding.message
 
 
 def test_an_even_number_of_errors_has_its_median_in_the_middle() -> None:
     errors = (0.01, -0.02, 0.04, -0.10)
-    runs_kept = [dict.fromkeys(texts.HELD_OUT, error) for error in errors]
+    runs_kept = [
+        HeldOut(run="h200", makespan=0.0, e2el_mape=0.0, **dict.fromkeys(texts.HELD_OUT, error)) for error in errors
+    ]
     (line,) = texts.held_out_lines(runs_kept)
     assert "of 4 real runs" in line and "throughput 3.0, 10.0 %, ttft 3.0, 10.0 %" in line
     assert "throughput 2.0, 4.0 %" in next(texts.held_out_lines(runs_kept[:3]))

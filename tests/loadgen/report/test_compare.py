@@ -56,30 +56,30 @@ def drawn(seed: int, n: int = 1000, scale: float = 100.0, failed: int = 0) -> Ta
 def test_a_run_does_not_differ_from_itself() -> None:
     one = drawn(1)
     compared = compare.build(manifest(), one, manifest(), one)
-    lines = [line for row in compared["metrics"].values() for line in row.values()]
+    lines = [line for row in compared.metrics.values() for line in row.values()]
     assert len(lines) == 3 * len(METRICS)
-    for line in [*lines, compared["failure_ratio"]]:
-        assert line["difference"] == 0
-        assert line["difference_ci"][0] <= 0 <= line["difference_ci"][1]
-        assert line["shows"] == "no difference shown"
+    for line in [*lines, compared.failure_ratio]:
+        assert line.difference == 0
+        assert line.difference_ci is not None and line.difference_ci[0] <= 0 <= line.difference_ci[1]
+        assert line.shows == "no difference shown"
     for name in METRICS:
-        assert compared["metrics"][name]["mean"]["ratio"] == 1
-    assert compared["configuration"] == {}
+        assert compared.metrics[name]["mean"].ratio == 1
+    assert compared.configuration == {}
 
 
 def test_a_difference_is_b_minus_a_and_its_interval_holds_it() -> None:
     fast, slow = drawn(1), drawn(2, scale=150)
     compared = compare.build(manifest(), fast, manifest(), slow)
-    line = compared["metrics"]["ttft_ms"]["mean"]
-    assert line["difference"] == line["b"] - line["a"] == pytest.approx(50, abs=15)
-    assert line["ratio"] == line["b"] / line["a"]
-    assert line["difference_ci"][0] < line["difference"] < line["difference_ci"][1]
-    assert line["ratio_ci"][0] < line["ratio"] < line["ratio_ci"][1]
-    assert line["shows"] == "B is higher"
-    back = compare.build(manifest(), slow, manifest(), fast)["metrics"]["ttft_ms"]["mean"]
-    assert back["difference"] == -line["difference"]
-    assert back["shows"] == "B is lower"
-    assert compared["metrics"]["itl_ms"]["mean"]["shows"] == "no difference shown"
+    line = compared.metrics["ttft_ms"]["mean"]
+    assert line.difference == line.b - line.a == pytest.approx(50, abs=15)
+    assert line.ratio == line.b / line.a
+    assert line.difference_ci[0] < line.difference < line.difference_ci[1]
+    assert line.ratio_ci[0] < line.ratio < line.ratio_ci[1]
+    assert line.shows == "B is higher"
+    back = compare.build(manifest(), slow, manifest(), fast).metrics["ttft_ms"]["mean"]
+    assert back.difference == -line.difference
+    assert back.shows == "B is lower"
+    assert compared.metrics["itl_ms"]["mean"].shows == "no difference shown"
 
 
 def test_the_same_two_runs_give_the_same_numbers() -> None:
@@ -90,20 +90,20 @@ def test_the_same_two_runs_give_the_same_numbers() -> None:
 def test_failures_and_throughput_by_hand() -> None:
     others = [*HAND[:3], *(failure(at, done=506) for at in range(3, 30))]
     compared = compare.build(manifest(), table(HAND), manifest(), table(others))
-    assert (compared["a"]["requests"], compared["a"]["ok"]) == (4, 3)
-    assert compared["failure_ratio"]["a"] == 0.25
-    assert compared["failure_ratio"]["b"] == pytest.approx(0.9)
-    assert compared["failure_ratio"]["shows"] == "B is higher"
-    rates = compared["throughput"]
-    assert rates["requests_per_s"]["a"] == rates["requests_per_s"]["b"] == 3 / 0.505
-    assert rates["output_tokens_per_s"]["a"] == 7 / 0.505
-    assert rates["requests_per_s"]["difference_ci"] is None and rates["requests_per_s"]["shows"] is None
+    assert (compared.a.requests, compared.a.ok) == (4, 3)
+    assert compared.failure_ratio.a == 0.25
+    assert compared.failure_ratio.b == pytest.approx(0.9)
+    assert compared.failure_ratio.shows == "B is higher"
+    rates = compared.throughput
+    assert rates["requests_per_s"].a == rates["requests_per_s"].b == 3 / 0.505
+    assert rates["output_tokens_per_s"].a == 7 / 0.505
+    assert rates["requests_per_s"].difference_ci is None and rates["requests_per_s"].shows is None
 
 
 def test_nothing_to_compare_is_no_error() -> None:
     for empty in (table([]), table([failure(0)])):
         compared = compare.build(manifest(), empty, manifest(), table(HAND))
-        assert compared["metrics"]["ttft_ms"]["mean"]["difference"] is None
+        assert compared.metrics["ttft_ms"]["mean"].difference is None
         compare.render(compared)
     compare.render(compare.build(manifest(), table([request(0)]), manifest(), table([request(0, gaps=())])))
 
@@ -125,11 +125,11 @@ def test_what_was_set_differently_is_listed() -> None:
 
 
 def test_the_text_is_honest_and_safe() -> None:
-    said = [
+    manifests = [
         manifest(emulated=True),
         manifest(model="\x1b[2Jx", config={"requests": 1, "seed": 0, "note": "\x1b]0;hi\x07"}),
     ]
-    text = compare.render(compare.build(said[0], drawn(1, 100), said[1], drawn(2, 100)))
+    text = compare.render(compare.build(manifests[0], drawn(1, 100), manifests[1], drawn(2, 100)))
     assert all(character == "\n" or character.isprintable() for character in text)
     assert "EMULATED" in text
     assert "no difference shown" in text

@@ -52,30 +52,30 @@ def ceiling(**changes: Any) -> rundir.Ceiling:
     return rundir.Ceiling(**{**values, **changes})
 
 
-def found(
+def severities(
     records: Table | None = None,
     clients: list[ClientFacts] | None = None,
-    said: rundir.Manifest | None = None,
+    run: rundir.Manifest | None = None,
     server: ServerStats | None = None,
 ) -> dict[str, str]:
-    """code -> severity, worst first, as the report says."""
+    """code -> severity, worst first, as the report has them."""
     records = clean() if records is None else records
     seen = ServerView(server=server)
-    built = build.build(said or manifest(), records, [facts()] if clients is None else clients, seen=seen)
-    listed = built["verdict"]["findings"]
-    codes = [finding["code"] for finding in listed]
+    built = build.build(run or manifest(), records, [facts()] if clients is None else clients, seen=seen)
+    listed = built.verdict.findings
+    codes = [finding.code for finding in listed]
     assert len(set(codes)) == len(codes), "one finding a code"
-    assert built["verdict"]["valid"] == all(finding["severity"] != "invalid" for finding in listed)
-    severities = [finding["severity"] for finding in listed]
-    assert severities == sorted(severities, key=["invalid", "warning", "info"].index)
+    assert built.verdict.valid == all(finding.severity != "invalid" for finding in listed)
+    severity = [finding.severity for finding in listed]
+    assert severity == sorted(severity, key=["invalid", "warning", "info"].index)
     for finding in listed:
-        assert finding["message"].endswith(".") and finding["advice"].endswith(".")
-    return dict(zip(codes, severities, strict=True))
+        assert finding.message.endswith(".") and finding.advice.endswith(".")
+    return dict(zip(codes, severity, strict=True))
 
 
 def test_a_clean_run_has_no_findings() -> None:
-    assert found() == {}
-    assert found(said=manifest(requests_planned=CLEAN, ceiling=ceiling(event_error_p99_ms=1.0))) == {}
+    assert severities() == {}
+    assert severities(run=manifest(requests_planned=CLEAN, ceiling=ceiling(event_error_p99_ms=1.0))) == {}
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_samples_that_a_percentile_needs(percentile: str, thousandths: int, leas
 
 
 def test_few_samples() -> None:
-    assert found(small(3688)) == {}
-    assert found(small(3687)) == {"FEW_SAMPLES": "info"}
-    assert found(small(368)) == {"FEW_SAMPLES": "info"}
-    assert found(small(367)) == {"FEW_SAMPLES": "warning"}
-    listed = build.build(manifest(), small(40), [facts()])["verdict"]["findings"]
-    assert "too few for p95, p99, p99_9" in listed[0]["message"]
-    assert "72 requests for p95, 368 requests for p99, 3688 requests for p99_9" in listed[0]["advice"]
+    assert severities(small(3688)) == {}
+    assert severities(small(3687)) == {"FEW_SAMPLES": "info"}
+    assert severities(small(368)) == {"FEW_SAMPLES": "info"}
+    assert severities(small(367)) == {"FEW_SAMPLES": "warning"}
+    listed = build.build(manifest(), small(40), [facts()]).verdict.findings
+    assert "too few for p95, p99, p99_9" in listed[0].message
+    assert "72 requests for p95, 368 requests for p99, 3688 requests for p99_9" in listed[0].advice
 
 
 def lagging(lag_ms: float, share: float = 0.05) -> Table:
@@ -107,17 +107,17 @@ def lagging(lag_ms: float, share: float = 0.05) -> Table:
 
 
 def test_send_lag_is_measured_against_ttft_or_the_time_between_arrivals() -> None:
-    assert found(lagging(9.0)) == {}  # ttft p50 is 100 ms, arrivals are 10 ms apart
-    assert found(lagging(11.0)) == {"SEND_LAG": "warning"}
-    assert found(lagging(49.0)) == {"SEND_LAG": "warning"}
-    assert found(lagging(51.0)) == {"SEND_LAG": "invalid"}
-    assert found(lagging(51.0, share=0.005)) == {}  # p99 does not see it
+    assert severities(lagging(9.0)) == {}  # ttft p50 is 100 ms, arrivals are 10 ms apart
+    assert severities(lagging(11.0)) == {"SEND_LAG": "warning"}
+    assert severities(lagging(49.0)) == {"SEND_LAG": "warning"}
+    assert severities(lagging(51.0)) == {"SEND_LAG": "invalid"}
+    assert severities(lagging(51.0, share=0.005)) == {}  # p99 does not see it
     sparse = replace(lagging(51.0), scheduled_ns=clean().scheduled_ns * 100)  # arrivals a second apart
     moved = {
         name: getattr(lagging(51.0), name) + clean().scheduled_ns * 99
         for name in ("sent_ns", "first_token_ns", "last_token_ns", "done_ns")
     }
-    assert found(replace(sparse, **moved)) == {}
+    assert severities(replace(sparse, **moved)) == {}
 
 
 def test_send_lag_below_the_grain_of_timers_is_nothing() -> None:
@@ -127,25 +127,25 @@ def test_send_lag_below_the_grain_of_timers_is_nothing() -> None:
         name: getattr(fast, name) - clean().scheduled_ns + clean().scheduled_ns // 100
         for name in ("sent_ns", "first_token_ns", "last_token_ns", "done_ns")
     }
-    assert "SEND_LAG" not in found(replace(packed, **moved))
+    assert "SEND_LAG" not in severities(replace(packed, **moved))
 
 
 @pytest.mark.parametrize(("code", "field"), [("LOOP_LAG", "loop_lag_p99_ms"), ("RECEIVE_LAG", "receive_lag_p99_ms")])
 def test_lags_are_measured_against_ttft_and_tpot(code: str, field: str) -> None:
-    assert found(clients=[facts(**{field: 2.0})]) == {}
-    assert found(clients=[facts(**{field: 9.0})]) == {}
-    assert found(clients=[facts(**{field: 11.0})]) == {code: "warning"}  # tenth of ttft 100, half of tpot 20
-    assert found(clients=[facts(**{field: 21.0})]) == {code: "invalid"}  # more than a tpot
+    assert severities(clients=[facts(**{field: 2.0})]) == {}
+    assert severities(clients=[facts(**{field: 9.0})]) == {}
+    assert severities(clients=[facts(**{field: 11.0})]) == {code: "warning"}  # tenth of ttft 100, half of tpot 20
+    assert severities(clients=[facts(**{field: 21.0})]) == {code: "invalid"}  # more than a tpot
     uncounted = replace(clean(), output_tokens=np.full(CLEAN, -1))  # tpot unknown
-    assert found(uncounted, [facts(**{field: 21.0})])[code] == "warning"
-    assert found(uncounted, [facts(**{field: 51.0})])[code] == "invalid"
-    assert found(clients=[facts(), facts(**{field: 11.0})]) == {code: "warning"}  # the worst process counts
+    assert severities(uncounted, [facts(**{field: 21.0})])[code] == "warning"
+    assert severities(uncounted, [facts(**{field: 51.0})])[code] == "invalid"
+    assert severities(clients=[facts(), facts(**{field: 11.0})]) == {code: "warning"}  # the worst process counts
 
 
 def test_client_cpu() -> None:
-    assert found(clients=[facts(cpu_peak_ratio=0.89)]) == {}
-    assert found(clients=[facts(cpu_peak_ratio=0.9)]) == {"CLIENT_CPU": "warning"}
-    assert found(clients=[facts(cpu_peak_ratio=1.0, cpu_s=9.0, wall_s=10.0)]) == {"CLIENT_CPU": "invalid"}
+    assert severities(clients=[facts(cpu_peak_ratio=0.89)]) == {}
+    assert severities(clients=[facts(cpu_peak_ratio=0.9)]) == {"CLIENT_CPU": "warning"}
+    assert severities(clients=[facts(cpu_peak_ratio=1.0, cpu_s=9.0, wall_s=10.0)]) == {"CLIENT_CPU": "invalid"}
 
 
 def test_merged_reads() -> None:
@@ -154,9 +154,9 @@ def test_merged_reads() -> None:
         gaps[: int(share * len(gaps))] = 0
         return replace(clean(), itl_us=gaps)
 
-    assert found(merged(0.005)) == {}
-    assert found(merged(0.006)) == {"MERGED_READS": "info"}
-    assert found(merged(0.06)) == {"MERGED_READS": "warning"}
+    assert severities(merged(0.005)) == {}
+    assert severities(merged(0.006)) == {"MERGED_READS": "info"}
+    assert severities(merged(0.06)) == {"MERGED_READS": "warning"}
 
 
 def test_grouped_events() -> None:
@@ -165,18 +165,18 @@ def test_grouped_events() -> None:
         gaps[: int(share * len(gaps))] = gap_us
         return replace(clean(), itl_us=gaps)
 
-    assert found(grouped(0.1, 37)) == {}
-    assert found(grouped(0.11, 37)) == {"GROUPED_EVENTS": "warning"}
-    assert found(grouped(0.5, 999)) == {"GROUPED_EVENTS": "warning"}
-    assert found(grouped(0.5, 1000)) == {}
-    assert found(grouped(0.5, 0)) == {"MERGED_READS": "warning"}  # and not both
+    assert severities(grouped(0.1, 37)) == {}
+    assert severities(grouped(0.11, 37)) == {"GROUPED_EVENTS": "warning"}
+    assert severities(grouped(0.5, 999)) == {"GROUPED_EVENTS": "warning"}
+    assert severities(grouped(0.5, 1000)) == {}
+    assert severities(grouped(0.5, 0)) == {"MERGED_READS": "warning"}  # and not both
     quick = replace(clean(), itl_us=np.full_like(clean().itl_us, 300))
-    assert found(quick) == {}  # a token may take that long
+    assert severities(quick) == {}  # a token may take that long
 
 
 def test_merged_events() -> None:
-    assert found(replace(clean(), events=clean().events - (clean().id < 150))) == {}  # 1 in 107
-    two_in_one = found(replace(clean(), events=clean().events - 2))
+    assert severities(replace(clean(), events=clean().events - (clean().id < 150))) == {}  # 1 in 107
+    two_in_one = severities(replace(clean(), events=clean().events - 2))
     assert two_in_one == {"MERGED_EVENTS": "info"}
     not_streamed = replace(
         clean(),
@@ -186,37 +186,37 @@ def test_merged_events() -> None:
         itl_us=np.empty(0, np.uint32),
         itl_offsets=np.zeros(CLEAN + 1, np.int64),
     )
-    assert found(not_streamed) == {}
+    assert severities(not_streamed) == {}
 
 
 def test_failed_requests() -> None:
-    assert found(with_outcome("http_error", 1))["FAILED_REQUESTS"] == "warning"
-    assert found(with_outcome("timeout", 40))["FAILED_REQUESTS"] == "warning"  # 1 %
-    assert found(with_outcome("reset", 41))["FAILED_REQUESTS"] == "invalid"
-    assert "FAILED_REQUESTS" not in found(with_outcome("cancelled", 41))
+    assert severities(with_outcome("http_error", 1))["FAILED_REQUESTS"] == "warning"
+    assert severities(with_outcome("timeout", 40))["FAILED_REQUESTS"] == "warning"  # 1 %
+    assert severities(with_outcome("reset", 41))["FAILED_REQUESTS"] == "invalid"
+    assert "FAILED_REQUESTS" not in severities(with_outcome("cancelled", 41))
 
 
 def test_no_success() -> None:
-    assert found(with_outcome("refused", CLEAN)) == {"NO_SUCCESS": "invalid", "FAILED_REQUESTS": "invalid"}
-    assert found(small(0)) == {"NO_SUCCESS": "invalid"}
+    assert severities(with_outcome("refused", CLEAN)) == {"NO_SUCCESS": "invalid", "FAILED_REQUESTS": "invalid"}
+    assert severities(small(0)) == {"NO_SUCCESS": "invalid"}
 
 
 def test_dropped() -> None:
-    assert found(with_outcome("dropped", 1))["DROPPED"] == "warning"
-    assert found(with_outcome("dropped", 41))["DROPPED"] == "invalid"
+    assert severities(with_outcome("dropped", 1))["DROPPED"] == "warning"
+    assert severities(with_outcome("dropped", 41))["DROPPED"] == "invalid"
 
 
 def test_survivors() -> None:
-    assert "SURVIVORS" not in found(with_outcome("reset", 20))  # all latencies are alike: p99 does not move
-    assert found(with_outcome("reset", 41))["SURVIVORS"] == "invalid"
-    assert found(with_outcome("cancelled", 41))["SURVIVORS"] == "invalid"  # the slowest are those still in flight
+    assert "SURVIVORS" not in severities(with_outcome("reset", 20))  # all latencies are alike: p99 does not move
+    assert severities(with_outcome("reset", 41))["SURVIVORS"] == "invalid"
+    assert severities(with_outcome("cancelled", 41))["SURVIVORS"] == "invalid"  # the slowest are those still in flight
     slow = clean().done_ns.copy()
     slow[:100] += 10**9 * np.arange(1, 101)  # a long tail: where p99 lies matters
-    assert found(with_outcome("reset", 20, replace(clean(), done_ns=slow)))["SURVIVORS"] == "warning"
+    assert severities(with_outcome("reset", 20, replace(clean(), done_ns=slow)))["SURVIVORS"] == "warning"
     messages = [
-        finding["message"]
-        for finding in build.build(manifest(), with_outcome("reset", 41), [facts()])["verdict"]["findings"]
-        if finding["code"] == "SURVIVORS"
+        finding.message
+        for finding in build.build(manifest(), with_outcome("reset", 41), [facts()]).verdict.findings
+        if finding.code == "SURVIVORS"
     ]
     assert messages == [
         "41 of 4000 requests have no latency; "
@@ -228,30 +228,30 @@ def test_prompt_length() -> None:
     def prompts(given: int | np.ndarray[Any, Any]) -> Table:
         return replace(clean(), prompt_tokens=np.full(CLEAN, 100) + given, asked_prompt_tokens=np.full(CLEAN, 100))
 
-    assert found(prompts(0)) == {}
-    assert found(prompts(1)) == {"PROMPT_LENGTH": "info"}  # BOS
-    assert found(prompts(2)) == {"PROMPT_LENGTH": "warning"}
-    assert found(prompts(50)) == {"PROMPT_LENGTH": "warning"}  # longer is harder, not easier
-    assert found(prompts(-10)) == {"PROMPT_LENGTH": "warning"}
-    assert found(prompts(-11)) == {"PROMPT_LENGTH": "invalid"}
+    assert severities(prompts(0)) == {}
+    assert severities(prompts(1)) == {"PROMPT_LENGTH": "info"}  # BOS
+    assert severities(prompts(2)) == {"PROMPT_LENGTH": "warning"}
+    assert severities(prompts(50)) == {"PROMPT_LENGTH": "warning"}  # longer is harder, not easier
+    assert severities(prompts(-10)) == {"PROMPT_LENGTH": "warning"}
+    assert severities(prompts(-11)) == {"PROMPT_LENGTH": "invalid"}
     opposite = np.where(np.arange(CLEAN) % 2 == 0, 20, -20)
-    assert found(prompts(opposite)) == {"PROMPT_LENGTH": "warning"}  # errors do not cancel
-    assert found(replace(clean(), prompt_tokens=np.full(CLEAN, -1))) == {"NO_PROMPT_COUNT": "warning"}
-    assert found(replace(clean(), asked_prompt_tokens=np.zeros(CLEAN, np.int64))) == {}  # nothing was asked
+    assert severities(prompts(opposite)) == {"PROMPT_LENGTH": "warning"}  # errors do not cancel
+    assert severities(replace(clean(), prompt_tokens=np.full(CLEAN, -1))) == {"NO_PROMPT_COUNT": "warning"}
+    assert severities(replace(clean(), asked_prompt_tokens=np.zeros(CLEAN, np.int64))) == {}  # nothing was asked
 
 
 def test_output_length() -> None:
     short = clean().output_tokens.copy()
     short[:100] = 3
-    assert found(replace(clean(), output_tokens=short)) == {"OUTPUT_LENGTH": "info"}
+    assert severities(replace(clean(), output_tokens=short)) == {"OUTPUT_LENGTH": "info"}
     short[:] = 3
-    assert found(replace(clean(), output_tokens=short)) == {"OUTPUT_LENGTH": "invalid"}
+    assert severities(replace(clean(), output_tokens=short)) == {"OUTPUT_LENGTH": "invalid"}
 
 
 def test_no_token_count() -> None:
     counts = clean().output_tokens.copy()
     counts[0] = -1
-    assert found(replace(clean(), output_tokens=counts)) == {"NO_TOKEN_COUNT": "warning"}
+    assert severities(replace(clean(), output_tokens=counts)) == {"NO_TOKEN_COUNT": "warning"}
 
 
 def test_cached_tokens() -> None:
@@ -260,23 +260,23 @@ def test_cached_tokens() -> None:
                        cached_tokens=np.full(CLEAN, int(1000 * share)))  # fmt: skip
 
     own_prompts = manifest(config={"dataset": "prompts.jsonl"})
-    assert found(cached(0)) == {}
-    assert found(cached(0.01)) == {}
-    assert found(cached(0.02)) == {"CACHED_TOKENS": "warning"}
-    assert found(cached(0.11)) == {"CACHED_TOKENS": "invalid"}
-    assert found(cached(0.11), said=own_prompts) == {"CACHED_TOKENS": "warning"}
-    assert found(cached(0.11), said=manifest(config={"dataset": None})) == {"CACHED_TOKENS": "invalid"}
+    assert severities(cached(0)) == {}
+    assert severities(cached(0.01)) == {}
+    assert severities(cached(0.02)) == {"CACHED_TOKENS": "warning"}
+    assert severities(cached(0.11)) == {"CACHED_TOKENS": "invalid"}
+    assert severities(cached(0.11), run=own_prompts) == {"CACHED_TOKENS": "warning"}
+    assert severities(cached(0.11), run=manifest(config={"dataset": None})) == {"CACHED_TOKENS": "invalid"}
 
 
 def test_interrupted() -> None:
     stopped = facts(state="interrupted")
-    assert found(clients=[facts(), stopped], said=manifest(requests_planned=5000)) == {"INTERRUPTED": "warning"}
+    assert severities(clients=[facts(), stopped], run=manifest(requests_planned=5000)) == {"INTERRUPTED": "warning"}
 
 
 def test_killed() -> None:
-    assert found(clients=[]) == {"KILLED": "invalid"}
-    assert found(said=manifest(requests_planned=CLEAN + 1)) == {"KILLED": "invalid"}  # one of several workers
-    assert found(said=manifest(requests_planned=CLEAN)) == {}
+    assert severities(clients=[]) == {"KILLED": "invalid"}
+    assert severities(run=manifest(requests_planned=CLEAN + 1)) == {"KILLED": "invalid"}  # one of several workers
+    assert severities(run=manifest(requests_planned=CLEAN)) == {}
 
 
 def test_headroom() -> None:
@@ -284,10 +284,10 @@ def test_headroom() -> None:
     def limited(events_per_s: float) -> rundir.Manifest:
         return manifest(ceiling=ceiling(events_per_s_per_core=events_per_s))
 
-    assert found(said=limited(801.0)) == {}
-    assert found(said=limited(799.0)) == {"HEADROOM": "warning"}
-    assert found(clients=[facts(), facts()], said=limited(401.0)) == {}  # two processes
-    message = build.build(limited(600.0), clean(), [facts()])["verdict"]["findings"][0]["message"]
+    assert severities(run=limited(801.0)) == {}
+    assert severities(run=limited(799.0)) == {"HEADROOM": "warning"}
+    assert severities(clients=[facts(), facts()], run=limited(401.0)) == {}  # two processes
+    message = build.build(limited(600.0), clean(), [facts()]).verdict.findings[0].message
     assert (
         message
         == "The busiest second had 400 events; this client can take about 600 a second here (1.5 times as many)."
@@ -295,9 +295,9 @@ def test_headroom() -> None:
 
 
 def test_event_error() -> None:
-    assert found(said=manifest(ceiling=ceiling(event_error_p99_ms=9.0))) == {}
-    assert found(said=manifest(ceiling=ceiling(event_error_p99_ms=11.0))) == {"EVENT_ERROR": "warning"}
-    assert found(said=manifest(ceiling=ceiling(event_error_p99_ms=500.0))) == {"EVENT_ERROR": "warning"}
+    assert severities(run=manifest(ceiling=ceiling(event_error_p99_ms=9.0))) == {}
+    assert severities(run=manifest(ceiling=ceiling(event_error_p99_ms=11.0))) == {"EVENT_ERROR": "warning"}
+    assert severities(run=manifest(ceiling=ceiling(event_error_p99_ms=500.0))) == {"EVENT_ERROR": "warning"}
 
 
 def test_a_finding_is_plain_data() -> None:
@@ -306,49 +306,44 @@ def test_a_finding_is_plain_data() -> None:
 
 
 def own_view(**changes: Any) -> ServerStats:
-    """What a server that had nothing to complain of says of the clean run."""
+    """The view of a server that had nothing to complain of in the clean run."""
     values = {"samples": 100, "covered": True, "preemptions": 0, "prefix_cache_hits": 0, "prefix_cache_queries": 40_000}
     return ServerStats(**{**values, **changes})
 
 
-def test_a_server_that_says_nothing_wrong() -> None:
-    assert found(server=own_view()) == {}
-    assert found(server=own_view(preemptions=None, prefix_cache_hits=None, prefix_cache_queries=None)) == {}
+def test_a_server_that_saw_nothing_wrong() -> None:
+    assert severities(server=own_view()) == {}
+    assert severities(server=own_view(preemptions=None, prefix_cache_hits=None, prefix_cache_queries=None)) == {}
 
 
 def test_a_prefix_cache_that_found_anything() -> None:
     dataset = manifest(config={"dataset": "prompts.jsonl"})
-    assert found(server=own_view(prefix_cache_hits=16)) == {"PREFIX_CACHE": "invalid"}
-    assert found(server=own_view(prefix_cache_hits=16, prefix_cache_queries=None)) == {"PREFIX_CACHE": "invalid"}
-    assert found(server=own_view(prefix_cache_hits=30_000), said=dataset) == {"PREFIX_CACHE": "warning"}
+    assert severities(server=own_view(prefix_cache_hits=16)) == {"PREFIX_CACHE": "invalid"}
+    assert severities(server=own_view(prefix_cache_hits=16, prefix_cache_queries=None)) == {"PREFIX_CACHE": "invalid"}
+    assert severities(server=own_view(prefix_cache_hits=30_000), run=dataset) == {"PREFIX_CACHE": "warning"}
     seen = ServerView(server=own_view(prefix_cache_hits=10_000))
     built = build.build(manifest(), clean(), [facts()], seen=seen)
-    assert (
-        "10000 prompt tokens found in its prefix cache (25.0 % of those" in built["verdict"]["findings"][0]["message"]
-    )
-    assert built["verdict"]["valid"] is False
+    assert "10000 prompt tokens found in its prefix cache (25.0 % of those" in built.verdict.findings[0].message
+    assert built.verdict.valid is False
 
 
 def test_preemptions_against_the_requests() -> None:
-    assert found(server=own_view(preemptions=1)) == {"PREEMPTIONS": "info"}
-    assert found(server=own_view(preemptions=40)) == {"PREEMPTIONS": "info"}  # 1 % of 4000
-    assert found(server=own_view(preemptions=41)) == {"PREEMPTIONS": "warning"}
-    assert found(server=own_view(preemptions=None, paused_max=0)) == {}
-    assert found(server=own_view(preemptions=None, paused_max=1)) == {"PREEMPTIONS": "info"}
-    assert found(server=own_view(preemptions=None, paused_max=41)) == {"PREEMPTIONS": "warning"}
+    assert severities(server=own_view(preemptions=1)) == {"PREEMPTIONS": "info"}
+    assert severities(server=own_view(preemptions=40)) == {"PREEMPTIONS": "info"}  # 1 % of 4000
+    assert severities(server=own_view(preemptions=41)) == {"PREEMPTIONS": "warning"}
+    assert severities(server=own_view(preemptions=None, paused_max=0)) == {}
+    assert severities(server=own_view(preemptions=None, paused_max=1)) == {"PREEMPTIONS": "info"}
+    assert severities(server=own_view(preemptions=None, paused_max=41)) == {"PREEMPTIONS": "warning"}
 
 
 def test_samples_that_failed() -> None:
-    assert found(server=own_view(failed=10, failure="busy")) == {}
-    assert found(server=own_view(failed=11, failure="busy")) == {"SERVER_METRICS": "info"}
-    assert found(server=own_view(covered=False)) == {"SERVER_METRICS": "info"}
-    assert found(server=own_view(problem="there is no GPU 9 here")) == {"SERVER_METRICS": "info"}
-    built = build.build(
-        manifest(), clean(), [facts()], seen=ServerView(server=ServerStats(problem="it has no metrics"))
-    )
-    assert [one["message"] for one in built["verdict"]["findings"]] == [
-        "The server's own view has gaps: it has no metrics."
-    ]
+    assert severities(server=own_view(failed=10, failure="busy")) == {}
+    assert severities(server=own_view(failed=11, failure="busy")) == {"SERVER_METRICS": "info"}
+    assert severities(server=own_view(covered=False)) == {"SERVER_METRICS": "info"}
+    assert severities(server=own_view(problem="there is no GPU 9 here")) == {"SERVER_METRICS": "info"}
+    without_metrics = ServerView(server=ServerStats(problem="it has no metrics"))
+    built = build.build(manifest(), clean(), [facts()], seen=without_metrics)
+    assert [one.message for one in built.verdict.findings] == ["The server's own view has gaps: it has no metrics."]
     both = ServerStats(samples=9, failed=1, failure="\x1b[31mbusy")
     built = build.build(manifest(), clean(), [facts()], seen=ServerView(server=both))
     assert "1 of 9 samples failed (\\x1b[31mbusy); the samples do not reach" in text.render(built)
@@ -360,5 +355,5 @@ def test_send_lag_of_replies_in_one_piece(convention: str) -> None:
     none = np.full(CLEAN, -1)
     whole = replace(lagging(51.0), first_token_ns=none, last_token_ns=none)
     built = build.build(manifest(), whole, [facts()], convention=convention)
-    assert built["metrics"]["ttft_ms"]["p50"] is None
-    assert "SEND_LAG" in [finding["code"] for finding in built["verdict"]["findings"]]
+    assert built.metrics["ttft_ms"].p50 is None
+    assert "SEND_LAG" in [finding.code for finding in built.verdict.findings]

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from loadgen import cli
-from loadgen.report.figures import STYLE
 from servers.predict import paper
 from servers.predict.paper import Fits, Order, Ratio, Result, Spread, StepTime, Value, Variant
 
@@ -140,9 +139,8 @@ def test_runs_named_by_facts_and_variants_exist() -> None:
 
 @pytest.mark.processes
 def test_the_command_writes_everything_and_marks_it(
-    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(STYLE, "svg.fonttype", "none")  # text stays text
     out = tmp_path / "paper"
     assert cli.invoke(["predict", "--preset", "paper", "--out", str(out), "--seed", "3"]) == 0
     printed = capsys.readouterr()

@@ -21,6 +21,7 @@ from loadgen.cli import invoke, main
 from loadgen.config import Config, ConfigError
 from loadgen.load.prompts import WorkloadError
 from loadgen.report import text as texts
+from loadgen.report.schema import Report
 from loadgen.rundir import records
 from loadgen.server import embedded
 from servers.calibrate import command as calibrate
@@ -410,10 +411,11 @@ def test_a_prediction_takes_a_config_file(tmp_path: Path, capsys: pytest.Capture
 def test_sped_up_times_are_not_the_hardwares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     predicted(capsys, out, "--gpu", "h200")
-    report = json.loads((out / "report.json").read_text())
-    assert report["emulation"]["speed"] == 1
+    report = msgspec.json.decode((out / "report.json").read_bytes(), type=Report)
+    assert report.emulation is not None and report.emulation.speed == 1
     assert "Speed:" not in texts.render(report) and "held out, off by" in texts.render(report)
-    report["emulation"]["speed"] = 8.0  # as the wire's says, where it was asked for
+    sped_up = msgspec.structs.replace(report.emulation, speed=8.0)  # as the wire's has it, where --speed is given
+    report = msgspec.structs.replace(report, emulation=sped_up)
     for said in (texts.render(report), texts.markdown(report)):
         assert "times here are 8 times shorter than modelled" in said
         assert not re.search("held out", said, re.IGNORECASE)

@@ -1,0 +1,141 @@
+"""`loadgen.report/1`: what report.json holds, field for field and in this order. Latencies are in milliseconds; None is
+what the records, or the server, do not define.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from loadgen.monitor.server_view import GpuStats, ServerStats
+from loadgen.report.finding import Finding
+from loadgen.report.metrics import Summary
+from loadgen.rundir import Ceiling
+from loadgen.rundir.emulation import Emulation
+from loadgen.rundir.launch_facts import LaunchFacts
+
+SCHEMA = "loadgen.report/1"
+
+
+class Requests(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured requests. planned: None where as many were sent as the duration held. by_outcome: counts by the names of
+    OUTCOMES."""
+
+    planned: int | None
+    ok: int
+    failed: int
+    by_outcome: dict[str, int]
+
+
+class TokenCounts(msgspec.Struct, frozen=True):
+    """Of the requests that ended ok, by the server's own count."""
+
+    prompt: int | None
+    output: int | None
+
+
+class Throughput(msgspec.Struct, frozen=True):
+    requests_per_s: float | None
+    output_tokens_per_s: float | None
+    total_tokens_per_s: float | None
+
+
+class Goodput(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that met every limit, and how many of them a second (`request_goodput` of `vllm bench serve`)."""
+
+    slos_ms: dict[str, float]
+    good: int
+    request_goodput: float | None
+
+
+class Burst(msgspec.Struct, frozen=True):
+    """How synchronous the requests due at t = 0 were."""
+
+    requests: int
+    send_spread_ms: float
+
+
+class Connecting(msgspec.Struct, frozen=True):
+    """Milliseconds that n connections took to open; of several client processes, those of the slowest."""
+
+    n: int
+    p50: float | None
+    max: float | None
+
+
+class ClientUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What the client processes used and how late they were: the worst of them, but for the CPU and memory of all."""
+
+    processes: int
+    cpu_us_per_event: float | None
+    cpu_peak_ratio: float | None
+    peak_rss_mb: float
+    loop_lag_p50_ms: float | None
+    loop_lag_p99_ms: float | None
+    loop_lag_max_ms: float | None
+    receive_lag_p50_ms: float | None
+    receive_lag_p99_ms: float | None
+    receive_lag_max_ms: float | None
+
+
+class CeilingUse(Ceiling, kw_only=True):
+    """What the client can take, beside the busiest second of the run. headroom_ratio: how many times as much."""
+
+    peak_events_per_s: float | None
+    headroom_ratio: float | None
+
+
+class GpuUse(GpuStats, kw_only=True):
+    """What the GPUs needed, and the energy of a token of the requests that ended ok."""
+
+    j_per_output_token: float | None
+
+
+class ErrorCount(msgspec.Struct, frozen=True):
+    """How many requests ended with one outcome and message."""
+
+    count: int
+    outcome: str
+    message: str
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """valid: no finding is `invalid`. findings: the worst first."""
+
+    valid: bool
+    findings: list[Finding]
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+    """A report before its verdict. convention_differs: what to expect of that tool's definitions. metrics: by the names
+    of METRICS. offered_requests_per_s: the rate at which requests were due, as it was drawn; None without a rate."""
+
+    schema: str = SCHEMA
+    version: str
+    run_id: str
+    backend: str
+    model: str
+    server_version: str | None
+    arrival: str
+    emulated: bool
+    convention: str
+    convention_differs: str
+    offered_requests_per_s: float | None
+    requests: Requests
+    tokens: TokenCounts
+    duration_s: float | None
+    throughput: Throughput
+    metrics: dict[str, Summary]
+    goodput: Goodput | None
+    burst: Burst | None
+    connect_ms: Connecting | None
+    client: ClientUse | None
+    ceiling: CeilingUse | None
+    emulation: Emulation | None
+    launch: LaunchFacts | None
+    server: ServerStats | None
+    gpus: GpuUse | None
+    errors: list[ErrorCount]
+
+
+class Report(Numbers, frozen=True, kw_only=True):
+    verdict: Verdict
