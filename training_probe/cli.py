@@ -23,8 +23,7 @@ from training_probe.micro import cli
 from training_probe.options import Grid, Measuring, Tracing
 
 if TYPE_CHECKING:
-    from training_probe.grid import Cell, Device
-    from training_probe.sweep.manifests import Model
+    from training_probe.grid import Cell, Device, Model
 
 EXIT_OK, EXIT_CONFIG, EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED = 0, 2, 3, 4, 130
 
@@ -82,7 +81,6 @@ def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int
     from dataclasses import replace
 
     from loadgen import rundir
-    from training_probe.sweep import dry_run as dry
     from training_probe.sweep import run as sweeps
 
     if grid == Grid(device=grid.device, gpus=grid.gpus):
@@ -91,7 +89,7 @@ def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int
     settings = measuring.settings(grid.preset, known, gpu_ids, sys.argv[1:])
     directory = out or Path("runs") / rundir.new_run_id()
     if dry_run:
-        print(dry.dry_run(cells, settings, directory), end="")
+        print(sweeps.dry_run(cells, settings, directory), end="")
         say(f"{_counted(len(cells), 'cell')}; nothing was started")
         return EXIT_OK
     from training_probe.options import check_large, check_machine
@@ -241,9 +239,9 @@ def _hypothetical(grid: Grid, gpu_memory_gb: float | None) -> tuple[list[Cell], 
     from dataclasses import replace
 
     from backends import gpus
+    from training_probe import paper
     from training_probe.grid import GridError
     from training_probe.options import check_above_0, known_models, visible_gpus
-    from training_probe.report import paper
 
     check_above_0("--gpu-memory-gb", gpu_memory_gb)
     if grid.device == "cpu":
@@ -315,7 +313,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from loadgen.config import ConfigError
     from loadgen.rundir import RunError
     from training_probe.grid import GridError
-    from training_probe.micro.points import MicroError
+    from training_probe.points import MicroError
     from training_probe.report.build import ReportError
     from training_probe.results import ResultsError
 

@@ -164,6 +164,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return "_".join([model, self.task, self.engine, self.method, *sizes, *extras])
 
 
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cell's model name stands for: its shape where it is known, or a directory with a config.json."""
+
+    spec: ModelSpec | None = None
+    directory: str | None = None
+
+
 def cell(method: str, *, attention: Attention = "eager", **more: object) -> Cell:
     """A cell of a method however it is written. Raises GridError."""
     letters = Method.parse(method)

@@ -16,6 +16,7 @@ import msgspec
 
 from backends.untrusted import escaped
 from loadgen.report.text import markdown_text
+from training_probe import paper
 from training_probe.breakdown import tables
 from training_probe.breakdown.run import Breakdown
 from training_probe.report import layout
@@ -68,9 +69,7 @@ def write(directory: Path, found: Sequence[Breakdown], manifest: dict[str, Any])
         (directory / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
         (directory / "tables.tex").write_text(layout.latex_file(made), encoding="utf-8")
         if made:
-            from training_probe.report import plots  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
-
-            file, shows = plots.draw_breakdowns(directory, found)
+            file, shows = _draw(directory, found)
             lines += ["## Figure", "", f"![{markdown_text(shows)}]({file})", ""]
         lines.append(
             f"Run {markdown_text(str(report['run_id']))}, llm-dissect {markdown_text(str(report['version']))}."
@@ -79,3 +78,25 @@ def write(directory: Path, found: Sequence[Breakdown], manifest: dict[str, Any])
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
     return report
+
+
+def _draw(directory: Path, found: Sequence[Breakdown]) -> tuple[str, str]:
+    """Figure 5: shares of a decoder layer's parts; the SVG's name and what it shows. Raises OSError."""
+    from loadgen.report.figures import stacked  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
+    from training_probe.report import figures
+
+    bars: dict[str, dict[str, float]] = {}
+    traced = [each for each in found if each.attribution is not None]
+    for phase in ("forward", "backward"):
+        for each in traced:
+            own = {part: tables.part_seconds(each, phase, part) for part in tables.LAYER}
+            theirs = {part: tables.printed(each).get((phase, part, "ms"), 0.0) for part in own}
+            beside = f"{tables.PAPER}, BS {each.cell.micro_batch}"
+            for name, parts in ((tables.title(each), own), (beside, theirs)):
+                whole = sum(parts.values())
+                if whole:
+                    bars[escaped(f"{phase}: {name}")] = {part: 100 * value / whole for part, value in parts.items()}
+    title = f"Parts of the decoder layers, as Figure 5 of {paper.SOURCE} (without what is recomputed)"
+    paths = [directory / f"parts{suffix}" for suffix in figures.SUFFIXES]
+    stacked(bars, title, "% of the layers' time in that pass", paths, number=".0f")
+    return "parts.svg", title

@@ -19,14 +19,12 @@ from loadgen.monitor.tail import whole_lines
 from training_probe.breakdown.attribution import Attribution, attribute
 from training_probe.grid import Cell, GridError
 from training_probe.launch import runner
-from training_probe.launch.gpu_idle import MemoryReturn
-from training_probe.launch.runner import StoppedError
-from training_probe.launch.torchrun import stopped_by_signals
+from training_probe.launch.runner import Limits, MemoryReturn, StoppedError, stopped_by_signals
 from training_probe.protocol import PROFILE_FILE, TRACE_FILE, Profile, Trial
 from training_probe.results import BREAKDOWN_FILE, Outcome, ResultsError
 from training_probe.sweep import run
-from training_probe.sweep.dependencies import Surroundings, device_memory_bytes
-from training_probe.sweep.manifests import Manifest, Settings
+from training_probe.sweep.cell import Surroundings, device_memory_bytes
+from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.run import Say
 
 SCHEMA = "training_probe.breakdown/1"
@@ -97,7 +95,7 @@ def read(directory: Path) -> list[Breakdown]:
 
 
 def _traced(
-    cell: Cell, manifest: Manifest, directory: Path, around: Surroundings, cancelled: threading.Event
+    cell: Cell, manifest: SweepManifest, directory: Path, around: Surroundings, cancelled: threading.Event
 ) -> Breakdown:
     """Raises StoppedError."""
     model = manifest.model(cell)
@@ -107,19 +105,12 @@ def _traced(
     if refusal is not None:
         return replace(found, outcome=refusal[0], reason=refusal[1])
     within = directory / "trials" / cell.name / "profile"
-    ended = runner.run_trial(
-        Trial(
-            cell=cell, spec=model.spec, model_dir=model.directory, warmup_steps=manifest.warmup_steps,
-            steps=manifest.steps, profile=True, host_memory_bytes=manifest.host_memory_bytes,
-        ),
-        within,
-        python=manifest.python,
-        gpu_ids=manifest.gpu_ids if cell.device == "cuda" else (),
-        timeout_s=manifest.timeout_s,
-        limit_s=manifest.limit_s,
-        cancelled=cancelled,
-        command=around.command,
+    trial = Trial(
+        cell=cell, spec=model.spec, model_dir=model.directory, warmup_steps=manifest.warmup_steps,
+        steps=manifest.steps, profile=True, host_memory_bytes=manifest.host_memory_bytes,
     )  # fmt: skip
+    limits = Limits(timeout_s=manifest.timeout_s, limit_s=manifest.limit_s)
+    ended = runner.run_trial(trial, within, around.launching(cell, manifest), limits, cancelled=cancelled)
     found = replace(found, log=str(ended.log.relative_to(directory.absolute())))
     if ended.outcome != "ok":
         return replace(found, outcome=ended.outcome, reason=ended.reason)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 from loadgen.report.text import number
+from training_probe import paper
 from training_probe.breakdown.attribution import (
     ACCUMULATION,
     ENGINE,
@@ -23,7 +24,6 @@ from training_probe.breakdown.attribution import (
 from training_probe.breakdown.run import Breakdown
 from training_probe.grid import PAPER_SEQ_LEN
 from training_probe.protocol import Part
-from training_probe.report import paper
 from training_probe.report.layout import Column, Table
 
 PAPER = f"paper, {paper.GPUS} x {paper.LEADING}"

@@ -1,9 +1,8 @@
 """How much memory a cell takes, before it runs: `predict` names every term, with the numbers of its formula. Pure.
 
 Predicted is what torch's caching allocator calls allocated (`torch.cuda.max_memory_allocated`), on the rank that has
-most: the largest of the moments of a step (`Phase`). Reserved memory is more, by fragments. `memory_terms` has the
-engines and `memory_deepspeed` that one, counted as their sources allocate; METHODOLOGY.md ("Training: predicted
-memory") derives them.
+most: the largest of the moments of a step (`Phase`). Reserved memory is more, by fragments. `engines`
+has what each engine holds, counted as its sources allocate; METHODOLOGY.md ("Training: predicted memory") derives it.
 """
 
 from __future__ import annotations

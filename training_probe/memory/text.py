@@ -9,11 +9,10 @@ from typing import NamedTuple
 import msgspec
 
 from training_probe import memory
-from training_probe.grid import Cell, impossible
+from training_probe.grid import Cell, Model, impossible
 from training_probe.memory import Prediction
 from training_probe.memory.rank import Term
 from training_probe.results import GIB
-from training_probe.sweep.manifests import Model
 
 CARDS_GB = (24, 32, 40, 48, 80, 96, 141, 192)  # the sizes that are sold; an H200's 141 GB are 140 GiB
 MOST_SEARCHED = 64

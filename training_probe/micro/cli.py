@@ -19,9 +19,9 @@ from cyclopts import App, Parameter
 from loadgen.terminal import say, width
 from training_probe import options
 from training_probe.micro import presets
-from training_probe.micro.points import Dtype, Kind, MicroError, Name, Point, Task
 from training_probe.micro.presets import CollectivePreset, CopyPreset, Device, GemmPreset
 from training_probe.options import whole
+from training_probe.points import Dtype, Kind, MicroError, Name, Point, Task
 
 if TYPE_CHECKING:
     from backends.gpus import Inventory
@@ -197,7 +197,7 @@ def _run(
     names = {gpu.index: gpu.name for gpu in inventory.gpus}
     device_names = dict.fromkeys(names.get(index, "unknown GPU") for index in gpu_ids)
     between = kind == "collectives" and device == "cuda"
-    manifest = run.Manifest(
+    manifest = run.MicroManifest(
         run_id=rundir.new_run_id(),
         started_unix_s=time.time(),
         version=rundir.package_version(),

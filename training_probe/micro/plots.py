@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from training_probe.micro.points import GB, Collective, Copy, Dtype, Gemm, Measured
 from training_probe.micro.tables import MS, TERA, US, peaks
+from training_probe.points import GB, Collective, Copy, Dtype, Gemm, Measured
 from training_probe.report import figures
 from training_probe.report.figures import Lines
 

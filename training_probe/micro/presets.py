@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from training_probe.micro.points import (
+from training_probe.points import (
     Collective,
     Copy,
     Dtype,

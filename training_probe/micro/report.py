@@ -17,9 +17,9 @@ from backends.untrusted import escaped
 from loadgen.report.text import markdown_text
 from training_probe.micro import run as micro_run
 from training_probe.micro import tables
-from training_probe.micro.points import About, Gemm, Measured, MicroError, Outcome
 from training_probe.micro.presets import TITLES
-from training_probe.micro.run import Manifest
+from training_probe.micro.run import MicroManifest
+from training_probe.points import About, Gemm, Measured, MicroError, Outcome
 from training_probe.report import layout
 
 SCHEMA = "training_probe.micro/1"
@@ -28,7 +28,7 @@ NAMES = {"gemm": "Matrix products", "memcpy": "Memory copies", "collectives": "C
 Report = dict[str, Any]
 
 
-def build(found: Sequence[Measured], manifest: Manifest, about: About | None) -> Report:
+def build(found: Sequence[Measured], manifest: MicroManifest, about: About | None) -> Report:
     """The report as a plain dict, schema `training_probe.micro/1`: all points, with what follows from their times."""
     outcomes = Counter(result.outcome for result in found)
     known = tables.peaks(found, manifest.device_name)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from training_probe.flops import peak_flops
-from training_probe.micro.points import GB, Collective, Copy, Dtype, Gemm, Measured, size_text
 from training_probe.micro.presets import TABLE_12
+from training_probe.paper import LEADING, SOURCE
+from training_probe.points import GB, Collective, Copy, Dtype, Gemm, Measured, size_text
 from training_probe.report.layout import Column, Table
-from training_probe.report.paper import LEADING, SOURCE
 
 MS, US = 1e3, 1e6
 TERA = 1e12

@@ -16,9 +16,9 @@ import msgspec
 
 from backends.untrusted import UNDECODABLE, escaped
 from loadgen.report.text import markdown_text
-from training_probe import results
+from training_probe import paper, results
 from training_probe.grid import LETTERS, Method
-from training_probe.report import layout, paper, tables
+from training_probe.report import layout, tables
 from training_probe.results import CellResult, Outcome
 
 SCHEMA = "training_probe.report/1"

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE, escaped
-from loadgen.report.figures import stacked
-from training_probe.breakdown import tables as breakdown_tables
-from training_probe.breakdown.run import Breakdown
+from backends.untrusted import UNDECODABLE
+from training_probe import paper
+from training_probe.paper import TableName
 from training_probe.protocol import TIMELINE_FILE, Timeline
-from training_probe.report import figures, paper, tables
+from training_probe.report import figures, tables
 from training_probe.report.figures import Panel
-from training_probe.report.paper import TableName
 from training_probe.results import CellResult
 
 MOST_GROUPS = 24  # of bars in a row; more go into a panel below
@@ -157,22 +155,3 @@ def _timelines(directory: Path) -> dict[str, str]:
         figures.timeline(recorded, title, stem)
         shown[f"{stem.name}.svg"] = title
     return shown
-
-
-def draw_breakdowns(directory: Path, found: Sequence[Breakdown]) -> tuple[str, str]:
-    """Figure 5: shares of a decoder layer's parts; the SVG's name and what it shows. Raises OSError."""
-    bars: dict[str, dict[str, float]] = {}
-    traced = [each for each in found if each.attribution is not None]
-    for phase in ("forward", "backward"):
-        for each in traced:
-            own = {part: breakdown_tables.part_seconds(each, phase, part) for part in breakdown_tables.LAYER}
-            theirs = {part: breakdown_tables.printed(each).get((phase, part, "ms"), 0.0) for part in own}
-            beside = f"{breakdown_tables.PAPER}, BS {each.cell.micro_batch}"
-            for name, parts in ((breakdown_tables.title(each), own), (beside, theirs)):
-                whole = sum(parts.values())
-                if whole:
-                    bars[escaped(f"{phase}: {name}")] = {part: 100 * value / whole for part, value in parts.items()}
-    title = f"Parts of the decoder layers, as Figure 5 of {paper.SOURCE} (without what is recomputed)"
-    paths = [directory / f"parts{suffix}" for suffix in figures.SUFFIXES]
-    stacked(bars, title, "% of the layers' time in that pass", paths, number=".0f")
-    return "parts.svg", title

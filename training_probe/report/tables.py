@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from backends.untrusted import escaped
 from loadgen.report.text import number
-from training_probe.report import paper
+from training_probe import paper
+from training_probe.paper import PaperRow, TableName
 from training_probe.report.layout import Column, Table
-from training_probe.report.paper import PaperRow, TableName
 from training_probe.results import CellResult
 
 OOM = "-"

@@ -18,9 +18,8 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from training_probe.protocol import Trial, Unsupported
+from training_probe.protocol import BETAS, CLIP_NORM, WEIGHT_DECAY, Trial, Unsupported, learning_rate
 from training_probe.worker import model as models
-from training_probe.worker.ds_config import BETAS, CLIP_NORM, WEIGHT_DECAY, learning_rate
 
 
 class Megatron:
@@ -118,7 +117,7 @@ class Megatron:
         def forward_step(batches: Iterator[Tensor], module: nn.Module) -> tuple[Tensor, Any]:
             return self._losses(module, next(batches)), loss_of
 
-        said = get_forward_backward_func()(
+        kept = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(micro_batches),
             model=self._module,
@@ -130,7 +129,7 @@ class Megatron:
         self._reduce()
         mean = torch.zeros((), device=self._device)
         if self._last:
-            mean = torch.stack([each["loss"] for each in said]).mean()
+            mean = torch.stack([each["loss"] for each in kept]).mean()
         dist.broadcast(mean, self._last_rank, group=self._pipeline)
         return mean
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from training_probe.protocol import PHASE, PROFILE_FILE, TRACE_FILE, Profile, RankReport, Trial, write_atomically
-from training_probe.worker.engines import Stepper
+from training_probe.worker.measure import Stepper
 
 
 def record(

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from training_probe.memory.blocks import Span, allocations, blocks, categorised
 from training_probe.protocol import TIMELINE_FILE, TIMELINE_STEPS, RankReport, Trial, write_atomically
-from training_probe.worker.engines import Stepper
+from training_probe.worker.measure import Stepper
 
 
 def record(

@@ -8,13 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from training_probe import paper
 from training_probe.breakdown import report as breakdown_report
 from training_probe.breakdown import tables
 from training_probe.breakdown.attribution import Attribution, Share, Window
 from training_probe.breakdown.run import Breakdown
 from training_probe.cli import invoke
 from training_probe.grid import Cell, cell
-from training_probe.report import layout, paper
+from training_probe.report import layout
 from training_probe.results import BREAKDOWN_FILE
 
 

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.catalog import MODELS, ModelSpec, find
+from training_probe.flops import weights
 from training_probe.grid import Cell, cell
 from training_probe.memory import Prediction, fits, largest_micro_batch, predict
-from training_probe.memory.activations import layer_bytes
-from training_probe.memory.parameters import weights
-from training_probe.memory.rank import CUDA_CONTEXT_BYTES, LIBRARIES_BYTES, Phase
+from training_probe.memory.rank import CUDA_CONTEXT_BYTES, LIBRARIES_BYTES, Phase, layer_bytes
 from training_probe.results import GIB
 
 N = 6_738_415_616  # Llama-2-7B

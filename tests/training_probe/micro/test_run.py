@@ -20,7 +20,7 @@ from training_probe import cli
 from training_probe.micro import cli as micro_cli
 from training_probe.micro import presets, run
 from training_probe.micro import report as micro_report
-from training_probe.micro.points import (
+from training_probe.points import (
     Collective,
     Copy,
     MicroError,
@@ -29,7 +29,7 @@ from training_probe.micro.points import (
 STAND_IN = """
 import os, pathlib, sys, time
 import msgspec
-from training_probe.micro.points import *
+from training_probe.points import *
 directory = pathlib.Path(sys.argv[1])
 task = msgspec.json.decode((directory / TASK_FILE).read_bytes(), type=Task)
 (directory / ABOUT_FILE).write_bytes(msgspec.json.encode(About(device_name="CPU", versions={"torch": "0"})))

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from training_probe.flops import peak_flops
 from training_probe.micro import presets, tables
 from training_probe.micro import report as micro_report
-from training_probe.micro.points import (
+from training_probe.micro.run import MicroManifest
+from training_probe.points import (
     About,
     Collective,
     Copy,
@@ -28,7 +29,6 @@ from training_probe.micro.points import (
     size_text,
     whole_elements,
 )  # fmt: skip
-from training_probe.micro.run import Manifest
 from training_probe.report import layout
 
 H200 = "NVIDIA H200"
@@ -201,13 +201,13 @@ def test_collectives_table_sets_p2p_side_by_side() -> None:
     assert [table.rows[0][place] for place in busbw] == ["805.3", "80.53"]
 
 
-def manifest(points: list[Any], **more: Any) -> Manifest:
+def manifest(points: list[Any], **more: Any) -> MicroManifest:
     """`timeout_s` is short: for stand-ins."""
     given = {
         "run_id": "r", "started_unix_s": 0.0, "version": "1", "kind": "memcpy", "device": "cpu", "device_name": "CPU",
         "task": Task(device="cpu", points=points, samples=5), "timeout_s": 60.0, **more,
     }  # fmt: skip
-    return Manifest(**given)
+    return MicroManifest(**given)
 
 
 def test_report_derives_and_counts() -> None:

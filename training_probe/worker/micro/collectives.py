@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training_probe.micro.points import ELEMENT_BYTES, Collective, Measured, Task
+from training_probe.points import ELEMENT_BYTES, Collective, Measured, Task
 from training_probe.worker.micro.timing import Launch, attempted, lacking, timed
 
 CHECKED_BYTES = 64 << 20

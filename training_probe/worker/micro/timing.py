@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from training_probe.micro.points import MIN_SAMPLES, Measured, Point, Task, measured, size_text
+from training_probe.points import MIN_SAMPLES, Measured, Point, Task, measured, size_text
 
 WARMUP_S = {"cuda": 0.2, "cpu": 0.02}
 SAMPLE_S = {"cuda": 2e-3, "cpu": 5e-4}  # at least this long: an event resolves half a microsecond

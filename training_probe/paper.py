@@ -18,7 +18,7 @@ from backends import catalog
 from training_probe.grid import PAPER_SEQ_LEN, Cell, Device, Engine, Method, Task, cell
 
 SOURCE = "arXiv 2311.03687"
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parent / "data"
 GPUS = 8  # of each platform of the paper
 WARMUP_STEPS, STEPS, RUNS = 30, 100, 3  # of each of its cells
 LEADING = "A800"  # the platform that this machine is set beside
