@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 from cyclopts import App, CycloptsError, Parameter
 
 from loadgen import terminal
@@ -169,7 +170,7 @@ def _reported(directory: Path, code: int) -> int:
     say("\n" + reports.text(found, reports.read_manifest(directory), width(sys.stderr)))
     report = reports.redo(directory)
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json.dumps(report))
+    print(json.dumps(msgspec.to_builtins(report)))
     if code != EXIT_OK:
         return code
     if any(result.outcome in ("crashed", "timeout") for result in found):
@@ -188,7 +189,7 @@ def _reported_breakdown(directory: Path, code: int) -> int:
     say("\n" + reports.text(found, width(sys.stderr)))
     report = reports.write(directory, found, read_manifest(directory))
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json.dumps(report))
+    print(json.dumps(msgspec.to_builtins(report)))
     failed = any(each.outcome in ("crashed", "timeout") for each in found)
     return EXIT_FAILED if failed and code == EXIT_OK else code
 

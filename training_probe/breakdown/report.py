@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -20,26 +19,36 @@ from training_probe import paper
 from training_probe.breakdown import tables
 from training_probe.breakdown.run import Breakdown
 from training_probe.report import layout
-from training_probe.report.build import ReportError
+from training_probe.report.build import ManifestFields, ReportError, ReportHead
 
 SCHEMA = "training_probe.breakdown_report/1"
 NOTHING = "No cell was traced to its end."
-Report = dict[str, Any]
 
 
-def build(found: Sequence[Breakdown], manifest: dict[str, Any]) -> Report:
-    """The report as a plain dict, schema `training_probe.breakdown_report/1`."""
-    own = {name: manifest.get(name) for name in ("run_id", "version", "preset", "started_unix_s", "argv", "machine")}
-    return {
-        "schema": SCHEMA,
-        **own,
-        "platform": str(manifest.get("platform") or ""),
-        "cells": {"all": len(found), "by_outcome": dict(Counter(each.outcome for each in found))},
-        "explained_ratio": {
+class TracedCounts(msgspec.Struct):
+    all: int
+    by_outcome: dict[str, int]
+
+
+class BreakdownReport(ReportHead, kw_only=True):
+    """report.json of a breakdown, schema `training_probe.breakdown_report/1`. explained_ratio: by the cell's name."""
+
+    schema: str = SCHEMA
+    cells: TracedCounts
+    explained_ratio: dict[str, float]
+    results: list[Breakdown]
+
+
+def build(found: Sequence[Breakdown], manifest: ManifestFields) -> BreakdownReport:
+    return BreakdownReport(
+        **ReportHead.fields_of(manifest),
+        platform=str(manifest.get("platform") or ""),
+        cells=TracedCounts(len(found), dict(Counter(each.outcome for each in found))),
+        explained_ratio={
             each.cell.name: each.attribution.explained_ratio for each in found if each.attribution is not None
         },
-        "results": msgspec.to_builtins(list(found)),
-    }
+        results=list(found),
+    )
 
 
 def text(found: Sequence[Breakdown], width: int) -> str:
@@ -53,11 +62,11 @@ def _failed(found: Sequence[Breakdown]) -> list[str]:
     return [f"{each.cell.name}: {each.outcome}: {each.reason}" for each in found if each.outcome != "ok"]
 
 
-def write(directory: Path, found: Sequence[Breakdown], manifest: dict[str, Any]) -> Report:
+def write(directory: Path, found: Sequence[Breakdown], manifest: ManifestFields) -> BreakdownReport:
     """Writes all of it into the directory, replacing earlier ones. Raises ReportError."""
     report = build(found, manifest)
     made = tables.build(found)
-    lines = [f"# Where a training step goes on {markdown_text(report['platform'] or 'this machine')}", ""]
+    lines = [f"# Where a training step goes on {markdown_text(report.platform or 'this machine')}", ""]
     lines += [f"- {markdown_text(line)}" for line in _failed(found)]
     lines += [
         f"- {markdown_text(each.cell.name)}: [trace]({quote(each.trace)}), which <https://ui.perfetto.dev> opens"
@@ -71,9 +80,7 @@ def write(directory: Path, found: Sequence[Breakdown], manifest: dict[str, Any])
         if made:
             file, shows = _draw(directory, found)
             lines += ["## Figure", "", f"![{markdown_text(shows)}]({file})", ""]
-        lines.append(
-            f"Run {markdown_text(str(report['run_id']))}, llm-dissect {markdown_text(str(report['version']))}."
-        )
+        lines.append(f"Run {markdown_text(str(report.run_id))}, llm-dissect {markdown_text(str(report.version))}.")
         (directory / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from cyclopts import App, Parameter
 
 from loadgen.terminal import say, width
@@ -227,7 +228,7 @@ def reported(directory: Path, code: int) -> int:
     found, report = micro_report.redo(directory)
     say("\n" + micro_report.text(found, report, width(sys.stderr)))
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json.dumps(report))
+    print(json.dumps(msgspec.to_builtins(report)))
     outcomes = {result.outcome for result in found}
     if code != 0 or outcomes.isdisjoint(("crashed", "timeout", "wrong")):
         return code

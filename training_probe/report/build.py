@@ -28,34 +28,87 @@ MOST_EFFICIENT = 1.05  # tokens/s a GPU beside more of them, as a ratio: beyond 
 MARGIN = 1.15  # predicted to fit with this much to spare, and it ran out: the prediction was wrong
 INVALID_CELLS = "An INVALID cell ran, but its losses were not finite or did not fall: its speed means nothing."
 
-Report = dict[str, Any]
-Manifest = Mapping[str, Any]
+ManifestFields = Mapping[str, Any]  # of a manifest.json that anybody may have written
 
 
 class ReportError(Exception):
     """A report that cannot be made. One sentence."""
 
 
-def build(found: Sequence[CellResult], manifest: Manifest) -> Report:
-    """The report as a plain dict, schema `training_probe.report/1`."""
+class ReportHead(msgspec.Struct, kw_only=True):
+    """What the reports of sweeps and breakdowns begin with. From `run_id` to `machine`: as the manifest has it."""
+
+    schema: str
+    run_id: Any
+    version: Any
+    preset: Any
+    started_unix_s: Any
+    argv: Any
+    machine: Any
+    platform: str
+
+    @staticmethod
+    def fields_of(manifest: ManifestFields) -> dict[str, Any]:
+        """The fields that are the manifest's."""
+        own = ("run_id", "version", "preset", "started_unix_s", "argv", "machine")
+        return {name: manifest.get(name) for name in own}
+
+
+class Profile(msgspec.Struct, order=True):
+    """Steps and runs that were measured."""
+
+    warmup_steps: int
+    steps: int
+    runs: int
+
+
+class Profiles(msgspec.Struct):
+    """Each way that cells were measured; as_paper: all as the paper's were."""
+
+    each: list[Profile]
+    as_paper: bool
+
+
+class CellCounts(msgspec.Struct):
+    all: int
+    by_outcome: dict[str, int]
+    invalid: int
+
+
+class PredictionErrors(msgspec.Struct):
+    """How far predicted memory was from what was allocated, on cells large enough to judge it by, as ratios."""
+
+    cells: int
+    median_ratio: float | None
+    worst_ratio: float | None
+    worst_cell: str | None
+    said_to_fit_but_ran_out: list[str]
+
+
+class Report(ReportHead, kw_only=True):
+    """report.json of a sweep, schema `training_probe.report/1`."""
+
+    schema: str = SCHEMA
+    profile: Profiles
+    cells: CellCounts
+    prediction: PredictionErrors
+    results: list[CellResult]
+
+
+def build(found: Sequence[CellResult], manifest: ManifestFields) -> Report:
     outcomes = Counter(result.outcome for result in found)
-    own = {name: manifest.get(name) for name in ("run_id", "version", "preset", "started_unix_s", "argv", "machine")}
-    return {
-        "schema": SCHEMA,
-        **own,
-        "platform": platform_of(found, manifest),
-        "profile": _profile(found, manifest),
-        "cells": {
-            "all": len(found),
-            "by_outcome": {outcome: outcomes[outcome] for outcome in get_args(Outcome) if outcomes[outcome]},
-            "invalid": sum(_invalid(result) for result in found),
-        },
-        "prediction": _prediction(found),
-        "results": msgspec.to_builtins(list(found)),
-    }
+    by_outcome = {outcome: outcomes[outcome] for outcome in get_args(Outcome) if outcomes[outcome]}
+    return Report(
+        **ReportHead.fields_of(manifest),
+        platform=platform_of(found, manifest),
+        profile=_profiles(found, manifest),
+        cells=CellCounts(len(found), by_outcome, sum(map(_invalid, found))),
+        prediction=_prediction_errors(found),
+        results=list(found),
+    )
 
 
-def platform_of(found: Sequence[CellResult], manifest: Manifest) -> str:
+def platform_of(found: Sequence[CellResult], manifest: ManifestFields) -> str:
     names = dict.fromkeys(result.platform for result in found)
     return ", ".join(names) or str(manifest.get("platform") or "this machine")
 
@@ -64,18 +117,17 @@ def _invalid(result: CellResult) -> bool:
     return result.outcome == "ok" and not result.valid
 
 
-def _profile(found: Sequence[CellResult], manifest: Manifest) -> dict[str, Any]:
-    """Steps and runs that were measured, each way that they were; `as_paper`: all as the paper's were."""
-    names = ("warmup_steps", "steps", "runs")
-    seen = {tuple(getattr(result, name) for name in names) for result in found if result.outcome == "ok"}
-    if not seen and all(isinstance(manifest.get(name), int) for name in names):
-        seen = {tuple(int(manifest[name]) for name in names)}
-    theirs = (paper.WARMUP_STEPS, paper.STEPS, paper.RUNS)
-    return {"each": [dict(zip(names, each, strict=True)) for each in sorted(seen)], "as_paper": seen <= {theirs}}
+def _profiles(found: Sequence[CellResult], manifest: ManifestFields) -> Profiles:
+    """Of the cells that were measured; without any, of what the manifest plans."""
+    each = {(result.warmup_steps, result.steps, result.runs) for result in found if result.outcome == "ok"}
+    planned = [manifest.get(name) for name in Profile.__struct_fields__]
+    if not each and all(isinstance(number, int) for number in planned):
+        each = {tuple(planned)}  # type: ignore[arg-type]
+    as_paper = each <= {(paper.WARMUP_STEPS, paper.STEPS, paper.RUNS)}
+    return Profiles([Profile(*numbers) for numbers in sorted(each)], as_paper)
 
 
-def _prediction(found: Sequence[CellResult]) -> dict[str, Any]:
-    """How far predicted memory was from what was allocated, on cells large enough to judge it by, as ratios."""
+def _prediction_errors(found: Sequence[CellResult]) -> PredictionErrors:
     off = {
         result.cell: predicted / peak - 1
         for result in found
@@ -90,13 +142,13 @@ def _prediction(found: Sequence[CellResult]) -> dict[str, Any]:
         if result.outcome == "oom" and result.predicted_memory_gb and result.device_memory_gb
         and result.predicted_memory_gb * MARGIN < result.device_memory_gb
     ]  # fmt: skip
-    return {
-        "cells": len(off),
-        "median_ratio": abs(off[ranked[len(ranked) // 2]]) if ranked else None,
-        "worst_ratio": off[ranked[-1]] if ranked else None,
-        "worst_cell": ranked[-1] if ranked else None,
-        "said_to_fit_but_ran_out": ran_out,
-    }
+    return PredictionErrors(
+        cells=len(off),
+        median_ratio=abs(off[ranked[len(ranked) // 2]]) if ranked else None,
+        worst_ratio=off[ranked[-1]] if ranked else None,
+        worst_cell=ranked[-1] if ranked else None,
+        said_to_fit_but_ran_out=ran_out,
+    )
 
 
 # As text.
@@ -104,21 +156,21 @@ def _prediction(found: Sequence[CellResult]) -> dict[str, Any]:
 
 def summary(report: Report, found: Sequence[CellResult]) -> Iterator[str]:
     """What was measured and how, a sentence or two each; plain text that is not escaped."""
-    cells, prediction = report["cells"], report["prediction"]
-    invalid = f" ({cells['invalid']} of them INVALID)" if cells["invalid"] else ""
-    counts = [f"{count} {name}{invalid if name == 'ok' else ''}" for name, count in cells["by_outcome"].items()]
-    yield f"{cells['all']} cells" + (f": {', '.join(counts)}." if counts else ".")
-    if cells["invalid"]:
+    cells, errors = report.cells, report.prediction
+    invalid = f" ({cells.invalid} of them INVALID)" if cells.invalid else ""
+    counts = [f"{count} {name}{invalid if name == 'ok' else ''}" for name, count in cells.by_outcome.items()]
+    yield f"{cells.all} cells" + (f": {', '.join(counts)}." if counts else ".")
+    if cells.invalid:
         yield INVALID_CELLS
-    yield from _profile_lines(report["profile"])
-    if prediction["cells"]:
+    yield from _profile_lines(report.profile)
+    if errors.median_ratio is not None and errors.worst_ratio is not None:
         yield (
-            f"Predicted memory: off by {100 * prediction['median_ratio']:.1f} % (median) and "
-            f"{100 * prediction['worst_ratio']:+.1f} % at worst ({prediction['worst_cell']}) of what was allocated, "
-            f"over {prediction['cells']} cells of at least {LARGE_GB:g} GiB."
+            f"Predicted memory: off by {100 * errors.median_ratio:.1f} % (median) and "
+            f"{100 * errors.worst_ratio:+.1f} % at worst ({errors.worst_cell}) of what was allocated, "
+            f"over {errors.cells} cells of at least {LARGE_GB:g} GiB."
         )
-    if prediction["said_to_fit_but_ran_out"]:
-        yield f"Predicted to fit, but ran out of memory: {', '.join(prediction['said_to_fit_but_ran_out'])}."
+    if errors.said_to_fit_but_ran_out:
+        yield f"Predicted to fit, but ran out of memory: {', '.join(errors.said_to_fit_but_ran_out)}."
     yield from _scaling_lines(found)
     yield from _engine_lines(found)
 
@@ -135,13 +187,12 @@ def _scaling_lines(found: Sequence[CellResult]) -> Iterator[str]:
                 )
 
 
-def _profile_lines(profile: Mapping[str, Any]) -> Iterator[str]:
+def _profile_lines(profiles: Profiles) -> Iterator[str]:
     shown = [
-        f"{each['warmup_steps']} warm-up and {each['steps']} timed steps in {each['runs']} "
-        f"{'run' if each['runs'] == 1 else 'runs'}"
-        for each in profile["each"]
+        f"{each.warmup_steps} warm-up and {each.steps} timed steps in {each.runs} {'run' if each.runs == 1 else 'runs'}"
+        for each in profiles.each
     ]
-    if shown and profile["as_paper"]:
+    if shown and profiles.as_paper:
         yield f"Each cell: {shown[0]}, as in the paper."
     elif shown:
         yield (
@@ -152,7 +203,7 @@ def _profile_lines(profile: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _engine_lines(found: Sequence[CellResult]) -> Iterator[str]:
-    """Optimizers with their precision, and versions, as the cells told them."""
+    """Optimizers with their precision, and versions, as the cells reported them."""
     optimizers: dict[str, dict[str, dict[str, None]]] = {}
     versions: dict[str, dict[str, None]] = {}
     for result in found:
@@ -168,10 +219,10 @@ def _engine_lines(found: Sequence[CellResult]) -> Iterator[str]:
 
 
 def title_of(report: Report) -> str:
-    return f"Training on {report['platform']}" + (f", {report['preset']}" if report["preset"] else "")
+    return f"Training on {report.platform}" + (f", {report.preset}" if report.preset else "")
 
 
-def text(found: Sequence[CellResult], manifest: Manifest, width: int) -> str:
+def text(found: Sequence[CellResult], manifest: ManifestFields, width: int) -> str:
     """The report for a terminal of `width` columns: plain text, nothing in it that a terminal obeys."""
     report = build(found, manifest)
     head = [title_of(report), "", *summary(report, found)]
@@ -200,9 +251,9 @@ def markdown(report: Report, found: Sequence[CellResult], pictures: Mapping[str,
         lines += ["## Cells without a valid number", "", "| cell | outcome | reason | log |", "|---|---|---|---|"]
     for result in failed:
         reason = result.reason or (tables.UNSOUND if _invalid(result) else "")
-        said = (result.cell, "invalid" if _invalid(result) else result.outcome, reason, result.log)
-        lines.append(f"| {' | '.join(markdown_text(part) for part in said)} |")
-    run, version = (markdown_text(str(report[name] or "unknown")) for name in ("run_id", "version"))
+        row = (result.cell, "invalid" if _invalid(result) else result.outcome, reason, result.log)
+        lines.append(f"| {' | '.join(markdown_text(part) for part in row)} |")
+    run, version = (markdown_text(str(value or "unknown")) for value in (report.run_id, report.version))
     return "\n".join([*lines, "", f"Run {run}, llm-dissect {version}."]) + "\n"
 
 
@@ -229,7 +280,7 @@ def redo(directory: Path) -> Report:
     return write(directory, results.read(directory), read_manifest(directory))
 
 
-def write(directory: Path, found: Sequence[CellResult], manifest: Manifest) -> Report:
+def write(directory: Path, found: Sequence[CellResult], manifest: ManifestFields) -> Report:
     """Writes all of it into the directory, replacing earlier ones. Raises ReportError."""
     report = build(found, manifest)
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
