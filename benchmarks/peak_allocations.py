@@ -81,7 +81,7 @@ def main() -> int:
         torch.cuda.synchronize()
     if told:
         tell(cell.name, _history(rank), first, args.places)
-        for phase in memory.predict(cell, chosen.spec).phases:
+        for phase in memory.predict(cell, chosen.spec).moments:
             print(f"  predicted {phase.bytes / GIB:8.4f} GiB: {phase.name}")
     dist.barrier()
     dist.destroy_process_group()

@@ -63,7 +63,7 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     tokens_per_s: all GPUs together, mean and standard deviation over `runs` (tokens_per_s_runs has each). batch_size:
     the micro batch; for a searched one, the largest that fitted, with every attempt in `search`. Times are means of a
     step, ms. mfu_ratio, hfu_ratio: None where the device's peak is not known. valid: the losses were finite and fell.
-    outcome other than ok: `reason` says why, and what was measured of it is kept.
+    outcome other than ok: `reason` is why, and what was measured of it is kept.
     """
 
     schema: str = SCHEMA

@@ -39,38 +39,38 @@ class BreakdownReport(ReportHead, kw_only=True):
     results: list[Breakdown]
 
 
-def build(found: Sequence[Breakdown], manifest: ManifestFields) -> BreakdownReport:
+def build(breakdowns: Sequence[Breakdown], manifest: ManifestFields) -> BreakdownReport:
     return BreakdownReport(
         **ReportHead.fields_of(manifest),
         platform=str(manifest.get("platform") or ""),
-        cells=TracedCounts(len(found), dict(Counter(each.outcome for each in found))),
+        cells=TracedCounts(len(breakdowns), dict(Counter(each.outcome for each in breakdowns))),
         explained_ratio={
-            each.cell.name: each.attribution.explained_ratio for each in found if each.attribution is not None
+            each.cell.name: each.attribution.explained_ratio for each in breakdowns if each.attribution is not None
         },
-        results=list(found),
+        results=list(breakdowns),
     )
 
 
-def text(found: Sequence[Breakdown], width: int) -> str:
+def text(breakdowns: Sequence[Breakdown], width: int) -> str:
     """The tables for a terminal of `width` columns."""
-    failed = [fill(escaped(line), width) + "\n" for line in _failed(found)]
-    shown = [layout.text(table, width) for table in tables.build(found)] or [f"{NOTHING}\n"]
+    failed = [fill(escaped(line), width) + "\n" for line in _failed(breakdowns)]
+    shown = [layout.text(table, width) for table in tables.build(breakdowns)] or [f"{NOTHING}\n"]
     return "\n".join([*shown, *failed])
 
 
-def _failed(found: Sequence[Breakdown]) -> list[str]:
-    return [f"{each.cell.name}: {each.outcome}: {each.reason}" for each in found if each.outcome != "ok"]
+def _failed(breakdowns: Sequence[Breakdown]) -> list[str]:
+    return [f"{each.cell.name}: {each.outcome}: {each.reason}" for each in breakdowns if each.outcome != "ok"]
 
 
-def write(directory: Path, found: Sequence[Breakdown], manifest: ManifestFields) -> BreakdownReport:
+def write(directory: Path, breakdowns: Sequence[Breakdown], manifest: ManifestFields) -> BreakdownReport:
     """Writes all of it into the directory, replacing earlier ones. Raises ReportError."""
-    report = build(found, manifest)
-    made = tables.build(found)
+    report = build(breakdowns, manifest)
+    made = tables.build(breakdowns)
     lines = [f"# Where a training step goes on {markdown_text(report.platform or 'this machine')}", ""]
-    lines += [f"- {markdown_text(line)}" for line in _failed(found)]
+    lines += [f"- {markdown_text(line)}" for line in _failed(breakdowns)]
     lines += [
         f"- {markdown_text(each.cell.name)}: [trace]({quote(each.trace)}), which <https://ui.perfetto.dev> opens"
-        for each in found
+        for each in breakdowns
         if each.trace
     ]
     lines += ["", *([layout.markdown(table) for table in made] or [f"{NOTHING}\n"])]
@@ -78,7 +78,7 @@ def write(directory: Path, found: Sequence[Breakdown], manifest: ManifestFields)
         (directory / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
         (directory / "tables.tex").write_text(layout.latex_file(made), encoding="utf-8")
         if made:
-            file, shows = _draw(directory, found)
+            file, shows = _draw(directory, breakdowns)
             lines += ["## Figure", "", f"![{markdown_text(shows)}]({file})", ""]
         lines.append(f"Run {markdown_text(str(report.run_id))}, llm-dissect {markdown_text(str(report.version))}.")
         (directory / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -87,13 +87,13 @@ def write(directory: Path, found: Sequence[Breakdown], manifest: ManifestFields)
     return report
 
 
-def _draw(directory: Path, found: Sequence[Breakdown]) -> tuple[str, str]:
+def _draw(directory: Path, breakdowns: Sequence[Breakdown]) -> tuple[str, str]:
     """Figure 5: shares of a decoder layer's parts; the SVG's name and what it shows. Raises OSError."""
     from loadgen.report.figures import stacked  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
     from training_probe.report import figures
 
     bars: dict[str, dict[str, float]] = {}
-    traced = [each for each in found if each.attribution is not None]
+    traced = [each for each in breakdowns if each.attribution is not None]
     for phase in ("forward", "backward"):
         for each in traced:
             own = {part: tables.part_seconds(each, phase, part) for part in tables.LAYER}

@@ -71,10 +71,10 @@ def breakdown(
             for number, cell in enumerate(manifest.cells, 1):
                 say(f"tracing cell {number} of {len(manifest.cells)}: {cell.name}")
                 memory.wait(cancelled)
-                found = _traced(cell, manifest, directory, around, cancelled)
-                file.write(msgspec.json.encode(found) + b"\n")
-                if found.outcome != "ok":
-                    say(f"{cell.name}: {found.outcome}: {found.reason}")
+                result = _traced(cell, manifest, directory, around, cancelled)
+                file.write(msgspec.json.encode(result) + b"\n")
+                if result.outcome != "ok":
+                    say(f"{cell.name}: {result.outcome}: {result.reason}")
     except StoppedError:
         say(f"stopped; what is done is in {directory}")
         return run.EXIT_STOPPED
@@ -100,10 +100,10 @@ def _traced(
     """Raises StoppedError."""
     model = manifest.model(cell)
     layers = None if model.spec is None else model.spec.layers
-    found = Breakdown(cell=cell, platform=manifest.platform, layers=layers, outcome="ok")
+    result = Breakdown(cell=cell, platform=manifest.platform, layers=layers, outcome="ok")
     refusal = around.refusal(cell, manifest, device_memory_bytes(cell, manifest))
     if refusal is not None:
-        return replace(found, outcome=refusal[0], reason=refusal[1])
+        return replace(result, outcome=refusal[0], reason=refusal[1])
     within = directory / "trials" / cell.name / "profile"
     trial = Trial(
         cell=cell, spec=model.spec, model_dir=model.directory, warmup_steps=manifest.warmup_steps,
@@ -111,16 +111,16 @@ def _traced(
     )  # fmt: skip
     limits = Limits(timeout_s=manifest.timeout_s, limit_s=manifest.limit_s)
     ended = runner.run_trial(trial, within, around.launching(cell, manifest), limits, cancelled=cancelled)
-    found = replace(found, log=str(ended.log.relative_to(directory.absolute())))
+    result = replace(result, log=str(ended.log.relative_to(directory.absolute())))
     if ended.outcome != "ok":
-        return replace(found, outcome=ended.outcome, reason=ended.reason)
+        return replace(result, outcome=ended.outcome, reason=ended.reason)
     path = within / TRACE_FILE
     try:
         measured = msgspec.json.decode((within / PROFILE_FILE).read_bytes(), type=Profile)
         attribution = attribute(trace.read(path))
     except (trace.TraceError, OSError, *UNDECODABLE) as error:
-        return replace(found, outcome="crashed", reason=" ".join(str(error).split()))
+        return replace(result, outcome="crashed", reason=" ".join(str(error).split()))
     return replace(
-        found, trace=str(path.relative_to(directory)), bare_step_s=measured.bare_step_s,
+        result, trace=str(path.relative_to(directory)), bare_step_s=measured.bare_step_s,
         traced_step_s=measured.traced_step_s, attribution=attribution,
     )  # fmt: skip

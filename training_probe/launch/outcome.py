@@ -19,7 +19,7 @@ from typing import Literal
 
 from training_probe.protocol import CANNOT_GO_ON, OOM_EXIT, OUT_OF_MEMORY, RankReport
 
-Outcome = Literal["ok", "oom", "unsupported", "timeout", "crashed"]
+ProcessOutcome = Literal["ok", "oom", "unsupported", "timeout", "crashed"]
 REASON_CHARACTERS = 400
 LAST_LINES = 3
 
@@ -74,7 +74,7 @@ class Evidence:
         return f"{self.steps_done} of {self.steps} steps were done" if self.steps else ""
 
 
-def judge(evidence: Evidence) -> tuple[Outcome, str]:
+def judge(evidence: Evidence) -> tuple[ProcessOutcome, str]:
     """The outcome and why; the reason of a good one is empty. Without ranks that report it is never good."""
     reports = evidence.reports
     if evidence.ranks and all(rank in reports and reports[rank].outcome == "ok" for rank in range(evidence.ranks)):
@@ -92,7 +92,7 @@ def _not_timed(reports: Mapping[int, RankReport]) -> str | None:
     return None if len(steps) == 1 else f"the ranks report different numbers of steps: {min(steps)} to {max(steps)}"
 
 
-def _from_reports(evidence: Evidence) -> tuple[Outcome, str] | None:
+def _from_reports(evidence: Evidence) -> tuple[ProcessOutcome, str] | None:
     """What some rank reports of itself; running out of memory explains the other ranks' errors, and not the reverse."""
     reports = sorted(evidence.reports.items())
     for rank, report in reports:
@@ -104,7 +104,7 @@ def _from_reports(evidence: Evidence) -> tuple[Outcome, str] | None:
     return None
 
 
-def _out_of_memory(evidence: Evidence) -> tuple[Outcome, str] | None:
+def _out_of_memory(evidence: Evidence) -> tuple[ProcessOutcome, str] | None:
     log = evidence.ended.log
     if match := OUT_OF_MEMORY.search(log):
         start, end = log.rfind("\n", 0, match.start()) + 1, log.find("\n", match.end())
@@ -117,7 +117,7 @@ def _out_of_memory(evidence: Evidence) -> tuple[Outcome, str] | None:
     return None
 
 
-def _hung(evidence: Evidence) -> tuple[Outcome, str] | None:
+def _hung(evidence: Evidence) -> tuple[ProcessOutcome, str] | None:
     watchdog = _WATCHDOG.search(evidence.ended.log)
     if evidence.ended.given_up is None and watchdog is None:
         return None
@@ -131,7 +131,7 @@ def _crash(evidence: Evidence) -> str:
     if not evidence.ranks and (stopped := _CANNOT_GO_ON.findall(evidence.ended.log)):
         return one_line(stopped[-1])
     failed = _failed_ranks(evidence.ended.log)
-    # A rank's own signal says more than the errors of those that it left alone; SIGTERM and SIGKILL are torchrun's.
+    # A rank's own signal explains more than the errors of those that it left alone; SIGTERM and SIGKILL are torchrun's.
     ended = (signal.SIGTERM, signal.SIGKILL)
     own = [(rank, code) for rank, code in failed if code < 0 and -code not in ended] or failed
     rank, code = own[0] if own else (None, evidence.ended.exit_code)
@@ -186,7 +186,7 @@ def one_line(text: str) -> str:
 
 def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """How many processes the kernel has killed for want of memory: in our cgroup where it counts them, else on this
-    machine; None where neither is told."""
+    machine; None where neither is known."""
     places = []
     with contextlib.suppress(OSError, ValueError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():

@@ -29,7 +29,7 @@ from backends.launch import LaunchError, Start
 from backends.untrusted import UNDECODABLE
 from loadgen.monitor.tail import Tail
 from loadgen.rundir import usable_cpus
-from training_probe.launch.outcome import Ended, Evidence, Outcome, judge, oom_kills
+from training_probe.launch.outcome import Ended, Evidence, ProcessOutcome, judge, oom_kills
 from training_probe.protocol import LOG_FILE, STEPS_FILE, TRIAL_FILE, RankReport, Step, Trial, write_atomically
 from training_probe.results import RunResult, run_result
 
@@ -205,7 +205,7 @@ class Launching:
 class TrialOutcome:
     """How a run ended, and what of it was measured, also when it failed."""
 
-    outcome: Outcome
+    outcome: ProcessOutcome
     reason: str
     measured: RunResult
     log: Path

@@ -31,7 +31,7 @@ class Block(NamedTuple):
     size: int
 
 
-class Span(NamedTuple):
+class PhaseStart(NamedTuple):
     """One phase, from `start_ns` to the next one's start."""
 
     start_ns: int
@@ -67,7 +67,7 @@ def blocks(events: Iterable[tuple[int, int, int]]) -> list[Block]:
     return found + [Block(start_ns, None, size) for start_ns, size in open_at.values()]
 
 
-def category(block: Block, spans: list[Span]) -> str:
+def category(block: Block, spans: list[PhaseStart]) -> str:
     """See the head of this file."""
     starts = [span.start_ns for span in spans]
     if block.start_ns < starts[0]:
@@ -77,7 +77,7 @@ def category(block: Block, spans: list[Span]) -> str:
     return "temporary" if ended == place else _KEPT.get(spans[place].phase, "temporary")
 
 
-def categorised(found: list[Block], spans: list[Span], built_bytes: int) -> Timeline:
+def categorised(found: list[Block], spans: list[PhaseStart], built_bytes: int) -> Timeline:
     """Bytes of every category over time."""
     origin = spans[0].start_ns
     changes: list[tuple[int, int, int]] = []
@@ -97,7 +97,7 @@ def categorised(found: list[Block], spans: list[Span], built_bytes: int) -> Time
         times.append(max(0.0, (time_ns - origin) / 1e9))
         levels.append(list(level))
     kept = thinned(levels)
-    starts = [span.start_ns for before, span in zip([Span(0, "optimizer"), *spans], spans, strict=False)
+    starts = [span.start_ns for before, span in zip([PhaseStart(0, "optimizer"), *spans], spans, strict=False)
               if span.phase == "forward" and before.phase == "optimizer"]  # fmt: skip
     return Timeline(
         categories=list(CATEGORIES),

@@ -16,7 +16,7 @@ from training_probe.grid import Cell
 from training_probe.memory.rank import (
     MASTER,
     STATES_FP32,
-    Phase,
+    Moment,
     Rank,
     Term,
     four_bit,
@@ -48,7 +48,7 @@ FOREACH_ADAM_BYTES = 4
 # --- ---
 
 
-def phases(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Phase, ...], tuple[Term, ...]]:
+def moments(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Moment, ...], tuple[Term, ...]]:
     """The moments of a step on the worst rank, and the host's terms."""
     if cell.engine == "megatron":
         stages = [tuple(_megatron(rank)) for rank in _stages(cell, spec, batch)]
@@ -65,24 +65,24 @@ def phases(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Phase, ...], 
     return tuple(_deepspeed(rank)), tuple(_host(rank))
 
 
-def _deepspeed(rank: Rank) -> Iterator[Phase]:
+def _deepspeed(rank: Rank) -> Iterator[Moment]:
     """The moments of the method's stage of ZeRO."""
     return {0: _plain, 3: _zero_3}.get(rank.method.zero, _zero_2)(rank)
 
 
-def _plain(rank: Rank) -> Iterator[Phase]:
+def _plain(rank: Rank) -> Iterator[Moment]:
     """No ZeRO and no bf16 section: a bf16 model, bf16 states, gradients made anew each step."""
     trainable = rank.counts.trainable
     held = with_bf16_states(rank)
     yield from with_new_gradients(rank, held)
     gradients = product("gradients", 2, trainable, "trainable")
     bucket = min(trainable, REDUCE_BUCKET + rank.counts.largest_trainable)
-    yield Phase(
+    yield Moment(
         "reduction", (*held, gradients, product("buckets", PLAIN_REDUCE_BYTES, bucket, "elements, flat and fp32"))
     )
 
 
-def _zero_2(rank: Rank) -> Iterator[Phase]:
+def _zero_2(rank: Rank) -> Iterator[Moment]:
     """ZeRO 1 and 2: stage_1_and_2.py. With overlap_comm both drop the gradients of others as buckets are reduced. What
     a bucket has for one rank is reduced where it lies; only one that several ranks have a part of is copied."""
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
@@ -108,7 +108,7 @@ def _zero_2(rank: Rank) -> Iterator[Phase]:
     if (gone := _layers_in_bucket(rank)) is None:  # one bucket, reduced after the backward pass
         yield rank.first_layer([*held, *before, buckets, arriving])
         largest = max(([copy], own, norm), key=lambda terms: sum(term.bytes for term in terms))
-        yield Phase("reduction", (*held, *after, buckets, *largest))
+        yield Moment("reduction", (*held, *after, buckets, *largest))
     else:
         aside = [*_aside(rank), *norm]
         yield rank.last_layer([*held, *meanwhile, *own, buckets, *aside], "first reduction", gone)
@@ -117,10 +117,10 @@ def _zero_2(rank: Rank) -> Iterator[Phase]:
             yield rank.last_layer([*held, *meanwhile, *own, buckets, copy], "reduction for two ranks", shared)
         always = [copy] if trainable < ranks * REDUCE_BUCKET else []
         yield rank.first_layer([*held, *after, *own, buckets, *always, arriving])
-        yield Phase("last reduction", (*held, *after, *own, buckets, *aside))
+        yield Moment("last reduction", (*held, *after, *own, buckets, *aside))
     if not offload:
         step = product("optimizer temporaries", 6, trainable, "trainable: a flat bf16 copy, fp32 gradients", ranks)
-        yield Phase("optimizer step", (*held, *own, step))
+        yield Moment("optimizer step", (*held, *own, step))
 
 
 def _accumulated(rank: Rank) -> tuple[list[Term], list[Term], list[Term]]:
@@ -150,7 +150,7 @@ def _aside(rank: Rank) -> list[Term]:
     return [product("largest gradient", 2, counts.largest_trainable, "elements, in no bucket")]
 
 
-def _zero_3(rank: Rank) -> Iterator[Phase]:
+def _zero_3(rank: Rank) -> Iterator[Moment]:
     """ZeRO 3: stage3.py. One rank gathers nothing: its parameters are views, unless they come from the host."""
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
     trainable = counts.trainable
@@ -178,11 +178,11 @@ def _zero_3(rank: Rank) -> Iterator[Phase]:
     if (gone := _layers_in_bucket(rank)) is not None:
         yield rank.last_layer([*held, *live, *reduced], "first reduction", gone)
     yield rank.first_layer([*held, *live, arriving])
-    yield Phase("last reduction", (*held, *few, *reduced))
+    yield Moment("last reduction", (*held, *few, *reduced))
     if not offload:
         group = min(-(-trainable // ranks), SUB_GROUP + -(-counts.largest_trainable // ranks))
         step = product("optimizer temporaries", 6, group, "elements of a sub-group: a flat bf16 copy, fp32 gradients")
-        yield Phase("optimizer step", (*held, step))
+        yield Moment("optimizer step", (*held, step))
 
 
 def _live(rank: Rank) -> Term:
@@ -213,13 +213,13 @@ def _layers_of(rank: Rank, gradients: int) -> int:
     return min(rank.layers - 1, max(0, gradients - head) // counts.layer_trainable)
 
 
-def _ddp(rank: Rank) -> Iterator[Phase]:
+def _ddp(rank: Rank) -> Iterator[Moment]:
     """Like DeepSpeed without ZeRO, but gradients are views of buckets, which stay; alone there are none."""
     trainable = rank.counts.trainable
     held = with_bf16_states(rank)
     if rank.ranks == 1:
         yield from with_new_gradients(rank, held)
-        yield Phase("optimizer step", (*held, product("gradients", 2, trainable, "trainable")))
+        yield Moment("optimizer step", (*held, product("gradients", 2, trainable, "trainable")))
         return
     held.append(product("gradients", 2, trainable, "trainable, as buckets"))
     yield rank.loss(held)
@@ -228,7 +228,7 @@ def _ddp(rank: Rank) -> Iterator[Phase]:
     )
 
 
-def _fsdp2(rank: Rank) -> Iterator[Phase]:
+def _fsdp2(rank: Rank) -> Iterator[Moment]:
     """fully_shard on each layer and on the root, which holds embeddings, last norm and head. What is trained
     is fp32, beside a frozen model bf16; gradients are reduced in fp32."""
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
@@ -260,15 +260,15 @@ def _fsdp2(rank: Rank) -> Iterator[Phase]:
     yield rank.loss([*held, *before, gathered])
     yield rank.last_layer([*held, *before, gathered, own, head])
     remaining = rank.activations(rank.layers - 1, outside=False)
-    yield Phase("first reduction", (*held, *before, fewer, own, reduced, head, remaining))
+    yield Moment("first reduction", (*held, *before, fewer, own, reduced, head, remaining))
     reached = [] if offload else [product("gradients", width, trainable - root_trains, "trainable but the root", ranks)]
     yield rank.first_layer([*held, *(before or reached), last, own, reduced, head])
     roots = product("buckets", 6, root_trains, "elements of the root: bf16 gradients, fp32 to be reduced")
-    yield Phase("last reduction", (*held, *gradients, roots))
-    yield Phase("optimizer step", (*held, *gradients))
+    yield Moment("last reduction", (*held, *gradients, roots))
+    yield Moment("optimizer step", (*held, *gradients))
 
 
-def _megatron(rank: Rank) -> Iterator[Phase]:
+def _megatron(rank: Rank) -> Iterator[Moment]:
     """bf16 parameters, fp32 main gradients that stay, fp32 master weights and moments, which Z1 divides."""
     parameters, states = rank.counts.trainable, rank.ranks if rank.method.zero else 1
     held = [
@@ -280,7 +280,7 @@ def _megatron(rank: Rank) -> Iterator[Phase]:
     yield rank.loss(held)
     yield rank.last_layer([*held, product("newest gradient", 2, rank.counts.largest_trainable, "elements, bf16")])
     roots = product("optimizer step", FOREACH_ADAM_BYTES, parameters, "parameters of a rank, square roots", states)
-    yield Phase("optimizer step", (*held, roots))
+    yield Moment("optimizer step", (*held, roots))
 
 
 def _stages(cell: Cell, spec: ModelSpec, batch: int) -> Iterator[Rank]:

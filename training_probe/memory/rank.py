@@ -145,7 +145,7 @@ class Term(msgspec.Struct, frozen=True):
     formula: str
 
 
-class Phase(msgspec.Struct, frozen=True):
+class Moment(msgspec.Struct, frozen=True):
     """One moment of a step, and everything that is allocated then."""
 
     name: str
@@ -180,18 +180,18 @@ class Rank:
     def accumulates(self) -> bool:
         return self.cell.grad_accum > 1
 
-    def loss(self, held: Iterable[Term]) -> Phase:
+    def loss(self, held: Iterable[Term]) -> Moment:
         """The gradient of the logits: all activations and the loss's tensors."""
-        return Phase("loss", (*held, self.activations(self.layers), *self._logits()))
+        return Moment("loss", (*held, self.activations(self.layers), *self._logits()))
 
-    def last_layer(self, held: Iterable[Term], name: str = "backward, last layer", gone: int = 0) -> Phase:
+    def last_layer(self, held: Iterable[Term], name: str = "backward, last layer", gone: int = 0) -> Moment:
         """A layer in the backward pass, when `gone` layers after it are done."""
         before = self.activations(self.layers - 1 - gone, outside=False)
-        return Phase(name, (*held, before, *self._working()))
+        return Moment(name, (*held, before, *self._working()))
 
-    def first_layer(self, held: Iterable[Term]) -> Phase:
+    def first_layer(self, held: Iterable[Term]) -> Moment:
         """The end of the backward pass: the activations of one layer are left."""
-        return Phase("backward, first layer", (*held, *self._working()))
+        return Moment("backward, first layer", (*held, *self._working()))
 
     def activations(self, layers: int, outside: bool = True) -> Term:
         """Of `layers` layers of the last micro batch, and all of those before it in the pipeline."""
@@ -247,7 +247,7 @@ def with_bf16_states(rank: Rank) -> list[Term]:
     ]
 
 
-def with_new_gradients(rank: Rank, held: list[Term]) -> Iterator[Phase]:
+def with_new_gradients(rank: Rank, held: list[Term]) -> Iterator[Moment]:
     """Both passes where autograd makes the gradients anew: the head's are the first, the embeddings' the last. A table
     that is both has two, and then their sum."""
     counts = rank.counts
@@ -266,7 +266,9 @@ def with_new_gradients(rank: Rank, held: list[Term]) -> Iterator[Phase]:
     yield rank.first_layer([*held, last])
     if rank.spec.tied and table:
         own = product("gradients", 2, counts.trainable, "trainable")
-        yield Phase("backward, embeddings", (*held, own, product("newest gradient", 4, table, "elements, and the sum")))
+        yield Moment(
+            "backward, embeddings", (*held, own, product("newest gradient", 4, table, "elements, and the sum"))
+        )
 
 
 def product(name: str, coefficient: float, count: int, what: str, ranks: int = 1) -> Term:

@@ -20,7 +20,7 @@ from training_probe.micro import run as micro_run
 from training_probe.micro import tables
 from training_probe.micro.presets import TITLES
 from training_probe.micro.run import MicroManifest
-from training_probe.points import About, Dtype, Gemm, Kind, Measured, MicroError, Outcome
+from training_probe.points import About, Dtype, Gemm, Kind, Measured, MicroError, PointOutcome
 from training_probe.report import layout
 
 SCHEMA = "training_probe.micro/1"
@@ -63,10 +63,10 @@ class MicroReport(msgspec.Struct, kw_only=True):
     results: list[dict[str, Any]]
 
 
-def build(found: Sequence[Measured], manifest: MicroManifest, about: About | None) -> MicroReport:
-    outcomes = Counter(result.outcome for result in found)
-    by_outcome = {outcome: outcomes[outcome] for outcome in get_args(Outcome) if outcomes[outcome]}
-    known = tables.peaks(found, manifest.device_name)
+def build(results: Sequence[Measured], manifest: MicroManifest, about: About | None) -> MicroReport:
+    outcomes = Counter(result.outcome for result in results)
+    by_outcome = {outcome: outcomes[outcome] for outcome in get_args(PointOutcome) if outcomes[outcome]}
+    known = tables.peaks(results, manifest.device_name)
     own = set(MicroReport.__struct_fields__) & set(MicroManifest.__struct_fields__) - {"schema", "argv"}
     return MicroReport(
         **{name: getattr(manifest, name) for name in own},
@@ -74,8 +74,8 @@ def build(found: Sequence[Measured], manifest: MicroManifest, about: About | Non
         versions=about.versions if about else {},
         l2_bytes=about.l2_bytes if about else None,
         peak_flops_per_s=PeakFlops(known.catalog, known.measured),
-        points=PointCounts(len(manifest.task.points), len(found), by_outcome),
-        results=[_derived(result, known) for result in found],
+        points=PointCounts(len(manifest.task.points), len(results), by_outcome),
+        results=[_derived(result, known) for result in results],
     )
 
 
@@ -122,17 +122,17 @@ def summary(report: MicroReport) -> Iterator[str]:
         yield "Versions: " + ", ".join(f"{name} {version}" for name, version in report.versions.items()) + "."
 
 
-def text(found: Sequence[Measured], report: MicroReport, width: int) -> str:
+def text(results: Sequence[Measured], report: MicroReport, width: int) -> str:
     """The report for a terminal of `width` columns."""
-    shown = [layout.text(table, width) for table in tables.build(found, report.device_name)]
+    shown = [layout.text(table, width) for table in tables.build(results, report.device_name)]
     head = [title_of(report), "", *summary(report)]
     return "\n".join([*(fill(escaped(line), width) for line in head), "", *shown])
 
 
-def markdown(report: MicroReport, found: Sequence[Measured], pictures: Mapping[str, str]) -> str:
+def markdown(report: MicroReport, results: Sequence[Measured], pictures: Mapping[str, str]) -> str:
     """report.md. pictures: file -> what it shows."""
     lines = [f"# {markdown_text(title_of(report))}", "", *(f"- {markdown_text(line)}" for line in summary(report)), ""]
-    lines += [layout.markdown(table) for table in tables.build(found, report.device_name)]
+    lines += [layout.markdown(table) for table in tables.build(results, report.device_name)]
     for file, shows in pictures.items():
         lines += [f"![{markdown_text(shows)}]({file})", ""]
     run, version = map(markdown_text, (report.run_id, report.version))
@@ -141,17 +141,17 @@ def markdown(report: MicroReport, found: Sequence[Measured], pictures: Mapping[s
 
 def redo(directory: Path) -> tuple[list[Measured], MicroReport]:
     """The results of a directory, and their report, written anew into it. Raises MicroError."""
-    found, manifest = micro_run.read_results(directory), micro_run.read_manifest(directory)
-    report = build(found, manifest, micro_run.read_about(directory))
+    results, manifest = micro_run.read_results(directory), micro_run.read_manifest(directory)
+    report = build(results, manifest, micro_run.read_about(directory))
     try:
         (directory / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-        made = tables.build(found, manifest.device_name)
+        made = tables.build(results, manifest.device_name)
         (directory / "tables.tex").write_text(layout.latex_file(made), encoding="utf-8")
-        (directory / "report.md").write_text(markdown(report, found, {}), encoding="utf-8")
+        (directory / "report.md").write_text(markdown(report, results, {}), encoding="utf-8")
         from training_probe.micro import plots  # matplotlib: after the numbers are safe
 
-        pictures = plots.draw(directory, found, manifest.device_name, _platform(report))
-        (directory / "report.md").write_text(markdown(report, found, pictures), encoding="utf-8")
+        pictures = plots.draw(directory, results, manifest.device_name, _platform(report))
+        (directory / "report.md").write_text(markdown(report, results, pictures), encoding="utf-8")
     except OSError as error:
         raise MicroError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
-    return found, report
+    return results, report

@@ -40,8 +40,8 @@ from training_probe.points import (
     Kind,
     Measured,
     MicroError,
-    Outcome,
     Point,
+    PointOutcome,
     Task,
 )  # fmt: skip
 from training_probe.protocol import write_atomically
@@ -184,7 +184,7 @@ class _PointFile:
     def is_complete(self) -> bool:
         return self._done == len(self.launch.points)
 
-    def add_missing(self, outcome: Outcome, why: str) -> None:
+    def add_missing(self, outcome: PointOutcome, why: str) -> None:
         """The points that were not measured: the first of them is where the processes ended."""
         log = f"{RUNS}/{self.launch.name}/{LOG_FILE}"
         self._say(f"{self.launch.name}: ended at point {self._done + 1}: {why} ({log})")

@@ -16,10 +16,11 @@ import msgspec
 
 from backends.untrusted import UNDECODABLE, escaped
 from loadgen.report.text import markdown_text
-from training_probe import paper, results
+from training_probe import paper
 from training_probe.grid import LETTERS, Method
 from training_probe.report import layout, tables
 from training_probe.results import CellResult, Outcome
+from training_probe.results import read as read_results
 
 SCHEMA = "training_probe.report/1"
 MANIFEST_FILE = "manifest.json"
@@ -54,7 +55,7 @@ class ReportHead(msgspec.Struct, kw_only=True):
         return {name: manifest.get(name) for name in own}
 
 
-class Profile(msgspec.Struct, order=True):
+class StepCounts(msgspec.Struct):
     """Steps and runs that were measured."""
 
     warmup_steps: int
@@ -65,7 +66,7 @@ class Profile(msgspec.Struct, order=True):
 class Profiles(msgspec.Struct):
     """Each way that cells were measured; as_paper: all as the paper's were."""
 
-    each: list[Profile]
+    each: list[StepCounts]
     as_paper: bool
 
 
@@ -85,7 +86,7 @@ class PredictionErrors(msgspec.Struct):
     said_to_fit_but_ran_out: list[str]
 
 
-class Report(ReportHead, kw_only=True):
+class SweepReport(ReportHead, kw_only=True):
     """report.json of a sweep, schema `training_probe.report/1`."""
 
     schema: str = SCHEMA
@@ -95,21 +96,21 @@ class Report(ReportHead, kw_only=True):
     results: list[CellResult]
 
 
-def build(found: Sequence[CellResult], manifest: ManifestFields) -> Report:
-    outcomes = Counter(result.outcome for result in found)
+def build(results: Sequence[CellResult], manifest: ManifestFields) -> SweepReport:
+    outcomes = Counter(result.outcome for result in results)
     by_outcome = {outcome: outcomes[outcome] for outcome in get_args(Outcome) if outcomes[outcome]}
-    return Report(
+    return SweepReport(
         **ReportHead.fields_of(manifest),
-        platform=platform_of(found, manifest),
-        profile=_profiles(found, manifest),
-        cells=CellCounts(len(found), by_outcome, sum(map(_invalid, found))),
-        prediction=_prediction_errors(found),
-        results=list(found),
+        platform=platform_of(results, manifest),
+        profile=_profiles(results, manifest),
+        cells=CellCounts(len(results), by_outcome, sum(map(_invalid, results))),
+        prediction=_prediction_errors(results),
+        results=list(results),
     )
 
 
-def platform_of(found: Sequence[CellResult], manifest: ManifestFields) -> str:
-    names = dict.fromkeys(result.platform for result in found)
+def platform_of(results: Sequence[CellResult], manifest: ManifestFields) -> str:
+    names = dict.fromkeys(result.platform for result in results)
     return ", ".join(names) or str(manifest.get("platform") or "this machine")
 
 
@@ -117,20 +118,20 @@ def _invalid(result: CellResult) -> bool:
     return result.outcome == "ok" and not result.valid
 
 
-def _profiles(found: Sequence[CellResult], manifest: ManifestFields) -> Profiles:
+def _profiles(results: Sequence[CellResult], manifest: ManifestFields) -> Profiles:
     """Of the cells that were measured; without any, of what the manifest plans."""
-    each = {(result.warmup_steps, result.steps, result.runs) for result in found if result.outcome == "ok"}
-    planned = [manifest.get(name) for name in Profile.__struct_fields__]
+    each = {(result.warmup_steps, result.steps, result.runs) for result in results if result.outcome == "ok"}
+    planned = [manifest.get(name) for name in StepCounts.__struct_fields__]
     if not each and all(isinstance(number, int) for number in planned):
         each = {tuple(planned)}  # type: ignore[arg-type]
     as_paper = each <= {(paper.WARMUP_STEPS, paper.STEPS, paper.RUNS)}
-    return Profiles([Profile(*numbers) for numbers in sorted(each)], as_paper)
+    return Profiles([StepCounts(*numbers) for numbers in sorted(each)], as_paper)
 
 
-def _prediction_errors(found: Sequence[CellResult]) -> PredictionErrors:
+def _prediction_errors(results: Sequence[CellResult]) -> PredictionErrors:
     off = {
         result.cell: predicted / peak - 1
-        for result in found
+        for result in results
         if result.outcome == "ok"
         and (predicted := result.predicted_memory_gb) is not None
         and (peak := result.peak_memory_gb) is not None
@@ -138,7 +139,7 @@ def _prediction_errors(found: Sequence[CellResult]) -> PredictionErrors:
     }
     ranked = sorted(off, key=lambda name: abs(off[name]))
     ran_out = [
-        result.cell for result in found
+        result.cell for result in results
         if result.outcome == "oom" and result.predicted_memory_gb and result.device_memory_gb
         and result.predicted_memory_gb * MARGIN < result.device_memory_gb
     ]  # fmt: skip
@@ -154,7 +155,7 @@ def _prediction_errors(found: Sequence[CellResult]) -> PredictionErrors:
 # As text.
 
 
-def summary(report: Report, found: Sequence[CellResult]) -> Iterator[str]:
+def summary(report: SweepReport, results: Sequence[CellResult]) -> Iterator[str]:
     """What was measured and how, a sentence or two each; plain text that is not escaped."""
     cells, errors = report.cells, report.prediction
     invalid = f" ({cells.invalid} of them INVALID)" if cells.invalid else ""
@@ -171,13 +172,13 @@ def summary(report: Report, found: Sequence[CellResult]) -> Iterator[str]:
         )
     if errors.said_to_fit_but_ran_out:
         yield f"Predicted to fit, but ran out of memory: {', '.join(errors.said_to_fit_but_ran_out)}."
-    yield from _scaling_lines(found)
-    yield from _engine_lines(found)
+    yield from _scaling_lines(results)
+    yield from _engine_lines(results)
 
 
-def _scaling_lines(found: Sequence[CellResult]) -> Iterator[str]:
+def _scaling_lines(results: Sequence[CellResult]) -> Iterator[str]:
     """Without ZeRO, which shares work out, each GPU has the same work however many there are."""
-    for first, *others in tables.scaled([result for result in found if not Method.parse(result.method).zero]):
+    for first, *others in tables.scaled([result for result in results if not Method.parse(result.method).zero]):
         for result in others:
             efficiency = (result.tokens_per_s or 0.0) / result.gpus / ((first.tokens_per_s or 0.0) / first.gpus)
             if efficiency > MOST_EFFICIENT:
@@ -202,11 +203,11 @@ def _profile_lines(profiles: Profiles) -> Iterator[str]:
         )
 
 
-def _engine_lines(found: Sequence[CellResult]) -> Iterator[str]:
+def _engine_lines(results: Sequence[CellResult]) -> Iterator[str]:
     """Optimizers with their precision, and versions, as the cells reported them."""
     optimizers: dict[str, dict[str, dict[str, None]]] = {}
     versions: dict[str, dict[str, None]] = {}
-    for result in found:
+    for result in results:
         if result.optimizer:
             optimizers.setdefault(result.optimizer, {}).setdefault(result.engine, {})[result.method] = None
         for name, version in result.versions.items():
@@ -218,32 +219,32 @@ def _engine_lines(found: Sequence[CellResult]) -> Iterator[str]:
         yield "Versions: " + ", ".join(f"{name} {' and '.join(each)}" for name, each in versions.items()) + "."
 
 
-def title_of(report: Report) -> str:
+def title_of(report: SweepReport) -> str:
     return f"Training on {report.platform}" + (f", {report.preset}" if report.preset else "")
 
 
-def text(found: Sequence[CellResult], manifest: ManifestFields, width: int) -> str:
+def text(results: Sequence[CellResult], manifest: ManifestFields, width: int) -> str:
     """The report for a terminal of `width` columns: plain text, nothing in it that a terminal obeys."""
-    report = build(found, manifest)
-    head = [title_of(report), "", *summary(report, found)]
-    shown = [layout.text(table, width) for table in tables.build(found)]
+    report = build(results, manifest)
+    head = [title_of(report), "", *summary(report, results)]
+    shown = [layout.text(table, width) for table in tables.build(results)]
     return "\n".join([*(fill(escaped(line), width) for line in head), "", *shown])
 
 
-def markdown(report: Report, found: Sequence[CellResult], pictures: Mapping[str, str] | None = None) -> str:
+def markdown(report: SweepReport, results: Sequence[CellResult], pictures: Mapping[str, str] | None = None) -> str:
     """report.md. pictures: file -> what it shows."""
     lines = [
         f"# {markdown_text(title_of(report))}",
         "",
-        *(f"- {markdown_text(line)}" for line in summary(report, found)),
+        *(f"- {markdown_text(line)}" for line in summary(report, results)),
     ]
-    lines += ["", *(layout.markdown(table) for table in tables.build(found))]
+    lines += ["", *(layout.markdown(table) for table in tables.build(results))]
     if pictures:
         lines += ["## Figures", ""]
     for file, shows in (pictures or {}).items():
         lines += [f"![{markdown_text(shows)}]({file})", ""]
-    failed = [result for result in found if result.outcome != "ok" or not result.valid]
-    used = {letter for result in found for letter in result.method.split("+")} & set(LETTERS)
+    failed = [result for result in results if result.outcome != "ok" or not result.valid]
+    used = {letter for result in results for letter in result.method.split("+")} & set(LETTERS)
     if used:
         lines += ["## Letters of the methods", ""]
         lines += [*(f"- {letter}: {markdown_text(means)}" for letter, means in LETTERS.items() if letter in used), ""]
@@ -275,24 +276,24 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         ) from None
 
 
-def redo(directory: Path) -> Report:
+def redo(directory: Path) -> SweepReport:
     """The report of a sweep's directory, made anew from its results. Raises ResultsError or ReportError."""
-    return write(directory, results.read(directory), read_manifest(directory))
+    return write(directory, read_results(directory), read_manifest(directory))
 
 
-def write(directory: Path, found: Sequence[CellResult], manifest: ManifestFields) -> Report:
+def write(directory: Path, results: Sequence[CellResult], manifest: ManifestFields) -> SweepReport:
     """Writes all of it into the directory, replacing earlier ones. Raises ReportError."""
-    report = build(found, manifest)
+    report = build(results, manifest)
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
     try:
         (directory / "report.json").write_bytes(encoded + b"\n")
-        (directory / "tables.csv").write_text(tables.csv_text(found), encoding="utf-8")
-        (directory / "tables.tex").write_text(layout.latex_file(tables.build(found)), encoding="utf-8")
-        (directory / "report.md").write_text(markdown(report, found), encoding="utf-8")
+        (directory / "tables.csv").write_text(tables.csv_text(results), encoding="utf-8")
+        (directory / "tables.tex").write_text(layout.latex_file(tables.build(results)), encoding="utf-8")
+        (directory / "report.md").write_text(markdown(report, results), encoding="utf-8")
         from training_probe.report import plots  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
 
-        pictures = plots.draw(directory, found)
-        (directory / "report.md").write_text(markdown(report, found, pictures), encoding="utf-8")
+        pictures = plots.draw(directory, results)
+        (directory / "report.md").write_text(markdown(report, results, pictures), encoding="utf-8")
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
     return report

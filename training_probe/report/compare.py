@@ -18,9 +18,9 @@ import msgspec
 
 from backends.untrusted import escaped
 from loadgen.report.text import number
-from training_probe import results
 from training_probe.report.layout import Column, Table, text
 from training_probe.results import CellResult
+from training_probe.results import read as read_results
 
 SCHEMA = "training_probe.compare/1"
 SAME = "no difference shown"
@@ -103,7 +103,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare(a: Path, b: Path) -> Comparison:
     """Reads two sweeps' directories, or files of results, and compares them. Raises ResultsError."""
-    return build(results.read(a), results.read(b), str(a), str(b))
+    return build(read_results(a), read_results(b), str(a), str(b))
 
 
 def build(a: Sequence[CellResult], b: Sequence[CellResult], name_a: str, name_b: str) -> Comparison:
@@ -119,16 +119,16 @@ def build(a: Sequence[CellResult], b: Sequence[CellResult], name_a: str, name_b:
     )
 
 
-def _sweep(name: str, found: Sequence[CellResult]) -> ComparedSweep:
+def _sweep(name: str, results: Sequence[CellResult]) -> ComparedSweep:
     def each(values: list[str]) -> list[str]:
         return [value for value in dict.fromkeys(values) if value]
 
     return ComparedSweep(
         name=name,
-        cells=len(found),
-        platforms=each([result.platform for result in found]),
-        profiles=each([_profile(result) for result in found if result.outcome == "ok"]),
-        versions=each([f"{package} {version}" for result in found for package, version in result.versions.items()]),
+        cells=len(results),
+        platforms=each([result.platform for result in results]),
+        profiles=each([_profile(result) for result in results if result.outcome == "ok"]),
+        versions=each([f"{package} {version}" for result in results for package, version in result.versions.items()]),
     )
 
 

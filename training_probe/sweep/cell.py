@@ -275,7 +275,7 @@ class CellRun:
 
 
 class LargestBatch(msgspec.Struct, frozen=True):
-    """micro_batch: the largest that fitted, None if none did; then the last attempt says why."""
+    """micro_batch: the largest that fitted, None if none did; then the last attempt has the reason."""
 
     micro_batch: int | None
     attempts: list[Attempt]

@@ -3,7 +3,7 @@
     DIR/manifest.json, results.jsonl, snapshot.json
     DIR/trials/<cell>/search-<micro batch>/, run-<k>/: trial.json, log.txt, rank<N>.json, steps.jsonl
 
-A cell that makes no sense or is certain not to fit is not run, and says so. A sweep that was stopped, or killed, goes
+A cell that makes no sense or is certain not to fit is not run; its result has the reason. A sweep that was stopped, or killed, goes
 on where it was: what counts as done is what stands in results.jsonl.
 """
 
@@ -75,7 +75,7 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Su
 
 
 def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int:
-    """Goes on with a sweep, as its manifest says. Raises RunError, ResultsError, RunnerError."""
+    """Goes on with a sweep, as its manifest has it. Raises RunError, ResultsError, RunnerError."""
     manifest = manifests.read(directory)
     if (directory / results.BREAKDOWN_FILE).exists():
         raise rundir.RunError(f"{directory} holds a breakdown, which cannot be gone on with; trace its cells anew.")

@@ -2,7 +2,7 @@
 
 Without Transformer Engine and apex, whose fused kernels are no part of the wheel: what is measured is megatron-core
 alone, and slower than NVIDIA's own container. On the CPU, where its optimizer refuses tensors, torch's AdamW and DDP
-stand in for its own, and `torch.cuda` is told to mean the CPU.
+stand in for its own, and `torch.cuda` is made to mean the CPU.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _replicated(model: nn.Module, replicas: Any) -> nn.Module:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on "cuda" are made on the CPU."""
+    """Tensors that are requested on "cuda" are made on the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -1,6 +1,7 @@
-"""A few steps under torch's profiler, after as many without it: where the time of a step goes, and what looking costs.
+"""A few steps under torch's profiler, after as many without it: where the time of a step goes, and what the
+profiler costs.
 
-Here the trace is recorded; what it means, `training_probe.breakdown.attribution` says.
+The trace is recorded here and interpreted in `training_probe.breakdown.attribution`.
 """
 
 from __future__ import annotations

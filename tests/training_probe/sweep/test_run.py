@@ -31,7 +31,7 @@ from training_probe.grid import Cell, Model
 from training_probe.launch import runner
 from training_probe.launch.runner import MemoryReturn
 from training_probe.memory import Fit, Prediction
-from training_probe.memory.rank import Phase, Term
+from training_probe.memory.rank import Moment, Term
 from training_probe.protocol import Step
 from training_probe.results import Attempt, CellResult
 from training_probe.sweep import manifests, progress
@@ -76,7 +76,7 @@ class GibASequence:
     def predict(self, cell: Cell, spec: ModelSpec) -> Prediction:
         assert cell.micro_batch is not None
         taken = Term("activations", cell.micro_batch * GIB, "")
-        return Prediction(phases=(Phase("backward", (taken,)),))
+        return Prediction(moments=(Moment("backward", (taken,)),))
 
     def fits(self, prediction: Prediction, device_memory_bytes: int) -> Fit:
         needed, there = prediction.peak_bytes // GIB, device_memory_bytes // GIB
