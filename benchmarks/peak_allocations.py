@@ -1,5 +1,5 @@
 """What a training step holds where its memory peaks, and which line of which library allocated it: what the terms of
-`training_probe/memory/deepspeed.py` are read off.
+`training_probe/memory/engines.py` are read off.
 
     PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/peak_allocations.py --model 7b --method L+Z3
 

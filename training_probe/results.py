@@ -249,7 +249,7 @@ def read(path: Path) -> list[CellResult]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ResultsError(f"cannot read {path}: {error.strerror or error}; name the directory of a sweep.") from None
-    found: dict[str, CellResult] = {}
+    by_cell: dict[str, CellResult] = {}
     for number, line in enumerate(lines, 1):
         if not line:
             continue
@@ -259,5 +259,5 @@ def read(path: Path) -> list[CellResult]:
             if number == len(lines):  # no newline after it: the sweep was killed while it wrote
                 break
             raise ResultsError(f"line {number} of {path} is not a result of this version: {error}.") from None
-        found[result.cell] = result
-    return list(found.values())
+        by_cell[result.cell] = result
+    return list(by_cell.values())

@@ -228,11 +228,11 @@ class CellRun:
 
         memory_bytes = device_memory_bytes(self._cell, self._settings)
         start = self._sweep.around.first_micro_batch(self._cell, self._settings, memory_bytes)
-        found = largest(attempt, start=start, at_most=self._settings.max_micro_batch)
-        if found.micro_batch is None:
+        best = largest(attempt, start=start, at_most=self._settings.max_micro_batch)
+        if best.micro_batch is None:
             self._measured = [last.measured]
-            raise _Failed(last.outcome, f"with micro batch {found.attempts[-1].micro_batch}: {last.reason}")
-        return found.micro_batch
+            raise _Failed(last.outcome, f"with micro batch {best.attempts[-1].micro_batch}: {last.reason}")
+        return best.micro_batch
 
     def _trial(self, cell: Cell, warmup_steps: int, steps: int, seed: int) -> Trial:
         model = self._settings.model(cell)

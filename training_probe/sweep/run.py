@@ -3,8 +3,8 @@
     DIR/manifest.json, results.jsonl, snapshot.json
     DIR/trials/<cell>/search-<micro batch>/, run-<k>/: trial.json, log.txt, rank<N>.json, steps.jsonl
 
-A cell that makes no sense or is certain not to fit is not run; its result has the reason. A sweep that was stopped, or killed, goes
-on where it was: what counts as done is what stands in results.jsonl.
+A cell that makes no sense or is certain not to fit is not run; its result has the reason. A sweep that was stopped, or
+killed, goes on where it was: the cells that stand in results.jsonl are done.
 """
 
 from __future__ import annotations

@@ -154,10 +154,10 @@ def restore_buffers(model: nn.Module, device: torch.device) -> None:
 def decoder(model: nn.Module) -> Any:
     """The part that has the layers and the rotary embedding, however deep engines and adapters have put it. Raises
     Unsupported."""
-    found = next((module for module in model.modules() if hasattr(module, "rotary_emb")), None)
-    if found is None:
+    body = next((module for module in model.modules() if hasattr(module, "rotary_emb")), None)
+    if body is None:
         raise Unsupported(f"{type(model).__name__} has no rotary embedding; only decoders like Llama are built here")
-    return found
+    return body
 
 
 def _quantized(linear: nn.Linear, name: str, seed: int, device: torch.device) -> nn.Module:
