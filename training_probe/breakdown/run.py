@@ -20,7 +20,7 @@ from training_probe.breakdown.attribution import Attribution, attribute
 from training_probe.grid import Cell, GridError
 from training_probe.launch import runner
 from training_probe.launch.runner import Limits, MemoryReturn, StoppedError, stopped_by_signals
-from training_probe.protocol import PROFILE_FILE, TRACE_FILE, Profile, Trial
+from training_probe.protocol import PROFILE_FILE, TRACE_FILE, Profile
 from training_probe.results import BREAKDOWN_FILE, Outcome, ResultsError
 from training_probe.sweep import run
 from training_probe.sweep.cell import Surroundings, device_memory_bytes
@@ -98,17 +98,14 @@ def _traced(
     cell: Cell, manifest: SweepManifest, directory: Path, around: Surroundings, cancelled: threading.Event
 ) -> Breakdown:
     """Raises StoppedError."""
-    model = manifest.model(cell)
-    layers = None if model.spec is None else model.spec.layers
+    spec = manifest.model(cell).spec
+    layers = None if spec is None else spec.layers
     result = Breakdown(cell=cell, platform=manifest.platform, layers=layers, outcome="ok")
     refusal = around.refusal(cell, manifest, device_memory_bytes(cell, manifest))
     if refusal is not None:
         return replace(result, outcome=refusal[0], reason=refusal[1])
     within = directory / "trials" / cell.name / "profile"
-    trial = Trial(
-        cell=cell, spec=model.spec, model_dir=model.directory, warmup_steps=manifest.warmup_steps,
-        steps=manifest.steps, profile=True, host_memory_bytes=manifest.host_memory_bytes,
-    )  # fmt: skip
+    trial = replace(manifest.trial(cell), profile=True)
     limits = Limits(timeout_s=manifest.timeout_s, limit_s=manifest.limit_s)
     ended = runner.run_trial(trial, within, around.launching(cell, manifest), limits, cancelled=cancelled)
     result = replace(result, log=str(ended.log.relative_to(directory.absolute())))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, TypedDict
 
 import msgspec
+from msgspec.structs import replace
 
 from backends import gpus
 from backends.catalog import ModelSpec
@@ -101,7 +102,7 @@ class Surroundings:
 
 def sized(cell: Cell) -> Cell:
     """The cell, with micro batch 1 where it is still to be searched."""
-    return cell if cell.micro_batch is not None else msgspec.structs.replace(cell, micro_batch=1)
+    return cell if cell.micro_batch is not None else replace(cell, micro_batch=1)
 
 
 def device_memory_bytes(cell: Cell, manifest: SweepManifest) -> int | None:
@@ -161,11 +162,11 @@ class CellRun:
         cell, failed = self._cell, _Failed("ok", "")
         try:
             if cell.micro_batch is None:
-                cell = msgspec.structs.replace(cell, micro_batch=self._search())
+                cell = replace(cell, micro_batch=self._search())
             while (failed := self._measure(cell)).outcome == "oom" and self._attempts and (cell.micro_batch or 1) > 1:
                 assert cell.micro_batch is not None
                 self._attempts.append(Attempt(micro_batch=cell.micro_batch, outcome="oom"))
-                cell = msgspec.structs.replace(cell, micro_batch=cell.micro_batch // 2)
+                cell = replace(cell, micro_batch=cell.micro_batch // 2)
             if failed.outcome == "ok" and self._settings.timeline:
                 self._record(cell)
         except _Failed as given_up:
@@ -194,7 +195,7 @@ class CellRun:
         """All runs with one micro batch, up to the first that fails; how that ended. Keeps what was measured."""
         self._measured = []
         for number in range(1, self._settings.runs + 1):
-            trial = self._trial(cell, self._settings.warmup_steps, self._settings.steps, seed=number - 1)
+            trial = replace(self._settings.trial(cell), seed=number - 1)
             done = (number - 1) / self._settings.runs
             ended = self._run(trial, f"run-{number}", f"run {number}/{self._settings.runs}", done)
             if ended.outcome == "ok" or not self._measured:
@@ -205,7 +206,7 @@ class CellRun:
 
     def _record(self, cell: Cell) -> None:
         """What the first steps hold, recorded beside the measurement; that it failed is a note."""
-        trial = msgspec.structs.replace(self._trial(cell, 0, TIMELINE_STEPS, seed=0), timeline=True)
+        trial = replace(self._settings.trial(cell), warmup_steps=0, steps=TIMELINE_STEPS, timeline=True)
         log = self._log
         ended = self._run(trial, "timeline", "memory timeline", 1.0)
         self._log = log
@@ -218,8 +219,8 @@ class CellRun:
 
         def attempt(micro_batch: int) -> Attempt:
             nonlocal last
-            cell = msgspec.structs.replace(self._cell, micro_batch=micro_batch)
-            trial = self._trial(cell, SEARCH_WARMUP_STEPS, SEARCH_STEPS, seed=0)
+            cell = replace(self._cell, micro_batch=micro_batch)
+            trial = replace(self._settings.trial(cell), warmup_steps=SEARCH_WARMUP_STEPS, steps=SEARCH_STEPS)
             last = self._run(trial, f"search-{micro_batch}", f"search, micro batch {micro_batch}", 0.0)
             peak = max(last.measured.allocated_bytes, default=None)
             made = Attempt(micro_batch=micro_batch, outcome=last.outcome, peak_allocated_bytes=peak)
@@ -233,13 +234,6 @@ class CellRun:
             self._measured = [last.measured]
             raise _Failed(last.outcome, f"with micro batch {best.attempts[-1].micro_batch}: {last.reason}")
         return best.micro_batch
-
-    def _trial(self, cell: Cell, warmup_steps: int, steps: int, seed: int) -> Trial:
-        model = self._settings.model(cell)
-        return Trial(
-            cell=cell, spec=model.spec, model_dir=model.directory, warmup_steps=warmup_steps, steps=steps, seed=seed,
-            host_memory_bytes=self._settings.host_memory_bytes,
-        )  # fmt: skip
 
     def _run(self, trial: Trial, name: str, what: str, done: float) -> TrialOutcome:
         """One launch. `done`: the share of the cell that is done before it. Raises StoppedError."""
@@ -262,10 +256,8 @@ class CellRun:
         if note is not None and note not in self._notes:
             self._notes.append(note)
         directory = self._directory / name
-        how, limits = (
-            self._sweep.around.launching(trial.cell, settings),
-            Limits(timeout_s=settings.timeout_s, limit_s=limit_s),
-        )
+        how = self._sweep.around.launching(trial.cell, settings)
+        limits = Limits(timeout_s=settings.timeout_s, limit_s=limit_s)
         ended = runner.run_trial(trial, directory, how, limits, on_step=on_step, cancelled=self._sweep.cancelled)
         self._log = str(ended.log.relative_to(self._sweep.directory.absolute()))
         return ended

@@ -12,6 +12,7 @@ from backends import catalog
 from backends.untrusted import UNDECODABLE
 from loadgen.rundir import Machine, RunError, this_machine
 from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell, Model
+from training_probe.protocol import Trial
 
 MANIFEST_FILE = "manifest.json"
 SCHEMA = "training_probe.manifest/1"
@@ -45,6 +46,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def model(self, cell: Cell) -> Model:
         return self.models.get(cell.model) or Model(spec=catalog.find(cell.model))
+
+    def trial(self, cell: Cell) -> Trial:
+        """A run of the cell with these steps."""
+        model = self.model(cell)
+        return Trial(
+            cell=cell, spec=model.spec, model_dir=model.directory, warmup_steps=self.warmup_steps, steps=self.steps,
+            host_memory_bytes=self.host_memory_bytes,
+        )  # fmt: skip
 
 
 class SweepManifest(Settings, frozen=True, kw_only=True):
