@@ -1,9 +1,9 @@
-"""What the program that starts a trial and the trial's processes both know: the files that pass between them, and what
-every engine trains with. Files, so that a process that dies loses nothing.
+"""What both sides of a trial know, the program that starts it and its processes: the files that pass between them, and
+what every engine trains with. Without torch: `--dry-run` prints what a trial would be given.
 
 The sweep writes `trial.json` (Trial) and starts the processes; each writes `rank<N>.json` (RankReport) by an atomic
-rename when it ends, whichever way, and rank 0 appends one line to `steps.jsonl` (Step) after every step. Without
-torch: `--dry-run` prints what a trial would be given.
+rename when it ends, whichever way, and rank 0 appends one line to `steps.jsonl` (Step) after every step: a process that
+dies loses nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ TRACE_FILE, PROFILE_FILE = "trace.json.gz", "profile.json"
 PHASE, PART = "phase:", "part:"  # what ranges in a trace begin with
 
 OOM_EXIT = 77  # a rank that has reported that it ran out of memory ends with this
-BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1
-CLIP_NORM = 1.0
 CANNOT_GO_ON = "cannot go on: "  # what a process of a micro-benchmark writes before its reason when it stops
 # What torch, CUDA, Triton, NCCL and the C library say, in an exception or in the log.
 OUT_OF_MEMORY = re.compile(
@@ -133,6 +130,10 @@ def write_atomically(path: Path, value: object) -> None:
 
 
 # What every engine trains with.
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+CLIP_NORM = 1.0
 
 
 def learning_rate(method: Method) -> float:
