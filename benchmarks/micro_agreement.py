@@ -24,7 +24,7 @@ from typing import Any, get_args
 import torch
 
 from training_probe.micro.cli import BUDGET_S, PRODUCT_BUDGET_S, PRODUCT_SAMPLES, SAMPLES
-from training_probe.micro.points import Copy, Dtype, Gemm, Point, Route, Task, size_text
+from training_probe.points import Copy, Dtype, Gemm, Point, Route, Task, size_text
 from training_probe.worker.micro import gemm, memcpy
 from training_probe.worker.micro.timing import clearing, timed
 

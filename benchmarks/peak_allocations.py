@@ -1,5 +1,5 @@
 """What a training step holds where its memory peaks, and which line of which library allocated it: what the terms of
-`training_probe/memory/deepspeed.py` are read off.
+`training_probe/memory/engines.py` are read off.
 
     PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/peak_allocations.py --model 7b --method L+Z3
 
@@ -81,7 +81,7 @@ def main() -> int:
         torch.cuda.synchronize()
     if told:
         tell(cell.name, _history(rank), first, args.places)
-        for phase in memory.predict(cell, chosen.spec).phases:
+        for phase in memory.predict(cell, chosen.spec).moments:
             print(f"  predicted {phase.bytes / GIB:8.4f} GiB: {phase.name}")
     dist.barrier()
     dist.destroy_process_group()

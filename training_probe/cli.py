@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 from cyclopts import App, Parameter
 
 from loadgen import exit_codes, terminal
@@ -23,8 +24,7 @@ from training_probe.micro import cli
 from training_probe.options import CELLS, OUTPUT, Grid, Measuring, PredictedGrid, TracedGrid, Tracing
 
 if TYPE_CHECKING:
-    from training_probe.grid import Cell, Device
-    from training_probe.sweep.manifests import Model
+    from training_probe.grid import Cell, Device, Model
 
 
 def sweep(
@@ -81,7 +81,6 @@ def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int
     from dataclasses import replace
 
     from loadgen import rundir
-    from training_probe.sweep import dry_run as dry
     from training_probe.sweep import run as sweeps
 
     if grid == Grid(device=grid.device, gpus=grid.gpus):
@@ -90,7 +89,7 @@ def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int
     settings = measuring.settings(grid.preset, known, gpu_ids, sys.argv[1:])
     directory = out or Path("runs") / rundir.new_run_id()
     if dry_run:
-        print(dry.dry_run(cells, settings, directory), end="")
+        print(sweeps.dry_run(cells, settings, directory), end="")
         say(f"{_counted(len(cells), 'cell')}; nothing was started")
         return exit_codes.OK
     from training_probe.options import check_large, check_machine
@@ -170,7 +169,7 @@ def _report(directory: Path, code: int) -> int:
     say("\n" + reports.text(measured, reports.read_manifest(directory), width(sys.stderr)))
     report = reports.redo(directory)
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json.dumps(report))
+    print(json.dumps(msgspec.to_builtins(report)))
     if code != exit_codes.OK:
         return code
     if any(result.outcome in ("crashed", "timeout") for result in measured):
@@ -191,7 +190,7 @@ def _report_breakdown(directory: Path, code: int) -> int:
     say("\n" + reports.text(traced, width(sys.stderr)))
     report = reports.write(directory, traced, read_manifest(directory))
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json.dumps(report))
+    print(json.dumps(msgspec.to_builtins(report)))
     failed = any(each.outcome in ("crashed", "timeout") for each in traced)
     return exit_codes.FAILED if failed and code == exit_codes.OK else code
 
@@ -242,9 +241,9 @@ def _hypothetical(grid: PredictedGrid, gpu_memory_gb: float | None) -> tuple[lis
     from dataclasses import replace
 
     from backends import gpus
+    from training_probe import paper
     from training_probe.grid import GridError
     from training_probe.options import check_above_0, known_models, visible_gpus
-    from training_probe.report import paper
 
     check_above_0("--gpu-memory-gb", gpu_memory_gb)
     if grid.device == "cpu":
@@ -317,7 +316,7 @@ def _exit_code_of(error: Exception) -> int | None:
     from loadgen.rundir import RunError
     from training_probe.grid import GridError
     from training_probe.launch.runner import RunnerError
-    from training_probe.micro.points import MicroError
+    from training_probe.points import MicroError
     from training_probe.report.build import ReportError
     from training_probe.results import ResultsError
 

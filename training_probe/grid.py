@@ -1,8 +1,8 @@
-"""Cells of the training grid, and which of them make sense. Pure: nothing is imported, asked or started here.
+"""Cells of the training grid, and which of them make sense. Pure: nothing is imported, read or started here.
 
 A cell is one training configuration: a model, an engine, the paper's method letters, sizes. Letters that contradict
-each other make no cell (GridError); a cell that is well said but cannot be run has a reason (`impossible`), and becomes
-a row of the results with that reason.
+each other make no cell (GridError); a cell that is well formed but cannot be run has a reason (`impossible`), and
+becomes a row of the results with that reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAIVE = "Naive"
 
 
 class GridError(ValueError):
-    """Options that make no cell. One sentence that says what is wrong and what to do."""
+    """Options that make no cell. One sentence: what is wrong and what to do."""
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +93,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def task(self) -> Task:
-        """What it is for, where nobody says."""
+        """What it is for, where --task is not given."""
         return "finetune" if self.adapter else "pretrain"
 
     def __str__(self) -> str:
@@ -164,6 +164,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return "_".join([model, self.task, self.engine, self.method, *sizes, *extras])
 
 
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cell's model name stands for: its shape where it is known, or a directory with a config.json."""
+
+    spec: ModelSpec | None = None
+    directory: str | None = None
+
+
 def cell(method: str, *, attention: Attention = "eager", **more: object) -> Cell:
     """A cell of a method however it is written. Raises GridError."""
     letters = Method.parse(method)
@@ -200,7 +207,7 @@ def grid(
 
 
 def impossible(cell: Cell, spec: ModelSpec | None) -> str | None:
-    """Why the cell cannot be run anywhere, a clause; None when it can, as far as its shape tells."""
+    """Why the cell cannot be run anywhere, a clause; None when it can, as far as its shape shows."""
     return next(_objections(cell, spec), None)
 
 

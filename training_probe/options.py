@@ -13,13 +13,13 @@ from cyclopts import Group
 from backends.catalog import ModelSpec
 from loadgen.option_types import names, offers, option
 from training_probe import grid
-from training_probe.grid import Cell, Engine, GridError, Method, Task
+from training_probe.grid import Cell, Engine, GridError, Method, Model, Task
 
 if TYPE_CHECKING:  # a line of options is read in a moment; what it means may take longer
     from cyclopts import Token
 
     from backends.gpus import Inventory
-    from training_probe.sweep.manifests import Model, Settings
+    from training_probe.sweep.manifests import Settings
 
 TINY = ModelSpec(
     name="tiny", hf_id="tiny", hidden=256, layers=4, heads=8, kv_heads=4, intermediate=688, vocab_size=2048,
@@ -142,7 +142,7 @@ class Grid:
         for name in ("task", "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "attention", "compile"):
             if getattr(self, name) != getattr(Grid, name, None):
                 raise GridError(f"--preset {preset} has a --{name.replace('_', '-')} of its own; leave that out.")
-        from training_probe.report import paper
+        from training_probe import paper
 
         cells = paper.presets()[preset](self.gpus[0] if self.gpus else here, device)
         methods = {str(Method.parse(text)) for text in self.method}
@@ -263,7 +263,6 @@ def known_models(cells: Sequence[Cell]) -> dict[str, Model]:
 
 def _model(name: str) -> Model:
     from loadgen import models
-    from training_probe.sweep.manifests import Model
 
     if name == TINY.name:
         return Model(spec=TINY)

@@ -1,26 +1,37 @@
-"""What passes between the sweep and the processes of one cell: files, so that a process that dies loses nothing.
+"""What both sides of a trial know, the program that starts it and its processes: the files that pass between them, and
+what every engine trains with. Without torch: `--dry-run` prints what a trial would be given.
 
 The sweep writes `trial.json` (Trial) and starts the processes; each writes `rank<N>.json` (RankReport) by an atomic
-rename when it ends, whichever way, and rank 0 appends one line to `steps.jsonl` (Step) after every step. Imported on
-both sides: the standard library, msgspec and the cell.
+rename when it ends, whichever way, and rank 0 appends one line to `steps.jsonl` (Step) after every step: a process that
+dies loses nothing.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from backends.catalog import ModelSpec
-from training_probe.grid import Cell
+from training_probe.grid import Cell, Method
 
 TRIAL_FILE, STEPS_FILE, LOG_FILE = "trial.json", "steps.jsonl", "log.txt"
 TIMELINE_FILE = "timeline.json"
 TIMELINE_STEPS = 4  # as in the lecture's figure
 TRACE_FILE, PROFILE_FILE = "trace.json.gz", "profile.json"
 PHASE, PART = "phase:", "part:"  # what ranges in a trace begin with
+
+OOM_EXIT = 77  # a rank that has reported that it ran out of memory ends with this
+CANNOT_GO_ON = "cannot go on: "  # what a process of a micro-benchmark writes before its reason when it stops
+# What torch, CUDA, Triton, NCCL and the C library say, in an exception or in the log.
+OUT_OF_MEMORY = re.compile(
+    r"\b(?i:cuda|hip)\b.{0,40}out of memory|(?i:nccl).*out of memory|Failed to CUDA (?:calloc|malloc|host alloc)"
+    r"|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|DefaultCPUAllocator: (?:can't allocate|not enough) memory"
+    r"|MemoryError\b|std::bad_alloc|Cannot allocate memory"
+)
 
 Phase = Literal["warmup", "timed"]
 Pass = Literal["forward", "backward", "optimizer"]
@@ -116,3 +127,50 @@ def write_atomically(path: Path, value: object) -> None:
     part = path.with_name(path.name + ".part")
     part.write_bytes(msgspec.json.encode(value) + b"\n")
     part.replace(path)
+
+
+# What every engine trains with.
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+CLIP_NORM = 1.0
+
+
+def learning_rate(method: Method) -> float:
+    """Large enough that the loss of a fixed batch falls within a few steps: what is trained is thrown away. Few
+    parameters need large steps; a prompt of a few vectors the largest."""
+    return {None: 1e-4, "L": 1e-3, "QL": 1e-3, "PT": 3e-2}[method.adapter]
+
+
+def deepspeed_config(cell: Cell) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets; every option that is not named here is DeepSpeed's own default, so that what is
+    measured is what its users get.
+
+    With ZeRO: bf16 weights and gradients, fp32 master weights and Adam moments. Without: a plain bf16 model and Adam
+    moments in bf16, the paper's Naive. On the CPU the optimizer is torch's, given by the trial, because DeepSpeed's own
+    is compiled at its first use (about a minute).
+    """
+    method = cell.letters
+    cuda = cell.device == "cuda"
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": cell.micro_batch,
+        "gradient_accumulation_steps": cell.grad_accum,
+        "gradient_clipping": CLIP_NORM,
+        "steps_per_print": 1_000_000_000,
+        "zero_optimization": {"stage": method.zero},
+        "zero_allow_untested_optimizer": True,
+    }
+    if cuda:
+        adam = {"lr": learning_rate(method), "betas": list(BETAS), "weight_decay": WEIGHT_DECAY}
+        config["optimizer"] = {"type": "AdamW", "params": adam}
+    if method.zero:
+        config["bf16"] = {"enabled": True}
+        config["zero_optimization"] |= {"overlap_comm": True, "contiguous_gradients": True}
+    if method.offload:
+        there = {"device": "cpu", "pin_memory": cuda}
+        config["zero_optimization"]["offload_optimizer"] = there
+        if method.zero == 3:
+            config["zero_optimization"]["offload_param"] = there
+        if not cuda:
+            config["zero_force_ds_cpu_optimizer"] = False
+    return config

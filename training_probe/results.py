@@ -1,8 +1,13 @@
-"""What a cell gave: one CellResult a line in `results.jsonl`, written when the cell is over. Pure but for that file."""
+"""What a cell gave: from the reports of the ranks to the numbers of a run (RunResult), from its runs to one CellResult,
+which is a line of `results.jsonl` when the cell is over. Pure but for that file.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,10 +15,12 @@ import msgspec
 
 from backends.untrusted import UNDECODABLE
 from training_probe.grid import Cell
+from training_probe.protocol import RankReport, Step
 
 RESULTS_FILE, BREAKDOWN_FILE = "results.jsonl", "breakdown.jsonl"
 SCHEMA = "training_probe.result/1"
 GIB = 1 << 30
+LEAST_LOSSES = 4
 
 Outcome = Literal["ok", "oom", "timeout", "unsupported", "crashed", "skipped"]
 
@@ -30,13 +37,33 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     peak_allocated_bytes: int | None = None
 
 
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of one run. tokens_per_s: all ranks together, None if it is not known of all of them. Peaks
+    are bytes by rank, of the ranks that reported them; device_memory_bytes: the smallest. timed: the timed steps of
+    rank 0."""
+
+    tokens_per_s: float | None = None
+    steps: int = 0
+    timed: tuple[Step, ...] = ()
+    allocated_bytes: tuple[int, ...] = ()
+    reserved_bytes: tuple[int, ...] = ()
+    device_memory_bytes: int | None = None
+    energy_j_per_token: float | None = None
+    losses: tuple[float | None, ...] = ()
+    parameters: int | None = None
+    trainable_parameters: int | None = None
+    optimizer: str = ""
+    versions: dict[str, str] = {}
+    device_name: str = ""
+
+
 class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     """One row. Memory is of the rank that had most; `_gb` are GiB (2**30 bytes), as the paper's "GB" are.
 
     tokens_per_s: all GPUs together, mean and standard deviation over `runs` (tokens_per_s_runs has each). batch_size:
     the micro batch; for a searched one, the largest that fitted, with every attempt in `search`. Times are means of a
     step, ms. mfu_ratio, hfu_ratio: None where the device's peak is not known. valid: the losses were finite and fell.
-    outcome other than ok: `reason` says why, and what was measured of it is kept.
+    outcome other than ok: `reason` is why, and what was measured of it is kept.
     """
 
     schema: str = SCHEMA
@@ -97,18 +124,109 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
         """Whether every micro batch that was tried fitted: a larger one may, too."""
         return bool(self.search) and all(attempt.outcome == "ok" for attempt in self.search)
 
+    def add_runs(self, runs: Sequence[RunResult]) -> None:
+        """Sets what follows from the runs, if there are any; means over runs are of those that know the value."""
+        if not runs:
+            return
+        first, timed = runs[0], [step for run in runs for step in run.timed]
+        speeds = [run.tokens_per_s for run in runs if run.tokens_per_s is not None]
+        step_ms = [step.step_s * 1e3 for step in timed]
+        self.valid = all(loss_doubt(run.losses) is None for run in runs)
+        self.tokens_per_s, self.tokens_per_s_std, self.tokens_per_s_runs = _mean(speeds), _std(speeds), speeds
+        self.runs, self.steps = len(speeds), first.steps
+        self.step_ms, self.step_ms_std = _mean(step_ms), _std(step_ms)
+        self.forward_ms = _mean_ms(step.forward_s for step in timed)
+        self.backward_ms = _mean_ms(step.backward_s for step in timed)
+        self.optimizer_ms = _mean_ms(step.optimizer_s for step in timed)
+        self.peak_memory_gb_by_rank = _by_rank(run.allocated_bytes for run in runs)
+        self.peak_reserved_gb_by_rank = _by_rank(run.reserved_bytes for run in runs)
+        self.peak_memory_gb = max(self.peak_memory_gb_by_rank, default=None)
+        self.peak_reserved_gb = max(self.peak_reserved_gb_by_rank, default=None)
+        self.device_memory_gb = None if first.device_memory_bytes is None else first.device_memory_bytes / GIB
+        self.energy_j_per_token = _mean([joules for run in runs if (joules := run.energy_j_per_token) is not None])
+        self.loss_first, self.loss_last = (first.losses[0], first.losses[-1]) if first.losses else (None, None)
+        self.parameters, self.trainable_parameters = first.parameters, first.trainable_parameters
+        self.optimizer, self.versions, self.device_name = first.optimizer, first.versions, first.device_name
+
+
+# What a result has of its cell by the same name: all but the micro batch, which it has as it was found.
+SHARED = tuple(name for name in Cell.__struct_fields__ if name in CellResult.__struct_fields__)
+
 
 def of_cell(cell: Cell, *, platform: str, outcome: Outcome, reason: str = "", **more: Any) -> CellResult:
-    """A result that says which cell it is of."""
-    same = (
-        "model", "task", "engine", "method", "gpus", "seq_len", "grad_accum", "tp", "pp", "cp", "attention", "compile",
-        "device",
-    )  # fmt: skip
-    said = {name: getattr(cell, name) for name in same}
+    """A result of this cell. more: other fields of CellResult."""
+    shared = {name: getattr(cell, name) for name in SHARED}
     return CellResult(
-        **said, **{"batch_size": cell.micro_batch, **more},
+        **shared, **{"batch_size": cell.micro_batch, **more},
         cell=cell.name, platform=platform, outcome=outcome, reason=reason,
     )  # fmt: skip
+
+
+def run_result(cell: Cell, reports: Mapping[int, RankReport], steps: Sequence[Step]) -> RunResult:
+    """The numbers of the reports that there are; speed and energy only when every rank reports them."""
+    ranks = [reports[rank] for rank in sorted(reports)]
+    whole = len(ranks) == cell.gpus
+    count = ranks[0].steps if ranks else 0
+    tokens = cell.tokens_per_step * count
+    seconds = [report.seconds for report in ranks if report.seconds]
+    energies = [report.energy_j for report in ranks if report.energy_j is not None]
+    memories = [report.device_memory_bytes for report in ranks if report.device_memory_bytes is not None]
+    first = next((report for report in ranks if report.losses), ranks[0] if ranks else RankReport(rank=0, outcome="ok"))
+    return RunResult(
+        tokens_per_s=tokens / max(seconds) if whole and tokens and len(seconds) == len(ranks) else None,
+        steps=count,
+        timed=tuple(step for step in steps if step.phase == "timed"),
+        allocated_bytes=tuple(r.peak_allocated_bytes for r in ranks if r.peak_allocated_bytes is not None),
+        reserved_bytes=tuple(r.peak_reserved_bytes for r in ranks if r.peak_reserved_bytes is not None),
+        device_memory_bytes=min(memories, default=None),
+        energy_j_per_token=sum(energies) / tokens if whole and tokens and len(energies) == len(ranks) else None,
+        losses=tuple(first.losses),
+        parameters=first.parameters,
+        trainable_parameters=first.trainable_parameters,
+        optimizer=first.optimizer,
+        versions=first.versions,
+        device_name=first.device_name,
+    )
+
+
+def loss_doubt(losses: Sequence[float | None]) -> str | None:
+    """Why these losses do not show that the model was trained, a clause; None when the last quarter of them is lower
+    than the first on average."""
+    if len(losses) < LEAST_LOSSES:
+        return f"{len(losses)} losses are too few to see whether they fall"
+    finite = [loss for loss in losses if loss is not None and isfinite(loss)]
+    if len(finite) < len(losses):
+        return f"{len(losses) - len(finite)} of {len(losses)} losses are not finite"
+    quarter = len(finite) // 4
+    before, after = statistics.fmean(finite[:quarter]), statistics.fmean(finite[-quarter:])
+    return None if after < before else f"the loss did not fall: from {before:.4f} to {after:.4f}"
+
+
+def _by_rank(runs: Iterable[Sequence[int]]) -> list[float]:
+    """The highest of each rank over the runs, GiB; of those runs that know most ranks."""
+    known = [list(run) for run in runs]
+    ranks = max(map(len, known))
+    return [max(peaks) / GIB for peaks in zip(*(run for run in known if len(run) == ranks), strict=True)]
+
+
+def _mean_ms(seconds: Iterable[float | None]) -> float | None:
+    return _mean([spent * 1e3 for spent in seconds if spent is not None])
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return _of(statistics.fmean, values, 1)
+
+
+def _std(values: Sequence[float]) -> float | None:
+    """Of a sample."""
+    return _of(statistics.stdev, values, 2)
+
+
+def _of(what: Callable[[Sequence[float]], float], values: Sequence[float], least: int) -> float | None:
+    return what(values) if len(values) >= least else None
+
+
+# The file.
 
 
 def append(directory: Path, result: CellResult) -> None:
@@ -131,7 +249,7 @@ def read(path: Path) -> list[CellResult]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ResultsError(f"cannot read {path}: {error.strerror or error}; name the directory of a sweep.") from None
-    found: dict[str, CellResult] = {}
+    by_cell: dict[str, CellResult] = {}
     for number, line in enumerate(lines, 1):
         if not line:
             continue
@@ -141,5 +259,5 @@ def read(path: Path) -> list[CellResult]:
             if number == len(lines):  # no newline after it: the sweep was killed while it wrote
                 break
             raise ResultsError(f"line {number} of {path} is not a result of this version: {error}.") from None
-        found[result.cell] = result
-    return list(found.values())
+        by_cell[result.cell] = result
+    return list(by_cell.values())

@@ -16,8 +16,8 @@ from backends import gpus
 from loadgen import exit_codes
 from training_probe import cli, options, results
 from training_probe.grid import LETTERS, Cell, cell
+from training_probe.protocol import deepspeed_config
 from training_probe.results import CellResult, of_cell
-from training_probe.worker.ds_config import deepspeed_config
 
 EXAMPLE = ["memory", "--model", "70b", "--method", "F+R+Z3+O", "--gpus", "8"]
 ROOT = Path(cli.__file__).parents[1]

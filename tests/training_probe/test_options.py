@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from backends import gpus
-from training_probe import cli, options
+from training_probe import cli, options, paper
 from training_probe.grid import Cell, GridError
 from training_probe.options import Grid, Measuring
-from training_probe.report import paper
 from training_probe.sweep import run as sweeps
 from training_probe.sweep.manifests import Settings
 

@@ -2,8 +2,8 @@
 
 Every kernel is tied to the call that launched it, and that to the ranges around it on its thread. In the forward pass
 the innermost named part is the module. In the backward pass an autograd node belongs to the part whose operator made
-it, which the sequence number tells; a named part met inside it is recomputation. What has no part is shown as having
-none. What a kernel does (GEMM, attention, ...) is told by its operator, by its own name only where there is none.
+it, known by the sequence number; a named part met inside it is recomputation. What has no part is shown as having
+none. What a kernel does (GEMM, attention, ...) is known by its operator, by its own name only where there is none.
 
 Without a device the time is that of the process's main thread, each instant that of the innermost range; between
 operators it is `host`: Python and the profiler itself.
@@ -73,7 +73,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of a step goes, the mean over `steps`. by_name_ratio: share of the device's time whose kind was
-    told by the kernel's name alone. windows: of PASSES, in their order."""
+    known by the kernel's name alone. windows: of PASSES, in their order."""
 
     device: Literal["cuda", "cpu"]
     steps: int
@@ -98,12 +98,12 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     def explained_ratio(self) -> float:
         """Share of the time of all kernels (on the CPU: of the step) that has a part, or is the optimizer's,
         communication or a transfer."""
-        told = sum(
+        explained = sum(
             share.seconds
             for share in self.shares
             if share.part or share.phase == "optimizer" or share.kind in ("communication", "memcpy")
         )
-        return told / (sum(share.seconds for share in self.shares) or 1.0)
+        return explained / (sum(share.seconds for share in self.shares) or 1.0)
 
 
 class _Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +143,7 @@ def attribute(spans: Sequence[Span]) -> Attribution:
     if not activities:
         works = list(_on_host(threads[main], places[main], starts, passes[-1].end_s))
         begins = starts
-        told_by_name = 0.0
+        by_name_s = 0.0
     else:
         launches = {
             span.args.correlation: (span.start_s, place)
@@ -151,7 +151,7 @@ def attribute(spans: Sequence[Span]) -> Attribution:
             for span, place in zip(thread, places[tid], strict=True)
             if span.category in LAUNCH
         }
-        works, told_by_name = _on_device(activities, launches, starts)
+        works, by_name_s = _on_device(activities, launches, starts)
         begins = _begins(works, starts)
     ends = [*begins[1:], max([*(work.end_s for work in works), begins[-1]])]
     return Attribution(
@@ -160,7 +160,7 @@ def attribute(spans: Sequence[Span]) -> Attribution:
         step_s=(ends[-1] - begins[0]) / steps,
         windows=_windows(works, passes, list(zip(begins, ends, strict=True)), steps),
         shares=_shares(works, passes, steps),
-        by_name_ratio=told_by_name / (sum(work.end_s - work.start_s for work in works) or 1.0),
+        by_name_ratio=by_name_s / (sum(work.end_s - work.start_s for work in works) or 1.0),
     )
 
 
@@ -204,8 +204,8 @@ def _place(span: Span, around: _Place, made: dict[int | str, str]) -> _Place:
 def _on_device(
     activities: Iterable[Span], launches: dict[int | str, tuple[float, _Place]], starts: Sequence[float]
 ) -> tuple[list[_Work], float]:
-    """What the device did for the passes, and the seconds of it whose kind only the kernel's name told."""
-    works, told_by_name = [], 0.0
+    """What the device did for the passes, and the seconds of it whose kind only the kernel's name shows."""
+    works, by_name_s = [], 0.0
     for span in activities:
         launched_s, place = launches.get(span.args.correlation, (span.start_s, _Place()))
         window = bisect.bisect_right(starts, launched_s) - 1
@@ -214,9 +214,9 @@ def _on_device(
         kind = kind_of_activity(span) or place.kind
         if kind is None:
             kind = "element-wise" if span.args.correlation in launches else kind_of_kernel(span.name)
-            told_by_name += 0.0 if span.args.correlation in launches else span.seconds
+            by_name_s += 0.0 if span.args.correlation in launches else span.seconds
         works.append(_Work(window, place, kind, span.start_s, span.end_s))
-    return works, told_by_name
+    return works, by_name_s
 
 
 def _on_host(
@@ -269,7 +269,7 @@ def _windows(works: Sequence[_Work], passes: Sequence[Span], bounds: Sequence[In
     compute, communication, memcpy = (union(by_kind[name]) for name in ("compute", "communication", "memcpy"))
     exposed = minus(communication, compute)
     exposed_memcpy = minus(memcpy, union([*compute, *communication]))
-    found = []
+    windows = []
     for phase in PASSES:
         own = [bound for bound, of in zip(bounds, passes, strict=True) if of.name == PHASE + phase]
 
@@ -277,15 +277,15 @@ def _windows(works: Sequence[_Work], passes: Sequence[Span], bounds: Sequence[In
             return sum(seconds_within(intervals, *bound) for bound in own) / steps
 
         overall_s = sum(end - start for start, end in own) / steps
-        told = (seconds(compute), seconds(exposed), seconds(exposed_memcpy))
-        found.append(
+        busy = (seconds(compute), seconds(exposed), seconds(exposed_memcpy))
+        windows.append(
             Window(
-                phase=phase, overall_s=overall_s, compute_s=told[0], exposed_communication_s=told[1],
-                exposed_memcpy_s=told[2], idle_s=max(0.0, overall_s - sum(told)),
+                phase=phase, overall_s=overall_s, compute_s=busy[0], exposed_communication_s=busy[1],
+                exposed_memcpy_s=busy[2], idle_s=max(0.0, overall_s - sum(busy)),
                 communication_s=seconds(communication), memcpy_s=seconds(memcpy),
             )
         )  # fmt: skip
-    return found
+    return windows
 
 
 def _shares(works: Iterable[_Work], passes: Sequence[Span], steps: int) -> list[Share]:

@@ -9,58 +9,68 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
 from backends.untrusted import escaped
 from loadgen.report.text import markdown_text
+from training_probe import paper
 from training_probe.breakdown import tables
 from training_probe.breakdown.run import Breakdown
 from training_probe.report import layout
-from training_probe.report.build import ReportError
+from training_probe.report.build import ManifestFields, ReportError, ReportHead
 
 SCHEMA = "training_probe.breakdown_report/1"
 NOTHING = "No cell was traced to its end."
-Report = dict[str, Any]
 
 
-def build(found: Sequence[Breakdown], manifest: dict[str, Any]) -> Report:
-    """The report as a plain dict, schema `training_probe.breakdown_report/1`."""
-    own = {name: manifest.get(name) for name in ("run_id", "version", "preset", "started_unix_s", "argv", "machine")}
-    return {
-        "schema": SCHEMA,
-        **own,
-        "platform": str(manifest.get("platform") or ""),
-        "cells": {"all": len(found), "by_outcome": dict(Counter(each.outcome for each in found))},
-        "explained_ratio": {
-            each.cell.name: each.attribution.explained_ratio for each in found if each.attribution is not None
+class TracedCounts(msgspec.Struct):
+    all: int
+    by_outcome: dict[str, int]
+
+
+class BreakdownReport(ReportHead, kw_only=True):
+    """report.json of a breakdown, schema `training_probe.breakdown_report/1`. explained_ratio: by the cell's name."""
+
+    schema: str = SCHEMA
+    cells: TracedCounts
+    explained_ratio: dict[str, float]
+    results: list[Breakdown]
+
+
+def build(breakdowns: Sequence[Breakdown], manifest: ManifestFields) -> BreakdownReport:
+    return BreakdownReport(
+        **ReportHead.fields_of(manifest),
+        platform=str(manifest.get("platform") or ""),
+        cells=TracedCounts(len(breakdowns), dict(Counter(each.outcome for each in breakdowns))),
+        explained_ratio={
+            each.cell.name: each.attribution.explained_ratio for each in breakdowns if each.attribution is not None
         },
-        "results": msgspec.to_builtins(list(found)),
-    }
+        results=list(breakdowns),
+    )
 
 
-def text(found: Sequence[Breakdown], width: int) -> str:
+def text(breakdowns: Sequence[Breakdown], width: int) -> str:
     """The tables for a terminal of `width` columns."""
-    failed = [fill(escaped(line), width) + "\n" for line in _failed(found)]
-    shown = [layout.text(table, width) for table in tables.build(found)] or [f"{NOTHING}\n"]
+    failed = [fill(escaped(line), width) + "\n" for line in _failed(breakdowns)]
+    shown = [layout.text(table, width) for table in tables.build(breakdowns)] or [f"{NOTHING}\n"]
     return "\n".join([*shown, *failed])
 
 
-def _failed(found: Sequence[Breakdown]) -> list[str]:
-    return [f"{each.cell.name}: {each.outcome}: {each.reason}" for each in found if each.outcome != "ok"]
+def _failed(breakdowns: Sequence[Breakdown]) -> list[str]:
+    return [f"{each.cell.name}: {each.outcome}: {each.reason}" for each in breakdowns if each.outcome != "ok"]
 
 
-def write(directory: Path, found: Sequence[Breakdown], manifest: dict[str, Any]) -> Report:
+def write(directory: Path, breakdowns: Sequence[Breakdown], manifest: ManifestFields) -> BreakdownReport:
     """Writes all of it into the directory, replacing earlier ones. Raises ReportError."""
-    report = build(found, manifest)
-    made = tables.build(found)
-    lines = [f"# Where a training step goes on {markdown_text(report['platform'] or 'this machine')}", ""]
-    lines += [f"- {markdown_text(line)}" for line in _failed(found)]
+    report = build(breakdowns, manifest)
+    made = tables.build(breakdowns)
+    lines = [f"# Where a training step goes on {markdown_text(report.platform or 'this machine')}", ""]
+    lines += [f"- {markdown_text(line)}" for line in _failed(breakdowns)]
     lines += [
         f"- {markdown_text(each.cell.name)}: [trace]({quote(each.trace)}), which <https://ui.perfetto.dev> opens"
-        for each in found
+        for each in breakdowns
         if each.trace
     ]
     lines += ["", *([layout.markdown(table) for table in made] or [f"{NOTHING}\n"])]
@@ -68,14 +78,32 @@ def write(directory: Path, found: Sequence[Breakdown], manifest: dict[str, Any])
         (directory / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
         (directory / "tables.tex").write_text(layout.latex_file(made), encoding="utf-8")
         if made:
-            from training_probe.report import plots  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
-
-            file, shows = plots.draw_breakdowns(directory, found)
+            file, shows = _draw(directory, breakdowns)
             lines += ["## Figure", "", f"![{markdown_text(shows)}]({file})", ""]
-        lines.append(
-            f"Run {markdown_text(str(report['run_id']))}, llm-dissect {markdown_text(str(report['version']))}."
-        )
+        lines.append(f"Run {markdown_text(str(report.run_id))}, llm-dissect {markdown_text(str(report.version))}.")
         (directory / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
     return report
+
+
+def _draw(directory: Path, breakdowns: Sequence[Breakdown]) -> tuple[str, str]:
+    """Figure 5: shares of a decoder layer's parts; the SVG's name and what it shows. Raises OSError."""
+    from loadgen.report.figures import stacked  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
+    from training_probe.report import figures
+
+    bars: dict[str, dict[str, float]] = {}
+    traced = [each for each in breakdowns if each.attribution is not None]
+    for phase in ("forward", "backward"):
+        for each in traced:
+            own = {part: tables.part_seconds(each, phase, part) for part in tables.LAYER}
+            theirs = {part: tables.printed(each).get((phase, part, "ms"), 0.0) for part in own}
+            beside = f"{tables.PAPER}, BS {each.cell.micro_batch}"
+            for name, parts in ((tables.title(each), own), (beside, theirs)):
+                whole = sum(parts.values())
+                if whole:
+                    bars[escaped(f"{phase}: {name}")] = {part: 100 * value / whole for part, value in parts.items()}
+    title = f"Parts of the decoder layers, as Figure 5 of {paper.SOURCE} (without what is recomputed)"
+    paths = [directory / f"parts{suffix}" for suffix in figures.SUFFIXES]
+    stacked(bars, title, "% of the layers' time in that pass", paths, number=".0f")
+    return "parts.svg", title

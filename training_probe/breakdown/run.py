@@ -19,14 +19,12 @@ from loadgen.monitor.tail import whole_lines
 from training_probe.breakdown.attribution import Attribution, attribute
 from training_probe.grid import Cell, GridError
 from training_probe.launch import runner
-from training_probe.launch.gpu_idle import MemoryReturn
-from training_probe.launch.runner import StoppedError
-from training_probe.launch.torchrun import stopped_by_signals
-from training_probe.protocol import PROFILE_FILE, TRACE_FILE, Profile, Trial
+from training_probe.launch.runner import Limits, MemoryReturn, StoppedError, stopped_by_signals
+from training_probe.protocol import PROFILE_FILE, TRACE_FILE, Profile
 from training_probe.results import BREAKDOWN_FILE, Outcome, ResultsError
 from training_probe.sweep import run
-from training_probe.sweep.dependencies import Surroundings, device_memory_bytes
-from training_probe.sweep.manifests import Manifest, Settings
+from training_probe.sweep.cell import Surroundings, device_memory_bytes
+from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.run import Say
 
 SCHEMA = "training_probe.breakdown/1"
@@ -73,10 +71,10 @@ def breakdown(
             for number, cell in enumerate(manifest.cells, 1):
                 say(f"tracing cell {number} of {len(manifest.cells)}: {cell.name}")
                 memory.wait(cancelled)
-                found = _traced(cell, manifest, directory, around, cancelled)
-                file.write(msgspec.json.encode(found) + b"\n")
-                if found.outcome != "ok":
-                    say(f"{cell.name}: {found.outcome}: {found.reason}")
+                result = _traced(cell, manifest, directory, around, cancelled)
+                file.write(msgspec.json.encode(result) + b"\n")
+                if result.outcome != "ok":
+                    say(f"{cell.name}: {result.outcome}: {result.reason}")
     except StoppedError:
         say(f"stopped; what is done is in {directory}")
         return run.EXIT_STOPPED
@@ -97,39 +95,29 @@ def read(directory: Path) -> list[Breakdown]:
 
 
 def _traced(
-    cell: Cell, manifest: Manifest, directory: Path, around: Surroundings, cancelled: threading.Event
+    cell: Cell, manifest: SweepManifest, directory: Path, around: Surroundings, cancelled: threading.Event
 ) -> Breakdown:
     """Raises StoppedError."""
-    model = manifest.model(cell)
-    layers = None if model.spec is None else model.spec.layers
-    found = Breakdown(cell=cell, platform=manifest.platform, layers=layers, outcome="ok")
+    spec = manifest.model(cell).spec
+    layers = None if spec is None else spec.layers
+    result = Breakdown(cell=cell, platform=manifest.platform, layers=layers, outcome="ok")
     refusal = around.refusal(cell, manifest, device_memory_bytes(cell, manifest))
     if refusal is not None:
-        return replace(found, outcome=refusal[0], reason=refusal[1])
+        return replace(result, outcome=refusal[0], reason=refusal[1])
     within = directory / "trials" / cell.name / "profile"
-    ended = runner.run_trial(
-        Trial(
-            cell=cell, spec=model.spec, model_dir=model.directory, warmup_steps=manifest.warmup_steps,
-            steps=manifest.steps, profile=True, host_memory_bytes=manifest.host_memory_bytes,
-        ),
-        within,
-        python=manifest.python,
-        gpu_ids=manifest.gpu_ids if cell.device == "cuda" else (),
-        timeout_s=manifest.timeout_s,
-        limit_s=manifest.limit_s,
-        cancelled=cancelled,
-        command=around.command,
-    )  # fmt: skip
-    found = replace(found, log=str(ended.log.relative_to(directory.absolute())))
+    trial = replace(manifest.trial(cell), profile=True)
+    limits = Limits(timeout_s=manifest.timeout_s, limit_s=manifest.limit_s)
+    ended = runner.run_trial(trial, within, around.launching(cell, manifest), limits, cancelled=cancelled)
+    result = replace(result, log=str(ended.log.relative_to(directory.absolute())))
     if ended.outcome != "ok":
-        return replace(found, outcome=ended.outcome, reason=ended.reason)
+        return replace(result, outcome=ended.outcome, reason=ended.reason)
     path = within / TRACE_FILE
     try:
         measured = msgspec.json.decode((within / PROFILE_FILE).read_bytes(), type=Profile)
         attribution = attribute(trace.read(path))
     except (trace.TraceError, OSError, *UNDECODABLE) as error:
-        return replace(found, outcome="crashed", reason=" ".join(str(error).split()))
+        return replace(result, outcome="crashed", reason=" ".join(str(error).split()))
     return replace(
-        found, trace=str(path.relative_to(directory)), bare_step_s=measured.bare_step_s,
+        result, trace=str(path.relative_to(directory)), bare_step_s=measured.bare_step_s,
         traced_step_s=measured.traced_step_s, attribution=attribution,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 from loadgen.report.text import number
+from training_probe import paper
 from training_probe.breakdown.attribution import (
     ACCUMULATION,
     ENGINE,
@@ -23,7 +24,6 @@ from training_probe.breakdown.attribution import (
 from training_probe.breakdown.run import Breakdown
 from training_probe.grid import PAPER_SEQ_LEN
 from training_probe.protocol import Part
-from training_probe.report import paper
 from training_probe.report.layout import Column, Table
 
 PAPER = f"paper, {paper.GPUS} x {paper.LEADING}"
@@ -43,12 +43,12 @@ Printed = Mapping[tuple[str, str, str], float]  # by pass, what of it, and measu
 
 @functools.cache
 def _printed() -> dict[tuple[str, str, int], dict[tuple[str, str, str], float]]:
-    found: dict[tuple[str, str, int], dict[tuple[str, str, str], float]] = {}
+    by_cell: dict[tuple[str, str, int], dict[tuple[str, str, str], float]] = {}
     with (paper.DATA / "paper_breakdowns.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(line for line in file if not line.startswith("#")):
             key = (row["model"], row["method"], int(row["batch_size"]))
-            found.setdefault(key, {})[row["phase"], row["of"], row["measure"]] = float(row["value"])
-    return found
+            by_cell.setdefault(key, {})[row["phase"], row["of"], row["measure"]] = float(row["value"])
+    return by_cell
 
 
 def printed(of: Breakdown) -> Printed:
@@ -59,9 +59,9 @@ def printed(of: Breakdown) -> Printed:
     return _printed().get((paper.model_name(cell.model), cell.method, cell.micro_batch or 0), {})
 
 
-def build(found: Sequence[Breakdown]) -> list[Table]:
+def build(breakdowns: Sequence[Breakdown]) -> list[Table]:
     """Of the cells that were traced; none without any."""
-    traced = [each for each in found if each.attribution is not None]
+    traced = [each for each in breakdowns if each.attribution is not None]
     if not traced:
         return []
     tables = [_passes(traced), *(_parts(each) for each in traced), _kinds(traced), _attention(traced)]
@@ -99,9 +99,9 @@ def _of(each: Breakdown) -> Attribution:
     return each.attribution
 
 
-def _passes(found: Sequence[Breakdown]) -> Table:
+def _passes(breakdowns: Sequence[Breakdown]) -> Table:
     rows = []
-    for each in found:
+    for each in breakdowns:
         known, attribution = printed(each), _of(each)
         for window in attribution.windows:
             phase = window.phase
@@ -117,7 +117,7 @@ def _passes(found: Sequence[Breakdown]) -> Table:
     caption = (
         "A pass goes from its first kernel to the next pass's first; communication and memcpy (between host and "
         "device): what no computation hides. On a CPU: the process's main thread, idle is where no operator runs.",
-        *(_caption(each) for each in found),
+        *(_caption(each) for each in breakdowns),
     )
     return Table("passes", "Passes of a step, as Tables V and VII", tuple(columns), tuple(rows), caption)
 
@@ -192,9 +192,9 @@ def _parts(of: Breakdown) -> Table:
     return Table(key, f"Parts of the model, as Table VI: {title(of)}", tuple(columns), tuple(rows), caption)
 
 
-def _kinds(found: Sequence[Breakdown]) -> Table:
+def _kinds(breakdowns: Sequence[Breakdown]) -> Table:
     rows = []
-    for each in found:
+    for each in breakdowns:
         known, attribution = printed(each), _of(each)
         for window in attribution.windows:
             of_kind = {
@@ -213,9 +213,9 @@ def _kinds(found: Sequence[Breakdown]) -> Table:
     return Table("kinds", "Kinds of kernels, as Table XIII", tuple(columns), tuple(rows), caption)
 
 
-def _attention(found: Sequence[Breakdown]) -> Table:
+def _attention(breakdowns: Sequence[Breakdown]) -> Table:
     rows = []
-    for each in found:
+    for each in breakdowns:
         if not each.layers:
             continue
         attribution, known = _of(each), printed(each)
@@ -231,8 +231,8 @@ def _attention(found: Sequence[Breakdown]) -> Table:
     return Table("attention", "Attention, as Table VIII", tuple(columns), tuple(rows), caption)
 
 
-def _transfers(found: Sequence[Breakdown]) -> Table:
-    rows = [tuple(_transfer_row(each)) for each in found]
+def _transfers(breakdowns: Sequence[Breakdown]) -> Table:
+    rows = [tuple(_transfer_row(each)) for each in breakdowns]
     columns = [Column("Cell", left=True)]
     for name in ("memcpy", "communication"):
         columns += [Column(head, name) for head in ("ms a step", "% of step", "not hidden, ms")]

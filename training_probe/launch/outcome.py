@@ -1,8 +1,9 @@
-"""What became of a run, from what it left behind: the reports of its ranks first, then its log, its exit code and the
-kernel's count of processes that were killed for want of memory.
+"""How processes with torch ended, judged by what they left behind: the reports of ranks first, then the log, the exit
+code and the kernel's count of processes that were killed for want of memory.
 
 The ranks come first because they know best: a process may abort while it is torn down although all was measured, and
-one that ran out of memory takes the others with it, each with an error of its own. `judge` is pure.
+one that ran out of memory takes the others with it, each with an error of its own. The processes of a micro-benchmark
+write no reports: they are judged by the rest. `judge` is pure.
 """
 
 from __future__ import annotations
@@ -14,25 +15,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
+from typing import Literal
 
-from training_probe.protocol import RankReport, Trial
-from training_probe.results import Outcome
+from training_probe.protocol import CANNOT_GO_ON, OOM_EXIT, OUT_OF_MEMORY, RankReport
 
-OOM_EXIT = 77  # a rank that has reported that it ran out of memory ends with this
+ProcessOutcome = Literal["ok", "oom", "unsupported", "timeout", "crashed"]
 REASON_CHARACTERS = 400
 LAST_LINES = 3
 
-# What torch, CUDA, Triton, NCCL and the C library say, in an exception or in the log.
-OUT_OF_MEMORY = re.compile(
-    r"\b(?i:cuda|hip)\b.{0,40}out of memory|(?i:nccl).*out of memory|Failed to CUDA (?:calloc|malloc|host alloc)"
-    r"|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|DefaultCPUAllocator: (?:can't allocate|not enough) memory"
-    r"|MemoryError\b|std::bad_alloc|Cannot allocate memory"
-)
 _COMPILER_KILLED = re.compile(r"Killed signal terminated program")  # gcc's words, of an extension that is compiled
 _WATCHDOG = re.compile(r"Watchdog caught collective operation timeout.*")
 _PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 # How torchrun reports each process that ended, the first of them under "Root Cause".
 _FAILED_RANK = re.compile(r"^ *rank *: (\d+) .*\n *exitcode *: (-?\d+) ", re.MULTILINE)
+_CANNOT_GO_ON = re.compile(rf"^(?:\[rank\d+\]: ?)?{CANNOT_GO_ON}(.+)$", re.MULTILINE)
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 # torchrun's own words, which say nothing about the cause.
 _LAUNCHER = re.compile(r"torch/distributed/elastic/")
@@ -42,32 +38,49 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What a run left. unreadable: reports that are none, by rank. exit_code: of the launcher, negative for a signal.
-    given_up: why we ended it, a clause; None when it ended by itself. oom_killed: whether the kernel killed for want
-    of memory meanwhile. steps_done: by rank 0, warm-up included."""
+class Ended:
+    """How processes ended. exit_code: of the first of them, negative for a signal. given_up: why they were ended, a
+    clause; None: they ended by themselves, or had written everything. oom_killed: whether the kernel killed a process
+    for want of memory meanwhile."""
 
-    reports: Mapping[int, RankReport] = field(default_factory=dict)
-    unreadable: Mapping[int, str] = field(default_factory=dict)
     exit_code: int = 0
     given_up: str | None = None
     log: str = ""
     oom_killed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What processes left, and how they ended. ranks: how many of them report, 0 where none does. timed: whether good
+    reports have times. unreadable: reports that are none, by rank. steps: planned, warm-up included; steps_done: by
+    rank 0."""
+
+    ended: Ended
+    ranks: int = 0
+    timed: bool = True
+    reports: Mapping[int, RankReport] = field(default_factory=dict)
+    unreadable: Mapping[int, str] = field(default_factory=dict)
+    steps: int = 0
     steps_done: int = 0
 
     @property
     def port_was_taken(self) -> bool:
         """Whether the processes never met because somebody took their port between our look and their start."""
-        return not self.reports and not self.steps_done and _PORT_TAKEN.search(self.log) is not None
+        return not self.reports and not self.steps_done and _PORT_TAKEN.search(self.ended.log) is not None
+
+    @property
+    def progress(self) -> str:
+        """A clause; empty where no steps were planned."""
+        return f"{self.steps_done} of {self.steps} steps were done" if self.steps else ""
 
 
-def judge(trial: Trial, found: Evidence) -> tuple[Outcome, str]:
-    """The outcome and why; the reason of a good one is empty."""
-    ranks = range(trial.cell.gpus)
-    if all(rank in found.reports and found.reports[rank].outcome == "ok" for rank in ranks):
-        doubt = None if trial.timeline else _not_timed(found.reports)
+def judge(evidence: Evidence) -> tuple[ProcessOutcome, str]:
+    """The outcome and why; the reason of a good one is empty. Without ranks that report it is never good."""
+    reports = evidence.reports
+    if evidence.ranks and all(rank in reports and reports[rank].outcome == "ok" for rank in range(evidence.ranks)):
+        doubt = _not_timed(reports) if evidence.timed else None
         return ("crashed", doubt) if doubt else ("ok", "")
-    return _from_reports(found) or _out_of_memory(found) or _hung(trial, found) or ("crashed", _crash(trial, found))
+    return _from_reports(evidence) or _out_of_memory(evidence) or _hung(evidence) or ("crashed", _crash(evidence))
 
 
 def _not_timed(reports: Mapping[int, RankReport]) -> str | None:
@@ -79,63 +92,66 @@ def _not_timed(reports: Mapping[int, RankReport]) -> str | None:
     return None if len(steps) == 1 else f"the ranks report different numbers of steps: {min(steps)} to {max(steps)}"
 
 
-def _from_reports(found: Evidence) -> tuple[Outcome, str] | None:
-    """What some rank says of itself; running out of memory explains the other ranks' errors, and not the reverse."""
-    said = sorted(found.reports.items())
-    for rank, report in said:
+def _from_reports(evidence: Evidence) -> tuple[ProcessOutcome, str] | None:
+    """What some rank reports of itself; running out of memory explains the other ranks' errors, and not the reverse."""
+    reports = sorted(evidence.reports.items())
+    for rank, report in reports:
         if report.outcome == "oom" or (report.outcome == "crashed" and OUT_OF_MEMORY.search(report.reason)):
             return "oom", one_line(f"rank {rank}: {report.reason or 'out of memory'}")
-    for rank, report in said:
+    for rank, report in reports:
         if report.outcome == "unsupported":
             return "unsupported", one_line(report.reason or f"rank {rank} cannot run it")
     return None
 
 
-def _out_of_memory(found: Evidence) -> tuple[Outcome, str] | None:
-    match = OUT_OF_MEMORY.search(found.log)
-    if match:
-        start, end = found.log.rfind("\n", 0, match.start()) + 1, found.log.find("\n", match.end())
-        return "oom", one_line(_RANK_PREFIX.sub("", found.log[start : end if end >= 0 else None]))
-    if found.exit_code == OOM_EXIT or any(code == OOM_EXIT for _, code in _failed_ranks(found.log)):
+def _out_of_memory(evidence: Evidence) -> tuple[ProcessOutcome, str] | None:
+    log = evidence.ended.log
+    if match := OUT_OF_MEMORY.search(log):
+        start, end = log.rfind("\n", 0, match.start()) + 1, log.find("\n", match.end())
+        return "oom", one_line(_RANK_PREFIX.sub("", log[start : end if end >= 0 else None]))
+    codes = [evidence.ended.exit_code, *(code for _, code in _failed_ranks(log))]
+    if OOM_EXIT in codes:
         return "oom", f"a rank ended with exit code {OOM_EXIT}: out of memory"
-    killed = found.exit_code == -signal.SIGKILL or any(code == -signal.SIGKILL for _, code in _failed_ranks(found.log))
-    if found.oom_killed and (killed or _COMPILER_KILLED.search(found.log)):
+    if evidence.ended.oom_killed and (-signal.SIGKILL in codes or _COMPILER_KILLED.search(log)):
         return "oom", "the kernel's OOM killer ended it: host memory"
     return None
 
 
-def _hung(trial: Trial, found: Evidence) -> tuple[Outcome, str] | None:
-    watchdog = _WATCHDOG.search(found.log)
-    if found.given_up is None and watchdog is None:
+def _hung(evidence: Evidence) -> tuple[ProcessOutcome, str] | None:
+    watchdog = _WATCHDOG.search(evidence.ended.log)
+    if evidence.ended.given_up is None and watchdog is None:
         return None
-    said = [found.given_up or "a collective operation hung", _progress(trial, found)]
-    return "timeout", one_line("; ".join([*said, *([watchdog.group()] if watchdog else [])]))
+    clauses = [evidence.ended.given_up or "a collective operation hung", evidence.progress]
+    clauses += [watchdog.group()] if watchdog else []
+    return "timeout", one_line("; ".join(filter(None, clauses)))
 
 
-def _crash(trial: Trial, found: Evidence) -> str:
-    """Who ended how, and the last that it said."""
-    failed = _failed_ranks(found.log)
-    # A rank's own signal tells more than the errors of those that it left alone; SIGTERM and SIGKILL are torchrun's.
+def _crash(evidence: Evidence) -> str:
+    """Who ended how, and the end of its log."""
+    if not evidence.ranks and (stopped := _CANNOT_GO_ON.findall(evidence.ended.log)):
+        return one_line(stopped[-1])
+    failed = _failed_ranks(evidence.ended.log)
+    # A rank's own signal explains more than the errors of those that it left alone; SIGTERM and SIGKILL are torchrun's.
     ended = (signal.SIGTERM, signal.SIGKILL)
     own = [(rank, code) for rank, code in failed if code < 0 and -code not in ended] or failed
-    rank, code = own[0] if own else (None, found.exit_code)
-    crashed = {number: report.reason for number, report in found.reports.items() if report.outcome == "crashed"}
-    who = "its launcher" if rank is None else f"rank {rank}"
+    rank, code = own[0] if own else (None, evidence.ended.exit_code)
+    crashed = {number: report.reason for number, report in evidence.reports.items() if report.outcome == "crashed"}
+    who = f"rank {rank}" if rank is not None else "its launcher" if evidence.ranks else "the process"
     if crashed and (code >= 0 or rank is None):
         rank = rank if rank in crashed else min(crashed)
         return one_line(f"rank {rank}: {crashed[rank] or 'it does not say why'}")
-    if found.unreadable:
-        rank = min(found.unreadable)
-        how = f"rank {rank} left a report that cannot be read ({found.unreadable[rank]})"
+    if evidence.unreadable:
+        rank = min(evidence.unreadable)
+        how = f"rank {rank} left a report that cannot be read ({evidence.unreadable[rank]})"
     elif code < 0:
         how = f"{who} was killed by {signal_name(-code)}"
-    elif code:
+    elif code or not evidence.ranks:
         how = f"{who} ended with exit code {code}"
     else:
-        missing = [str(number) for number in range(trial.cell.gpus) if number not in found.reports]
+        missing = [str(number) for number in range(evidence.ranks) if number not in evidence.reports]
         how = f"it ended without an error and without a report of rank {', '.join(missing)}"
-    last = _last_words(found.log, rank)
-    return one_line(f"{how}; {_progress(trial, found)}" + (f"; it said: {last}" if last else ""))
+    last = _last_lines(evidence.ended.log, rank)
+    return one_line("; ".join(filter(None, (how, evidence.progress, last and f"it said: {last}"))))
 
 
 def _failed_ranks(log: str) -> list[tuple[int, int]]:
@@ -144,17 +160,13 @@ def _failed_ranks(log: str) -> list[tuple[int, int]]:
     return [(int(rank), int(code)) for part in (cause, others) for rank, code in _FAILED_RANK.findall(part)]
 
 
-def _last_words(log: str, rank: int | None) -> str:
+def _last_lines(log: str, rank: int | None) -> str:
     launcher = _LAUNCHER.search(log)
     before = log[: log.rfind("\n", 0, launcher.start()) + 1] if launcher else log
     lines = [line for line in before.splitlines() if not _NOISE.match(_RANK_PREFIX.sub("", line))]
     own_lines = [line for line in lines if line.startswith(f"[rank{rank}]:")]
     nobodys = [line for line in lines if rank is None or not _RANK_PREFIX.match(line)]  # torch marks exceptions only
     return " | ".join(_RANK_PREFIX.sub("", line).strip() for line in (own_lines or nobodys)[-LAST_LINES:])
-
-
-def _progress(trial: Trial, found: Evidence) -> str:
-    return f"{found.steps_done} of {trial.warmup_steps + trial.steps} steps were done"
 
 
 def signal_name(number: int) -> str:
@@ -174,7 +186,7 @@ def one_line(text: str) -> str:
 
 def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """How many processes the kernel has killed for want of memory: in our cgroup where it counts them, else on this
-    machine; None where neither is told."""
+    machine; None where neither is known."""
     places = []
     with contextlib.suppress(OSError, ValueError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():

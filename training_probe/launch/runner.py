@@ -1,7 +1,9 @@
-"""One run of one cell: its processes are started, watched through the files that they write, and ended.
+"""Processes with torch, of a cell or of a micro-benchmark: started, watched through the files that they write, ended.
 
-Whatever they do, out of memory, a crash, a hang, nothing of it reaches the sweep, and nothing of them outlives it: they
-hang on the supervisor of backends/process.py. `run_trial` blocks until all of them are gone.
+Whatever they do, out of memory, a crash, a hang, nothing of it reaches the program that started them, and none of them
+outlives it: they hang on the supervisor of backends/process.py. `run_trial` is one run of one cell; `run_processes`,
+which blocks until all processes are gone, is what it shares with micro-benchmarks. Also here: the lines that start
+torchrun, the environment of the processes, and what processes that were killed leave behind for the next ones.
 """
 
 from __future__ import annotations
@@ -9,30 +11,36 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+import loadgen.child_env
 from backends import process
-from backends.launch import LaunchError, Running, Start
+from backends.gpus import Probe
+from backends.launch import LaunchError, Start
 from backends.untrusted import UNDECODABLE
 from loadgen.monitor.tail import Tail
-from training_probe.launch import aggregate, build_locks, torchrun
-from training_probe.launch.outcome import Evidence, judge, oom_kills
+from loadgen.rundir import usable_cpus
+from training_probe.launch.outcome import Ended, Evidence, ProcessOutcome, judge, oom_kills
 from training_probe.protocol import LOG_FILE, STEPS_FILE, TRIAL_FILE, RankReport, Step, Trial, write_atomically
-from training_probe.results import Outcome
+from training_probe.results import RunResult, run_result
 
 POLL_S = 0.1
 STOP_S = 5.0  # a rank that hangs in NCCL heeds no SIGTERM
-TEARDOWN_S = 15.0  # from the last report to the end of the processes: whatever hangs then has been measured already
+TEARDOWN_S = 15.0  # from the last result to the end of the processes: whatever hangs then has been measured already
 LOG_LINES = 4000
-ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+THREADS, ONE_QUEUE = "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS"
+LOCK = "lock"  # torch.utils.cpp_extension: <root>/<extension>/lock, by default <root>/<Python, CUDA>/<extension>/lock
+GPU_MEMORY_WAIT_S, GPU_MEMORY_POLL_S = 60.0, 0.2
+GPU_MEMORY_SLACK_BYTES = 300 << 20
 _STEP = msgspec.json.Decoder(Step)
 _REPORT = msgspec.json.Decoder(RankReport)
 
@@ -51,40 +59,172 @@ class Command(Protocol):
     def __call__(self, *, python: str, processes: int, port: int, directory: Path) -> tuple[str, ...]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrialOutcome:
-    """How a run ended, and what of it was measured, also when it failed. wall_s: from its start to its last process's
-    end."""
+# Any processes.
 
-    outcome: Outcome
-    reason: str
-    measured: aggregate.Measured
-    wall_s: float
-    log: Path
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long processes may go without a new line of output, their start included, and how long all of it may take;
+    None: for ever."""
+
+    timeout_s: float
+    limit_s: float | None = None
+
+
+class Output(Protocol):
+    """What processes write while they run. line_of: what a line of `path` is about, for sentences."""
+
+    path: Path
+    line_of: str
+
+    def take_in(self, lines: Iterable[bytes]) -> bool:
+        """Keeps the new lines; whether there was any that is one of its own."""
+
+    def is_complete(self) -> bool:
+        """Whether all has been written that ever will be: the processes' end is then not waited for any longer than
+        `TEARDOWN_S`."""
+
+
+def run_processes(start: Start, output: Output, limits: Limits, cancelled: threading.Event) -> Ended:
+    """Starts processes, watches their output and ends them. Raises StoppedError, LaunchError."""
+    kills = oom_kills()
+    try:
+        running = process.start(start, lambda _: None, cancelled)
+    except LaunchError:
+        if cancelled.is_set():
+            raise StoppedError from None
+        raise
+    with contextlib.closing(Tail(output.path)) as tail:
+        given_up = None
+        began = moved = time.monotonic()
+        completed: float | None = None
+        try:
+            while running.poll() is None:
+                now = time.monotonic()
+                if output.take_in(tail.lines()):
+                    moved = now
+                if completed is None and output.is_complete():
+                    completed = now
+                if completed is not None and now - completed > TEARDOWN_S:
+                    break
+                given_up = _why_to_give_up(output, limits, now - moved, now - began) if completed is None else None
+                if given_up is not None:
+                    break
+                if cancelled.wait(POLL_S):
+                    raise StoppedError
+        finally:
+            running.stop()
+            output.take_in(tail.lines())
+    kills_after, exit = oom_kills(), running.poll()
+    return Ended(
+        exit_code=0 if exit is None else exit.code,
+        given_up=given_up,
+        log=running.log_tail(LOG_LINES),
+        oom_killed=kills is not None and kills_after is not None and kills_after > kills,
+    )
+
+
+def _why_to_give_up(output: Output, limits: Limits, quiet_s: float, age_s: float) -> str | None:
+    if quiet_s > limits.timeout_s:
+        return f"no {output.line_of} in {limits.timeout_s:g} s"
+    if limits.limit_s is not None and age_s > limits.limit_s:
+        return f"beyond its limit of {limits.limit_s:.0f} s"
+    return None
+
+
+def torchrun(*, python: str, processes: int, port: int, module: str, directory: Path) -> tuple[str, ...]:
+    """The command line of `processes` ranks of `python -m MODULE DIRECTORY` on this machine."""
+    return (
+        python, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-addr", "127.0.0.1",
+        "--master-port", str(port), "-m", module, str(directory),
+    )  # fmt: skip
+
+
+def environment(ours: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """What to add to the environment `ours` of the parent for each of `ranks` processes on this machine: our own
+    code's path, and, where the user has not set it, its share of the cores. torchrun would make that one core of all:
+    an optimizer that is offloaded to the CPU would then compute on one."""
+    threads = {} if ours.get(THREADS) else {THREADS: str(max(1, cores() // ranks))}
+    return loadgen.child_env.environment(ours) | threads
+
+
+def cores(root: Path = Path("/")) -> int:
+    """How many this process may keep busy: physical ones, of which hyperthreads are no more, and at most what its
+    cgroups allow, as with `docker run --cpus`."""
+    topology = "sys/devices/system/cpu/cpu{}/topology/core_cpus_list"
+    physical = len({_text(root / topology.format(cpu)) or cpu for cpu in usable_cpus()})
+    own = _text(root / "proc/self/cgroup").rpartition("0::/")[2].partition("\n")[0]
+    place = root / "sys/fs/cgroup"
+    for at in (place, *(place / path for path in (Path(own), *Path(own).parents))):
+        quota, _, period = _text(at / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            physical = min(physical, max(1, int(quota) // int(period)))
+    return physical
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+@contextlib.contextmanager
+def stopped_by_signals(cancelled: threading.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM end the present run in good order; more of them do not hurry it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: cancelled.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# One run of one cell.
 
 
 def worker_command(*, python: str, processes: int, port: int, directory: Path) -> tuple[str, ...]:
     """The real one."""
-    module = "training_probe.worker"
-    return torchrun.command(python=python, processes=processes, port=port, module=module, directory=directory)
+    return torchrun(python=python, processes=processes, port=port, module="training_probe.worker", directory=directory)
 
 
-def start_of(
-    trial: Trial, directory: Path, *, python: str, gpu_ids: Sequence[int], port: int, command: Command = worker_command
-) -> Start:
-    """What is to be started for a run in `directory`: one process a GPU of the cell, on the first of `gpu_ids`."""
+@dataclass(frozen=True, kw_only=True)
+class Launching:
+    """How the processes of a run are started. gpu_ids: NVML indices, of which a cell takes as many as it needs from the
+    front; none: no process sees a GPU."""
+
+    python: str = sys.executable
+    gpu_ids: Sequence[int] = ()
+    command: Command = worker_command
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialOutcome:
+    """How a run ended, and what of it was measured, also when it failed."""
+
+    outcome: ProcessOutcome
+    reason: str
+    measured: RunResult
+    log: Path
+
+
+def start_of(trial: Trial, directory: Path, how: Launching, port: int) -> Start:
+    """What is to be started for a run in `directory`: one process a GPU of the cell."""
     directory = directory.absolute()
-    cell, env = trial.cell, torchrun.environment(os.environ, trial.cell.gpus)
+    cell, env = trial.cell, environment(os.environ, trial.cell.gpus)
     if cell.engine == "megatron" and cell.tp * cell.cp > 1 and ONE_QUEUE not in os.environ:
         env[ONE_QUEUE] = "1"  # its backward pass relies on it: an all-reduce runs ahead of the weights' gradients
     return Start(
         run_id=directory.name,
         backend="training_probe",
-        argv=command(python=python, processes=trial.cell.gpus, port=port, directory=directory),
+        argv=how.command(python=how.python, processes=cell.gpus, port=port, directory=directory),
         env=env,
         port=port,
         log=directory / LOG_FILE,
-        gpu_ids=tuple(str(index) for index in gpu_ids[: trial.cell.gpus]),
+        gpu_ids=tuple(str(index) for index in how.gpu_ids[: cell.gpus]),
         stop_s=STOP_S,
     )
 
@@ -92,113 +232,76 @@ def start_of(
 def run_trial(
     trial: Trial,
     directory: Path,
+    how: Launching,
+    limits: Limits,
     *,
-    python: str = sys.executable,
-    gpu_ids: Sequence[int] = (),
-    timeout_s: float,
-    limit_s: float | None = None,
     on_step: Callable[[Step], None] = lambda _: None,
     cancelled: threading.Event,
-    command: Command = worker_command,
 ) -> TrialOutcome:
-    """Runs a trial in `directory`, which is emptied before, and says what became of it.
-
-    timeout_s: how long it may go without a new step, its start included. limit_s: how long all of it may take. gpu_ids:
-    NVML indices; none: no process sees a GPU. on_step is called in this thread for every step. Raises StoppedError,
-    RunnerError.
-    """
+    """Runs a trial in `directory`, which is emptied before. on_step is called in this thread for every step. Raises
+    StoppedError, RunnerError."""
     if sys.platform != "linux":
         raise RunnerError("training runs are started on Linux only; use a Linux machine.")
     if trial.cell.device == "cuda":  # on the CPU nothing is compiled
-        build_locks.remove_forsaken()
+        remove_forsaken_locks()
     for last_try in (False, True):
         if cancelled.is_set():
             raise StoppedError
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         write_atomically(directory / TRIAL_FILE, trial)
-        begun, kills = time.monotonic(), oom_kills()
-        start = start_of(trial, directory, python=python, gpu_ids=gpu_ids, port=process.free_port(), command=command)
+        output = _TrialFiles(trial, directory, on_step)
+        start = start_of(trial, directory, how, process.free_port())
         try:
-            running = process.start(start, lambda _: None, cancelled)
+            ended = run_processes(start, output, limits, cancelled)
         except LaunchError as error:
-            if cancelled.is_set():
-                raise StoppedError from None
             raise RunnerError(f"no training process can be started: {error}") from None
-        with contextlib.closing(Tail(directory / STEPS_FILE)) as tail:
-            watch = _Watch(trial, directory, running, tail, on_step)
-            try:
-                given_up = watch.until_over(timeout_s, limit_s, cancelled)
-            finally:
-                running.stop()
-            found = watch.evidence(given_up, oom_killed=_risen(kills, oom_kills()))
-        if last_try or not found.port_was_taken:
+        evidence = output.evidence(ended)
+        if last_try or not evidence.port_was_taken:
             break
-    outcome, reason = judge(trial, found)
-    return TrialOutcome(
-        outcome=outcome,
-        reason=reason,
-        measured=aggregate.measured(trial.cell, found.reports, watch.steps),
-        wall_s=time.monotonic() - begun,
-        log=start.log,
-    )
+    outcome, reason = judge(evidence)
+    measured = run_result(trial.cell, evidence.reports, output.steps)
+    return TrialOutcome(outcome=outcome, reason=reason, measured=measured, log=start.log)
 
 
-def _risen(before: int | None, after: int | None) -> bool:
-    return before is not None and after is not None and after > before
+class _TrialFiles:
+    """What the processes of a trial write."""
 
+    line_of = "new step"
 
-class _Watch:
-    """A run in progress, seen through its files."""
-
-    def __init__(
-        self, trial: Trial, directory: Path, running: Running, tail: Tail, on_step: Callable[[Step], None]
-    ) -> None:
+    def __init__(self, trial: Trial, directory: Path, on_step: Callable[[Step], None]) -> None:
+        self.path = directory / STEPS_FILE
         self.steps: list[Step] = []
-        self._trial, self._directory, self._running, self._tail = trial, directory, running, tail
-        self._on_step = on_step
+        self._trial, self._directory, self._on_step = trial, directory, on_step
 
-    def until_over(self, timeout_s: float, limit_s: float | None, cancelled: threading.Event) -> str | None:
-        """Waits until it ends or has said all that there is; else why it is given up, a clause. Raises StoppedError."""
-        begun = moved = time.monotonic()
-        reported: float | None = None
-        while self._running.poll() is None:
-            now = time.monotonic()
-            if self._new_steps():
-                moved = now
-            if reported is None and self._all_said():
-                reported = now
-            if reported is not None and now - reported > TEARDOWN_S:
-                return None
-            if reported is None and now - moved > timeout_s:
-                return f"no new step in {timeout_s:g} s"
-            if reported is None and limit_s is not None and now - begun > limit_s:
-                return f"beyond its limit of {limit_s:.0f} s"
-            if cancelled.wait(POLL_S):
-                raise StoppedError
-        self._new_steps()
-        return None
+    def take_in(self, lines: Iterable[bytes]) -> bool:
+        """A line that is no step is left out."""
+        before = len(self.steps)
+        for line in lines:
+            with contextlib.suppress(*UNDECODABLE):
+                self.steps.append(_STEP.decode(line))
+        for step in self.steps[before:]:
+            self._on_step(step)
+        return len(self.steps) > before
 
-    def evidence(self, given_up: str | None, oom_killed: bool) -> Evidence:
-        """All that there is to know, after the end."""
-        self._new_steps()
-        reports, unreadable = self._reports()
-        exit = self._running.poll()
-        return Evidence(
-            reports=reports,
-            unreadable=unreadable,
-            exit_code=0 if exit is None else exit.code,
-            given_up=given_up,
-            log=self._running.log_tail(LOG_LINES),
-            oom_killed=oom_killed,
-            steps_done=len(self.steps),
-        )
-
-    def _all_said(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every rank has reported, or one a failure: the others will not get any further then."""
         reports, unreadable = self._reports()
         return len(reports) + len(unreadable) == self._trial.cell.gpus or any(
             report.outcome != "ok" for report in reports.values()
+        )
+
+    def evidence(self, ended: Ended) -> Evidence:
+        """All that there is to know, after the end."""
+        reports, unreadable = self._reports()
+        return Evidence(
+            ranks=self._trial.cell.gpus,
+            timed=not self._trial.timeline,
+            reports=reports,
+            unreadable=unreadable,
+            ended=ended,
+            steps=self._trial.warmup_steps + self._trial.steps,
+            steps_done=len(self.steps),
         )
 
     def _reports(self) -> tuple[dict[int, RankReport], dict[int, str]]:
@@ -212,12 +315,68 @@ class _Watch:
                     unreadable[rank] = str(error)
         return reports, unreadable
 
-    def _new_steps(self) -> bool:
-        """Takes in what was appended since; whether there was any. A line that is no step tells of nothing."""
-        before = len(self.steps)
-        for line in self._tail.lines():
-            with contextlib.suppress(*UNDECODABLE):
-                self.steps.append(_STEP.decode(line))
-        for step in self.steps[before:]:
-            self._on_step(step)
-        return len(self.steps) > before
+
+# What killed processes leave behind.
+
+
+def extension_roots(environ: Mapping[str, str]) -> list[Path]:
+    """Where torch puts what it compiles, as DeepSpeed's optimizers are at their first use."""
+    if own := environ.get("TORCH_EXTENSIONS_DIR"):
+        return [Path(own)]
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    return [path for path in cache.glob("*") if path.is_dir()]
+
+
+def remove_forsaken_locks(environ: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> list[Path]:
+    """Removes our own locks of torch's compilations that no process of this machine has open; the removed ones.
+
+    Whoever comes later waits for such a lock for ever: one cell that was ended while it compiled would make every other
+    DeepSpeed cell a timeout. torch keeps the file open while it compiles, so a lock that no process has open is
+    nobody's.
+    """
+    locks = [path.resolve() for root in extension_roots(environ) for path in root.glob(f"*/{LOCK}")]
+    if not locks:
+        return []
+    held = set()
+    for link in proc.glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it is over, or another user's
+            held.add(str(link.readlink()))
+    removed = []
+    for path in locks:
+        with contextlib.suppress(OSError):
+            if str(path) not in held and path.stat().st_uid == os.getuid():
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+class MemoryReturn:
+    """Whether the memory of GPUs (NVML indices) has come back after a run: what is still taken would make the next one
+    run out of memory. Holds what they used before the first run."""
+
+    def __init__(self, probe: Callable[[Sequence[int]], Probe], gpu_ids: Sequence[int]) -> None:
+        self._probe = probe(gpu_ids)
+        self._before = self._used()
+
+    def wait(self, cancelled: threading.Event) -> str | None:
+        """Waits a while until no more is used than before; what is still taken then, a clause. A GPU that does not
+        report its memory is taken to be free."""
+        give_up = time.monotonic() + GPU_MEMORY_WAIT_S
+        while taken := self._still_taken():
+            if time.monotonic() > give_up or cancelled.wait(GPU_MEMORY_POLL_S):
+                return taken
+        return None
+
+    def close(self) -> None:
+        self._probe.close()
+
+    def _still_taken(self) -> str | None:
+        for (index, before), (_, now) in zip(self._before, self._used(), strict=True):
+            if before is not None and now is not None and now > before + GPU_MEMORY_SLACK_BYTES:
+                return (
+                    f"GPU {index} had {(now - before) / 2**20:.0f} MiB more in use before a run than before the sweep"
+                )
+        return None
+
+    def _used(self) -> list[tuple[int, int | None]]:
+        return [(sample.index, sample.memory_used_bytes) for sample in self._probe.sample()]

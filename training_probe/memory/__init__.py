@@ -1,9 +1,8 @@
 """How much memory a cell takes, before it runs: `predict` names every term, with the numbers of its formula. Pure.
 
 Predicted is what torch's caching allocator calls allocated (`torch.cuda.max_memory_allocated`), on the rank that has
-most: the largest of the moments of a step (`Phase`). Reserved memory is more, by fragments. `memory_terms` has the
-engines and `memory_deepspeed` that one, counted as their sources allocate; METHODOLOGY.md ("Training: predicted
-memory") derives them.
+most: the largest of the moments of a step (`Moment`). Reserved memory is more, by fragments. `engines`
+has what each engine holds, counted as its sources allocate; METHODOLOGY.md ("Training: predicted memory") derives it.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ import msgspec
 from backends.catalog import ModelSpec
 from training_probe.grid import Cell
 from training_probe.memory import engines
-from training_probe.memory.rank import CUDA_CONTEXT_BYTES, Phase, Term
+from training_probe.memory.rank import CUDA_CONTEXT_BYTES, Moment, Term
 from training_probe.results import GIB
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """phases: moments of a step, in its order, on the rank with the highest peak. host: the memory of the node's
+    """moments: of a step, in its order, on the rank with the highest peak. host: the memory of the node's
     processes for what is offloaded, all ranks on one node; without offload nothing."""
 
-    phases: tuple[Phase, ...]
+    moments: tuple[Moment, ...]
     host: tuple[Term, ...] = ()
 
     @property
-    def peak(self) -> Phase:
-        return max(self.phases, key=lambda phase: phase.bytes)
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -56,8 +55,8 @@ def predict(cell: Cell, spec: ModelSpec) -> Prediction:
     """The cell's memory. Its micro batch must be a number (ValueError): `largest_micro_batch` finds one."""
     if cell.micro_batch is None:
         raise ValueError("the micro batch of this cell is still to be searched")
-    phases, host = engines.phases(cell, spec, cell.micro_batch)
-    return Prediction(phases=phases, host=host)
+    moments, host = engines.moments(cell, spec, cell.micro_batch)
+    return Prediction(moments=moments, host=host)
 
 
 def fits(prediction: Prediction, device_memory_bytes: int) -> Fit:

@@ -31,7 +31,7 @@ class Block(NamedTuple):
     size: int
 
 
-class Span(NamedTuple):
+class PhaseStart(NamedTuple):
     """One phase, from `start_ns` to the next one's start."""
 
     start_ns: int
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 def allocations(tree: Iterable[Any], device_type: str) -> list[tuple[int, int, int]]:
     """(time ns, address, bytes) of what was taken (positive) and given back (negative), in the order of time. tree: the
     event tree of torch's profiler."""
-    found: list[tuple[int, int, int]] = []
+    changes: list[tuple[int, int, int]] = []
     waiting = list(tree)
     while waiting:
         node = waiting.pop()
@@ -49,25 +49,25 @@ def allocations(tree: Iterable[Any], device_type: str) -> list[tuple[int, int, i
         if node.tag.name == "Allocation":
             fields = node.extra_fields
             if str(fields.device).startswith(device_type):
-                found.append((node.start_time_ns, fields.ptr, fields.alloc_size))
-    return sorted(found)
+                changes.append((node.start_time_ns, fields.ptr, fields.alloc_size))
+    return sorted(changes)
 
 
 def blocks(events: Iterable[tuple[int, int, int]]) -> list[Block]:
     """Allocations with what ended them. What is given back without having been taken was there before: it starts at
     -1."""
     open_at: dict[int, tuple[int, int]] = {}
-    found: list[Block] = []
+    ended: list[Block] = []
     for time_ns, address, size in events:
         if size > 0:
             open_at[address] = (time_ns, size)
         else:
             start_ns, taken = open_at.pop(address, (-1, -size))
-            found.append(Block(start_ns, time_ns, taken))
-    return found + [Block(start_ns, None, size) for start_ns, size in open_at.values()]
+            ended.append(Block(start_ns, time_ns, taken))
+    return ended + [Block(start_ns, None, size) for start_ns, size in open_at.values()]
 
 
-def category(block: Block, spans: list[Span]) -> str:
+def category(block: Block, spans: list[PhaseStart]) -> str:
     """See the head of this file."""
     starts = [span.start_ns for span in spans]
     if block.start_ns < starts[0]:
@@ -77,12 +77,12 @@ def category(block: Block, spans: list[Span]) -> str:
     return "temporary" if ended == place else _KEPT.get(spans[place].phase, "temporary")
 
 
-def categorised(found: list[Block], spans: list[Span], built_bytes: int) -> Timeline:
+def categorised(all_blocks: list[Block], spans: list[PhaseStart], built_bytes: int) -> Timeline:
     """Bytes of every category over time."""
     origin = spans[0].start_ns
     changes: list[tuple[int, int, int]] = []
     index = {name: place for place, name in enumerate(CATEGORIES)}
-    for block in found:
+    for block in all_blocks:
         place = index[category(block, spans)]
         if block.start_ns >= 0:
             changes.append((block.start_ns, place, block.size))
@@ -97,7 +97,7 @@ def categorised(found: list[Block], spans: list[Span], built_bytes: int) -> Time
         times.append(max(0.0, (time_ns - origin) / 1e9))
         levels.append(list(level))
     kept = thinned(levels)
-    starts = [span.start_ns for before, span in zip([Span(0, "optimizer"), *spans], spans, strict=False)
+    starts = [span.start_ns for before, span in zip([PhaseStart(0, "optimizer"), *spans], spans, strict=False)
               if span.phase == "forward" and before.phase == "optimizer"]  # fmt: skip
     return Timeline(
         categories=list(CATEGORIES),

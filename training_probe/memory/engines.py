@@ -1,8 +1,8 @@
 """What each engine holds at each moment of a training step: the terms of `training_probe.memory`.
 
 One generator an engine; each yields the moments that can be the highest. Between them memory moves in a line, a layer's
-activations going and its gradients coming, so the ends are enough. DeepSpeed's are in `memory_deepspeed`. Everything
-empirical is a constant at the top of a file.
+activations going and its gradients coming, so the ends are enough. DeepSpeed's are counted as 0.19's sources allocate;
+`benchmarks/peak_allocations.py` shows what they do. Everything empirical is a constant at the top of a file.
 """
 
 from __future__ import annotations
@@ -11,27 +11,44 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from backends.catalog import ModelSpec
+from training_probe.flops import weights
 from training_probe.grid import Cell
-from training_probe.memory import deepspeed
-from training_probe.memory.activations import layer_bytes
-from training_probe.memory.parameters import weights
 from training_probe.memory.rank import (
     MASTER,
     STATES_FP32,
-    Phase,
+    Moment,
     Rank,
     Term,
+    four_bit,
+    layer_bytes,
     libraries,
     product,
+    whole_parameters,
     with_bf16_states,
     with_new_gradients,
 )
 
+# --- What is set or measured, and may need a new look with a new version ---
+# DeepSpeed's own defaults: reduce_bucket_size, sub_group_size, stage3_max_live_parameters; elements.
+REDUCE_BUCKET = 500_000_000
+SUB_GROUP = 1_000_000_000
+MAX_LIVE = 1_000_000_000
+# By how many ZeRO 3 oversteps that limit among several ranks: it is checked before the last parameter of a prefetched
+# group is added, and not for what a module needs at once. Two cells had 0.09 and 0.19 billion more.
+OVER_LIVE = 100_000_000
+# Buckets that ZeRO 1 and 2 fill in turn: 2 with overlap_comm, as this probe sets it, 1 without. ZeRO 3 has one.
+OVERLAP_BUCKETS = 2
+# With offload the norm of each gradient is taken on the device, in fp64; ZeRO 3 of so many elements at a time.
+NORM_BYTES, NORM_ELEMENTS = 8, 250_000_000
+# engine.allreduce_gradients without ZeRO: a flat bf16 copy and its fp32 form, which is what it sends where no bf16
+# section asks for less; bytes per element of a bucket.
+PLAIN_REDUCE_BYTES = 6
 # torch's AdamW, which megatron-core takes where apex and Transformer Engine are not, has all square roots at once.
 FOREACH_ADAM_BYTES = 4
+# --- ---
 
 
-def phases(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Phase, ...], tuple[Term, ...]]:
+def moments(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Moment, ...], tuple[Term, ...]]:
     """The moments of a step on the worst rank, and the host's terms."""
     if cell.engine == "megatron":
         stages = [tuple(_megatron(rank)) for rank in _stages(cell, spec, batch)]
@@ -45,16 +62,164 @@ def phases(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Phase, ...], 
         return tuple(_fsdp2(rank)), tuple(_host(rank))
     if cell.engine == "ddp":
         return tuple(_ddp(rank)), ()
-    return tuple(deepspeed.moments(rank)), tuple(_host(rank))
+    return tuple(_deepspeed(rank)), tuple(_host(rank))
 
 
-def _ddp(rank: Rank) -> Iterator[Phase]:
+def _deepspeed(rank: Rank) -> Iterator[Moment]:
+    """The moments of the method's stage of ZeRO."""
+    return {0: _plain, 3: _zero_3}.get(rank.method.zero, _zero_2)(rank)
+
+
+def _plain(rank: Rank) -> Iterator[Moment]:
+    """No ZeRO and no bf16 section: a bf16 model, bf16 states, gradients made anew each step."""
+    trainable = rank.counts.trainable
+    held = with_bf16_states(rank)
+    yield from with_new_gradients(rank, held)
+    gradients = product("gradients", 2, trainable, "trainable")
+    bucket = min(trainable, REDUCE_BUCKET + rank.counts.largest_trainable)
+    yield Moment(
+        "reduction", (*held, gradients, product("buckets", PLAIN_REDUCE_BYTES, bucket, "elements, flat and fp32"))
+    )
+
+
+def _zero_2(rank: Rank) -> Iterator[Moment]:
+    """ZeRO 1 and 2: stage_1_and_2.py. With overlap_comm both drop the gradients of others as buckets are reduced. What
+    a bucket has for one rank is reduced where it lies; only one that several ranks have a part of is copied."""
+    counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
+    trainable = counts.trainable
+    held = [*whole_parameters(rank), *libraries(rank)]
+    if offload:
+        held.append(product("offload buffer", 2, counts.largest_trainable, "elements of the largest tensor"))
+    else:
+        held.append(product("optimizer states", MASTER + STATES_FP32, trainable, "trainable", ranks))
+    buckets = product("buckets", 2 * OVERLAP_BUCKETS, REDUCE_BUCKET, f"elements of {OVERLAP_BUCKETS} buckets")
+    copied = min(trainable, REDUCE_BUCKET) if ranks > 1 else 0
+    copy = product("reduction copy", 2, copied, "elements of a bucket, flattened")
+    own = [] if offload else [product("gradients", 2, trainable, "trainable", ranks)]
+    before, meanwhile, after = _accumulated(rank)
+    arriving = product("newest gradient", 2, counts.largest_trainable, "elements of the largest tensor")
+    norm = []
+    if offload:
+        part = min(counts.largest_trainable, -(-trainable // ranks))
+        norm.append(product("norm", NORM_BYTES, part, "elements of the largest tensor"))
+    yield rank.loss([*held, *before])
+    # the buckets are taken when the first gradient comes: with prompt tuning at the very end
+    yield rank.last_layer([*held, *before, *([buckets] if counts.layer_trainable else [])])
+    if (gone := _layers_in_bucket(rank)) is None:  # one bucket, reduced after the backward pass
+        yield rank.first_layer([*held, *before, buckets, arriving])
+        largest = max(([copy], own, norm), key=lambda terms: sum(term.bytes for term in terms))
+        yield Moment("reduction", (*held, *after, buckets, *largest))
+    else:
+        aside = [*_aside(rank), *norm]
+        yield rank.last_layer([*held, *meanwhile, *own, buckets, *aside], "first reduction", gone)
+        if ranks > 1:
+            shared = max(gone, _layers_of_rank(rank))
+            yield rank.last_layer([*held, *meanwhile, *own, buckets, copy], "reduction for two ranks", shared)
+        always = [copy] if trainable < ranks * REDUCE_BUCKET else []
+        yield rank.first_layer([*held, *after, *own, buckets, *always, arriving])
+        yield Moment("last reduction", (*held, *after, *own, buckets, *aside))
+    if not offload:
+        step = product("optimizer temporaries", 6, trainable, "trainable: a flat bf16 copy, fp32 gradients", ranks)
+        yield Moment("optimizer step", (*held, *own, step))
+
+
+def _accumulated(rank: Rank) -> tuple[list[Term], list[Term], list[Term]]:
+    """Gradients of earlier micro batches with ZeRO 1 and 2: until the first bucket is full, while others are filled,
+    and in the end. ZeRO 2 has its part, and makes a new one in each micro batch; ZeRO 1 passes all of them through the
+    buckets in the last."""
+    trainable = rank.counts.trainable
+    if not rank.accumulates or (rank.method.offload and rank.method.zero == 2):
+        return [], [], []
+    if rank.method.zero == 2:
+        kept = [product("accumulated gradients", 2, trainable, "trainable", rank.ranks)]
+        return kept, kept, kept
+    rest = max(0, trainable - REDUCE_BUCKET)
+    return (
+        [product("accumulated gradients", 2, trainable, "trainable, until the last micro batch")],
+        [product("accumulated gradients", 2, rest, "trainable that no bucket has had")],
+        [],
+    )
+
+
+def _aside(rank: Rank) -> list[Term]:
+    """What lies in no bucket: a gradient that is larger than one, and the head's where the embeddings add to it."""
+    counts = rank.counts
+    tied = rank.spec.tied and not rank.method.adapter
+    if counts.largest_trainable <= REDUCE_BUCKET and not tied:
+        return []
+    return [product("largest gradient", 2, counts.largest_trainable, "elements, in no bucket")]
+
+
+def _zero_3(rank: Rank) -> Iterator[Moment]:
+    """ZeRO 3: stage3.py. One rank gathers nothing: its parameters are views, unless they come from the host."""
+    counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
+    trainable = counts.trainable
+    held = [product("buckets", 2, REDUCE_BUCKET, "elements of the bucket"), *libraries(rank)]
+    if not offload:
+        held += [
+            *four_bit(rank, ranks),
+            product("parameters", 2, counts.frozen + trainable, "parameters", ranks),
+            product("optimizer states", MASTER + STATES_FP32, trainable, "trainable", ranks),
+            product("gradients", 2, trainable, "trainable", ranks),
+        ]
+    gathers = ranks > 1 or offload
+    live = [_live(rank)] if gathers else []
+    few = [product("gathered parameters", 2, counts.embedding, "of the embeddings")] if gathers else []
+    # what is larger than a bucket is alone in it, and not copied
+    copied = max(min(trainable, REDUCE_BUCKET), counts.largest_trainable)
+    reduced = [product("reduction copy", 2, copied, "elements of a bucket, interleaved")]
+    if offload:  # one gradient after another comes back from the host for it
+        part = -(-counts.largest_trainable // ranks)
+        reduced.append(product("returning gradient", 2, part, "elements of the largest tensor's part"))
+        reduced.append(product("norm", NORM_BYTES, min(part, NORM_ELEMENTS), "elements of it"))
+    arriving = product("newest gradient", 2, counts.largest_trainable, "elements of the largest tensor")
+    yield rank.loss([*held, *live])
+    yield rank.last_layer([*held, *live])
+    if (gone := _layers_in_bucket(rank)) is not None:
+        yield rank.last_layer([*held, *live, *reduced], "first reduction", gone)
+    yield rank.first_layer([*held, *live, arriving])
+    yield Moment("last reduction", (*held, *few, *reduced))
+    if not offload:
+        group = min(-(-trainable // ranks), SUB_GROUP + -(-counts.largest_trainable // ranks))
+        step = product("optimizer temporaries", 6, group, "elements of a sub-group: a flat bf16 copy, fp32 gradients")
+        yield Moment("optimizer step", (*held, step))
+
+
+def _live(rank: Rank) -> Term:
+    """What ZeRO 3 has gathered at most in either pass."""
+    counts = rank.counts
+    over = OVER_LIVE if rank.ranks > 1 else 0
+    elements = min(counts.total - counts.four_bit, MAX_LIVE + over)
+    return product("gathered parameters", 2, elements, "live parameters")
+
+
+def _layers_in_bucket(rank: Rank) -> int | None:
+    """How many whole layers' gradients fill the first bucket, after the head's; None when they all do not."""
+    counts = rank.counts
+    if counts.trainable <= REDUCE_BUCKET or not counts.layer_trainable:
+        return None
+    return _layers_of(rank, REDUCE_BUCKET)
+
+
+def _layers_of_rank(rank: Rank) -> int:
+    """How many whole layers are the last rank's, after the head."""
+    return _layers_of(rank, -(-rank.counts.trainable // rank.ranks))
+
+
+def _layers_of(rank: Rank, gradients: int) -> int:
+    """How many whole layers are among the first of the gradients, after the head's."""
+    counts = rank.counts
+    head = 0 if rank.method.adapter or rank.spec.tied else counts.embedding
+    return min(rank.layers - 1, max(0, gradients - head) // counts.layer_trainable)
+
+
+def _ddp(rank: Rank) -> Iterator[Moment]:
     """Like DeepSpeed without ZeRO, but gradients are views of buckets, which stay; alone there are none."""
     trainable = rank.counts.trainable
     held = with_bf16_states(rank)
     if rank.ranks == 1:
         yield from with_new_gradients(rank, held)
-        yield Phase("optimizer step", (*held, product("gradients", 2, trainable, "trainable")))
+        yield Moment("optimizer step", (*held, product("gradients", 2, trainable, "trainable")))
         return
     held.append(product("gradients", 2, trainable, "trainable, as buckets"))
     yield rank.loss(held)
@@ -63,7 +228,7 @@ def _ddp(rank: Rank) -> Iterator[Phase]:
     )
 
 
-def _fsdp2(rank: Rank) -> Iterator[Phase]:
+def _fsdp2(rank: Rank) -> Iterator[Moment]:
     """fully_shard on each layer and on the root, which holds embeddings, last norm and head. What is trained
     is fp32, beside a frozen model bf16; gradients are reduced in fp32."""
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
@@ -95,15 +260,15 @@ def _fsdp2(rank: Rank) -> Iterator[Phase]:
     yield rank.loss([*held, *before, gathered])
     yield rank.last_layer([*held, *before, gathered, own, head])
     remaining = rank.activations(rank.layers - 1, outside=False)
-    yield Phase("first reduction", (*held, *before, fewer, own, reduced, head, remaining))
+    yield Moment("first reduction", (*held, *before, fewer, own, reduced, head, remaining))
     reached = [] if offload else [product("gradients", width, trainable - root_trains, "trainable but the root", ranks)]
     yield rank.first_layer([*held, *(before or reached), last, own, reduced, head])
     roots = product("buckets", 6, root_trains, "elements of the root: bf16 gradients, fp32 to be reduced")
-    yield Phase("last reduction", (*held, *gradients, roots))
-    yield Phase("optimizer step", (*held, *gradients))
+    yield Moment("last reduction", (*held, *gradients, roots))
+    yield Moment("optimizer step", (*held, *gradients))
 
 
-def _megatron(rank: Rank) -> Iterator[Phase]:
+def _megatron(rank: Rank) -> Iterator[Moment]:
     """bf16 parameters, fp32 main gradients that stay, fp32 master weights and moments, which Z1 divides."""
     parameters, states = rank.counts.trainable, rank.ranks if rank.method.zero else 1
     held = [
@@ -115,7 +280,7 @@ def _megatron(rank: Rank) -> Iterator[Phase]:
     yield rank.loss(held)
     yield rank.last_layer([*held, product("newest gradient", 2, rank.counts.largest_trainable, "elements, bf16")])
     roots = product("optimizer step", FOREACH_ADAM_BYTES, parameters, "parameters of a rank, square roots", states)
-    yield Phase("optimizer step", (*held, roots))
+    yield Moment("optimizer step", (*held, roots))
 
 
 def _stages(cell: Cell, spec: ModelSpec, batch: int) -> Iterator[Rank]:

@@ -1,5 +1,12 @@
-"""What the engines' predicted memory is put together from: terms, moments of a step, one rank, and what several of the
-engines hold.
+"""What the engines' predicted memory is put together from: a layer's activations, terms, moments of a step, one rank,
+and what several of the engines hold.
+
+Activations are the bytes that autograd keeps of a Hugging Face Llama's forward pass in bf16, and what its backward pass
+needs besides. Coefficients are bytes per (b s h), (b s f), (b a s^2): batch, sequence, hidden, intermediate, heads.
+They are counted operator by operator and were checked with saved-tensor hooks on real models (eager, flash and math
+attention; full training, LoRA, prompt tuning, frozen linears; grouped keys and values): exact. Korthikanti et al.'s 34
+s b h + 5 a s^2 b is of a GPT with dropout masks, GELU and a 4h MLP, and does not fit Llama (METHODOLOGY.md).
+Megatron's layer is taken to keep the same.
 """
 
 from __future__ import annotations
@@ -10,9 +17,8 @@ from dataclasses import dataclass
 import msgspec
 
 from backends.catalog import ModelSpec
-from training_probe.grid import Cell, Method
-from training_probe.memory.activations import LayerBytes, logits_bytes, outside_bytes
-from training_probe.memory.parameters import Weights
+from training_probe.flops import Weights, adapted_linears
+from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell, Method
 
 # --- What is set or measured, and may need a new look with a new version ---
 # Context, modules and NCCL's own memory are outside torch's allocator. About half a GiB; not measured here yet.
@@ -23,10 +29,112 @@ LIBRARIES_BYTES = 96 << 20
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 # LoRA and prompt adapters are bf16 (autocast_adapter_dtype=False). PEFT's default is fp32, and keeps fp32 inputs, too.
 ADAPTER_BYTES = 2
+# Compiled layers recompute what is cheap: 16 b s h + 6 b s f in all, fitted to one run (7B, FSDP2 on 4 H200, batch
+# 4 x 4096, torch 2.11).
+COMPILED_NORMS = 4
+COMPILED_LESS_WIDE = 2
 # --- ---
 
 STATES_BF16, STATES_FP32 = 4, 8  # Adam's two moments, bytes per parameter
 MASTER = 4
+
+
+# Activations.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Bytes of one decoder layer. kept: between forward and backward. formula: of `kept`, in words. working: the most
+    that is alive in its backward pass, what is recomputed included, beyond the kept bytes of other layers."""
+
+    kept: int
+    formula: str
+    working: int
+
+
+def tokens_in_model(cell: Cell) -> int:
+    """Positions of one sequence, prompt tuning's virtual ones included."""
+    return cell.seq_len + (PROMPT_TOKENS if cell.letters.adapter == "PT" else 0)
+
+
+def layer_bytes(cell: Cell, spec: ModelSpec, batch: int) -> LayerBytes:
+    """Of one layer and one micro batch of `batch` sequences on one GPU."""
+    method, length = cell.letters, tokens_in_model(cell)
+    tokens = batch * length
+    attention_square = spec.heads * length  # bytes per token, times a coefficient
+    if method.recompute == "full":
+        whole, _ = _saved(cell, spec, attention_recomputed=False)
+        kept = 2.0 * spec.hidden
+        formula = "2*b*s*h, a layer's input"
+        working = whole + _transient(cell, spec, attention_square)
+    elif method.recompute == "selective":
+        kept, formula = _saved(cell, spec, attention_recomputed=True)
+        whole, _ = _saved(cell, spec, attention_recomputed=False)
+        working = whole + _transient(cell, spec, attention_square)
+    else:
+        kept, formula = _saved(cell, spec, attention_recomputed=False)
+        working = kept + _transient(cell, spec, attention_square)
+    return LayerBytes(kept=round(tokens * kept), formula=formula, working=round(tokens * working))
+
+
+def outside_bytes(cell: Cell, spec: ModelSpec, batch: int) -> int:
+    """The last norm and the head's input, without logits."""
+    coefficient = 4 if cell.letters.adapter else 8
+    return batch * tokens_in_model(cell) * coefficient * spec.hidden
+
+
+def logits_bytes(cell: Cell, spec: ModelSpec, batch: int) -> int:
+    """At their largest, in the backward pass of the loss: log-probabilities, their gradient and that of the logits,
+    each fp32 (at the end of the forward pass it is 10 bytes: bf16 logits, their fp32 copy, log-probabilities)."""
+    return 12 * batch * tokens_in_model(cell) * spec.vocab_size // cell.tp
+
+
+def _saved(cell: Cell, spec: ModelSpec, *, attention_recomputed: bool) -> tuple[float, str]:
+    """Bytes per token of a layer, and the formula. Norms are whole on every rank of a tensor-parallel group, the rest
+    is divided."""
+    method = cell.letters
+    lora = method.adapter in ("L", "QL")
+    inputs_kept = lora or not (method.adapter or method.quantized)  # a frozen linear layer does not need its input
+    norms = 8 if method.adapter else 12  # fp32 input; the normalised value too where the norm's weight trains
+    if cell.compile:
+        norms = COMPILED_NORMS
+    inputs = 4 if inputs_kept else 0  # of q, k, v together, and of gate and up
+
+    fused = cell.attention == "flash"
+    grouped = spec.kv_heads / spec.heads if fused else 1.0  # eager and math copy keys and values for every head
+    in_fp32 = cell.attention == "math" and not attention_recomputed
+    queries = 12.0 if in_fp32 else 2 + 4 * grouped
+    output = 2 if inputs_kept or (fused and not attention_recomputed) else 0
+    wide = (8 if inputs_kept else 6) - (COMPILED_LESS_WIDE if cell.compile else 0)
+    square = 0 if fused or attention_recomputed else {"eager": 6, "math": 4}[cell.attention]
+
+    whole = norms + inputs
+    divided = queries + output
+    active = spec.active_experts
+    mlp = active * wide * spec.intermediate + (active * 4 * spec.hidden if spec.experts > 1 else 0)
+    small = 8.0 + (4.0 * spec.heads / cell.tp if fused else 0)  # reciprocal deviations; log-sum-exp
+    adapters = 2.0 * LORA_RANK * len(adapted_linears(spec)) if lora else 0.0
+    per_token = (
+        whole * spec.hidden
+        + (divided * spec.hidden + mlp + square * spec.heads * tokens_in_model(cell)) / cell.tp
+        + small
+        + adapters
+    )
+    formula = f"{whole + divided:g}*b*s*h + {active * wide}*b*s*f" + (f" + {square}*b*a*s^2" if square else "")
+    return per_token, formula
+
+
+def _transient(cell: Cell, spec: ModelSpec, attention_square: int) -> float:
+    """Bytes per token of a layer's gradients at their largest, less what has been freed of it by then: in the MLP two
+    wide gradients and two of the hidden state, in attention the gradients of probabilities and scores."""
+    mlp = 4.0 * spec.active_experts * spec.intermediate / cell.tp + 4 * spec.hidden
+    freed = 8.0 * spec.active_experts * spec.intermediate / cell.tp
+    # flash: gradients of q, k and v, an fp32 sum of q's. Else: probabilities' gradient, its fp32 copy, scores' gradient
+    attention = 10.0 * spec.hidden if cell.attention == "flash" else 8.0 * attention_square
+    return max(mlp, attention / cell.tp - freed)
+
+
+# Terms and moments.
 
 
 class Term(msgspec.Struct, frozen=True):
@@ -37,7 +145,7 @@ class Term(msgspec.Struct, frozen=True):
     formula: str
 
 
-class Phase(msgspec.Struct, frozen=True):
+class Moment(msgspec.Struct, frozen=True):
     """One moment of a step, and everything that is allocated then."""
 
     name: str
@@ -72,18 +180,18 @@ class Rank:
     def accumulates(self) -> bool:
         return self.cell.grad_accum > 1
 
-    def loss(self, held: Iterable[Term]) -> Phase:
+    def loss(self, held: Iterable[Term]) -> Moment:
         """The gradient of the logits: all activations and the loss's tensors."""
-        return Phase("loss", (*held, self.activations(self.layers), *self._logits()))
+        return Moment("loss", (*held, self.activations(self.layers), *self._logits()))
 
-    def last_layer(self, held: Iterable[Term], name: str = "backward, last layer", gone: int = 0) -> Phase:
+    def last_layer(self, held: Iterable[Term], name: str = "backward, last layer", gone: int = 0) -> Moment:
         """A layer in the backward pass, when `gone` layers after it are done."""
         before = self.activations(self.layers - 1 - gone, outside=False)
-        return Phase(name, (*held, before, *self._working()))
+        return Moment(name, (*held, before, *self._working()))
 
-    def first_layer(self, held: Iterable[Term]) -> Phase:
+    def first_layer(self, held: Iterable[Term]) -> Moment:
         """The end of the backward pass: the activations of one layer are left."""
-        return Phase("backward, first layer", (*held, *self._working()))
+        return Moment("backward, first layer", (*held, *self._working()))
 
     def activations(self, layers: int, outside: bool = True) -> Term:
         """Of `layers` layers of the last micro batch, and all of those before it in the pipeline."""
@@ -139,7 +247,7 @@ def with_bf16_states(rank: Rank) -> list[Term]:
     ]
 
 
-def with_new_gradients(rank: Rank, held: list[Term]) -> Iterator[Phase]:
+def with_new_gradients(rank: Rank, held: list[Term]) -> Iterator[Moment]:
     """Both passes where autograd makes the gradients anew: the head's are the first, the embeddings' the last. A table
     that is both has two, and then their sum."""
     counts = rank.counts
@@ -158,7 +266,9 @@ def with_new_gradients(rank: Rank, held: list[Term]) -> Iterator[Phase]:
     yield rank.first_layer([*held, last])
     if rank.spec.tied and table:
         own = product("gradients", 2, counts.trainable, "trainable")
-        yield Phase("backward, embeddings", (*held, own, product("newest gradient", 4, table, "elements, and the sum")))
+        yield Moment(
+            "backward, embeddings", (*held, own, product("newest gradient", 4, table, "elements, and the sum"))
+        )
 
 
 def product(name: str, coefficient: float, count: int, what: str, ranks: int = 1) -> Term:

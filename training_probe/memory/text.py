@@ -9,11 +9,10 @@ from typing import NamedTuple
 import msgspec
 
 from training_probe import memory
-from training_probe.grid import Cell, impossible
+from training_probe.grid import Cell, Model, impossible
 from training_probe.memory import Prediction
 from training_probe.memory.rank import Term
 from training_probe.results import GIB
-from training_probe.sweep.manifests import Model
 
 CARDS_GB = (24, 32, 40, 48, 80, 96, 141, 192)  # the sizes that are sold; an H200's 141 GB are 140 GiB
 MOST_SEARCHED = 64
@@ -35,21 +34,21 @@ def plan(cells: Sequence[Cell], known: Mapping[str, Model], device_bytes: int | 
         verdict, *more = _planned(cell, known[cell.model], device_bytes)
         verdicts[verdict] += 1
         lines += [*more, ""]
-    told = ", ".join(f"{verdicts[name]} {name}" for name in VERDICTS if verdicts[name])
-    return "\n".join([*lines, f"{len(cells)} cell{'' if len(cells) == 1 else 's'}: {told}.", ""])
+    counts = ", ".join(f"{verdicts[name]} {name}" for name in VERDICTS if verdicts[name])
+    return "\n".join([*lines, f"{len(cells)} cell{'' if len(cells) == 1 else 's'}: {counts}.", ""])
 
 
 def explained(cell: Cell, known: Mapping[str, Model], device_bytes: int | None) -> str:
     """Every moment of a step with its terms and formulas, what the host holds, and the cards that it fits on."""
-    cell, said = _sized(cell, known[cell.model], device_bytes)
-    lines = [f"{cell.name}{said}: PREDICTED, nothing was run. Peaks are of the rank that has most."]
+    cell, note = _sized(cell, known[cell.model], device_bytes)
+    lines = [f"{cell.name}{note}: PREDICTED, nothing was run. Peaks are of the rank that has most."]
     prediction = _prediction(cell, known[cell.model])
     if isinstance(prediction, Unpredicted):
         return "\n".join([*lines, f"{prediction.verdict}: {prediction.reason}", ""])
-    for phase in prediction.phases:
-        mark = "  <- peak" if phase is prediction.peak else ""
-        lines += ["", f"{phase.name}: {phase.bytes / GIB:.2f} GiB allocated{mark}"]
-        lines += _terms(phase.terms)
+    for moment in prediction.moments:
+        mark = "  <- peak" if moment is prediction.peak else ""
+        lines += ["", f"{moment.name}: {moment.bytes / GIB:.2f} GiB allocated{mark}"]
+        lines += _terms(moment.terms)
     if prediction.host:
         lines += ["", f"Host memory of a node that holds all ranks: {prediction.host_bytes / GIB:.2f} GiB"]
         lines += _terms(prediction.host)
@@ -66,16 +65,16 @@ def _heading(device_bytes: int | None) -> str:
 
 def _planned(cell: Cell, model: Model, device_bytes: int | None) -> Iterator[str]:
     """The verdict, one of VERDICTS; then the lines."""
-    cell, said = _sized(cell, model, device_bytes)
+    cell, note = _sized(cell, model, device_bytes)
     prediction = _prediction(cell, model)
     if isinstance(prediction, Unpredicted):
         yield prediction.verdict
-        yield f"{cell.name}{said}: {prediction.verdict}: {prediction.reason}"
+        yield f"{cell.name}{note}: {prediction.verdict}: {prediction.reason}"
         return
     fit = None if device_bytes is None else memory.fits(prediction, device_bytes)
     yield "predicted" if fit is None else "fit" if fit.ok else "certain not to fit"
     verdict = "" if fit is None else ", fits" if fit.ok else f", SKIPPED: {fit.reason}"
-    yield f"{cell.name}{said}: {prediction.peak_bytes / GIB:.2f} GiB ({prediction.peak.name}){verdict}"
+    yield f"{cell.name}{note}: {prediction.peak_bytes / GIB:.2f} GiB ({prediction.peak.name}){verdict}"
     yield from _terms(prediction.peak.terms)
     if prediction.host:
         yield f"  host memory, all ranks of a node: {prediction.host_bytes / GIB:.2f} GiB"

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from cyclopts import App, Group, Parameter
 
 from loadgen import exit_codes
@@ -22,9 +23,9 @@ from loadgen.option_types import option
 from loadgen.terminal import say, width
 from training_probe import options
 from training_probe.micro import presets
-from training_probe.micro.points import Dtype, Kind, MicroError, Name, Point, Task
 from training_probe.micro.presets import CollectivePreset, CopyPreset, Device, GemmPreset
 from training_probe.options import whole
+from training_probe.points import Dtype, Kind, MicroError, Name, Point, Task
 
 if TYPE_CHECKING:
     from backends.gpus import Inventory
@@ -208,7 +209,7 @@ def _run(kind: Kind, preset: str | None, points: Sequence[Point], measuring: Mea
     device = machine.device
     samples, budget_s = _sampling(measuring, kind, preset, device)
     between = kind == "collectives" and device == "cuda"
-    manifest = run.Manifest(
+    manifest = run.MicroManifest(
         run_id=rundir.new_run_id(),
         started_unix_s=time.time(),
         version=rundir.package_version(),
@@ -238,7 +239,7 @@ def reported(directory: Path, code: int) -> int:
     results, report = micro_report.redo(directory)
     say("\n" + micro_report.text(results, report, width(sys.stderr)))
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json.dumps(report))
+    print(json.dumps(msgspec.to_builtins(report)))
     outcomes = {result.outcome for result in results}
     if code != exit_codes.OK or outcomes.isdisjoint(("crashed", "timeout", "wrong")):
         return code

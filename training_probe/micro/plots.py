@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from training_probe.micro.points import GB, Collective, Copy, Dtype, Gemm, Measured
 from training_probe.micro.tables import MS, TERA, US, peaks
+from training_probe.points import GB, Collective, Copy, Dtype, Gemm, Measured
 from training_probe.report import figures
 from training_probe.report.figures import Lines
 
@@ -18,9 +18,9 @@ NAMES = {
 Series = dict[str, list[tuple[float, float]]]
 
 
-def draw(directory: Path, found: Sequence[Measured], device_name: str, platform: str) -> dict[str, str]:
+def draw(directory: Path, results: Sequence[Measured], device_name: str, platform: str) -> dict[str, str]:
     """Writes the figures (PNG and SVG); the SVGs' names with what they show. Raises OSError."""
-    timed = [result for result in found if result.outcome == "ok"]
+    timed = [result for result in results if result.outcome == "ok"]
     shown = {}
     for name, title, panels in (
         ("gemm", "Matrix products over M", _gemm(timed, device_name)),
@@ -34,11 +34,11 @@ def draw(directory: Path, found: Sequence[Measured], device_name: str, platform:
     return shown
 
 
-def _gemm(found: Sequence[Measured], device_name: str) -> list[Lines]:
+def _gemm(results: Sequence[Measured], device_name: str) -> list[Lines]:
     """A panel a dtype: the share of the peak of the data sheet, else of the measured one, else TFLOP/s."""
-    known = peaks(found, device_name)
+    known = peaks(results, device_name)
     curves: dict[Dtype, Series] = {}
-    for result in found:
+    for result in results:
         point = result.point
         if isinstance(point, Gemm) and not point.peak and result.flops_per_s:
             curve = point.curve or f"N{point.n}_K{point.k}"
@@ -56,10 +56,10 @@ def _gemm(found: Sequence[Measured], device_name: str) -> list[Lines]:
     return panels
 
 
-def _memcpy(found: Sequence[Measured]) -> list[Lines]:
+def _memcpy(results: Sequence[Measured]) -> list[Lines]:
     times: Series = {}
     speeds: Series = {}
-    for result in found:
+    for result in results:
         if isinstance(result.point, Copy) and result.median_s and result.bytes_per_s:
             label, size = result.point.label, result.point.size_bytes
             times.setdefault(label, []).append((size, result.median_s * US))
@@ -67,10 +67,10 @@ def _memcpy(found: Sequence[Measured]) -> list[Lines]:
     return _pair("", times, speeds, "GB/s", US) if times else []
 
 
-def _collectives(found: Sequence[Measured]) -> list[Lines]:
+def _collectives(results: Sequence[Measured]) -> list[Lines]:
     times: dict[str, Series] = {}
     speeds: dict[str, Series] = {}
-    for result in found:
+    for result in results:
         point = result.point
         if isinstance(point, Collective) and result.median_s and result.bus_bytes_per_s:
             way = WAYS[point.p2p]

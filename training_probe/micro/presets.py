@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from training_probe.micro.points import (
+from training_probe.points import (
     Collective,
     Copy,
     Dtype,
@@ -143,7 +143,7 @@ def size(text: str) -> int:
     unit = cleaned[len(digits) :].strip().removesuffix("B").removesuffix("I")
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 12) or unit not in _UNITS:
         raise MicroError(f"'{text}' is no size; write bytes, or a number with K, M or G, such as 64K.")
-    found = int(digits) * _UNITS[unit]
-    if not 1 <= found <= MAX_BYTES:
+    size_bytes = int(digits) * _UNITS[unit]
+    if not 1 <= size_bytes <= MAX_BYTES:
         raise MicroError(f"'{text}' is no size here; it must be from 1 byte to {size_text(MAX_BYTES)}.")
-    return found
+    return size_bytes

@@ -15,39 +15,68 @@ import msgspec
 
 from backends.untrusted import escaped
 from loadgen.report.text import markdown_text
+from loadgen.rundir import Machine
 from training_probe.micro import run as micro_run
 from training_probe.micro import tables
-from training_probe.micro.points import About, Gemm, Measured, MicroError, Outcome
 from training_probe.micro.presets import TITLES
-from training_probe.micro.run import Manifest
+from training_probe.micro.run import MicroManifest
+from training_probe.points import About, Dtype, Gemm, Kind, Measured, MicroError, PointOutcome
 from training_probe.report import layout
 
 SCHEMA = "training_probe.micro/1"
 NAMES = {"gemm": "Matrix products", "memcpy": "Memory copies", "collectives": "Collectives"}
 
-Report = dict[str, Any]
+
+class PeakFlops(msgspec.Struct):
+    """FLOP/s by dtype."""
+
+    data_sheet: dict[Dtype, float]
+    measured: dict[Dtype, float]
 
 
-def build(found: Sequence[Measured], manifest: Manifest, about: About | None) -> Report:
-    """The report as a plain dict, schema `training_probe.micro/1`: all points, with what follows from their times."""
-    outcomes = Counter(result.outcome for result in found)
-    known = tables.peaks(found, manifest.device_name)
-    own = ("run_id", "version", "started_unix_s", "kind", "preset", "device", "device_name", "ranks", "p2p")
-    return {
-        "schema": SCHEMA,
+class PointCounts(msgspec.Struct):
+    planned: int
+    all: int
+    by_outcome: dict[str, int]
+
+
+class MicroReport(msgspec.Struct, kw_only=True):
+    """report.json of a micro-benchmark, schema `training_probe.micro/1`. results: all points, with what follows from
+    their times."""
+
+    schema: str = SCHEMA
+    run_id: str
+    version: str
+    started_unix_s: float
+    kind: Kind
+    preset: str | None
+    device: str
+    device_name: str
+    ranks: int
+    p2p: str
+    argv: list[str]
+    machine: Machine
+    versions: dict[str, str]
+    l2_bytes: int | None
+    peak_flops_per_s: PeakFlops
+    points: PointCounts
+    results: list[dict[str, Any]]
+
+
+def build(results: Sequence[Measured], manifest: MicroManifest, about: About | None) -> MicroReport:
+    outcomes = Counter(result.outcome for result in results)
+    by_outcome = {outcome: outcomes[outcome] for outcome in get_args(PointOutcome) if outcomes[outcome]}
+    known = tables.peaks(results, manifest.device_name)
+    own = set(MicroReport.__struct_fields__) & set(MicroManifest.__struct_fields__) - {"schema", "argv"}
+    return MicroReport(
         **{name: getattr(manifest, name) for name in own},
-        "argv": list(manifest.argv),
-        "machine": msgspec.to_builtins(manifest.machine),
-        "versions": about.versions if about else {},
-        "l2_bytes": about.l2_bytes if about else None,
-        "peak_flops_per_s": {"data_sheet": known.catalog, "measured": known.measured},
-        "points": {
-            "planned": len(manifest.task.points),
-            "all": len(found),
-            "by_outcome": {outcome: outcomes[outcome] for outcome in get_args(Outcome) if outcomes[outcome]},
-        },
-        "results": [_derived(result, known) for result in found],
-    }
+        argv=list(manifest.argv),
+        versions=about.versions if about else {},
+        l2_bytes=about.l2_bytes if about else None,
+        peak_flops_per_s=PeakFlops(known.catalog, known.measured),
+        points=PointCounts(len(manifest.task.points), len(results), by_outcome),
+        results=[_derived(result, known) for result in results],
+    )
 
 
 def _derived(result: Measured, known: tables.Peaks) -> dict[str, Any]:
@@ -63,67 +92,66 @@ def _derived(result: Measured, known: tables.Peaks) -> dict[str, Any]:
     return row
 
 
-def _platform(report: Report) -> str:
-    ranks = report["ranks"]
-    if report["kind"] != "collectives":
-        return str(report["device_name"])
-    if report["device"] == "cpu":
-        return f"{ranks} processes on the CPU (gloo)"
-    return f"{ranks} x {report['device_name']}"
+def _platform(report: MicroReport) -> str:
+    if report.kind != "collectives":
+        return report.device_name
+    if report.device == "cpu":
+        return f"{report.ranks} processes on the CPU (gloo)"
+    return f"{report.ranks} x {report.device_name}"
 
 
-def title_of(report: Report) -> str:
-    preset = f", as {TITLES[report['preset']]}" if report["preset"] in TITLES else ""
-    return f"{NAMES[report['kind']]} on {_platform(report)}{preset}"
+def title_of(report: MicroReport) -> str:
+    preset = f", as {TITLES[report.preset]}" if report.preset in TITLES else ""
+    return f"{NAMES[report.kind]} on {_platform(report)}{preset}"
 
 
-def summary(report: Report) -> Iterator[str]:
+def summary(report: MicroReport) -> Iterator[str]:
     """What was measured and how, a sentence or two each; plain text that is not escaped."""
-    points = report["points"]
-    counts = ", ".join(f"{count} {name}" for name, count in points["by_outcome"].items())
-    stopped = f" of {points['planned']}" if points["all"] < points["planned"] else ""
-    yield f"{points['all']}{stopped} points" + (f": {counts}." if counts else ".")
-    for dtype, speed in report["peak_flops_per_s"]["measured"].items():
-        sheet = report["peak_flops_per_s"]["data_sheet"].get(dtype)
+    points = report.points
+    counts = ", ".join(f"{count} {name}" for name, count in points.by_outcome.items())
+    stopped = f" of {points.planned}" if points.all < points.planned else ""
+    yield f"{points.all}{stopped} points" + (f": {counts}." if counts else ".")
+    for dtype, speed in report.peak_flops_per_s.measured.items():
+        sheet = report.peak_flops_per_s.data_sheet.get(dtype)
         beside = f", {100 * speed / sheet:.1f} % of the data sheet's {sheet / 1e12:.1f}" if sheet else ""
         yield f"Measured peak, {dtype}: {speed / 1e12:.4g} TFLOP/s{beside}."
-    if report["p2p"]:
-        yield f"P2P: {report['p2p']}."
+    if report.p2p:
+        yield f"P2P: {report.p2p}."
     yield "Times are medians over samples; 10 % and 90 % are percentiles; a sample is the mean of many launches."
-    if report["versions"]:
-        yield "Versions: " + ", ".join(f"{name} {version}" for name, version in report["versions"].items()) + "."
+    if report.versions:
+        yield "Versions: " + ", ".join(f"{name} {version}" for name, version in report.versions.items()) + "."
 
 
-def text(found: Sequence[Measured], report: Report, width: int) -> str:
+def text(results: Sequence[Measured], report: MicroReport, width: int) -> str:
     """The report for a terminal of `width` columns."""
-    shown = [layout.text(table, width) for table in tables.build(found, report["device_name"])]
+    shown = [layout.text(table, width) for table in tables.build(results, report.device_name)]
     head = [title_of(report), "", *summary(report)]
     return "\n".join([*(fill(escaped(line), width) for line in head), "", *shown])
 
 
-def markdown(report: Report, found: Sequence[Measured], pictures: Mapping[str, str]) -> str:
+def markdown(report: MicroReport, results: Sequence[Measured], pictures: Mapping[str, str]) -> str:
     """report.md. pictures: file -> what it shows."""
     lines = [f"# {markdown_text(title_of(report))}", "", *(f"- {markdown_text(line)}" for line in summary(report)), ""]
-    lines += [layout.markdown(table) for table in tables.build(found, report["device_name"])]
+    lines += [layout.markdown(table) for table in tables.build(results, report.device_name)]
     for file, shows in pictures.items():
         lines += [f"![{markdown_text(shows)}]({file})", ""]
-    run, version = (markdown_text(str(report[name])) for name in ("run_id", "version"))
+    run, version = map(markdown_text, (report.run_id, report.version))
     return "\n".join([*lines, f"Run {run}, llm-dissect {version}."]) + "\n"
 
 
-def redo(directory: Path) -> tuple[list[Measured], Report]:
+def redo(directory: Path) -> tuple[list[Measured], MicroReport]:
     """The results of a directory, and their report, written anew into it. Raises MicroError."""
-    found, manifest = micro_run.read_results(directory), micro_run.read_manifest(directory)
-    report = build(found, manifest, micro_run.read_about(directory))
+    results, manifest = micro_run.read_results(directory), micro_run.read_manifest(directory)
+    report = build(results, manifest, micro_run.read_about(directory))
     try:
         (directory / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-        made = tables.build(found, manifest.device_name)
+        made = tables.build(results, manifest.device_name)
         (directory / "tables.tex").write_text(layout.latex_file(made), encoding="utf-8")
-        (directory / "report.md").write_text(markdown(report, found, {}), encoding="utf-8")
+        (directory / "report.md").write_text(markdown(report, results, {}), encoding="utf-8")
         from training_probe.micro import plots  # matplotlib: after the numbers are safe
 
-        pictures = plots.draw(directory, found, manifest.device_name, _platform(report))
-        (directory / "report.md").write_text(markdown(report, found, pictures), encoding="utf-8")
+        pictures = plots.draw(directory, results, manifest.device_name, _platform(report))
+        (directory / "report.md").write_text(markdown(report, results, pictures), encoding="utf-8")
     except OSError as error:
         raise MicroError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
-    return found, report
+    return results, report

@@ -1,6 +1,6 @@
 """One measurement of `training_probe micro`: its processes are started, watched through their files, and ended.
 
-    DIR/manifest.json   what was asked, written first
+    DIR/manifest.json   what is measured, written first
     DIR/micro.jsonl     one line a point (Measured), as each ends
     DIR/runs/NAME/      task.json, about.json, points.jsonl and log.txt of one launch
 
@@ -15,21 +15,22 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from backends import process
-from backends.launch import WITHOUT_P2P, LaunchError, Running, Start
+from backends.launch import WITHOUT_P2P, LaunchError, Start
 from backends.untrusted import UNDECODABLE
 from loadgen import exit_codes, rundir
-from loadgen.monitor.tail import Tail, whole_lines
+from loadgen.monitor.tail import whole_lines
 from loadgen.rundir import Machine, this_machine
-from training_probe.launch import torchrun
-from training_probe.launch.runner import POLL_S, STOP_S, TEARDOWN_S, RunnerError
-from training_probe.micro.points import (
+from training_probe.launch import runner
+from training_probe.launch.outcome import Evidence, judge
+from training_probe.launch.runner import Limits, RunnerError, StoppedError, stopped_by_signals
+from training_probe.points import (
     ABOUT_FILE,
     LOG_FILE,
     POINTS_FILE,
@@ -39,8 +40,8 @@ from training_probe.micro.points import (
     Kind,
     Measured,
     MicroError,
-    Outcome,
     Point,
+    PointOutcome,
     Task,
 )  # fmt: skip
 from training_probe.protocol import write_atomically
@@ -49,16 +50,16 @@ MANIFEST_FILE, RESULTS_FILE, RUNS = "manifest.json", "micro.jsonl", "runs"
 SCHEMA = "training_probe.micro_manifest/1"
 MODULE = "training_probe.worker.micro"
 P2P_DISABLE = "NCCL_P2P_DISABLE"
-LOG_LINES = 400
-TELL_S = 5.0  # a line of progress at most so often
+PROGRESS_S = 5.0  # a line of progress at most so often
 EXIT_FINISHED, EXIT_STOPPED = exit_codes.OK, exit_codes.STOPPED
 _MEASURED = msgspec.json.Decoder(Measured)
 
 Say = Callable[[str], None]
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked. gpu_ids: NVML indices, a rank on each of collectives; p2p: what NVML says of it, a clause."""
+class MicroManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured, and on what. gpu_ids: NVML indices, a rank on each of collectives; p2p: NVML's account of it, a
+    clause."""
 
     schema: str = SCHEMA
     run_id: str
@@ -85,7 +86,7 @@ class Command:
     def __call__(self, *, python: str, processes: int, port: int, directory: Path) -> tuple[str, ...]:
         if processes == 1:
             return (python, "-m", MODULE, str(directory))
-        return torchrun.command(python=python, processes=processes, port=port, module=MODULE, directory=directory)
+        return runner.torchrun(python=python, processes=processes, port=port, module=MODULE, directory=directory)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class _Launch:
     env: Mapping[str, str]
 
 
-def measure(manifest: Manifest, directory: Path, say: Say, command: Command | None = None) -> int:
+def measure(manifest: MicroManifest, directory: Path, say: Say, command: Command | None = None) -> int:
     """Measures into a new directory; the exit code, 130 when it was stopped. Raises RunError, RunnerError."""
     if sys.platform != "linux":
         raise RunnerError("measurements are started on Linux only; use a Linux machine.")
@@ -107,17 +108,18 @@ def measure(manifest: Manifest, directory: Path, say: Say, command: Command | No
     (directory / MANIFEST_FILE).write_bytes(text + b"\n")
     cancelled = threading.Event()
     (directory / RESULTS_FILE).touch()
-    with torchrun.stopped_by_signals(cancelled), (directory / RESULTS_FILE).open("ab", buffering=0) as results:
+    with stopped_by_signals(cancelled), (directory / RESULTS_FILE).open("ab", buffering=0) as results:
 
         def keep(result: Measured) -> None:
             results.write(msgspec.json.encode(result) + b"\n")
 
-        for launch in _launches(manifest.task.points, os.environ):
-            if not _Run(manifest, launch, directory / RUNS / launch.name, say, keep).whole(
-                cancelled, command or Command()
-            ):
-                say(f"stopped; what was measured is in {directory}")
-                return EXIT_STOPPED
+        try:
+            for launch in _launches(manifest.task.points, os.environ):
+                points = _PointFile(launch, directory / RUNS / launch.name, say, keep)
+                _run(manifest, points, command or Command(), cancelled)
+        except StoppedError:
+            say(f"stopped; what was measured is in {directory}")
+            return EXIT_STOPPED
     return EXIT_FINISHED
 
 
@@ -134,113 +136,71 @@ def _launches(points: Sequence[Point], ours: Mapping[str, str]) -> Iterator[_Lau
             yield _Launch("p2p-off", part, WITHOUT_P2P)
 
 
-class _Run:
-    """One launch."""
+def _run(manifest: MicroManifest, points: _PointFile, command: Command, cancelled: threading.Event) -> None:
+    """One launch: measures all its points. Raises StoppedError, RunnerError."""
+    directory, launch, ranks, port = points.directory, points.launch, manifest.ranks, process.free_port()
+    directory.mkdir(parents=True)
+    write_atomically(directory / TASK_FILE, msgspec.structs.replace(manifest.task, points=launch.points))
+    start = Start(
+        run_id=launch.name,
+        backend="training_probe",
+        argv=command(python=sys.executable, processes=ranks, port=port, directory=directory),
+        env={**runner.environment(os.environ, ranks), **launch.env},
+        port=port,
+        log=directory / LOG_FILE,
+        gpu_ids=tuple(map(str, manifest.gpu_ids[:ranks])),
+        stop_s=runner.STOP_S,
+    )
+    try:
+        ended = runner.run_processes(start, points, Limits(timeout_s=manifest.timeout_s), cancelled)
+    except LaunchError as error:
+        raise RunnerError(f"no measuring process can be started: {error}") from None
+    if not points.is_complete():
+        points.add_missing(*judge(Evidence(ended=ended)))
 
-    def __init__(
-        self, manifest: Manifest, launch: _Launch, directory: Path, say: Say, keep: Callable[[Measured], None]
-    ) -> None:
-        self._manifest, self._launch, self._say, self._keep = manifest, launch, say, keep
-        self._directory = directory.absolute()
-        self._tail, self._done = Tail(self._directory / POINTS_FILE), 0
-        self._told = time.monotonic()
 
-    def whole(self, cancelled: threading.Event, command: Command) -> bool:
-        """Measures all points; False when it was stopped. Raises RunnerError."""
-        self._directory.mkdir(parents=True)
-        task = msgspec.structs.replace(self._manifest.task, points=self._launch.points)
-        write_atomically(self._directory / TASK_FILE, task)
-        start = self._start(command)
-        try:
-            running = process.start(start, lambda _: None, cancelled)
-        except LaunchError as error:
-            if cancelled.is_set():
-                return False
-            raise RunnerError(f"no measuring process can be started: {error}") from None
-        with contextlib.closing(self._tail):
-            try:
-                ended = self._watch(running, cancelled)
-            finally:
-                running.stop()
-            self._take_in()
-        if ended is None:
-            return False
-        self._rest(*ended, running)
-        return True
+class _PointFile:
+    """What the processes of a launch write."""
 
-    def _start(self, command: Command) -> Start:
-        port = process.free_port()
-        ranks = self._manifest.ranks
-        return Start(
-            run_id=self._launch.name,
-            backend="training_probe",
-            argv=command(python=sys.executable, processes=ranks, port=port, directory=self._directory),
-            env={**torchrun.environment(os.environ, ranks), **self._launch.env},
-            port=port,
-            log=self._directory / LOG_FILE,
-            gpu_ids=tuple(map(str, self._manifest.gpu_ids[:ranks])),
-            stop_s=STOP_S,
-        )
+    line_of = "result"
 
-    def _watch(self, running: Running, cancelled: threading.Event) -> tuple[Outcome, str] | None:
-        """How the points that are not measured then ended; None when it was stopped."""
-        moved = time.monotonic()
-        while running.poll() is None:
-            if self._take_in():
-                moved = time.monotonic()
-            waited_s = time.monotonic() - moved
-            if self._done == len(self._launch.points) and waited_s > TEARDOWN_S:
-                break
-            if waited_s > self._manifest.timeout_s:
-                return "timeout", f"no result in {self._manifest.timeout_s:g} s"
-            if cancelled.wait(POLL_S):
-                return None
-        return "crashed", ""
+    def __init__(self, launch: _Launch, directory: Path, say: Say, keep: Callable[[Measured], None]) -> None:
+        self.launch, self.directory = launch, directory.absolute()
+        self.path = self.directory / POINTS_FILE
+        self._say, self._keep, self._done = say, keep, 0
+        self._shown_at = time.monotonic()
 
-    def _take_in(self) -> bool:
-        """What was appended since; whether there was any."""
+    def take_in(self, lines: Iterable[bytes]) -> bool:
         before = self._done
-        for line in self._tail.lines():
+        for line in lines:
             self._keep(_MEASURED.decode(line))
             self._done += 1
-        now, all_done = time.monotonic(), self._done == len(self._launch.points)
-        if self._done > before and (all_done or now - self._told > TELL_S):
-            self._say(f"{self._launch.name}: {self._done} of {len(self._launch.points)} points")
-            self._told = now
+        now = time.monotonic()
+        if self._done > before and (self.is_complete() or now - self._shown_at > PROGRESS_S):
+            self._say(f"{self.launch.name}: {self._done} of {len(self.launch.points)} points")
+            self._shown_at = now
         return self._done > before
 
-    def _rest(self, outcome: Outcome, reason: str, running: Running) -> None:
-        """The points that are missing: the first of them is where it ended."""
-        rest = self._launch.points[self._done :]
-        if not rest:
-            return
-        why = reason or _last_words(running)
-        log = f"{RUNS}/{self._launch.name}/{LOG_FILE}"
-        self._say(f"{self._launch.name}: ended at point {self._done + 1}: {why} ({log})")
-        for number, point in enumerate(rest):
-            said = why if number == 0 else f"not reached: the point before it ended so: {why}"
-            self._keep(Measured(point=point, outcome=outcome, reason=said))
+    def is_complete(self) -> bool:
+        return self._done == len(self.launch.points)
 
-
-def _last_words(running: Running) -> str:
-    """Why the processes ended by themselves, as far as their log tells."""
-    lines = running.log_tail(LOG_LINES).splitlines()
-    for sign in ("cannot go on: ", "Error: "):
-        for line in reversed(lines):
-            if sign in line and "ChildFailedError" not in line:
-                return " ".join(line.removeprefix("cannot go on: ").split())[:300]
-    exit = running.poll()
-    return f"the process ended with exit code {exit.code}" if exit else "the process ended"
+    def add_missing(self, outcome: PointOutcome, why: str) -> None:
+        """The points that were not measured: the first of them is where the processes ended."""
+        log = f"{RUNS}/{self.launch.name}/{LOG_FILE}"
+        self._say(f"{self.launch.name}: ended at point {self._done + 1}: {why} ({log})")
+        for number, point in enumerate(self.launch.points[self._done :]):
+            reason = why if number == 0 else f"not reached: the point before it ended so: {why}"
+            self._keep(Measured(point=point, outcome=outcome, reason=reason))
 
 
 # Reading.
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> MicroManifest:
     """Raises MicroError."""
     path = directory / MANIFEST_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        return msgspec.json.decode(path.read_bytes(), type=MicroManifest)
     except OSError as error:
         raise MicroError(f"cannot read {path}: {error.strerror or error}.") from None
     except UNDECODABLE as error:
@@ -261,7 +221,7 @@ def read_results(directory: Path) -> list[Measured]:
 
 
 def read_about(directory: Path) -> About | None:
-    """What the processes said of where they ran; None when none came that far."""
+    """What the processes wrote of where they ran; None when none came that far."""
     for path in sorted((directory / RUNS).glob(f"*/{ABOUT_FILE}")):
         with contextlib.suppress(OSError, *UNDECODABLE):
             return msgspec.json.decode(path.read_bytes(), type=About)

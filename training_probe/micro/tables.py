@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from training_probe.flops import peak_flops
-from training_probe.micro.points import GB, Collective, Copy, Dtype, Gemm, Measured, size_text
 from training_probe.micro.presets import TABLE_12
+from training_probe.paper import LEADING, SOURCE
+from training_probe.points import GB, Collective, Copy, Dtype, Gemm, Measured, size_text
 from training_probe.report.layout import Column, Table
-from training_probe.report.paper import LEADING, SOURCE
 
 MS, US = 1e3, 1e6
 TERA = 1e12
@@ -24,11 +24,11 @@ class Peaks:
     measured: dict[Dtype, float]
 
 
-def peaks(found: Sequence[Measured], device_name: str) -> Peaks:
+def peaks(results: Sequence[Measured], device_name: str) -> Peaks:
     """What is known of each dtype. A large product is in every run, so the fastest is no accident of small ones."""
     catalog: dict[Dtype, float] = {}
     best: dict[Dtype, float] = {}
-    for result in found:
+    for result in results:
         if isinstance(result.point, Gemm):
             dtype = result.point.dtype
             known = peak_flops(device_name, dtype)
@@ -44,23 +44,23 @@ def share(speed: float | None, peak: float | None) -> float | None:
     return None if speed is None or not peak else speed / peak
 
 
-def build(found: Sequence[Measured], device_name: str) -> list[Table]:
+def build(results: Sequence[Measured], device_name: str) -> list[Table]:
     """A table for each kind that there is."""
-    gemms = [result for result in found if isinstance(result.point, Gemm)]
-    copied = [result for result in found if isinstance(result.point, Copy)]
-    told = [result for result in found if isinstance(result.point, Collective)]
+    gemms = [result for result in results if isinstance(result.point, Gemm)]
+    copied = [result for result in results if isinstance(result.point, Copy)]
+    collected = [result for result in results if isinstance(result.point, Collective)]
     tables = []
     if gemms:
         tables.append(_gemm(gemms, device_name))
     if copied:
         tables.append(_memcpy(copied))
-    if told:
-        tables.append(_collectives(told))
+    if collected:
+        tables.append(_collectives(collected))
     return [table.without_empty() for table in tables]
 
 
 class _Notes:
-    """What is to be said of points: [1], [2], ..., each reason once."""
+    """Remarks on points: [1], [2], ..., each reason once."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -74,10 +74,10 @@ class _Notes:
         return f"{number or result.outcome} [{self.texts.index(result.reason) + 1}]"
 
 
-def _gemm(found: Sequence[Measured], device_name: str) -> Table:
-    known, notes = peaks(found, device_name), _Notes()
+def _gemm(results: Sequence[Measured], device_name: str) -> Table:
+    known, notes = peaks(results, device_name), _Notes()
     rows = []
-    for result in found:
+    for result in results:
         point = result.point
         assert isinstance(point, Gemm)
         theirs = TABLE_12.get((point.m, point.n, point.k)) if point.dtype in ("bf16", "fp16") else None
@@ -102,21 +102,21 @@ def _gemm(found: Sequence[Measured], device_name: str) -> Table:
     ]
     if any(row[11] for row in rows):
         caption.append(f"Beside them what {SOURCE} printed, means of 320.")
-    without = sorted({result.point.dtype for result in found if isinstance(result.point, Gemm)} - set(known.catalog))
+    without = sorted({result.point.dtype for result in results if isinstance(result.point, Gemm)} - set(known.catalog))
     if without and device_name != "CPU":
         caption.append(f"No peak from a data sheet is known here for {', '.join(without)} on {device_name}.")
     return Table("micro-gemm", "Matrix products", columns, tuple(rows), tuple(caption), tuple(notes.texts))
 
 
-def _memcpy(found: Sequence[Measured]) -> Table:
+def _memcpy(results: Sequence[Measured]) -> Table:
     notes, rows = _Notes(), []
-    for result in found:
+    for result in results:
         point = result.point
         assert isinstance(point, Copy)
         speed = notes.beside(_number(result.bytes_per_s, GB), result)
         rows.append((point.label, size_text(point.size_bytes), *_times(result, US), speed))
     columns = (Column("copy", left=True), Column("size"), *_time_columns("us"), Column("GB/s"))
-    routes = {result.point.route for result in found if isinstance(result.point, Copy)}
+    routes = {result.point.route for result in results if isinstance(result.point, Copy)}
     caption = ["H: host, D: device; GB/s: 1e9 bytes, each byte counted once."]
     if "d2d" in routes:
         caption.append("A copy within the device reads and writes: its memory moves twice as much.")
@@ -125,12 +125,12 @@ def _memcpy(found: Sequence[Measured]) -> Table:
     return Table("micro-memcpy", "Memory copies", columns, tuple(rows), tuple(caption), tuple(notes.texts))
 
 
-def _collectives(found: Sequence[Measured]) -> Table:
+def _collectives(results: Sequence[Measured]) -> Table:
     notes = _Notes()
     ways: dict[bool | None, str] = {True: "P2P on", False: "P2P off", None: ""}
     by_way: dict[bool | None, dict[tuple[str, int], Measured]] = {}
     ranks = set()
-    for result in found:
+    for result in results:
         assert isinstance(result.point, Collective)
         point = result.point
         ranks.add(point.ranks)

@@ -16,10 +16,11 @@ import msgspec
 
 from backends.untrusted import UNDECODABLE, escaped
 from loadgen.report.text import markdown_text
-from training_probe import results
+from training_probe import paper
 from training_probe.grid import LETTERS, Method
-from training_probe.report import layout, paper, tables
+from training_probe.report import layout, tables
 from training_probe.results import CellResult, Outcome
+from training_probe.results import read as read_results
 
 SCHEMA = "training_probe.report/1"
 MANIFEST_FILE = "manifest.json"
@@ -28,35 +29,88 @@ MOST_EFFICIENT = 1.05  # tokens/s a GPU beside more of them, as a ratio: beyond 
 MARGIN = 1.15  # predicted to fit with this much to spare, and it ran out: the prediction was wrong
 INVALID_CELLS = "An INVALID cell ran, but its losses were not finite or did not fall: its speed means nothing."
 
-Report = dict[str, Any]
-Manifest = Mapping[str, Any]
+ManifestFields = Mapping[str, Any]  # of a manifest.json that anybody may have written
 
 
 class ReportError(Exception):
     """A report that cannot be made. One sentence."""
 
 
-def build(found: Sequence[CellResult], manifest: Manifest) -> Report:
-    """The report as a plain dict, schema `training_probe.report/1`."""
-    outcomes = Counter(result.outcome for result in found)
-    own = {name: manifest.get(name) for name in ("run_id", "version", "preset", "started_unix_s", "argv", "machine")}
-    return {
-        "schema": SCHEMA,
-        **own,
-        "platform": platform_of(found, manifest),
-        "profile": _profile(found, manifest),
-        "cells": {
-            "all": len(found),
-            "by_outcome": {outcome: outcomes[outcome] for outcome in get_args(Outcome) if outcomes[outcome]},
-            "invalid": sum(_invalid(result) for result in found),
-        },
-        "prediction": _prediction(found),
-        "results": msgspec.to_builtins(list(found)),
-    }
+class ReportHead(msgspec.Struct, kw_only=True):
+    """What the reports of sweeps and breakdowns begin with. From `run_id` to `machine`: as the manifest has it."""
+
+    schema: str
+    run_id: Any
+    version: Any
+    preset: Any
+    started_unix_s: Any
+    argv: Any
+    machine: Any
+    platform: str
+
+    @staticmethod
+    def fields_of(manifest: ManifestFields) -> dict[str, Any]:
+        """The fields that are the manifest's."""
+        own = ("run_id", "version", "preset", "started_unix_s", "argv", "machine")
+        return {name: manifest.get(name) for name in own}
 
 
-def platform_of(found: Sequence[CellResult], manifest: Manifest) -> str:
-    names = dict.fromkeys(result.platform for result in found)
+class StepCounts(msgspec.Struct):
+    """Steps and runs that were measured."""
+
+    warmup_steps: int
+    steps: int
+    runs: int
+
+
+class Profiles(msgspec.Struct):
+    """Each way that cells were measured; as_paper: all as the paper's were."""
+
+    each: list[StepCounts]
+    as_paper: bool
+
+
+class CellCounts(msgspec.Struct):
+    all: int
+    by_outcome: dict[str, int]
+    invalid: int
+
+
+class PredictionErrors(msgspec.Struct):
+    """How far predicted memory was from what was allocated, on cells large enough to judge it by, as ratios."""
+
+    cells: int
+    median_ratio: float | None
+    worst_ratio: float | None
+    worst_cell: str | None
+    said_to_fit_but_ran_out: list[str]
+
+
+class SweepReport(ReportHead, kw_only=True):
+    """report.json of a sweep, schema `training_probe.report/1`."""
+
+    schema: str = SCHEMA
+    profile: Profiles
+    cells: CellCounts
+    prediction: PredictionErrors
+    results: list[CellResult]
+
+
+def build(results: Sequence[CellResult], manifest: ManifestFields) -> SweepReport:
+    outcomes = Counter(result.outcome for result in results)
+    by_outcome = {outcome: outcomes[outcome] for outcome in get_args(Outcome) if outcomes[outcome]}
+    return SweepReport(
+        **ReportHead.fields_of(manifest),
+        platform=platform_of(results, manifest),
+        profile=_profiles(results, manifest),
+        cells=CellCounts(len(results), by_outcome, sum(map(_invalid, results))),
+        prediction=_prediction_errors(results),
+        results=list(results),
+    )
+
+
+def platform_of(results: Sequence[CellResult], manifest: ManifestFields) -> str:
+    names = dict.fromkeys(result.platform for result in results)
     return ", ".join(names) or str(manifest.get("platform") or "this machine")
 
 
@@ -64,21 +118,20 @@ def _invalid(result: CellResult) -> bool:
     return result.outcome == "ok" and not result.valid
 
 
-def _profile(found: Sequence[CellResult], manifest: Manifest) -> dict[str, Any]:
-    """Steps and runs that were measured, each way that they were; `as_paper`: all as the paper's were."""
-    names = ("warmup_steps", "steps", "runs")
-    seen = {tuple(getattr(result, name) for name in names) for result in found if result.outcome == "ok"}
-    if not seen and all(isinstance(manifest.get(name), int) for name in names):
-        seen = {tuple(int(manifest[name]) for name in names)}
-    theirs = (paper.WARMUP_STEPS, paper.STEPS, paper.RUNS)
-    return {"each": [dict(zip(names, each, strict=True)) for each in sorted(seen)], "as_paper": seen <= {theirs}}
+def _profiles(results: Sequence[CellResult], manifest: ManifestFields) -> Profiles:
+    """Of the cells that were measured; without any, of what the manifest plans."""
+    each = {(result.warmup_steps, result.steps, result.runs) for result in results if result.outcome == "ok"}
+    planned = [manifest.get(name) for name in StepCounts.__struct_fields__]
+    if not each and all(isinstance(number, int) for number in planned):
+        each = {tuple(planned)}  # type: ignore[arg-type]
+    as_paper = each <= {(paper.WARMUP_STEPS, paper.STEPS, paper.RUNS)}
+    return Profiles([StepCounts(*numbers) for numbers in sorted(each)], as_paper)
 
 
-def _prediction(found: Sequence[CellResult]) -> dict[str, Any]:
-    """How far predicted memory was from what was allocated, on cells large enough to judge it by, as ratios."""
+def _prediction_errors(results: Sequence[CellResult]) -> PredictionErrors:
     off = {
         result.cell: predicted / peak - 1
-        for result in found
+        for result in results
         if result.outcome == "ok"
         and (predicted := result.predicted_memory_gb) is not None
         and (peak := result.peak_memory_gb) is not None
@@ -86,46 +139,46 @@ def _prediction(found: Sequence[CellResult]) -> dict[str, Any]:
     }
     ranked = sorted(off, key=lambda name: abs(off[name]))
     ran_out = [
-        result.cell for result in found
+        result.cell for result in results
         if result.outcome == "oom" and result.predicted_memory_gb and result.device_memory_gb
         and result.predicted_memory_gb * MARGIN < result.device_memory_gb
     ]  # fmt: skip
-    return {
-        "cells": len(off),
-        "median_ratio": abs(off[ranked[len(ranked) // 2]]) if ranked else None,
-        "worst_ratio": off[ranked[-1]] if ranked else None,
-        "worst_cell": ranked[-1] if ranked else None,
-        "said_to_fit_but_ran_out": ran_out,
-    }
+    return PredictionErrors(
+        cells=len(off),
+        median_ratio=abs(off[ranked[len(ranked) // 2]]) if ranked else None,
+        worst_ratio=off[ranked[-1]] if ranked else None,
+        worst_cell=ranked[-1] if ranked else None,
+        said_to_fit_but_ran_out=ran_out,
+    )
 
 
 # As text.
 
 
-def summary(report: Report, found: Sequence[CellResult]) -> Iterator[str]:
+def summary(report: SweepReport, results: Sequence[CellResult]) -> Iterator[str]:
     """What was measured and how, a sentence or two each; plain text that is not escaped."""
-    cells, prediction = report["cells"], report["prediction"]
-    invalid = f" ({cells['invalid']} of them INVALID)" if cells["invalid"] else ""
-    counts = [f"{count} {name}{invalid if name == 'ok' else ''}" for name, count in cells["by_outcome"].items()]
-    yield f"{cells['all']} cells" + (f": {', '.join(counts)}." if counts else ".")
-    if cells["invalid"]:
+    cells, errors = report.cells, report.prediction
+    invalid = f" ({cells.invalid} of them INVALID)" if cells.invalid else ""
+    counts = [f"{count} {name}{invalid if name == 'ok' else ''}" for name, count in cells.by_outcome.items()]
+    yield f"{cells.all} cells" + (f": {', '.join(counts)}." if counts else ".")
+    if cells.invalid:
         yield INVALID_CELLS
-    yield from _profile_lines(report["profile"])
-    if prediction["cells"]:
+    yield from _profile_lines(report.profile)
+    if errors.median_ratio is not None and errors.worst_ratio is not None:
         yield (
-            f"Predicted memory: off by {100 * prediction['median_ratio']:.1f} % (median) and "
-            f"{100 * prediction['worst_ratio']:+.1f} % at worst ({prediction['worst_cell']}) of what was allocated, "
-            f"over {prediction['cells']} cells of at least {LARGE_GB:g} GiB."
+            f"Predicted memory: off by {100 * errors.median_ratio:.1f} % (median) and "
+            f"{100 * errors.worst_ratio:+.1f} % at worst ({errors.worst_cell}) of what was allocated, "
+            f"over {errors.cells} cells of at least {LARGE_GB:g} GiB."
         )
-    if prediction["said_to_fit_but_ran_out"]:
-        yield f"Predicted to fit, but ran out of memory: {', '.join(prediction['said_to_fit_but_ran_out'])}."
-    yield from _scaling_lines(found)
-    yield from _engine_lines(found)
+    if errors.said_to_fit_but_ran_out:
+        yield f"Predicted to fit, but ran out of memory: {', '.join(errors.said_to_fit_but_ran_out)}."
+    yield from _scaling_lines(results)
+    yield from _engine_lines(results)
 
 
-def _scaling_lines(found: Sequence[CellResult]) -> Iterator[str]:
+def _scaling_lines(results: Sequence[CellResult]) -> Iterator[str]:
     """Without ZeRO, which shares work out, each GPU has the same work however many there are."""
-    for first, *others in tables.scaled([result for result in found if not Method.parse(result.method).zero]):
+    for first, *others in tables.scaled([result for result in results if not Method.parse(result.method).zero]):
         for result in others:
             efficiency = (result.tokens_per_s or 0.0) / result.gpus / ((first.tokens_per_s or 0.0) / first.gpus)
             if efficiency > MOST_EFFICIENT:
@@ -135,13 +188,12 @@ def _scaling_lines(found: Sequence[CellResult]) -> Iterator[str]:
                 )
 
 
-def _profile_lines(profile: Mapping[str, Any]) -> Iterator[str]:
+def _profile_lines(profiles: Profiles) -> Iterator[str]:
     shown = [
-        f"{each['warmup_steps']} warm-up and {each['steps']} timed steps in {each['runs']} "
-        f"{'run' if each['runs'] == 1 else 'runs'}"
-        for each in profile["each"]
+        f"{each.warmup_steps} warm-up and {each.steps} timed steps in {each.runs} {'run' if each.runs == 1 else 'runs'}"
+        for each in profiles.each
     ]
-    if shown and profile["as_paper"]:
+    if shown and profiles.as_paper:
         yield f"Each cell: {shown[0]}, as in the paper."
     elif shown:
         yield (
@@ -151,11 +203,11 @@ def _profile_lines(profile: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _engine_lines(found: Sequence[CellResult]) -> Iterator[str]:
-    """Optimizers with their precision, and versions, as the cells told them."""
+def _engine_lines(results: Sequence[CellResult]) -> Iterator[str]:
+    """Optimizers with their precision, and versions, as the cells reported them."""
     optimizers: dict[str, dict[str, dict[str, None]]] = {}
     versions: dict[str, dict[str, None]] = {}
-    for result in found:
+    for result in results:
         if result.optimizer:
             optimizers.setdefault(result.optimizer, {}).setdefault(result.engine, {})[result.method] = None
         for name, version in result.versions.items():
@@ -167,32 +219,32 @@ def _engine_lines(found: Sequence[CellResult]) -> Iterator[str]:
         yield "Versions: " + ", ".join(f"{name} {' and '.join(each)}" for name, each in versions.items()) + "."
 
 
-def title_of(report: Report) -> str:
-    return f"Training on {report['platform']}" + (f", {report['preset']}" if report["preset"] else "")
+def title_of(report: SweepReport) -> str:
+    return f"Training on {report.platform}" + (f", {report.preset}" if report.preset else "")
 
 
-def text(found: Sequence[CellResult], manifest: Manifest, width: int) -> str:
+def text(results: Sequence[CellResult], manifest: ManifestFields, width: int) -> str:
     """The report for a terminal of `width` columns: plain text, nothing in it that a terminal obeys."""
-    report = build(found, manifest)
-    head = [title_of(report), "", *summary(report, found)]
-    shown = [layout.text(table, width) for table in tables.build(found)]
+    report = build(results, manifest)
+    head = [title_of(report), "", *summary(report, results)]
+    shown = [layout.text(table, width) for table in tables.build(results)]
     return "\n".join([*(fill(escaped(line), width) for line in head), "", *shown])
 
 
-def markdown(report: Report, found: Sequence[CellResult], pictures: Mapping[str, str] | None = None) -> str:
+def markdown(report: SweepReport, results: Sequence[CellResult], pictures: Mapping[str, str] | None = None) -> str:
     """report.md. pictures: file -> what it shows."""
     lines = [
         f"# {markdown_text(title_of(report))}",
         "",
-        *(f"- {markdown_text(line)}" for line in summary(report, found)),
+        *(f"- {markdown_text(line)}" for line in summary(report, results)),
     ]
-    lines += ["", *(layout.markdown(table) for table in tables.build(found))]
+    lines += ["", *(layout.markdown(table) for table in tables.build(results))]
     if pictures:
         lines += ["## Figures", ""]
     for file, shows in (pictures or {}).items():
         lines += [f"![{markdown_text(shows)}]({file})", ""]
-    failed = [result for result in found if result.outcome != "ok" or not result.valid]
-    used = {letter for result in found for letter in result.method.split("+")} & set(LETTERS)
+    failed = [result for result in results if result.outcome != "ok" or not result.valid]
+    used = {letter for result in results for letter in result.method.split("+")} & set(LETTERS)
     if used:
         lines += ["## Letters of the methods", ""]
         lines += [*(f"- {letter}: {markdown_text(means)}" for letter, means in LETTERS.items() if letter in used), ""]
@@ -200,9 +252,9 @@ def markdown(report: Report, found: Sequence[CellResult], pictures: Mapping[str,
         lines += ["## Cells without a valid number", "", "| cell | outcome | reason | log |", "|---|---|---|---|"]
     for result in failed:
         reason = result.reason or (tables.UNSOUND if _invalid(result) else "")
-        said = (result.cell, "invalid" if _invalid(result) else result.outcome, reason, result.log)
-        lines.append(f"| {' | '.join(markdown_text(part) for part in said)} |")
-    run, version = (markdown_text(str(report[name] or "unknown")) for name in ("run_id", "version"))
+        row = (result.cell, "invalid" if _invalid(result) else result.outcome, reason, result.log)
+        lines.append(f"| {' | '.join(markdown_text(part) for part in row)} |")
+    run, version = (markdown_text(str(value or "unknown")) for value in (report.run_id, report.version))
     return "\n".join([*lines, "", f"Run {run}, llm-dissect {version}."]) + "\n"
 
 
@@ -224,24 +276,24 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         ) from None
 
 
-def redo(directory: Path) -> Report:
+def redo(directory: Path) -> SweepReport:
     """The report of a sweep's directory, made anew from its results. Raises ResultsError or ReportError."""
-    return write(directory, results.read(directory), read_manifest(directory))
+    return write(directory, read_results(directory), read_manifest(directory))
 
 
-def write(directory: Path, found: Sequence[CellResult], manifest: Manifest) -> Report:
+def write(directory: Path, results: Sequence[CellResult], manifest: ManifestFields) -> SweepReport:
     """Writes all of it into the directory, replacing earlier ones. Raises ReportError."""
-    report = build(found, manifest)
+    report = build(results, manifest)
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
     try:
         (directory / "report.json").write_bytes(encoded + b"\n")
-        (directory / "tables.csv").write_text(tables.csv_text(found), encoding="utf-8")
-        (directory / "tables.tex").write_text(layout.latex_file(tables.build(found)), encoding="utf-8")
-        (directory / "report.md").write_text(markdown(report, found), encoding="utf-8")
+        (directory / "tables.csv").write_text(tables.csv_text(results), encoding="utf-8")
+        (directory / "tables.tex").write_text(layout.latex_file(tables.build(results)), encoding="utf-8")
+        (directory / "report.md").write_text(markdown(report, results), encoding="utf-8")
         from training_probe.report import plots  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
 
-        pictures = plots.draw(directory, found)
-        (directory / "report.md").write_text(markdown(report, found, pictures), encoding="utf-8")
+        pictures = plots.draw(directory, results)
+        (directory / "report.md").write_text(markdown(report, results, pictures), encoding="utf-8")
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
     return report

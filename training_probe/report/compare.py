@@ -12,13 +12,15 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, variance
-from typing import Any
+from typing import Generic, TypeVar
+
+import msgspec
 
 from backends.untrusted import escaped
 from loadgen.report.text import number
-from training_probe import results
 from training_probe.report.layout import Column, Table, text
 from training_probe.results import CellResult
+from training_probe.results import read as read_results
 
 SCHEMA = "training_probe.compare/1"
 SAME = "no difference shown"
@@ -35,38 +37,99 @@ NOTES = (
 )
 
 
-def compare(a: Path, b: Path) -> dict[str, Any]:
+T = TypeVar("T")
+
+
+class Sides(msgspec.Struct, Generic[T], frozen=True):
+    """A value of each sweep."""
+
+    a: T
+    b: T
+
+
+class SidesAndDifference(msgspec.Struct, frozen=True):
+    """difference: B - A, None where either is not known."""
+
+    a: float | None
+    b: float | None
+    difference: float | None
+
+
+class ComparedSweep(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    cells: int
+    platforms: list[str]
+    profiles: list[str]
+    versions: list[str]
+
+
+class ComparedCell(msgspec.Struct, frozen=True, kw_only=True):
+    """A cell of both sweeps. ratio: B / A of tokens/s, ratio_ci: its 95 % interval, shows: what that shows; None where
+    they are not known."""
+
+    cell: str
+    state: Sides[str]
+    batch_size: Sides[int | None]
+    tokens_per_s: Sides[float | None]
+    ratio: float | None
+    ratio_ci: list[float] | None
+    shows: str | None
+    allocated_gb: SidesAndDifference
+    reserved_gb: SidesAndDifference
+
+
+class ChangedCell(msgspec.Struct, frozen=True, kw_only=True):
+    """A cell that ended in different states (a, b)."""
+
+    cell: str
+    a: str
+    b: str
+    reason_a: str
+    reason_b: str
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Schema `training_probe.compare/1`."""
+
+    schema: str = SCHEMA
+    a: ComparedSweep
+    b: ComparedSweep
+    cells: list[ComparedCell]
+    changed: list[ChangedCell]
+    only_in_a: list[str]
+    only_in_b: list[str]
+    notes: list[str] = msgspec.field(default_factory=lambda: list(NOTES))
+
+
+def compare(a: Path, b: Path) -> Comparison:
     """Reads two sweeps' directories, or files of results, and compares them. Raises ResultsError."""
-    return build(results.read(a), results.read(b), str(a), str(b))
+    return build(read_results(a), read_results(b), str(a), str(b))
 
 
-def build(a: Sequence[CellResult], b: Sequence[CellResult], name_a: str, name_b: str) -> dict[str, Any]:
-    """The comparison as a plain dict (schema `training_probe.compare/1`); differences are B - A, ratios B / A."""
+def build(a: Sequence[CellResult], b: Sequence[CellResult], name_a: str, name_b: str) -> Comparison:
     in_a, in_b = ({result.cell: result for result in each} for each in (a, b))
     both = [(result, in_b[name]) for name, result in in_a.items() if name in in_b]
-    return {
-        "schema": SCHEMA,
-        "a": _identity(name_a, a),
-        "b": _identity(name_b, b),
-        "cells": [_cell(of_a, of_b) for of_a, of_b in both],
-        "changed": [_change(of_a, of_b) for of_a, of_b in both if _state(of_a) != _state(of_b)],
-        "only_in_a": [name for name in in_a if name not in in_b],
-        "only_in_b": [name for name in in_b if name not in in_a],
-        "notes": list(NOTES),
-    }
+    return Comparison(
+        a=_sweep(name_a, a),
+        b=_sweep(name_b, b),
+        cells=[_cell(of_a, of_b) for of_a, of_b in both],
+        changed=[_change(of_a, of_b) for of_a, of_b in both if _state(of_a) != _state(of_b)],
+        only_in_a=[name for name in in_a if name not in in_b],
+        only_in_b=[name for name in in_b if name not in in_a],
+    )
 
 
-def _identity(name: str, found: Sequence[CellResult]) -> dict[str, Any]:
+def _sweep(name: str, results: Sequence[CellResult]) -> ComparedSweep:
     def each(values: list[str]) -> list[str]:
         return [value for value in dict.fromkeys(values) if value]
 
-    return {
-        "name": name,
-        "cells": len(found),
-        "platforms": each([result.platform for result in found]),
-        "profiles": each([_profile(result) for result in found if result.outcome == "ok"]),
-        "versions": each([f"{package} {version}" for result in found for package, version in result.versions.items()]),
-    }
+    return ComparedSweep(
+        name=name,
+        cells=len(results),
+        platforms=each([result.platform for result in results]),
+        profiles=each([_profile(result) for result in results if result.outcome == "ok"]),
+        versions=each([f"{package} {version}" for result in results for package, version in result.versions.items()]),
+    )
 
 
 def _profile(result: CellResult) -> str:
@@ -77,28 +140,27 @@ def _state(result: CellResult) -> str:
     return "invalid" if result.outcome == "ok" and not result.valid else result.outcome
 
 
-def _cell(a: CellResult, b: CellResult) -> dict[str, Any]:
-    sides = {"a": a, "b": b}
+def _cell(a: CellResult, b: CellResult) -> ComparedCell:
     ratio, interval = speed_ratio(a, b) if _state(a) == _state(b) == "ok" else (None, None)
-    return {
-        "cell": a.cell,
-        "state": {side: _state(result) for side, result in sides.items()},
-        "batch_size": {side: result.batch_size for side, result in sides.items()},
-        "tokens_per_s": {side: result.tokens_per_s for side, result in sides.items()},
-        "ratio": ratio,
-        "ratio_ci": interval,
-        "shows": None if interval is None else _shows(interval),
-        "allocated_gb": _pair(a.peak_memory_gb, b.peak_memory_gb),
-        "reserved_gb": _pair(a.peak_reserved_gb, b.peak_reserved_gb),
-    }
+    return ComparedCell(
+        cell=a.cell,
+        state=Sides(_state(a), _state(b)),
+        batch_size=Sides(a.batch_size, b.batch_size),
+        tokens_per_s=Sides(a.tokens_per_s, b.tokens_per_s),
+        ratio=ratio,
+        ratio_ci=interval,
+        shows=None if interval is None else _shows(interval),
+        allocated_gb=_difference(a.peak_memory_gb, b.peak_memory_gb),
+        reserved_gb=_difference(a.peak_reserved_gb, b.peak_reserved_gb),
+    )
 
 
-def _pair(a: float | None, b: float | None) -> dict[str, float | None]:
-    return {"a": a, "b": b, "difference": None if a is None or b is None else b - a}
+def _difference(a: float | None, b: float | None) -> SidesAndDifference:
+    return SidesAndDifference(a, b, None if a is None or b is None else b - a)
 
 
-def _change(a: CellResult, b: CellResult) -> dict[str, str]:
-    return {"cell": a.cell, "a": _state(a), "b": _state(b), "reason_a": a.reason, "reason_b": b.reason}
+def _change(a: CellResult, b: CellResult) -> ChangedCell:
+    return ChangedCell(cell=a.cell, a=_state(a), b=_state(b), reason_a=a.reason, reason_b=b.reason)
 
 
 def speed_ratio(a: CellResult, b: CellResult) -> tuple[float | None, list[float] | None]:
@@ -133,33 +195,34 @@ def _shows(interval: Sequence[float]) -> str:
 # As text.
 
 
-def render(comparison: dict[str, Any], width: int) -> str:
+def render(comparison: Comparison, width: int) -> str:
     """The comparison for a terminal of `width` columns: plain text, nothing in it that a terminal obeys."""
     lines = []
-    for side in "ab":
-        sweep = comparison[side]
-        said = "; ".join([*sweep["platforms"], *sweep["profiles"]])
-        lines.append(f"{side.upper()}: {sweep['name']}, {sweep['cells']} cells" + (f"; {said}" if said else ""))
-    versions = [comparison[side]["versions"] for side in "ab"]
-    if versions[0] != versions[1]:
-        for side, own, others in (("A", *versions), ("B", *versions[::-1])):
+    for side, sweep in (("A", comparison.a), ("B", comparison.b)):
+        measured = "; ".join([*sweep.platforms, *sweep.profiles])
+        lines.append(f"{side}: {sweep.name}, {sweep.cells} cells" + (f"; {measured}" if measured else ""))
+    versions_a, versions_b = comparison.a.versions, comparison.b.versions
+    if versions_a != versions_b:
+        for side, own, others in (("A", versions_a, versions_b), ("B", versions_b, versions_a)):
             lines.append(f"   only {side}: {', '.join(each for each in own if each not in others) or 'nothing'}")
     lines = [*map(escaped, lines), "", text(_table(comparison), width)]
-    if comparison["changed"]:
+    if comparison.changed:
         lines += ["Ended differently:"]
-    lines += [escaped(f"  {row['cell']}: {_said(row, 'a')} | {_said(row, 'b')}") for row in comparison["changed"]]
-    for side in "ab":
-        if only := comparison[f"only_in_{side}"]:
-            lines += ["", f"Only in {side.upper()}:", *(escaped(f"  {name}") for name in only)]
-    return "\n".join([*lines, "", *comparison["notes"]]) + "\n"
+    lines += [
+        escaped(f"  {row.cell}: {_with_reason(row.a, row.reason_a)} | {_with_reason(row.b, row.reason_b)}")
+        for row in comparison.changed
+    ]
+    for side, only in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
+        if only:
+            lines += ["", f"Only in {side}:", *(escaped(f"  {name}") for name in only)]
+    return "\n".join([*lines, "", *comparison.notes]) + "\n"
 
 
-def _said(row: dict[str, str], side: str) -> str:
-    reason = row[f"reason_{side}"]
-    return f"{row[side]} ({reason})" if reason else row[side]
+def _with_reason(state: str, reason: str) -> str:
+    return f"{state} ({reason})" if reason else state
 
 
-def _table(comparison: dict[str, Any]) -> Table:
+def _table(comparison: Comparison) -> Table:
     columns = (
         Column("cell", left=True),
         *(Column(name, "tokens/s") for name in ("A", "B", "B / A")),
@@ -168,17 +231,17 @@ def _table(comparison: dict[str, Any]) -> Table:
         *(Column(name, "allocated GiB") for name in ("A", "B", "B - A")),
         *(Column(name, "reserved GiB", optional=True) for name in ("A", "B", "B - A")),
     )
-    rows = tuple(_row(row) for row in comparison["cells"])
+    rows = tuple(_row(row) for row in comparison.cells)
     return Table("compare", "Cells in both", columns, rows)
 
 
-def _row(row: dict[str, Any]) -> tuple[str, ...]:
-    batch = row["batch_size"]
-    moved = f" (BS {batch['a']} -> {batch['b']})" if batch["a"] != batch["b"] else ""
-    speeds = (
-        number(row["tokens_per_s"][side]) if row["state"][side] == "ok" else row["state"][side] for side in ("a", "b")
+def _row(row: ComparedCell) -> tuple[str, ...]:
+    batch, state, speed = row.batch_size, row.state, row.tokens_per_s
+    moved = f" (BS {batch.a} -> {batch.b})" if batch.a != batch.b else ""
+    speeds = (number(value) if ended == "ok" else ended for value, ended in ((speed.a, state.a), (speed.b, state.b)))
+    interval = f"[{row.ratio_ci[0]:.3f}, {row.ratio_ci[1]:.3f}]" if row.ratio_ci else ""
+    ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+    memory = (
+        number(value) for size in (row.allocated_gb, row.reserved_gb) for value in (size.a, size.b, size.difference)
     )
-    interval = f"[{row['ratio_ci'][0]:.3f}, {row['ratio_ci'][1]:.3f}]" if row["ratio_ci"] else ""
-    ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
-    memory = (number(row[name][side]) for name in ("allocated_gb", "reserved_gb") for side in ("a", "b", "difference"))
-    return (row["cell"] + moved, *speeds, ratio, interval, row["shows"] or "", *memory)
+    return (row.cell + moved, *speeds, ratio, interval, row.shows or "", *memory)

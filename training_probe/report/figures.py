@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from backends.untrusted import escaped
 from loadgen.report.figures import COLOURS, DASHES, GRID, STYLE, legend_below, titled
-from training_probe.micro.points import size_text
+from training_probe.points import size_text
 from training_probe.protocol import Timeline
 from training_probe.results import GIB
 

@@ -66,7 +66,7 @@ def latex_text(text: str) -> str:
 
 
 def text(table: Table, width: int) -> str:
-    """For a terminal of `width` columns. Optional groups go, from the right, until it fits; what went is said."""
+    """For a terminal of `width` columns. Optional groups go, from the right, until it fits; a line below names them."""
     left_out: list[str] = []
     while _width(table) > width:
         group = next((column.group for column in reversed(table.columns) if column.optional), None)

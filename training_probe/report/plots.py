@@ -7,34 +7,32 @@ from pathlib import Path
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE, escaped
-from loadgen.report.figures import stacked
-from training_probe.breakdown import tables as breakdown_tables
-from training_probe.breakdown.run import Breakdown
+from backends.untrusted import UNDECODABLE
+from training_probe import paper
+from training_probe.paper import TableName
 from training_probe.protocol import TIMELINE_FILE, Timeline
-from training_probe.report import figures, paper, tables
+from training_probe.report import figures, tables
 from training_probe.report.figures import Panel
-from training_probe.report.paper import TableName
 from training_probe.results import CellResult
 
 MOST_GROUPS = 24  # of bars in a row; more go into a panel below
 MOST_LINES = 7  # of different colours
 
 
-def draw(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
+def draw(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
     """Writes the figures (PNG and SVG); the SVGs' names with what they show. Raises OSError."""
     shown: dict[str, str] = {}
     placed: set[str] = set()
     for table in paper.TABLES:
-        matched = tables.matched(table, found)
+        matched = tables.matched(table, results)
         placed |= {result.cell for ours in matched.values() for result in ours.values()}
         if matched:
             shown |= _beside_paper(directory, table, matched)
     return {
         **shown,
-        **_speeds(directory, [result for result in found if result.cell not in placed]),
-        **_memory(directory, found),
-        **_scaling(directory, found),
+        **_speeds(directory, [result for result in results if result.cell not in placed]),
+        **_memory(directory, results),
+        **_scaling(directory, results),
         **_timelines(directory),
     }
 
@@ -58,15 +56,17 @@ def _beside_paper(directory: Path, table: TableName, matched: tables.Matched) ->
     return {f"{stem.name}.svg": title}
 
 
-def _speeds(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
+def _speeds(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
     """Tokens/s of cells that the paper has no number for."""
-    if not any(result.outcome == "ok" for result in found):
+    if not any(result.outcome == "ok" for result in results):
         return {}
     panels = [
         Panel(title, [_short(result) for result in part], {"tokens/s": [_speed(result) for result in part]})
-        for title, part in _parts(found)
+        for title, part in _parts(results)
     ]
-    title = f"Tokens/s, all GPUs or processes of a cell together: {', '.join(dict.fromkeys(r.platform for r in found))}"
+    title = (
+        f"Tokens/s, all GPUs or processes of a cell together: {', '.join(dict.fromkeys(r.platform for r in results))}"
+    )
     figures.bars(panels, title, "Tokens/s", directory / "throughput")
     return {"throughput.svg": title}
 
@@ -82,11 +82,11 @@ def _end(result: CellResult) -> str | None:
     return {"ok": None, "oom": "OOM"}.get(result.outcome, result.outcome)
 
 
-def _memory(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
+def _memory(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
     """Cells of which anything was measured or predicted."""
-    told = [result for result in found if result.peak_memory_gb or result.predicted_memory_gb]
+    known = [result for result in results if result.peak_memory_gb or result.predicted_memory_gb]
     panels = []
-    for title, part in _parts(told):
+    for title, part in _parts(known):
         sizes = {result.device_memory_gb for result in part}
         size = sizes.pop() if len(sizes) == 1 else None
         values: dict[str, list[float | str | None]] = {
@@ -108,10 +108,10 @@ def _memory(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
     return {"memory.svg": title}
 
 
-def _parts(found: Iterable[CellResult]) -> list[tuple[str, list[CellResult]]]:
+def _parts(results: Iterable[CellResult]) -> list[tuple[str, list[CellResult]]]:
     """The cells in panels: a model and a task each, in rows that are not too long."""
     groups: dict[str, list[CellResult]] = {}
-    for result in found:
+    for result in results:
         groups.setdefault(f"{paper.model_name(result.model)}, {result.task}", []).append(result)
     return [
         (f"{title}{' (more)' if start else ''}", part[start : start + MOST_GROUPS])
@@ -125,9 +125,9 @@ def _short(result: CellResult) -> str:
     return f"{result.engine} {result.method} {result.gpus}x{batch}"
 
 
-def _scaling(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
+def _scaling(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
     points: dict[str, list[tuple[int, float, float | None]]] = {}
-    for part in tables.scaled(found)[:MOST_LINES]:
+    for part in tables.scaled(results)[:MOST_LINES]:
         first = part[0]
         name = f"{paper.model_name(first.model)} {first.task} {first.engine} {first.method}, BS {first.batch_size}"
         points[f"{name}, {first.seq_len} tokens"] = [
@@ -135,8 +135,8 @@ def _scaling(directory: Path, found: Sequence[CellResult]) -> dict[str, str]:
         ]
     if not points:
         return {}
-    title = f"Scaling, as Figure 4 of {paper.SOURCE}: {', '.join(dict.fromkeys(result.platform for result in found))}"
-    on = "processes" if all(result.device == "cpu" for result in found) else "GPUs"
+    title = f"Scaling, as Figure 4 of {paper.SOURCE}: {', '.join(dict.fromkeys(result.platform for result in results))}"
+    on = "processes" if all(result.device == "cpu" for result in results) else "GPUs"
     figures.scaling(points, title, directory / "scaling", on=on)
     return {"scaling.svg": title}
 
@@ -157,22 +157,3 @@ def _timelines(directory: Path) -> dict[str, str]:
         figures.timeline(recorded, title, stem)
         shown[f"{stem.name}.svg"] = title
     return shown
-
-
-def draw_breakdowns(directory: Path, found: Sequence[Breakdown]) -> tuple[str, str]:
-    """Figure 5: shares of a decoder layer's parts; the SVG's name and what it shows. Raises OSError."""
-    bars: dict[str, dict[str, float]] = {}
-    traced = [each for each in found if each.attribution is not None]
-    for phase in ("forward", "backward"):
-        for each in traced:
-            own = {part: breakdown_tables.part_seconds(each, phase, part) for part in breakdown_tables.LAYER}
-            theirs = {part: breakdown_tables.printed(each).get((phase, part, "ms"), 0.0) for part in own}
-            beside = f"{breakdown_tables.PAPER}, BS {each.cell.micro_batch}"
-            for name, parts in ((breakdown_tables.title(each), own), (beside, theirs)):
-                whole = sum(parts.values())
-                if whole:
-                    bars[escaped(f"{phase}: {name}")] = {part: 100 * value / whole for part, value in parts.items()}
-    title = f"Parts of the decoder layers, as Figure 5 of {paper.SOURCE} (without what is recomputed)"
-    paths = [directory / f"parts{suffix}" for suffix in figures.SUFFIXES]
-    stacked(bars, title, "% of the layers' time in that pass", paths, number=".0f")
-    return "parts.svg", title

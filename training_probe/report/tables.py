@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from backends.untrusted import escaped
 from loadgen.report.text import number
-from training_probe.report import paper
+from training_probe import paper
+from training_probe.paper import PaperRow, TableName
 from training_probe.report.layout import Column, Table
-from training_probe.report.paper import PaperRow, TableName
-from training_probe.results import CellResult
+from training_probe.results import SHARED, CellResult
 
 OOM = "-"
 UNSOUND = "the losses were not finite or did not fall, so what was timed is no training"
@@ -28,7 +28,7 @@ class Line:
     table: TableName
     model: str
     label: str
-    batch_label: str  # only in Table II, where it tells rows apart
+    batch_label: str  # only in Table II, where it distinguishes rows
     printed: Mapping[str, PaperRow]  # by platform
 
     @property
@@ -36,7 +36,7 @@ class Line:
         return self.printed[paper.LEADING]
 
 
-class Machine(NamedTuple):
+class MachineColumns(NamedTuple):
     """A column group of ours."""
 
     platform: str
@@ -48,19 +48,16 @@ class Machine(NamedTuple):
         return f"{self.platform}, {self.gpus} {self.on}{plural}"
 
 
-Matched = dict[Line, dict[Machine, CellResult]]
+Matched = dict[Line, dict[MachineColumns, CellResult]]
 
 # What the points of a line of Figure 4 share.
-ALIKE = (
-    "platform", "model", "task", "engine", "method", "seq_len", "batch_size", "grad_accum", "tp", "pp", "cp",
-    "attention", "compile", "device",
-)  # fmt: skip
+ALIKE = ("platform", "batch_size", *(name for name in SHARED if name != "gpus"))
 
 
-def scaled(found: Sequence[CellResult]) -> list[list[CellResult]]:
+def scaled(results: Sequence[CellResult]) -> list[list[CellResult]]:
     """Cells that differ in nothing but how many GPUs they had, from the fewest; where there are at least two."""
     lines: dict[tuple[object, ...], list[CellResult]] = {}
-    for result in found:
+    for result in results:
         if result.outcome == "ok" and result.valid and result.tokens_per_s and not result.search:
             lines.setdefault(tuple(getattr(result, name) for name in ALIKE), []).append(result)
     return [sorted(line, key=lambda result: result.gpus) for line in lines.values() if len(line) > 1]
@@ -70,11 +67,11 @@ class Remarks:
     """Numbers the remarks of one table; the same words get the same number."""
 
     def __init__(self) -> None:
-        self.said: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
 
     def mark(self, remark: str) -> str:
         """` [2]`; nothing for no remark."""
-        return f" [{self.said.setdefault(remark, len(self.said) + 1)}]" if remark else ""
+        return f" [{self.numbers.setdefault(remark, len(self.numbers) + 1)}]" if remark else ""
 
 
 def build(results: Sequence[CellResult]) -> list[Table]:
@@ -88,53 +85,53 @@ def build(results: Sequence[CellResult]) -> list[Table]:
 
 
 def lines(table: TableName) -> list[Line]:
-    found: dict[tuple[str, str, str], dict[str, PaperRow]] = {}
+    printed: dict[tuple[str, str, str], dict[str, PaperRow]] = {}
     for row in paper.rows():
         if row.table == table:
             key = (row.model, row.label, row.batch_label if table == "II" else "")
-            found.setdefault(key, {})[row.platform] = row
-    return [Line(table, *key, printed) for key, printed in found.items()]
+            printed.setdefault(key, {})[row.platform] = row
+    return [Line(table, *key, by_platform) for key, by_platform in printed.items()]
 
 
 def matched(table: TableName, results: Iterable[CellResult]) -> Matched:
     """The rows of a table that were tried here, in its order, each with the result of every number of GPUs."""
     results = list(results)
-    found: Matched = {}
+    tried: Matched = {}
     for line in lines(table):
-        ours: dict[Machine, CellResult] = {}
+        ours: dict[MachineColumns, CellResult] = {}
         for result in results:
             if _is_of(line, result):
                 ours.setdefault(machine(result), result)
         if ours:
-            found[line] = ours
-    return found
+            tried[line] = ours
+    return tried
 
 
-def machine(result: CellResult) -> Machine:
-    return Machine(result.platform, result.gpus, "process" if result.device == "cpu" else "GPU")
+def machine(result: CellResult) -> MachineColumns:
+    return MachineColumns(result.platform, result.gpus, "process" if result.device == "cpu" else "GPU")
 
 
 def _is_of(line: Line, result: CellResult) -> bool:
     """Whether the paper ran this cell, on other hardware."""
     row = line.leading
     searched = bool(result.search) or result.batch_size is None
-    said = (result.task, result.engine, result.method, result.seq_len, paper.model_name(result.model))
+    cell = (result.task, result.engine, result.method, result.seq_len, paper.model_name(result.model))
     plain = result.grad_accum == result.tp == result.pp == result.cp == 1 and not result.compile
     return (
-        said == (row.task, row.engine, row.method, row.seq_len, row.model)
+        cell == (row.task, row.engine, row.method, row.seq_len, row.model)
         and plain
         and result.attention != "math"
         and (searched if line.table == "IV" else not searched and result.batch_size == row.batch_size)
     )
 
 
-def _of_paper(table: TableName, found: Matched) -> Table:
-    platforms = [name for name in paper.PLATFORMS if any(name in line.printed for line in found)]
-    machines = sorted({each for ours in found.values() for each in ours}, key=lambda each: (each.platform, each.gpus))
+def _of_paper(table: TableName, tried: Matched) -> Table:
+    platforms = [name for name in paper.PLATFORMS if any(name in line.printed for line in tried)]
+    machines = sorted({each for ours in tried.values() for each in ours}, key=lambda each: (each.platform, each.gpus))
     with_batch = table in ("II", "IV")
     remarks = Remarks()
     rows = []
-    for line, ours in found.items():
+    for line, ours in tried.items():
         row = [line.model.upper(), line.label]
         for platform in platforms:
             row += _printed(line.printed[platform], with_batch, remarks)
@@ -149,10 +146,10 @@ def _of_paper(table: TableName, found: Matched) -> Table:
         columns += [Column(head, str(each)) for head in _heads(each, with_batch)]
     title = f"As Table {table} of {paper.SOURCE}: {paper.TITLES[table]}"
     caption = _caption(table, machines)
-    return Table(f"table-{table}", title, tuple(columns), tuple(rows), caption, tuple(remarks.said))
+    return Table(f"table-{table}", title, tuple(columns), tuple(rows), caption, tuple(remarks.numbers))
 
 
-def _heads(each: Machine, with_batch: bool) -> list[str]:
+def _heads(each: MachineColumns, with_batch: bool) -> list[str]:
     per_gpu = [] if each.gpus == paper.GPUS else [f"per {each.on}"]
     batch = ["BS"] if with_batch else []
     return [*batch, "Tokens/s (std)", *per_gpu, f"/ {paper.LEADING}", "M alloc.", "M res."]
@@ -167,7 +164,7 @@ def _printed(row: PaperRow, with_batch: bool, remarks: Remarks) -> list[str]:
 
 
 def _measured(
-    result: CellResult | None, on: Machine, beside: PaperRow, with_batch: bool, remarks: Remarks
+    result: CellResult | None, on: MachineColumns, beside: PaperRow, with_batch: bool, remarks: Remarks
 ) -> list[str]:
     """Blank where the cell was not tried."""
     if result is None:
@@ -208,7 +205,7 @@ def speed(result: CellResult, remarks: Remarks, oom: str) -> str:
     return f"{number(result.tokens_per_s)}{spread}{mark}"
 
 
-def _caption(table: TableName, machines: Sequence[Machine]) -> tuple[str, ...]:
+def _caption(table: TableName, machines: Sequence[MachineColumns]) -> tuple[str, ...]:
     sentences = [
         "Tokens/s of all GPUs together; M: peak memory of the GPU that had most, GiB (here allocated, reserved)."
     ]
@@ -265,17 +262,17 @@ def all_cells(results: Sequence[CellResult]) -> Table:
     ]
     if any(result.device == "cpu" for result in results):
         caption.append("On the CPU a process stands for a GPU, and memory is the process's own.")
-    table = Table("cells", "All cells", tuple(columns), tuple(rows), tuple(caption), tuple(remarks.said))
+    table = Table("cells", "All cells", tuple(columns), tuple(rows), tuple(caption), tuple(remarks.numbers))
     return table.without_empty()
 
 
 def _engine(result: CellResult) -> str:
     """The engine, and what of its settings is not the usual."""
     sizes = (("tp", result.tp), ("pp", result.pp), ("cp", result.cp), ("ga", result.grad_accum))
-    said = [f"{name}{size}" for name, size in sizes if size > 1]
-    said += ["math"] if result.attention == "math" else []
-    said += ["compile"] if result.compile else []
-    return " ".join([result.engine, *said])
+    settings = [f"{name}{size}" for name, size in sizes if size > 1]
+    settings += ["math"] if result.attention == "math" else []
+    settings += ["compile"] if result.compile else []
+    return " ".join([result.engine, *settings])
 
 
 # One number a field, for other programs.

@@ -1,24 +1,127 @@
-"""One cell that is run: the search of its micro batch where it has none, its independent runs, its result."""
+"""One cell: what is known of it before it runs, the search of its micro batch where it has none, its independent runs,
+its result.
+
+What a sweep needs of others, processes, GPUs, predictions, is a Surroundings, so that each can be another in a test.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypedDict
 
 import msgspec
+from msgspec.structs import replace
 
-from training_probe.grid import Cell
-from training_probe.launch import aggregate, runner
-from training_probe.launch.gpu_idle import MemoryReturn
-from training_probe.launch.runner import TrialOutcome
+from backends import gpus
+from backends.catalog import ModelSpec
+from training_probe import flops, memory
+from training_probe.grid import Cell, impossible
+from training_probe.launch import runner
+from training_probe.launch.runner import Launching, Limits, MemoryReturn, TrialOutcome
+from training_probe.memory import Fit, Prediction
 from training_probe.protocol import TIMELINE_STEPS, Step, Trial
-from training_probe.results import GIB, Attempt, CellResult, Outcome, of_cell
-from training_probe.sweep.dependencies import Surroundings, device_memory_bytes, utilization
-from training_probe.sweep.manifests import Manifest
+from training_probe.results import GIB, Attempt, CellResult, Outcome, RunResult, loss_doubt, of_cell
+from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.progress import Progress
-from training_probe.sweep.search import SEARCH_STEPS, SEARCH_WARMUP_STEPS, largest
+
+SEARCH_WARMUP_STEPS, SEARCH_STEPS = 2, 3
+
+
+# Before it runs.
+
+
+class Predictor(Protocol):
+    """Predicts memory as training_probe.memory does."""
+
+    def predict(self, cell: Cell, spec: ModelSpec, /) -> Prediction: ...
+    def fits(self, prediction: Prediction, device_memory_bytes: int, /) -> Fit: ...
+    def largest_micro_batch(self, cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int, /) -> int: ...
+
+
+class Predicted(TypedDict, total=False):
+    """The fields of CellResult that have what was predicted."""
+
+    predicted_memory_gb: float
+    predicted_terms_gb: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a sweep needs of others: how processes are started, which GPUs there are, what will fit."""
+
+    command: runner.Command = runner.worker_command
+    inventory: Callable[[], gpus.Inventory] = gpus.read
+    probe: Callable[[Sequence[int]], gpus.Probe] = gpus.Probe
+    predictor: Predictor = memory
+
+    def predict(self, cell: Cell, settings: Settings) -> Prediction | None:
+        """The prediction for a cell, `sized`; None where nothing is known."""
+        spec = settings.model(cell).spec
+        return None if spec is None else self.predictor.predict(sized(cell), spec)
+
+    def predicted_fields(self, cell: Cell, settings: Settings) -> Predicted:
+        """Empty where nothing is predicted."""
+        prediction = self.predict(cell, settings)
+        if prediction is None:
+            return {}
+        return {
+            "predicted_memory_gb": prediction.peak_bytes / GIB,
+            "predicted_terms_gb": {name: size / GIB for name, size in prediction.terms_bytes.items()},
+        }
+
+    def launching(self, cell: Cell, settings: Settings) -> Launching:
+        """How the cell's processes are started."""
+        gpu_ids = settings.gpu_ids if cell.device == "cuda" else ()
+        return Launching(python=settings.python, gpu_ids=gpu_ids, command=self.command)
+
+    def refusal(self, cell: Cell, settings: Settings, memory_bytes: int | None) -> tuple[Outcome, str] | None:
+        """Why a cell is not to be run on devices of this memory, and the outcome that this is; None when it is."""
+        why = impossible(cell, settings.model(cell).spec)
+        if why is None and cell.device == "cuda" and cell.gpus > len(settings.gpu_ids):
+            why = f"it needs {cell.gpus} GPUs, and the sweep has {len(settings.gpu_ids) or 'none'}"
+        if why is not None:
+            return "unsupported", why
+        prediction = self.predict(cell, settings)
+        if settings.no_skip or prediction is None or memory_bytes is None:
+            return None
+        fit = self.predictor.fits(prediction, memory_bytes)
+        return None if fit.ok else ("skipped", fit.reason)
+
+    def first_micro_batch(self, cell: Cell, settings: Settings, memory_bytes: int | None) -> int:
+        """Where a search begins: the largest power of two that is predicted to fit; 1 without a prediction."""
+        spec = settings.model(cell).spec
+        if spec is None or memory_bytes is None:
+            return 1
+        most = settings.max_micro_batch
+        return floor_power_of_two(self.predictor.largest_micro_batch(sized(cell), spec, memory_bytes, most))
+
+
+def sized(cell: Cell) -> Cell:
+    """The cell, with micro batch 1 where it is still to be searched."""
+    return cell if cell.micro_batch is not None else replace(cell, micro_batch=1)
+
+
+def device_memory_bytes(cell: Cell, manifest: SweepManifest) -> int | None:
+    """The smallest memory of the GPUs that a cell would run on; None where it is not known, as on a CPU."""
+    if cell.device != "cuda":
+        return None
+    known = [memory for memory in manifest.device_memory_bytes[: cell.gpus] if memory is not None]
+    return min(known, default=None)
+
+
+def utilization(cell: Cell, manifest: SweepManifest, tokens_per_s: float) -> tuple[float | None, float | None]:
+    """MFU and HFU of a cell at a speed on the devices of a sweep; None where they cannot be known."""
+    spec, names = manifest.model(cell).spec, manifest.device_names
+    if spec is None or not names:
+        return None, None
+    return flops.mfu(cell, spec, tokens_per_s, names[0]), flops.hfu(cell, spec, tokens_per_s, names[0])
+
+
+# While it runs.
 
 
 class _Failed(Exception):
@@ -35,7 +138,7 @@ class Context:
     """The sweep that a cell belongs to."""
 
     directory: Path
-    manifest: Manifest
+    manifest: SweepManifest
     around: Surroundings
     progress: Progress
     memory: MemoryReturn
@@ -50,7 +153,7 @@ class CellRun:
         self._begun, self._started_unix_s = time.monotonic(), time.time()
         self._directory = sweep.directory / "trials" / cell.name
         self._attempts: list[Attempt] = []
-        self._measured: list[aggregate.Measured] = []
+        self._measured: list[RunResult] = []
         self._notes: list[str] = []
         self._log = ""
 
@@ -59,11 +162,11 @@ class CellRun:
         cell, failed = self._cell, _Failed("ok", "")
         try:
             if cell.micro_batch is None:
-                cell = msgspec.structs.replace(cell, micro_batch=self._search())
+                cell = replace(cell, micro_batch=self._search())
             while (failed := self._measure(cell)).outcome == "oom" and self._attempts and (cell.micro_batch or 1) > 1:
                 assert cell.micro_batch is not None
                 self._attempts.append(Attempt(micro_batch=cell.micro_batch, outcome="oom"))
-                cell = msgspec.structs.replace(cell, micro_batch=cell.micro_batch // 2)
+                cell = replace(cell, micro_batch=cell.micro_batch // 2)
             if failed.outcome == "ok" and self._settings.timeline:
                 self._record(cell)
         except _Failed as given_up:
@@ -71,32 +174,28 @@ class CellRun:
         return self._result(cell, failed)
 
     def _result(self, cell: Cell, failed: _Failed) -> CellResult:
-        fields = aggregate.fields(self._measured)
-        if fields.get("device_memory_gb") is None and (there := device_memory_bytes(cell, self._settings)):
-            fields["device_memory_gb"] = there / GIB  # no rank lived to tell
-        speed = fields.get("tokens_per_s")
-        mfu, hfu = utilization(cell, self._settings, speed) if speed else (None, None)
-        doubts = {doubt for run in self._measured if (doubt := aggregate.loss_doubt(run.losses))}
-        said = [failed.reason] if failed.outcome != "ok" else sorted(doubts)
-        return of_cell(
-            self._cell,
-            platform=self._sweep.manifest.platform,
-            outcome=failed.outcome,
-            reason="; ".join([*said, *self._notes]),
-            **self._sweep.around.predicted_fields(cell, self._settings),
-            **{
-                "steps": self._settings.steps, "warmup_steps": self._settings.warmup_steps, **fields,
-                "valid": failed.outcome == "ok" and fields.get("valid", False),
-                "batch_size": cell.micro_batch, "mfu_ratio": mfu, "hfu_ratio": hfu, "search": self._attempts,
-                "started_unix_s": self._started_unix_s, "wall_s": time.monotonic() - self._begun, "log": self._log,
-            },
+        settings, ok = self._settings, failed.outcome == "ok"
+        doubts = {doubt for run in self._measured if (doubt := loss_doubt(run.losses))}
+        result = of_cell(
+            self._cell, platform=settings.platform, outcome=failed.outcome,
+            reason="; ".join([*(sorted(doubts) if ok else [failed.reason]), *self._notes]),
+            steps=settings.steps, warmup_steps=settings.warmup_steps, batch_size=cell.micro_batch,
+            search=self._attempts, started_unix_s=self._started_unix_s, wall_s=time.monotonic() - self._begun,
+            log=self._log, **self._sweep.around.predicted_fields(cell, settings),
         )  # fmt: skip
+        result.add_runs(self._measured)
+        result.valid = ok and result.valid
+        if result.device_memory_gb is None and (size_bytes := device_memory_bytes(cell, settings)):
+            result.device_memory_gb = size_bytes / GIB  # no rank lived to report it
+        if result.tokens_per_s:
+            result.mfu_ratio, result.hfu_ratio = utilization(cell, settings, result.tokens_per_s)
+        return result
 
     def _measure(self, cell: Cell) -> _Failed:
         """All runs with one micro batch, up to the first that fails; how that ended. Keeps what was measured."""
         self._measured = []
         for number in range(1, self._settings.runs + 1):
-            trial = self._trial(cell, self._settings.warmup_steps, self._settings.steps, seed=number - 1)
+            trial = replace(self._settings.trial(cell), seed=number - 1)
             done = (number - 1) / self._settings.runs
             ended = self._run(trial, f"run-{number}", f"run {number}/{self._settings.runs}", done)
             if ended.outcome == "ok" or not self._measured:
@@ -107,7 +206,7 @@ class CellRun:
 
     def _record(self, cell: Cell) -> None:
         """What the first steps hold, recorded beside the measurement; that it failed is a note."""
-        trial = msgspec.structs.replace(self._trial(cell, 0, TIMELINE_STEPS, seed=0), timeline=True)
+        trial = replace(self._settings.trial(cell), warmup_steps=0, steps=TIMELINE_STEPS, timeline=True)
         log = self._log
         ended = self._run(trial, "timeline", "memory timeline", 1.0)
         self._log = log
@@ -116,33 +215,25 @@ class CellRun:
 
     def _search(self) -> int:
         """The largest micro batch that fits. Raises _Failed when none does."""
-        last = TrialOutcome(outcome="ok", reason="", measured=aggregate.Measured(), wall_s=0.0, log=Path())
+        last = TrialOutcome(outcome="ok", reason="", measured=RunResult(), log=Path())
 
         def attempt(micro_batch: int) -> Attempt:
             nonlocal last
-            cell = msgspec.structs.replace(self._cell, micro_batch=micro_batch)
-            trial = self._trial(cell, SEARCH_WARMUP_STEPS, SEARCH_STEPS, seed=0)
+            cell = replace(self._cell, micro_batch=micro_batch)
+            trial = replace(self._settings.trial(cell), warmup_steps=SEARCH_WARMUP_STEPS, steps=SEARCH_STEPS)
             last = self._run(trial, f"search-{micro_batch}", f"search, micro batch {micro_batch}", 0.0)
             peak = max(last.measured.allocated_bytes, default=None)
-            self._attempts.append(tried := Attempt(micro_batch=micro_batch, outcome=last.outcome,
-                                                   peak_allocated_bytes=peak))  # fmt: skip
-            return tried
+            made = Attempt(micro_batch=micro_batch, outcome=last.outcome, peak_allocated_bytes=peak)
+            self._attempts.append(made)
+            return made
 
-        at_most = self._settings.max_micro_batch
-        memory_bytes = device_memory_bytes(self._cell, self._sweep.manifest)
+        memory_bytes = device_memory_bytes(self._cell, self._settings)
         start = self._sweep.around.first_micro_batch(self._cell, self._settings, memory_bytes)
-        found = largest(attempt, start=start, at_most=at_most)
-        if found.micro_batch is None:
+        best = largest(attempt, start=start, at_most=self._settings.max_micro_batch)
+        if best.micro_batch is None:
             self._measured = [last.measured]
-            raise _Failed(last.outcome, f"with micro batch {found.attempts[-1].micro_batch}: {last.reason}")
-        return found.micro_batch
-
-    def _trial(self, cell: Cell, warmup_steps: int, steps: int, seed: int) -> Trial:
-        model = self._settings.model(cell)
-        return Trial(
-            cell=cell, spec=model.spec, model_dir=model.directory, warmup_steps=warmup_steps, steps=steps, seed=seed,
-            host_memory_bytes=self._settings.host_memory_bytes,
-        )  # fmt: skip
+            raise _Failed(last.outcome, f"with micro batch {best.attempts[-1].micro_batch}: {last.reason}")
+        return best.micro_batch
 
     def _run(self, trial: Trial, name: str, what: str, done: float) -> TrialOutcome:
         """One launch. `done`: the share of the cell that is done before it. Raises StoppedError."""
@@ -165,16 +256,43 @@ class CellRun:
         if note is not None and note not in self._notes:
             self._notes.append(note)
         directory = self._directory / name
-        ended = runner.run_trial(
-            trial,
-            directory,
-            python=settings.python,
-            gpu_ids=settings.gpu_ids if trial.cell.device == "cuda" else (),
-            timeout_s=settings.timeout_s,
-            limit_s=limit_s,
-            on_step=on_step,
-            cancelled=self._sweep.cancelled,
-            command=self._sweep.around.command,
-        )
+        how = self._sweep.around.launching(trial.cell, settings)
+        limits = Limits(timeout_s=settings.timeout_s, limit_s=limit_s)
+        ended = runner.run_trial(trial, directory, how, limits, on_step=on_step, cancelled=self._sweep.cancelled)
         self._log = str(ended.log.relative_to(self._sweep.directory.absolute()))
         return ended
+
+
+# The search.
+
+
+class LargestBatch(msgspec.Struct, frozen=True):
+    """micro_batch: the largest that fitted, None if none did; then the last attempt has the reason."""
+
+    micro_batch: int | None
+    attempts: list[Attempt]
+
+
+def largest(attempt: Callable[[int], Attempt], *, start: int, at_most: int) -> LargestBatch:
+    """Tries the powers of two up to `at_most`, beginning with the one at or below `start`: up until one fails, or down
+    until one fits.
+
+    One that fails in another way than for want of memory ends the search: more of it, or less, would show nothing new.
+    """
+    size = floor_power_of_two(min(start, at_most))
+    attempts = [attempt(size)]
+    if attempts[0].outcome == "ok":
+        while attempts[-1].outcome == "ok" and size * 2 <= at_most:
+            size *= 2
+            attempts.append(attempt(size))
+    else:
+        while attempts[-1].outcome == "oom" and size > 1:
+            size //= 2
+            attempts.append(attempt(size))
+    fitting = [made.micro_batch for made in attempts if made.outcome == "ok"]
+    return LargestBatch(max(fitting, default=None), attempts)
+
+
+def floor_power_of_two(number: int) -> int:
+    """The largest power of two that is not above it, and at least 1."""
+    return 1 << max(number, 1).bit_length() - 1

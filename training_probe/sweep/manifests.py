@@ -1,4 +1,4 @@
-"""What a sweep was asked to do, `manifest.json`: written before the first cell, and all that resuming it needs."""
+"""What a sweep measures and how, `manifest.json`: written before the first cell, and all that resuming it needs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ from pathlib import Path
 import msgspec
 
 from backends import catalog
-from backends.catalog import ModelSpec
 from backends.untrusted import UNDECODABLE
 from loadgen.rundir import Machine, RunError, this_machine
-from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell
+from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell, Model
+from training_probe.protocol import Trial
 
 MANIFEST_FILE = "manifest.json"
 SCHEMA = "training_probe.manifest/1"
-
-
-class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cell's model name stands for: its shape where it is known, or a directory with a config.json."""
-
-    spec: ModelSpec | None = None
-    directory: str | None = None
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +47,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def model(self, cell: Cell) -> Model:
         return self.models.get(cell.model) or Model(spec=catalog.find(cell.model))
 
+    def trial(self, cell: Cell) -> Trial:
+        """A run of the cell with these steps."""
+        model = self.model(cell)
+        return Trial(
+            cell=cell, spec=model.spec, model_dir=model.directory, warmup_steps=self.warmup_steps, steps=self.steps,
+            host_memory_bytes=self.host_memory_bytes,
+        )  # fmt: skip
 
-class Manifest(Settings, frozen=True, kw_only=True):
+
+class SweepManifest(Settings, frozen=True, kw_only=True):
     """The settings of a sweep, with its platform named, and what they were applied to. device_names,
     device_memory_bytes: of the chosen GPUs, in the order of gpu_ids; None: not known. environment: what of it decides
     how processes run."""
@@ -81,18 +82,18 @@ def one_name_each(cells: Sequence[Cell]) -> list[Cell]:
     return list(named.values())
 
 
-def write(directory: Path, manifest: Manifest) -> None:
+def write(directory: Path, manifest: SweepManifest) -> None:
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
     part = directory / (MANIFEST_FILE + ".part")
     part.write_bytes(text + b"\n")
     part.replace(directory / MANIFEST_FILE)
 
 
-def read(directory: Path) -> Manifest:
+def read(directory: Path) -> SweepManifest:
     """The manifest of a sweep's directory. Raises RunError."""
     path = directory / MANIFEST_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        return msgspec.json.decode(path.read_bytes(), type=SweepManifest)
     except FileNotFoundError:
         raise RunError(f"{directory} holds no {MANIFEST_FILE}; name the directory of a sweep.") from None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a sweep tells while it goes on: a line kept up to date on a terminal, a quiet line for every cell that is over,
+"""What a sweep shows while it goes on: a line kept up to date on a terminal, a quiet line for every cell that is over,
 and the snapshot file for whoever exports it."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Progress:
         self._walls_s: list[float] = []  # of the cells that were run, now
         self._cell: Cell | None = None
         self._to_run = 0
-        self._begun = self._told = time.monotonic()
+        self._begun = self._shown_at = time.monotonic()
         self._share, self._what = 0.0, ""
         self._latest: deque[Step] = deque(maxlen=LATEST_STEPS)
         self._running: Cell | None = None
@@ -61,15 +61,15 @@ class Progress:
         """A run of it is started: the cell with its micro batch, what the run is, the share of the cell done before."""
         self._running, self._what, self._share = cell, what, share
         self._latest.clear()
-        self._tell(what)
+        self._show(what)
 
     def step(self, step: Step, done: int, of: int, share: float) -> None:
         """Rank 0 has finished a step of the present run, `done` of `of` by now; `share` of the cell is done."""
         self._latest.append(step)
         self._share = share
-        if time.monotonic() - self._told >= EVERY_S:
+        if time.monotonic() - self._shown_at >= EVERY_S:
             speed = self._speed()
-            self._tell(f"{self._what} step {done}/{of}" + (f", {speed:,.0f} tokens/s" if speed else ""))
+            self._show(f"{self._what} step {done}/{of}" + (f", {speed:,.0f} tokens/s" if speed else ""))
 
     def over(self, result: CellResult) -> None:
         """A cell has its result; one that was not run counts no time."""
@@ -103,8 +103,8 @@ class Progress:
         seconds = sum(step.step_s for step in self._latest)
         return self._running.tokens_per_step * len(self._latest) / seconds if self._running and seconds > 0 else None
 
-    def _tell(self, doing: str) -> None:
-        self._told = time.monotonic()
+    def _show(self, doing: str) -> None:
+        self._shown_at = time.monotonic()
         if self._live and self._cell is not None:
             left_s = self.left_s()
             left = "" if left_s is None else f", {duration(left_s)} left"
@@ -128,21 +128,14 @@ class Progress:
             write_snapshot(self._directory, snapshot)
 
     def _families(self) -> list[Family]:
-        values: dict[str, list[MetricSample]] = {name: [] for name, _ in _GAUGES}
+        samples: dict[str, list[MetricSample]] = {name: [] for name, _ in _GAUGES}
         for result in self._results:
-            labels = {"cell": result.cell, "engine": result.engine, "method": result.method, "model": result.model}
-            for name, value in _values(result).items():
-                if value is not None:
-                    values[name].append(MetricSample(value, labels))
+            _add(samples, _values(result), result, result.cell)
         if self._cell is not None:
-            labels = {"cell": self._cell.name, "engine": self._cell.engine, "method": self._cell.method,
-                      "model": self._cell.model}  # fmt: skip
-            for name, value in self._present().items():
-                if value is not None:
-                    values[name].append(MetricSample(value, labels))
+            _add(samples, self._present(), self._cell, self._cell.name)
         outcomes = Counter(result.outcome for result in self._results)
         return [
-            *(Family(_PREFIX + name, "gauge", what, values[name]) for name, what in _GAUGES),
+            *(Family(_PREFIX + name, "gauge", what, samples[name]) for name, what in _GAUGES),
             Family(_PREFIX + "cells", "gauge", "Cells that are over, by outcome.",
                    [MetricSample(outcomes[outcome], {"outcome": outcome}) for outcome in OUTCOMES]),
             Family(_PREFIX + "cells_planned", "gauge", "Cells of the sweep.", [MetricSample(self._planned)]),
@@ -157,6 +150,16 @@ class Progress:
             "mfu_ratio": self._utilization(self._running, speed)[0] if speed and self._running else None,
             "predicted_memory_bytes": _bytes(self._predicted_gb),
         }
+
+
+def _add(
+    samples: dict[str, list[MetricSample]], values: dict[str, float | None], of: Cell | CellResult, cell_name: str
+) -> None:
+    """A sample of each gauge that is known of the cell."""
+    labels = {"cell": cell_name, "engine": of.engine, "method": of.method, "model": of.model}
+    for name, value in values.items():
+        if value is not None:
+            samples[name].append(MetricSample(value, labels))
 
 
 _PREFIX = "bench_training_"
@@ -207,7 +210,7 @@ def size(gib: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As a person says it: 42 s, 3 min, 2 h 10 min."""
+    """In the unit that a person would use: 42 s, 3 min, 2 h 10 min."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -3,14 +3,16 @@
     DIR/manifest.json, results.jsonl, snapshot.json
     DIR/trials/<cell>/search-<micro batch>/, run-<k>/: trial.json, log.txt, rank<N>.json, steps.jsonl
 
-A cell that makes no sense or is certain not to fit is not run, and says so. A sweep that was stopped, or killed, goes
-on where it was: what counts as done is what stands in results.jsonl.
+A cell that makes no sense or is certain not to fit is not run; its result has the reason. A sweep that was stopped, or
+killed, goes on where it was: the cells that stand in results.jsonl are done.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shlex
 import shutil
 import sys
 import threading
@@ -24,17 +26,16 @@ import msgspec
 from backends import process
 from loadgen import exit_codes, rundir
 from training_probe import results
-from training_probe.grid import Cell
-from training_probe.launch import torchrun
-from training_probe.launch.gpu_idle import MemoryReturn
-from training_probe.launch.runner import StoppedError
-from training_probe.results import CellResult, of_cell
+from training_probe.grid import Cell, impossible
+from training_probe.launch.runner import MemoryReturn, StoppedError, start_of, stopped_by_signals
+from training_probe.protocol import Trial, deepspeed_config
+from training_probe.results import GIB, CellResult, of_cell
 from training_probe.sweep import manifests
-from training_probe.sweep.cell import CellRun, Context
-from training_probe.sweep.dependencies import Surroundings, device_memory_bytes, utilization
-from training_probe.sweep.manifests import Manifest, Settings
+from training_probe.sweep.cell import CellRun, Context, Predicted, Surroundings, device_memory_bytes, sized, utilization
+from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.progress import Progress
 
+DRY_RUN_PORT = 29500  # torchrun's own; a real run takes one that is free
 EXIT_FINISHED, EXIT_STOPPED = exit_codes.OK, exit_codes.STOPPED
 Say = Callable[[str], None]
 
@@ -49,7 +50,7 @@ def sweep(
         return _measure(directory, manifest, [], say, around)
 
 
-def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Surroundings) -> Manifest:
+def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Surroundings) -> SweepManifest:
     """Makes the directory, with the manifest in it. Raises RunError."""
     cells = manifests.one_name_each(cells)
     rundir.create(directory)
@@ -58,7 +59,7 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Su
     devices = [chosen.get(index) for index in settings.gpu_ids]
     names = [device.name if device else "unknown" for device in devices]
     platform = settings.platform or ", ".join(dict.fromkeys(names)) or "CPU"
-    manifest = Manifest(
+    manifest = SweepManifest(
         run_id=rundir.new_run_id(),
         started_unix_s=time.time(),
         version=rundir.package_version(),
@@ -74,7 +75,7 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Su
 
 
 def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int:
-    """Goes on with a sweep, as its manifest says. Raises RunError, ResultsError, RunnerError."""
+    """Goes on with a sweep, as its manifest has it. Raises RunError, ResultsError, RunnerError."""
     manifest = manifests.read(directory)
     if (directory / results.BREAKDOWN_FILE).exists():
         raise rundir.RunError(f"{directory} holds a breakdown, which cannot be gone on with; trace its cells anew.")
@@ -103,7 +104,9 @@ def _alone(directory: Path) -> Iterator[None]:
         yield
 
 
-def _measure(directory: Path, manifest: Manifest, done: Sequence[CellResult], say: Say, around: Surroundings) -> int:
+def _measure(
+    directory: Path, manifest: SweepManifest, done: Sequence[CellResult], say: Say, around: Surroundings
+) -> int:
     """Measures the cells that have no result yet."""
     finished = {result.cell for result in done}
     cells = [cell for cell in manifest.cells if cell.name not in finished]
@@ -120,11 +123,13 @@ def _measure(directory: Path, manifest: Manifest, done: Sequence[CellResult], sa
     )  # fmt: skip
     state: Literal["finished", "stopped"] = "stopped"
     try:
-        with torchrun.stopped_by_signals(context.cancelled):
+        with stopped_by_signals(context.cancelled):
             for cell in cells:
                 shutil.rmtree(directory / "trials" / cell.name, ignore_errors=True)
                 why = refused[cell.name]
-                predicted = {} if why and why[0] == "unsupported" else around.predicted_fields(cell, manifest)
+                predicted: Predicted = (
+                    {} if why and why[0] == "unsupported" else around.predicted_fields(cell, manifest)
+                )
                 if why is None:
                     to_run -= 1
                     progress.begin(cell, predicted.get("predicted_memory_gb"), to_run)
@@ -142,3 +147,32 @@ def _measure(directory: Path, manifest: Manifest, done: Sequence[CellResult], sa
         progress.end(state)
         context.memory.close()
     return EXIT_FINISHED
+
+
+def dry_run(cells: Sequence[Cell], settings: Settings, directory: Path, around: Surroundings | None = None) -> str:
+    """For each cell: the command line of its first run, DeepSpeed's configuration, the predicted memory; or why it
+    would not be run. Nothing is started, nothing written."""
+    around = around or Surroundings()
+    return "\n\n".join("\n".join(_dry_lines(cell, settings, directory, around)) for cell in cells) + "\n"
+
+
+def _dry_lines(cell: Cell, settings: Settings, directory: Path, around: Surroundings) -> Iterator[str]:
+    yield f"# {cell.name}"
+    spec = settings.model(cell).spec
+    why = impossible(cell, spec)
+    if why is not None:
+        yield f"unsupported: {why}"
+        return
+    whole = sized(cell)
+    run_directory = directory / "trials" / cell.name / "run-1"
+    how = around.launching(cell, settings)
+    start = start_of(Trial(cell=whole, spec=spec), run_directory, how, DRY_RUN_PORT)
+    yield shlex.join(process.command_line(start))
+    if cell.micro_batch is None:
+        yield f"micro batch: searched, up to {settings.max_micro_batch}; what follows is for 1"
+    if cell.engine == "deepspeed":
+        yield json.dumps(deepspeed_config(whole), indent=2)
+    prediction = around.predict(cell, settings)
+    if prediction is not None:
+        terms = ", ".join(f"{name} {size / GIB:.2f}" for name, size in prediction.terms_bytes.items())
+        yield f"predicted memory: {prediction.peak_bytes / GIB:.2f} GiB ({terms})"

@@ -1,4 +1,4 @@
-"""One rank of one run: builds the engine, measures, says how it went in `rank<N>.json`, and leaves at once.
+"""One rank of one run: builds the engine, measures, writes how it went into `rank<N>.json`, and leaves at once.
 
 Its exit code is 0, 77 for out of memory, 78 for what cannot be run here, 1 for all else; what counts is the report.
 """
@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from training_probe.grid import Cell
-from training_probe.launch.outcome import OOM_EXIT, OUT_OF_MEMORY
-from training_probe.protocol import TRIAL_FILE, RankReport, Trial, Unsupported, read_trial, write_atomically
+from training_probe.protocol import (
+    OOM_EXIT,
+    OUT_OF_MEMORY,
+    TRIAL_FILE,
+    RankReport,
+    Trial,
+    Unsupported,
+    read_trial,
+    write_atomically,
+)
 
 EXIT_UNSUPPORTED, EXIT_CRASHED = 78, 1
 REASON_CHARACTERS = 500
@@ -36,25 +44,25 @@ def main(directory: Path) -> int:
 
 
 def _failed(rank: int, error: Exception) -> tuple[RankReport, int]:
-    said = " ".join(str(error).split())
+    reason = " ".join(str(error).split())
     if not isinstance(error, Unsupported):
-        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
     outcome: Literal["oom", "unsupported", "crashed"]
-    if OUT_OF_MEMORY.search(said):
+    if OUT_OF_MEMORY.search(reason):
         outcome, code = "oom", OOM_EXIT
     elif isinstance(error, Unsupported | ImportError):
         outcome, code = "unsupported", EXIT_UNSUPPORTED
     else:
         outcome, code = "crashed", EXIT_CRASHED
-    report = RankReport(rank=rank, outcome=outcome, reason=said[:REASON_CHARACTERS])
-    _tell_memory(report)
+    report = RankReport(rank=rank, outcome=outcome, reason=reason[:REASON_CHARACTERS])
+    _add_memory(report)
     return report, code
 
 
-def _tell_memory(report: RankReport) -> None:
+def _add_memory(report: RankReport) -> None:
     """How much the GPU had, and how much of it was taken before the run failed."""
     torch: Any = sys.modules.get("torch")
-    with contextlib.suppress(Exception):  # a driver that is in trouble tells nothing more
+    with contextlib.suppress(Exception):  # a driver that is in trouble reports nothing more
         if torch is not None and torch.cuda.is_initialized():
             report.peak_allocated_bytes = torch.cuda.max_memory_allocated()
             report.peak_reserved_bytes = torch.cuda.max_memory_reserved()
@@ -66,7 +74,7 @@ def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
     import torch
 
     from training_probe.worker import engines, measure, model
-    from training_probe.worker.resources import nccl_version, own_device, resident_bytes
+    from training_probe.worker.measure import nccl_version, own_device, resident_bytes
 
     cell = trial.cell
     device = own_device(cell.device)
@@ -119,4 +127,4 @@ if __name__ == "__main__":
     code = main(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # tearing engines down may hang or abort after all has been said
+    os._exit(code)  # tearing engines down may hang or abort after all has been written

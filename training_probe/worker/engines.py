@@ -1,6 +1,6 @@
 """The engines, each as a Stepper: forward, backward and step of the same model, with the engine's own machinery behind.
 
-Megatron builds a model of its own and has a file of its own. What an engine holds in which precision is said in
+Megatron builds a model of its own and has a file of its own. What an engine holds in which precision stands in
 METHODOLOGY.md; learning rate, betas, weight decay and gradient clipping are the same for all.
 """
 
@@ -9,34 +9,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training_probe.protocol import Trial
+from training_probe.protocol import BETAS, CLIP_NORM, WEIGHT_DECAY, Trial, deepspeed_config, learning_rate
 from training_probe.worker import model as models
-from training_probe.worker.ds_config import BETAS, CLIP_NORM, WEIGHT_DECAY, deepspeed_config, learning_rate
-
-
-class Stepper(Protocol):
-    """One engine with its model. `last`: of the micro batches whose gradients are accumulated."""
-
-    optimizer: str  # what it is called
-    parameters: tuple[int, int]  # of the whole model; those that train
-    pipelined: bool  # forward and backward passes interleave: only `forward_backward` is called
-
-    def forward(self, tokens: Tensor, last: bool) -> Tensor:
-        """The mean loss of a (micro batch, sequence) of token ids that are their own labels."""
-
-    def backward(self, loss: Tensor, last: bool) -> None: ...
-
-    def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
-        """Both passes of all micro batches; their mean loss."""
-
-    def step(self) -> None:
-        """Clips, updates, and lets go of the gradients."""
+from training_probe.worker.measure import Stepper
 
 
 def build(trial: Trial, device: torch.device) -> Stepper:

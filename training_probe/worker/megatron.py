@@ -2,7 +2,7 @@
 
 Without Transformer Engine and apex, whose fused kernels are no part of the wheel: what is measured is megatron-core
 alone, and slower than NVIDIA's own container. On the CPU, where its optimizer refuses tensors, torch's AdamW and DDP
-stand in for its own, and `torch.cuda` is told to mean the CPU.
+stand in for its own, and `torch.cuda` is made to mean the CPU.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from training_probe.protocol import Trial, Unsupported
+from training_probe.protocol import BETAS, CLIP_NORM, WEIGHT_DECAY, Trial, Unsupported, learning_rate
 from training_probe.worker import model as models
-from training_probe.worker.ds_config import BETAS, CLIP_NORM, WEIGHT_DECAY, learning_rate
 
 
 class Megatron:
@@ -118,7 +117,7 @@ class Megatron:
         def forward_step(batches: Iterator[Tensor], module: nn.Module) -> tuple[Tensor, Any]:
             return self._losses(module, next(batches)), loss_of
 
-        said = get_forward_backward_func()(
+        kept = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(micro_batches),
             model=self._module,
@@ -130,7 +129,7 @@ class Megatron:
         self._reduce()
         mean = torch.zeros((), device=self._device)
         if self._last:
-            mean = torch.stack([each["loss"] for each in said]).mean()
+            mean = torch.stack([each["loss"] for each in kept]).mean()
         dist.broadcast(mean, self._last_rank, group=self._pipeline)
         return mean
 
@@ -207,7 +206,7 @@ def _replicated(model: nn.Module, replicas: Any) -> nn.Module:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on "cuda" are made on the CPU."""
+    """Tensors that are requested on "cuda" are made on the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -22,7 +22,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell
 from training_probe.protocol import Trial, Unsupported
-from training_probe.worker import scopes
 
 STD = 0.02
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -86,6 +85,8 @@ def _attention(trial: Trial) -> str:
 
     attention = ALL_ATTENTION_FUNCTIONS[usual] if usual == "sdpa" else eager_attention_forward
     if named:
+        from training_probe.worker import scopes
+
         attention = scopes.eager(attention)
     if selective:
         attention = _recomputed(attention)
@@ -153,10 +154,10 @@ def restore_buffers(model: nn.Module, device: torch.device) -> None:
 def decoder(model: nn.Module) -> Any:
     """The part that has the layers and the rotary embedding, however deep engines and adapters have put it. Raises
     Unsupported."""
-    found = next((module for module in model.modules() if hasattr(module, "rotary_emb")), None)
-    if found is None:
+    body = next((module for module in model.modules() if hasattr(module, "rotary_emb")), None)
+    if body is None:
         raise Unsupported(f"{type(model).__name__} has no rotary embedding; only decoders like Llama are built here")
-    return found
+    return body
 
 
 def _quantized(linear: nn.Linear, name: str, seed: int, device: torch.device) -> nn.Module:
@@ -187,6 +188,8 @@ def adapt(model: nn.Module, trial: Trial) -> nn.Module:
     that is traced its parts have names."""
     adapted = _adapted(model, trial.cell, trial.seed)
     if trial.profile:
+        from training_probe.worker import scopes
+
         scopes.name_parts(adapted)
     return adapted
 

@@ -1,6 +1,7 @@
-"""A few steps under torch's profiler, after as many without it: where the time of a step goes, and what looking costs.
+"""A few steps under torch's profiler, after as many without it: where the time of a step goes, and what the
+profiler costs.
 
-Here the trace is recorded; what it means, `training_probe.breakdown.attribution` says.
+The trace is recorded here and interpreted in `training_probe.breakdown.attribution`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from training_probe.protocol import PHASE, PROFILE_FILE, TRACE_FILE, Profile, RankReport, Trial, write_atomically
-from training_probe.worker.engines import Stepper
+from training_probe.worker.measure import Stepper
 
 
 def record(

@@ -1,6 +1,6 @@
 """Memory over the first steps of a trial: what the allocator reports to torch's profiler, on a GPU and on the CPU.
 
-Here it is recorded; what it means, `training_probe.memory.blocks` says.
+It is recorded here and interpreted in `training_probe.memory.blocks`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from training_probe.memory.blocks import Span, allocations, blocks, categorised
+from training_probe.memory.blocks import PhaseStart, allocations, blocks, categorised
 from training_probe.protocol import TIMELINE_FILE, TIMELINE_STEPS, RankReport, Trial, write_atomically
-from training_probe.worker.engines import Stepper
+from training_probe.worker.measure import Stepper
 
 
 def record(
     trial: Trial, stepper: Stepper, micro_batches: list[Tensor], device: torch.device, directory: Path
 ) -> RankReport:
     """Trains `TIMELINE_STEPS` steps under the profiler; rank 0 writes the timeline. Nothing of it is timed."""
-    spans: list[Span] = []
+    spans: list[PhaseStart] = []
 
     def begin(phase: str) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
-        spans.append(Span(time.time_ns(), phase))
+        spans.append(PhaseStart(time.time_ns(), phase))
 
     built_bytes = torch.cuda.memory_allocated() if device.type == "cuda" else _tensors_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -8,13 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from training_probe import paper
 from training_probe.breakdown import report as breakdown_report
 from training_probe.breakdown import tables
 from training_probe.breakdown.attribution import Attribution, Share, Window
 from training_probe.breakdown.run import Breakdown
 from training_probe.cli import invoke
 from training_probe.grid import Cell, cell
-from training_probe.report import layout, paper
+from training_probe.report import layout
 from training_probe.results import BREAKDOWN_FILE
 
 
@@ -85,12 +86,12 @@ def test_every_cell_that_the_paper_traced_is_in_a_preset() -> None:
 def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
     failed = traced(msgspec.structs.replace(NAIVE, method="F", attention="flash"), "oom")
     report = breakdown_report.write(tmp_path, [traced(NAIVE), failed], {"platform": "`H200`", "run_id": "r"})
-    assert report["cells"] == {"all": 2, "by_outcome": {"ok": 1, "oom": 1}}
-    assert report["explained_ratio"] == {NAIVE.name: pytest.approx(1 - 0.5 / 92.5)}
+    assert msgspec.to_builtins(report.cells) == {"all": 2, "by_outcome": {"ok": 1, "oom": 1}}
+    assert report.explained_ratio == {NAIVE.name: pytest.approx(1 - 0.5 / 92.5)}
     page = (tmp_path / "report.md").read_text()
     assert "oom: because" in page and "\\`H200\\`" in page and "parts.svg" in page
     assert (tmp_path / "parts.svg").exists()
-    json.dumps(report)
+    json.dumps(msgspec.to_builtins(report))
 
 
 def test_what_only_names_told_is_said() -> None:

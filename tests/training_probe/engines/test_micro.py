@@ -55,7 +55,7 @@ def test_a_product_is_what_it_says() -> None:
     """The buffers of a launch give A B^T, in every dtype that this CPU has."""
     import torch
 
-    from training_probe.micro.points import Dtype, Gemm
+    from training_probe.points import Dtype, Gemm
     from training_probe.worker.micro import gemm
 
     made: list[Any] = []

@@ -96,7 +96,7 @@ class World:
 def test_a_launch_takes_what_the_gpu_takes(
     enqueue_us: int, launch_us: int, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from training_probe.micro.points import Collective, Task
+    from training_probe.points import Collective, Task
     from training_probe.worker.micro import timing
 
     world = World(enqueue_us / 1e6, launch_us / 1e6)
@@ -109,7 +109,7 @@ def test_a_launch_takes_what_the_gpu_takes(
 
 
 def test_a_gpu_that_is_slower_than_the_host_does_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    from training_probe.micro.points import Gemm, Task
+    from training_probe.points import Gemm, Task
     from training_probe.worker.micro import timing
 
     world = World(enqueue_s=8e-6, launch_s=470e-6)
@@ -123,7 +123,7 @@ def test_a_gpu_that_is_slower_than_the_host_does_not_rest(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("launch_us", [3, 20, 83, 190, 1400])
 @pytest.mark.parametrize("enqueue_us", [4, 10, 40])
 def test_products_are_kept_apart(enqueue_us: int, launch_us: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from training_probe.micro.points import Gemm, Task
+    from training_probe.points import Gemm, Task
     from training_probe.worker.micro import timing
 
     world = World(enqueue_us / 1e6, launch_us / 1e6)
@@ -142,7 +142,7 @@ def test_products_are_kept_apart(enqueue_us: int, launch_us: int, monkeypatch: p
 @pytest.mark.parametrize("launch_us", [83, 190])
 def test_one_slow_launch_of_the_host_makes_no_pauses(launch_us: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200 in a virtual machine: it then rested between products, which ran 6 % faster than do_bench's."""
-    from training_probe.micro.points import Gemm, Task
+    from training_probe.points import Gemm, Task
     from training_probe.worker.micro import timing
 
     world = World(enqueue_s=8e-6, launch_s=launch_us / 1e6, first_s=200e-6)
@@ -156,7 +156,7 @@ def test_one_slow_launch_of_the_host_makes_no_pauses(launch_us: int, monkeypatch
 
 def test_products_are_those_of_a_gpu_that_has_worked_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """As do_bench warms up: launches kept apart from the first on would never meet the power limit."""
-    from training_probe.micro.points import Gemm, Task
+    from training_probe.points import Gemm, Task
     from training_probe.worker.micro import timing
 
     world = World(enqueue_s=8e-6, launch_s=180e-6, slowed_ratio=1.07)
@@ -168,7 +168,7 @@ def test_products_are_those_of_a_gpu_that_has_worked_without_a_pause(monkeypatch
 
 
 def test_a_launch_of_a_fifth_of_a_second_is_not_repeated_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    from training_probe.micro.points import Gemm, Task
+    from training_probe.points import Gemm, Task
     from training_probe.worker.micro import timing
 
     world = World(enqueue_s=8e-6, launch_s=0.2)
@@ -180,7 +180,7 @@ def test_a_launch_of_a_fifth_of_a_second_is_not_repeated_for_ever(monkeypatch: p
 
 
 def test_a_sample_that_any_rank_was_late_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    from training_probe.micro.points import Collective, Task
+    from training_probe.points import Collective, Task
     from training_probe.worker.micro import timing
 
     world = World(enqueue_s=10e-6, launch_s=3e-6)
@@ -228,7 +228,7 @@ def test_what_is_in_time() -> None:
 def test_the_host_is_asked_before_it_is_filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch
 
-    from training_probe.micro.points import Copy, Gemm
+    from training_probe.points import Copy, Gemm
     from training_probe.worker.micro import gemm, memcpy, timing
 
     meminfo = tmp_path / "meminfo"
@@ -247,7 +247,7 @@ def test_the_host_is_asked_before_it_is_filled(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_what_the_allocator_refuses_is_out_of_memory() -> None:
-    from training_probe.micro.points import Copy
+    from training_probe.points import Copy
     from training_probe.worker.micro import timing
 
     def refused() -> Any:
@@ -257,7 +257,7 @@ def test_what_the_allocator_refuses_is_out_of_memory() -> None:
 
 
 def test_a_host_that_is_too_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from training_probe.micro.points import Copy, Task
+    from training_probe.points import Copy, Task
     from training_probe.worker.micro import timing
 
     world = World(enqueue_s=2e-3, launch_s=3e-6)  # 256 launches are enqueued for longer than the GPU is ever kept busy

@@ -9,7 +9,7 @@ import pytest
 
 from backends.catalog import ModelSpec
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell, cell
-from training_probe.memory.activations import layer_bytes, outside_bytes
+from training_probe.memory.rank import layer_bytes, outside_bytes
 
 torch: Any = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,11 +18,11 @@ import msgspec
 import pytest
 
 from tests.training_probe.engines import tiny
+from training_probe.flops import weights
 from training_probe.grid import Cell, Method
-from training_probe.launch.aggregate import loss_doubt
-from training_probe.launch.runner import start_of
-from training_probe.memory.parameters import weights
+from training_probe.launch.runner import Launching, start_of
 from training_probe.protocol import STEPS_FILE, RankReport, Step, write_atomically
+from training_probe.results import loss_doubt
 
 pytestmark = tiny.needs_engines
 
@@ -103,12 +102,14 @@ class Trained:
             write_atomically(self._places[cell] / "trial.json", tiny.trial(cell))
             (self._places[cell] / "port").write_text(str(ports[number]))
         program = Path(__file__).with_name("many_trials.py")
-        start = start_of(tiny.trial(cells[0]), root, python=sys.executable, gpu_ids=(), port=ports[-1], command=(
-            lambda *, python, processes, port, directory: (
+
+        def command(*, python: str, processes: int, port: int, directory: Path) -> tuple[str, ...]:
+            return (
                 python, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-addr", "127.0.0.1",
                 "--master-port", str(port), str(program), str(directory),
-            )
-        ))  # fmt: skip
+            )  # fmt: skip
+
+        start = start_of(tiny.trial(cells[0]), root, Launching(command=command), port=ports[-1])
         done = subprocess.run(start.argv, env={**os.environ, **start.env}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from tests.training_probe import stand_in
 from tests.training_probe.stand_in import GIB, STEP_S
 from training_probe.grid import Cell, Engine
-from training_probe.launch import build_locks, runner, torchrun
 from training_probe.launch import outcome as endings
-from training_probe.launch.aggregate import loss_doubt
-from training_probe.launch.outcome import Evidence, judge
-from training_probe.launch.runner import StoppedError, TrialOutcome, run_trial, start_of
+from training_probe.launch import runner
+from training_probe.launch.outcome import Ended, Evidence, judge
+from training_probe.launch.runner import Launching, Limits, StoppedError, TrialOutcome, run_trial, start_of
 from training_probe.protocol import RankReport, Step, Trial
+from training_probe.results import loss_doubt
 
 pytestmark = [
     pytest.mark.processes,
@@ -40,8 +40,17 @@ def trial_of(does: str, gpus: int = 1, **fields: Any) -> Trial:
 
 
 def run(directory: Path, does: str, gpus: int = 1, **options: Any) -> TrialOutcome:
-    given = {"timeout_s": LONG_S, "cancelled": threading.Event(), "command": stand_in.command, **options}
-    return run_trial(trial_of(does, gpus), directory / "run-1", **given)
+    how = Launching(command=options.pop("command", stand_in.command), gpu_ids=options.pop("gpu_ids", ()))
+    limits = Limits(timeout_s=options.pop("timeout_s", LONG_S), limit_s=options.pop("limit_s", None))
+    cancelled = options.pop("cancelled", threading.Event())
+    return run_trial(trial_of(does, gpus), directory / "run-1", how, limits, cancelled=cancelled, **options)
+
+
+def evidence(
+    gpus: int = 1, reports: dict[int, RankReport] | None = None, *, ended: Ended | None = None, **fields: Any
+) -> Evidence:
+    """What `trial_of` may leave; fields: how its processes ended."""
+    return Evidence(ended=ended or Ended(**fields), ranks=gpus, reports=reports or {}, steps=7)
 
 
 def alive(directory: Path) -> list[int]:
@@ -182,8 +191,7 @@ def test_a_compiler_that_the_kernel_killed_wanted_memory() -> None:
     log = "c++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated."
     reports = {0: RankReport(rank=0, outcome="crashed", reason="RuntimeError: Error building extension 'cpu_adam'")}
     for killed, outcome in ((True, "oom"), (False, "crashed")):
-        found = Evidence(reports=reports, exit_code=1, log=log, oom_killed=killed)
-        assert judge(trial_of("any"), found)[0] == outcome
+        assert judge(evidence(1, reports, exit_code=1, log=log, oom_killed=killed))[0] == outcome
 
 
 def test_only_a_lock_that_nobody_holds_is_removed(tmp_path: Path) -> None:
@@ -194,11 +202,11 @@ def test_only_a_lock_that_nobody_holds_is_removed(tmp_path: Path) -> None:
         path.touch()
     (left.parent / "fused_adam.so").touch()
     with held.open():
-        assert build_locks.remove_forsaken(environ) == [left.resolve()]
-        assert build_locks.remove_forsaken(environ) == []
+        assert runner.remove_forsaken_locks(environ) == [left.resolve()]
+        assert runner.remove_forsaken_locks(environ) == []
     assert not left.exists() and held.exists() and (left.parent / "fused_adam.so").exists()
-    assert build_locks.remove_forsaken({"TORCH_EXTENSIONS_DIR": str(held.parents[1])}) == [held.resolve()]
-    assert build_locks.remove_forsaken({"TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}) == []
+    assert runner.remove_forsaken_locks({"TORCH_EXTENSIONS_DIR": str(held.parents[1])}) == [held.resolve()]
+    assert runner.remove_forsaken_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}) == []
 
 
 def test_the_kernels_count(tmp_path: Path) -> None:
@@ -234,14 +242,13 @@ def test_the_kernels_count(tmp_path: Path) -> None:
     ],
 )
 def test_lines_that_mean_out_of_memory(line: str) -> None:
-    trial = trial_of("any", 2)
-    assert judge(trial, Evidence(exit_code=1, log=f"loading\n{line}\nmore\n")) == (
+    assert judge(evidence(2, exit_code=1, log=f"loading\n{line}\nmore\n")) == (
         "oom",
         re.sub(r"^\[rank\d\]: ", "", line),
     )
     # what was all measured is good, whatever the log says
     done = {rank: RankReport(rank=rank, outcome="ok", seconds=1.0, steps=5) for rank in (0, 1)}
-    assert judge(trial, Evidence(reports=done, exit_code=1, log=line)) == ("ok", "")
+    assert judge(evidence(2, done, exit_code=1, log=line)) == ("ok", "")
 
 
 TORCHRUN = """\
@@ -281,7 +288,7 @@ Root Cause (first observed failure):
     ],
 )
 def test_torchruns_account(first: int, other: int, expected: tuple[str, str]) -> None:
-    outcome, reason = judge(trial_of("any", 2), Evidence(exit_code=1, log=TORCHRUN.format(first=first, other=other)))
+    outcome, reason = judge(evidence(2, exit_code=1, log=TORCHRUN.format(first=first, other=other)))
     assert (outcome, reason[: len(expected[1])]) == expected
     if "rank 1" in reason:
         assert reason.endswith("it said: Traceback (most recent call last): | RuntimeError: its own fault")
@@ -289,15 +296,32 @@ def test_torchruns_account(first: int, other: int, expected: tuple[str, str]) ->
 
 def test_the_words_of_another_rank_are_not_the_dead_ones() -> None:
     log = "\n".join(line for line in TORCHRUN.splitlines() if not line.startswith("[rank1]"))
-    _, reason = judge(trial_of("any", 2), Evidence(exit_code=1, log=log.format(first=-9, other=-15)))
+    _, reason = judge(evidence(2, exit_code=1, log=log.format(first=-9, other=-15)))
     assert reason == "rank 1 was killed by SIGKILL; 0 of 7 steps were done; it said: hello"
 
 
 @given(st.text(), st.integers(-64, 255), st.sampled_from([None, "no new step"]))
 def test_every_end_has_a_reason_of_one_printable_line(log: str, code: int, given_up: str | None) -> None:
-    outcome, reason = judge(trial_of("any", 2), Evidence(exit_code=code, log=log, given_up=given_up))
-    assert outcome != "ok"
-    assert reason and reason.isprintable() and len(reason) <= endings.REASON_CHARACTERS
+    for ranks in (0, 2):
+        outcome, reason = judge(evidence(ranks, exit_code=code, log=log, given_up=given_up))
+        assert outcome != "ok"
+        assert reason and reason.isprintable() and len(reason) <= endings.REASON_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [
+        (Ended(exit_code=1, log="x\ncannot go on: CUDA error: an illegal memory access\n"),
+         ("crashed", "CUDA error: an illegal memory access")),
+        (Ended(exit_code=1, log="ImportError: no such name\n"),
+         ("crashed", "the process ended with exit code 1; it said: ImportError: no such name")),
+        (Ended(exit_code=-signal.SIGKILL, oom_killed=True), ("oom", "the kernel's OOM killer ended it: host memory")),
+        (Ended(given_up="no result in 2 s"), ("timeout", "no result in 2 s")),
+        (Ended(), ("crashed", "the process ended with exit code 0")),
+    ],
+)  # fmt: skip
+def test_processes_without_reports_are_judged_by_the_rest(ended: Ended, expected: tuple[str, str]) -> None:
+    assert judge(Evidence(ended=ended)) == expected
 
 
 def test_losses() -> None:
@@ -339,7 +363,7 @@ def test_children_import_this_very_package_and_inherit_the_environment(
         return found
 
     found = told()
-    assert Path(found["file"]).resolve() == Path(runner.__file__).resolve().parent / "__init__.py"
+    assert Path(found["file"]).resolve() == Path(runner.__file__).resolve().parents[1] / "__init__.py"
     assert str(other) in found["path"]
     assert [found[name] for name in ("NCCL_TEST", "TORCH_TEST", "NVSHMEM_TEST")] == [
         "NCCL_TEST", "TORCH_TEST", "NVSHMEM_TEST",
@@ -349,7 +373,7 @@ def test_children_import_this_very_package_and_inherit_the_environment(
 
 
 def test_the_real_command_line(tmp_path: Path) -> None:
-    start = start_of(trial_of("ok", 2), tmp_path, python="/py", gpu_ids=(5, 6, 7), port=1234)
+    start = start_of(trial_of("ok", 2), tmp_path, Launching(python="/py", gpu_ids=(5, 6, 7)), port=1234)
     assert start.argv == (
         "/py", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
         "--master-port", "1234", "-m", "training_probe.worker", str(tmp_path),
@@ -361,10 +385,10 @@ def test_ranks_share_the_cores_unless_the_user_has_said_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def threads(ranks: int) -> str | None:
-        return start_of(trial_of("ok", ranks), tmp_path, python="/py", gpu_ids=(), port=1).env.get("OMP_NUM_THREADS")
+        return start_of(trial_of("ok", ranks), tmp_path, Launching(python="/py"), port=1).env.get("OMP_NUM_THREADS")
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(torchrun, "cores", lambda: 15)
+    monkeypatch.setattr(runner, "cores", lambda: 15)
     assert [threads(ranks) for ranks in (1, 2, 4, 16)] == ["15", "7", "3", "1"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert threads(2) is None  # it is inherited
@@ -376,23 +400,23 @@ def test_cores_are_physical_and_no_more_than_the_cgroup_allows(tmp_path: Path, m
         (tmp_path / path).write_text(text + "\n")
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    assert torchrun.cores(tmp_path) == 12  # nothing is known of them
+    assert runner.cores(tmp_path) == 12  # nothing is known of them
     for cpu in range(12):
         write(f"sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list", f"{cpu % 6},{cpu % 6 + 6}")
-    assert torchrun.cores(tmp_path) == 6
+    assert runner.cores(tmp_path) == 6
     write("proc/self/cgroup", "0::/kubepods/pod1/container")
     for place, quota, cores in (
         ("kubepods/pod1/container/", "max 100000", 6), ("kubepods/pod1/", "350000 100000", 3),
         ("", "50000 100000", 1),
     ):  # fmt: skip
         write(f"sys/fs/cgroup/{place}cpu.max", quota)
-        assert torchrun.cores(tmp_path) == cores
+        assert runner.cores(tmp_path) == cores
 
 
 def test_megatron_with_tensor_parallelism_gets_one_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def queues(engine: Engine, tp: int) -> str | None:
         of = Trial(cell=Cell(model="7b", engine=engine, gpus=2, seq_len=10, micro_batch=1, tp=tp))
-        return start_of(of, tmp_path, python="/py", gpu_ids=(0, 1), port=1).env.get("CUDA_DEVICE_MAX_CONNECTIONS")
+        return start_of(of, tmp_path, Launching(gpu_ids=(0, 1)), port=1).env.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     assert [queues("megatron", 2), queues("megatron", 1), queues("deepspeed", 1)] == ["1", None, None]
@@ -411,7 +435,7 @@ def test_the_run_of_a_killed_parent_ends(tmp_path: Path) -> None:
     code = f"""
 import threading
 from pathlib import Path
-from tests.training_probe.test_runner import run
+from tests.training_probe.launch.test_runner import run
 run(Path({str(tmp_path)!r}), "hangs", 2)
 """
     root = str(Path(runner.__file__).resolve().parents[2])

@@ -13,7 +13,7 @@ from training_probe.memory.blocks import (
     CATEGORIES,
     MAX_POINTS,
     Block,
-    Span,
+    PhaseStart,
     allocations,
     blocks,
     categorised,
@@ -24,7 +24,7 @@ from training_probe.memory.blocks import (
 S = 1_000_000_000
 # Two steps, a phase a second from second 10 on.
 PHASES = ["forward", "backward", "optimizer", "forward", "backward", "optimizer", "end"]
-SPANS = [Span((10 + place) * S, phase) for place, phase in enumerate(PHASES)]
+SPANS = [PhaseStart((10 + place) * S, phase) for place, phase in enumerate(PHASES)]
 
 
 def at(second: float) -> int:
@@ -106,7 +106,7 @@ def test_a_step_as_it_is_in_the_book() -> None:
 
 def test_accumulated_micro_batches_are_one_step() -> None:
     phases = ["forward", "backward", "forward", "backward", "optimizer", "forward", "backward", "optimizer", "end"]
-    line = categorised([], [Span(place * S, phase) for place, phase in enumerate(phases)], 0)
+    line = categorised([], [PhaseStart(place * S, phase) for place, phase in enumerate(phases)], 0)
     assert line.steps_s == [0, 5]
 
 

@@ -177,7 +177,7 @@ def test_megatron_of_the_papers_table_2(batch: int, measured_gb: float) -> None:
     """7B on 8 A800 with the distributed optimizer; its "BS=32" is taken as 8 x 4, since 32 each would need 114 GiB."""
     prediction = of("F+Z1", engine="megatron", gpus=8, micro_batch=batch)
     before_step = max(
-        each.bytes for each in prediction.phases if each.name != "optimizer step"
+        each.bytes for each in prediction.moments if each.name != "optimizer step"
     )  # apex needs no more in it
     assert before_step / GIB == pytest.approx(measured_gb, rel=0.01)
 

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.catalog import MODELS, ModelSpec, find
+from training_probe.flops import weights
 from training_probe.grid import Cell, cell
 from training_probe.memory import Prediction, fits, largest_micro_batch, predict
-from training_probe.memory.activations import layer_bytes
-from training_probe.memory.parameters import weights
-from training_probe.memory.rank import CUDA_CONTEXT_BYTES, LIBRARIES_BYTES, Phase
+from training_probe.memory.rank import CUDA_CONTEXT_BYTES, LIBRARIES_BYTES, Moment, layer_bytes
 from training_probe.results import GIB
 
 N = 6_738_415_616  # Llama-2-7B
@@ -36,8 +35,8 @@ def peak_gb(method: str, model: str = "7b", **more: Any) -> float:
     return of(method, model, **more).peak_bytes / GIB
 
 
-def phase(prediction: Prediction, name: str) -> Phase:
-    return next(each for each in prediction.phases if each.name == name)
+def phase(prediction: Prediction, name: str) -> Moment:
+    return next(each for each in prediction.moments if each.name == name)
 
 
 def term(prediction: Prediction, phase_name: str, name: str) -> int:
@@ -149,8 +148,8 @@ def bytes_of(base: Cell, **changed: object) -> int:
 def test_terms_add_up_to_the_peak(each: Cell) -> None:
     prediction = predict(each, spec(each.model))
     assert sum(prediction.terms_bytes.values()) == prediction.peak_bytes
-    assert prediction.peak_bytes == max(one.bytes for one in prediction.phases)
-    for one in prediction.phases:
+    assert prediction.peak_bytes == max(one.bytes for one in prediction.moments)
+    for one in prediction.moments:
         names = [part.name for part in one.terms]
         assert len(names) == len(set(names)), one.name
         assert all(part.bytes >= 0 and part.formula for part in one.terms)

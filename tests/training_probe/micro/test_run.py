@@ -20,7 +20,7 @@ from training_probe import cli
 from training_probe.micro import cli as micro_cli
 from training_probe.micro import presets, run
 from training_probe.micro import report as micro_report
-from training_probe.micro.points import (
+from training_probe.points import (
     Collective,
     Copy,
     MicroError,
@@ -29,7 +29,7 @@ from training_probe.micro.points import (
 STAND_IN = """
 import os, pathlib, sys, time
 import msgspec
-from training_probe.micro.points import *
+from training_probe.points import *
 directory = pathlib.Path(sys.argv[1])
 task = msgspec.json.decode((directory / TASK_FILE).read_bytes(), type=Task)
 (directory / ABOUT_FILE).write_bytes(msgspec.json.encode(About(device_name="CPU", versions={"torch": "0"})))
@@ -67,7 +67,7 @@ def test_a_measurement_leaves_a_whole_report(tmp_path: Path) -> None:
     assert run.measure(manifest(points), tmp_path / "out", said.append, StandIn()) == 0
     found, report = micro_report.redo(tmp_path / "out")
     assert [result.point for result in found] == points
-    assert report["points"]["by_outcome"] == {"ok": len(points)} and report["versions"] == {"torch": "0"}
+    assert report.points.by_outcome == {"ok": len(points)} and report.versions == {"torch": "0"}
     assert json.loads((tmp_path / "out" / "report.json").read_bytes()) == msgspec.to_builtins(report)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"manifest.json", "micro.jsonl", "report.md", "tables.tex", "memcpy.svg", "memcpy.png"} <= names

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from training_probe.flops import peak_flops
 from training_probe.micro import presets, tables
 from training_probe.micro import report as micro_report
-from training_probe.micro.points import (
+from training_probe.micro.run import MicroManifest
+from training_probe.points import (
     About,
     Collective,
     Copy,
@@ -28,7 +29,6 @@ from training_probe.micro.points import (
     size_text,
     whole_elements,
 )  # fmt: skip
-from training_probe.micro.run import Manifest
 from training_probe.report import layout
 
 H200 = "NVIDIA H200"
@@ -201,22 +201,22 @@ def test_collectives_table_sets_p2p_side_by_side() -> None:
     assert [table.rows[0][place] for place in busbw] == ["805.3", "80.53"]
 
 
-def manifest(points: list[Any], **more: Any) -> Manifest:
+def manifest(points: list[Any], **more: Any) -> MicroManifest:
     """`timeout_s` is short: for stand-ins."""
     given = {
         "run_id": "r", "started_unix_s": 0.0, "version": "1", "kind": "memcpy", "device": "cpu", "device_name": "CPU",
         "task": Task(device="cpu", points=points, samples=5), "timeout_s": 60.0, **more,
     }  # fmt: skip
-    return Manifest(**given)
+    return MicroManifest(**given)
 
 
 def test_report_derives_and_counts() -> None:
     points = presets.gemms("cuda", m=(64,), n=(64,), k=(64,))
     found = [at(points[0], points[0].flops / 700e12)]
     report = micro_report.build(found, manifest(points, kind="gemm", device_name=H200), About(device_name=H200))
-    assert report["schema"] == "training_probe.micro/1"
-    assert report["points"] == {"planned": 2, "all": 1, "by_outcome": {"ok": 1}}
-    assert report["results"][0]["data_sheet_peak_ratio"] == pytest.approx(700 / 989.4)
+    assert report.schema == "training_probe.micro/1"
+    assert msgspec.to_builtins(report.points) == {"planned": 2, "all": 1, "by_outcome": {"ok": 1}}
+    assert report.results[0]["data_sheet_peak_ratio"] == pytest.approx(700 / 989.4)
     text = micro_report.text(found, report, 100)
     assert "1 of 2 points: 1 ok." in text and "700 TFLOP/s, 70.7 % of the data sheet's 989.4" in text
     json.dumps(msgspec.to_builtins(report))

@@ -56,14 +56,14 @@ def seen(path: Path) -> tuple[int, int]:
 
 def test_the_report_counts_and_judges() -> None:
     made = build.build(sweep(), {"run_id": "r1", "preset": "mine"})
-    assert made["schema"] == "training_probe.report/1"
-    assert made["cells"] == {"all": 7, "by_outcome": {"ok": 6, "oom": 1}, "invalid": 1}
-    prediction = made["prediction"]
-    assert prediction["cells"] == 1
-    assert prediction["worst_ratio"] == pytest.approx(0.1)
-    assert len(prediction["said_to_fit_but_ran_out"]) == 1
-    assert made["profile"]["as_paper"]
-    assert len(made["results"]) == 7
+    assert made.schema == "training_probe.report/1"
+    assert msgspec.to_builtins(made.cells) == {"all": 7, "by_outcome": {"ok": 6, "oom": 1}, "invalid": 1}
+    prediction = made.prediction
+    assert prediction.cells == 1
+    assert prediction.worst_ratio == pytest.approx(0.1)
+    assert len(prediction.said_to_fit_but_ran_out) == 1
+    assert made.profile.as_paper
+    assert len(made.results) == 7
     text = build.text(sweep(), {}, 200)
     assert "7 cells: 6 ok (1 of them INVALID), 1 oom." in text
     assert "as in the paper" in text
@@ -73,14 +73,14 @@ def test_the_report_counts_and_judges() -> None:
 def test_a_short_profile_is_said() -> None:
     short = result(said={"warmup_steps": 2, "steps": 5, "runs": 1})
     made = build.build([short], {})
-    assert not made["profile"]["as_paper"]
+    assert not made.profile.as_paper
     assert "2 warm-up and 5 timed steps in 1 run." in " ".join(build.summary(made, [short]))
 
 
 def test_nothing_measured_is_a_report_all_the_same(tmp_path: Path) -> None:
     made = build.write(tmp_path, [], {"platform": "CPU", "warmup_steps": 2, "steps": 3, "runs": 1})
-    assert (made["platform"], made["cells"]["all"]) == ("CPU", 0)
-    assert made["profile"]["each"] == [{"warmup_steps": 2, "steps": 3, "runs": 1}]
+    assert (made.platform, made.cells.all) == ("CPU", 0)
+    assert msgspec.to_builtins(made.profile.each) == [{"warmup_steps": 2, "steps": 3, "runs": 1}]
     assert not list(tmp_path.glob("*.svg"))
 
 
@@ -103,7 +103,7 @@ def test_redoing_a_directory_writes_all_of_it(tmp_path: Path) -> None:
     (cell / TIMELINE_FILE).write_bytes(msgspec.json.encode(timeline()))
     (tmp_path / "manifest.json").write_text('{"run_id": "r1", "machine": {"cpu": "x"}, "unknown": [1]}')
     made = build.redo(tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text()) == made
+    assert json.loads((tmp_path / "report.json").read_text()) == msgspec.to_builtins(made)
     written = {path.name for path in tmp_path.iterdir()}
     assert {"report.md", "tables.csv", "tables.tex"} <= written
     text = (tmp_path / "report.md").read_text()

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training_probe.measured import HOSTILE, result
-from training_probe.report import layout, paper, tables
+from training_probe import paper
+from training_probe.report import layout, tables
 from training_probe.report.layout import Column, Table
 from training_probe.results import Attempt, CellResult
 

@@ -27,20 +27,18 @@ from loadgen.rundir import RunError, Snapshot
 from tests.training_probe import stand_in
 from tests.training_probe.stand_in import GIB, STEP_S
 from training_probe import flops, results
-from training_probe.grid import Cell
-from training_probe.launch import gpu_idle
-from training_probe.launch.gpu_idle import MemoryReturn
+from training_probe.grid import Cell, Model
+from training_probe.launch import runner
+from training_probe.launch.runner import MemoryReturn
 from training_probe.memory import Fit, Prediction
-from training_probe.memory.rank import Phase, Term
+from training_probe.memory.rank import Moment, Term
 from training_probe.protocol import Step
 from training_probe.results import Attempt, CellResult
 from training_probe.sweep import manifests, progress
-from training_probe.sweep.dependencies import Surroundings
-from training_probe.sweep.dry_run import dry_run
-from training_probe.sweep.manifests import Model, Settings
+from training_probe.sweep.cell import Surroundings, floor_power_of_two, largest
+from training_probe.sweep.manifests import Settings
 from training_probe.sweep.progress import Progress
-from training_probe.sweep.run import resume, sweep
-from training_probe.sweep.search import floor_power_of_two, largest
+from training_probe.sweep.run import dry_run, resume, sweep
 
 pytestmark = [
     pytest.mark.processes,
@@ -78,7 +76,7 @@ class GibASequence:
     def predict(self, cell: Cell, spec: ModelSpec) -> Prediction:
         assert cell.micro_batch is not None
         taken = Term("activations", cell.micro_batch * GIB, "")
-        return Prediction(phases=(Phase("backward", (taken,)),))
+        return Prediction(moments=(Moment("backward", (taken,)),))
 
     def fits(self, prediction: Prediction, device_memory_bytes: int) -> Fit:
         needed, there = prediction.peak_bytes // GIB, device_memory_bytes // GIB
@@ -277,8 +275,8 @@ def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
 SWEEP = """
 import sys
 from pathlib import Path
-from tests.training_probe.test_sweep import AROUND, cell, settings
-from training_probe.sweep import sweep
+from tests.training_probe.sweep.test_run import AROUND, cell, settings
+from training_probe.sweep.run import sweep
 cells = [cell(name) for name in ("ok", "oom", "waits", "rising")]
 sys.exit(sweep(cells, settings(runs=1), Path(sys.argv[1]), print, AROUND))
 """
@@ -411,13 +409,13 @@ class Card:
     ],
 )
 def test_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch, used: list[int | None], said: str | None) -> None:
-    monkeypatch.setattr(gpu_idle, "WAIT_S", 0.1)
-    monkeypatch.setattr(gpu_idle, "POLL_S", 0.01)
+    monkeypatch.setattr(runner, "GPU_MEMORY_WAIT_S", 0.1)
+    monkeypatch.setattr(runner, "GPU_MEMORY_POLL_S", 0.01)
     assert MemoryReturn(Card(used), [4]).wait(threading.Event()) == said
 
 
 def test_memory_that_does_not_come_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_idle, "WAIT_S", 0.0)
+    monkeypatch.setattr(runner, "GPU_MEMORY_WAIT_S", 0.0)
     around = replace(with_gpus(1, 1, 1, 1, 1), probe=Card([GIB, GIB, 5 * GIB]))
     rows = swept(tmp_path, [cell("ok"), cell("rising")], around, gpu_ids=(4,), runs=1)
     assert rows[0].reason == ""

@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from training_probe.micro.points import ABOUT_FILE, POINTS_FILE, TASK_FILE, About, Collective, Copy, Measured, Task
-from training_probe.protocol import write_atomically
+from training_probe.points import ABOUT_FILE, POINTS_FILE, TASK_FILE, About, Collective, Copy, Measured, Task
+from training_probe.protocol import CANNOT_GO_ON, write_atomically
+from training_probe.worker.measure import nccl_version, own_device
 from training_probe.worker.micro import collectives, gemm, memcpy
 from training_probe.worker.micro.timing import Stop
-from training_probe.worker.resources import nccl_version, own_device
 
 
 def main(directory: Path) -> int:
@@ -37,7 +37,7 @@ def main(directory: Path) -> int:
                     file.write(msgspec.json.encode(result) + b"\n")
     except Stop as error:
         traceback.print_exc()
-        print(f"cannot go on: {error}", file=sys.stderr)
+        print(f"{CANNOT_GO_ON}{error}", file=sys.stderr)
         return 1
     return 0
 
@@ -61,4 +61,4 @@ if __name__ == "__main__":
     code = main(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # tearing NCCL down may hang after all has been said
+    os._exit(code)  # tearing NCCL down may hang after all has been written

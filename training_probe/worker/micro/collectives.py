@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training_probe.micro.points import ELEMENT_BYTES, Collective, Measured, Task
+from training_probe.points import ELEMENT_BYTES, Collective, Measured, Task
 from training_probe.worker.micro.timing import Launch, attempted, lacking, timed
 
 CHECKED_BYTES = 64 << 20
@@ -60,7 +60,7 @@ def _measured(point: Collective, task: Task, device: torch.device, group: Group)
     try:
         buffers = _Buffers(point, device)
         problem = None
-    except Exception as error:  # the others must hear of it before they wait for this rank
+    except Exception as error:  # the others must know of it before they wait for this rank
         problem = error
     if not group.all_of(problem is None):
         raise problem or torch.OutOfMemoryError("out of memory on another rank")
@@ -100,7 +100,7 @@ class _Buffers:
         return torch.arange(count, device=self.data.device).remainder_(RING).add_(rank).float()
 
     def _expected(self) -> Tensor | None:
-        """What this rank ends with; None where that says nothing."""
+        """What this rank ends with; None where that shows nothing."""
         count, mine = self.data.numel(), slice(self._rank * self._share, (self._rank + 1) * self._share)
         every = range(self._ranks)
         if self._name == "allgather":

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from training_probe.micro.points import Dtype, Gemm, Measured, Task
+from training_probe.points import Dtype, Gemm, Measured, Task
 from training_probe.worker.micro.timing import (
     Launch,
     attempted,

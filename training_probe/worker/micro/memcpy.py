@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from training_probe.micro.points import Copy, Measured, Task
+from training_probe.points import Copy, Measured, Task
 from training_probe.worker.micro.timing import (
     SERVER_CACHE_BYTES,
     Launch,

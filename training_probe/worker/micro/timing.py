@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from training_probe.micro.points import MIN_SAMPLES, Measured, Point, Task, measured, size_text
+from training_probe.points import MIN_SAMPLES, Measured, Point, Task, measured, size_text
 
 WARMUP_S = {"cuda": 0.2, "cpu": 0.02}
 SAMPLE_S = {"cuda": 2e-3, "cpu": 5e-4}  # at least this long: an event resolves half a microsecond
@@ -41,7 +41,7 @@ CALIBRATION_CYCLES = 2_000_000
 BUSY_CYCLES = 40_000_000  # 20 ms of a fast GPU
 REASON_CHARACTERS = 300
 HOST_BOUND = "the host enqueued its launches too late: its own speed may be in the time"
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # of a GPU, of the host
+OOM_SIGNS = ("out of memory", "can't allocate memory")  # of a GPU, of the host
 MEMORY = Path("/proc/meminfo")
 BUFFERS = 4096  # at most, of a pool that is rotated through
 HOST_CACHE_BYTES = 32 << 20  # of a CPU: as much as most have
@@ -289,14 +289,14 @@ def attempted(point: Point, measure: Callable[[], Measured]) -> Measured:
     try:
         return measure()
     except Exception as error:
-        said = " ".join(str(error).split())[:REASON_CHARACTERS] or type(error).__name__
-        if isinstance(error, torch.OutOfMemoryError) or any(sign in said.lower() for sign in OUT_OF_MEMORY):
-            return Measured(point=point, outcome="oom", reason=said)
+        reason = " ".join(str(error).split())[:REASON_CHARACTERS] or type(error).__name__
+        if isinstance(error, torch.OutOfMemoryError) or any(sign in reason.lower() for sign in OOM_SIGNS):
+            return Measured(point=point, outcome="oom", reason=reason)
         if _beyond_use(error):
-            raise Stop(said) from error
+            raise Stop(reason) from error
         if isinstance(error, RuntimeError | NotImplementedError | ValueError | TypeError | AttributeError):
-            return Measured(point=point, outcome="unsupported", reason=said)
-        raise Stop(f"{type(error).__name__}: {said}") from error
+            return Measured(point=point, outcome="unsupported", reason=reason)
+        raise Stop(f"{type(error).__name__}: {reason}") from error
     finally:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -308,8 +308,8 @@ def _beyond_use(error: Exception) -> bool:
     accelerator: Any = getattr(torch, "AcceleratorError", ())
     if isinstance(error, accelerator):
         return True
-    said = str(error)
-    of_cuda = "CUDA error:" in said and "CUBLAS_STATUS" not in said
+    reason = str(error)
+    of_cuda = "CUDA error:" in reason and "CUBLAS_STATUS" not in reason
     return of_cuda or type(error).__name__ == "DistBackendError"
 
 
@@ -325,7 +325,7 @@ def in_turns(launches: Iterable[Launch]) -> Launch:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The cache that inputs are rotated through. A GPU tells its own."""
+    """The cache that inputs are rotated through. A GPU reports its own."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     return HOST_CACHE_BYTES
@@ -335,10 +335,10 @@ def lacking(host_bytes: int) -> str:
     """Why the host cannot hold that much, a clause; empty where it can, or nobody knows. Linux gives what it does not
     have, and kills a process when that is touched, perhaps another one."""
     try:
-        said = MEMORY.read_text()
+        meminfo = MEMORY.read_text()
     except OSError:
         return ""
-    for line in said.splitlines():
+    for line in meminfo.splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable" and host_bytes > (available := int(value.split()[0]) << 10):
             return f"out of memory: {size_text(host_bytes)} are needed and the host has {size_text(available)}"

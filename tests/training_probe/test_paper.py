@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
+from training_probe import paper
 from training_probe.grid import Cell, Device, Method, impossible
-from training_probe.report import paper
-from training_probe.report.paper import PaperRow
+from training_probe.paper import PaperRow
 
 
 def printed(table: str, model: str, label: str, platform: str = paper.LEADING, batch: str = "") -> PaperRow:

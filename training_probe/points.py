@@ -19,7 +19,7 @@ Kind = Literal["gemm", "memcpy", "collectives"]
 Dtype = Literal["bf16", "fp16", "fp32", "tf32", "int8", "fp8"]
 Route = Literal["h2d", "d2h", "d2d", "h2h"]  # h: host, d: device
 Name = Literal["allreduce", "allgather", "reducescatter", "reduce", "broadcast", "alltoall", "sendrecv"]
-Outcome = Literal["ok", "wrong", "unsupported", "oom", "crashed", "timeout"]
+PointOutcome = Literal["ok", "wrong", "unsupported", "oom", "crashed", "timeout"]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -114,10 +114,10 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """One point. Times are of one launch: each of the `samples` is the mean of `launches`, on the slowest
     rank. correct: whether the result of a collective was as it must be; None: not checked. Outcome other than ok:
-    `reason` says why; of an ok one, what is to be kept in mind."""
+    `reason` is why; of an ok one, what is to be kept in mind."""
 
     point: Point
-    outcome: Outcome
+    outcome: PointOutcome
     reason: str = ""
     samples: int = 0
     launches: int = 0
@@ -147,7 +147,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 def measured(
     point: Point, samples_s: Sequence[float], launches: int, correct: bool | None = None, remark: str = ""
 ) -> Measured:
-    """samples_s: at least two, seconds of one launch each. remark: what is to be said of them."""
+    """samples_s: at least two, seconds of one launch each. remark: what is to be kept in mind of them."""
     tenths = statistics.quantiles(samples_s, n=10, method="inclusive")
     wrong = correct is False
     return Measured(

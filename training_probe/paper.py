@@ -1,7 +1,7 @@
 """What arXiv 2311.03687 printed of training (Tables II, III, IV and IX, `data/paper_tables.csv`), and the presets that
 run the same cells here, and those that it traced. Pure but for that file.
 
-Numbers stand as printed. Where one is a misprint or odd, `note` says so, and `read_as` has the number to reckon with.
+Numbers stand as printed. Where one is a misprint or odd, `note` has why, and `read_as` the number to reckon with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from backends import catalog
 from training_probe.grid import PAPER_SEQ_LEN, Cell, Device, Engine, Method, Task, cell
 
 SOURCE = "arXiv 2311.03687"
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parent / "data"
 GPUS = 8  # of each platform of the paper
 WARMUP_STEPS, STEPS, RUNS = 30, 100, 3  # of each of its cells
 LEADING = "A800"  # the platform that this machine is set beside
@@ -110,7 +110,7 @@ def model_name(model: str) -> str:
 
 def presets() -> dict[str, Callable[[int, Device], list[Cell]]]:
     """The cells of each preset, by its name: functions of the device and of how many there are to use, 0 where nobody
-    said how many processes to use on the CPU."""
+    chose how many processes to use on the CPU."""
     return {
         "paper-table2": functools.partial(_of_table, "II"),
         "paper-table3": functools.partial(_of_table, "III"),
