@@ -5,7 +5,7 @@ size of the read fixes the chunk's size line, so a look at both ends of the read
 printable ASCII without quote and backslash cannot end the JSON string that it stands in, and the decoder would find the
 same as in the event before. A read that differs in anything else is parsed. A recogniser belongs to one reply.
 
-Measured: 0.9 us of CPU from the bytes of an event's read to its stamp, 1.7 us where every read is parsed (2 shared
+Measured: 0.9 us of CPU from the bytes of an event's read to its stamp, 1.8 us where every read is parsed (2 shared
 cores, CPython 3.11). `python benchmarks/plain_tokens.py` measures it again; benchmarks/plain_tokens.json is its output.
 """
 
