@@ -277,8 +277,8 @@ def test_what_is_written_is_what_is_read(document: dict[str, Any]) -> None:
 def test_what_is_written_is_easily_read() -> None:
     long = "a long text " * 30
     document = {
-        "b": {"list": ["word", "--flag", "/a/path", "off", "1e3", "0x1f", "8:30", "~", long]},
-        "a": "x = 1\ny\n",
+        "last": {"list": ["word", "--flag", "/a/path", "off", "1e3", "0x1f", "8:30", "~", long]},
+        "first": "x = 1\ny\n",
     }
     assert _yaml(document) == (
         "last:\n  list:\n    - word\n    - --flag\n    - /a/path\n    - 'off'\n"
