@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from backends.gpus import Sample as GpuSample
+from backends.gpus import GpuSample
 from backends.untrusted import UNDECODABLE
 
 SCHEMA = "loadgen.server/1"

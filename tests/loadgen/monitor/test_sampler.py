@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backends
-from backends.gpus import Sample as GpuSample
+from backends.gpus import GpuSample
 from loadgen.monitor import sampler
 from loadgen.monitor.prometheus import Series, Unreadable
 from loadgen.monitor.sampler import sampling

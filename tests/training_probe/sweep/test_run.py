@@ -392,9 +392,9 @@ class Card:
         assert list(indices) == [4]
         return self
 
-    def sample(self) -> list[gpus.Sample]:
+    def sample(self) -> list[gpus.GpuSample]:
         used = self.used_bytes.pop(0) if len(self.used_bytes) > 1 else self.used_bytes[0]
-        return [gpus.Sample(index=4, memory_used_bytes=used, power_w=None, utilization_ratio=None, energy_mj=None)]
+        return [gpus.GpuSample(index=4, memory_used_bytes=used, power_w=None, utilization_ratio=None, energy_mj=None)]
 
     def close(self) -> None:
         pass
