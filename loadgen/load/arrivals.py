@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
+    import numpy as np
+    from numpy.typing import NDArray
 
 Kind = Literal["burst", "constant", "poisson", "gamma"]
 
@@ -51,6 +53,8 @@ def draw(arrival: Arrival, requests: int | None, duration_s: float | None, seed:
     constant: k / rate. poisson, gamma: gaps of mean 1 / rate, the first one from t = 0. burst: all at 0.
     The same seed gives the same times; a shorter schedule is the beginning of a longer one.
     """
+    import numpy as np
+
     if requests is None and (duration_s is None or arrival.kind == "burst"):
         raise ValueError("a schedule needs a number of requests, or a rate and a duration.")
     if arrival.kind == "burst":
