@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from loadgen.client.engine import run_here
 from loadgen.client.limits import OPEN_FILES_BESIDES
-from loadgen.client.workers import run_here
-from loadgen.load.job import Plan
+from loadgen.plan import Plan
 from loadgen.rundir import Ceiling, records
 from loadgen.server import embedded
 from loadgen.target import Target

@@ -39,7 +39,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     output is the report as JSON. `--config FILE.toml` gives any of these options as keys, with underscores.
     """
     from backends.launch import LaunchError
-    from loadgen.client.workers import run_loop
+    from loadgen.event_loop import run_loop
     from loadgen.probe import ServerError
     from loadgen.progress import ProgressLine
     from loadgen.run import Run, Stopped, dry_run
@@ -142,7 +142,7 @@ def _shown(directory: Path, found: Breakdown) -> int:
 def _find_breakdown(config: Config, steps: int, preset: str | None, directory: Path, run_id: str) -> Breakdown:
     """Of a server that is started; of the embedded one, from whoever models it."""
     from loadgen.breakdown import measure, tables
-    from loadgen.client.workers import run_loop
+    from loadgen.event_loop import run_loop
 
     if config.where == "embedded":
         entries = list(entry_points(group="llm_dissect.breakdowns", name="embedded"))

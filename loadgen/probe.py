@@ -8,11 +8,11 @@ import msgspec
 
 import backends
 from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
+from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import Transport
-from loadgen.client.workers import build_transport
-from loadgen.load.job import Plan
 from loadgen.load.prompts import Text
+from loadgen.plan import Plan
 from loadgen.server.embedded import EMULATED_MARK
 from loadgen.target import UNQUEUED_S, Target, get
 

@@ -23,14 +23,14 @@ from backends import gpus
 from backends.protocol import ServerInfo
 from loadgen import rundir
 from loadgen.calibration import calibrate
-from loadgen.client.engine import Snapshot
+from loadgen.client.engine import Progress, Snapshot, run_here
 from loadgen.client.limits import make_room
-from loadgen.client.workers import Progress, execute, on_stop
+from loadgen.client.workers import run_in_workers
 from loadgen.config import Config, ConfigError
-from loadgen.load.job import Plan
+from loadgen.event_loop import on_stop
 from loadgen.monitor.sampler import Sampling, sampling
 from loadgen.monitor.snapshots import Live, Watch, watching
-from loadgen.plan import plan_run, worker_count
+from loadgen.plan import Plan, plan_run, worker_count
 from loadgen.probe import ServerError, fit_text, identify
 from loadgen.rundir import Ceiling, Manifest, records
 from loadgen.rundir.outcomes import OUTCOMES
@@ -198,7 +198,11 @@ class Run:
         snapshots.begin(self.directory)
         warm = sampler.sample if sampler is not None else None
         workers = worker_count(self.config, plan)
-        await execute(plan, workers, self.directory, _both(progress, snapshots), warm)
+        watched = _both(progress, snapshots)
+        if workers == 1:
+            await run_here(plan, self.directory, watched, warm)
+        else:
+            await run_in_workers(plan, workers, self.directory, watched, warm)
         if sampler is not None:
             await sampler.end()
         await snapshots.end()  # a server that loadgen started may take long to end: the run is over now

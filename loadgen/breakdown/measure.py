@@ -22,12 +22,11 @@ from backends.launch import Profiler
 from loadgen import rundir, trace
 from loadgen.breakdown import attribute, steps, tables
 from loadgen.breakdown.tables import Breakdown
-from loadgen.client.engine import Client
+from loadgen.client.engine import START_MARGIN_NS, Client, build_client
 from loadgen.client.exchange import Exchange
-from loadgen.client.workers import START_MARGIN_NS, build_client
 from loadgen.clock import now_ns
 from loadgen.config import Config
-from loadgen.load.job import Plan
+from loadgen.plan import Plan
 from loadgen.probe import ServerError
 from loadgen.run import Run, Say, stoppable
 from loadgen.server.launch import TRACES, Launch, plan_launch

@@ -17,19 +17,23 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+import backends
 from backends.protocol import Backend, HttpRequest
 from loadgen.client.exchange import Exchange
-from loadgen.client.transport import Transport
+from loadgen.client.transport import FastTransport, Transport
 from loadgen.clock import Alarm, now_ns
-from loadgen.load.job import Job
+from loadgen.event_loop import every_second, on_stop
+from loadgen.load import arrivals
 from loadgen.load.prompts import Workload
+from loadgen.plan import Job, Plan
 from loadgen.rundir.records import ClientFacts, RecordsFile
 
 SLICE_NS = 1_000_000  # longest work between two looks at the sockets
@@ -40,6 +44,8 @@ AHEAD, AHEAD_BYTES = 1024, 16 << 20  # requests prepared beyond those due at t =
 RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # of getrusage
 FAILED_WAIT_S = 0.05  # before a closed loop replaces a request that failed: a dead server is not to be hammered
 SPARE_CONNECTIONS = 64  # opened ahead for arrivals at a rate
+DRAIN_S = 5.0  # how long a stopped run waits for replies
+START_MARGIN_NS = 20_000_000  # from the moment that all clients are ready to t = 0
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
@@ -52,6 +58,10 @@ class Snapshot(msgspec.Struct, kw_only=True):
     events: int
     elapsed_s: float
     ttft_ms: list[float]
+
+
+Progress = Callable[[list[Snapshot]], None]
+Warm = Callable[[], Awaitable[None]]  # what to do once clients and server are warm
 
 
 class Client:
@@ -311,6 +321,51 @@ class Client:
             elapsed_s=max(0.0, (now_ns() - self._t0_ns) / 1e9),
             ttft_ms=list(self._recent_ttft_ms),
         )
+
+
+def build_client(plan: Plan) -> Client:
+    """The client of the plan's share of the load, with everything drawn that is drawn at once."""
+    backend = backends.get(plan.backend)
+    job = plan.job
+    due = np.empty(0, np.int64)
+    if job.concurrency is None:
+        due = arrivals.draw(plan.arrival, job.requests, job.duration_s, job.seed)
+    workload = plan.prompts.build(backend, job.seed, job.warmup)
+    return Client(job, backend, workload, build_transport(plan, backend), due)
+
+
+def build_transport(plan: Plan, backend: Backend) -> Transport:
+    """The transport that the plan names, without a connection yet."""
+    arguments: Any = (plan.target, backend.error_message, plan.job.timeouts)
+    if plan.transport == "aiohttp":
+        from loadgen.client.transport_aiohttp import AiohttpTransport
+
+        return AiohttpTransport(*arguments, fresh=plan.fresh)
+    return FastTransport(*arguments, fresh=plan.fresh, kernel_timestamps=plan.kernel_timestamps)
+
+
+async def run_here(
+    plan: Plan, directory: Path, progress: Progress, warm: Warm | None = None, stoppable: bool = True
+) -> None:
+    """Sends the plan's load from this process and leaves `requests.jsonl` in `directory`. warm: awaited between warm-up
+    and t = 0. From then on signals are the client's, which drains; before, they are the caller's. Raises
+    TransportError."""
+    client = build_client(plan)
+    loop = asyncio.get_running_loop()
+    try:
+        await client.prepare()
+        if warm is not None:
+            await warm()
+        if stoppable:
+            on_stop(lambda: client.stop(DRAIN_S))
+        ticker = loop.create_task(every_second(lambda: progress([client.snapshot()])))
+        try:
+            await client.run(now_ns() + START_MARGIN_NS, directory / "requests.jsonl")
+        finally:
+            ticker.cancel()
+            progress([client.snapshot()])
+    finally:
+        await client.transport.close()
 
 
 class Health:

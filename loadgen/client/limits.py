@@ -6,7 +6,7 @@ import contextlib
 import resource
 from pathlib import Path
 
-from loadgen.load.job import Plan
+from loadgen.plan import Plan
 from loadgen.target import TransportError
 
 ENOUGH_FILES = 65_536  # where the machine sets no limit

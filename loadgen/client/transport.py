@@ -16,7 +16,7 @@ from backends.protocol import HttpRequest
 from loadgen.client.connection import Connection, StampedConnection, wall_minus_monotonic_ns
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
-from loadgen.load.job import Timeouts
+from loadgen.plan import Timeouts
 from loadgen.target import Target, TransportError
 
 REUSE_LIMIT_NS = 2_000_000_000  # an idle connection older than this is replaced: servers close theirs after 5 s

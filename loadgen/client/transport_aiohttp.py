@@ -17,7 +17,7 @@ from yarl import URL
 from backends.protocol import HttpRequest
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
-from loadgen.load.job import Timeouts
+from loadgen.plan import Timeouts
 from loadgen.target import Target
 
 

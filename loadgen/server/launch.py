@@ -22,10 +22,9 @@ from backends.protocol import Backend, ServerInfo
 from backends.untrusted import UNDECODABLE
 from loadgen import models
 from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
-from loadgen.load.job import Plan
 from loadgen.load.prompts import Dataset
 from loadgen.models import Model
-from loadgen.plan import plan_run
+from loadgen.plan import Plan, plan_run
 from loadgen.rundir.launch_facts import LaunchedGpu, LaunchedP2p, LaunchFacts
 from loadgen.server.installed import installed
 from loadgen.server.placement import gpu_pool, model_length, tensor_parallel

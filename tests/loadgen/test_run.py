@@ -360,18 +360,19 @@ import asyncio, resource, sys, tempfile
 from pathlib import Path
 from backends.protocol import Sampling
 from loadgen.load import arrivals
-from loadgen.load.job import Job
-from loadgen.load.job import Plan, PromptSource
-from loadgen.client.workers import execute, run_loop
+from loadgen.plan import Job
+from loadgen.plan import Plan, PromptSource
+from loadgen.client.engine import run_here
+from loadgen.event_loop import run_loop
 from loadgen.target import Target
-from loadgen.load.job import Timeouts
+from loadgen.plan import Timeouts
 job = Job(run_id="r", version="0", model="m", sampling=Sampling(2), requests=int(sys.argv[2]), duration_s=None,
           concurrency=64, warmup=0, seed=1, timeouts=Timeouts(10.0, 600.0, 120.0, 3600.0))
 plan = Plan(job=job, backend="vllm", target=Target(sys.argv[1]), transport="fast", fresh=False,
             kernel_timestamps=False, arrival=arrivals.parse("burst"),
             prompts=PromptSource(input_tokens=16, output_tokens=2))
 with tempfile.TemporaryDirectory() as scratch:
-    run_loop(execute(plan, 1, Path(scratch), lambda snapshots: None))
+    run_loop(run_here(plan, Path(scratch), lambda snapshots: None))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

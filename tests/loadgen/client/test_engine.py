@@ -13,11 +13,12 @@ import pytest
 
 from backends.protocol import Sampling
 from loadgen.client import engine
-from loadgen.client.engine import Client, Job
-from loadgen.client.workers import build_client, execute, run_loop
+from loadgen.client.engine import Client, Job, build_client, run_here
+from loadgen.client.workers import run_in_workers
 from loadgen.clock import now_ns
+from loadgen.event_loop import run_loop
 from loadgen.load import arrivals
-from loadgen.load.job import Plan, PromptSource, Timeouts
+from loadgen.plan import Plan, PromptSource, Timeouts
 from loadgen.rundir import records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table
@@ -46,7 +47,10 @@ def ran(world_script, tmp_path: Path, workers: int = 1, transport: str = "fast",
     async def story() -> Scripted:
         async with scripted(world_script) as world:
             the_plan = msgspec.structs.replace(plan(world.url, **options), transport=transport)
-            await execute(the_plan, workers, tmp_path, lambda snapshots: None)
+            if workers == 1:
+                await run_here(the_plan, tmp_path, lambda snapshots: None)
+            else:
+                await run_in_workers(the_plan, workers, tmp_path, lambda snapshots: None)
             return world
 
     world = run_loop(story())
@@ -144,7 +148,7 @@ def test_fresh_connections_are_opened_inside(tmp_path: Path) -> None:
                 directory = tmp_path / str(fresh)
                 directory.mkdir()
                 before = world.connections
-                await execute(msgspec.structs.replace(one, fresh=fresh), 1, directory, lambda snapshots: None)
+                await run_here(msgspec.structs.replace(one, fresh=fresh), directory, lambda snapshots: None)
                 opened = world.connections - before
                 (fact,) = records.read(directory)[1]
                 assert opened >= fact.connections >= 20

@@ -19,7 +19,7 @@ from loadgen.client.exchange import Exchange
 from loadgen.client.limits import raise_fd_limit
 from loadgen.client.transport import FastTransport, Transport
 from loadgen.client.transport_aiohttp import AiohttpTransport
-from loadgen.load.job import Timeouts
+from loadgen.plan import Timeouts
 from loadgen.target import Target, TransportError, get
 from tests.loadgen.scripted import CLOSE, DONE, END, RESET, STREAM_HEAD, Script, chunk, event, scripted, tokens
 

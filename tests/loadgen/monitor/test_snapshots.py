@@ -15,7 +15,7 @@ import pytest
 
 from loadgen import rundir
 from loadgen.client.engine import Snapshot as Seen
-from loadgen.client.workers import run_loop
+from loadgen.event_loop import run_loop
 from loadgen.monitor.snapshots import Live, Recorder, watching
 from loadgen.monitor.totals import BOUNDS_S
 from loadgen.report import metrics
