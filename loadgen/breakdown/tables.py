@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE, escaped
+from backends.untrusted import escaped, read_json
 from loadgen.config import Config, ConfigError
 from loadgen.report.text import markdown_text
 from loadgen.rundir import RunError
@@ -156,12 +156,7 @@ def write(directory: Path, breakdown: Breakdown) -> dict[str, Any]:
 def read(directory: Path) -> Breakdown:
     """What `write` left in a run's directory. Raises RunError."""
     path = directory / FILE
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=Breakdown)
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror or error}.") from None
-    except UNDECODABLE as error:
-        raise RunError(f"{path} is not a breakdown of this version: {error}.") from None
+    found = read_json(path, Breakdown, RunError, "is not a breakdown of this version")
     known = found.kinds.keys() <= set(KINDS) and found.parts.keys() <= set(PARTS)
     if found.schema != SCHEMA or not found.step_ms > 0 or not known:
         raise RunError(f"{path} is not a breakdown of this version.")
