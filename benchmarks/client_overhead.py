@@ -1,11 +1,12 @@
 """What load-generating clients cost and how true their numbers are, measured side by side on this machine.
 
     python benchmarks/client_overhead.py [--quick] [--tools loadgen,floor,vllm] [--rounds 3] [--out FILE]
+        [--before CHECKOUT]
 
 The embedded server runs on one core and stamps every event as it sends it; each client in turn runs on another core and
 is watched from outside. Clients take turns within a round, because the level of a shared machine drifts between rounds:
-ratios are taken within a round, and medians of rounds are written to benchmarks/client_overhead.md. Nothing here is
-taken from what a client says of its own cost. Linux with two free cores, gcc and taskset.
+ratios are taken within a round. Medians of rounds are written to benchmarks/client_overhead.md, every row to the JSON
+file beside it. No number of a client's cost comes from that client. Linux with two free cores, gcc and taskset.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from clients import CLIENTS, FLOOR, ROOT, Client, Floats, Reported, Shape, Work
+from clients import CLIENTS, FLOOR, ROOT, Client, Floats, Reported, Shape, Work, before
 from numpy.typing import NDArray
 from report import NAN, Row, write_report
 from watch import Watched, watch
@@ -216,10 +217,10 @@ class Bench:
         for client in clients:
             try:
                 rows[client.name] = row = self.run(client, shape)
-                said = f"{row.cpu_us:.2f} us/token, TTFT error p99 {row.ttft_error_p99_ms:.2f} ms"
+                outcome = f"{row.cpu_us:.2f} us/token, TTFT error p99 {row.ttft_error_p99_ms:.2f} ms"
             except Failed as failure:
-                rows[client.name] = said = str(failure)
-            print(f"{name} {client.name}: {said}", flush=True)
+                rows[client.name] = outcome = str(failure)
+            print(f"{name} {client.name}: {outcome}", flush=True)
         return rows
 
     def marginal_round(self, clients: Sequence[Client], shape: Shape, short: Shape, name: str) -> dict[str, Row | str]:
@@ -286,19 +287,21 @@ def main() -> None:
     parser.add_argument("--tools", default="", help=f"comma-separated, of: {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/client_overhead.md")
+    parser.add_argument("--before", type=Path, help="a checkout whose loadgen takes turns with this one's, as `before`")
     options = parser.parse_args()
     tools = options.tools.split(",") if options.tools else (["floor", "loadgen"] if options.quick else names)
     if unknown := set(tools) - set(names):
         parser.error(f"unknown tool {', '.join(sorted(unknown))}; known are {', '.join(names)}")
 
     bench = prepare()
-    asked = [client for client in CLIENTS if client.name in tools]
+    chosen = [client for client in CLIENTS if client.name in tools]
+    chosen += [] if options.before is None else [before(options.before)]
     missing = {
-        client.name: "not installed (benchmarks/peers.sh says why)" for client in asked if not client.needs.exists()
+        client.name: "not installed (benchmarks/peers.sh says why)" for client in chosen if not client.needs.exists()
     }
-    there = [client for client in asked if client.name not in missing]
+    there = [client for client in chosen if client.name not in missing]
     ours = [client for client in there if client.name in OURS]
-    leanest = [client for client in there if client.name in ("floor", "loadgen", "loadgen-kernel")]
+    leanest = [client for client in there if client.name in ("floor", "loadgen", "loadgen-kernel", "before")]
     many = [client for client in there if client in leanest or client.name in ("sglang", "vllm")]
     rounds: dict[str, list[dict[str, Row | str]]] = {}
     plan: list[tuple[str, Shape, Sequence[Client]]]
@@ -316,9 +319,8 @@ def main() -> None:
         rounds["paced"] = [bench.round([client for client in there if client.rates], PACED, "constant 50/s")]
         rounds["poisson"] = [bench.round(ours[:1], POISSON, "Poisson 50/s")]
         ceiling = bench.ceiling(ours[0]) if ours else []
-    shapes = {"A": A, "B": B, "C": C, "quick": QUICK}
-    command = " ".join(["python", "benchmarks/client_overhead.py", *sys.argv[1:]])
-    write_report(options.out, rounds, shapes, ceiling, LAG_LIMIT_MS, ON_PACE, command)
+    shapes = {"A": A, "B": B, "C": C, "paced": PACED, "poisson": POISSON, "quick": QUICK}
+    write_report(options.out, rounds, shapes, ceiling, LAG_LIMIT_MS, ON_PACE)
     print(f"wrote {options.out}")
 
 

@@ -106,12 +106,12 @@ def _flat(lists: Any, scale: float = 1.0) -> Floats:
 # --- ours -------------------------------------------------------------------------------------------------------------
 
 
-def _loadgen(*extra: str) -> Callable[[Work], list[str]]:
+def _loadgen(*extra: str, program: Path = ROOT / ".venv/bin/loadgen") -> Callable[[Work], list[str]]:
     def command(work: Work) -> list[str]:
         shape = work.shape
         arrival = [] if shape.rate_per_s is None else ["--arrival", f"{shape.law}:{shape.rate_per_s:g}"]
         return [
-            str(_OURS), "run", "--backend", "vllm", "--url", work.url,
+            str(program), "run", "--backend", "vllm", "--url", work.url,
             "--requests", str(shape.requests), "--input-tokens", str(shape.input_tokens),
             "--output-tokens", str(shape.output_tokens), "--no-calibrate", "--warmup", "0",
             "--no-server-metrics",  # other clients do not look at the server or its GPUs either
@@ -269,6 +269,12 @@ def _read_guidellm(directory: Path) -> Reported:
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1"}
 _OURS = ROOT / ".venv/bin/loadgen"
+
+
+def before(checkout: Path) -> Client:
+    """The loadgen of another checkout, such as an earlier commit's, with an environment of its own in .venv."""
+    program = checkout.absolute() / ".venv/bin/loadgen"
+    return Client("before", "loadgen of --before", program, _loadgen(program=program), read_loadgen)
 
 
 def _peer(name: str) -> Path:

@@ -2,6 +2,8 @@
 
 python benchmarks/exporter.py            # the first part: seconds a scrape, over HTTP
 python benchmarks/exporter.py --client   # the second: two minutes on a machine that does nothing else
+
+`--json FILE` adds the result to a file as a line of JSON.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import raw
 
 from loadgen import rundir
 from loadgen.monitor.exporter import Exporter, serve
@@ -50,24 +54,30 @@ def write_run(directory: Path, seed: int) -> None:
 
 def scraped(url: str) -> tuple[float, int]:
     begun = time.perf_counter()
-    with urllib.request.urlopen(urllib.request.Request(url, headers=OPEN_METRICS)) as answer:
-        size = len(answer.read())
+    with urllib.request.urlopen(urllib.request.Request(url, headers=OPEN_METRICS)) as reply:
+        size = len(reply.read())
     return (time.perf_counter() - begun) * 1000, size
 
 
-def many_runs() -> None:
+def many_runs() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         for seed in range(RUNS):
             write_run(Path(place) / str(seed), seed)
         with serve(Exporter(Path(place)), "127.0.0.1", 0) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             url = f"http://127.0.0.1:{server.server_port}/metrics"
-            first_ms, size = scraped(url)
-            later_ms = [scraped(url)[0] for _ in range(SCRAPES)]
+            begun_s = time.process_time()
+            scrapes = [scraped(url) for _ in range(SCRAPES)]
+            cpu_ms = (time.process_time() - begun_s) * 1000 / SCRAPES
             server.shutdown()
+    size = scrapes[0][1]
     print(f"{RUNS} runs of {REQUESTS:,} requests, {len(BOUNDS_S)} buckets each, a page of {size / 1e6:.1f} MB:")
-    median_ms, worst_ms = statistics.median(later_ms), max(later_ms)
-    print(f"  first scrape {first_ms:.0f} ms, then median {median_ms:.1f} ms, at most {worst_ms:.1f} ms")
+    median_ms, worst_ms = statistics.median(ms for ms, _ in scrapes), max(ms for ms, _ in scrapes)
+    print(f"  a scrape takes {median_ms:.0f} ms (median), at most {worst_ms:.0f} ms; {cpu_ms:.0f} ms of CPU")
+    return {
+        "runs": RUNS, "requests_a_run": REQUESTS, "page_bytes": size, "scrape_ms": [ms for ms, _ in scrapes],
+        "cpu_ms_a_scrape": cpu_ms,
+    }  # fmt: skip
 
 
 def cpu_us_per_event(place: Path, name: str, port: int | None) -> float:
@@ -108,7 +118,7 @@ def cpu_us_per_event(place: Path, name: str, port: int | None) -> float:
     return float(facts["cpu_s"]) / float(facts["events"]) * 1e6
 
 
-def the_client() -> None:
+def the_client() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         turns = [
             (
@@ -120,9 +130,12 @@ def the_client() -> None:
     plain, with_scrapes = (statistics.median(turn[place] for turn in turns) for place in (0, 1))
     print(f"client CPU an event, medians of {len(turns)} turns: {plain:.2f} us, scraped {with_scrapes:.2f} us,")
     print(f"  ratio {with_scrapes / plain:.3f}; each turn: {', '.join(f'{a:.2f} {b:.2f}' for a, b in turns)}")
+    return {"cpu_us_per_event": [{"plain": a, "scraped": b} for a, b in turns]}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--client", action="store_true")
-    the_client() if parser.parse_args().client else many_runs()
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    raw.append(options.json, the_client() if options.client else many_runs())

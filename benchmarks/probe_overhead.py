@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 1 benchmarks/probe_overhead.py --model 7b --method F --engine ddp
 
 Needs the extra `train`. Each turn is synchronised at both ends; the ratio is that of the medians over the turns.
+`--json FILE` adds the result to a file as a line of JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import raw
 import torch
 import torch.distributed as dist
 
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20, help="of one turn")
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
@@ -77,6 +80,8 @@ def main() -> None:
     for label, ms in (("bare", bare_ms), ("probed", probed_ms)):
         print(f"  {label:<7} {statistics.median(ms):9.3f}   {min(ms):9.3f} to {max(ms):9.3f}")
     print(f"  ratio   {ratio:9.4f}")
+    values = {"cell": cell.name, "device": name, "torch": torch.__version__, "bare_ms": bare_ms, "probed_ms": probed_ms}
+    raw.append(args.json, {**values, "ratio": ratio})
     dist.destroy_process_group()
 
 

@@ -1,18 +1,17 @@
-"""One client in one round as a row of numbers, and benchmarks/client_overhead.md made of many."""
+"""One client in one round as a row of numbers; many rows become benchmarks/client_overhead.md and .json."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-import os
-import platform
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import raw
 from clients import CLIENTS, Shape
 
 NAN = float("nan")
@@ -60,26 +59,30 @@ TITLES = {client.name: client.title for client in CLIENTS}
 
 PREAMBLE = """# What load-generating clients cost, and how true their numbers are
 
-The embedded server streams one event a token on one core and stamps each right before it hands it to the kernel; the
-client has another core to itself and is watched from outside. Clients take turns within a round; the level of a shared
-machine drifts between rounds, so ratios are taken within a round, and every cell is the median of the rounds.
+The embedded server streams one event a token on one core. It stamps each event right before it hands the event to the
+kernel. The client has another core to itself and is watched from outside. Clients take turns within a round, because
+the level of a shared machine drifts between rounds. Ratios are taken within a round, and every cell is the median of
+the rounds.
 
-- *CPU, window*: CPU time of the client's process tree from the first request received to the last event sent, per
-  streamed token. *Per token more*: CPU of the client's whole life with this output length minus that with 8 tokens, per
-  token more: start-up and report cancel out, and work that is put off until after the stream does not. *Whole life*:
-  everything, imports and report included, per token.
+- *CPU, window*: CPU time of the client's process tree from the first request received to the last event sent, for each
+  streamed token.
+- *Per token more*: the client's whole life with this output length, minus its whole life with 8 output tokens, for each
+  further token. Start-up and report cancel out; work that the client puts off until after the stream does not.
+- *Whole life*: all CPU time, imports and report included, for each token.
 - *Others on its core*: the part of the window in which anything but the client ran on its core, or the host gave the
-  core away. Where it is above a few percent, delays are the machine's as well as the client's.
+  core away. Above a few percent, the machine causes delays as well as the client.
 - *RSS*: resident memory of the process tree in MB, within the window and over its life.
 - *Start*: from the process's start to the first measured request received. *Makespan*: as the client reports it.
-- *Send spread*: from the first to the last request of the burst as the server reads them; in brackets as the client
+- *Send spread*: from the first to the last request of the burst as the server reads them. In brackets: as the client
   stamps them before it writes, where it does.
-- *TTFT error*: the TTFT that the client reports minus the time between the server's receive and first-event stamps: per
-  request where requests can be told apart by their id, else between percentiles of the two distributions. It holds the
-  time that a request of a burst waits for the server to read it, which the floor shows. *First event late*: arrival of
-  the first event as the client recorded it minus the server's send stamp, the client's own part of the error.
-- *Event late*: arrival as the client recorded it minus the server's send stamp, over all events (for clients that keep
-  every arrival); it holds the server's write and the kernel besides the client.
+- *TTFT error*: the TTFT that the client reports, minus the time between the server's receive stamp and its first-event
+  stamp. It is taken request by request where requests have ids, and otherwise between percentiles of the two
+  distributions. It contains the time that a request of a burst waits until the server reads it; the floor shows that
+  time.
+- *First event late*: arrival of the first event as the client recorded it, minus the server's send stamp: the client's
+  own part of the error.
+- *Event late*: the same over all events, for clients that keep every arrival. It contains the server's write and the
+  kernel too.
 - *Gap p99*: of all inter-token gaps that the client reports, and its ratio to the server's own gaps. *Gaps < 1 ms*:
   their share, the server's own in brackets.
 """
@@ -141,7 +144,11 @@ PACING: tuple[Column, ...] = (
 def _rows(rounds: Sequence[Rows], columns: Sequence[Column], ratios: bool = False) -> str:
     """One table: a line a client, medians of the rounds, or the reason why there is none."""
     names = [client.name for client in CLIENTS if any(client.name in rows for rows in rounds)]
-    head = ["client", *(title for title, _ in columns), *(["window / floor", "window / vLLM"] if ratios else [])]
+    head = [
+        "client",
+        *(title for title, _ in columns),
+        *(["window / floor", "window / vLLM", "life / floor"] if ratios else []),
+    ]
     lines = []
     for name in names:
         found = [rows[name] for rows in rounds if name in rows]
@@ -151,6 +158,7 @@ def _rows(rounds: Sequence[Rows], columns: Sequence[Column], ratios: bool = Fals
             cells = [render(median) for _, render in columns]
             if ratios:
                 cells += [_ratio(rounds, name, to, lambda row: row.cpu_us) for to in ("floor", "vllm")]
+                cells.append(_ratio(rounds, name, "floor", lambda row: row.life_cpu_us))
             lost = f" ({len(found) - len(good)} of {len(found)} rounds failed)" if len(good) < len(found) else ""
             lines.append([TITLES[name] + lost, *cells])
         else:
@@ -193,13 +201,24 @@ def _ceiling(steps: Sequence[tuple[Shape, Row]], lag_limit_ms: float, on_pace: f
     )
 
 
-def _machine() -> str:
-    facts = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in facts if "model name" in line), platform.machine())
-    return (
-        f"{time.strftime('%Y-%m-%d', time.gmtime())}, {os.cpu_count()} cores ({model}), Linux {platform.release()}, "
-        f"Python {sys.version.split()[0]}"
-    )
+def _json(row: Row | str) -> dict[str, float | None] | str:
+    if isinstance(row, str):
+        return row
+    return {name: None if math.isnan(value) else value for name, value in dataclasses.asdict(row).items()}
+
+
+def _raw(
+    rounds: Mapping[str, Sequence[Rows]], shapes: Mapping[str, Shape], ceiling: Sequence[tuple[Shape, Row]]
+) -> dict[str, Any]:
+    """Every client in every round, and every step of the ceiling. null: not measured or not reported."""
+    return {
+        "machine": raw.machine(),
+        "command": raw.command(),
+        "shapes": {name: dataclasses.asdict(shape) for name, shape in shapes.items() if name in rounds},
+        "rounds": {name: [{client: _json(row) for client, row in rows.items()} for rows in each]
+                   for name, each in rounds.items()},
+        "ceiling": [{"shape": dataclasses.asdict(shape), "row": _json(row)} for shape, row in ceiling],
+    }  # fmt: skip
 
 
 def write_report(
@@ -209,10 +228,10 @@ def write_report(
     ceiling: Sequence[tuple[Shape, Row]],
     lag_limit_ms: float,
     on_pace: float,
-    command: str,
 ) -> None:
-    parts = [PREAMBLE, f"Measured {_machine()}, by `{command}`.\n"]
-    parts += [_section(name, shapes[name], found) for name, found in rounds.items() if name in shapes]
+    """Writes the tables to `path` and the rows behind them to a JSON file beside it."""
+    parts = [PREAMBLE, f"Measured {raw.machine()}, by `{raw.command()}`. Raw results: {path.stem}.json.\n"]
+    parts += [_section(name, shapes[name], each) for name, each in rounds.items() if name not in ("paced", "poisson")]
     if "paced" in rounds:
         parts.append(
             "## Keeping to a schedule: 50 requests/s, 500 requests\n\nConstant gaps, so the due times are a grid, "
@@ -223,3 +242,4 @@ def write_report(
     if ceiling:
         parts.append(_ceiling(ceiling, lag_limit_ms, on_pace))
     path.write_text("\n".join(parts))
+    path.with_suffix(".json").write_text(json.dumps(_raw(rounds, shapes, ceiling), indent=1) + "\n")

@@ -1,9 +1,9 @@
 """How far behind its model the embedded server is: the time at which it hands out each token minus when that was due.
 
-    .venv/bin/python benchmarks/wire_server.py [--requests 1000] [--output-tokens 128] [--speed 3]
+    .venv/bin/python benchmarks/wire_server.py [--requests 1000] [--output-tokens 128] [--speed 3] [--json FILE]
 
 Serves modelled GPUs (7B on 4 x H200) in this process and sends a burst with `loadgen run` from another. Needs two
-cores, one for the server and one for the client.
+cores, one for the server and one for the client. `--json` adds the result to a file as a line of JSON.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import tempfile
 import threading
 import time
 from array import array
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import raw
 
 from servers.dialects.openai import OpenAI
 from servers.serve.modelled_timing import SimulatedTiming
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--speed", type=float, default=3.0)
+    parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     emulated = emulate(Hardware(gpu="h200", gpus=4, tp=4).setup("vllm", "llama-2-7b", 4096))
     timing = Watched(emulated, chosen.speed)
@@ -73,10 +76,20 @@ def main() -> None:
     lag_ms = np.frombuffer(timing.lag_ns, np.int64) / 1e6
     at_s = (np.frombuffer(timing.at_ns, np.int64) - timing.at_ns[0]) / 1e9
     busy = lag_ms[at_s >= 0]
+    result = {
+        "events": len(lag_ms),
+        "seconds": float(at_s[-1]),
+        "busiest_second_events": int(np.bincount(at_s.astype(int)).max()),
+        "lag_p50_ms": float(np.percentile(busy, 50)),
+        "lag_p99_ms": float(np.percentile(busy, 99)),
+        "lag_max_ms": float(busy.max()),
+        "cpu_us_per_event": cpu_s / len(lag_ms) * 1e6,
+    }
+    raw.append(chosen.json, result)
     print(
-        f"{len(lag_ms)} events in {at_s[-1]:.1f} s, {len(lag_ms) / at_s[-1]:,.0f} a second, "
-        f"{np.bincount(at_s.astype(int)).max():,} in the busiest; lag p50 {np.percentile(busy, 50):.2f} ms, "
-        f"p99 {np.percentile(busy, 99):.2f} ms, max {busy.max():.1f} ms; {cpu_s / len(lag_ms) * 1e6:.1f} us of CPU each"
+        "{events} events in {seconds:.1f} s, {rate:,.0f} a second, {busiest_second_events:,} in the busiest; "
+        "lag p50 {lag_p50_ms:.2f} ms, p99 {lag_p99_ms:.2f} ms, max {lag_max_ms:.1f} ms; "
+        "{cpu_us_per_event:.1f} us of CPU each".format(rate=result["events"] / result["seconds"], **result)
     )
 
 

@@ -21,12 +21,12 @@ from loadgen.server import embedded
 from loadgen.target import Target
 
 CALIBRATION_EVENTS = 40_000  # about a second
-LEAST_EVENTS = 1000  # fewer tell nothing
+LEAST_EVENTS = 1000  # fewer give no cost per event
 
 
 async def calibrate(plan: Plan) -> Ceiling | None:
     """Measures the client's cost in the plan's shape; None where no embedded server speaks the plan's protocol, or too
-    little came through to tell. Raises EmbeddedError or TransportError."""
+    few events arrived. Raises EmbeddedError or TransportError."""
     dialect = embedded.DIALECTS.get(plan.backend)
     if dialect is None:
         return None
@@ -52,8 +52,8 @@ async def calibrate(plan: Plan) -> Ceiling | None:
 
 
 def ceiling(directory: Path, stamps: Path, requests: int, output_tokens: int) -> Ceiling | None:
-    """The client's cost and error from the records in `directory` and the server's own stamps. None when too little
-    came through to tell."""
+    """The client's cost and error from the records in `directory` and the server's own stamps. None when too few
+    events arrived."""
     table, facts = records.read(directory)
     table = table.measured()
     if not facts or facts[0].events < LEAST_EVENTS or facts[0].cpu_s <= 0:

@@ -1,5 +1,5 @@
-"""Processes that run our own code. Their environment: they import this very copy of it, as its user imports everything
-else, and nothing that happens to lie in the working directory. Their end."""
+"""Processes that run our own code: their environment, in which they import this very copy of the code, everything else
+as its user does, and nothing that happens to lie in the working directory; and their end."""
 
 from __future__ import annotations
 

@@ -53,12 +53,12 @@ def hub_cache() -> Path:
 
 def _place(usual: Path | str, *variables: str) -> Path:
     """What the first of the variables that is set says, with ~ and variables in it, as those libraries take it."""
-    text = next((value for name in variables if (value := os.environ.get(name))), str(usual))
-    return Path(os.path.expandvars(os.path.expanduser(text))).absolute()  # noqa: PTH111  Path's own may raise
+    named = next((value for name in variables if (value := os.environ.get(name))), str(usual))
+    return Path(os.path.expandvars(os.path.expanduser(named))).absolute()  # noqa: PTH111  Path's own may raise
 
 
 def hf_token() -> str | None:
-    """The token with which the hub would be asked: from the environment or a login. Never to be written or logged."""
+    """The hub's token, from the environment or a login. Never to be written or logged."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if token := os.environ.get(name, "").strip():
             return token

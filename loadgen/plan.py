@@ -1,4 +1,4 @@
-"""The plan of a run: what every client process is told, made of options and what the server says of itself.
+"""The plan of a run: all that its client processes need, made of options and the server's description of itself.
 
 A plan holds plain values, so that it can be sent to any process; all of it is checked before the clock starts.
 """
@@ -135,7 +135,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_model(config: Config, info: ServerInfo) -> str:
-    """The name to send: what was asked for if the server has it, its own when nothing was asked."""
+    """The model name to send: the one of --model if the server has it; the server's own without --model."""
     if config.model is None:
         if info.models:
             raise ConfigError(f"the server has several models: {', '.join(info.models)}; name one with --model.")
@@ -213,8 +213,8 @@ def _check_drawn(config: Config, backend: Backend) -> None:
 
 
 def most_requests(config: Config, backend: Backend) -> int | None:
-    """Requests at the most, as asked or as prompts are there beside those of the warm-up; None: only time ends the run.
-    Raises ConfigError or WorkloadError."""
+    """Requests at the most: --requests, or as many prompts as the dataset has beside the warm-up's. None: time ends
+    the run. Raises ConfigError or WorkloadError."""
     if config.dataset is None:
         return DEFAULT_REQUESTS if config.requests is None and config.duration is None else config.requests
     available = len(Dataset(config.dataset, config.output_tokens, backend.prompt_kind, config.warmup))

@@ -18,7 +18,7 @@ from loadgen.target import UNQUEUED_S, Target, get
 
 
 class ServerError(Exception):
-    """The server is not what was asked for. One sentence."""
+    """The server is not the one that the options describe. One sentence."""
 
 
 def identify(backend: Backend, target: Target) -> tuple[ServerInfo, bool]:

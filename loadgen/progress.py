@@ -40,7 +40,7 @@ class ProgressLine:
 
 
 def _write(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody looks any more, and the run goes on
+    with contextlib.suppress(OSError):  # the terminal is gone, and the run goes on
         sys.stderr.write(text)
         sys.stderr.flush()
 

@@ -95,13 +95,12 @@ def table_of_runs() -> None:
         metrics, gpus = report["metrics"], report["gpus"]
         preempted = report["server"]["preemptions"]
         counted = "" if preempted is None else preempted  # LightLLM does not count them
-        power_w = gpus["energy_j"] / report["duration_s"]  # older reports have the mean of power samples
         seconds = [metrics[key][at] / 1e3 for key, at in (("ttft_ms", "p50"), ("e2el_ms", "p50"), ("e2el_ms", "p99"))]
         print(
             f"| {name} | {report['requests']['ok']} | {report['duration_s']:.2f} "
             f"| {report['throughput']['output_tokens_per_s']:.0f} | {seconds[0]:.3f} | {metrics['tpot_ms']['p50']:.1f} "
             f"| {seconds[1]:.2f} | {seconds[2]:.2f} | {gpus['memory_peak_bytes'] / 2**30:.1f} "
-            f"| {power_w:.0f} | {gpus['j_per_output_token']:.3f} | {counted} |"
+            f"| {gpus['power_mean_w']:.0f} | {gpus['j_per_output_token']:.3f} | {counted} |"
         )
 
 

@@ -1,9 +1,9 @@
 """From the steps in a server's trace to the tables of a breakdown.
 
-Parts are told by order: layers repeat, attention marks each, and norms bound its blocks. An attention block begins with
-the norm before its first matrix product, its FFN block with the first norm after the product that follows attention,
-and what comes after the transformer with the norm that ends the last FFN block. A step whose order is another stays
-unassigned.
+Order identifies the parts: layers repeat, attention marks each, and norms bound its blocks. An attention block begins
+with the norm before its first matrix product, its FFN block with the first norm after the product that follows
+attention, and what comes after the transformer with the norm that ends the last FFN block. A step whose order is
+another stays unassigned.
 """
 
 from __future__ import annotations

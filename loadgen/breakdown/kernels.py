@@ -1,6 +1,6 @@
 """What the work of a serving step is, by the names of its operators and kernels: the rows of the paper's Table X.
 
-An operator's name decides where it is known, since it says what the model asked for. Under CUDA graphs only kernels
+An operator's name decides where it is known, since the model chose that operator. Under CUDA graphs only kernels
 have names. torch.compile names a kernel after the operators that it fused: one that normalizes is RMSNorm whatever
 else it does (the residual added, values cast, the embedding looked up); one that cuts halves, multiplies and joins them
 again is RoPE, and so is one that multiplies between the product that makes queries and attention; any other is
@@ -112,7 +112,7 @@ def of_kernel(name: str) -> Kind:
 
 
 def of_operator(name: str) -> Kind | None:
-    """What an operator is whose name alone decides that; None: its parts or its kernels tell."""
+    """The kind of an operator whose name alone decides it; None where its parts or its kernels decide."""
     if TRANSPARENT.match(name):
         return None
     found = _first(_COMMUNICATION, name)

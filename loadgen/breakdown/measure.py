@@ -1,8 +1,8 @@
 """A breakdown of a server that is started with its profiler: load until it decodes steadily, some steps profiled, the
 trace read.
 
-Steady is what the client's own streams tell: every request has its first token and none has its last. The same number
-of steps is watched without the profiler first, so that what the profiler costs is known.
+The client's own streams show when decode is steady: every request has its first token and none has its last. The same
+number of steps is watched without the profiler first, so that the profiler's cost is known.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def load(config: Config) -> Config:
 
 
 def that_fit(config: Config, cache_tokens: int | None, wanted: int) -> Config:
-    """With replies that the KV cache holds to the end of all of them, where nobody said how long they are to be:
-    LightLLM lets in no request beyond that."""
+    """Where no --output-tokens is given: replies that the KV cache holds to the end of all of them. LightLLM admits no
+    request beyond that."""
     if cache_tokens is None or config.output_tokens != LONG_REPLY_TOKENS:
         return config
     room = int(CACHE_RATIO * cache_tokens) // (config.concurrency or 1) - config.input_tokens
@@ -114,7 +114,7 @@ def again(directory: Path) -> Breakdown:
     """The breakdown that lies in a run's directory, its trace taken apart once more where it is there. Raises RunError
     or TraceError."""
     kept, path = tables.read(directory), directory / TRACE_FILE
-    if kept.client_ms is None or not path.exists():  # it was modelled, or somebody needed the room
+    if kept.client_ms is None or not path.exists():  # it was modelled, or the trace was deleted
         return kept
     streams = rundir.read_manifest(directory).config.get("concurrency")
     in_flight = streams if isinstance(streams, int) else kept.batch
@@ -264,7 +264,7 @@ async def collect(traces: Path, kept: Path, timeout_s: float = TRACE_WAIT_S) -> 
     began = now_ns()
     while True:
         seen = {path: path.stat().st_size for path in traces.glob("*") if _TRACE_NAME.search(path.name)}
-        if seen and seen == sizes:  # nobody writes any more
+        if seen and seen == sizes:  # the files have stopped growing
             chosen = max(seen, key=lambda path: (bool(_FIRST_RANK.search(path.name)), seen[path]))
             try:
                 spans = await asyncio.to_thread(trace.read, chosen)

@@ -28,7 +28,7 @@ _NORM_REACH = 8  # operators before and after rsqrt that a norm written out in P
 
 
 class Activity(msgspec.Struct):
-    """One piece of work. operator: of the host, that asked for it; "" where that is not known."""
+    """One piece of work. operator: of the host, that launched it; "" where that is not known."""
 
     name: str
     start_s: float

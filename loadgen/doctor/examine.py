@@ -54,7 +54,7 @@ def render(checks: list[Check]) -> str:
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
-        lines.append(f"{_MARKS[check.state]}  {check.name:{width}}  {printable(check.said, 400)}")
+        lines.append(f"{_MARKS[check.state]}  {check.name:{width}}  {printable(check.seen, 400)}")
         if check.advice:
             lines.append(f"{'':{width + 6}}{printable(check.advice, 400)}")
     return "\n".join(lines)
@@ -82,15 +82,15 @@ def backends_table() -> str:
 
 def _refused(name: str, error: Exception) -> Check:
     """A problem that someone else found, as "what is wrong; what to do."."""
-    said, _, advice = str(error).rstrip(".").partition("; ")
-    return Check(name, "problem", said, advice)
+    seen, _, advice = str(error).rstrip(".").partition("; ")
+    return Check(name, "problem", seen, advice)
 
 
 # -- a server that would be started ------------------------------------------------------------------------------------
 
 
 def _open_checks(inventory: Inventory) -> Iterator[Check]:
-    """No run is named: Docker and GPUs are only told of, since the embedded server needs neither."""
+    """No run is named: Docker and GPUs are only listed, since the embedded server needs neither."""
     engine = guarded("Docker", lambda: _docker("warning"))
     yield engine
     yield guarded("GPUs", lambda: _gpus(inventory, inventory.gpus, "warning"))
@@ -147,8 +147,8 @@ def _docker(absent: State) -> Check:
     why = docker.problem()
     if why is None:
         return Check("Docker", "ok", "the engine answers")
-    said, _, advice = why.partition("; ")
-    return Check("Docker", absent, said, advice)
+    seen, _, advice = why.partition("; ")
+    return Check("Docker", absent, seen, advice)
 
 
 def _nvidia(absent: State) -> Check:
@@ -217,15 +217,15 @@ def _gpus(inventory: Inventory, chosen: tuple[Gpu, ...], absent: State, spare_ra
         for (name, memory), count in kinds.items()
     )
     used = f"{len(chosen)} of {len(inventory.gpus)}: " if len(chosen) < len(inventory.gpus) else ""
-    said = f"{used}{cards}, driver {inventory.driver or 'unknown'}, CUDA {inventory.cuda or 'unknown'}"
+    seen = f"{used}{cards}, driver {inventory.driver or 'unknown'}, CUDA {inventory.cuda or 'unknown'}"
     busy = [gpu for gpu in chosen if gpu.used_bytes and gpu.memory_bytes and
             gpu.used_bytes > spare_ratio * gpu.memory_bytes]  # fmt: skip
     if busy:
         who = ", ".join(f"GPU {gpu.index}: {(gpu.used_bytes or 0) / GIB:.1f} GiB" for gpu in busy)
-        return Check("GPUs", "warning", f"{said}; in use ({who})", "stop what uses them, or name others with --gpus")
+        return Check("GPUs", "warning", f"{seen}; in use ({who})", "stop what uses them, or name others with --gpus")
     if inventory.problem:
-        return Check("GPUs", "warning", f"{said}; {inventory.problem}", "see nvidia-smi and dmesg")
-    return Check("GPUs", "ok", said)
+        return Check("GPUs", "warning", f"{seen}; {inventory.problem}", "see nvidia-smi and dmesg")
+    return Check("GPUs", "ok", seen)
 
 
 def _p2p(decision: gpus.P2pDecision, inventory: Inventory, chosen: tuple[int, ...]) -> Check:
@@ -233,22 +233,22 @@ def _p2p(decision: gpus.P2pDecision, inventory: Inventory, chosen: tuple[int, ..
     places = [place for place, gpu in enumerate(inventory.gpus) if gpu.index in chosen]
     pairs = [{inventory.p2p[a][b], inventory.p2p[b][a]} for a, b in combinations(places, 2)]
     good = pairs.count({"ok"})
-    said = f"{'on' if decision.enabled else 'off'}: {decision.reason} ({good} of {len(pairs)} pairs report it)"
+    seen = f"{'on' if decision.enabled else 'off'}: {decision.reason} ({good} of {len(pairs)} pairs report it)"
     if decision.enabled and not gpus.decide_p2p("auto", inventory, chosen).enabled:
-        return Check("P2P", "warning", said, "if the server hangs or its output is wrong: --p2p auto")
-    return Check("P2P", "ok", said)
+        return Check("P2P", "warning", seen, "if the server hangs or its output is wrong: --p2p auto")
+    return Check("P2P", "ok", seen)
 
 
 def _shared_memory(tp: int) -> Check:
     size, _ = _space(Path("/dev/shm"))
     needed = tp * SHM_BYTES_PER_GPU
-    said = f"{size / GIB:.1f} GiB in all"
+    seen = f"{size / GIB:.1f} GiB in all"
     if size >= needed:
-        return Check("/dev/shm", "ok", said)
+        return Check("/dev/shm", "ok", seen)
     return Check(
         "/dev/shm",
         "warning",
-        f"{said}, and {tp} GPUs may want {needed / GIB:.0f}",
+        f"{seen}, and {tp} GPUs may want {needed / GIB:.0f}",
         f"sudo mount -o remount,size={max(16, needed // GIB)}G /dev/shm",
     )
 
@@ -276,10 +276,10 @@ def _model(config: Config, adapter: Adapter, model: Model) -> Check:
     if model.spec is None:
         return Check("model", "ok", f"{model.hf_id} will be downloaded, its size is not known here; {here}")
     needed = 2 * model.spec.parameters  # as the hub has them: 16 bit
-    said = f"{needed / 1e9:.0f} GB of {model.hf_id} will be downloaded, {here}"
+    seen = f"{needed / 1e9:.0f} GB of {model.hf_id} will be downloaded, {here}"
     if free < needed:
-        return Check("model", "problem", said, "make room, or set HF_HOME to a directory on a larger disk")
-    return Check("model", "ok", said)
+        return Check("model", "problem", seen, "make room, or set HF_HOME to a directory on a larger disk")
+    return Check("model", "ok", seen)
 
 
 def _token(model: Model) -> Check:
@@ -309,12 +309,12 @@ def _image(image: str) -> Check:
     if not root.exists():
         return Check("image", "ok", f"{image} will be pulled; Docker's disk ({root}) cannot be seen from here")
     _, free = _space(root)
-    said = f"{image} will be pulled, {free / 1e9:.0f} GB are free in {root}"
+    seen = f"{image} will be pulled, {free / 1e9:.0f} GB are free in {root}"
     if free < IMAGE_BYTES:
         return Check(
-            "image", "problem", f"{said}, and it may need {IMAGE_BYTES / 1e9:.0f}", "make room: docker system prune"
+            "image", "problem", f"{seen}, and it may need {IMAGE_BYTES / 1e9:.0f}", "make room: docker system prune"
         )
-    return Check("image", "ok", said)
+    return Check("image", "ok", seen)
 
 
 def _space(path: Path) -> tuple[int, int]:

@@ -27,11 +27,11 @@ CPUS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Check:
-    """`said`: a clause with what was found. `advice`: what to do; empty where nothing is to be done."""
+    """`seen`: a clause. `advice`: what to do, or empty."""
 
     name: str
     state: State
-    said: str
+    seen: str
     advice: str = ""
 
 
@@ -70,26 +70,26 @@ def _open_files(needed: int) -> Check:
 
 def _backlog(burst: int) -> Check:
     size = int(_text("/proc/sys/net/core/somaxconn"))
-    said = f"net.core.somaxconn is {size}"
+    seen = f"net.core.somaxconn is {size}"
     if size >= min(burst, ENOUGH_BACKLOG):
-        return Check("listen backlog", "ok", said)
+        return Check("listen backlog", "ok", seen)
     return Check(
         "listen backlog",
         "warning",
-        f"{said}, below a burst of {burst}: some connections would be dropped and tried again after a second",
+        f"{seen}, below a burst of {burst}: some connections would be dropped and tried again after a second",
         f"sudo sysctl -w net.core.somaxconn={ENOUGH_BACKLOG}",
     )
 
 
 def _ports(burst: int) -> Check:
     count = ephemeral_ports()
-    said = f"{count} for connections to one address"
+    seen = f"{count} for connections to one address"
     if count >= burst:
-        return Check("local ports", "ok", said)
+        return Check("local ports", "ok", seen)
     return Check(
         "local ports",
         "problem",
-        f"{said}, {burst} needed",
+        f"{seen}, {burst} needed",
         "sudo sysctl -w net.ipv4.ip_local_port_range='10240 65535', or lower the load",
     )
 
@@ -101,17 +101,17 @@ def _clock() -> Check:
         source = _text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     except OSError:
         source = ""
-    said = f"CLOCK_MONOTONIC tells {step_ns} ns apart" + (f", from {source}" if source else "")
+    seen = f"CLOCK_MONOTONIC tells {step_ns} ns apart" + (f", from {source}" if source else "")
     if not 0 < step_ns <= COARSE_CLOCK_NS:
-        return Check("clock", "warning", said, "measure from a machine with a finer clock")
+        return Check("clock", "warning", seen, "measure from a machine with a finer clock")
     if source and source not in STEADY_CLOCKS:
         return Check(
             "clock",
             "warning",
-            f"{said}: each look at it is a system call",
+            f"{seen}: each look at it is a system call",
             "see /sys/devices/system/clocksource/clocksource0/available_clocksource for tsc or kvm-clock",
         )
-    return Check("clock", "ok", said)
+    return Check("clock", "ok", seen)
 
 
 def _cores() -> Check:

@@ -1,4 +1,4 @@
-"""What is asked: prompts of exact length that share no prefix, fixed by the seed and the request's number.
+"""Prompts of exact length that share no prefix, fixed by the seed and the request's number.
 
 A prompt depends on nothing but (seed, phase, number), so any worker can draw any request and nothing has to be kept.
 Servers that take token ids get ids; for the others text is built from words. One word is one token for most

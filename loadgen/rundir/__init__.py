@@ -46,7 +46,7 @@ class Machine(msgspec.Struct, kw_only=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What was asked and of whom. Secrets never get here: the API key is named by its environment variable only."""
+    """What was measured on what. Secrets never get here: the API key is named by its environment variable only."""
 
     schema: str = MANIFEST_SCHEMA
     run_id: str

@@ -340,7 +340,7 @@ def read_header(directory: Path) -> Header:
 
 
 def read(directory: Path) -> tuple[Table, list[ClientFacts]]:
-    """The table of a run directory and what each client process said of itself (none for a killed one).
+    """The table of a run directory and each client process' facts about itself (none for a killed one).
 
     Reads `requests.jsonl` or, where workers were killed before they were merged, their `requests.*.jsonl`. A last
     line that a kill cut in two is left out; any other damage raises RecordsError.

@@ -29,7 +29,7 @@ RUN_TIMING = ("--jitter-ratio", "0.1")
 
 
 def model_name(config: Config) -> str:
-    """The catalog's name of the model to emulate. Raises ConfigError for one that nobody knows."""
+    """The catalog's name of the model to emulate. Raises ConfigError for an unknown one."""
     name = config.model or "7b"
     spec = catalog.find(name)
     if spec is not None:
@@ -101,19 +101,19 @@ async def serving(*options: str) -> AsyncIterator[Serving]:
         start_new_session=True, env=os.environ | child_env.environment(os.environ),
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
-    said: list[str] = []
+    lines_before: list[str] = []
     listening = False
 
-    async def hear(stderr: asyncio.StreamReader) -> None:
+    async def relay_errors(stderr: asyncio.StreamReader) -> None:
         async for line in stderr:
             text = line.decode(errors="replace").rstrip()
             if listening:
                 with contextlib.suppress(OSError):
                     print(text, file=sys.stderr)
             else:
-                said.append(text)
+                lines_before.append(text)
 
-    hearing = asyncio.ensure_future(hear(process.stderr))
+    relay = asyncio.ensure_future(relay_errors(process.stderr))
     try:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -122,10 +122,10 @@ async def serving(*options: str) -> AsyncIterator[Serving]:
             raise EmbeddedError(f"the embedded server did not listen within {START_TIMEOUT_S:g} s.") from None
         if not line:
             code = await process.wait()
-            await hearing
-            if code == REFUSED and said:
-                raise EmbeddedError(said[-1].removeprefix("error: "))
-            last = f": {said[-1]}" if said else "."
+            await relay
+            if code == REFUSED and lines_before:
+                raise EmbeddedError(lines_before[-1].removeprefix("error: "))
+            last = f": {lines_before[-1]}" if lines_before else "."
             raise EmbeddedError(f"the embedded server ended with exit code {code} before it listened{last}")
         listening = True
         yield msgspec.json.decode(line, type=Serving)
@@ -133,4 +133,4 @@ async def serving(*options: str) -> AsyncIterator[Serving]:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         await child_env.ended(process, STOP_TIMEOUT_S)
-        hearing.cancel()
+        relay.cancel()

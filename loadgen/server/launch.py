@@ -178,7 +178,7 @@ def _inherited_notes() -> list[str]:
 
 
 def _longest(config: Config, backend: Backend) -> int | None:
-    """Tokens of the run's longest prompt and its reply; None where the prompts do not tell theirs."""
+    """Tokens of the run's longest prompt and its reply; None where the prompts' lengths are unknown."""
     if config.dataset is None:
         return config.input_tokens + config.output_tokens
     return Dataset(config.dataset, config.output_tokens, backend.prompt_kind, config.warmup).longest_tokens()
@@ -186,7 +186,7 @@ def _longest(config: Config, backend: Backend) -> int | None:
 
 def _at_once(config: Config, plan: Plan) -> int:
     """Requests that the server may have at once, running or waiting: all of an open loop if it is slow. Not fewer than
-    a usual burst, for whoever measures it with other options (compose)."""
+    a usual burst: a compose file's server may be measured with other options."""
     most = config.concurrency or plan.requests_planned or 0
     return max(most, config.warmup, DEFAULT_REQUESTS)
 
@@ -362,7 +362,7 @@ def write_files(launch: Launch) -> None:
 
 
 def _installed(name: str, adapter: Adapter, python: str) -> tuple[int, ...] | None:
-    """The installed server's version, as far as it tells. Raises LaunchError when it is not installed."""
+    """The installed server's version, None where it is unknown. Raises LaunchError when it is not installed."""
     program = adapter.process_command[0]
     try:
         found = installed(adapter, python)

@@ -64,7 +64,7 @@ class ManagedServer:
             await asyncio.sleep(POLL_S)
 
     async def trouble(self) -> str | None:
-        """What its log tells of a failure, as one sentence, while it runs; None: nothing that is known."""
+        """The failure that the log of a running server shows, as one sentence; None where no known one is in it."""
         log = await asyncio.to_thread(self.running.log_tail, WHOLE_LOG_LINES)
         found = explain(log, self.launch.adapter.failures)
         return f"{self.launch.backend.name} still runs, but its log tells: {found[0]}; {found[1]}." if found else None
@@ -95,7 +95,7 @@ async def managed(launch: Launch, ready_timeout_s: float, say: Say) -> AsyncIter
         stopping = asyncio.ensure_future(asyncio.to_thread(running.stop))
         try:
             say(f"stopping {launch.backend.name}")
-        finally:  # whoever listened may be gone
+        finally:  # say may fail: its terminal may be gone
             cancelled_again = await _over(stopping)
         stopping.result()
         if cancelled_again:

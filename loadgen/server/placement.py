@@ -72,21 +72,21 @@ def gpu_pool(config: Config, inventory: gpus.Inventory, notes: list[str]) -> tup
 
 def tensor_parallel(config: Config, model: Model, length: int, pool: tuple[gpus.Gpu, ...], notes: list[str]) -> int:
     """How many GPUs share the model. Raises ConfigError when they are too few or cannot hold it."""
-    asked = None if config.tp is None else len(pool) if config.tp == "all" else int(config.tp)
+    tp_named = None if config.tp is None else len(pool) if config.tp == "all" else int(config.tp)
     if not pool:
-        return asked or 1
-    if asked is not None and asked > len(pool):
-        raise ConfigError(f"--tp {asked} needs {asked} GPUs and there {_are(len(pool))} to use; lower it.")
+        return tp_named or 1
+    if tp_named is not None and tp_named > len(pool):
+        raise ConfigError(f"--tp {tp_named} needs {tp_named} GPUs and there {_are(len(pool))} to use; lower it.")
     spec = model.spec
     if spec is None:
         notes.append(f"the size of {model.name} is not known here: whether it fits will show when it starts.")
-        return asked or 1
+        return tp_named or 1
     memories = [gpu.memory_bytes for gpu in pool if gpu.memory_bytes is not None]
     if not memories:
-        return asked or 1
+        return tp_named or 1
     usable = min(memories) * config.memory_ratio
     fits = spec.smallest_tp(config.dtype, length, usable, at_most=len(pool))
-    tp = asked or fits
+    tp = tp_named or fits
     if tp is not None and not spec.tensor_parallel(tp):
         raise ConfigError(f"{model.name} has {spec.heads} attention heads, which --tp {tp} does not divide.")
     if tp is not None and spec.serving_bytes(config.dtype, tp, length) <= usable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -116,3 +117,5 @@ def test_quick_benchmark_measures_us_and_the_floor(tmp_path: Path) -> None:
     lines = out.read_text().splitlines()
     rows = [line for line in lines if line.startswith(("| **loadgen**", "| C epoll"))]
     assert len(rows) == 4 and not any("not measured" in row for row in rows), rows
+    raw = json.loads(out.with_suffix(".json").read_text())
+    assert set(raw["rounds"]["quick"][0]) == {"floor", "loadgen"} and raw["rounds"]["quick"][0]["floor"]["cpu_us"] > 0

@@ -84,21 +84,21 @@ def test_a_good_machine() -> None:
         "Docker", "GPUs in Docker", "GPUs", "P2P", "plan", "/dev/shm", "model", "HF token", "image",
         "open files", "listen backlog", "local ports", "clock", "cores", "CPU governor",
     ]  # fmt: skip
-    assert found["GPUs"].said == "2 of 8: 2 x NVIDIA A800-SXM4-80GB (80 GiB), driver 580.1, CUDA unknown"
-    assert found["P2P"].said == "on: every pair reports P2P over NVLink (1 of 1 pairs report it)"
-    assert "tensor parallel 2, GPUs 0, 1" in found["plan"].said
-    assert "138 GB of meta-llama/Llama-2-70b-hf will be downloaded" in found["model"].said
-    assert found["open files"].said == "1048576 allowed, 1064 needed"
+    assert found["GPUs"].seen == "2 of 8: 2 x NVIDIA A800-SXM4-80GB (80 GiB), driver 580.1, CUDA unknown"
+    assert found["P2P"].seen == "on: every pair reports P2P over NVLink (1 of 1 pairs report it)"
+    assert "tensor parallel 2, GPUs 0, 1" in found["plan"].seen
+    assert "138 GB of meta-llama/Llama-2-70b-hf will be downloaded" in found["model"].seen
+    assert found["open files"].seen == "1048576 allowed, 1064 needed"
 
 
 def test_p2p_is_of_the_gpus_that_would_be_used() -> None:
     check = by_name(VLLM_70B, RTX4090)["P2P"]
-    assert check.state == "ok" and check.said.startswith("off: NVML says") and "(0 of 28 pairs" in check.said
+    assert check.state == "ok" and check.seen.startswith("off: NVML says") and "(0 of 28 pairs" in check.seen
     forced = by_name(Config(backend="vllm", model="13b", p2p="on", tp="2"), RTX4090)["P2P"]
-    assert forced.state == "warning" and "although" in forced.said and "(0 of 1 pairs" in forced.said
+    assert forced.state == "warning" and "although" in forced.seen and "(0 of 1 pairs" in forced.seen
     old = machine(2, "NVIDIA GeForce RTX 4090", 24, driver="545.29.06")  # it reports what it does not have
     forced = by_name(Config(backend="vllm", model="13b", p2p="on", tp="2"), old)["P2P"]
-    assert forced.state == "warning" and "misreport" in forced.said and "(1 of 1 pairs" in forced.said
+    assert forced.state == "warning" and "misreport" in forced.seen and "(1 of 1 pairs" in forced.seen
     assert by_name(Config(backend="vllm", model="13b", tp="2"), old)["P2P"].state == "ok"
     assert "P2P" not in by_name(Config(model="7b", gpus="0"))
 
@@ -107,19 +107,19 @@ def test_no_gpu_is_a_problem_for_a_launch_only() -> None:
     assert not_ok(VLLM_70B, NOTHING) == {"GPUs": "problem", "plan": "warning"}
     assert not_ok(Config(), NOTHING) == {"GPUs": "warning"}
     assert not_ok(Config(model="7b", gpus="none"), NOTHING) == {}
-    assert "no NVIDIA driver" in by_name(VLLM_70B, NOTHING)["GPUs"].said
+    assert "no NVIDIA driver" in by_name(VLLM_70B, NOTHING)["GPUs"].seen
 
 
 def test_gpus_that_are_in_use_or_hidden_or_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = tuple(msgspec.structs.replace(gpu, used_bytes=30 * GIB * (gpu.index == 1)) for gpu in A800.gpus)
     inventory = msgspec.structs.replace(A800, gpus=busy)
-    assert "in use (GPU 1: 30.0 GiB)" in by_name(VLLM_70B, inventory)["GPUs"].said
+    assert "in use (GPU 1: 30.0 GiB)" in by_name(VLLM_70B, inventory)["GPUs"].seen
     assert not_ok(Config(model="70b", gpus="2,3"), inventory) == {}
     assert not_ok(Config(model="70b", memory_ratio=0.5), inventory) == {}  # there is room for both
     lost = msgspec.structs.replace(A800, problem="GPU 8 cannot be used: lost")
     assert by_name(VLLM_70B, lost)["GPUs"].state == "warning"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert by_name(VLLM_70B)["GPUs"].said == "8 here, all of them hidden"
+    assert by_name(VLLM_70B)["GPUs"].seen == "8 here, all of them hidden"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_gpus_that_are_in_use_or_hidden_or_missing(monkeypatch: pytest.MonkeyPat
 def test_the_plan_is_what_a_run_would_say(config: Config, inventory: Inventory, said: str, advice: str) -> None:
     check = by_name(config, inventory)["plan"]
     assert (check.state == "problem") == bool(said)
-    assert said in check.said and advice in check.advice
+    assert said in check.seen and advice in check.advice
 
 
 def test_docker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_image_and_room_for_it(
 ) -> None:
     good_machine[tmp_path] = (10**12, 19 * 10**9)
     check = by_name(VLLM_70B)["image"]
-    assert check.state == "problem" and "19 GB are free" in check.said and "docker system prune" in check.advice
+    assert check.state == "problem" and "19 GB are free" in check.seen and "docker system prune" in check.advice
     monkeypatch.setitem(sys.modules, "docker", FakeDocker(("mine:1",), tmp_path))
     assert by_name(Config(model="7b", image="mine:1"))["image"] == Check("image", "ok", "mine:1 is here")
 
@@ -171,7 +171,7 @@ def test_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, good_machine: di
     assert "HF token" not in by_name(Config(model="mixtral-8x7b"))
     cached(tmp_path)
     found = by_name(Config(backend="lightllm", model="7b"))
-    assert "HF token" not in found and str(tmp_path) in found["model"].said
+    assert "HF token" not in found and str(tmp_path) in found["model"].seen
 
 
 def test_shared_memory(good_machine: dict[Path, tuple[int, int]]) -> None:
@@ -201,7 +201,7 @@ def test_enough_backlog_is_enough_for_any_burst() -> None:
 
 def test_unlimited_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, resource.RLIM_INFINITY))
-    assert by_name(Config())["open files"].said == "unlimited, 1064 needed"
+    assert by_name(Config())["open files"].seen == "unlimited, 1064 needed"
 
 
 def test_clock_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_clock_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_machine, "this_machine", lambda: SimpleNamespace(cpu_count=1))
     assert not_ok(Config()) == {"clock": "warning", "cores": "warning"}
     monkeypatch.setattr(own_machine.time, "monotonic_ns", iter(range(0, 10**10, 10**6)).__next__)
-    assert by_name(Config())["clock"].said.startswith("CLOCK_MONOTONIC tells 1000000 ns apart")
+    assert by_name(Config())["clock"].seen.startswith("CLOCK_MONOTONIC tells 1000000 ns apart")
 
 
 def test_governor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -234,10 +234,10 @@ def test_an_installed_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     has_it = dataclasses.replace(config, server_python=str(python))
     assert by_name(has_it)["server"] == Check("server", "ok", "vllm is installed")
     absent = Config(backend="vllm", model="7b", launch="process", server_python="/no/such/python")
-    assert "cannot be run" in by_name(absent)["server"].said
+    assert "cannot be run" in by_name(absent)["server"].seen
     tgi = Config(backend="tgi", model="7b", launch="process")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "text-generation-launcher is not on the PATH" in by_name(tgi)["server"].said
+    assert "text-generation-launcher is not on the PATH" in by_name(tgi)["server"].seen
     (tmp_path / "text-generation-launcher").touch(mode=0o755)
     assert by_name(tgi)["server"].state == "ok"
 

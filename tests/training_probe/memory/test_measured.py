@@ -113,21 +113,26 @@ def test_adapters_whose_model_comes_from_the_host(method: str, measured_gb: floa
     assert peak_gb(method) == pytest.approx(measured_gb, rel=tolerance)
 
 
+BIG_HEAD: dict[str, Any] = {"vocab_size": 200_000, "layers": 12}  # the head is larger than a bucket
+
+
 @pytest.mark.parametrize(
-    ("engine", "method", "shape", "more", "measured_gb"),
+    ("engine", "method", "shape", "more", "measured_gb", "tolerance"),
     [
-        ("deepspeed", "Z2", {}, {"grad_accum": 4, "micro_batch": 24}, 63.934),
-        ("deepspeed", "Z2+O", {"vocab_size": 200_000, "layers": 12}, {}, 11.963),  # a head larger than a bucket
-        ("ddp", "Naive", {"tied": True}, {}, 15.229),
+        ("deepspeed", "Z2", {}, {"grad_accum": 4, "micro_batch": 24}, 63.934, 0.003),
+        ("deepspeed", "Z2+O", BIG_HEAD, {}, 11.963, 0.003),
+        ("ddp", "Naive", {"tied": True}, {}, 15.229, 0.003),
+        ("deepspeed", "Z2+O", {"tied": True}, {}, 7.228, 0.04),
+        ("deepspeed", "Z3+O", BIG_HEAD, {}, 6.580, 0.11),
     ],
 )
 def test_shapes_of_two_billion_on_one_h200(
-    engine: Any, method: str, shape: dict[str, Any], more: dict[str, Any], measured_gb: float
+    engine: Any, method: str, shape: dict[str, Any], more: dict[str, Any], measured_gb: float, tolerance: float
 ) -> None:
-    """Predicted before they ran."""
+    """Predicted before they ran. The last two are misses, 3.9 % and 10.8 % above what was measured."""
     spec = replace(SMALL, **shape)
     peak_bytes = predict(cell(method, model="small", engine=engine, **more), spec).peak_bytes
-    assert peak_bytes / GIB == pytest.approx(measured_gb, rel=0.003)
+    assert peak_bytes / GIB == pytest.approx(measured_gb, rel=tolerance)
 
 
 def test_what_ran_out_on_one_h200_was_predicted_to_need_all_of_it() -> None:
