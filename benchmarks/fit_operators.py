@@ -12,13 +12,15 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
 
-from servers.calibrate.least_squares import Floats, fit
-
+Floats = npt.NDArray[np.float64]
 Rows = dict[str, list[tuple[dict[str, str], float]]]
 
 
@@ -55,6 +57,12 @@ def link(reduced: list[tuple[dict[str, str], float]], p2p: str) -> dict[str, Any
     return among(max(counts)) | pair if counts else {}
 
 
+def fit(predicted: Callable[[Floats], Floats], measured: Floats, start: tuple[float, ...]) -> Floats:
+    """The positive parameters of `predicted` with the least squares of the logarithm of its ratio to `measured`."""
+    result = least_squares(lambda x: np.log(predicted(np.exp(x)) / measured), np.log(start), loss="soft_l1")
+    return np.exp(result.x)
+
+
 def fitted(rows: Rows, flops: float, bandwidth: float, elementwise: float) -> dict[str, Any]:
     """The fitted part of the entry. flops, bandwidth: of the data sheet, in a microsecond."""
     t, n, k, gemm_us = columns(rows["gemm"], "t", "n", "k")
@@ -64,26 +72,26 @@ def fitted(rows: Rows, flops: float, bandwidth: float, elementwise: float) -> di
         most = np.maximum(a, b)
         return most * (1 + (np.minimum(a, b) / most) ** x[2]) ** (1 / x[2]) + x[3]
 
-    g, _ = fit(lambda x: np.log(gemm(x) / gemm_us), (0.75, 0.9, 2.0, 4.0))
+    g = fit(gemm, gemm_us, (0.75, 0.9, 2.0, 4.0))
 
     b, c, heads, kv, decode_us = columns(rows["decode"], "b", "c", "h", "kv")
 
     def decode(x: Floats) -> Floats:
         return 512 * b * c * kv / (x[0] * bandwidth) + x[1] + x[2] * 1e-3 * b * heads
 
-    d, _ = fit(lambda x: np.log(decode(x) / decode_us), (0.8, 10.0, 1.0))
+    d = fit(decode, decode_us, (0.8, 10.0, 1.0))
 
     pb, q, ph, prefill_us = columns(rows["prefill"], "b", "q", "h")
 
     def prefill(x: Floats) -> Floats:
         return d[1] + 256 * ph * pb * q * q / (x[0] * flops) + x[1] * 1e-3 * pb * q * ph
 
-    p, _ = fit(lambda x: np.log(prefill(x) / prefill_us), (0.6, 0.3))
+    p = fit(prefill, prefill_us, (0.6, 0.3))
 
     mb, mp, mh, mkv, mixed_us = columns(rows["mixed"], "b", "p", "h", "kv")
     alone = 512 * mb * 600 * mkv / (d[0] * bandwidth) + d[2] * 1e-3 * mb * mh
     prompts = d[1] + 256 * mh * mp * 512 * 512 / (p[0] * flops) + p[1] * 1e-3 * mp * 512 * mh
-    m, _ = fit(lambda x: np.log((x[0] * alone + prompts) / mixed_us), (1.2,))
+    m = fit(lambda x: x[0] * alone + prompts, mixed_us, (1.2,))
 
     _, norm_us = columns(rows["norm"], "h")
     small = float(np.median(norm_us[np.array([float(s["t"]) for s, _ in rows["norm"]]) <= 16]))

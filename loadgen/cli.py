@@ -261,10 +261,8 @@ def export(
         raise rundir.RunError(
             f"there is no directory {runs_directory}; name the one that runs are written to with --runs."
         )
-    exporter = Exporter(runs_directory, keep_days * 86400)
-    exporter.page(open_metrics=True)  # what is there already is read now, so that the first scrape is as fast as any
     host = host.removeprefix("[").removesuffix("]")  # as a URL has it
-    with serve(exporter, host, port) as server:
+    with serve(Exporter(runs_directory, keep_days * 86400), host, port) as server:
         say(f"metrics of the runs in {runs_directory}/: http://{address(host, server.server_port)}/metrics")
         server.serve_forever()
     return EXIT_OK

@@ -28,8 +28,8 @@ from loadgen.client.limits import make_room
 from loadgen.client.workers import run_in_workers
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import on_stop
-from loadgen.monitor.sampler import Sampling, sampling
-from loadgen.monitor.snapshots import Live, Watch, watching
+from loadgen.monitor.messages import Live, MetricsSource
+from loadgen.monitor.sidecar import Monitor, sidecar
 from loadgen.plan import Plan, plan_run, worker_count
 from loadgen.probe import ServerError, fit_text, identify
 from loadgen.rundir import Ceiling, Manifest, records
@@ -87,13 +87,12 @@ class Run:
         """All of it: starts the server where there is none, sends the load, and leaves the records."""
         with stoppable():
             async with contextlib.AsyncExitStack() as stack:
-                snapshots = await stack.enter_async_context(watching(self.config.metrics_port))
-                sampler = await stack.enter_async_context(sampling()) if self.config.server_metrics else None
+                monitor = await stack.enter_async_context(sidecar(self.config.metrics_port, self.config.server_metrics))
                 served = await stack.enter_async_context(self.served())
                 plan = await self.plan(served)
                 ceiling = await self.ceiling(plan)
                 manifest = self.write_manifest(plan, served, ceiling)
-                await self._send(plan, served, sampler, snapshots, progress)
+                await self._send(plan, served, monitor, progress)
                 if served.managed is not None:
                     await self._inspect(served.managed, manifest)
 
@@ -185,29 +184,25 @@ class Run:
         rundir.write_manifest(self.directory, manifest)
         return manifest
 
-    async def _send(
-        self, plan: Plan, served: Served, sampler: Sampling | None, snapshots: Watch, progress: Progress
-    ) -> None:
+    async def _send(self, plan: Plan, served: Served, monitor: Monitor, progress: Progress) -> None:
         """Sends the load and leaves the records, watched from beside."""
-        if sampler is not None:
-            cards = await asyncio.to_thread(served.gpu_indices, self.config)
-            target = served.target
-            await sampler.begin(
-                target.url, target.token, self.backend.server_metrics, self.run_id, self.directory, cards
+        if self.config.server_metrics:
+            source = MetricsSource(
+                url=served.target.url, token=served.target.token, series=dict(self.backend.server_metrics)
             )
-        snapshots.begin(self.directory)
-        warm = sampler.sample if sampler is not None else None
-        workers = worker_count(self.config, plan)
-        watched = _both(progress, snapshots)
-        if workers == 1:
-            await run_here(plan, self.directory, watched, warm)
+            gpu_indices = await asyncio.to_thread(served.gpu_indices, self.config)
+            await monitor.begin(self.directory, self.run_id, source, gpu_indices)
         else:
-            await run_in_workers(plan, workers, self.directory, watched, warm)
-        if sampler is not None:
-            await sampler.end()
-        await snapshots.end()  # a server that loadgen started may take long to end: the run is over now
-        if snapshots.trouble:
-            self.say(f"note: {snapshots.trouble}")
+            await monitor.begin(self.directory, self.run_id)
+        workers = worker_count(self.config, plan)
+        watched = _both(progress, monitor)
+        if workers == 1:
+            await run_here(plan, self.directory, watched, monitor.sample)
+        else:
+            await run_in_workers(plan, workers, self.directory, watched, monitor.sample)
+        await monitor.end()  # a server that loadgen started may take long to end: the run is over now
+        if monitor.trouble:
+            self.say(f"note: {monitor.trouble}")
 
     async def _inspect(self, server: ManagedServer, manifest: Manifest) -> None:
         """How the server took the load: its death goes into the manifest. One that failed requests gets time to die."""
@@ -274,8 +269,8 @@ def dry_run(config: Config, directory: Path, run_id: str) -> str:
     return "\n".join(parts)
 
 
-def _both(progress: Progress, snapshots: Watch) -> Progress:
-    """Progress for the person who watches, and for the snapshots what only the clients know."""
+def _both(progress: Progress, monitor: Monitor) -> Progress:
+    """Progress for the person who watches, and for the sidecar what only the clients know."""
 
     def both(clients: list[Snapshot]) -> None:
         progress(clients)
@@ -283,7 +278,7 @@ def _both(progress: Progress, snapshots: Watch) -> Progress:
             plans = [client.planned for client in clients]
             planned = None if None in plans else sum(plan or 0 for plan in plans)
             in_flight, events = (sum(getattr(client, key) for client in clients) for key in ("in_flight", "events"))
-            snapshots.tell(Live(planned, in_flight, len(clients), events))
+            monitor.progress(Live(planned, in_flight, len(clients), events))
 
     return both
 

@@ -19,6 +19,7 @@ import msgspec
 from cyclopts import App, CycloptsError, Parameter
 
 from loadgen.option_types import Whole
+from loadgen.rundir.emulation import Emulation
 from servers.dialects.lightllm import LightLLM
 from servers.dialects.openai import OpenAI
 from servers.dialects.tgi import TGI
@@ -41,6 +42,15 @@ DIALECTS: dict[DialectName, Callable[[Settings], Dialect]] = {
 }
 EXIT_BAD_OPTION = 2
 EXIT_NOT_LISTENING = 3
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """The line on stdout once it listens. emulation: of modelled hardware; None where times are fixed."""
+
+    url: str
+    dialect: str
+    emulated: bool = True
+    emulation: Emulation | None
 
 
 def serve(
@@ -102,7 +112,7 @@ def serve(
     problem = _problem(port, max_model_len, ttft_ms, itl_ms, jitter_ratio)
     if problem:
         _fail(EXIT_BAD_OPTION, problem)
-    parsed = _faults(fault, dialect)
+    parsed = _faults(fault, dialect, seed)
     api_key = _api_key(api_key_env)
     stamps_file = _stamps(stamps)
     _raise_file_limit()
@@ -112,10 +122,10 @@ def serve(
         timing = _simulated(dialect, model, max_model_len, hardware, parsed)
     elif hardware is not None and (given := hardware.given()):
         _fail(EXIT_BAD_OPTION, f"--{given[0]} is for modelled hardware; name the GPU to model with --gpu.")
-    elif needing := [fault.kind for fault in parsed if fault.kind in faults.MODELLED]:
+    elif needing := parsed.modelled():
         _fail(EXIT_BAD_OPTION, f"fault {needing[0]} needs modelled hardware; name it, such as --gpu h200.")
     try:
-        server = Server(wire, timing, host, port, parsed, stamps_file, api_key, seed)
+        server = Server(wire, timing, host, port, parsed, stamps_file, api_key)
     except (OSError, UnicodeError) as error:  # the latter: no name of a host can be so long
         why = error.strerror if isinstance(error, OSError) else "no such name"
         message = f"cannot listen on {host} port {port}: {why}; choose another --port or --host."
@@ -124,15 +134,16 @@ def serve(
 
 
 def _simulated(
-    dialect: str, model: str, max_model_len: int, hardware: Hardware, parsed: tuple[faults.Fault, ...]
+    dialect: str, model: str, max_model_len: int, hardware: Hardware, parsed: faults.Faults
 ) -> SimulatedTiming:
     try:
         emulated = emulate(hardware.setup(dialect, model, max_model_len))
-        kv_share = faults.amount(parsed, "kv_exhaustion", 1.0)
-        emulated = emulated.degraded(kv_share, faults.amount(parsed, "slow_rank", 1.0))
-        for note in emulated.facts["notes"]:
+        emulated = emulated.degraded(parsed.amount("kv_exhaustion", 1.0), parsed.amount("slow_rank", 1.0))
+        for note in emulated.facts.notes:
             print(f"note: {note}", file=sys.stderr)
-        emulated = msgspec.structs.replace(emulated, facts=emulated.facts | {"speed": hardware.speed})
+        emulated = msgspec.structs.replace(
+            emulated, facts=msgspec.structs.replace(emulated.facts, speed=hardware.speed)
+        )
         return SimulatedTiming(emulated, hardware.speed)
     except (EmulationError, HardwareError) as error:
         _fail(EXIT_BAD_OPTION, str(error))
@@ -157,7 +168,7 @@ def _run(server: Server, exit_with_stdin: bool) -> None:
             server.stop_at_end_of(sys.stdin.fileno())
         except (OSError, ValueError):
             _fail(EXIT_BAD_OPTION, "--exit-with-stdin needs a pipe or a terminal as standard input.")
-    ready = {"url": server.url, "dialect": server.dialect.name, "emulated": True, "emulation": server.emulation}
+    ready = Ready(url=server.url, dialect=server.dialect.name, emulation=server.emulation)
     print(msgspec.json.encode(ready).decode(), flush=True)
     # Nothing here makes cycles while it serves, and a collection would make every stream late.
     gc.collect()
@@ -166,9 +177,9 @@ def _run(server: Server, exit_with_stdin: bool) -> None:
     server.run()
 
 
-def _faults(texts: Sequence[str], dialect: str) -> tuple[faults.Fault, ...]:
+def _faults(texts: Sequence[str], dialect: str, seed: int) -> faults.Faults:
     try:
-        return faults.read(texts, dialect)
+        return faults.read(texts, dialect, seed)
     except ValueError as error:
         _fail(EXIT_BAD_OPTION, str(error))
 

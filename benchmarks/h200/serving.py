@@ -23,13 +23,13 @@ from matplotlib.figure import Figure
 from loadgen.report import figures
 from loadgen.report.metrics import Sample
 from servers.calibrate.command import judged
-from servers.calibrate.runs import Observed, read
+from servers.calibrate.runs import Observed, RunFacts, read
 from servers.simulator.build import profiles, read_profile
 
 Floats = npt.NDArray[np.float64]
 HERE = Path(__file__).parent / "serving"
 SCHEDULER = "vllm@v1"
-SAID = {"gpu": "h200", "kv_tokens": 230032}  # of the server that the runs by --url were attached to
+ATTACHED = RunFacts(gpu="h200", kv_tokens=230032)  # of the server that the runs by --url were attached to
 RUNS = (
     "7b_burst_o64", "7b_burst_o256", "7b_burst_o512", "7b_poisson16_o128", "7b_poisson32_o128", "7b_poisson40_o128",
     "13b_burst_o64", "13b_burst_o256", "13b_burst_o512",
@@ -110,7 +110,7 @@ def table_of_clients() -> None:
     ttft, e2el = (np.array(bench[key]) * 1e3 for key in ("ttfts", "e2els"))
     (length,) = bench["output_lens"]
     theirs = {"ttft": ttft, "tpot": (e2el - ttft) / (length - 1), "e2el": e2el}
-    ours = [read(HERE / name, SAID) for name in SAME_SERVER]
+    ours = [read(HERE / name, ATTACHED) for name in SAME_SERVER]
     rows = {"output tok/s": [*(tokens_per_s(run) for run in ours), bench["output_throughput"]]}
     for name, values in theirs.items():
         for percent in (math.nan, 50, 90, 95, 99):
@@ -139,9 +139,9 @@ def table_of_predictions(runs: dict[str, Observed]) -> None:
 
 
 def main() -> None:
-    runs = {name: read(HERE / name, SAID) for name in RUNS}
-    split = {name: read(HERE / name, {"gpu": "h200"}) for name in SPLIT}
-    lightllm = {labelled(name): read(HERE / name, {"gpu": "h200"}) for name in LIGHTLLM}
+    runs = {name: read(HERE / name, ATTACHED) for name in RUNS}
+    split = {name: read(HERE / name, RunFacts(gpu="h200")) for name in SPLIT}
+    lightllm = {labelled(name): read(HERE / name, RunFacts(gpu="h200")) for name in LIGHTLLM}
     bursts = {labelled(name): run for name, run in runs.items() if "burst" in name}
     rates = {f"vLLM, 7B, Poisson {rate}/s": runs[f"7b_poisson{rate}_o128"] for rate in (16, 32, 40)}
     draw("cdf_bursts.png", "One H200, 1000 prompts of 512 tokens at once", bursts)

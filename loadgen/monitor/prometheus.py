@@ -46,17 +46,17 @@ class Series:
         # or everything when there are none of them, to see whether this is Prometheus' format at all.
         lines = text.split("\n")
         ours = [line for line in lines if re.split(r"[{\s]", line, maxsplit=1)[0] in self._wanted]
-        found: dict[str, list[float]] = {}
+        shown: dict[str, list[float]] = {}
         try:
             for family in text_string_to_metric_families("\n".join(ours or lines) + "\n"):
                 for sample in family.samples:
                     if math.isfinite(sample.value):  # a mean of nothing is NaN in some servers
-                        found.setdefault(sample.name, []).append(float(sample.value))
+                        shown.setdefault(sample.name, []).append(float(sample.value))
         except (ValueError, IndexError, KeyError, OverflowError):
             raise Unreadable("the answer to GET /metrics is not Prometheus' text format") from None
         values = {}
         for neutral, names in self._spellings.items():
-            numbers = next((found[name] for name in names if name in found), None)
+            numbers = next((shown[name] for name in names if name in shown), None)
             if numbers is not None:
                 values[neutral] = sum(numbers) / (len(numbers) if neutral.endswith("_ratio") else 1)
         return {neutral: value for neutral, value in values.items() if math.isfinite(value)}

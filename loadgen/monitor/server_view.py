@@ -1,7 +1,7 @@
 """The server's own view of a run: `server.jsonl`, and what it says of the time between the first request and the last.
 
 Written by `loadgen.monitor.sampler` while the run lasts: a header, then one sample a line, of the server's `/metrics`
-and of its GPUs. Reading never fails: what is damaged or missing is said in the view, because a run is no worse for it.
+and of its GPUs. Reading never fails: the view names what is damaged or missing, because a run is no worse for it.
 Times are the machine's monotonic clock in nanoseconds, so samples lie beside the records' t = 0.
 """
 
@@ -33,7 +33,7 @@ class Header(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
-class Sample(msgspec.Struct, kw_only=True):
+class ServerSample(msgspec.Struct, kw_only=True):
     """One line: asked for at `at_ns`, all there `took_ms` later. A metric that the server does not show is missing."""
 
     at_ns: int
@@ -51,7 +51,7 @@ class Sample(msgspec.Struct, kw_only=True):
         return self.error is None or bool(self.metrics)
 
 
-class Server(msgspec.Struct, kw_only=True):
+class ServerStats(msgspec.Struct, kw_only=True):
     """What the server counted; None where it has no such series. Largest values are those of samples, a second apart.
 
     covered: there is a good sample before the first request and one after the last reply; else counts are of less than
@@ -78,19 +78,19 @@ class Server(msgspec.Struct, kw_only=True):
     e2el_mean_ms: float | None = None
 
 
-class Gpu(msgspec.Struct, kw_only=True):
+class GpuPeak(msgspec.Struct, kw_only=True):
     index: int
     name: str
     memory_peak_bytes: int | None
 
 
-class Gpus(msgspec.Struct, kw_only=True):
+class GpuStats(msgspec.Struct, kw_only=True):
     """The GPUs together: the peak is of their sum at one time, power and energy are sums, of the run alone.
 
     energy_from: "counter" is the GPUs' own energy counters, "power" the trapezoids under their power samples.
     """
 
-    each: list[Gpu]
+    each: list[GpuPeak]
     memory_peak_bytes: int | None
     power_mean_w: float | None
     energy_j: float | None
@@ -98,33 +98,32 @@ class Gpus(msgspec.Struct, kw_only=True):
 
 
 class ServerView(msgspec.Struct, kw_only=True):
-    server: Server | None = None
-    gpus: Gpus | None = None
+    server: ServerStats | None = None
+    gpus: GpuStats | None = None
 
 
 def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | None:
     """What `server.jsonl` says of the run whose schedule began at `t0_ns` and whose last reply ended at `end_ns`.
 
-    It covers the samples from the last good one before t = 0, which is asked for between warm-up and load, to the first
-    good one after the end; what they hold more than the run is taken away of energy alone. None when nothing was
-    sampled.
+    It covers the samples from the last good one before t = 0, which is taken between warm-up and load, to the first
+    good one after the end. Only energy is corrected for time outside the run. None when nothing was sampled.
     """
     try:
         lines = (directory / FILE).read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return None
     except OSError as error:
-        return ServerView(server=Server(problem=f"{FILE} cannot be read: {error.strerror or error}"))
+        return ServerView(server=ServerStats(problem=f"{FILE} cannot be read: {error.strerror or error}"))
     header, samples, problem = _decode(lines, run_id)
     if header is None:
-        return ServerView(server=Server(problem=problem))
+        return ServerView(server=ServerStats(problem=problem))
     problem = problem or header.error
     before = [at for at, sample in enumerate(samples) if sample.good and sample.end_ns <= t0_ns]
     after = [at for at, sample in enumerate(samples) if sample.good and sample.at_ns >= end_ns]
     window = samples[before[-1] if before else 0 : after[0] + 1 if after else len(samples)]
     view = ServerView(gpus=_gpus(header, window, t0_ns, end_ns))
     if not header.series:
-        view.server = Server(problem=problem) if problem else None
+        view.server = ServerStats(problem=problem) if problem else None
         return view
     view.server = _server(window)
     view.server.covered = bool(before and after)
@@ -134,9 +133,9 @@ def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | 
     return view
 
 
-def _decode(lines: Sequence[bytes], run_id: str) -> tuple[Header | None, list[Sample], str | None]:
+def _decode(lines: Sequence[bytes], run_id: str) -> tuple[Header | None, list[ServerSample], str | None]:
     """Header and samples as far as they can be read, and what is wrong. A last line cut in two is left out."""
-    samples: list[Sample] = []
+    samples: list[ServerSample] = []
     try:
         header = msgspec.json.decode(lines[0] if lines else b"", type=Header)
     except UNDECODABLE:
@@ -145,7 +144,7 @@ def _decode(lines: Sequence[bytes], run_id: str) -> tuple[Header | None, list[Sa
         return None, samples, f"{FILE} has another schema than {SCHEMA}"
     if header.run_id != run_id:
         return None, samples, f"{FILE} is of another run"
-    decode = msgspec.json.Decoder(Sample).decode
+    decode = msgspec.json.Decoder(ServerSample).decode
     for number, line in enumerate(lines[1:], 2):
         if not line.endswith(b"\n"):
             break
@@ -156,7 +155,7 @@ def _decode(lines: Sequence[bytes], run_id: str) -> tuple[Header | None, list[Sa
     return header, samples, None
 
 
-def _server(window: Sequence[Sample]) -> Server:
+def _server(window: Sequence[ServerSample]) -> ServerStats:
     good = [sample.metrics for sample in window if sample.good]
 
     def largest(name: str) -> float | None:
@@ -177,7 +176,7 @@ def _server(window: Sequence[Sample]) -> Server:
         return 1000 * seconds / count if seconds is not None and count else None
 
     reasons = Counter(sample.error for sample in window if sample.error is not None)
-    return Server(
+    return ServerStats(
         samples=len(window),
         failed=reasons.total(),
         failure=next((reason for reason, _ in reasons.most_common(1)), None),
@@ -201,7 +200,7 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
-def _gpus(header: Header, window: Sequence[Sample], t0_ns: int, end_ns: int) -> Gpus | None:
+def _gpus(header: Header, window: Sequence[ServerSample], t0_ns: int, end_ns: int) -> GpuStats | None:
     first = next((sample.gpus for sample in window if sample.gpus), None)
     if first is None:
         return None
@@ -225,9 +224,9 @@ def _gpus(header: Header, window: Sequence[Sample], t0_ns: int, end_ns: int) -> 
             power_w = sum(joules / seconds for joules, seconds in counted)
     elif all(_spans(points, window) for points in power):
         energy_j, energy_from = sum(map(_joules, within)), "power"
-    return Gpus(
+    return GpuStats(
         each=[
-            Gpu(
+            GpuPeak(
                 index=index,
                 name=names.get(index, ""),
                 memory_peak_bytes=_whole(max((used for _, used in points), default=None)),
@@ -244,7 +243,7 @@ def _gpus(header: Header, window: Sequence[Sample], t0_ns: int, end_ns: int) -> 
 Points = Sequence[tuple[int, float]]  # when (ns) and how much
 
 
-def _points(window: Sequence[Sample], index: int, read: Callable[[GpuSample], float | None]) -> Points:
+def _points(window: Sequence[ServerSample], index: int, read: Callable[[GpuSample], float | None]) -> Points:
     """One value of one GPU, where it is known."""
     return [
         (sample.at_ns, value)
@@ -254,7 +253,7 @@ def _points(window: Sequence[Sample], index: int, read: Callable[[GpuSample], fl
     ]
 
 
-def _spans(points: Points, window: Sequence[Sample]) -> bool:
+def _spans(points: Points, window: Sequence[ServerSample]) -> bool:
     """Whether a value is known at both ends of the window, so that what happened between them can be told."""
     return len(points) > 1 and points[0][0] == window[0].at_ns and points[-1][0] == window[-1].at_ns
 

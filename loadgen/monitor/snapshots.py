@@ -1,130 +1,29 @@
-"""What a run has measured so far, once a second, in `snapshot.json`: by a process of its own that reads its directory.
+"""What a run has measured so far, once a second, in `snapshot.json`, by a thread that reads the run's directory.
 
-`watching` starts `python -m loadgen.monitor.snapshots` and ends it. The process follows the records as they are written
-(`requests.jsonl`, or the workers' parts) and the server's samples (`server.jsonl`), and adds them up; of the clients it
-hears only their live counters, a line a second on its standard input. So the clients' hot path does nothing for it.
-When standard input ends, as it does when the run is over or was killed, it writes a last snapshot. Nothing here fails a
-run.
+`Recorder` follows the records as they are written (`requests.jsonl`, or the workers' parts) and adds them up; it is
+given the clients' live counters and the last sample of the server. So the clients' hot path does nothing for it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-import selectors
-import signal
-import sys
+import threading
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from backends.untrusted import UNDECODABLE
-from loadgen import child_env
+from loadgen.monitor.messages import PERIOD_S, Live
+from loadgen.monitor.server_view import ServerSample
 from loadgen.monitor.tail import Tail
 from loadgen.monitor.totals import Record, Totals
-from loadgen.rundir import Family, Manifest, RunError, Sample, Snapshot, read_manifest, write_snapshot
+from loadgen.rundir import Family, Manifest, MetricSample, RunError, Snapshot, read_manifest, write_snapshot
 
-PERIOD_S = 1.0
-STOP_TIMEOUT_S = 10.0
 ORPHANS_S = 6.0  # a little more than workers whose parent was killed wait for replies
-
-
-class Live(msgspec.Struct):
-    """What only the clients know: of all of them together."""
-
-    planned: int | None
-    in_flight: int
-    clients: int = 1  # how many there are
-    events: int = 0  # of requests that go on, too
-
-
-@contextlib.asynccontextmanager
-async def watching(metrics_port: int | None = None) -> AsyncIterator[Watch]:
-    """Starts the process; ends it with the block, after its last snapshot. It serves them at the port, if there is one.
-    Raises RunError when that is taken."""
-    argv = [sys.executable, "-m", "loadgen.monitor.snapshots"]
-    if metrics_port is not None:
-        from loadgen.monitor.exporter import HOST, Exporter, serve
-
-        serve(Exporter(Path()), HOST, metrics_port).server_close()
-        argv.append(str(metrics_port))
-    process: Process | None = None
-    with contextlib.suppress(OSError):
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=PIPE,
-            stdout=DEVNULL,
-            stderr=DEVNULL,
-            start_new_session=True,
-            env=os.environ | child_env.environment(os.environ),
-        )
-    watch = Watch(process)
-    try:
-        yield watch
-    finally:
-        await watch.end()
-
-
-class Watch:
-    """The process as the run sees it."""
-
-    def __init__(self, process: Process | None) -> None:
-        self._process = process
-
-    def begin(self, directory: Path) -> None:
-        """The run's directory; its manifest is there."""
-        self._write(str(directory.absolute()))
-
-    def tell(self, live: Live) -> None:
-        self._write(live)
-
-    def _write(self, value: object) -> None:
-        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
-            self._process.stdin.write(msgspec.json.encode(value) + b"\n")
-
-    @property
-    def trouble(self) -> str | None:
-        """Once it has ended: that it did before it was let go, a sentence."""
-        code = None if self._process is None else self._process.returncode
-        if code == 0:
-            return None
-        how = (
-            "was not started"
-            if code is None
-            else f"died of signal {-code}"
-            if code < 0
-            else f"failed (exit code {code})"
-        )
-        return f"snapshot.json is missing or not up to date, because the process that writes it {how}."
-
-    async def end(self) -> None:
-        """May be called again."""
-        process = self._process
-        if process is None or process.stdin is None or process.returncode is not None:
-            return
-        process.stdin.close()
-        await child_env.ended(process, STOP_TIMEOUT_S)
-
-
-# The process itself.
-
-
-class _GpuSample(msgspec.Struct):
-    index: int
-    memory_used_bytes: int | None = None
-    power_w: float | None = None
-    utilization_ratio: float | None = None
-
-
-class _ServerSample(msgspec.Struct):
-    at_ns: int | None = None  # the header has none
-    metrics: dict[str, float] = {}
-    gpus: list[_GpuSample] = []
 
 
 class Recorder:
@@ -135,10 +34,9 @@ class Recorder:
         self._whole = directory / "requests.jsonl"
         self._totals = Totals()
         self._tails: dict[Path, Tail] = {}
-        self._server_tail = Tail(directory / "server.jsonl")
-        self._server = _ServerSample()
         self._decode = msgspec.json.Decoder(Record).decode
         self.live: Live | None = None
+        self.sample: ServerSample | None = None
 
     def write(self, over: bool = False) -> None:
         """Brings the snapshot up to date. over: nobody writes any more."""
@@ -147,7 +45,6 @@ class Recorder:
             # A part came and was joined with the others between two looks: from the beginning, which is not long ago.
             self._totals, self._tails = Totals(), {}
         self._follow_records()
-        self._follow_server()
         state: Literal["running", "finished", "stopped"] = "running"
         if over:
             ended = self._totals.clients
@@ -175,33 +72,32 @@ class Recorder:
                 with contextlib.suppress(*UNDECODABLE):
                     self._totals.add(self._decode(line))
 
-    def _follow_server(self) -> None:
-        for line in self._server_tail.lines():
-            with contextlib.suppress(*UNDECODABLE):
-                sample = msgspec.json.decode(line, type=_ServerSample)
-                if sample.at_ns is not None and (sample.metrics or sample.gpus):
-                    self._server = sample
-
     def _live_families(self, over: bool) -> Iterator[Family]:
         planned = self._manifest.requests_planned
         if planned is None and self.live is not None:
             planned = self.live.planned
         if planned is not None:
-            yield Family("bench_requests_planned", "gauge", "Measured requests of the whole run.", [Sample(planned)])
+            yield Family(
+                "bench_requests_planned", "gauge", "Measured requests of the whole run.", [MetricSample(planned)]
+            )
         in_flight = 0 if over or self.live is None else self.live.in_flight
-        yield Family("bench_requests_in_flight", "gauge", "Requests sent and not over.", [Sample(in_flight)])
+        yield Family("bench_requests_in_flight", "gauge", "Requests sent and not over.", [MetricSample(in_flight)])
         events = 0 if self.live is None else self.live.events
-        yield Family("bench_events_received", "counter", "Events that carried output, as they come.", [Sample(events)])
+        yield Family(
+            "bench_events_received", "counter", "Events that carried output, as they come.", [MetricSample(events)]
+        )
 
     def _server_families(self) -> Iterator[Family]:
-        for name, family, kind, said in _SERVER:
-            if name in self._server.metrics:
-                yield Family(family, kind, said, [Sample(self._server.metrics[name])])
-        for attribute, family, said in _GPU:
-            values = {each.index: getattr(each, attribute) for each in self._server.gpus}
-            samples = [Sample(value, {"gpu": str(index)}) for index, value in values.items() if value is not None]
+        if self.sample is None:
+            return
+        for name, family, kind, help_text in _SERVER:
+            if name in self.sample.metrics:
+                yield Family(family, kind, help_text, [MetricSample(self.sample.metrics[name])])
+        for attribute, family, help_text in _GPU:
+            values = {gpu.index: getattr(gpu, attribute) for gpu in self.sample.gpus}
+            samples = [MetricSample(value, {"gpu": str(index)}) for index, value in values.items() if value is not None]
             if samples:
-                yield Family(family, "gauge", said, samples)
+                yield Family(family, "gauge", help_text, samples)
 
 
 _SERVER: tuple[tuple[str, str, Literal["gauge", "counter"], str], ...] = (
@@ -228,50 +124,49 @@ def labels(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run; its end closes our standard input
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _lower_priority()
-    pending, open_ = b"", True
-    recorder: Recorder | None = None
-    with selectors.DefaultSelector() as selector:
-        selector.register(sys.stdin, selectors.EVENT_READ)
+class Snapshots:
+    """Writes them, and serves them where a port is given, in threads of their own until `end`."""
+
+    def __init__(self, directory: Path, metrics_port: int | None = None) -> None:
+        self.live: Live | None = None
+        self._sample: ServerSample | None = None
+        self._directory, self._metrics_port = directory, metrics_port
+        self._over = threading.Event()
+        self._up_to_date = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def keep(self, sample: ServerSample) -> None:
+        """The last sample that shows anything is in the snapshots."""
+        if sample.metrics or sample.gpus:
+            self._sample = sample
+
+    def end(self) -> bool:
+        """Waits for the last one; whether it was written."""
+        self._over.set()
+        self._thread.join()
+        return self._up_to_date
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.nice(10)  # on Linux, this thread and those that it starts: the clients' cores come first
+        if self._metrics_port is not None:
+            from loadgen.monitor.exporter import in_background
+
+            with contextlib.suppress(RunError):  # somebody took the port meanwhile
+                in_background(self._directory, self._metrics_port)
+        recorder = Recorder(self._directory, read_manifest(self._directory))
         due = time.monotonic()
-        while open_:
-            if selector.select(max(0.0, due - time.monotonic())):
-                read = os.read(sys.stdin.fileno(), 1 << 16)
-                open_, pending = bool(read), pending + read
-                *lines, pending = pending.split(b"\n")
-                for line in lines:
-                    if recorder is None:
-                        recorder = _begun(line)
-                    else:
-                        recorder.live = msgspec.json.decode(line, type=Live)
-            if open_ and time.monotonic() < due:
-                continue
+        while not self._over.wait(max(0.0, due - time.monotonic())):
             due = max(due + PERIOD_S, time.monotonic())
-            if recorder is not None:
-                while not open_ and recorder.orphans() and time.monotonic() < due + ORPHANS_S:
-                    time.sleep(0.1)
-                with contextlib.suppress(OSError):  # a full disk: the next one may have room
-                    recorder.write(over=not open_)
+            self._write(recorder)
+        until = time.monotonic() + ORPHANS_S
+        while recorder.orphans() and time.monotonic() < until:
+            time.sleep(0.1)
+        self._write(recorder, over=True)
+        self._up_to_date = True
 
-
-def _begun(line: bytes) -> Recorder:
-    directory = Path(msgspec.json.decode(line, type=str))
-    if len(sys.argv) > 1:
-        from loadgen.monitor.exporter import in_background
-
-        with contextlib.suppress(RunError):  # somebody took the port meanwhile: the snapshots are written all the same
-            in_background(directory, int(sys.argv[1]))
-    return Recorder(directory, read_manifest(directory))
-
-
-def _lower_priority() -> None:
-    """The clients' cores come first."""
-    with contextlib.suppress(OSError):
-        os.nice(10)
-
-
-if __name__ == "__main__":
-    main()
+    def _write(self, recorder: Recorder, over: bool = False) -> None:
+        recorder.live, recorder.sample = self.live, self._sample
+        with contextlib.suppress(OSError):  # a full disk: the next one may have room
+            recorder.write(over)

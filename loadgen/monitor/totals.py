@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from loadgen.rundir import Family, Histogram, Sample
+from loadgen.rundir import Family, Histogram, MetricSample
 from loadgen.rundir.outcomes import OUTCOMES
 
 # Each bound is 2**0.5 times the one before: a quantile read off the buckets is at most 41 % off, mostly far less.
@@ -94,26 +94,26 @@ class Totals:
     def families(self) -> Iterator[Family]:
         yield Family(
             "bench_requests", "counter", "Measured requests that are over, by outcome.",
-            [Sample(count, {"outcome": outcome}) for outcome, count in self.outcomes.items()],
+            [MetricSample(count, {"outcome": outcome}) for outcome, count in self.outcomes.items()],
         )  # fmt: skip
-        for name, said, tokens in (
+        for name, help_text, tokens in (
             ("bench_prompt_tokens", "Tokens of the prompts, as the server counts.", self.prompt_tokens),
             ("bench_output_tokens", "Tokens of the replies, as the server counts.", self.output_tokens),
         ):
-            yield Family(name, "counter", said, [Sample(tokens)])
-        yield Family("bench_events", "counter", "Events that carried output.", [Sample(self.events)])
+            yield Family(name, "counter", help_text, [MetricSample(tokens)])
+        yield Family("bench_events", "counter", "Events that carried output.", [MetricSample(self.events)])
         if self._first_sent_ns >= 0 and self._last_done_ns > self._first_sent_ns:
             seconds = (self._last_done_ns - self._first_sent_ns) / 1e9
             yield Family(
-                "bench_measured_seconds", "gauge", "From the first request to the last end.", [Sample(seconds)]
+                "bench_measured_seconds", "gauge", "From the first request to the last end.", [MetricSample(seconds)]
             )
-        for name, said in _LATENCIES.items():
+        for name, help_text in _LATENCIES.items():
             latency, unit = self._latencies[name], 1.0
             if name == "bench_inter_token_latency_seconds":
                 latency, unit = self._gaps_us, 1e-6
             bounds, counts, exemplars = list(BOUNDS_S), list(latency.counts), dict(latency.exemplars)
             histogram = Histogram(bounds, counts, latency.sum * unit, exemplars=exemplars)
-            yield Family(name, "histogram", said, histograms=[histogram])
+            yield Family(name, "histogram", help_text, histograms=[histogram])
 
 
 def _seconds(record: Record) -> Iterator[tuple[str, float]]:

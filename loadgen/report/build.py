@@ -17,7 +17,7 @@ from backends.untrusted import UNDECODABLE, escaped
 from loadgen import rundir
 from loadgen.config import Config
 from loadgen.monitor import server_view
-from loadgen.monitor.server_view import Gpus, Server, ServerView
+from loadgen.monitor.server_view import GpuStats, ServerStats, ServerView
 from loadgen.report import findings, metrics
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.text import Report, markdown, name_of
@@ -223,8 +223,8 @@ class _Kept(msgspec.Struct):
 
     schema: str
     run_id: str
-    server: Server | None = None
-    gpus: Gpus | None = None
+    server: ServerStats | None = None
+    gpus: GpuStats | None = None
 
 
 def _kept(directory: Path, run_id: str) -> ServerView | None:

@@ -68,7 +68,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     launch: LaunchFacts | None = None  # the server that was started for the run
 
 
-class Sample(msgspec.Struct, frozen=True):
+class MetricSample(msgspec.Struct, frozen=True):
     """One value of a family; labels tell it from the others."""
 
     value: float
@@ -92,7 +92,7 @@ class Family(msgspec.Struct, frozen=True):
     name: str
     type: Literal["gauge", "counter", "histogram"]
     help: str
-    samples: list[Sample] = []
+    samples: list[MetricSample] = []
     histograms: list[Histogram] = []
 
 

@@ -3,7 +3,7 @@
 Operators are pinned: they were measured alone. At TP 1 the software's own times are fitted (each step, each row, each
 prompt token; taking a request in, handing a token out, the way between processes). At TP > 1 reductions are fitted, on
 top of a profile whose software times are known. A parameter whose 95 % interval spans more than a factor of
-`SPAN_MAX` is not identified: it keeps its value and is said to.
+`SPAN_MAX` is not identified: it keeps its value, and the command prints so.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from cyclopts import Parameter
 
 from loadgen.config import ConfigError
 from loadgen.option_types import Whole
-from servers.calibrate.least_squares import fit
-from servers.calibrate.runs import ObservationError, Observed, read
-from servers.simulator.build import EmulationError, HeldOut, Interval, Profile, read_profile
+from loadgen.rundir.emulation import HeldOut
+from servers.calibrate.runs import ObservationError, Observed, RunFacts, read
+from servers.simulator.build import EmulationError, Interval, Profile, read_profile
 from servers.simulator.hardware import HardwareError
 
 Floats = npt.NDArray[np.float64]
 QUANTILES = np.linspace(0.02, 0.98, 25)
+STEP = 0.1  # of a logarithm, to each side, for derivatives
+TOLERANCE = 1e-4  # of the cost and of the values: the search ends where a step changes less
 SCALE = 0.02  # residuals are shares of a run's mean; beyond two percent a run counts linearly
 DRAWS = 200
 SPAN_MAX = 30.0
-LEAST_INFLUENCE = 1e-3  # of the first parameter's: what moves less, beside those that move more, cannot be told
+LEAST_INFLUENCE = 1e-3  # of the first parameter's: what moves less, beside those that move more, cannot be told apart
 START = {
     "step_us": 200.0, "row_us": 2.0, "prefill_token_us": 0.3, "request_us": 450.0, "token_us": 20.0,
     "latency_us": 1500.0,
@@ -44,10 +46,10 @@ LINK = {"reduce_ratio": 1.0, "reduce_us": 5.0}
 
 
 class CalibrationError(Exception):
-    """Runs that do not say enough. One sentence."""
+    """Runs that do not suffice for a fit. One sentence."""
 
 
-def calibrate(observed: Sequence[Observed], base: Profile | None, say: Callable[[str], None]) -> Profile:
+def calibrate(observed: Sequence[Observed], base: Profile | None, log: Callable[[str], None]) -> Profile:
     """The profile of one server's software on one kind of GPU. Raises CalibrationError."""
     schedulers = {run.setup.scheduler for run in observed}
     cards = {run.setup.gpu for run in observed}
@@ -71,22 +73,22 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, say: Callable[
         held_out=(),
     )
     if single:
-        names = _identifiable(single, say)
+        names = _identifiable(single, log)
         if not profile.scheduler.startswith("vllm"):  # whose attention is that of the operators' tables
             names.append("attention_ratio")
         start = _values(profile)
         if start["attention_ratio"] == 1.0:  # nothing is known
             start["attention_ratio"] = OTHER_ATTENTION
-        profile = _fit(single, profile, {name: max(start[name], START.get(name, 1.0) / 100) for name in names}, say)
+        profile = _fit(single, profile, {name: max(start[name], START.get(name, 1.0) / 100) for name in names}, log)
     if joined:
-        ways = {str(run.emulated.facts["topology"]) for run in joined}
+        ways = {run.emulated.facts.topology for run in joined}
         if len(ways) > 1:
             raise CalibrationError(f"the GPUs are joined by {' and '.join(sorted(ways))}; fit one at a time.")
-        profile = _fit(joined, msgspec.structs.replace(profile, reductions=ways.pop()), LINK, say)
+        profile = _fit(joined, msgspec.structs.replace(profile, reductions=ways.pop()), LINK, log)
     return profile
 
 
-def _identifiable(single: Sequence[Observed], say: Callable[[str], None]) -> list[str]:
+def _identifiable(single: Sequence[Observed], log: Callable[[str], None]) -> list[str]:
     """What runs at TP 1 can tell apart."""
     names = list(START)
     crowded = any(_in_flight(run) > 100 for run in single)
@@ -94,11 +96,11 @@ def _identifiable(single: Sequence[Observed], say: Callable[[str], None]) -> lis
     if not crowded:
         for name in ("row_us", "request_us", "prefill_token_us"):
             names.remove(name)
-        say("not identified: row_us, request_us, prefill_token_us (no run has 100 requests at once; add a burst).")
+        log("not identified: row_us, request_us, prefill_token_us (no run has 100 requests at once; add a burst).")
     if not sparse:
         for name in ("step_us", "latency_us"):
             names.remove(name)
-        say("not identified: step_us, latency_us (all runs are crowded; add one with few requests at once).")
+        log("not identified: step_us, latency_us (all runs are crowded; add one with few requests at once).")
     return names
 
 
@@ -122,7 +124,7 @@ def with_values(profile: Profile, values: dict[str, float]) -> Profile:
 
 
 def _fit(
-    observed: Sequence[Observed], profile: Profile, start: dict[str, float], say: Callable[[str], None]
+    observed: Sequence[Observed], profile: Profile, start: dict[str, float], log: Callable[[str], None]
 ) -> Profile:
     names = list(start)
     real = [(run, np.quantile(run.ttft_s, QUANTILES), np.quantile(run.e2el_s, QUANTILES)) for run in observed]
@@ -136,18 +138,18 @@ def _fit(
             parts.append((np.quantile(predicted.e2el_s, QUANTILES) - e2el) / run.e2el_s.mean())
         return np.concatenate(parts)
 
-    reach = [FAR.get(name, REACH) for name in names]
-    values, left = fit(residuals, list(start.values()), SCALE, reach)
-    intervals, vague = _told(names, values, _jacobian(residuals, values, left), _moves(real))
+    reach = np.array([FAR.get(name, REACH) for name in names])
+    values = _least_squares(residuals, np.array(list(start.values())), reach)
+    intervals, vague = _identified(names, values, _jacobian(residuals, values), _moves(real))
     for name, why in vague.items():
-        say(f"not identified: {name} stays {_values(profile)[name]:.3g} ({why}).")
+        log(f"not identified: {name} stays {_values(profile)[name]:.3g} ({why}).")
     if not intervals:
         raise CalibrationError(f"these runs do not tell {', '.join(names)}; add runs of another kind of load.")
     if vague:
-        return _fit(observed, profile, {name: start[name] for name in names if name in intervals}, say)
+        return _fit(observed, profile, {name: start[name] for name in names if name in intervals}, log)
     for name, value, most in zip(names, values.tolist(), reach, strict=True):
         edge = max(value / start[name], start[name] / value) > 0.99 * most
-        say(
+        log(
             f"{name} = {value:.3g}, 95 % interval {intervals[name].low:.3g} to {intervals[name].high:.3g}"
             + (f", at the limit of the search ({most:g} times from {start[name]:.3g})" if edge else "")
         )
@@ -155,18 +157,31 @@ def _fit(
     return msgspec.structs.replace(fitted, intervals={**profile.intervals, **intervals})
 
 
-def _jacobian(residuals: Callable[[Floats], Floats], values: Floats, left: Floats) -> Floats:
-    """(residuals, values): what each of them moves by the logarithm of each value, at the fit."""
-    step = 0.05
-    jacobian = np.empty((len(left), len(values)))
-    for column in range(len(values)):
-        moved = values.copy()
-        moved[column] *= np.exp(step)
-        jacobian[:, column] = (residuals(moved) - left) / step
-    return jacobian
+def _least_squares(residuals: Callable[[Floats], Floats], start: Floats, reach: Floats) -> Floats:
+    """The values that make `residuals` small, none farther from its start than by its factor of `reach`.
+
+    What is fitted is positive and spans orders of magnitude: the search is in logarithms."""
+    from scipy.optimize import least_squares  # takes longer to load than most commands to run
+
+    logs = np.log(start)
+    fitted = least_squares(
+        lambda at: residuals(np.exp(at)), logs, lambda at: _jacobian(residuals, np.exp(at)),
+        bounds=(logs - np.log(reach), logs + np.log(reach)), x_scale="jac", loss="soft_l1", f_scale=SCALE,
+        ftol=TOLERANCE, xtol=TOLERANCE,
+    )  # fmt: skip
+    values: Floats = np.exp(fitted.x)
+    return values
 
 
-def _told(
+def _jacobian(residuals: Callable[[Floats], Floats], values: Floats) -> Floats:
+    """(residuals, values): what each of them moves by the logarithm of each value. Residuals come from simulations and
+    jump a little: the difference is taken over a wide step, to both sides."""
+    factors = np.exp(STEP * np.eye(len(values)))
+    moved = [residuals(values * factor) - residuals(values / factor) for factor in factors]
+    return np.stack(moved, axis=1) / (2 * STEP)
+
+
+def _identified(
     names: Sequence[str], values: Floats, jacobian: Floats, moves: Floats
 ) -> tuple[dict[str, Interval], dict[str, str]]:
     """The intervals of those that can be told, and why the others cannot: what moves most is kept, and then what can
@@ -179,8 +194,8 @@ def _told(
             vague[names[at]] = "it moves nothing that others do not"
             continue
         with_it = [*kept, at]
-        found = _intervals(jacobian[:, with_it], moves, values[with_it])
-        tried = {names[one]: interval for one, interval in zip(with_it, found, strict=True)}
+        spans = _intervals(jacobian[:, with_it], moves, values[with_it])
+        tried = {names[one]: interval for one, interval in zip(with_it, spans, strict=True)}
         vaguest, span = max(tried.items(), key=lambda item: item[1].high / item[1].low)
         if span.high <= SPAN_MAX * span.low:
             kept, intervals = with_it, tried
@@ -312,12 +327,12 @@ def command(
     for name, value in (("--tp", tp), ("--kv-tokens", kv_tokens)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1.")
-    said = {"gpu": gpu, "model": model, "tp": tp, "kv_tokens": kv_tokens, "scheduler": scheduler}
+    flags = RunFacts(gpu=gpu, model=model, tp=tp, kv_tokens=kv_tokens, scheduler=scheduler)
     try:
         if out.exists():
             raise CalibrationError(f"{out} exists; name another --out, nothing was overwritten.")
-        runs = [read(path, said) for path in observed]
-        aside = [read(path, said) for path in held_out]
+        runs = [read(path, flags) for path in observed]
+        aside = [read(path, flags) for path in held_out]
         _check(runs, aside)
         for run in (*runs, *aside):
             if run.setup.kv_tokens is None:

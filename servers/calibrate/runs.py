@@ -1,7 +1,7 @@
 """Real runs, as far as a fit needs them: when each request was sent, answered and done, and on what it ran.
 
 Two forms are read: a run directory of loadgen, and a .jsonl.gz with one JSON object a request (`i`, `send`, `first`,
-`end` in seconds, `usage`), such as those in benchmarks/runs. There the first line may say what ran ({"run": {...}});
+`end` in seconds, `usage`), such as those in benchmarks/runs. There the first line may hold what ran ({"run": {...}});
 else the file's name is read: GPU, x count, model, tp, p2poff, lightllm. Flags fill what neither tells.
 """
 
@@ -11,10 +11,9 @@ import functools
 import gzip
 import re
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, cast
 
 import msgspec
 import numpy as np
@@ -25,11 +24,13 @@ from backends.launch import version_in
 from backends.untrusted import UNDECODABLE
 from loadgen import rundir
 from loadgen.rundir import records
+from loadgen.rundir.emulation import HeldOut
 from loadgen.server import embedded
 from servers.simulator import hardware, virtual
-from servers.simulator.build import Emulated, HeldOut, Profile, Setup, emulate, newest
+from servers.simulator.build import Emulated, Profile, Setup, emulate, newest
 
 Floats = npt.NDArray[np.float64]
+Dtype = Literal["float16", "bfloat16", "float32"]
 FEWEST = 20  # requests
 _NAME = re.compile(r"(?P<gpu>[a-z]+\d+[a-z]*?)(x\d+)?_(?P<model>\d+b)(?:_|\.)")
 
@@ -46,8 +47,8 @@ class _Usage(msgspec.Struct):
     completion_tokens: int
 
 
-class _Run(msgspec.Struct, forbid_unknown_fields=True):
-    """What ran, in the words of Setup."""
+class RunFacts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What ran, in the words of Setup; None: not known."""
 
     scheduler: str | None = None
     gpu: str | None = None
@@ -55,12 +56,17 @@ class _Run(msgspec.Struct, forbid_unknown_fields=True):
     tp: Annotated[int, msgspec.Meta(ge=1)] | None = None
     topology: str | None = None
     p2p: bool | None = None
-    dtype: Literal["float16", "bfloat16", "float32"] | None = None
+    dtype: Dtype | None = None
     kv_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_running: Annotated[int, msgspec.Meta(ge=1)] | None = None
     concurrency: Annotated[int, msgspec.Meta(ge=1)] | None = None
     options: dict[str, int] | None = None
     source: str = ""
+
+    def over(self, other: RunFacts) -> RunFacts:
+        """These, and those of `other` where these are not known."""
+        known = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return msgspec.structs.replace(other, **known)
 
 
 class _Line(msgspec.Struct):
@@ -69,7 +75,7 @@ class _Line(msgspec.Struct):
     first: float = 0.0
     end: float = 0.0
     usage: _Usage | None = None
-    run: _Run | None = None
+    run: RunFacts | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the model says of an observed run; seconds."""
+    """What the model predicts of an observed run; seconds."""
 
     ttft_s: Floats
     e2el_s: Floats
@@ -143,37 +149,12 @@ def _w1(a: Floats, b: Floats) -> float:
     return float(np.mean(np.abs(np.sort(a) - np.sort(b))) / np.mean(b))
 
 
-def read(path: Path, said: Mapping[str, Any]) -> Observed:
-    """`said`: fields of Setup by the user's flags, for what the run itself does not tell; None where there is no flag.
-    Raises ObservationError."""
-    if path.is_dir():
-        facts, columns = _directory(path)
-    else:
-        facts, columns = _lines(path)
-    told = {name: value for name, value in facts.items() if value is not None}
-    facts = {name: value for name, value in said.items() if value is not None} | told
-    missing = [name for name in ("gpu", "model") if not facts.get(name)]
-    if missing:
-        raise ObservationError(f"{path} does not tell its {' and '.join(missing)}; name it with --{missing[0]}.")
-    model = catalog.find(facts["model"]) or catalog.find(Path(facts["model"]).name)  # it may be served from a directory
-    if model is None:
-        known = ", ".join(spec.name for spec in catalog.MODELS)
-        raise ObservationError(f"{path}: the model '{facts['model']}' is not known here; known are {known}.")
-    tp = int(facts.get("tp") or 1)
-    setup = Setup(
-        scheduler=facts.get("scheduler") or "vllm@v1",
-        model=model,
-        gpu=facts["gpu"],
-        gpus=tp,
-        tp=tp,
-        topology=facts.get("topology"),
-        p2p=bool(facts.get("p2p", True)),
-        dtype=facts.get("dtype") or "bfloat16",
-        kv_tokens=facts.get("kv_tokens"),
-        max_running=facts.get("max_running") or 1024,
-        max_requests=embedded.UNREFUSED,
-        options=tuple((facts.get("options") or {}).items()),
-    )
+def read(path: Path, flags: RunFacts | None = None) -> Observed:
+    """`flags`: the user's, for what the run itself does not tell. Raises ObservationError."""
+    facts, columns = _directory(path) if path.is_dir() else _lines(path)
+    if flags is not None:
+        facts = facts.over(flags)
+    setup = _setup(path, facts)
     sent, first, end, prompt, output = columns
     if len(sent) < FEWEST:
         raise ObservationError(f"{path} has {len(sent)} complete requests; a fit needs {FEWEST} of a run.")
@@ -186,7 +167,7 @@ def read(path: Path, said: Mapping[str, Any]) -> Observed:
     return Observed(
         name=path.name.removesuffix(".jsonl.gz"),
         setup=setup,
-        concurrency=facts.get("concurrency"),
+        concurrency=facts.concurrency,
         send_s=sent[order] - begin,
         first_s=first[order] - begin,
         end_s=end[order] - begin,
@@ -195,25 +176,56 @@ def read(path: Path, said: Mapping[str, Any]) -> Observed:
     )
 
 
-def _lines(path: Path) -> tuple[dict[str, Any], list[Floats]]:
-    facts: dict[str, Any] = {}
+def _setup(path: Path, facts: RunFacts) -> Setup:
+    """Raises ObservationError."""
+    if not facts.gpu or not facts.model:
+        missing = [name for name, value in (("gpu", facts.gpu), ("model", facts.model)) if not value]
+        raise ObservationError(f"{path} does not tell its {' and '.join(missing)}; name it with --{missing[0]}.")
+    model = catalog.find(facts.model) or catalog.find(Path(facts.model).name)  # it may be served from a directory
+    if model is None:
+        known = ", ".join(spec.name for spec in catalog.MODELS)
+        raise ObservationError(f"{path}: the model '{facts.model}' is not known here; known are {known}.")
+    tp = facts.tp or 1
+    return Setup(
+        scheduler=facts.scheduler or "vllm@v1",
+        model=model,
+        gpu=facts.gpu,
+        gpus=tp,
+        tp=tp,
+        topology=facts.topology,
+        p2p=facts.p2p is not False,
+        dtype=facts.dtype or "bfloat16",
+        kv_tokens=facts.kv_tokens,
+        max_running=facts.max_running or 1024,
+        max_requests=embedded.UNREFUSED,
+        options=tuple((facts.options or {}).items()),
+    )
+
+
+def _named(name: str) -> RunFacts:
+    """What a file's name tells."""
+    named = _NAME.match(name)
+    if named is None:
+        return RunFacts()
+    tp = re.search(r"_tp(\d+)", name) or re.match(r"[a-z]+\d+[a-z]*?x(\d+)_", name)
+    return RunFacts(
+        gpu=named["gpu"],
+        model=named["model"],
+        tp=int(tp[1]) if tp else 1,
+        p2p="p2poff" not in name,
+        scheduler=next((newest(server) for server in ("lightllm", "tgi") if server in name), "vllm@v1"),
+    )
+
+
+def _lines(path: Path) -> tuple[RunFacts, list[Floats]]:
+    facts = _named(path.name)
     rows = []
-    named = _NAME.match(path.name)
-    if named:
-        tp = re.search(r"_tp(\d+)", path.name) or re.match(r"[a-z]+\d+[a-z]*?x(\d+)_", path.name)
-        facts = {
-            "gpu": named["gpu"],
-            "model": named["model"],
-            "tp": int(tp[1]) if tp else 1,
-            "p2p": "p2poff" not in path.name,
-            "scheduler": next((newest(name) for name in ("lightllm", "tgi") if name in path.name), "vllm@v1"),
-        }
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             for line in file:
                 row = msgspec.json.decode(line, type=_Line)
                 if row.run is not None:
-                    facts |= {name: value for name, value in msgspec.to_builtins(row.run).items() if value is not None}
+                    facts = row.run.over(facts)
                 elif row.usage is not None:
                     rows.append((row.send, row.first, row.end, row.usage.prompt_tokens, row.usage.completion_tokens))
     except (OSError, EOFError, zlib.error) as error:
@@ -225,7 +237,7 @@ def _lines(path: Path) -> tuple[dict[str, Any], list[Floats]]:
     return facts, list(np.array(rows, float).T)
 
 
-def _directory(path: Path) -> tuple[dict[str, Any], list[Floats]]:
+def _directory(path: Path) -> tuple[RunFacts, list[Floats]]:
     try:
         manifest = rundir.read_manifest(path)
         table = records.read(path)[0].measured()
@@ -236,19 +248,20 @@ def _directory(path: Path) -> tuple[dict[str, Any], list[Floats]]:
     table = table.select(table.ok & (table.output_tokens > 0))
     if not len(table):
         raise ObservationError(f"{path} holds no complete reply.")
-    launch: dict[str, Any] = msgspec.to_builtins(manifest.launch) or {}
-    cards = launch.get("gpus") or []
-    facts: dict[str, Any] = {
-        "scheduler": _scheduler(path, manifest.backend, launch.get("version") or manifest.server_version),
-        "model": manifest.model,
-        "gpu": _gpu(cards[0]["name"]) if cards else None,
-        "tp": launch.get("tensor_parallel") or 1,
-        "p2p": (launch.get("p2p") or {}).get("enabled", True),
-        "dtype": launch.get("dtype"),
-        "kv_tokens": launch.get("kv_cache_tokens"),
-        "max_running": launch.get("max_running"),
-        "concurrency": manifest.config.get("concurrency"),
-    }
+    launch = manifest.launch
+    facts = RunFacts(
+        scheduler=_scheduler(path, manifest.backend, (launch and launch.version) or manifest.server_version),
+        model=manifest.model,
+        tp=1,
+        concurrency=manifest.config.get("concurrency"),
+    )
+    if launch is not None:
+        facts.gpu = _gpu(launch.gpus[0].name) if launch.gpus else None
+        facts.tp = launch.tensor_parallel
+        facts.p2p = launch.p2p.enabled
+        facts.dtype = cast(Dtype, launch.dtype)
+        facts.kv_tokens = launch.kv_cache_tokens or None
+        facts.max_running = launch.max_running
     columns = (table.sent_ns * 1e-9, table.first_token_ns * 1e-9, table.done_ns * 1e-9)
     return facts, [np.asarray(each, float) for each in (*columns, table.prompt_tokens, table.output_tokens)]
 

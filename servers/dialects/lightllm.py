@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -71,7 +70,7 @@ class LightLLM:
             "/get_model_name": lambda: json_page(200, {"model_name": settings.model}),
             "/v1/models": self._models,
         }
-        self.asks: Mapping[str, Callable[[bytes, str], Wire]] = {
+        self.generations: Mapping[str, Callable[[bytes, str], Wire]] = {
             "/generate": lambda raw, _: self._generate(raw, False),
             "/generate_stream": lambda raw, _: self._generate(raw, True),
             "/": lambda raw, _: self._generate(raw, None),
@@ -98,15 +97,15 @@ class LightLLM:
         except UNDECODABLE as error:
             raise Refusal(self.error(400, str(error))) from None
         n_prompt = count_words(body.inputs) if isinstance(body.inputs, str) else len(body.inputs)
-        asked, limit = body.parameters.max_new_tokens, self._settings.max_model_len
-        if asked < 1:
-            raise Refusal(self.error(400, f"max_new_tokens must be at least 1 , got {asked}."))
+        max_new_tokens, limit = body.parameters.max_new_tokens, self._settings.max_model_len
+        if max_new_tokens < 1:
+            raise Refusal(self.error(400, f"max_new_tokens must be at least 1 , got {max_new_tokens}."))
         if n_prompt == 0:
             raise Refusal(self.error(400, "prompt_ids is empty"))
-        if n_prompt + asked > limit:
-            message = f"the input prompt token len {n_prompt} + max_new_tokens {asked} > {limit}"
+        if n_prompt + max_new_tokens > limit:
+            message = f"the input prompt token len {n_prompt} + max_new_tokens {max_new_tokens} > {limit}"
             raise Refusal(self.error(400, message))
-        return Answer(body.stream if streaming is None else streaming, n_prompt, asked)
+        return LightLLMWire(body.stream if streaming is None else streaming, n_prompt, max_new_tokens)
 
 
 def _missing(raw: bytes) -> str:
@@ -121,7 +120,31 @@ def _missing(raw: bytes) -> str:
     return next((repr(key) for key in ("inputs", "parameters") if key not in body), "")
 
 
-class Answer:
+class Token(msgspec.Struct, kw_only=True):
+    id: int
+    text: str
+    logprob: float = -0.6
+    special: bool = False
+    count_output_tokens: int
+    prompt_tokens: int
+
+
+class StreamEvent(msgspec.Struct, kw_only=True):
+    token: Token
+    generated_text: None = None
+    finished: bool
+    finish_reason: Finish | None
+    details: None = None
+
+
+class WholeReply(msgspec.Struct):
+    generated_text: list[str]
+    count_output_tokens: int
+    finish_reason: Finish
+    prompt_tokens: int
+
+
+class LightLLMWire:
     """One reply (a `Wire`)."""
 
     content_type = "text/event-stream; charset=utf-8"
@@ -138,10 +161,12 @@ class Answer:
         return _PLAIN % (_FIRST_ID + index, _ESCAPED[index], count, self.prompt_tokens)
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
-        token = {"id": _FIRST_ID + count % _N_WORDS, "text": span(count, n_tokens), "logprob": -0.6, "special": False}
-        token |= {"count_output_tokens": count, "prompt_tokens": self.prompt_tokens}
-        reply = {"token": token, "generated_text": None, "finished": finish is not None, "finish_reason": finish}
-        return b"data:" + _ujson(reply | {"details": None}) + b"\n\n"
+        token = Token(
+            id=_FIRST_ID + count % _N_WORDS, text=span(count, n_tokens), count_output_tokens=count,
+            prompt_tokens=self.prompt_tokens,
+        )  # fmt: skip
+        event = StreamEvent(token=token, finished=finish is not None, finish_reason=finish)
+        return b"data:" + _ujson(event) + b"\n\n"
 
     def tail(self, count: int, done: bool = True) -> bytes:
         return b""
@@ -151,12 +176,11 @@ class Answer:
         return b"data: " + _ujson({"error": error}) + b"\n\n"
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
-        reply: dict[str, Any] = {"generated_text": [output_text(count)], "count_output_tokens": count}
-        reply |= {"finish_reason": finish, "prompt_tokens": self.prompt_tokens}
+        reply = WholeReply([output_text(count)], count, finish, self.prompt_tokens)
         return Page(200, _ujson(reply), content_type=None)
 
 
-def _ujson(value: Any) -> bytes:
+def _ujson(value: object) -> bytes:
     """JSON as ujson writes it: a slash, which occurs in strings alone, is escaped."""
     return encode_json(value).replace(b"/", b"\\/")
 
@@ -190,5 +214,5 @@ def series(max_req_total_len: int) -> list[Series]:
         Distribution("lightllm_request_input_length", "Length of the input tokens", "prompt_tokens", tokens),
         Distribution("lightllm_cache_length", "Tokens found in the prompt cache", "cached_tokens", tokens),
         Distribution("lightllm_request_generated_tokens", "Number of generated tokens", "output_tokens", tokens),
-        Distribution("lightllm_request_max_new_tokens", "Max new token", "asked_tokens", tokens),
+        Distribution("lightllm_request_max_new_tokens", "Max new token", "max_tokens", tokens),
     ]  # fmt: skip

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import responses
-from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from backends.untrusted import UNDECODABLE
 from servers.serve.telemetry import Distribution, Sample, Series, labels_of
@@ -106,7 +106,7 @@ class OpenAI:
             "/version": lambda: json_page(200, {"version": VERSION}),
             "/v1/models": self._models,
         }
-        self.asks: Mapping[str, Callable[[bytes, str], Wire]] = {
+        self.generations: Mapping[str, Callable[[bytes, str], Wire]] = {
             "/v1/completions": self._completion,
             "/v1/chat/completions": self._chat,
         }
@@ -120,13 +120,13 @@ class OpenAI:
         return json_page(status, error_body(status, message or _MESSAGES.get(status, phrase), param, phrase))
 
     def _models(self) -> Page:
-        model: dict[str, Any] = {"id": self._settings.model, "object": "model", "created": self._started_s}
+        card = ModelCard(id=self._settings.model, created=self._started_s, owned_by="organization-owner")
         if self.name == "vllm":
-            model |= {"owned_by": "vllm", "root": self._settings.model, "parent": None}
-            model |= {"max_model_len": self._settings.max_model_len, "permission": []}
-        else:
-            model["owned_by"] = "organization-owner"
-        return json_page(200, {"object": "list", "data": [model]})
+            card = VllmModelCard(
+                id=self._settings.model, created=self._started_s, owned_by="vllm", root=self._settings.model,
+                max_model_len=self._settings.max_model_len,
+            )  # fmt: skip
+        return json_page(200, {"object": "list", "data": [card]})
 
     def _completion(self, raw: bytes, request_id: str) -> Wire:
         try:
@@ -137,9 +137,9 @@ class OpenAI:
         except UNDECODABLE as error:
             raise Refusal(self.error(400, f"JSON decode error: {error}")) from None
         n_prompt = count_words(prompt) if isinstance(prompt, str) else len(prompt)
-        asked = 16 if body.max_tokens is None else body.max_tokens
-        n_output = self._admitted(body, n_prompt, asked)
-        return Answer(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
+        max_tokens = 16 if body.max_tokens is None else body.max_tokens
+        n_output = self._admitted(body, n_prompt, max_tokens)
+        return OpenAIWire(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
 
     def _one_of_list(self, raw: bytes, error: msgspec.ValidationError) -> tuple[Body, str | list[int]]:
         try:
@@ -162,12 +162,12 @@ class OpenAI:
             parts = message.content if isinstance(message.content, list) else [Part(message.content or "")]
             texts += [part.text for part in parts]
         n_prompt = CHAT_TEMPLATE_TOKENS + sum(map(count_words, texts))
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        asked = self._settings.max_model_len - n_prompt if asked is None else asked
-        n_output = self._admitted(body, n_prompt, asked)
-        return Answer(CHAT, body, n_prompt, n_output, self._settings.model, request_id)
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        max_tokens = self._settings.max_model_len - n_prompt if max_tokens is None else max_tokens
+        n_output = self._admitted(body, n_prompt, max_tokens)
+        return OpenAIWire(CHAT, body, n_prompt, n_output, self._settings.model, request_id)
 
-    def _admitted(self, body: Body, n_prompt: int, asked: int) -> int:
+    def _admitted(self, body: Body, n_prompt: int, max_tokens: int) -> int:
         """How many tokens will be generated. Raises Refusal where vLLM refuses."""
         limit = self._settings.max_model_len
         if body.model not in (None, self._settings.model):
@@ -175,51 +175,148 @@ class OpenAI:
         if n_prompt == 0:
             raise Refusal(self.error(400, "The decoder prompt cannot be empty", "prompt"))
         if n_prompt >= limit:
+            requested = max(max_tokens, 0)
             message = (
-                f"This model's maximum context length is {limit} tokens. However, you requested {max(asked, 0)} output "
-                f"tokens and your prompt contains {n_prompt} input tokens, for a total of {n_prompt + max(asked, 0)} "
+                f"This model's maximum context length is {limit} tokens. However, you requested {requested} output "
+                f"tokens and your prompt contains {n_prompt} input tokens, for a total of {n_prompt + requested} "
                 "tokens. Please reduce the length of the input prompt or the number of requested output tokens."
             )
             raise Refusal(self.error(400, message, "input_tokens"))
-        if asked < 1:
-            raise Refusal(self.error(400, f"max_tokens must be at least 1, got {asked}.", "max_tokens"))
-        if asked > limit:
-            message = f"max_tokens={asked} is greater than max_model_len={limit}."
+        if max_tokens < 1:
+            raise Refusal(self.error(400, f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens"))
+        if max_tokens > limit:
+            message = f"max_tokens={max_tokens} is greater than max_model_len={limit}."
             raise Refusal(self.error(400, message, "max_tokens"))
         if body.n not in (None, 1):
             raise Refusal(self.error(400, "the emulated server makes one choice a request.", "n"))
-        return min(asked, limit - n_prompt)
+        return min(max_tokens, limit - n_prompt)
 
 
-def error_body(status: int, message: str, param: str | None, phrase: str) -> dict[str, Any]:
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str
+
+
+class VllmModelCard(ModelCard, kw_only=True):
+    root: str
+    parent: None = None
+    max_model_len: int
+    permission: tuple[str, ...] = ()
+
+
+class ErrorDetails(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorDetails
+
+
+def error_body(status: int, message: str, param: str | None, phrase: str) -> ErrorBody:
     kind = "NotFoundError" if param == "model" else _TYPES.get(status, phrase)
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return ErrorBody(ErrorDetails(message, kind, param, status))
 
 
-def _completion_choice(text: str, finish: Finish | None) -> dict[str, Any]:
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
-    return choice | {"prompt_token_ids": None, "token_ids": None}
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int = 0
+    text: str
+    logprobs: None = None
+    finish_reason: Finish | None
+    stop_reason: None = None
+    prompt_token_ids: None = None
+    token_ids: None = None
 
 
-def _chat_choice(text: str, finish: Finish | None) -> dict[str, Any]:
-    choice = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": finish}
-    return choice | ({"stop_reason": None} if finish else {}) | {"token_ids": None}
+class WholeCompletionChoice(CompletionChoice, kw_only=True):
+    prompt_logprobs: None = None
 
 
-def _whole_completion_choice(text: str, finish: Finish) -> dict[str, Any]:
-    return _completion_choice(text, finish) | {"prompt_logprobs": None}
+class Delta(msgspec.Struct, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str
 
 
-def _whole_chat_choice(text: str, finish: Finish) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": text,
-        "refusal": None,
-        "tool_calls": [],
-        "reasoning": None,
-    }
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
-    return choice | {"stop_reason": None, "token_ids": None}
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int = 0
+    delta: Delta
+    logprobs: None = None
+    finish_reason: Finish | None
+    stop_reason: UnsetType | None = UNSET
+    token_ids: UnsetType | None = None
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+    tool_calls: tuple[str, ...] = ()
+    reasoning: None = None
+
+
+class WholeChatChoice(msgspec.Struct, kw_only=True):
+    index: int = 0
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: Finish
+    stop_reason: None = None
+    token_ids: None = None
+
+
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: CachedTokens | UnsetType | None = UNSET
+
+
+class Chunk(msgspec.Struct, kw_only=True):
+    """An event of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[CompletionChoice | ChatChoice]
+    usage: Usage | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET
+
+
+class WholeReply(msgspec.Struct, kw_only=True):
+    """A reply that is not streamed."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[WholeCompletionChoice | WholeChatChoice]
+    service_tier: None = None
+    system_fingerprint: str = FINGERPRINT
+    usage: Usage
+
+
+def _completion_choice(text: str, finish: Finish | None) -> CompletionChoice:
+    return CompletionChoice(text=text, finish_reason=finish)
+
+
+def _chat_choice(text: str, finish: Finish | None) -> ChatChoice:
+    return ChatChoice(delta=Delta(content=text), finish_reason=finish, stop_reason=None if finish else UNSET)
+
+
+def _whole_completion_choice(text: str, finish: Finish) -> WholeCompletionChoice:
+    return WholeCompletionChoice(text=text, finish_reason=finish)
+
+
+def _whole_chat_choice(text: str, finish: Finish) -> WholeChatChoice:
+    return WholeChatChoice(message=AssistantMessage(content=text), finish_reason=finish)
 
 
 @dataclass(frozen=True)
@@ -229,9 +326,9 @@ class Shape:
     id_prefix: str
     chunk_object: str
     whole_object: str
-    choice: Callable[[str, Finish | None], dict[str, Any]]
-    whole_choice: Callable[[str, Finish], dict[str, Any]]
-    opening_choice: dict[str, Any] | None  # an event of its own, written together with the first token's
+    choice: Callable[[str, Finish | None], CompletionChoice | ChatChoice]
+    whole_choice: Callable[[str, Finish], WholeCompletionChoice | WholeChatChoice]
+    opening_choice: ChatChoice | None  # an event of its own, written together with the first token's
 
 
 COMPLETION = Shape(
@@ -239,11 +336,11 @@ COMPLETION = Shape(
 )
 CHAT = Shape(
     "chatcmpl-", "chat.completion.chunk", "chat.completion", _chat_choice, _whole_chat_choice,
-    opening_choice={"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None},
+    opening_choice=ChatChoice(delta=Delta(role="assistant", content=""), finish_reason=None, token_ids=UNSET),
 )  # fmt: skip
 
 
-class Answer:
+class OpenAIWire:
     """One reply of either route (a `Wire`). The frame of a plain token is made once and only its text changes."""
 
     content_type = "text/event-stream; charset=utf-8"
@@ -260,12 +357,9 @@ class Answer:
         options = body.stream_options or StreamOptions()
         self._usage_last = bool(options.include_usage)
         self._usage_always = bool(options.include_usage and options.continuous_usage_stats)
-        self._identity = {
-            "id": shape.id_prefix + request_id,
-            "object": shape.chunk_object,
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._id = shape.id_prefix + request_id
+        self._created_s = int(time.time())
+        self._model = model
         self._prefix, _, self._suffix = self._chunk([shape.choice("@", None)]).rpartition(b'"@"')
 
     def token(self, count: int) -> bytes:
@@ -274,38 +368,48 @@ class Answer:
         return self._prefix + WORDS_JSON[count % _N_WORDS] + self._suffix
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
-        usage = {"usage": self._usage(count)} if self._usage_always else {}
+        usage = self._usage(count) if self._usage_always else UNSET
         opening = b""
         if count == n_tokens and self._shape.opening_choice:
-            opening = self._chunk([self._shape.opening_choice], **usage)
-        return opening + self._chunk([self._shape.choice(span(count, n_tokens), finish)], **usage)
+            opening = self._chunk([self._shape.opening_choice], usage)
+        return opening + self._chunk([self._shape.choice(span(count, n_tokens), finish)], usage)
 
     def tail(self, count: int, done: bool = True) -> bytes:
-        usage = b""
-        if self._usage_last:
-            usage = self._chunk([], usage=self._usage(count), system_fingerprint=FINGERPRINT)
+        usage = self._chunk([], self._usage(count), FINGERPRINT) if self._usage_last else b""
         return usage + (_DONE if done else b"")
 
     def failure(self) -> bytes:
         return b"data: " + encode_json(error_body(500, _MESSAGES[500], None, "")) + b"\n\n" + _DONE
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
-        choices = [self._shape.whole_choice(output_text(count), finish)]
-        reply = self._identity | {"object": self._shape.whole_object, "choices": choices, "service_tier": None}
-        reply |= {"system_fingerprint": FINGERPRINT, "usage": self._usage(count) | {"prompt_tokens_details": None}}
-        if self.cached_tokens:
-            reply["usage"] = self._usage(count)
+        usage = self._usage(count)
+        if usage.prompt_tokens_details is UNSET:
+            usage.prompt_tokens_details = None
+        reply = WholeReply(
+            id=self._id, object=self._shape.whole_object, created=self._created_s, model=self._model,
+            choices=[self._shape.whole_choice(output_text(count), finish)], usage=usage,
+        )  # fmt: skip
         return json_page(200, reply)
 
-    def _chunk(self, choices: Sequence[Any], **more: Any) -> bytes:
-        return b"data: " + encode_json(self._identity | {"choices": choices} | more) + b"\n\n"
+    def _chunk(
+        self,
+        choices: Sequence[CompletionChoice | ChatChoice],
+        usage: Usage | UnsetType = UNSET,
+        fingerprint: str | UnsetType = UNSET,
+    ) -> bytes:
+        chunk = Chunk(
+            id=self._id, object=self._shape.chunk_object, created=self._created_s, model=self._model, choices=choices,
+            usage=usage, system_fingerprint=fingerprint,
+        )  # fmt: skip
+        return b"data: " + encode_json(chunk) + b"\n\n"
 
-    def _usage(self, count: int) -> dict[str, Any]:
-        total = self.prompt_tokens + count
-        usage: dict[str, Any] = {"prompt_tokens": self.prompt_tokens, "total_tokens": total, "completion_tokens": count}
-        if self.cached_tokens:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
-        return usage
+    def _usage(self, count: int) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            total_tokens=self.prompt_tokens + count,
+            completion_tokens=count,
+            prompt_tokens_details=CachedTokens(self.cached_tokens) if self.cached_tokens else UNSET,
+        )
 
 
 def _one_two_five(limit: int) -> list[float]:
@@ -344,5 +448,5 @@ def series(max_model_len: int) -> list[Series]:
         Distribution("vllm:request_decode_time_seconds", "Time decoding.", "decode", _REQUEST_S),
         Distribution("vllm:request_prompt_tokens", "Prompt tokens a request.", "prompt_tokens", tokens),
         Distribution("vllm:request_generation_tokens", "Output tokens a request.", "output_tokens", tokens),
-        Distribution("vllm:request_params_max_tokens", "max_tokens as asked.", "asked_tokens", tokens),
+        Distribution("vllm:request_params_max_tokens", "max_tokens as asked.", "max_tokens", tokens),
     ]  # fmt: skip

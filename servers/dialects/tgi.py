@@ -2,13 +2,12 @@
 
 Frames are `data: {...}` and nothing ends them: the last event carries `generated_text`, and `details` when asked for.
 Prompts are text, a token a word and one more for the BOS that TGI adds and counts. A streaming route answers 200 and
-tells whatever is wrong with the request in its only event; only a body that cannot be read gets a status of its own.
+reports whatever is wrong with the request in its only event; only a body that cannot be read gets a status of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -34,6 +33,7 @@ VERSION = "3.3.7"
 BOS_TOKENS = 1
 
 _N_WORDS = len(WORDS)
+_FIRST_ID = 1000
 _EVENT_STREAM = "text/event-stream"
 _FINISH = {"length": "length", "stop": "eos_token"}
 # status -> error_type, message
@@ -65,7 +65,7 @@ _decode_body = msgspec.json.Decoder(Body).decode
 
 
 class TGI:
-    """The dialect. `max_input_tokens` is one less than the whole, as TGI sets it when it is not told."""
+    """The dialect. `max_input_tokens` is one less than the whole, as TGI sets it by default."""
 
     name = "tgi"
     labels = ""
@@ -81,7 +81,7 @@ class TGI:
             "/": lambda: healthy,
             "/info": self._info,
         }
-        self.asks: Mapping[str, Callable[[bytes, str], Wire]] = {
+        self.generations: Mapping[str, Callable[[bytes, str], Wire]] = {
             "/generate": lambda raw, _: self._generate(raw, False),
             "/generate_stream": lambda raw, _: self._generate(raw, True),
             "/": lambda raw, _: self._generate(raw, None),
@@ -115,28 +115,59 @@ class TGI:
         streaming = body.stream if streaming is None else streaming
         n_prompt = count_words(body.inputs) + BOS_TOKENS
         limit = self._settings.max_model_len
-        asked = body.parameters.max_new_tokens
+        max_new_tokens = body.parameters.max_new_tokens
         wrong = ""
         if not body.inputs:
             wrong = "`inputs` cannot be empty"
-        elif asked is not None and asked < 1:
+        elif max_new_tokens is not None and max_new_tokens < 1:
             wrong = "`max_new_tokens` must be strictly positive"
-        elif asked is not None and n_prompt + asked > limit:
+        elif max_new_tokens is not None and n_prompt + max_new_tokens > limit:
             wrong = f"`inputs` tokens + `max_new_tokens` must be <= {limit}. "
-            wrong += f"Given: {n_prompt} `inputs` tokens and {asked} `max_new_tokens`"
+            wrong += f"Given: {n_prompt} `inputs` tokens and {max_new_tokens} `max_new_tokens`"
         elif n_prompt > limit - 1:
             wrong = f"`inputs` must have less than {limit - 1} tokens. Given: {n_prompt}"
         if wrong:
             page = self.error(422, f"Input validation error: {wrong}")
             raise Refusal(Page(200, _frame(page.body), content_type=_EVENT_STREAM) if streaming else page)
-        return Answer(body.parameters, streaming, n_prompt, limit - n_prompt if asked is None else asked)
+        return TGIWire(
+            body.parameters, streaming, n_prompt, limit - n_prompt if max_new_tokens is None else max_new_tokens
+        )
 
 
-class Answer:
+class Token(msgspec.Struct):
+    id: int
+    text: str
+    logprob: float = -0.6
+    special: bool = False
+
+
+class Details(msgspec.Struct):
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+
+
+class StreamDetails(Details):
+    input_length: int
+
+
+class WholeDetails(Details, kw_only=True):
+    prefill: tuple[Token, ...] = ()
+    tokens: list[Token]
+
+
+class StreamEvent(msgspec.Struct, kw_only=True):
+    index: int
+    token: Token
+    generated_text: str | None = None
+    details: StreamDetails | None = None
+
+
+class TGIWire:
     """One reply (a `Wire`)."""
 
     content_type = _EVENT_STREAM
-    failure_before_output = True  # what TGI says in a stream with status 200: it is overloaded
+    failure_before_output = True  # what TGI sends in a stream with status 200: it is overloaded
 
     def __init__(self, parameters: Parameters, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
         self.streaming = streaming
@@ -148,16 +179,15 @@ class Answer:
 
     def token(self, count: int) -> bytes:
         index = count % _N_WORDS
-        return _PLAIN % (count, index + 1000, WORDS_JSON[index])
+        return _PLAIN % (count, index + _FIRST_ID, WORDS_JSON[index])
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
-        reply: dict[str, Any] = {"index": count, "token": _token(count) | {"text": span(count, n_tokens)}}
-        reply |= {"generated_text": None, "details": None}
+        event = StreamEvent(index=count, token=Token(count % _N_WORDS + _FIRST_ID, span(count, n_tokens)))
         if finish:
-            reply["generated_text"] = output_text(count)
+            event.generated_text = output_text(count)
             if self._details:
-                reply["details"] = self._summary(count, finish) | {"input_length": self.prompt_tokens}
-        return _frame(encode_json(reply))
+                event.details = StreamDetails(_FINISH[finish], count, self._seed, self.prompt_tokens)
+        return _frame(encode_json(event))
 
     def tail(self, count: int, done: bool = True) -> bytes:
         return b""
@@ -169,8 +199,8 @@ class Answer:
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         details = None
         if self._details:
-            tokens = [_token(each) for each in range(1, count + 1)]
-            details = self._summary(count, finish) | {"prefill": [], "tokens": tokens}
+            tokens = [Token(each % _N_WORDS + _FIRST_ID, word(each)) for each in range(1, count + 1)]
+            details = WholeDetails(_FINISH[finish], count, self._seed, tokens=tokens)
         total_ms = str(round(seconds * 1000))
         headers = (
             ("x-compute-type", "emulated"), ("x-compute-time", f"{seconds:.9f}"), ("x-total-time", total_ms),
@@ -180,18 +210,11 @@ class Answer:
         )  # fmt: skip
         return json_page(200, {"generated_text": output_text(count), "details": details}, headers)
 
-    def _summary(self, count: int, finish: Finish) -> dict[str, Any]:
-        return {"finish_reason": _FINISH[finish], "generated_tokens": count, "seed": self._seed}
-
 
 _PLAIN = (
     b'data: {"index":%d,"token":{"id":%d,"text":%b,"logprob":-0.6,"special":false},'
     b'"generated_text":null,"details":null}\n\n'
 )
-
-
-def _token(count: int) -> dict[str, Any]:
-    return {"id": count % _N_WORDS + 1000, "text": word(count), "logprob": -0.6, "special": False}
 
 
 def _frame(json: bytes) -> bytes:
@@ -222,5 +245,5 @@ def series(max_total_tokens: int) -> list[Series]:
         Distribution("tgi_request_mean_time_per_token_duration", "Mean time per token per request", "mean", seconds),
         Distribution("tgi_request_generated_tokens", "Generated tokens per request", "output_tokens", total),
         Distribution("tgi_request_input_length", "Input token length per request", "prompt_tokens", inputs),
-        Distribution("tgi_request_max_new_tokens", "Maximum new tokens per request", "asked_tokens", total),
+        Distribution("tgi_request_max_new_tokens", "Maximum new tokens per request", "max_tokens", total),
     ]  # fmt: skip

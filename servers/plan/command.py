@@ -2,7 +2,7 @@
 
 One server is tried in virtual time at Poisson rates until the highest is found at which it keeps the limits and works
 off what comes. A load that is split at random over n servers is Poisson again, at 1/n of the rate: so many are needed.
-What cannot do it stands below with the reason; nothing that was asked about is left out.
+What cannot do it stands below with the reason; no candidate is left out.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def read_prices(path: Path | None) -> Prices:
 
 def price(prices: Prices, gpu: str) -> float | None:
     """Dollars an hour for one, by any name of that GPU; None when the list has none. Raises HardwareError."""
-    found = hardware.find(gpu)
-    names = {gpu.lower(), found.name.lower(), *found.aliases}
-    names |= {key for key, known in hardware.known().items() if known is found}
+    card = hardware.find(gpu)
+    names = {gpu.lower(), card.name.lower(), *card.aliases}
+    names |= {key for key, known in hardware.known().items() if known is card}
     return next((each for name, each in prices.usd_per_gpu_hour.items() if name.lower() in names), None)
 
 
@@ -186,7 +186,7 @@ def _table(rows: list[Row], limits: Limits) -> list[str]:
         cells.append(
             (
                 "no price" if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}", str(row.gpus), str(row.servers),
-                f"{tp} x {row.candidate.gpu}", "-" if tp == 1 else str(row.emulated.facts["topology"]),
+                f"{tp} x {row.candidate.gpu}", "-" if tp == 1 else row.emulated.facts.topology,
                 str(row.candidate.max_running), text.number(row.server_rate), row.bound,
                 *(text.number(None if math.isnan(value_s) else 1e3 * value_s) for value_s in seen),
                 str(row.trial.in_flight),
@@ -211,10 +211,10 @@ def _commands(row: Row, load: Load, limits: Limits) -> Iterator[str]:
     words += [f"{setup.memory_ratio:g}", *([] if setup.p2p else ["--p2p", "off"])]
     modelled = ["--gpu", row.candidate.gpu, "--gpus", str(row.candidate.tp), "--scheduler", setup.scheduler]
     modelled += [] if setup.profile is None else ["--profile", str(setup.profile)]
-    asked = ["--arrival", f"poisson:{load.rate / row.servers:.4f}", "--input-tokens", str(load.input_tokens)]
-    asked += ["--output-tokens", str(load.output_tokens), "--goodput"]
-    asked += [f"{name}:{1e3 * limit_s:g}" for name, limit_s in limits.seconds.items()]
-    yield f"Look closer at the first: {shlex.join(['loadgen', 'predict', *words, *modelled, *asked])}"
+    load_flags = ["--arrival", f"poisson:{load.rate / row.servers:.4f}", "--input-tokens", str(load.input_tokens)]
+    load_flags += ["--output-tokens", str(load.output_tokens), "--goodput"]
+    load_flags += [f"{name}:{1e3 * limit_s:g}" for name, limit_s in limits.seconds.items()]
+    yield f"Look closer at the first: {shlex.join(['loadgen', 'predict', *words, *modelled, *load_flags])}"
     yield f"Start one of its servers: {shlex.join(['loadgen', 'compose', *words])}"
 
 
@@ -246,7 +246,7 @@ def render(rows: list[Row], unmet: list[Unmet], load: Load, limits: Limits, pric
             "way of more. Latencies and requests in flight: predicted at one server's share of the load.",
             *_commands(rows[0], load, limits),
         ]
-        if any(row.emulated.facts["topology"] == "pcie" for row in rows):
+        if any(row.emulated.facts.topology == "pcie" for row in rows):
             lines.append(
                 "pcie: the cards reach each other directly (P2P), which the drivers of GeForce cards do not allow; "
                 "--p2p off sends everything through host memory."
@@ -333,8 +333,8 @@ def command(
     try:  # what is wrong with every candidate is the user's mistake and no reason against one
         for kind in kinds:
             hardware.find(kind)
-        asked = dataclasses.replace(base, gpu=kinds[0]).setup(backend, model if spec is None else spec.name, length)
-        known = profiles()[asked.scheduler] if profile is None else read_profile(profile, asked.scheduler)
+        first = dataclasses.replace(base, gpu=kinds[0]).setup(backend, model if spec is None else spec.name, length)
+        known = profiles()[first.scheduler] if profile is None else read_profile(profile, first.scheduler)
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
     rows, unmet = ranked([

@@ -19,10 +19,10 @@ from servers.simulator.build import Emulated
 from servers.simulator.virtual import bounds, simulate
 
 METRICS = ("ttft", "tpot", "e2el")
-BURST = 512  # most requests of the burst that tells how fast a server can work off what it has
+BURST = 512  # most requests of the burst that shows how fast a server can work off what it has
 STABLE_RATIO = 0.95  # of that rate; beyond it, queues grow for longer than a short run can show
 LIVES = 8  # a run lasts at least so many times as long as a request
-STRETCH = 10  # and at most so many times the requests that were asked for
+STRETCH = 10  # and at most so many times the requests of the option
 TOLERANCE = 1.1  # the highest rate is found within this factor
 LONELY = 0.1  # requests under way on average: below this a server is not crowded, and a lower rate will not help it
 

@@ -80,9 +80,9 @@ def decode_step(emulated: Emulated, batch: int, prompt: int, reply: int) -> Brea
     facts = emulated.facts
     return Breakdown(
         emulated=True,
-        backend=facts["scheduler"],
+        backend=facts.scheduler,
         model=emulated.setup.model.name,
-        hardware=f"{emulated.tp} x {facts['gpu']}",
+        hardware=f"{emulated.tp} x {facts.gpu}",
         batch=batch,
         prompt_tokens=prompt,
         context_tokens=context,
@@ -94,10 +94,10 @@ def decode_step(emulated: Emulated, batch: int, prompt: int, reply: int) -> Brea
         delimited_by="the cost model",
         form="model",
         notes=(
-            *facts["notes"],
+            *facts.notes,
             "the model has no embedding and no all-gather; sampling is in the server's software, between steps",
-            f"where the GPU's numbers come from: {facts['gpu_source']}",
-            f"how far they are off: {facts['gpu_error']}",
+            f"where the GPU's numbers come from: {facts.gpu_source}",
+            f"how far they are off: {facts.gpu_error}",
         ),
     )
 

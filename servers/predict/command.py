@@ -61,7 +61,7 @@ def predict(
     try:
         hardware = Hardware(**embedded.modelled(config))
         emulated = emulate(hardware.setup(config.kind, _model(config), _length(config, load)))
-        for note in emulated.facts["notes"]:
+        for note in emulated.facts.notes:
             terminal.say(f"note: {note}")
         new = rundir.create(directory)
         try:
@@ -78,18 +78,23 @@ def predict(
 
 
 def _paper(config: Config) -> int:
-    from servers.predict import paper  # with matplotlib
+    from servers.predict import paper, paper_figures  # with matplotlib
 
     if config != Config(out=config.out, seed=config.seed):
         raise ConfigError("--preset paper decides on load, servers and GPUs; only --out and --seed go with it.")
     directory = config.out or Path("runs") / rundir.new_run_id()
     rundir.create(directory)
     began = time.perf_counter()
-    found = paper.write(directory, config.seed)
-    terminal.say(paper.markdown(found))
-    terminal.say(f"{len(found['runs'])} runs in {time.perf_counter() - began:.0f} s of computing")
+    results = paper.predict_all(config.seed)
+    summary = paper.summary(results, config.seed)
+    markdown, json = paper.markdown(summary), summary.as_json()
+    (directory / "paper.json").write_bytes(msgspec.json.format(json, indent=1) + b"\n")
+    (directory / "paper.md").write_text(markdown, encoding="utf-8")
+    paper_figures.draw(paper.load(), results, directory)
+    terminal.say(markdown)
+    terminal.say(f"{len(results)} runs in {time.perf_counter() - began:.0f} s of computing")
     terminal.say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    sys.stdout.write(json.decode() + "\n")
     return cli.EXIT_OK
 
 
@@ -133,9 +138,8 @@ def _length(config: Config, load: list[tuple[float, int, int]]) -> int:
 
 def write(directory: Path, run_id: str, config: Config, emulated: Emulated, outcomes: list[Outcome]) -> None:
     """The run directory: manifest and records."""
-    said = manifest(config, emulated, run_id, len(outcomes))
-    rundir.write_manifest(directory, said)
-    file = records.RecordsFile(directory / "requests.jsonl", run_id, said.version, 0)
+    rundir.write_manifest(directory, manifest(config, emulated, run_id, len(outcomes)))
+    file = records.RecordsFile(directory / "requests.jsonl", run_id, rundir.package_version(), 0)
     events = 0
     last_s = 0.0
     for outcome in outcomes:

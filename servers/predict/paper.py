@@ -1,8 +1,8 @@
 """Section VI of arXiv 2311.03687 in virtual time: the paper's burst on its platforms, models and servers, and what it
 states of them beside what is predicted, misses included.
 
-What the paper says and what is assumed where it says nothing stand in `servers/data/paper.json`. A run is named
-PLATFORM/MODEL/SERVER, in a check `*` stands for one of `ranks`. Nothing here was measured: every output says so.
+What the paper states, and what is assumed where it states nothing, stand in `servers/data/paper.json`. A run is named
+PLATFORM/MODEL/SERVER, in a check `*` stands for one of `ranks`. Nothing here was measured: every output states that.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -111,8 +109,8 @@ class Order(msgspec.Struct, frozen=True, tag_field="kind", tag="order"):
             expected = [rank for rank in self.ranks if rank in values]
             held += len(order) > 1 and (order[:1] == expected[:1] if self.rest_free else order == expected)
             leaders.append(order[0] if self.rest_free and order else (" > " if self.highest else " < ").join(order))
-        found = ", ".join(f"{leaders.count(name)} x {name}" for name in dict.fromkeys(leaders))
-        return f"in {held} of {len(self.at)} ({found})", held >= self.least * len(self.at)
+        counts = ", ".join(f"{leaders.count(name)} x {name}" for name in dict.fromkeys(leaders))
+        return f"in {held} of {len(self.at)} ({counts})", held >= self.least * len(self.at)
 
 
 class Spread(msgspec.Struct, frozen=True, tag_field="kind", tag="spread"):
@@ -171,7 +169,7 @@ class Fact(msgspec.Struct, frozen=True):
     """`fitted`: the model was fitted to it, so that it proves nothing."""
 
     place: str
-    said: str
+    statement: str = msgspec.field(name="said")
     check: Value | Ratio | Order | Spread | Fits | StepTime
     fitted: bool = False
 
@@ -233,24 +231,91 @@ class Paper(msgspec.Struct, frozen=True):
         ]
 
 
+class FactResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A statement of the paper beside what is predicted; criterion: what counts as met."""
+
+    place: str
+    statement: str = msgspec.field(name="said")
+    predicted: str
+    criterion: str = msgspec.field(name="counts")
+    met: bool
+    fitted: bool
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+    """What one run came to; throughput in output tokens a second."""
+
+    kv_tokens: int
+    throughput: float
+    p50_s: float
+    p60_s: float
+    p100_s: float
+    served: int
+    refused: int
+    preemptions: int
+
+
+class DoesNotFit(msgspec.Struct, frozen=True):
+    reason: str
+
+
+@dataclass(frozen=True)
+class VariantResult:
+    variant: Variant
+    base: Numbers | DoesNotFit
+    changed: Numbers | DoesNotFit
+
+    def as_json(self) -> dict[str, object]:
+        """One object, the base's keys with a prefix."""
+        base = {f"base_{name}": value for name, value in msgspec.structs.asdict(self.base).items()}
+        return {**msgspec.to_builtins(self.variant), **base, **msgspec.structs.asdict(self.changed)}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything but the figures."""
+
+    paper: Paper
+    seed: int
+    output_tokens_mean: float
+    facts: list[FactResult]
+    runs: dict[str, Numbers | DoesNotFit]
+    variants: list[VariantResult]
+
+    def as_json(self) -> bytes:
+        """As `paper.json` holds it."""
+        return msgspec.json.encode(
+            {
+                "emulated": True,
+                "source": self.paper.source,
+                "seed": self.seed,
+                "output_tokens_mean": self.output_tokens_mean,
+                "assumptions": self.paper.assumptions,
+                "facts": self.facts,
+                "runs": self.runs,
+                "variants": [each.as_json() for each in self.variants],
+            }
+        )
+
+
 @functools.cache
-def paper() -> Paper:
+def load() -> Paper:
     return msgspec.json.decode((DATA / "paper.json").read_bytes(), type=Paper)
 
 
 def predict(run: Variant, lengths: list[int]) -> Result:
     """The burst on one platform, model and server. A server knows how much each request may generate, not when it will
     stop: the request leaves when it does."""
-    said = paper()
+    paper = load()
     platform, model, server = run.run.split("/")
-    spec = catalog.find(said.models[model])
+    spec = catalog.find(paper.models[model])
     assert spec is not None
     try:
         emulated = emulate(
             Setup(
-                scheduler=said.servers[server].scheduler, model=spec, gpu=said.platforms[platform].gpu,
-                gpus=said.gpus, tp=said.gpus, topology=said.platforms[platform].topology, kv_tokens=run.kv_tokens,
-                max_running=said.servers[server].max_running, max_requests=run.max_requests,
+                scheduler=paper.servers[server].scheduler, model=spec, gpu=paper.platforms[platform].gpu,
+                gpus=paper.gpus, tp=paper.gpus, topology=paper.platforms[platform].topology, kv_tokens=run.kv_tokens,
+                max_running=paper.servers[server].max_running, max_requests=run.max_requests,
             )
         )  # fmt: skip
     except EmulationError as error:
@@ -272,7 +337,7 @@ def predict(run: Variant, lengths: list[int]) -> Result:
     refused = 0
     for index in range(len(lengths)):
         try:
-            engine.submit(Sequence(index, said.input_tokens, said.max_new_tokens), 0.0)
+            engine.submit(Sequence(index, paper.input_tokens, paper.max_new_tokens), 0.0)
         except Rejected:
             refused += 1
     engine.advance(math.inf)
@@ -286,83 +351,72 @@ def predict(run: Variant, lengths: list[int]) -> Result:
 
 
 def predict_all(seed: int = 0) -> dict[str, Result]:
-    lengths = paper().lengths(seed)
-    return {run: predict(Variant("", run), lengths) for run in paper().runs()}
+    lengths = load().lengths(seed)
+    return {run: predict(Variant("", run), lengths) for run in load().runs()}
 
 
-def summary(results: Results, seed: int = 0) -> dict[str, Any]:
-    """Everything but the figures, as `paper.json` holds it."""
-    said = paper()
-    lengths = said.lengths(seed)
+def summary(results: Results, seed: int = 0) -> Summary:
+    paper = load()
+    lengths = paper.lengths(seed)
     facts = []
-    for fact in said.facts:
+    for fact in paper.facts:
         predicted, met = fact.check.check(results)
-        row = {"place": fact.place, "said": fact.said, "predicted": predicted, "counts": fact.check.criterion}
-        facts.append(row | {"met": met, "fitted": fact.fitted})
-    return {
-        "emulated": True,
-        "source": said.source,
-        "seed": seed,
-        "output_tokens_mean": sum(lengths) / len(lengths),
-        "assumptions": list(said.assumptions),
-        "facts": facts,
-        "runs": {run: _numbers(result) for run, result in results.items()},
-        "variants": [
-            msgspec.to_builtins(each) | _numbers(results[each.run], "base_") | _numbers(predict(each, lengths))
-            for each in said.variants
+        facts.append(
+            FactResult(
+                place=fact.place, statement=fact.statement, predicted=predicted, criterion=fact.check.criterion,
+                met=met, fitted=fact.fitted,
+            )
+        )  # fmt: skip
+    return Summary(
+        paper=paper,
+        seed=seed,
+        output_tokens_mean=sum(lengths) / len(lengths),
+        facts=facts,
+        runs={run: _numbers(result) for run, result in results.items()},
+        variants=[
+            VariantResult(each, _numbers(results[each.run]), _numbers(predict(each, lengths)))
+            for each in paper.variants
         ],
-    }
+    )
 
 
-def markdown(found: Mapping[str, Any]) -> str:
+def markdown(summary: Summary) -> str:
     """The tables, as `paper.md` holds them."""
-    said = paper()
-    tried = [fact for fact in found["facts"] if not fact["fitted"]]
-    met = sum(fact["met"] for fact in tried)
+    paper = summary.paper
+    tried = [fact for fact in summary.facts if not fact.fitted]
+    met = sum(fact.met for fact in tried)
     lines = [
-        f"# {said.source}, predicted: {EMULATED}",
+        f"# {paper.source}, predicted: {EMULATED}",
         "",
         f"{met} of {len(tried)} statements are met, {len(tried) - met} are missed; what counts as met is our choice.",
         "",
         *_table(
             ("", "Place", "The paper says", "Predicted (emulated)", "Counts as met"),
-            (
-                (_verdict(fact), fact["place"], fact["said"], fact["predicted"], fact["counts"])
-                for fact in found["facts"]
-            ),
+            ((_verdict(fact), fact.place, fact.statement, fact.predicted, fact.criterion) for fact in summary.facts),
         ),
         "",
         "## Every run (emulated)",
         "",
         *_table(
             ("Platform, model, server", "KV cache, tokens", "Output tokens/s", "p50 s", "p60 s", "p100 s", "Note"),
-            ((said.name(run), *_cells(numbers)) for run, numbers in found["runs"].items()),
+            ((paper.name(run), *_cells(numbers)) for run, numbers in summary.runs.items()),
         ),
         "",
         "## Under other assumptions (emulated)",
         "",
         *_table(
             ("Run", "KV cache, tokens", "Output tokens/s", "p50 s", "p60 s", "p100 s", "Note"),
-            ((f"{said.name(each['run'])}: {each['why']}", *_cells(each)) for each in found["variants"]),
+            (
+                (f"{paper.name(each.variant.run)}: {each.variant.why}", *_cells(each.changed))
+                for each in summary.variants
+            ),
         ),
         "",
         "## What is assumed",
         "",
-        *(f"- {assumption}" for assumption in said.assumptions),
+        *(f"- {assumption}" for assumption in paper.assumptions),
     ]
     return "\n".join(lines) + "\n"
-
-
-def write(directory: Path, seed: int = 0) -> dict[str, Any]:
-    """Predicts everything; writes paper.json, paper.md and the figures. Returns what paper.json holds."""
-    from servers.predict import paper_figures
-
-    results = predict_all(seed)
-    found = summary(results, seed)
-    (directory / "paper.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    (directory / "paper.md").write_text(markdown(found), encoding="utf-8")
-    paper_figures.draw(paper(), results, directory)
-    return found
 
 
 def _values(results: Results, place: str, ranks: Iterable[str], measure: str) -> dict[str, float]:
@@ -371,25 +425,31 @@ def _values(results: Results, place: str, ranks: Iterable[str], measure: str) ->
     return {rank: value for rank, value in values.items() if not math.isnan(value)}
 
 
-def _numbers(result: Result, prefix: str = "") -> dict[str, Any]:
-    if result.reason:
-        return {f"{prefix}reason": result.reason}
-    assert result.emulated is not None
-    numbers = {name: result.measure(name) for name in ("throughput", "p50_s", "p60_s", "p100_s")}
-    counts = {"served": len(result.latencies_s), "refused": result.refused, "preemptions": result.preemptions}
-    return {f"{prefix}{k}": v for k, v in ({"kv_tokens": result.emulated.kv_tokens} | numbers | counts).items()}
+def _numbers(result: Result) -> Numbers | DoesNotFit:
+    if result.emulated is None:
+        return DoesNotFit(result.reason)
+    return Numbers(
+        kv_tokens=result.emulated.kv_tokens,
+        throughput=result.measure("throughput"),
+        p50_s=result.measure("p50_s"),
+        p60_s=result.measure("p60_s"),
+        p100_s=result.measure("p100_s"),
+        served=len(result.latencies_s),
+        refused=result.refused,
+        preemptions=result.preemptions,
+    )
 
 
-def _verdict(fact: Mapping[str, Any]) -> str:
-    return ("fitted" if fact["fitted"] else "met") if fact["met"] else "**MISS**"
+def _verdict(fact: FactResult) -> str:
+    return ("fitted" if fact.fitted else "met") if fact.met else "**MISS**"
 
 
-def _cells(numbers: Mapping[str, Any]) -> tuple[str, ...]:
-    if "reason" in numbers:
-        return ("-", "-", "-", "-", "-", numbers["reason"])
-    notes = [f"{numbers[name]} {name}" for name in ("refused", "preemptions") if numbers[name]]
-    times = (f"{numbers[name]:.1f}" for name in ("p50_s", "p60_s", "p100_s"))
-    return (f"{numbers['kv_tokens']}", f"{numbers['throughput']:.0f}", *times, ", ".join(notes))
+def _cells(numbers: Numbers | DoesNotFit) -> tuple[str, ...]:
+    if isinstance(numbers, DoesNotFit):
+        return ("-", "-", "-", "-", "-", numbers.reason)
+    notes = [f"{getattr(numbers, name)} {name}" for name in ("refused", "preemptions") if getattr(numbers, name)]
+    times = (f"{seconds:.1f}" for seconds in (numbers.p50_s, numbers.p60_s, numbers.p100_s))
+    return (f"{numbers.kv_tokens}", f"{numbers.throughput:.0f}", *times, ", ".join(notes))
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

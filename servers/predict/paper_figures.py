@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import matplotlib
 import numpy as np
@@ -12,9 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadgen.report.figures import COLOURS, DASHES, GRID, STYLE, legend_below, titled
-
-if TYPE_CHECKING:
-    from servers.predict.paper import Paper, Result
+from servers.predict.paper import Paper, Result
 
 Panel = tuple[str, Sequence[str], int]  # title, runs, which part of a run's name its lines are told apart by
 

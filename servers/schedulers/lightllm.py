@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from bisect import insort
 
+import msgspec
+
 from servers.schedulers import Queues, Rejected, Sequence, Step
 
 
@@ -14,7 +16,7 @@ def _peak(requests: list[tuple[int, int]]) -> int:
 
     A request grows by one token a step and leaves when it has generated all: the peak is when one of them leaves. While
     the same requests run and the same one wants to join them, it falls by at most one a step, since the new one then
-    comes a step later. So after a refusal nobody need be asked for as many steps as the peak was too high.
+    comes a step later. So after a refusal nobody can be let in for as many steps as the peak was too high.
     """
     peak = held = 0
     for size, (minus_left, holds) in enumerate(requests, 1):
@@ -41,23 +43,21 @@ class LightLLM2310(_Estimated):
     step differs.
     """
 
-    def __init__(
-        self,
-        kv_tokens: int,
-        *,
-        batch_max_tokens: int | None = None,
-        running_max_req_size: int = 1000,
-        max_req_input_len: int = 2048,
-        max_req_total_len: int = 3072,
-        max_wait_tokens: int = 10,
-    ) -> None:
+    class Settings(msgspec.Struct, frozen=True, kw_only=True):
+        batch_max_tokens: int | None = None
+        running_max_req_size: int = 1000
+        max_req_input_len: int = 2048
+        max_req_total_len: int = 3072
+        max_wait_tokens: int = 10
+
+    def __init__(self, kv_tokens: int, settings: Settings) -> None:
         super().__init__(kv_tokens)
         self.depth = 1
-        self._batch_max_tokens = batch_max_tokens or max(kv_tokens // 6, max_req_total_len)
-        self._running_max_req_size = running_max_req_size
-        self._max_req_input_len = max_req_input_len
-        self._max_req_total_len = max_req_total_len
-        self._max_wait_tokens = max_wait_tokens
+        self._batch_max_tokens = settings.batch_max_tokens or max(kv_tokens // 6, settings.max_req_total_len)
+        self._running_max_req_size = settings.running_max_req_size
+        self._max_req_input_len = settings.max_req_input_len
+        self._max_req_total_len = settings.max_req_total_len
+        self._max_wait_tokens = settings.max_wait_tokens
         self._decoded = 0  # steps since the last prefill
 
     def admit(self, sequence: Sequence) -> None:
@@ -165,27 +165,25 @@ class LightLLMNow(_Estimated):
     _MAX_PAUSES = 2
     _RECOVERY_STEPS = 100
 
-    def __init__(
-        self,
-        kv_tokens: int,
-        *,
-        batch_max_tokens: int = 16384,
-        chunked_prefill_size: int | None = None,
-        running_max_req_size: int = 256,
-        router_token_ratio: float = 0.85,
-        router_max_wait_tokens: int = 1,
-        aggressive: bool = True,
-        ignores_eos: bool = True,
-    ) -> None:
+    class Settings(msgspec.Struct, frozen=True, kw_only=True):
+        batch_max_tokens: int = 16384
+        chunked_prefill_size: int | None = None
+        running_max_req_size: int = 256
+        router_token_ratio: float = 0.85
+        router_max_wait_tokens: int = 1
+        aggressive: bool = True
+        ignores_eos: bool = True
+
+    def __init__(self, kv_tokens: int, settings: Settings) -> None:
         super().__init__(kv_tokens)
         self.depth = 2
-        self._batch_max_tokens = batch_max_tokens
-        self._chunk_tokens = chunked_prefill_size or batch_max_tokens // 2
-        self._running_max_req_size = running_max_req_size
-        self._router_token_ratio = router_token_ratio
-        self._max_wait_tokens = max(1, router_max_wait_tokens)
-        self._aggressive = aggressive
-        self._ignores_eos = ignores_eos
+        self._batch_max_tokens = settings.batch_max_tokens
+        self._chunk_tokens = settings.chunked_prefill_size or settings.batch_max_tokens // 2
+        self._running_max_req_size = settings.running_max_req_size
+        self._router_token_ratio = settings.router_token_ratio
+        self._max_wait_tokens = max(1, settings.router_max_wait_tokens)
+        self._aggressive = settings.aggressive
+        self._ignores_eos = settings.ignores_eos
         self._pausing: set[Sequence] = set()  # of the running, those that lose their memory in the next step
         self._paused: set[Sequence] = set()
         self._ended: list[Sequence] = []  # to be marked in the next step

@@ -10,38 +10,42 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 
+import msgspec
+
 from servers.schedulers import Rejected, Sequence, Step
+
+
+class _Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What both versions can be set to, by the names of their command lines."""
+
+    max_batch_prefill_tokens: int = 4096
+    waiting_served_ratio: float = 0.3
+    max_waiting_tokens: int = 20
+    max_concurrent_requests: int = 128
 
 
 class _Router(ABC):
     """The loop of both: new requests are prefilled in a step of their own, then join the batch, which decodes.
 
-    Before each step of decoding the queue is asked for new ones, except after new ones have just been prefilled beside
-    a running batch. While a batch runs it gives them only if there are `waiting_served_ratio` as many as are running,
-    or if `max_waiting_tokens` steps have gone since the last came.
+    Before each step of decoding new ones are taken from the queue, except after new ones have just been prefilled
+    beside a running batch. While a batch runs the queue gives them only if there are `waiting_served_ratio` as many as
+    are running, or if `max_waiting_tokens` steps have gone since the last came.
     """
 
-    def __init__(
-        self,
-        kv_tokens: int,
-        max_batch_prefill_tokens: int,
-        waiting_served_ratio: float,
-        max_waiting_tokens: int,
-        max_concurrent_requests: int,
-    ) -> None:
+    def __init__(self, kv_tokens: int, settings: _Settings) -> None:
         self.depth = 1
         self.kv_tokens = kv_tokens
         self.preemptions = 0
-        self._max_batch_prefill_tokens = max_batch_prefill_tokens
-        self._waiting_served_ratio = waiting_served_ratio
-        self._max_waiting_tokens = max_waiting_tokens
-        self._max_concurrent_requests = max_concurrent_requests
+        self._max_batch_prefill_tokens = settings.max_batch_prefill_tokens
+        self._waiting_served_ratio = settings.waiting_served_ratio
+        self._max_waiting_tokens = settings.max_waiting_tokens
+        self._max_concurrent_requests = settings.max_concurrent_requests
         self._permitted: set[Sequence] = set()
         self._queue: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free = 0  # blocks
         self._waited = 0  # steps since the last prefill, it included
-        self._asks = True  # whether the queue is asked before the next step
+        self._takes_new = True  # whether new ones are taken from the queue before the next step
 
     @property
     def waiting(self) -> int:
@@ -71,14 +75,14 @@ class _Router(ABC):
 
     def schedule(self) -> Step | None:
         if not self._running:
-            self._asks = True
+            self._takes_new = True
             return self._start(self._take(0))
-        if self._asks:
+        if self._takes_new:
             step = self._start(self._take(self._least()))
             if step is not None:
-                self._asks = False
+                self._takes_new = False
                 return step
-        self._asks = True
+        self._takes_new = True
         self._waited += 1
         return self._forward()
 
@@ -152,22 +156,15 @@ class Tgi1(_Router):
 
     _BLOCK_TOKENS = 16
 
-    def __init__(
-        self,
-        kv_tokens: int,
-        *,
-        max_batch_prefill_tokens: int = 4096,
-        waiting_served_ratio: float = 1.2,
-        max_waiting_tokens: int = 20,
-        max_concurrent_requests: int = 128,
-        max_input_length: int = 1024,
-        max_total_tokens: int = 2048,
-    ) -> None:
-        super().__init__(
-            kv_tokens, max_batch_prefill_tokens, waiting_served_ratio, max_waiting_tokens, max_concurrent_requests
-        )
-        self._max_input_length = max_input_length
-        self._max_total_tokens = max_total_tokens
+    class Settings(_Settings, frozen=True, kw_only=True):
+        waiting_served_ratio: float = 1.2
+        max_input_length: int = 1024
+        max_total_tokens: int = 2048
+
+    def __init__(self, kv_tokens: int, settings: Settings) -> None:
+        super().__init__(kv_tokens, settings)
+        self._max_input_length = settings.max_input_length
+        self._max_total_tokens = settings.max_total_tokens
         self._total = kv_tokens // self._BLOCK_TOKENS
         self._free = self._total
 
@@ -233,25 +230,17 @@ class Tgi3(_Router):
 
     _SEGMENT_TOKENS = 1024
 
-    def __init__(
-        self,
-        kv_tokens: int,
-        *,
-        max_batch_prefill_tokens: int = 4096,
-        waiting_served_ratio: float = 0.3,
-        max_waiting_tokens: int = 20,
-        max_concurrent_requests: int = 128,
-        max_batch_size: int | None = None,
-        chunking: bool = True,
-        block_tokens: int = 1,
-    ) -> None:
-        super().__init__(
-            kv_tokens, max_batch_prefill_tokens, waiting_served_ratio, max_waiting_tokens, max_concurrent_requests
-        )
-        self._max_batch_size = max_batch_size
-        self._chunking = chunking
-        self._block_tokens = block_tokens
-        self._total = kv_tokens // block_tokens - 1  # block 0 is kept for health checks
+    class Settings(_Settings, frozen=True, kw_only=True):
+        max_batch_size: int | None = None
+        chunking: bool = True
+        block_tokens: int = 1
+
+    def __init__(self, kv_tokens: int, settings: Settings) -> None:
+        super().__init__(kv_tokens, settings)
+        self._max_batch_size = settings.max_batch_size
+        self._chunking = settings.chunking
+        self._block_tokens = settings.block_tokens
+        self._total = kv_tokens // settings.block_tokens - 1  # block 0 is kept for health checks
         self._free = self._total
         self._chunks: dict[Sequence, int] = {}  # what the next step prefills of each that is not through
 

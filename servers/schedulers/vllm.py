@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
+
 from servers.schedulers import Queues, Rejected, Sequence, Step
 
 BLOCK_TOKENS = 16
@@ -64,11 +66,15 @@ class VllmV1(_Paged):
     (tests/vllm/test_scheduler_v1.py).
     """
 
-    def __init__(self, kv_tokens: int, max_running: int = 1024, budget_tokens: int = 8192, depth: int = 2) -> None:
+    class Settings(msgspec.Struct, frozen=True, kw_only=True):
+        max_running: int = 1024
+        budget_tokens: int = 8192
+
+    def __init__(self, kv_tokens: int, settings: Settings, depth: int = 2) -> None:
         super().__init__(kv_tokens, kv_tokens // BLOCK_TOKENS - 1)  # one block is kept as the null block
         self.depth = depth
-        self._max_running = max_running
-        self._budget_tokens = budget_tokens
+        self._max_running = settings.max_running
+        self._budget_tokens = settings.budget_tokens
 
     def admit(self, sequence: Sequence) -> None:
         if -(-(sequence.prompt + sequence.output) // BLOCK_TOKENS) > self._total:
@@ -141,27 +147,26 @@ class Vllm02(_Paged):
     """vLLM 0.2: a step is either prompts, as many waiting ones as its limits let in, or one token for all that run;
     prompts come first. Prompts of one step are padded to the longest of them, and the padding is computed too.
 
-    Source: vllm/core/scheduler.py and block_manager.py of 0.2.2, its defaults. Two quirks are kept: a request asks for
+    Source: vllm/core/scheduler.py and block_manager.py of 0.2.2, its defaults. Two quirks are kept: a request takes
     a free block even when it needs none, and 1 % of the blocks (the watermark) is not given to prompts. A request that
     only fits with the watermark would block 0.2.2's queue for good; here it is refused.
     Run beside the real Scheduler (47 loads, 69,653 steps, 4679 preemptions): no step and no preemption differs.
     """
 
-    def __init__(
-        self,
-        kv_tokens: int,
-        *,
-        max_model_len: int = 4096,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        max_paddings: int = 256,
-    ) -> None:
+    class Settings(msgspec.Struct, frozen=True, kw_only=True):
+        max_model_len: int = 4096
+        max_num_seqs: int = 256
+        max_num_batched_tokens: int | None = None
+        max_paddings: int = 256
+
+    def __init__(self, kv_tokens: int, settings: Settings) -> None:
         super().__init__(kv_tokens, kv_tokens // BLOCK_TOKENS)
         self.depth = 1
-        self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
-        self._budget_tokens = max(max_model_len, 2048) if max_num_batched_tokens is None else max_num_batched_tokens
-        self._max_paddings = max_paddings
+        self._max_model_len = settings.max_model_len
+        self._max_num_seqs = settings.max_num_seqs
+        given = settings.max_num_batched_tokens
+        self._budget_tokens = max(settings.max_model_len, 2048) if given is None else given
+        self._max_paddings = settings.max_paddings
         self._watermark = self._total // 100
 
     def admit(self, sequence: Sequence) -> None:
@@ -208,7 +213,7 @@ class Vllm02(_Paged):
         context = index = 0
         while index < len(running):
             if not self._free:
-                self._preempt()  # the last; where that is the one that asks, none are left to ask
+                self._preempt()  # the last; where that is the one in need, none are left
                 continue
             sequence = running[index]
             length = sequence.prompt + sequence.sampled

@@ -41,7 +41,7 @@ CONDITIONS = {
     "slow_rank": ("FACTOR", "one of the modelled GPUs takes so many times as long for each step, and all wait", 1, 1e6),
 }
 MODELLED = ("kv_exhaustion", "slow_rank")  # need --gpu
-# What a dialect has no way to say: TGI and LightLLM report no cached tokens, and nothing ends their streams.
+# What a dialect has no way to express: TGI and LightLLM report no cached tokens, and nothing ends their streams.
 UNKNOWN = {"tgi": ("cached", "no_done"), "lightllm": ("cached", "no_done")}
 MIDWAY = frozenset({"reset", "truncate", "stall", "stream_error", "garbage"})
 
@@ -63,15 +63,38 @@ class Fault:
         return number == self.only or (self.every > 0 and number % self.every == 0)
 
 
+@dataclass(frozen=True)
+class Faults:
+    """All faults of one server. `seed` draws the requests that a share of them strikes."""
+
+    faults: tuple[Fault, ...] = ()
+    seed: int = 0
+
+    def striking(self, number: int) -> Fault | None:
+        """The fault that strikes the `number`-th request, counted from 1."""
+        return next((fault for fault in self.faults if fault.strikes(number, self.seed)), None)
+
+    def amount(self, kind: str, otherwise: float) -> float:
+        """That of the condition `kind`; of several the last."""
+        return next((fault.amount for fault in reversed(self.faults) if fault.kind == kind), otherwise)
+
+    def modelled(self) -> list[str]:
+        """The kinds among them that only modelled hardware has."""
+        return [fault.kind for fault in self.faults if fault.kind in MODELLED]
+
+
+NO_FAULTS = Faults()
+
+
 class _Scripted(msgspec.Struct, forbid_unknown_fields=True):
     request: int
     kind: str
 
 
-def read(texts: Iterable[str], dialect: str) -> tuple[Fault, ...]:
+def read(texts: Iterable[str], dialect: str, seed: int = 0) -> Faults:
     """Faults as `parse` takes them, or in the files NAME.json that are named among them, each a list of
     {"request": N, "kind": KIND}. Raises ValueError with one sentence."""
-    return tuple(parse(text, dialect) for text in _expanded(texts))
+    return Faults(tuple(parse(text, dialect) for text in _expanded(texts)), seed)
 
 
 def parse(text: str, dialect: str) -> Fault:
@@ -93,16 +116,6 @@ def parse(text: str, dialect: str) -> Fault:
         raise ValueError(f"fault {text!r}: {status} is no error status; it must be from 400 to 599.")
     every, share, only = when
     return Fault(kind=kind, every=every, share=share, only=only, status=status)
-
-
-def striking(faults: tuple[Fault, ...], number: int, seed: int = 0) -> Fault | None:
-    """The fault that strikes the `number`-th request, counted from 1."""
-    return next((fault for fault in faults if fault.strikes(number, seed)), None)
-
-
-def amount(faults: tuple[Fault, ...], kind: str, otherwise: float) -> float:
-    """That of the condition `kind`; of several the last."""
-    return next((fault.amount for fault in reversed(faults) if fault.kind == kind), otherwise)
 
 
 def _when(text: str) -> tuple[int, float, int] | None:

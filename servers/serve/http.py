@@ -13,17 +13,14 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Callable
 from http.client import responses
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import httptools
 import msgspec
 
-from servers.serve.wire import Page
-
-if TYPE_CHECKING:
-    from servers.serve.reply import Reply
-    from servers.serve.server import Server
+from servers.serve.wire import Dialect, Page
 
 SERVER_HEADER = b"Server: llm-dissect (emulated)\r\n"
 MAX_HEAD_BYTES = 64 * 1024
@@ -46,14 +43,34 @@ class Request(msgspec.Struct, frozen=True):
     http_1_0: bool
 
 
-class Connection:
-    """`received_ns` is when the last byte of the request being answered was read, in monotonic nanoseconds."""
+class Owner(Protocol):
+    """What a connection needs of the server that accepted it. `unparsed`: bytes read, and when, to be parsed later."""
 
-    def __init__(self, sock: socket.socket, server: Server) -> None:
+    dialect: Dialect
+    unparsed: deque[tuple[Connection, bytes, int]]
+
+    def handle(self, connection: Connection, request: Request) -> None:
+        """Answers one request, now or later."""
+
+    def watch(self, connection: Connection, events: int) -> None:
+        """From now on calls `ready` for these events of the selector."""
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is about to be closed."""
+
+    def log(self, sentence: str) -> None:
+        """Tells whoever runs the server."""
+
+
+class Connection:
+    """`received_ns` is when the last byte of the request being answered was read, in monotonic nanoseconds. `on_close`
+    is called once when the connection closes, whoever closes it."""
+
+    def __init__(self, sock: socket.socket, server: Owner) -> None:
         self.sock = sock
         self.open = True
         self.received_ns = 0
-        self.reply: Reply | None = None
+        self.on_close: Callable[[], None] | None = None
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._read_ns = 0
@@ -195,7 +212,7 @@ class Connection:
             self._server.watch(self, selectors.EVENT_READ | selectors.EVENT_WRITE)
         self._unsent += data
         if len(self._unsent) > MAX_UNSENT_BYTES:
-            self._server.say(f"a client left {len(self._unsent)} bytes unread; its connection is closed.")
+            self._server.log(f"a client left {len(self._unsent)} bytes unread; its connection is closed.")
             self.reset()
 
     def close(self) -> None:
@@ -207,8 +224,8 @@ class Connection:
         self.sock.close()
         self._waiting.clear()
         del self._parser  # it refers back to this object; nothing is left for a garbage collector
-        if self.reply is not None:
-            self.reply.abandon()
+        if self.on_close is not None:
+            self.on_close()
 
     def reset(self) -> None:
         """Closes so that the client sees a reset."""

@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import Protocol
 
 from servers.schedulers import Scheduler, Sequence
-from servers.serve import timing
-from servers.serve.timing import INDEX, INDEX_BITS
+from servers.serve.timing import INDEX, INDEX_BITS, TimedReply
 from servers.simulator.build import Emulated
 
 # A wake-up of this process and of the client for each of many tokens, some 20 us apart, costs more than the tokens
 # themselves: where many are under way they go out in groups, none later by more than this.
 GRAIN_NS = 500_000
 CROWDED = 64
-
-
-class Reply(timing.Reply, Protocol):
-    """Besides what FixedTiming needs: the prompt's length."""
-
-    n_prompt_tokens: int
 
 
 class SimulatedTiming:
@@ -38,15 +30,15 @@ class SimulatedTiming:
         self._now_s = 0.0
         self.popped_due_ns = 0  # when the token that `pop` gave last was due
         self._sequences: dict[int, Sequence] = {}  # by the reply's number
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, TimedReply] = {}
         self._out: list[int] = []  # a heap of due times in ns above the reply's number, as in FixedTiming
 
     @property
     def scheduler(self) -> Scheduler:
         return self._engine.scheduler
 
-    def submit(self, reply: Reply) -> None:
-        """Raises batching.Rejected."""
+    def submit(self, reply: TimedReply) -> None:
+        """Raises Rejected."""
         if self._start_ns is None:
             self._start_ns = reply.received_ns
         sequence = Sequence(reply.index, reply.n_prompt_tokens, reply.n_tokens)
@@ -55,7 +47,7 @@ class SimulatedTiming:
         self._sequences[reply.index] = sequence
         self._replies[reply.index] = reply
 
-    def cancel(self, reply: Reply) -> None:
+    def cancel(self, reply: TimedReply) -> None:
         """Nothing more of `reply` will be due, and the scheduler forgets it."""
         sequence = self._sequences.pop(reply.index, None)
         self._replies.pop(reply.index, None)
@@ -69,7 +61,7 @@ class SimulatedTiming:
         due = [(self._out[0] >> INDEX_BITS) + grain_ns] if self._out else []
         return min(due if next_s == math.inf else [*due, self._real_ns(next_s)], default=None)
 
-    def pop(self, now_ns: int) -> Reply | None:
+    def pop(self, now_ns: int) -> TimedReply | None:
         """The reply whose next token is due longest at `now_ns`, or None: nothing is due yet. Never early."""
         if self._start_ns is None:
             return None

@@ -2,24 +2,32 @@
 
 The timing calls `emit` once a token; everything else follows from that. A plain token in the middle of a stream is the
 hot path and does no more than make the event, stamp it and hand it to the socket; the first token, the last one and
-whatever a fault does take the other. A reply whose client has left is not heard of again.
+whatever a fault does take the other. A reply whose client has left sends nothing more.
 """
 
 from __future__ import annotations
 
 from array import array
 from time import monotonic_ns
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from servers.serve.faults import MIDWAY, Fault
-from servers.serve.wire import Finish, Page, Wire
-
-if TYPE_CHECKING:
-    from servers.serve.http import Connection
-    from servers.serve.server import Server
+from servers.serve.http import Connection
+from servers.serve.telemetry import Telemetry
+from servers.serve.wire import Dialect, Finish, Page, Wire
 
 COALESCED_EVENTS = 4
 GARBAGE = b'data: {"id":"\x00\xff\xfe","choices":[{"text":\n\n'
+
+
+class Owner(Protocol):
+    """What a reply needs of the server that accepted its request."""
+
+    dialect: Dialect
+    telemetry: Telemetry
+
+    def ended(self, reply: Reply, finish: Finish | None, failure: str) -> None:
+        """The reply is over, complete for the reason `finish` or broken off by `failure`."""
 
 
 class Reply:
@@ -30,14 +38,14 @@ class Reply:
     """
 
     def __init__(
-        self, server: Server, connection: Connection, wire: Wire, index: int, request_id: str, fault: Fault | None
+        self, server: Owner, connection: Connection, wire: Wire, index: int, request_id: str, fault: Fault | None
     ) -> None:
         self.index = index
         self.request_id = request_id
         self.received_ns = connection.received_ns
         self.n_prompt_tokens = wire.prompt_tokens
         self.n_cached_tokens = 0
-        self.asked_tokens = self.n_tokens = wire.output_tokens
+        self.max_tokens = self.n_tokens = wire.output_tokens
         self.count = 0
         self.first_ns = self.last_ns = 0
         self.stamps = array("q")

@@ -18,13 +18,13 @@ from collections import deque
 from time import monotonic_ns
 
 from servers.schedulers import Rejected
-from servers.serve.faults import Fault, amount, striking
+from servers.serve.faults import NO_FAULTS, Faults
 from servers.serve.http import Connection, Request
 from servers.serve.reply import Reply
 from servers.serve.stamps import Stamps
 from servers.serve.telemetry import Telemetry
 from servers.serve.timing import Timing
-from servers.serve.wire import Dialect, Page, Refusal
+from servers.serve.wire import Dialect, Finish, Page, Refusal
 
 BACKLOG = 65535  # the kernel cuts it to net.core.somaxconn
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})  # need no API key
@@ -43,13 +43,11 @@ class Server:
         timing: Timing,
         host: str = "127.0.0.1",
         port: int = 0,
-        faults: tuple[Fault, ...] = (),
+        faults: Faults = NO_FAULTS,
         stamps: Stamps | None = None,
         api_key: str | None = None,
-        seed: int = 0,
     ) -> None:
-        """Listens at once. `seed` draws the faults that strike a share of requests. Raises OSError where the address
-        cannot be had."""
+        """Listens at once. Raises OSError where the address cannot be had."""
         self.dialect = dialect
         self.telemetry = Telemetry(dialect.series, dialect.labels)
         self.unparsed: deque[tuple[Connection, bytes, int]] = deque()
@@ -57,8 +55,7 @@ class Server:
         self.emulation = timing.facts
         self.telemetry.scheduler = timing.scheduler
         self._faults = faults
-        self._seed = seed
-        self._healthy_ns = monotonic_ns() + int(amount(faults, "slow_start", 0) * 1e9)
+        self._healthy_ns = monotonic_ns() + int(faults.amount("slow_start", 0) * 1e9)
         self._stamps = stamps
         self._authorization = None if api_key is None else b"Bearer " + api_key.encode()
         self._requests = 0
@@ -107,10 +104,10 @@ class Server:
         else:
             self._generate(connection, request)
 
-    def ended(self, reply: Reply, finish: str | None, failure: str) -> None:
+    def ended(self, reply: Reply, finish: Finish | None, failure: str) -> None:
         """A reply is over, complete for the reason `finish` or broken off by `failure`."""
         self._timing.cancel(reply)
-        reply.connection.reply = None
+        reply.connection.on_close = None
         self.telemetry.ended(reply, finish, failure)
         if self._stamps is not None:
             self._stamps.add(reply)
@@ -127,7 +124,7 @@ class Server:
             self._accepting = True
 
     @staticmethod
-    def say(sentence: str) -> None:
+    def log(sentence: str) -> None:
         print(f"llm-dissect server: {sentence}", file=sys.stderr, flush=True)
 
     def _page(self, request: Request) -> Page | None:
@@ -136,7 +133,7 @@ class Server:
         guarded = self._authorization is not None and path not in OPEN_PATHS
         if guarded and request.headers.get(b"authorization") != self._authorization:
             return dialect.error(401)
-        if request.method == "POST" and path in dialect.asks:
+        if request.method == "POST" and path in dialect.generations:
             media_type = request.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
             return None if media_type == b"application/json" else dialect.media_type_error
         if request.method in ("GET", "HEAD"):
@@ -146,7 +143,7 @@ class Server:
                 return Page(200, self.telemetry.render(), content_type=dialect.metrics_content_type)
             if path in dialect.pages:
                 return dialect.pages[path]()
-        known = path in dialect.asks or path in dialect.pages or path == "/metrics"
+        known = path in dialect.generations or path in dialect.pages or path == "/metrics"
         return dialect.error(405 if known else 404)
 
     def _generate(self, connection: Connection, request: Request) -> None:
@@ -155,10 +152,10 @@ class Server:
             self.telemetry.refused("starting")
             connection.respond(self.dialect.error(503))
             return
-        fault = striking(self._faults, self._requests, self._seed)
+        fault = self._faults.striking(self._requests)
         kind = fault.kind if fault else ""
         if kind == "die":
-            self.say(f"request {self._requests} ends this server, as its faults say.")
+            self.log(f"request {self._requests} ends this server, as its faults say.")
             raise SystemExit(1)
         if kind in ("refuse", "http_error"):
             self.telemetry.refused(kind)
@@ -169,7 +166,9 @@ class Server:
             return
         request_id = request.headers.get(b"x-request-id", b"").decode("latin-1")
         try:
-            wire = self.dialect.asks[request.path](request.body, request_id or f"{self._ids.getrandbits(128):032x}")
+            wire = self.dialect.generations[request.path](
+                request.body, request_id or f"{self._ids.getrandbits(128):032x}"
+            )
         except Refusal as refusal:
             self.telemetry.refused("validation")
             connection.respond(refusal.page)
@@ -185,7 +184,7 @@ class Server:
             self.telemetry.refused("overloaded" if rejected.status == 429 else "validation")
             connection.respond(self.dialect.error(rejected.status, str(rejected)))
             return
-        connection.reply = reply
+        connection.on_close = reply.abandon
         self.telemetry.started(reply)
         if wire.streaming:
             connection.begin_stream(wire.content_type)
@@ -225,7 +224,7 @@ class Server:
             try:
                 connection.parse(data, read_ns)
             except Exception as error:  # one request's trouble must not end everybody's stream
-                self.say(f"a request could not be served ({type(error).__name__}: {error}); its connection is closed.")
+                self.log(f"a request could not be served ({type(error).__name__}: {error}); its connection is closed.")
                 connection.close()
 
     def _accept(self, _mask: int, _now_ns: int) -> None:
@@ -235,7 +234,7 @@ class Server:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
-                self.say(f"no more than {len(self._connections)} connections: {error.strerror}; raise `ulimit -n`.")
+                self.log(f"no more than {len(self._connections)} connections: {error.strerror}; raise `ulimit -n`.")
                 self._selector.unregister(self._listener)
                 self._accepting = False
                 return

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from servers.schedulers import Scheduler
 
-Tokens = Literal["prompt_tokens", "cached_tokens", "output_tokens", "asked_tokens"]
+Tokens = Literal["prompt_tokens", "cached_tokens", "output_tokens", "max_tokens"]
 Seconds = Literal[
     "ttft", "itl", "tpot", "mean", "e2e", "decode", "queue"
 ]  # tpot leaves the first token out, mean does not
@@ -29,7 +29,7 @@ class Progress(Protocol):
     first_ns: int
     last_ns: int
     count: int
-    asked_tokens: int
+    max_tokens: int
     n_prompt_tokens: int
     n_cached_tokens: int
 
@@ -167,7 +167,7 @@ class Telemetry:
         self._observe("prompt_tokens", reply.n_prompt_tokens)
         self._observe("cached_tokens", reply.n_cached_tokens)
         self._observe("output_tokens", reply.count)
-        self._observe("asked_tokens", reply.asked_tokens)
+        self._observe("max_tokens", reply.max_tokens)
 
     def refused(self, failure: str) -> None:
         """A request that never became a reply."""

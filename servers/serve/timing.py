@@ -4,8 +4,8 @@ The first token is due `ttft` after the request was received and each further on
 not after it was sent: what goes out late does not push the rest back. With jitter every interval, the first included,
 is multiplied by a factor uniform in 1 +- jitter, drawn from the seed and the request's number alone.
 
-No clock is read here and nothing is sent: the caller says what time it is and emits what is due. A model of a scheduler
-can take this place behind the same four calls.
+No clock is read here and nothing is sent: the caller passes the time and emits what is due. A model of a scheduler can
+take this place behind the same four calls (modelled_timing.py).
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
+from loadgen.rundir.emulation import Emulation
 from servers.schedulers import Scheduler
 
 
-class Reply(Protocol):
-    """What is scheduled; `index` numbers the requests and is below 2**32."""
+class TimedReply(Protocol):
+    """What is scheduled; `index` numbers the requests and is below 2**32. Fixed times ignore the prompt's length."""
 
     index: int
     received_ns: int
+    n_prompt_tokens: int
     n_tokens: int
 
     def emit(self) -> None:
@@ -34,24 +36,24 @@ INDEX = (1 << INDEX_BITS) - 1
 
 
 class Timing(Protocol):
-    """What the server asks. Times are monotonic nanoseconds. `facts` and `scheduler`: of modelled hardware; None where
-    times are fixed."""
+    """When the tokens of the server's replies are due. Times are monotonic nanoseconds. `facts` and `scheduler`: of
+    modelled hardware; None where times are fixed."""
 
     @property
-    def facts(self) -> dict[str, Any] | None: ...
+    def facts(self) -> Emulation | None: ...
     @property
     def scheduler(self) -> Scheduler | None: ...
 
-    def submit(self, reply: Any) -> None:
-        """Takes a reply on. May raise batching.Rejected."""
+    def submit(self, reply: TimedReply) -> None:
+        """Takes a reply on. May raise Rejected."""
 
-    def cancel(self, reply: Any) -> None:
+    def cancel(self, reply: TimedReply) -> None:
         """Nothing more of it will be due."""
 
     def next_due_ns(self) -> int | None:
-        """When to ask `pop` again."""
+        """When to call `pop` again."""
 
-    def pop(self, now_ns: int) -> Any | None:
+    def pop(self, now_ns: int) -> TimedReply | None:
         """The reply whose next token is due; None: none is yet."""
 
 
@@ -73,14 +75,14 @@ class FixedTiming:
         self._heap: list[int] = []
         self._pending: dict[int, _Pending] = {}
 
-    def submit(self, reply: Reply) -> None:
+    def submit(self, reply: TimedReply) -> None:
         """Schedules all tokens of `reply`. Submitted late, they are due at once, in order."""
         pending = _Pending(reply, self._draw(reply.index))
         first_ns = self._ttft_ns if pending.draw is None else pending.draw(self._ttft_ns)
         self._pending[reply.index] = pending
         heapq.heappush(self._heap, (reply.received_ns + first_ns) << INDEX_BITS | reply.index)
 
-    def cancel(self, reply: Reply) -> None:
+    def cancel(self, reply: TimedReply) -> None:
         """Nothing more of `reply` will be due. Its place in the queue goes when its time comes."""
         self._pending.pop(reply.index, None)
 
@@ -88,7 +90,7 @@ class FixedTiming:
         """When something is due next."""
         return self._heap[0] >> INDEX_BITS if self._heap else None
 
-    def pop(self, now_ns: int) -> Reply | None:
+    def pop(self, now_ns: int) -> TimedReply | None:
         """The reply whose next token is due longest at `now_ns`, or None: nothing is due yet. Never early."""
         heap = self._heap
         until = now_ns << INDEX_BITS | INDEX
@@ -124,7 +126,7 @@ class _Pending:
 
     __slots__ = ("draw", "n_left", "reply")
 
-    def __init__(self, reply: Reply, draw: Callable[[int], int] | None) -> None:
+    def __init__(self, reply: TimedReply, draw: Callable[[int], int] | None) -> None:
         self.reply = reply
         self.n_left = reply.n_tokens
         self.draw = draw

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from servers.serve.telemetry import Series
 
-Finish = Literal["length", "stop"]  # in the words of OpenAI; a dialect says it in its own
+Finish = Literal["length", "stop"]  # in the words of OpenAI; a dialect has its own
 
 # The text of the output tokens: they repeat, so that a reply can be checked by its text.
 WORDS: tuple[str, ...] = (
@@ -28,7 +28,7 @@ encode_json = msgspec.json.Encoder().encode
 
 
 class Page(msgspec.Struct, frozen=True):
-    """One whole HTTP answer: everything that is not a stream."""
+    """One whole HTTP reply: everything that is not a stream."""
 
     status: int
     body: bytes
@@ -37,7 +37,7 @@ class Page(msgspec.Struct, frozen=True):
 
 
 class Refusal(Exception):
-    """The request cannot be served; `page` is what the real server answers."""
+    """The request cannot be served; `page` is what the real server replies."""
 
     def __init__(self, page: Page) -> None:
         super().__init__(page.status)
@@ -83,12 +83,13 @@ class Wire(Protocol):
 
 
 class Dialect(Protocol):
-    """One kind of server. `pages` answers GET, `asks` reads a POST body (with the request's id) or raises Refusal."""
+    """One kind of server. `pages`: the whole replies to GET, by path; `generations`: by path, what reads the body of a
+    POST (and the request's id) or raises Refusal."""
 
     name: str
-    media_type_error: Page | None  # the answer to a body that is not declared as JSON; None: it is read all the same
+    media_type_error: Page | None  # the reply to a body that is not declared as JSON; None: it is read all the same
     pages: Mapping[str, Callable[[], Page]]
-    asks: Mapping[str, Callable[[bytes, str], Wire]]
+    generations: Mapping[str, Callable[[bytes, str], Wire]]
     series: Sequence[Series]
     labels: str  # on every sample of `/metrics`
     metrics_content_type: str | None
@@ -97,7 +98,7 @@ class Dialect(Protocol):
         """The server's own body for `status`, with its usual message unless one is given."""
 
 
-def json_page(status: int, value: Any, headers: tuple[tuple[str, str], ...] = ()) -> Page:
+def json_page(status: int, value: object, headers: tuple[tuple[str, str], ...] = ()) -> Page:
     return Page(status, encode_json(value), headers=headers)
 
 

@@ -1,30 +1,30 @@
 """A server on GPUs that one may not own: which scheduler, on what hardware, at what cost. Everything decided, no clock.
 
-`Setup` is what a user says; `emulate` checks it and joins scheduler, step cost and front end. The wire server and the
-virtual run take the same `Emulated` and make the same `Engine` of it.
+`Setup` is what a user chooses; `emulate` checks it and joins scheduler, step cost and front end. The server behind the
+wire and the virtual run take the same `Emulated` and make the same `Engine` of it.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from backends.catalog import ModelSpec
 from backends.untrusted import read_json
+from loadgen.rundir.emulation import Emulation, HeldOut
 from servers.schedulers import Rejected, Scheduler, Sequence
 from servers.schedulers.lightllm import LightLLM2310, LightLLMNow
 from servers.schedulers.tgi import Tgi1, Tgi3
 from servers.schedulers.vllm import Vllm02, VllmV1
-from servers.serve.engine import Engine, FrontEnd
 from servers.simulator import hardware
 from servers.simulator.cost import Gpu, Overheads, StepCost
+from servers.simulator.engine import Engine, FrontEnd
 from servers.simulator.hardware import HardwareError
 
 GIB = 1 << 30
@@ -40,19 +40,6 @@ class EmulationError(Exception):
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
-
-
-class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """How far predictions were off on one real run that was not used for the fit. Ratios; signed for makespan and
-    throughput; w1: Wasserstein-1 distance over the mean, of e2el, ttft and tpot."""
-
-    run: str
-    makespan: float
-    throughput: float
-    e2el_mape: float
-    e2el_w1: float
-    ttft_w1: float
-    tpot_w1: float
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +66,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """gpus: how many may be used. tp: how many share the model; None: the least power of two of them that holds it; the
     others do nothing, as where loadgen starts a server. kv_tokens: the KV cache's capacity over all GPUs; None: what
     memory leaves. max_requests: how many the server may hold at once, running and waiting, before it refuses (servers
-    that do). options: settings of the scheduler by the names that its class gives them, beyond those above."""
+    that do). options: settings of the scheduler by their names there, beyond those above."""
 
     scheduler: str
     model: ModelSpec
@@ -106,8 +93,8 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     cost: StepCost
     profile: Profile
-    facts: dict[str, Any]
-    settings: dict[str, int]  # of the scheduler: those of a server that loadgen starts, then those asked for
+    facts: Emulation
+    settings: dict[str, int]  # of the scheduler: those of a server that loadgen starts, then `setup.options`
     slow_rank: float = 1.0  # how much longer than the others one GPU takes: all wait for it
 
     def engine(self, deliver: Callable[[list[Sequence], float, float], None]) -> Engine:
@@ -117,7 +104,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_profile(self, profile: Profile) -> Emulated:
         """The same server with other software times."""
-        cost = self.cost.with_overheads(profile.overheads_over(self.facts["topology"]))
+        cost = self.cost.with_overheads(profile.overheads_over(self.facts.topology))
         return msgspec.structs.replace(self, profile=profile, cost=cost)
 
     def degraded(self, kv_share: float, slow_rank: float) -> Emulated:
@@ -127,12 +114,13 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
         kv_tokens = int(self.kv_tokens * kv_share)
         if kv_tokens < min(LEAST_KV_TOKENS, self.kv_tokens):
             raise EmulationError(f"{kv_share:.3%} of the KV cache is {kv_tokens} tokens; leave {LEAST_KV_TOKENS}.")
-        facts = self.facts | {"kv_cache_tokens": kv_tokens}
+        facts = msgspec.structs.replace(self.facts, kv_cache_tokens=kv_tokens)
         return msgspec.structs.replace(self, kv_tokens=kv_tokens, slow_rank=slow_rank, facts=facts)
 
 
 def _scheduler(emulated: Emulated) -> Scheduler:
-    return _SCHEDULERS[emulated.setup.scheduler][0](emulated.kv_tokens, **emulated.settings)
+    kind = _SCHEDULERS[emulated.setup.scheduler]
+    return kind.make(emulated.kv_tokens, kind.settings(**emulated.settings))
 
 
 def _v1_budget_tokens(gpu: Gpu) -> int:
@@ -143,23 +131,43 @@ def _v1_budget_tokens(gpu: Gpu) -> int:
     return 8192 if gpu.memory_bytes >= 70 * GIB and "a100" not in gpu.name.lower() else 2048
 
 
-_SCHEDULERS: dict[str, tuple[Callable[..., Scheduler], Callable[[Setup, Gpu], dict[str, int]]]] = {
-    "vllm@v1": (VllmV1, lambda s, gpu: {"max_running": s.max_running, "budget_tokens": _v1_budget_tokens(gpu)}),
-    "vllm@0.2": (Vllm02, lambda s, _: {"max_num_seqs": min(s.max_running, 256), "max_model_len": s.max_model_len}),
-    "tgi@3": (Tgi3, lambda s, _: {"max_concurrent_requests": s.max_requests, "max_batch_size": s.max_running}),
-    "tgi@1": (
+@dataclass(frozen=True)
+class _Kind:
+    """How a scheduler is made: `make` from KV tokens and `settings`, which `chosen` takes from a setup where the user
+    gives none."""
+
+    make: Callable[..., Scheduler]
+    settings: type[msgspec.Struct]
+    chosen: Callable[[Setup, Gpu], dict[str, int]]
+
+
+_SCHEDULERS = {
+    "vllm@v1": _Kind(
+        VllmV1, VllmV1.Settings, lambda s, gpu: {"max_running": s.max_running, "budget_tokens": _v1_budget_tokens(gpu)}
+    ),
+    "vllm@0.2": _Kind(
+        Vllm02,
+        Vllm02.Settings,
+        lambda s, _: {"max_num_seqs": min(s.max_running, 256), "max_model_len": s.max_model_len},
+    ),
+    "tgi@3": _Kind(
+        Tgi3,
+        Tgi3.Settings,
+        lambda s, _: {"max_concurrent_requests": s.max_requests, "max_batch_size": s.max_running},
+    ),
+    "tgi@1": _Kind(
         Tgi1,
+        Tgi1.Settings,
         lambda s, _: {
             "max_concurrent_requests": s.max_requests,
             "max_input_length": s.max_model_len - 1,
             "max_total_tokens": s.max_model_len,
         },
     ),
-    "lightllm@1.2": (LightLLMNow, lambda s, _: {"running_max_req_size": s.max_running}),
-    "lightllm@2310": (LightLLM2310, lambda s, _: {"running_max_req_size": s.max_running}),
+    "lightllm@1.2": _Kind(LightLLMNow, LightLLMNow.Settings, lambda s, _: {"running_max_req_size": s.max_running}),
+    "lightllm@2310": _Kind(LightLLM2310, LightLLM2310.Settings, lambda s, _: {"running_max_req_size": s.max_running}),
 }
 SCHEDULERS = tuple(_SCHEDULERS)
-_NOT_SETTINGS = ("kv_tokens", "depth")  # parameters that are not the user's
 _TRIAL_STEPS = 1000  # enough for one token of one request
 
 
@@ -209,29 +217,33 @@ def emulate(setup: Setup) -> Emulated:
         kv_tokens=kv_tokens,
         cost=StepCost(setup.model, gpu, tp, link, setup.dtype, profile.overheads_over(topology)),
         profile=profile,
-        settings=_SCHEDULERS[setup.scheduler][1](setup, gpu) | dict(setup.options),
-        facts={
-            "scheduler": setup.scheduler,
-            "gpu": gpu.name,
-            "gpus": tp,
-            "topology": topology,
-            "tensor_parallel": tp,
-            "dtype": setup.dtype,
-            "kv_cache_tokens": kv_tokens,
-            "max_running": setup.max_running,
-            "memory_ratio": setup.memory_ratio,
-            "profile": str(setup.profile) if setup.profile else f"built in ({profile.source})",
-            "gpu_source": gpu.source,
-            "gpu_error": gpu.error,
-            "profile_gpus": (measured := _measured(profile)),
-            "profile_assumed": bool(measured) and not any(_same(gpu, setup.gpu, name) for name in measured),
-            "held_out": msgspec.to_builtins(profile.held_out),
-            "speed": 1.0,
-            "notes": list(_notes(setup, tp)),
-        },
+        settings=_SCHEDULERS[setup.scheduler].chosen(setup, gpu) | dict(setup.options),
+        facts=_facts(setup, gpu, tp, topology, kv_tokens, profile),
     )
     _try_scheduler(emulated)
     return emulated
+
+
+def _facts(setup: Setup, gpu: Gpu, tp: int, topology: str, kv_tokens: int, profile: Profile) -> Emulation:
+    measured = _measured(profile)
+    return Emulation(
+        scheduler=setup.scheduler,
+        gpu=gpu.name,
+        gpus=tp,
+        topology=topology,
+        tensor_parallel=tp,
+        dtype=setup.dtype,
+        kv_cache_tokens=kv_tokens,
+        max_running=setup.max_running,
+        memory_ratio=setup.memory_ratio,
+        profile=str(setup.profile) if setup.profile else f"built in ({profile.source})",
+        gpu_source=gpu.source,
+        gpu_error=gpu.error,
+        profile_gpus=measured,
+        profile_assumed=bool(measured) and not any(_same(gpu, setup.gpu, name) for name in measured),
+        held_out=profile.held_out,
+        notes=tuple(_notes(setup, tp)),
+    )
 
 
 def _notes(setup: Setup, tp: int) -> Iterator[str]:
@@ -242,25 +254,24 @@ def _notes(setup: Setup, tp: int) -> Iterator[str]:
         yield f"{tp} of the {setup.gpus} GPUs {hold} {setup.model.name} and the rest do nothing{all_of_them}."
 
 
-def _measured(profile: Profile) -> list[str]:
+def _measured(profile: Profile) -> tuple[str, ...]:
     """The GPUs of real runs that the profile was fitted to or compared with; a run's name begins with its GPU's, as a
     file's h200x4_70b_burst does, or a directory's h200/serving/7b_burst."""
     names = [re.split("[_/]", run.run)[0] for run in profile.held_out]
     compared = [gpu for gpu in hardware.known() if any(name == gpu or name.startswith(f"{gpu}x") for name in names)]
-    return list(dict.fromkeys([profile.gpu, *compared])) if profile.gpu else compared
+    return tuple(dict.fromkeys([profile.gpu, *compared] if profile.gpu else compared))
 
 
 def _same(gpu: Gpu, called: str, name: str) -> bool:
     try:
         return called == name or hardware.find(name) == gpu
-    except HardwareError:  # a profile tells of a file that is not here
+    except HardwareError:  # the profile names a file that is not here
         return False
 
 
 def _check_options(setup: Setup) -> None:
     """Raises EmulationError for a setting that the scheduler does not have, or a value that none can have."""
-    parameters = inspect.signature(_SCHEDULERS[setup.scheduler][0]).parameters
-    settings = {name: each.default for name, each in parameters.items() if name not in _NOT_SETTINGS}
+    settings = {each.name: each.default for each in msgspec.structs.fields(_SCHEDULERS[setup.scheduler].settings)}
     for name, value in setup.options:
         if name not in settings:
             raise EmulationError(f"{setup.scheduler} has no setting '{name}'; it has {', '.join(settings)}.")
@@ -287,7 +298,7 @@ def _try_scheduler(emulated: Emulated) -> None:
                 break
             scheduler.finish(step)
     except Rejected:
-        return  # that is an answer, and what a small KV cache gives to everybody
+        return  # which is what a small KV cache gives to everybody
     except (ArithmeticError, LookupError, TypeError, ValueError):
         sequence.done = False
     if not sequence.done:

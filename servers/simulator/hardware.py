@@ -102,8 +102,8 @@ def _negative(where: str, part: msgspec.Struct, names: Iterable[str]) -> Iterato
 
 
 def link(gpu: Gpu, tp: int, topology: str | None, p2p: bool) -> tuple[str, Link | None]:
-    """How `tp` of them are joined, and what a reduction costs there; the first that its data names when nothing is
-    said: what such a machine usually has. Raises HardwareError."""
+    """How `tp` of them are joined, and what a reduction costs there; the first that its data names where `topology` is
+    None: what such a machine usually has. Raises HardwareError."""
     if tp == 1:
         return "none", None
     links = _links(gpu, tp)

@@ -1,4 +1,4 @@
-"""The options of modelled hardware as a command line gives them, and what they say of the server to be emulated."""
+"""The options of modelled hardware as a command line gives them, and the server that they describe."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from loadgen import rundir
 from loadgen.config import Config
 from servers.schedulers import Rejected, Sequence
@@ -114,5 +116,5 @@ def manifest(config: Config, emulated: Emulated, run_id: str, requests: int) -> 
         requests_planned=requests,
         arrival=config.arrival_text,
         machine=rundir.this_machine(),
-        emulation=emulated.facts,
+        emulation=msgspec.to_builtins(emulated.facts),
     )

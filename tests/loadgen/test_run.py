@@ -235,7 +235,7 @@ def test_a_run_whose_snapshots_end_says_so_and_goes_on(server: str, tmp_path: Pa
         "--out", str(tmp_path),
     )  # fmt: skip
     wait_for_rows(tmp_path, 10)
-    (pid,) = processes_of(process, "loadgen.monitor.snapshots")
+    (pid,) = processes_of(process, "loadgen.monitor")
     os.kill(pid, signal.SIGKILL)
     out, said = process.communicate(timeout=60)
     assert json.loads(out.splitlines()[-1])["requests"]["ok"] == 100

@@ -68,7 +68,7 @@ _OPERATORS = {"and", "or", "unless", "bool", "offset"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class Query:
     """One query of a dashboard. `instant`: its value now, else over time."""
 
     board: str
@@ -96,10 +96,10 @@ def boards() -> dict[str, Any]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(DASHBOARDS.glob("*.json"))}
 
 
-def queries() -> list[Asked]:
+def queries() -> list[Query]:
     """Every query of every panel."""
     return [
-        Asked(name, panel["title"], target["expr"], target.get("legendFormat", ""), bool(target.get("instant")))
+        Query(name, panel["title"], target["expr"], target.get("legendFormat", ""), bool(target.get("instant")))
         for name, board in boards().items()
         for panel in board["panels"]
         for target in panel.get("targets", [])

@@ -12,7 +12,7 @@ UNPACKED = Path(__file__).parents[2] / "build" / "prometheus" / "usr" / "bin"  #
 
 def program(name: str) -> str:
     """The path of it; where it is not, the test is skipped."""
-    found = shutil.which(name) or shutil.which(name, path=str(UNPACKED))
-    if found is None:
+    path = shutil.which(name) or shutil.which(name, path=str(UNPACKED))
+    if path is None:
         pytest.skip(f"{name} is not installed; run `make test-prometheus`")
-    return found
+    return path

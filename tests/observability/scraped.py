@@ -42,21 +42,21 @@ class Prometheus:
 
     def now(self, expr: str, at: float | None = None) -> list[Series]:
         """The expression at one moment; series without a finite value are left out."""
-        found = self.get("query", query=expr, **({} if at is None else {"time": at}))
-        return _finite([(series["metric"], [series["value"]]) for series in found["result"]])
+        result = self.get("query", query=expr, **({} if at is None else {"time": at}))
+        return _finite([(series["metric"], [series["value"]]) for series in result["result"]])
 
     def over(self, expr: str, start: float, end: float) -> list[Series]:
         """The expression over time; series without a finite value are left out."""
-        found = self.get("query_range", query=expr, start=start, end=end, step=SCRAPE_S)
-        return _finite([(series["metric"], series["values"]) for series in found["result"]])
+        result = self.get("query_range", query=expr, start=start, end=end, step=SCRAPE_S)
+        return _finite([(series["metric"], series["values"]) for series in result["result"]])
 
     def one(self, expr: str) -> float:
         ((_, (value,)),) = self.now(expr)
         return value
 
 
-def _finite(found: list[tuple[dict[str, str], Any]]) -> list[Series]:
-    series = [Series(labels, [float(v) for _, v in pairs if math.isfinite(float(v))]) for labels, pairs in found]
+def _finite(result: list[tuple[dict[str, str], Any]]) -> list[Series]:
+    series = [Series(labels, [float(v) for _, v in pairs if math.isfinite(float(v))]) for labels, pairs in result]
     return [each for each in series if each.values]
 
 
@@ -65,8 +65,8 @@ def until(what: str, look: Callable[[], Any]) -> Any:
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         try:
-            if found := look():
-                return found
+            if result := look():
+                return result
         except OSError:
             pass
         time.sleep(0.1)

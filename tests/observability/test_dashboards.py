@@ -26,21 +26,21 @@ def test_the_committed_files_are_what_the_code_makes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expr", "found"),
+    ("expr", "selected"),
     [
         ("sum by (le, run_id) (rate(a_bucket{x=\"b_c{d}\", run_id=~'$run_id'}[$__rate_interval]))", {"a_bucket"}),
         ("a:b:c5m > 0.5 and on (run_id) up == 1 or time() - n_seconds * 2^20 > 1e-9", {"a:b:c5m", "up", "n_seconds"}),
         ("topk by (r) (1, last_over_time(x[10m:5s]))", {"x"}),
     ],
 )
-def test_metrics_are_found_in_queries(expr: str, found: set[str]) -> None:
-    assert names.metrics(expr) == found
+def test_metrics_are_found_in_queries(expr: str, selected: set[str]) -> None:
+    assert names.metrics(expr) == selected
 
 
 def test_every_metric_is_one_that_there_is() -> None:
     there = names.EXPORTED | names.PROMETHEUS | names.DCGM | names.recorded()
-    for asked in names.queries():
-        assert names.metrics(asked.expr) and names.metrics(asked.expr) <= there, asked
+    for query in names.queries():
+        assert names.metrics(query.expr) and names.metrics(query.expr) <= there, query
     for rule in names.rules():
         assert names.metrics(rule["expr"]) <= names.EXPORTED | names.PROMETHEUS | names.recorded(), rule
     for board in names.boards().values():
@@ -49,7 +49,7 @@ def test_every_metric_is_one_that_there_is() -> None:
 
 
 def test_every_metric_of_a_run_is_shown_somewhere() -> None:
-    shown = set().union(*(names.metrics(asked.expr) for asked in names.queries()))
+    shown = set().union(*(names.metrics(query.expr) for query in names.queries()))
     shown |= set().union(*(names.metrics(rule["expr"]) for rule in names.rules()))
     assert {"bench_exporter_runs", "bench_exporter_scrape_seconds"} == names.GAUGES - shown
     assert not names.COUNTERS - shown
@@ -57,32 +57,32 @@ def test_every_metric_of_a_run_is_shown_somewhere() -> None:
 
 
 def test_recorded_series_are_used() -> None:
-    asked = [query.expr for query in names.queries()] + [rule["expr"] for rule in names.rules()]
+    exprs = [query.expr for query in names.queries()] + [rule["expr"] for rule in names.rules()]
     for name in names.recorded():
-        assert any(name in expr for expr in asked), name
+        assert any(name in expr for expr in exprs), name
 
 
 def test_every_query_is_of_the_chosen_runs() -> None:
-    for asked in names.queries():
-        if not names.metrics(asked.expr) <= names.DCGM:
+    for query in names.queries():
+        if not names.metrics(query.expr) <= names.DCGM:
             # Once for each metric: no half of a quotient is of other runs.
-            assert asked.expr.count('run_id=~"$run_id') == len(names.selected(asked.expr)), asked
+            assert query.expr.count('run_id=~"$run_id') == len(names.selected(query.expr)), query
 
 
 def test_a_rate_is_of_a_counter_and_a_quantile_of_buckets_by_run() -> None:
-    for asked in names.queries():
-        for part in asked.expr.split("rate(")[1:] + asked.expr.split("increase(")[1:]:
+    for query in names.queries():
+        for part in query.expr.split("rate(")[1:] + query.expr.split("increase(")[1:]:
             name = part.split("{")[0]
-            assert name.endswith(("_total", "_bucket")), asked
-        if "histogram_quantile(" in asked.expr:
-            assert "by (le, run_id)" in asked.expr and "_bucket" in asked.expr, asked
+            assert name.endswith(("_total", "_bucket")), query
+        if "histogram_quantile(" in query.expr:
+            assert "by (le, run_id)" in query.expr and "_bucket" in query.expr, query
 
 
 def test_the_comparison_reads_runs_that_were_over_before_they_were_seen() -> None:
-    for asked in names.queries():
-        if asked.board == "comparison":
-            assert "rate(" not in asked.expr and "increase(" not in asked.expr, asked
-            assert asked.instant and "[$__range]" in asked.expr, asked
+    for query in names.queries():
+        if query.board == "comparison":
+            assert "rate(" not in query.expr and "increase(" not in query.expr, query
+            assert query.instant and "[$__range]" in query.expr, query
 
 
 @pytest.mark.parametrize("name", BOARDS)

@@ -1,7 +1,7 @@
 """A real Prometheus scrapes `loadgen export` while a run at the embedded server and a sweep go on. Then every query of
 every dashboard and every rule must find something, and its quantiles must be those of the run's own report.
 
-One sweep is training_probe's own progress, told of steps that were not trained, with all that a GPU would give; beside
+One sweep is training_probe's own progress, given steps that were not trained, with all that a GPU would give; beside
 it a real one of a tiny model, where `make test-train` has installed the engines. Two targets stand for what this
 machine may lack: the DCGM exporter, and (as a run's snapshot) the GPUs that loadgen samples.
 """
@@ -25,10 +25,10 @@ from typing import Any
 import pytest
 
 from loadgen.report import metrics
-from loadgen.rundir import Family, Sample, Snapshot, records, write_snapshot
+from loadgen.rundir import Family, MetricSample, Snapshot, records, write_snapshot
 from loadgen.rundir.records import Table
 from tests.observability import names
-from tests.observability.names import Asked
+from tests.observability.names import Query
 from tests.observability.scraped import SCRAPE_S, Prometheus, Series, free_port, prometheus, until
 from training_probe.grid import Cell
 from training_probe.protocol import Step
@@ -69,12 +69,12 @@ class Watched:
     during: str
     trained: str | None  # the real sweep's run_id
 
-    def ask(self, asked: Asked) -> list[Series]:
+    def series(self, query: Query) -> list[Series]:
         """The query with what Grafana would put in place of its variables: all runs, the whole time."""
         runs = "|".join([*self.reports, GPU_RUN, SWEEP])
-        expr = asked.expr.replace("$run_id", f"({runs})").replace("$__rate_interval", "8s")
+        expr = query.expr.replace("$run_id", f"({runs})").replace("$__rate_interval", "8s")
         expr = expr.replace("$__range", f"{round(self.end - self.start)}s")
-        if asked.board == "comparison":  # of runs that are over
+        if query.board == "comparison":  # of runs that are over
             return self.prometheus.now(expr, self.end)
         return self.prometheus.over(expr, self.start, self.end)
 
@@ -110,7 +110,9 @@ def running(*words: str) -> Iterator[subprocess.Popen[str]]:
 
 def write_gpus(runs: Path) -> None:
     values = {"memory_used_bytes": 7e10, "power_watts": 312.0, "utilization_ratio": 0.97}
-    families = [Family("bench_gpu_" + name, "gauge", name, [Sample(v, {"gpu": "0"})]) for name, v in values.items()]
+    families = [
+        Family("bench_gpu_" + name, "gauge", name, [MetricSample(v, {"gpu": "0"})]) for name, v in values.items()
+    ]
     (runs / "gpus").mkdir()
     write_snapshot(runs / "gpus", Snapshot(run_id=GPU_RUN, program="loadgen", state="running", families=families))
 
@@ -218,13 +220,13 @@ def train(progress: Progress, during: subprocess.Popen[str]) -> None:
         time.sleep(0.3)
 
 
-@pytest.mark.parametrize("asked", names.queries(), ids=lambda asked: f"{asked.board}-{asked.panel}".replace(" ", "-"))
-def test_every_panel_finds_something(watched: Watched, asked: Asked) -> None:
-    found = watched.ask(asked)
-    assert found, asked
-    shown = re.findall(r"\{\{(\w+)\}\}", asked.legend)
-    assert all(label in series.labels for series in found for label in shown if label != "run_id"), (asked, found[0])
-    if "bench_run" in asked.expr and asked.board != "training":
+@pytest.mark.parametrize("query", names.queries(), ids=lambda query: f"{query.board}-{query.panel}".replace(" ", "-"))
+def test_every_panel_finds_something(watched: Watched, query: Query) -> None:
+    found = watched.series(query)
+    assert found, query
+    shown = re.findall(r"\{\{(\w+)\}\}", query.legend)
+    assert all(label in series.labels for series in found for label in shown if label != "run_id"), (query, found[0])
+    if "bench_run" in query.expr and query.board != "training":
         assert watched.during in {series.labels.get("run_id") for series in found}
 
 
@@ -294,8 +296,8 @@ def test_quantiles_are_those_of_the_report(watched: Watched, which: str, metric:
     values, unit_ms = metrics.sample(watched.measured[run_id], metric, metrics.CONVENTIONS["loadgen"])
     place = (len(values) - 1) * percent / 100
     low, high = (float(values[round(to(place))]) * unit_ms for to in (math.floor, math.ceil))
-    told_ms = watched.reports[run_id]["metrics"][metric][f"p{percent}"]
-    assert low * (1 - 1e-9) <= told_ms <= high * (1 + 1e-9)
+    reported_ms = watched.reports[run_id]["metrics"][metric][f"p{percent}"]
+    assert low * (1 - 1e-9) <= reported_ms <= high * (1 + 1e-9)
 
     buckets = watched.prometheus.now(f'{name}_bucket{{run_id="{run_id}", le!="+Inf"}}')
     least_ms = 1e3 * min(float(series.labels["le"]) for series in buckets)  # it begins at zero: no ratio holds in it
@@ -306,7 +308,7 @@ def test_quantiles_are_those_of_the_report(watched: Watched, which: str, metric:
 
 
 def test_the_rate_is_that_of_the_load(watched: Watched) -> None:
-    """Half way through a run that sends evenly, Prometheus sees the rate that was asked."""
+    """Half way through a run that sends evenly, Prometheus sees the rate that it was given."""
     found = watched.prometheus.over(
         f'sum(rate(bench_requests_total{{run_id="{watched.during}", outcome="ok"}}[8s]))', watched.start, watched.end
     )
@@ -314,37 +316,15 @@ def test_the_rate_is_that_of_the_load(watched: Watched) -> None:
 
 
 def test_a_run_that_was_over_is_compared_but_has_no_rate(watched: Watched) -> None:
-    for asked in names.queries():
-        if asked.board == "comparison" and "rate30s" not in asked.expr:
-            ids = {series.labels["run_id"] for series in watched.ask(asked)}
-            assert set(watched.reports) <= ids, asked
-    best = {series.labels["run_id"]: series.values for series in watched.ask(
-        next(asked for asked in names.queries() if "rate30s" in asked.expr))}  # fmt: skip
+    for query in names.queries():
+        if query.board == "comparison" and "rate30s" not in query.expr:
+            ids = {series.labels["run_id"] for series in watched.series(query)}
+            assert set(watched.reports) <= ids, query
+    best = {series.labels["run_id"]: series.values for series in watched.series(
+        next(query for query in names.queries() if "rate30s" in query.expr))}  # fmt: skip
     assert best[watched.before] == [0] and best[watched.during][0] > 0
 
 
 def test_the_servers_own_metrics_name_their_server(watched: Watched) -> None:
     found = watched.prometheus.now('{job="server", __name__=~"vllm:.*"}')
     assert found and {series.labels["server"] for series in found} == {"vllm"}
-
-
-@pytest.mark.parametrize("board", ["comparison", "serving", "training"])
-def test_a_dashboard_is_drawn_without_grafana(watched: Watched, board: str, tmp_path: Path) -> None:
-    words = [
-        sys.executable,
-        names.COMPOSE / "render.py",
-        board,
-        "--prometheus",
-        watched.prometheus.url,
-        "--seconds",
-        "60",
-    ]
-    drawn = subprocess.run([*words, "--out", tmp_path / "board.png"], capture_output=True, text=True)
-    assert (drawn.returncode, drawn.stderr) == (0, "")
-    assert (tmp_path / "board.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_prometheus_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    words = [sys.executable, names.COMPOSE / "render.py", "serving", "--prometheus", f"http://127.0.0.1:{free_port()}"]
-    drawn = subprocess.run([*words, "--out", tmp_path / "board.png"], capture_output=True, text=True)
-    assert drawn.returncode == 2 and drawn.stderr.count("\n") == 1 and "is Prometheus at" in drawn.stderr

@@ -14,8 +14,8 @@ RULES = names.COMPOSE / "prometheus"
 
 
 def promtool(*words: str) -> None:
-    asked = subprocess.run([program("promtool"), *words], cwd=RULES, capture_output=True, text=True, timeout=180)
-    assert asked.returncode == 0, asked.stdout + asked.stderr
+    done = subprocess.run([program("promtool"), *words], cwd=RULES, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.prometheus
@@ -30,9 +30,9 @@ def test_known_answers() -> None:
 
 def test_every_alert_has_a_known_answer_for_and_against() -> None:
     cases = yaml.safe_load((RULES / "rules_test.yml").read_text())["tests"]
-    asked = [alert for case in cases for alert in case.get("alert_rule_test", [])]
-    fires = {alert["alertname"] for alert in asked if alert.get("exp_alerts")}
-    silent = {alert["alertname"] for alert in asked if not alert.get("exp_alerts")}
+    cases_of_alerts = [alert for case in cases for alert in case.get("alert_rule_test", [])]
+    fires = {alert["alertname"] for alert in cases_of_alerts if alert.get("exp_alerts")}
+    silent = {alert["alertname"] for alert in cases_of_alerts if not alert.get("exp_alerts")}
     assert fires == silent == {rule["alert"] for rule in names.rules() if "alert" in rule}
 
 

@@ -97,6 +97,6 @@ def test_docker_compose_takes_it() -> None:
     if program is None:
         pytest.skip("Docker Compose 2 is not installed")
     words = [*program, "-f", str(FILE), "--profile", "gpu", "config"]
-    asked = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert asked.returncode == 0, asked.stderr
-    assert set(yaml.safe_load(asked.stdout)["services"]) == set(services())
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert set(yaml.safe_load(done.stdout)["services"]) == set(services())

@@ -100,19 +100,25 @@ def http_request(path: str, body: Any, *headers: str) -> bytes:
     return "\r\n".join([*lines, *headers, "", ""]).encode() + payload
 
 
-@contextlib.contextmanager
 def running(
-    directory: Path, dialect: Any = "vllm", *fault: str, ttft_ms: float = 2, itl_ms: float = 1, jitter: float = 0,
+    directory: Path, dialect: Any = "vllm", *fault: str, ttft_ms: float = 2, itl_ms: float = 1, **more: Any
+) -> contextlib.AbstractContextManager[Running]:
+    """A server with exact times; `more` as `serving` takes it."""
+    return serving(directory, FixedTiming(round(ttft_ms * 1e6), round(itl_ms * 1e6)), dialect, *fault, **more)
+
+
+@contextlib.contextmanager
+def serving(
+    directory: Path, timing: FixedTiming, dialect: Any = "vllm", *fault: str,
     seed: int = 0, max_model_len: int = 4096, api_key: str | None = None,
 ) -> Iterator[Running]:  # fmt: skip
     stamps_path = directory / "stamps.npz"
     server = Server(
         DIALECTS[dialect](Settings("m", max_model_len)),
-        FixedTiming(round(ttft_ms * 1e6), round(itl_ms * 1e6), jitter, seed),
-        faults=faults.read(fault, dialect),
+        timing,
+        faults=faults.read(fault, dialect, seed),
         stamps=Stamps(stamps_path),
         api_key=api_key,
-        seed=seed,
     )
     thread = threading.Thread(target=server.run)
     thread.start()

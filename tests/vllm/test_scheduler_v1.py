@@ -111,8 +111,7 @@ def ours(workload: Workload) -> list[Told]:
     """What VllmV1 does with it, called in the order in which the simulated engine calls it."""
     scheduler = VllmV1(
         workload["blocks"] * BLOCK_TOKENS,
-        max_running=workload["max_running"],
-        budget_tokens=workload["budget_tokens"],
+        VllmV1.Settings(max_running=workload["max_running"], budget_tokens=workload["budget_tokens"]),
         depth=2 if workload["asynchronous"] else 1,
     )
     coming = deque(enumerate(workload["requests"]))

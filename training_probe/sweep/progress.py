@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from loadgen.rundir import Family, Sample, Snapshot, write_snapshot
+from loadgen.rundir import Family, MetricSample, Snapshot, write_snapshot
 from training_probe.grid import Cell
 from training_probe.protocol import Step
 from training_probe.results import GIB, CellResult, Outcome
@@ -128,24 +128,24 @@ class Progress:
             write_snapshot(self._directory, snapshot)
 
     def _families(self) -> list[Family]:
-        values: dict[str, list[Sample]] = {name: [] for name, _ in _GAUGES}
+        values: dict[str, list[MetricSample]] = {name: [] for name, _ in _GAUGES}
         for result in self._results:
             labels = {"cell": result.cell, "engine": result.engine, "method": result.method, "model": result.model}
             for name, value in _values(result).items():
                 if value is not None:
-                    values[name].append(Sample(value, labels))
+                    values[name].append(MetricSample(value, labels))
         if self._cell is not None:
             labels = {"cell": self._cell.name, "engine": self._cell.engine, "method": self._cell.method,
                       "model": self._cell.model}  # fmt: skip
             for name, value in self._present().items():
                 if value is not None:
-                    values[name].append(Sample(value, labels))
+                    values[name].append(MetricSample(value, labels))
         outcomes = Counter(result.outcome for result in self._results)
         return [
             *(Family(_PREFIX + name, "gauge", what, values[name]) for name, what in _GAUGES),
             Family(_PREFIX + "cells", "gauge", "Cells that are over, by outcome.",
-                   [Sample(outcomes[outcome], {"outcome": outcome}) for outcome in OUTCOMES]),
-            Family(_PREFIX + "cells_planned", "gauge", "Cells of the sweep.", [Sample(self._planned)]),
+                   [MetricSample(outcomes[outcome], {"outcome": outcome}) for outcome in OUTCOMES]),
+            Family(_PREFIX + "cells_planned", "gauge", "Cells of the sweep.", [MetricSample(self._planned)]),
         ]  # fmt: skip
 
     def _present(self) -> dict[str, float | None]:

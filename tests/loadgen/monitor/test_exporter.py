@@ -24,8 +24,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from loadgen.monitor import exporter
 from loadgen.monitor.exporter import KEEP_S, STALE_S, Exporter, serve
-from loadgen.rundir import Family, Histogram, RunError, Sample, Snapshot, write_snapshot
+from loadgen.rundir import Family, Histogram, MetricSample, RunError, Snapshot, write_snapshot
 
+OPEN_METRICS = "application/openmetrics-text;version=1.0.0"
 HOSTILE = 'a"b\\c\nd{e}'
 
 
@@ -33,15 +34,18 @@ def snapshot(run_id: str, **more: object) -> Snapshot:
     histogram = Histogram([0.1, 0.2], [1, 2, 3], 1.5, {}, {0: ("7", 0.05)})
     families = [
         Family(
-            "bench_requests", "counter", "Requests.", [Sample(5, {"outcome": "ok"}), Sample(1, {"outcome": "timeout"})]
+            "bench_requests",
+            "counter",
+            "Requests.",
+            [MetricSample(5, {"outcome": "ok"}), MetricSample(1, {"outcome": "timeout"})],
         ),
-        Family("bench_requests_in_flight", "gauge", "In flight.", [Sample(3)]),
+        Family("bench_requests_in_flight", "gauge", "In flight.", [MetricSample(3)]),
         Family("bench_time_to_first_token_seconds", "histogram", "TTFT.", histograms=[histogram]),
     ]
-    said: dict[str, object] = {
+    usual: dict[str, object] = {
         "run_id": run_id, "program": "loadgen", "state": "running", "labels": {"model": HOSTILE}, "families": families
     }  # fmt: skip
-    return Snapshot(**{**said, **more})  # type: ignore[arg-type]
+    return Snapshot(**{**usual, **more})  # type: ignore[arg-type]
 
 
 def put(runs: Path, name: str, **more: object) -> Path:
@@ -55,32 +59,32 @@ def page(
 ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Every sample of the page, as Prometheus' parser reads it: (name, labels) -> value."""
     clock = time.time if now is None else lambda: now
-    text = Exporter(runs, keep_s, clock).page(open_metrics=False).decode()
-    found = {}
+    text = Exporter(runs, keep_s, clock).page()[0].decode()
+    samples = {}
     for family in parse_text(text):
         for sample in family.samples:
             key = (sample.name, tuple(sorted(sample.labels.items())))
-            assert key not in found
-            found[key] = sample.value
-    return found
+            assert key not in samples
+            samples[key] = sample.value
+    return samples
 
 
-def one(found: dict[tuple[str, tuple[tuple[str, str], ...]], float], name: str, **labels: str) -> float:
-    return found[name, tuple(sorted(labels.items()))]
+def one(samples: dict[tuple[str, tuple[tuple[str, str], ...]], float], name: str, **labels: str) -> float:
+    return samples[name, tuple(sorted(labels.items()))]
 
 
 def test_both_formats_are_read_by_prometheus_own_parsers(tmp_path: Path) -> None:
     for name in ("a", "b"):
         put(tmp_path, name)
-    found = page(tmp_path)
-    assert one(found, "bench_requests_total", run_id="a", outcome="ok") == 5
-    assert one(found, "bench_time_to_first_token_seconds_bucket", run_id="b", le="0.2") == 3
-    assert one(found, "bench_time_to_first_token_seconds_bucket", run_id="b", le="+Inf") == 6
-    assert one(found, "bench_time_to_first_token_seconds_count", run_id="b") == 6
-    assert one(found, "bench_run_info", run_id="a", program="loadgen", model=HOSTILE) == 1
-    assert one(found, "bench_run_state", run_id="a", program="loadgen", state="running") == 1
-    assert one(found, "bench_exporter_runs") == 2
-    families = list(parse_open_metrics(Exporter(tmp_path).page(open_metrics=True).decode()))
+    samples = page(tmp_path)
+    assert one(samples, "bench_requests_total", run_id="a", outcome="ok") == 5
+    assert one(samples, "bench_time_to_first_token_seconds_bucket", run_id="b", le="0.2") == 3
+    assert one(samples, "bench_time_to_first_token_seconds_bucket", run_id="b", le="+Inf") == 6
+    assert one(samples, "bench_time_to_first_token_seconds_count", run_id="b") == 6
+    assert one(samples, "bench_run_info", run_id="a", program="loadgen", model=HOSTILE) == 1
+    assert one(samples, "bench_run_state", run_id="a", program="loadgen", state="running") == 1
+    assert one(samples, "bench_exporter_runs") == 2
+    families = list(parse_open_metrics(Exporter(tmp_path).page(OPEN_METRICS)[0].decode()))
     names = [family.name for family in families]
     assert len(names) == len(set(names))  # a family stands once, with the samples of all runs
     ttft = next(family for family in families if family.name == "bench_time_to_first_token_seconds")
@@ -91,10 +95,10 @@ def test_both_formats_are_read_by_prometheus_own_parsers(tmp_path: Path) -> None
 def test_a_changed_snapshot_is_read_again(tmp_path: Path) -> None:
     shown = Exporter(tmp_path)
     path = put(tmp_path, "a")
-    assert b"bench_requests_in_flight" in shown.page(False)
+    assert b"bench_requests_in_flight" in shown.page()[0]
     put(tmp_path, "a", families=[], state="finished")
     os.utime(path, ns=(1, time.time_ns() + 5_000_000))
-    text = shown.page(False)
+    text = shown.page()[0]
     assert b"bench_requests_in_flight" not in text and b'state="finished"' in text
 
 
@@ -105,19 +109,21 @@ def test_broken_snapshots_are_left_out_and_counted_while_they_are_there(tmp_path
         "cut": b'{"schema": "llm_dissect.snapsh', "empty": b"", "other": b'{"a": 1}', "bytes": b"\xff\xfe",
         "schema": json.dumps({"schema": "x/9", "run_id": "q", "program": "p", "state": "running"}).encode(),
         "deep": b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "exemplar": msgspec.json.encode(snapshot("exemplar")).replace(b'["7",', b'["' + b"7" * 119 + b'",'),
+        "surrogate": msgspec.json.encode(snapshot("surrogate")).replace(b'"TTFT."', b'"\\ud800"'),
         "huge": msgspec.json.encode(snapshot("huge")).replace(b'"counts":[1,', b'"counts":[1' + b"0" * 400 + b","),
     }  # fmt: skip
     for name, content in broken.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "snapshot.json").write_bytes(content)
-    for open_metrics in (False, True, False):
-        text = shown.page(open_metrics).decode()
-        assert "bench_exporter_broken_snapshots 7.0" in text and "bench_exporter_runs 1.0" in text
+    for accept in ("", OPEN_METRICS, "text/plain"):
+        text = shown.page(accept)[0].decode()
+        assert "bench_exporter_broken_snapshots 9.0" in text and "bench_exporter_runs 1.0" in text
     assert 'run_id="good"' in text
     put(tmp_path, "cut")
     (tmp_path / "empty" / "snapshot.json").unlink()
-    text = shown.page(open_metrics=False).decode()
-    assert "bench_exporter_broken_snapshots 5.0" in text and 'run_id="cut"' in text
+    text = shown.page()[0].decode()
+    assert "bench_exporter_broken_snapshots 7.0" in text and 'run_id="cut"' in text
 
 
 def test_what_lies_about_in_the_directory_hides_no_run(tmp_path: Path) -> None:
@@ -126,8 +132,8 @@ def test_what_lies_about_in_the_directory_hides_no_run(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("x")
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "snapshot.json")
-    found = page(tmp_path)
-    assert one(found, "bench_exporter_runs") == 1 and one(found, "bench_exporter_broken_snapshots") == 0
+    samples = page(tmp_path)
+    assert one(samples, "bench_exporter_runs") == 1 and one(samples, "bench_exporter_broken_snapshots") == 0
 
 
 def test_a_run_that_is_there_twice_is_shown_once_as_written_last(tmp_path: Path) -> None:
@@ -136,15 +142,19 @@ def test_a_run_that_is_there_twice_is_shown_once_as_written_last(tmp_path: Path)
     (tmp_path / "copy").mkdir()
     write_snapshot(tmp_path / "copy", snapshot("a", state="finished"))
     os.utime(tmp_path / "copy" / "snapshot.json", ns=(1, time.time_ns() + 5_000_000))
-    found = page(tmp_path)  # it asserts that no series is there twice
-    assert one(found, "bench_exporter_runs") == 1
-    assert one(found, "bench_run_state", run_id="a", program="loadgen", state="finished") == 1
+    samples = page(tmp_path)  # it asserts that no series is there twice
+    assert one(samples, "bench_exporter_runs") == 1
+    assert one(samples, "bench_run_state", run_id="a", program="loadgen", state="finished") == 1
 
 
 def test_snapshots_of_another_version_share_their_families(tmp_path: Path) -> None:
-    for name, kind, said in (("a", "gauge", "Old words."), ("b", "gauge", "New words."), ("c", "counter", "Other.")):
-        put(tmp_path, name, families=[Family("bench_x", kind, said, [Sample(1)])])  # type: ignore[arg-type]
-    families = list(parse_open_metrics(Exporter(tmp_path).page(open_metrics=True).decode()))
+    for name, kind, help_text in (
+        ("a", "gauge", "Old words."),
+        ("b", "gauge", "New words."),
+        ("c", "counter", "Other."),
+    ):
+        put(tmp_path, name, families=[Family("bench_x", kind, help_text, [MetricSample(1)])])  # type: ignore[arg-type]
+    families = list(parse_open_metrics(Exporter(tmp_path).page(OPEN_METRICS)[0].decode()))
     (shared,) = (family for family in families if family.name == "bench_x")
     assert len(shared.samples) == (2 if shared.type == "gauge" else 1)
 

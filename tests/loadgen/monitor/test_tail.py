@@ -15,13 +15,13 @@ from loadgen.monitor.tail import Tail, whole_lines
 def test_every_whole_line_comes_once(parts: list[bytes]) -> None:
     with TemporaryDirectory() as directory:
         path = Path(directory) / "lines"
-        tail, found = Tail(path), []
+        tail, lines = Tail(path), []
         assert list(tail.lines()) == []  # the file comes later
         with path.open("wb", buffering=0) as file:
             for part in parts:
                 file.write(part)
-                found += tail.lines()
-        assert found == b"".join(parts).split(b"\n")[:-1] == whole_lines(path)
+                lines += tail.lines()
+        assert lines == b"".join(parts).split(b"\n")[:-1] == whole_lines(path)
         path.unlink()
         assert list(tail.lines()) == []
         tail.close()

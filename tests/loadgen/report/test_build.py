@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from loadgen import cli, rundir
-from loadgen.monitor.server_view import Gpu, Gpus, Header, Server, ServerView
-from loadgen.monitor.server_view import Sample as ServerSample
+from loadgen.monitor.server_view import GpuPeak, GpuStats, Header, ServerSample, ServerStats, ServerView
 from loadgen.report import build, figures
 from loadgen.report import text as texts
 from loadgen.report.build import ReportError
@@ -143,12 +142,12 @@ def test_client_facts_of_several_processes() -> None:
 
 
 SEEN = ServerView(
-    server=Server(
+    server=ServerStats(
         samples=4, covered=True, running_max=32, waiting_max=4, kv_cache_usage_max_ratio=0.875, preemptions=0,
         prefix_cache_hits=0, prefix_cache_queries=30, prompt_tokens=30, generation_tokens=7, ttft_mean_ms=198.0,
     ),
-    gpus=Gpus(
-        each=[Gpu(index=0, name="H200", memory_peak_bytes=2**30), Gpu(index=1, name="H200", memory_peak_bytes=2**31)],
+    gpus=GpuStats(
+        each=[GpuPeak(index=at, name="H200", memory_peak_bytes=2 ** (30 + at)) for at in range(2)],
         memory_peak_bytes=3 * 2**30, power_mean_w=512.5, energy_j=1400.0, energy_from="counter",
     ),
 )  # fmt: skip
@@ -200,18 +199,18 @@ def test_the_servers_own_view() -> None:
 
 def test_a_view_of_reservations() -> None:
     """As LightLLM gives it: no use of the KV cache and no preemptions, but what may be needed, and who waits again."""
-    server = Server(samples=4, covered=True, waiting_max=4, kv_reserved_max_tokens=9000, paused_max=2)
+    server = ServerStats(samples=4, covered=True, waiting_max=4, kv_reserved_max_tokens=9000, paused_max=2)
     shown = texts.render(hand_report(seen=ServerView(server=server)))
     assert "Server: at most 4 waiting, at most 9,000 tokens of KV cache reserved, at most 2 paused." in shown
 
 
 def test_what_the_server_does_not_tell_is_not_shown() -> None:
-    nothing = Gpus(each=[], memory_peak_bytes=None, power_mean_w=None, energy_j=None, energy_from=None)
-    for seen in (None, ServerView(), ServerView(server=Server(problem="it has none"), gpus=nothing)):
+    nothing = GpuStats(each=[], memory_peak_bytes=None, power_mean_w=None, energy_j=None, energy_from=None)
+    for seen in (None, ServerView(), ServerView(server=ServerStats(problem="it has none"), gpus=nothing)):
         built = hand_report(seen=seen)
         assert (built["server"] is None) == (seen is None or seen.server is None)
         assert "Server:" not in texts.render(built) and "GPUs" not in texts.render(built)
-    some = texts.render(hand_report(seen=ServerView(server=Server(running_max=3))))
+    some = texts.render(hand_report(seen=ServerView(server=ServerStats(running_max=3))))
     assert "Server: at most 3 running.\n" in some
     energetic = ServerView(gpus=msgspec.structs.replace(nothing, energy_j=5.0))
     without_tokens = build.build(manifest(), table([]), [facts()], seen=energetic)
@@ -235,7 +234,7 @@ def test_the_servers_view_comes_from_the_run_directory(tmp_path: Path) -> None:
 
 def test_the_servers_view_outlives_its_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that was kept without server.jsonl still has what was computed from it."""
-    preempted = msgspec.structs.replace(SEEN, server=Server(covered=True, preemptions=34))
+    preempted = msgspec.structs.replace(SEEN, server=ServerStats(covered=True, preemptions=34))
     run = write_run(tmp_path / "run", HAND, manifest(), facts())
     told = build.build(manifest(), table(HAND), [facts()], seen=preempted)
     build.write(run, told, table(HAND))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from loadgen import rundir
-from loadgen.monitor.server_view import Server, ServerView
+from loadgen.monitor.server_view import ServerStats, ServerView
 from loadgen.report import build, findings, text
 from loadgen.report.metrics import CONVENTIONS
 from loadgen.rundir.outcomes import OUTCOMES
@@ -56,7 +56,7 @@ def found(
     records: Table | None = None,
     clients: list[ClientFacts] | None = None,
     said: rundir.Manifest | None = None,
-    server: Server | None = None,
+    server: ServerStats | None = None,
 ) -> dict[str, str]:
     """code -> severity, worst first, as the report says."""
     records = clean() if records is None else records
@@ -305,10 +305,10 @@ def test_a_finding_is_plain_data() -> None:
     assert msgspec.to_builtins(finding) == {"code": "X", "severity": "info", "message": "m.", "advice": "a."}
 
 
-def own_view(**changes: Any) -> Server:
+def own_view(**changes: Any) -> ServerStats:
     """What a server that had nothing to complain of says of the clean run."""
     values = {"samples": 100, "covered": True, "preemptions": 0, "prefix_cache_hits": 0, "prefix_cache_queries": 40_000}
-    return Server(**{**values, **changes})
+    return ServerStats(**{**values, **changes})
 
 
 def test_a_server_that_says_nothing_wrong() -> None:
@@ -343,11 +343,13 @@ def test_samples_that_failed() -> None:
     assert found(server=own_view(failed=11, failure="busy")) == {"SERVER_METRICS": "info"}
     assert found(server=own_view(covered=False)) == {"SERVER_METRICS": "info"}
     assert found(server=own_view(problem="there is no GPU 9 here")) == {"SERVER_METRICS": "info"}
-    built = build.build(manifest(), clean(), [facts()], seen=ServerView(server=Server(problem="it has no metrics")))
+    built = build.build(
+        manifest(), clean(), [facts()], seen=ServerView(server=ServerStats(problem="it has no metrics"))
+    )
     assert [one["message"] for one in built["verdict"]["findings"]] == [
         "The server's own view has gaps: it has no metrics."
     ]
-    both = Server(samples=9, failed=1, failure="\x1b[31mbusy")
+    both = ServerStats(samples=9, failed=1, failure="\x1b[31mbusy")
     built = build.build(manifest(), clean(), [facts()], seen=ServerView(server=both))
     assert "1 of 9 samples failed (\\x1b[31mbusy); the samples do not reach" in text.render(built)
 

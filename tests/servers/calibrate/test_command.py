@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ RUNS = Path(__file__).parents[3] / "benchmarks" / "runs"
     ],
 )
 def test_real_runs_that_the_profile_was_not_fitted_to(run: str, makespan: float, mape: float, w1: float) -> None:
-    seen = observed.read(RUNS / f"{run}.jsonl.gz", {})
+    seen = observed.read(RUNS / f"{run}.jsonl.gz")
     profile = profiles()[seen.setup.scheduler]
     assert run not in profile.fitted_on
     error = seen.predict(profile).error(seen)
@@ -50,7 +51,7 @@ def test_real_runs_that_the_profile_was_not_fitted_to(run: str, makespan: float,
 @pytest.mark.parametrize("run", ["h200_7b_burst_o64_b", "h200_7b_poisson8_o128_b"])
 def test_real_runs_through_another_client(run: str) -> None:
     """These are in the fit: the model can follow sends that are spread."""
-    seen = observed.read(RUNS / f"{run}.jsonl.gz", {})
+    seen = observed.read(RUNS / f"{run}.jsonl.gz")
     profile = profiles()[seen.setup.scheduler]
     assert run in profile.fitted_on
     error = seen.predict(profile).error(seen)
@@ -91,7 +92,8 @@ def test_what_cannot_be_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_flags_fill_only_what_a_run_does_not_tell() -> None:
-    seen = observed.read(RUNS / "h200x4_70b_tp4_burst_o128.jsonl.gz", {"kv_tokens": 5, "model": "7b", "gpu": "h100"})
+    flags = observed.RunFacts(kv_tokens=5, model="7b", gpu="h100")
+    seen = observed.read(RUNS / "h200x4_70b_tp4_burst_o128.jsonl.gz", flags)
     assert (seen.setup.kv_tokens, seen.setup.model.name, seen.setup.gpu) == (1_211_232, "llama-2-70b", "h200")
 
 
@@ -130,6 +132,12 @@ def test_gpus_by_the_names_that_nvml_gives(name: str, gpu: str | None) -> None:
     assert observed._gpu(name) == gpu
 
 
+def test_scipy_is_loaded_by_a_fit_alone() -> None:
+    script = "import sys, loadgen.cli, servers.predict.command, servers.plan.command, servers.calibrate.command; "
+    script += "print('scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
+
+
 def known_world(backend: str, times: dict[str, float]) -> Any:
     """A server on an H200 whose software takes these times."""
     world = emulate(Hardware(gpu="h200", kv_tokens=60_000).setup(backend, "7b", 4096))
@@ -154,7 +162,7 @@ def made(path: Path, world: Any, load: list[tuple[float, int, int]]) -> observed
             for i, ((sent, first, end), (_, p, o)) in enumerate(zip(times, load, strict=True))
         )
     )
-    return observed.read(path, {"kv_tokens": 60_000, "dtype": "float16"})
+    return observed.read(path, observed.RunFacts(kv_tokens=60_000, dtype="float16"))
 
 
 @pytest.mark.processes

@@ -16,7 +16,7 @@ from loadgen.report.figures import STYLE
 from servers.predict import paper
 from servers.predict.paper import Fits, Order, Ratio, Result, Spread, StepTime, Value, Variant
 
-SAID = paper.paper()
+PAPER = paper.load()
 
 
 def made(*latencies_s: float, tokens: int = 100) -> Result:
@@ -27,7 +27,7 @@ def made(*latencies_s: float, tokens: int = 100) -> Result:
 def small() -> Iterator[None]:
     """A tenth of the burst, on GPUs of which two are too few for 70B."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paper, "paper", lambda: msgspec.structs.replace(SAID, requests=100, gpus=2))
+        patch.setattr(paper, "load", lambda: msgspec.structs.replace(PAPER, requests=100, gpus=2))
         yield
 
 
@@ -40,11 +40,11 @@ def test_all_combinations_are_there(results: dict[str, Result]) -> None:
     platforms, models, servers = (
         {"a800", "rtx4090", "rtx3090-nvlink", "rtx3090"},
         {"7b", "13b", "70b"},
-        set(SAID.servers),
+        set(PAPER.servers),
     )
     assert servers == {"vllm", "lightllm", "tgi"}
     assert set(results) == {f"{p}/{m}/{s}" for p in platforms for m in models for s in servers}
-    assert [each.scheduler for each in SAID.servers.values()] == ["vllm@0.2", "lightllm@2310", "tgi@1"]
+    assert [each.scheduler for each in PAPER.servers.values()] == ["vllm@0.2", "lightllm@2310", "tgi@1"]
     for run, result in results.items():
         assert bool(result.reason) != (len(result.latencies_s) == 100), run
 
@@ -59,8 +59,8 @@ def test_a_model_that_does_not_fit_is_a_row_with_its_reason(results: dict[str, R
 
 
 def test_lengths_follow_the_law_that_is_stated() -> None:
-    lengths = msgspec.structs.replace(SAID, requests=20_000).lengths(0)
-    assert SAID.lengths(1) == SAID.lengths(1) != SAID.lengths(2)
+    lengths = msgspec.structs.replace(PAPER, requests=20_000).lengths(0)
+    assert PAPER.lengths(1) == PAPER.lengths(1) != PAPER.lengths(2)
     assert max(lengths) == 512 and min(lengths) == 1
     assert lengths.count(512) / 20_000 == pytest.approx(0.35, abs=0.01)
     early = [length for length in lengths if length < 512]
@@ -76,7 +76,7 @@ def test_a_reply_that_stops_early_leaves_and_frees_its_memory(small: None) -> No
 
 
 def test_variants_change_what_they_name(small: None, results: dict[str, Result]) -> None:
-    lengths = paper.paper().lengths(0)
+    lengths = paper.load().lengths(0)
     run = "a800/7b/tgi"
     few = paper.predict(Variant("", run, max_requests=30), lengths)
     assert (few.refused, len(few.latencies_s)) == (70, 30)
@@ -86,18 +86,18 @@ def test_variants_change_what_they_name(small: None, results: dict[str, Result])
 
 
 def test_checks_with_known_answers() -> None:
-    found = {"a/m/x": made(1, 2, 3), "a/m/y": made(2, 4, 6), "b/m/x": made(5, 5, 5), "b/m/y": Result(reason="no")}
-    assert Value("p50_s", "a/m/x", 2.4, 0.25).check(found) == ("2", True)
-    assert Value("p50_s", "a/m/x", 3, 0.25).check(found) == ("2", False)
-    assert Ratio("throughput", "a/m/x", ("a/m/y", "b/m/x"), 1.5, 2).check(found) == ("1.7 times", True)
-    assert Ratio("throughput", "a/m/x", ("a/m/y",), 2.5, 3).check(found) == ("2.0 times", False)
-    assert Order("p50_s", ("x", "y"), ("a/m/*",)).check(found) == ("in 1 of 1 (1 x x < y)", True)
-    assert Order("p50_s", ("y", "x"), ("a/m/*",), least=0.5).check(found)[1] is False
-    assert Order("p50_s", ("y", "x"), ("a/m/*",), highest=True, rest_free=True).check(found)[1] is True
-    assert Spread("p50_s", ("x", "y"), ("a/m/*",), 2).check(found) == ("2.0", True)
-    assert Spread("p50_s", ("x", "y"), ("a/m/*",), 1.9).check(found) == ("2.0", False)
-    assert Fits(("a/m/x", "b/m/y"), False).check(found) == ("1 of 2 fit", False)
-    assert Fits(("b/m/y",), False).check(found) == ("0 of 1 fit", True)
+    results = {"a/m/x": made(1, 2, 3), "a/m/y": made(2, 4, 6), "b/m/x": made(5, 5, 5), "b/m/y": Result(reason="no")}
+    assert Value("p50_s", "a/m/x", 2.4, 0.25).check(results) == ("2", True)
+    assert Value("p50_s", "a/m/x", 3, 0.25).check(results) == ("2", False)
+    assert Ratio("throughput", "a/m/x", ("a/m/y", "b/m/x"), 1.5, 2).check(results) == ("1.7 times", True)
+    assert Ratio("throughput", "a/m/x", ("a/m/y",), 2.5, 3).check(results) == ("2.0 times", False)
+    assert Order("p50_s", ("x", "y"), ("a/m/*",)).check(results) == ("in 1 of 1 (1 x x < y)", True)
+    assert Order("p50_s", ("y", "x"), ("a/m/*",), least=0.5).check(results)[1] is False
+    assert Order("p50_s", ("y", "x"), ("a/m/*",), highest=True, rest_free=True).check(results)[1] is True
+    assert Spread("p50_s", ("x", "y"), ("a/m/*",), 2).check(results) == ("2.0", True)
+    assert Spread("p50_s", ("x", "y"), ("a/m/*",), 1.9).check(results) == ("2.0", False)
+    assert Fits(("a/m/x", "b/m/y"), False).check(results) == ("1 of 2 fit", False)
+    assert Fits(("b/m/y",), False).check(results) == ("0 of 1 fit", True)
 
 
 def test_what_did_not_run_meets_nothing() -> None:
@@ -112,21 +112,22 @@ def test_what_did_not_run_meets_nothing() -> None:
 
 
 def test_misses_are_marked(results: dict[str, Result]) -> None:
-    found = paper.summary(results)
-    assert [fact["said"] for fact in found["facts"]] == [fact.said for fact in SAID.facts]
-    assert all(fact["place"] and fact["predicted"] and fact["counts"] for fact in found["facts"])
-    text = paper.markdown(found)
-    tried = [fact for fact in found["facts"] if not fact["fitted"]]
+    summary = paper.summary(results)
+    facts = json.loads(summary.as_json())["facts"]
+    assert [fact["said"] for fact in facts] == [fact.statement for fact in PAPER.facts]
+    assert all(fact["place"] and fact["predicted"] and fact["counts"] for fact in facts)
+    text = paper.markdown(summary)
+    tried = [fact for fact in facts if not fact["fitted"]]
     missed = sum(not fact["met"] for fact in tried)
     assert 0 < missed < len(tried)
-    assert text.count("| **MISS** |") == sum(not fact["met"] for fact in found["facts"])
+    assert text.count("| **MISS** |") == sum(not fact["met"] for fact in facts)
     assert f"{len(tried) - missed} of {len(tried)} statements are met, {missed} are missed" in text
-    assert all(assumption in text for assumption in SAID.assumptions)
+    assert all(assumption in text for assumption in PAPER.assumptions)
 
 
 def test_runs_named_by_facts_and_variants_exist() -> None:
-    known = set(SAID.runs())
-    for fact in SAID.facts:
+    known = set(PAPER.runs())
+    for fact in PAPER.facts:
         check = fact.check
         if isinstance(check, (Order, Spread)):
             assert {place.replace("*", rank) for place in check.at for rank in check.ranks} <= known
@@ -134,7 +135,7 @@ def test_runs_named_by_facts_and_variants_exist() -> None:
             assert {check.of, *check.over} <= known
         else:
             assert set(check.runs if isinstance(check, Fits) else [check.run]) <= known
-    assert {variant.run for variant in SAID.variants} <= known
+    assert {variant.run for variant in PAPER.variants} <= known
 
 
 @pytest.mark.processes
@@ -147,9 +148,9 @@ def test_the_command_writes_everything_and_marks_it(
     printed = capsys.readouterr()
     figures = {f"figure{number}.{suffix}" for number in range(6, 11) for suffix in ("png", "svg")}
     assert {path.name for path in out.iterdir()} == {"paper.json", "paper.md"} | figures
-    found = json.loads((out / "paper.json").read_text())
-    assert json.loads(printed.out) == found
-    assert (found["emulated"], found["seed"], len(found["runs"])) == (True, 3, 36)
+    written = json.loads((out / "paper.json").read_text())
+    assert json.loads(printed.out) == written
+    assert (written["emulated"], written["seed"], len(written["runs"])) == (True, 3, 36)
     assert (out / "paper.md").read_text() in printed.err
     assert "EMULATED" in (out / "paper.md").read_text().splitlines()[0]
     for number in range(6, 11):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -18,24 +18,31 @@ from servers.schedulers.vllm import Vllm02, VllmV1
 
 Make = Callable[[int], Scheduler]
 
+
+def made(scheduler: Any, kv_tokens: int, depth: int | None = None, **settings: float) -> Any:
+    return scheduler(kv_tokens, scheduler.Settings(**settings), **({} if depth is None else {"depth": depth}))
+
+
 # limits so small that small loads meet them
 SCHEDULERS: dict[str, Make] = {
-    "vllm@v1": lambda kv: VllmV1(kv, max_running=6, budget_tokens=48),
-    "vllm@v1, one step at a time": lambda kv: VllmV1(kv, max_running=6, budget_tokens=48, depth=1),
-    "vllm@0.2": lambda kv: Vllm02(kv, max_model_len=160, max_num_seqs=6, max_num_batched_tokens=160, max_paddings=40),
-    "tgi@1": lambda kv: Tgi1(kv, max_batch_prefill_tokens=96, max_waiting_tokens=4, max_concurrent_requests=12),
-    "tgi@3": lambda kv: Tgi3(kv, max_batch_prefill_tokens=40, max_concurrent_requests=12),
-    "tgi@3, few tokens a step": lambda kv: Tgi3(kv, max_batch_prefill_tokens=2),
-    "tgi@3, paged": lambda kv: Tgi3(
-        kv, max_batch_prefill_tokens=96, chunking=False, block_tokens=16, max_waiting_tokens=4, max_batch_size=5
+    "vllm@v1": lambda kv: made(VllmV1, kv, max_running=6, budget_tokens=48),
+    "vllm@v1, one step at a time": lambda kv: made(VllmV1, kv, max_running=6, budget_tokens=48, depth=1),
+    "vllm@0.2": lambda kv: made(
+        Vllm02, kv, max_model_len=160, max_num_seqs=6, max_num_batched_tokens=160, max_paddings=40
     ),
-    "lightllm@2310": lambda kv: LightLLM2310(kv, batch_max_tokens=96, running_max_req_size=6, max_wait_tokens=3),
-    "lightllm@now": lambda kv: LightLLMNow(kv, batch_max_tokens=64, running_max_req_size=6),
-    "lightllm@now, outputs unknown": lambda kv: LightLLMNow(
-        kv, batch_max_tokens=64, ignores_eos=False, router_token_ratio=2.0
+    "tgi@1": lambda kv: made(Tgi1, kv, max_batch_prefill_tokens=96, max_waiting_tokens=4, max_concurrent_requests=12),
+    "tgi@3": lambda kv: made(Tgi3, kv, max_batch_prefill_tokens=40, max_concurrent_requests=12),
+    "tgi@3, few tokens a step": lambda kv: made(Tgi3, kv, max_batch_prefill_tokens=2),
+    "tgi@3, paged": lambda kv: made(
+        Tgi3, kv, max_batch_prefill_tokens=96, chunking=False, block_tokens=16, max_waiting_tokens=4, max_batch_size=5
     ),
-    "lightllm@now, not aggressive": lambda kv: LightLLMNow(
-        kv, batch_max_tokens=64, chunked_prefill_size=16, aggressive=False, router_max_wait_tokens=3
+    "lightllm@2310": lambda kv: made(LightLLM2310, kv, batch_max_tokens=96, running_max_req_size=6, max_wait_tokens=3),
+    "lightllm@now": lambda kv: made(LightLLMNow, kv, batch_max_tokens=64, running_max_req_size=6),
+    "lightllm@now, outputs unknown": lambda kv: made(
+        LightLLMNow, kv, batch_max_tokens=64, ignores_eos=False, router_token_ratio=2.0
+    ),
+    "lightllm@now, not aggressive": lambda kv: made(
+        LightLLMNow, kv, batch_max_tokens=64, chunked_prefill_size=16, aggressive=False, router_max_wait_tokens=3
     ),
 }
 
@@ -179,16 +186,16 @@ def rows(step: Step | None) -> tuple[int, int]:
 
 
 def tgi1(blocks: int) -> Tgi1:
-    return Tgi1(16 * blocks, max_batch_prefill_tokens=16 * blocks)
+    return made(Tgi1, 16 * blocks, max_batch_prefill_tokens=16 * blocks)
 
 
 def test_tgi_an_empty_queue_gives_no_batch() -> None:
     assert tgi1(1).schedule() is None
-    assert Tgi3(16).schedule() is None
+    assert made(Tgi3, 16).schedule() is None
 
 
 def test_tgi_takes_all_that_fit_and_not_fewer_than_it_waits_for() -> None:
-    scheduler = Tgi1(2048, waiting_served_ratio=1.0)
+    scheduler = made(Tgi1, 2048, waiting_served_ratio=1.0)
     enter(scheduler, (1, 16), (1, 16))
     assert rows(scheduler.schedule()) == (2, 0)
     scheduler.finish(Step())
@@ -211,14 +218,14 @@ def test_tgi_a_batch_is_as_large_as_its_budget_and_the_rest_keep_their_turn() ->
 
 
 def test_tgi3_max_batch_size() -> None:
-    scheduler = Tgi3(17, max_batch_size=1)
+    scheduler = made(Tgi3, 17, max_batch_size=1)
     enter(scheduler, (1, 1), (1, 1))
     assert rows(scheduler.schedule()) == (1, 0)
     assert scheduler.waiting == 1
 
 
 def test_tgi_a_request_whose_client_left_the_queue_gives_no_batch() -> None:
-    for scheduler in (tgi1(4), Tgi3(64)):
+    for scheduler in (tgi1(4), made(Tgi3, 64)):
         scheduler.cancel(enter(scheduler, (1, 1))[0])
         assert scheduler.schedule() is None
         assert (scheduler.waiting, scheduler.running, scheduler.used_tokens) == (0, 0, 0)
@@ -227,7 +234,7 @@ def test_tgi_a_request_whose_client_left_the_queue_gives_no_batch() -> None:
 # TGI: what its defaults do to a burst
 
 
-@pytest.mark.parametrize("scheduler", [Tgi1(200_000), Tgi3(200_000)])
+@pytest.mark.parametrize("scheduler", [made(Tgi1, 200_000), made(Tgi3, 200_000)])
 def test_tgi_refuses_requests_129_to_1000_of_a_burst(scheduler: Scheduler) -> None:
     statuses: list[int] = []
     for index in range(1000):
@@ -241,7 +248,7 @@ def test_tgi_refuses_requests_129_to_1000_of_a_burst(scheduler: Scheduler) -> No
 
 
 def test_tgi_a_permit_comes_free_with_the_reply_or_the_client() -> None:
-    scheduler = Tgi1(1000, max_concurrent_requests=2)
+    scheduler = made(Tgi1, 1000, max_concurrent_requests=2)
     first, _ = enter(scheduler, (10, 1), (10, 1))
     with pytest.raises(Rejected):
         scheduler.admit(Sequence(2, 10, 1))
@@ -255,7 +262,7 @@ def test_tgi_a_permit_comes_free_with_the_reply_or_the_client() -> None:
 
 
 def test_tgi1_lets_8_prompts_of_512_tokens_in_every_20_steps() -> None:
-    scheduler = Tgi1(200_000)
+    scheduler = made(Tgi1, 200_000)
     enter(scheduler, *[(512, 200)] * 100)
     steps = finish_all(scheduler, 100)
     prefills = [index for index, step in enumerate(steps) if step.prefill_rows]
@@ -266,7 +273,7 @@ def test_tgi1_lets_8_prompts_of_512_tokens_in_every_20_steps() -> None:
 
 
 def test_tgi1_reserves_room_for_the_whole_reply() -> None:
-    scheduler = Tgi1(1008)
+    scheduler = made(Tgi1, 1008)
     enter(scheduler, (100, 400), (100, 400), (100, 400))
     finish_all(scheduler, 1)
     assert scheduler.used_tokens == 512  # 499 tokens, in blocks; two would want twice 112 + 400
@@ -274,7 +281,7 @@ def test_tgi1_reserves_room_for_the_whole_reply() -> None:
 
 
 def test_tgi3_fills_every_second_step_with_prompts_in_chunks() -> None:
-    scheduler = Tgi3(100_000)
+    scheduler = made(Tgi3, 100_000)
     enter(scheduler, *[(512, 100)] * 40)
     steps = finish_all(scheduler, 5)
     assert [(step.prefill_tokens, step.prefill_rows, step.decode_rows) for step in steps] == [
@@ -288,7 +295,7 @@ def test_tgi3_fills_every_second_step_with_prompts_in_chunks() -> None:
 
 
 def test_tgi3_without_chunking_waits_for_three_tenths_of_those_running() -> None:
-    scheduler = Tgi3(100_000, chunking=False, block_tokens=16)
+    scheduler = made(Tgi3, 100_000, chunking=False, block_tokens=16)
     enter(scheduler, *[(512, 100)] * 8)
     finish_all(scheduler, 1)
     enter(scheduler, (512, 100))
@@ -299,7 +306,7 @@ def test_tgi3_without_chunking_waits_for_three_tenths_of_those_running() -> None
 
 
 def test_tgi3_generates_long_outputs_1024_tokens_at_a_time() -> None:
-    scheduler = Tgi3(10_000)
+    scheduler = made(Tgi3, 10_000)
     (sequence,) = enter(scheduler, (100, 1500))
     steps = finish_all(scheduler, 5000)
     assert [step.prefill_tokens for step in steps if step.prefill_rows] == [100, 1124]
@@ -313,12 +320,12 @@ def test_tgi3_generates_long_outputs_1024_tokens_at_a_time() -> None:
 def test_lightllm2310_lets_in_what_its_estimate_says_will_fit() -> None:
     # two of 100 + 50 hold at most 300 at once; it wants to stay below
     for kv_tokens, together in ((300, 1), (301, 2)):
-        scheduler = LightLLM2310(kv_tokens)
+        scheduler = made(LightLLM2310, kv_tokens)
         enter(scheduler, (100, 50), (100, 50))
         finish_all(scheduler, 1)
         assert scheduler.running == together
     # one that is nearly through leaves before the other has grown
-    scheduler = LightLLM2310(260)
+    scheduler = made(LightLLM2310, 260)
     enter(scheduler, (100, 50))
     finish_all(scheduler, 46)
     enter(scheduler, (90, 50))
@@ -327,7 +334,7 @@ def test_lightllm2310_lets_in_what_its_estimate_says_will_fit() -> None:
 
 
 def test_lightllm2310_decodes_ten_times_between_prefills() -> None:
-    scheduler = LightLLM2310(20_000)
+    scheduler = made(LightLLM2310, 20_000)
     enter(scheduler, *[(512, 100)] * 30)
     steps = finish_all(scheduler, 34)
     assert [index for index, step in enumerate(steps) if step.prefill_rows] == [0, 11, 22, 33]
@@ -337,7 +344,7 @@ def test_lightllm2310_decodes_ten_times_between_prefills() -> None:
 def test_lightllm_prefills_in_groups_as_a_real_burst_showed() -> None:
     # H200, 1.2.0, --batch_max_tokens 8192 --running_max_req_size 1000, 200,675 tokens: groups of 16 and 15 by turns,
     # 338 to 340 requests at a time, decoding only when all that are in are prefilled
-    scheduler = LightLLMNow(200_675, batch_max_tokens=8192, running_max_req_size=1000)
+    scheduler = made(LightLLMNow, 200_675, batch_max_tokens=8192, running_max_req_size=1000)
     run = Run(scheduler, [Request(512, 64, 0, None) for _ in range(1000)])
     waves = [[step[3] // 512 for step in steps] for decodes, steps in groupby(run.trace, lambda step: step[1] > 0)][::2]
     assert [sum(groups) for groups in waves] == [338, 1, 338, 1, 322]  # the real one had 340, 339 and 322 at a time
@@ -347,7 +354,7 @@ def test_lightllm_prefills_in_groups_as_a_real_burst_showed() -> None:
 
 
 def test_lightllm_decodes_once_more_for_nothing_and_frees_two_steps_later() -> None:
-    scheduler = LightLLMNow(10_000)
+    scheduler = made(LightLLMNow, 10_000)
     enter(scheduler, (100, 2), (100, 9))
     under_way = [scheduler.schedule(), scheduler.schedule()]
     seen: list[tuple[int, int, int]] = []
@@ -362,18 +369,18 @@ def test_lightllm_decodes_once_more_for_nothing_and_frees_two_steps_later() -> N
 
 
 def test_vllm02_a_prompt_step_is_padded_and_limited() -> None:
-    scheduler = Vllm02(100_000)
+    scheduler = made(Vllm02, 100_000)
     enter(scheduler, *[(512, 10)] * 20)
     step = finish_all(scheduler, 1)[0]
     assert (step.prefill_rows, step.prefill_tokens) == (8, 4096)
-    paddings = Vllm02(100_000)
+    paddings = made(Vllm02, 100_000)
     enter(paddings, (300, 5), (100, 5), (100, 5), (400, 5))
     # 200 of padding; then 400, too many
     assert [step.prefill_tokens for step in finish_all(paddings, 3)] == [600, 100, 400]
 
 
 def test_vllm02_keeps_a_hundredth_of_its_blocks_from_prompts() -> None:
-    scheduler = Vllm02(16 * 200)
+    scheduler = made(Vllm02, 16 * 200)
     enter(scheduler, (16 * 100, 5), (16 * 99, 5), (16, 5))
     finish_all(scheduler, 2)
     assert (scheduler.running, scheduler.waiting) == (1, 2)  # two blocks are left untouched: 98 would have done
@@ -382,12 +389,12 @@ def test_vllm02_keeps_a_hundredth_of_its_blocks_from_prompts() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "status"),
     [
-        (VllmV1(1024), 400),
-        (Vllm02(1024), 400),
-        (Tgi1(1024), 422),
-        (Tgi3(1024), 422),
-        (LightLLM2310(1024), 500),
-        (LightLLMNow(1024), 400),
+        (made(VllmV1, 1024), 400),
+        (made(Vllm02, 1024), 400),
+        (made(Tgi1, 1024), 422),
+        (made(Tgi3, 1024), 422),
+        (made(LightLLM2310, 1024), 500),
+        (made(LightLLMNow, 1024), 400),
     ],
 )
 def test_what_memory_can_never_hold_is_refused_at_the_door(scheduler: Scheduler, status: int) -> None:

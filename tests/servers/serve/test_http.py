@@ -16,7 +16,7 @@ import pytest
 from servers.serve import http as server_http
 from servers.serve.http import Connection
 from servers.serve.timing import FixedTiming
-from tests.servers.reader import TIMEOUT_S, ask_on, http_request, running, stamps
+from tests.servers.reader import TIMEOUT_S, ask_on, http_request, running, serving, stamps
 from tests.servers.serve.test_timing import Note, drain
 
 COMPLETION = {"prompt": "a", "max_tokens": 3, "stream": True}
@@ -45,7 +45,7 @@ def test_a_reply_in_one_piece_comes_when_its_last_token_is_due(tmp_path: Path) -
 
 def test_jitter_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     """Seen on the wire: due times differ from request to request, and no event is sent before its own."""
-    with running(tmp_path, ttft_ms=10, itl_ms=4, jitter=0.5, seed=11) as server:
+    with serving(tmp_path, FixedTiming(10_000_000, 4_000_000, 0.5, 11)) as server:
         for number in range(2):
             server.post("/v1/completions", COMPLETION | {"max_tokens": 10}, X_Request_Id=str(number))
     for number, (received_ns, sent) in enumerate(stamps(server.stamps_path).values()):

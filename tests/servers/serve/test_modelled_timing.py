@@ -177,8 +177,8 @@ def test_gpus_of_a_profile_are_those_of_its_runs(tmp_path: Path, runs: list[str]
     held_out = tuple(msgspec.structs.replace(error, run=run) for run in runs)
     calibrate.write(msgspec.structs.replace(profiles()["vllm@v1"], gpu="", held_out=held_out), path)
     facts = emulated(profile=path).facts  # of an H200
-    assert sorted(facts["profile_gpus"]) == measured
-    assert facts["profile_assumed"] is (measured == ["h100"])
+    assert sorted(facts.profile_gpus) == measured
+    assert facts.profile_assumed is (measured == ["h100"])
 
 
 def test_predict_writes_a_run_that_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +270,7 @@ def test_text_of_unknown_length_is_not_predicted(tmp_path: Path) -> None:
     ],
 )
 def test_gpus_that_do_nothing_are_told(options: dict[str, Any], said: list[str]) -> None:
-    assert emulated(**options).facts["notes"] == said
+    assert emulated(**options).facts.notes == tuple(said)
 
 
 @pytest.mark.parametrize("command", ["predict", "breakdown", "run"])
@@ -366,7 +366,7 @@ def test_options_of_the_hardware_that_make_no_sense(options: dict[str, Any], sai
     ("gpu", "p2p", "topology"), [("rtx4090", None, "host"), ("rtx4090", True, "pcie"), ("h200", False, "host")]
 )
 def test_p2p_on_is_not_through_host_memory(gpu: str, p2p: bool | None, topology: str) -> None:
-    assert emulated(gpu=gpu, gpus=2, tp=2, p2p=p2p).facts["topology"] == topology
+    assert emulated(gpu=gpu, gpus=2, tp=2, p2p=p2p).facts.topology == topology
 
 
 def test_budget_of_vllm_by_gpu() -> None:

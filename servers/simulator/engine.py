@@ -1,6 +1,6 @@
 """One server's life in time: requests come in, steps follow each other, tokens go out. No clock is read here.
 
-The caller says how far time may go (`advance`), as a wall clock or as fast as it can be computed; the events are the
+The caller sets how far time may go (`advance`), as a wall clock or as fast as it can be computed; the events are the
 same. Seconds since the start, as floats.
 
 Before and after the scheduler stands the front end, one process whose loop takes requests in and hands tokens out. What
@@ -30,7 +30,7 @@ class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine:
-    """Runs a scheduler's steps. `deliver(emits, first_s, gap_s)` is told of the tokens of each step: the k-th of
+    """Runs a scheduler's steps. `deliver(emits, first_s, gap_s)` is called with the tokens of each step: the k-th of
     `emits` leaves the server at first_s + k * gap_s."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Engine:
         self._under_way: deque[tuple[float, Step]] = deque()
 
     def submit(self, sequence: Sequence, at_s: float) -> None:
-        """A request has come in, after all that were submitted before. Raises batching.Rejected."""
+        """A request has come in, after all that were submitted before. Raises Rejected."""
         self.advance(at_s)
         self.scheduler.admit(sequence)
         if not self._taking_in:

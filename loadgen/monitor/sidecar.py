@@ -1,0 +1,158 @@
+"""The monitoring sidecar as its run sees it: a process beside the client that samples the server and the GPUs, writes
+snapshots, and serves them to Prometheus.
+
+`sidecar` starts `python -m loadgen.monitor` and ends it. The messages are in `loadgen.monitor.messages`; the end of the
+process's standard input is its end, also when the run is killed. Nothing here fails a run: what cannot be sampled is
+written into the header of `server.jsonl`, and what became of the snapshots is `Monitor.trouble`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from backends.untrusted import UNDECODABLE
+from loadgen import child_env
+from loadgen.monitor.messages import Begin, Begun, Live, MetricsSource, Order, Prepare, Reply, SampleTaken, TakeSample
+from loadgen.monitor.server_view import FILE, Header
+
+START_TIMEOUT_S = 10.0
+SAMPLE_TIMEOUT_S = 2.0  # for a sample that has begun and the one that is wanted
+STOP_TIMEOUT_S = 12.0
+
+
+@contextlib.asynccontextmanager
+async def sidecar(metrics_port: int | None = None, sample_server: bool = False) -> AsyncIterator[Monitor]:
+    """Starts the process; ends it with the block. metrics_port: where it will serve the run's metrics. sample_server:
+    whether there may be a server to sample, for which it then gets ready. Raises RunError when the port is taken."""
+    if metrics_port is not None:
+        from loadgen.monitor.exporter import HOST, Exporter, serve
+
+        serve(Exporter(Path()), HOST, metrics_port).server_close()
+    monitor = Monitor(metrics_port)
+    await monitor.start()
+    if sample_server:
+        monitor.send(Prepare())
+    try:
+        yield monitor
+    finally:
+        await monitor.end()
+
+
+class Monitor:
+    """The process, to its run."""
+
+    def __init__(self, metrics_port: int | None) -> None:
+        self._metrics_port = metrics_port
+        self._process: Process | None = None
+        self._start_problem: str | None = None
+        self._sampling = False
+        self._samples_wanted = 0
+
+    async def start(self) -> None:
+        argv = [sys.executable, "-m", "loadgen.monitor"]
+        env = os.environ | child_env.environment(os.environ)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *argv, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, env=env
+            )
+        except OSError as error:
+            self._start_problem = f"the sampling process was not started: {error.strerror or error}"
+
+    async def begin(
+        self, directory: Path, run_id: str, source: MetricsSource | None = None, gpus: Sequence[int] = ()
+    ) -> None:
+        """Watches a run directory from now on; its manifest is there. Where there is something to sample, the first
+        sample is there when this returns. Without series and GPUs there is nothing, and no `server.jsonl`."""
+        begin = Begin(
+            directory=str(directory.absolute()),
+            run_id=run_id,
+            source=source,
+            gpus=list(gpus),
+            metrics_port=self._metrics_port,
+        )
+        self.send(begin)
+        if not begin.samples:
+            return
+        problem = self._start_problem or await self._sampling_problem()
+        self._sampling = problem is None
+        if problem is not None:
+            if self._process is not None and self._process.returncode is not None:  # of a GPU library that crashed
+                await self.start()
+                self.send(msgspec.structs.replace(begin, source=None, gpus=[]))
+            header = Header(run_id=run_id, series=list(source.series) if source else [], gpus=[], error=problem)
+            with contextlib.suppress(OSError), (directory / FILE).open("xb") as file:  # what it did write stays
+                file.write(msgspec.json.encode(header) + b"\n")
+
+    async def _sampling_problem(self) -> str | None:
+        """Why the process does not sample; None when it does."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                reply = await self._reply()
+        except TimeoutError:  # it may still write snapshots
+            return f"the sampling process was not ready within {START_TIMEOUT_S:g} s"
+        if isinstance(reply, Begun):
+            return reply.problem
+        await self.end()
+        code = None if self._process is None else self._process.returncode
+        return f"the sampling process ended with exit code {code} before it was ready"
+
+    def progress(self, live: Live) -> None:
+        self.send(live)
+
+    async def sample(self) -> None:
+        """A sample more, now, so that what the server and the GPUs had counted by then is known: between warm-up and
+        load."""
+        if not self._sampling:
+            return
+        self._samples_wanted += 1
+        taken = SampleTaken(self._samples_wanted)
+        self.send(TakeSample(taken.number))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SAMPLE_TIMEOUT_S):
+                while await self._reply() not in (taken, None):
+                    pass  # of one that came too late
+
+    @property
+    def trouble(self) -> str | None:
+        """Once it has ended: that it did before it was let go, a sentence."""
+        code = None if self._process is None else self._process.returncode
+        if code == 0:
+            return None
+        how = (
+            "was not started"
+            if code is None
+            else f"died of signal {-code}"
+            if code < 0
+            else f"failed (exit code {code})"
+        )
+        return f"snapshot.json is missing or not up to date, because the process that writes it {how}."
+
+    async def end(self) -> None:
+        """Lets it take its last sample and write its last snapshot, and waits for that. May be called again."""
+        process = self._process
+        if process is None or process.stdin is None or process.returncode is not None:
+            return
+        process.stdin.close()
+        await child_env.ended(process, STOP_TIMEOUT_S)
+
+    def send(self, order: Order) -> None:
+        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
+            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+
+    async def _reply(self) -> Reply | None:
+        """The next one; None when there will be none. A line that a library printed is passed over."""
+        assert self._process is not None and self._process.stdout is not None
+        with contextlib.suppress(ConnectionError):
+            while line := await self._process.stdout.readline():
+                with contextlib.suppress(*UNDECODABLE):
+                    reply: Reply = msgspec.json.decode(line, type=Reply)
+                    return reply
+        return None

@@ -1,0 +1,45 @@
+"""What was modelled where no real server ran: the embedded server and predictions state it, manifests and reports keep it.
+
+The JSON keys are those of `loadgen.manifest/1`; they only grow. Fields with a default are missing in older manifests.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+    """How far predictions were off on one real run that was not used for the fit. Ratios; signed for makespan and
+    throughput; w1: Wasserstein-1 distance over the mean, of e2el, ttft and tpot."""
+
+    run: str
+    makespan: float
+    throughput: float
+    e2el_mape: float
+    e2el_w1: float
+    ttft_w1: float
+    tpot_w1: float
+
+
+class Emulation(msgspec.Struct, frozen=True, kw_only=True):
+    """A server on modelled GPUs. gpus: how many share the model, as tensor_parallel. profile: what its software's times
+    come from; profile_gpus: the GPUs they were measured on; profile_assumed: this GPU is none of those. gpu_source,
+    gpu_error: of the operators' times. speed: modelled seconds that pass in a real one. notes: a sentence each."""
+
+    scheduler: str
+    gpu: str
+    gpus: int
+    topology: str
+    tensor_parallel: int
+    dtype: str
+    kv_cache_tokens: int
+    max_running: int
+    memory_ratio: float
+    profile: str
+    gpu_source: str = ""
+    gpu_error: str = ""
+    profile_gpus: tuple[str, ...] = ()
+    profile_assumed: bool = False
+    held_out: tuple[HeldOut, ...] = ()
+    speed: float = 1.0
+    notes: tuple[str, ...] = ()
