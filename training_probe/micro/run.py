@@ -23,7 +23,7 @@ import msgspec
 
 from backends import process
 from backends.launch import WITHOUT_P2P, LaunchError, Running, Start
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, read_json
 from loadgen import exit_codes, rundir
 from loadgen.monitor.tail import Tail, whole_lines
 from loadgen.rundir import Machine, this_machine
@@ -239,12 +239,7 @@ def _last_words(running: Running) -> str:
 def read_manifest(directory: Path) -> Manifest:
     """Raises MicroError."""
     path = directory / MANIFEST_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except OSError as error:
-        raise MicroError(f"cannot read {path}: {error.strerror or error}.") from None
-    except UNDECODABLE as error:
-        raise MicroError(f"{path} is not a manifest of this version: {error}.") from None
+    return read_json(path, Manifest, MicroError, "is not a manifest of this version")
 
 
 def read_results(directory: Path) -> list[Measured]:
