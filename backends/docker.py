@@ -21,12 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from backends.docker_engine import connect, engine_errors, find_image, has_nvidia, is_gone, problem, said_by
+from backends.docker_engine import connect, engine_errors, find_image, has_nvidia, is_gone, problem, reason_of
 from backends.docker_owner import (
     LABEL,
     OWNER_LABEL,
     SECRETS_ROOT,
     Orphan,
+    SecretsReader,
     clean,
     orphans,
     owner,
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from docker.models.containers import Container as SdkContainer
 
 __all__ = [
-    "LABEL", "OWNER_LABEL", "SECRETS_ROOT", "Container", "Orphan", "clean", "command_line", "has_nvidia", "orphans",
-    "problem", "start",
+    "LABEL", "LAUNCHER", "OWNER_LABEL", "SECRETS_ROOT", "Container", "Orphan", "clean", "command_line", "has_nvidia",
+    "orphans", "problem", "start",
 ]  # fmt: skip
 
 ADDRESS = "127.0.0.1"
@@ -75,14 +76,14 @@ _START_FAILURES = (
     ),
     (
         r"nvidia-container-cli: .*(?:driver|libnvidia-ml|nvml)",
-        "the NVIDIA driver does not work in a container ({said}); nvidia-smi must work first",
+        "the NVIDIA driver does not work in a container ({reason}); nvidia-smi must work first",
     ),
     (
         r"port is already allocated|address already in use",
         "port {port} of 127.0.0.1 is taken; stop what listens there, or name another --port",
     ),
     (r"is already in use by container", "a container named {name} exists already; remove it with loadgen clean"),
-    (r"no space left on device", "Docker's disk is full ({said}); make room with docker system prune"),
+    (r"no space left on device", "Docker's disk is full ({reason}); make room with docker system prune"),
 )
 
 
@@ -188,7 +189,7 @@ class Container:
                 self._exit = _ended(self._container.attrs["State"])
             except engine_errors() as error:
                 if not is_gone(error):
-                    raise LaunchError(f"the Docker engine no longer answers: {said_by(error)}.") from None
+                    raise LaunchError(f"the Docker engine no longer answers: {reason_of(error)}.") from None
                 self._exit = Exit(-9, error="somebody removed its container")
         return self._exit
 
@@ -226,7 +227,7 @@ class Container:
         except engine_errors() as error:
             if not is_gone(error):
                 name = self._container.name
-                failed.append(f"could not remove the container {name} ({said_by(error)}); run loadgen clean later.")
+                failed.append(f"could not remove the container {name} ({reason_of(error)}); run loadgen clean later.")
                 return
         self._removed = True
 
@@ -242,7 +243,7 @@ class Container:
                     size -= len(chunks.popleft())
         except engine_errors() as error:
             if not is_gone(error):
-                failed.append(f"could not read the server's log: {said_by(error)}.")
+                failed.append(f"could not read the server's log: {reason_of(error)}.")
         log = self._without_secrets(b"".join(chunks))
         if len(log) > LOG_LIMIT_BYTES:
             log = log[-LOG_LIMIT_BYTES:].partition(b"\n")[2]
@@ -272,8 +273,8 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
     image = find_image(client, description.image, say, cancelled)
     directory = write_secrets(secrets) if secrets else None
     try:
-        extra = reading_secrets(directory, secrets, image.attrs) if directory is not None else {}
-        container, description = _run(client, description, extra, say, cancelled)
+        reader = reading_secrets(directory, secrets, image.attrs) if directory is not None else None
+        container, description = _run(client, description, reader, say, cancelled)
         try:
             container.reload()
             facts = {
@@ -302,10 +303,27 @@ def command_line(start: Start) -> list[str]:
     return _Description.of(start).command_line(start.secrets)
 
 
+class _Docker:
+    """The Launcher."""
+
+    name = "docker"
+    command_line = staticmethod(command_line)
+    start = staticmethod(start)
+
+    def place(self, start: Start) -> str:
+        return f"Docker ({start.image})"
+
+    def environment(self) -> dict[str, str]:
+        return {}  # a container gets what `start.env` holds
+
+
+LAUNCHER = _Docker()
+
+
 def _run(
     client: DockerClient,
     description: _Description,
-    extra: Mapping[str, Any],
+    reader: SecretsReader | None,
     say: Callable[[str], None],
     cancelled: threading.Event,
 ) -> tuple[SdkContainer, _Description]:
@@ -314,10 +332,10 @@ def _run(
     while True:
         options = description.sdk()
         options["labels"][OWNER_LABEL] = owner()
-        options["mounts"] += extra.get("mounts", [])
-        container = client.containers.create(
-            **{**options, **{key: value for key, value in extra.items() if key != "mounts"}}
-        )
+        if reader is not None:
+            options["mounts"].append(reader.mount)
+            options["entrypoint"] = reader.entrypoint
+        container = client.containers.create(**options)
         try:
             if cancelled.is_set():
                 raise LaunchError("the start was broken off.")
@@ -348,12 +366,12 @@ def _remove(container: SdkContainer) -> None:
 
 
 def _not_started(error: Exception, description: _Description) -> LaunchError:
-    said = said_by(error)
+    reason = reason_of(error)
     for pattern, sentence in _START_FAILURES:
-        if re.search(pattern, said, re.IGNORECASE):
+        if re.search(pattern, reason, re.IGNORECASE):
             words = {"gpus": ", ".join(description.gpu_ids), "port": description.host_port or description.port}
-            return LaunchError(sentence.format(said=said, name=description.name, **words) + ".")
-    return LaunchError(f"Docker did not start the image {description.image}: {said}.")
+            return LaunchError(sentence.format(reason=reason, name=description.name, **words) + ".")
+    return LaunchError(f"Docker did not start the image {description.image}: {reason}.")
 
 
 def _urls(container: SdkContainer, start: Start) -> tuple[str, ...]:

@@ -63,8 +63,8 @@ def is_gone(error: Exception) -> bool:
     return getattr(error, "status_code", None) == 404 or "removal of container" in str(error)
 
 
-def said_by(error: Exception) -> str:
-    """What the engine said, in one line without a full stop."""
+def reason_of(error: Exception) -> str:
+    """Why the engine refused, in its own words: one line without a full stop."""
     words = " ".join(str(getattr(error, "explanation", None) or error).split())
     return (words if len(words) <= 300 else words[:297] + "...").rstrip(".")
 
@@ -87,18 +87,18 @@ def connect() -> DockerClient:
 
 
 def _why(error: Exception) -> str:
-    said = str(error)
+    message = str(error)
     where = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
-    if "Permission denied" in said or "PermissionError" in said:
+    if "Permission denied" in message or "PermissionError" in message:
         return (
             "this user may not talk to the engine; join its group ('sudo usermod -aG docker $USER', then log in "
             "again), or use --launch process"
         )
-    if "FileNotFoundError" in said or "No such file" in said:
+    if "FileNotFoundError" in message or "No such file" in message:
         return f"no engine is installed or running (there is no {where}); install or start it, or use --launch process"
-    if "ConnectionRefusedError" in said or "Connection refused" in said:
+    if "ConnectionRefusedError" in message or "Connection refused" in message:
         return f"the engine is not running ({where} refuses connections); start it ('sudo systemctl start docker')"
-    return f"the engine at {where} does not answer as one ({said_by(error)})"
+    return f"the engine at {where} does not answer as one ({reason_of(error)})"
 
 
 def find_image(client: DockerClient, name: str, say: Callable[[str], None], cancelled: threading.Event) -> Image:
@@ -112,7 +112,7 @@ def find_image(client: DockerClient, name: str, say: Callable[[str], None], canc
             _pull(client, name, say, cancelled)
             return client.images.get(name)
     except engine_errors() as error:
-        raise _no_image(name, said_by(error)) from None
+        raise _no_image(name, reason_of(error)) from None
 
 
 def _no_image(name: str, why: str) -> LaunchError:
@@ -137,7 +137,7 @@ def _pull(client: DockerClient, name: str, say: Callable[[str], None], cancelled
     say(f"pulling {name}.")
     threading.Thread(target=listen, name="docker-pull", daemon=True).start()
     progress = _Progress()
-    said_at_s = time.monotonic()
+    reported_at_s = time.monotonic()
     while True:
         if cancelled.is_set():
             raise LaunchError(f"the pull of {name} was broken off.")
@@ -148,12 +148,12 @@ def _pull(client: DockerClient, name: str, say: Callable[[str], None], cancelled
         if message is None:
             return
         if isinstance(message, Exception):
-            raise _no_image(name, said_by(message))
+            raise _no_image(name, reason_of(message))
         if "error" in message:
             raise _no_image(name, " ".join(str(message["error"]).split()).rstrip("."))
         progress.take(message)
-        if time.monotonic() - said_at_s >= PROGRESS_INTERVAL_S:
-            said_at_s = time.monotonic()
+        if time.monotonic() - reported_at_s >= PROGRESS_INTERVAL_S:
+            reported_at_s = time.monotonic()
             say(f"pulling {name}: {progress}.")
 
 

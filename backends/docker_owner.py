@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from backends.docker_engine import connect, engine_errors, is_gone, said_by
+from backends.docker_engine import connect, engine_errors, is_gone, reason_of
 from backends.launch import LaunchError
 
 if TYPE_CHECKING:
     from docker import DockerClient
     from docker.models.containers import Container as SdkContainer
+    from docker.types import Mount as SdkMount
 
 LABEL = "llm-dissect.run"  # its value: the run's id
 OWNER_LABEL = "llm-dissect.owner"  # of the process that takes the container down, see `owner`
@@ -58,7 +59,7 @@ def clean(say: Callable[[str], None]) -> int:
                 container.remove(force=True, v=True)
             except engine_errors() as error:
                 if not is_gone(error):
-                    stuck.append(f"{container.name} ({said_by(error)})")
+                    stuck.append(f"{container.name} ({reason_of(error)})")
                     continue
             removed += 1
             say(f"removed the container {container.name} ({container.status}).")
@@ -98,24 +99,29 @@ def write_secrets(secrets: Mapping[str, str]) -> Path:
     return directory
 
 
-def reading_secrets(directory: Path, secrets: Iterable[str], image: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes the container's first process read the secrets into its environment and then become the server."""
+class SecretsReader(NamedTuple):
+    """What makes a container's first process read secrets into its environment and then become the server."""
+
+    mount: SdkMount
+    entrypoint: list[str]
+
+
+def reading_secrets(directory: Path, secrets: Iterable[str], image: Mapping[str, Any]) -> SecretsReader:
+    """The reader of the secrets in `directory`, before the entry point of `image` (as the engine describes it)."""
     from docker.types import Mount as SdkMount
 
     reads = [f"IFS= read -r {name} <{SECRETS_TARGET}/{name} || exit 126; export {name}" for name in secrets]
     script = "; ".join([*reads, 'exec "$@"'])
     entrypoint = (image.get("Config") or {}).get("Entrypoint") or []
-    return {
-        "mounts": [SdkMount(SECRETS_TARGET, str(directory), type="bind", read_only=True)],
-        "entrypoint": ["/bin/sh", "-c", script, "sh", *entrypoint],
-    }
+    mount = SdkMount(SECRETS_TARGET, str(directory), type="bind", read_only=True)
+    return SecretsReader(mount, ["/bin/sh", "-c", script, "sh", *entrypoint])
 
 
 def _ours(client: DockerClient) -> list[SdkContainer]:
     try:
         containers: list[SdkContainer] = client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True)
     except engine_errors() as error:
-        raise LaunchError(f"Docker cannot list its containers: {said_by(error)}.") from None
+        raise LaunchError(f"Docker cannot list its containers: {reason_of(error)}.") from None
     return containers
 
 

@@ -157,7 +157,7 @@ class Probe:
         self._nvml: _Nvml | None = None
         with contextlib.suppress(_NoNvmlError):
             self._nvml = _Nvml()
-        self._handles = [(index, self._ask("DeviceGetHandleByIndex", index)) for index in indices]
+        self._handles = [(index, self._query("DeviceGetHandleByIndex", index)) for index in indices]
 
     def sample(self) -> list[GpuSample]:
         """One GpuSample per GPU, in the order of the indices."""
@@ -170,21 +170,21 @@ class Probe:
             self._nvml = None
 
     def _sample(self, index: int, handle: Any) -> GpuSample:
-        memory = self._ask("DeviceGetMemoryInfo", handle)
-        power_mw = self._ask("DeviceGetPowerUsage", handle)
-        utilization = self._ask("DeviceGetUtilizationRates", handle)
+        memory = self._query("DeviceGetMemoryInfo", handle)
+        power_mw = self._query("DeviceGetPowerUsage", handle)
+        utilization = self._query("DeviceGetUtilizationRates", handle)
         return GpuSample(
             index=index,
             memory_used_bytes=None if memory is None else memory.used,
             power_w=None if power_mw is None else power_mw / 1000,
             utilization_ratio=None if utilization is None else utilization.gpu / 100,
-            energy_mj=self._ask("DeviceGetTotalEnergyConsumption", handle),
+            energy_mj=self._query("DeviceGetTotalEnergyConsumption", handle),
         )
 
-    def _ask(self, what: str, argument: Any) -> Any:
+    def _query(self, what: str, argument: Any) -> Any:
         if self._nvml is None or argument is None:
             return None
-        return self._nvml.ask(what, argument)
+        return self._nvml.query(what, argument)
 
 
 class _NoNvmlError(Exception):
@@ -205,42 +205,42 @@ class _Nvml:
         except pynvml.NVMLError as error:
             raise _NoNvmlError(_INIT_PROBLEMS.get(error.value, f"NVML did not start: {error}")) from None
 
-    def ask(self, what: str, *arguments: Any) -> Any:
-        """What the NVML function `nvml<what>` answers; None for any error, because no one answer is worth a run."""
+    def query(self, what: str, *arguments: Any) -> Any:
+        """What the NVML function `nvml<what>` returns; None for any error, because no one value is worth a run."""
         try:
             return getattr(self.module, "nvml" + what)(*arguments)
         except self.module.NVMLError:
             return None
 
     def words(self, what: str, *arguments: Any) -> str | None:
-        """As `ask`, for text, which old versions of pynvml give as bytes."""
-        answer = self.ask(what, *arguments)
-        if isinstance(answer, bytes):
-            return answer.decode(errors="replace")
-        return None if answer is None else str(answer)
+        """As `query`, for text, which old versions of pynvml give as bytes."""
+        value = self.query(what, *arguments)
+        if isinstance(value, bytes):
+            return value.decode(errors="replace")
+        return None if value is None else str(value)
 
     def close(self) -> None:
-        self.ask("Shutdown")
+        self.query("Shutdown")
 
 
 def _read(nvml: _Nvml) -> Inventory:
     handles: dict[int, Any] = {}
     problem = None
-    for index in range(nvml.ask("DeviceGetCount") or 0):
+    for index in range(nvml.query("DeviceGetCount") or 0):
         try:
             handles[index] = nvml.module.nvmlDeviceGetHandleByIndex(index)
         except nvml.module.NVMLError as error:  # fallen off the bus, or not ours to use
             problem = problem or f"GPU {index} cannot be used: {error}"
     if not handles:
         problem = problem or "the NVIDIA driver finds no GPU"
-    cuda = nvml.ask("SystemGetCudaDriverVersion")
+    cuda = nvml.query("SystemGetCudaDriverVersion")
     return Inventory(
         gpus=tuple(_gpu(nvml, index, handle) for index, handle in handles.items()),
         driver=nvml.words("SystemGetDriverVersion"),
         cuda=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
         p2p=tuple(tuple(_p2p(nvml, a, b) for b in handles.values()) for a in handles.values()),
         nvlink=tuple(
-            tuple(a is not b and nvml.ask("DeviceGetP2PStatus", a, b, _NVLINK) == 0 for b in handles.values())
+            tuple(a is not b and nvml.query("DeviceGetP2PStatus", a, b, _NVLINK) == 0 for b in handles.values())
             for a in handles.values()
         ),
         problem=problem,
@@ -248,7 +248,7 @@ def _read(nvml: _Nvml) -> Inventory:
 
 
 def _gpu(nvml: _Nvml, index: int, handle: Any) -> Gpu:
-    memory, limit_mw = nvml.ask("DeviceGetMemoryInfo", handle), nvml.ask("DeviceGetEnforcedPowerLimit", handle)
+    memory, limit_mw = nvml.query("DeviceGetMemoryInfo", handle), nvml.query("DeviceGetEnforcedPowerLimit", handle)
     return Gpu(
         index=index,
         name=nvml.words("DeviceGetName", handle) or _UNKNOWN,
@@ -263,7 +263,7 @@ def _p2p(nvml: _Nvml, a: Any, b: Any) -> str:
     if a is b:
         return "self"
     for direction in (_READ, _WRITE):
-        status = nvml.ask("DeviceGetP2PStatus", a, b, direction)
+        status = nvml.query("DeviceGetP2PStatus", a, b, direction)
         if status is None or not 0 <= status < len(_P2P_STATUS):
             return _UNKNOWN
         if _P2P_STATUS[status] != _OK:
@@ -306,18 +306,18 @@ def _find(inventory: Inventory, ids: Sequence[str]) -> tuple[int, ...]:
     chosen: list[int] = []
     for name in map(str.strip, ids):
         if name.isdecimal():
-            found = [gpu.index for gpu in inventory.gpus if gpu.index == int(name)]
+            matches = [gpu.index for gpu in inventory.gpus if gpu.index == int(name)]
         elif name.upper().startswith("GPU-"):
-            found = [gpu.index for gpu in inventory.gpus if gpu.uuid.lower().startswith(name.lower())]
+            matches = [gpu.index for gpu in inventory.gpus if gpu.uuid.lower().startswith(name.lower())]
         else:
-            found = []
-        if not found:
+            matches = []
+        if not matches:
             raise GpuError(f"there is no GPU {name or repr(name)} here; {_here(inventory)}.")
-        if len(found) > 1:
+        if len(matches) > 1:
             raise GpuError(f"{name} is the beginning of several GPUs' UUIDs; give all of it.")
-        if found[0] in chosen:
-            raise GpuError(f"GPU {found[0]} is named twice; name each GPU once.")
-        chosen += found
+        if matches[0] in chosen:
+            raise GpuError(f"GPU {matches[0]} is named twice; name each GPU once.")
+        chosen += matches
     return tuple(chosen)
 
 

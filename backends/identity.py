@@ -25,8 +25,8 @@ class _Model(msgspec.Struct):
     max_model_len: Count | None = None
 
 
-class _Answer(msgspec.Struct):
-    """Any of the three answers; what the others have is missing."""
+class _Identity(msgspec.Struct):
+    """The reply to any of the three requests; what the other two have is missing."""
 
     data: list[_Model] | None = None
     model_id: str | None = None
@@ -38,22 +38,22 @@ class _Answer(msgspec.Struct):
 def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
     """Backend name of the server, or the owner that it names, and what it says. Raises ProtocolError."""
     try:
-        answer = msgspec.json.decode(body, type=_Answer)
+        identity = msgspec.json.decode(body, type=_Identity)
     except UNDECODABLE:
-        answer = _Answer()
-    if answer.data:
-        first = answer.data[0]
+        identity = _Identity()
+    if identity.data:
+        first = identity.data[0]
         kind = "tgi" if first.owned_by == first.id else first.owned_by or ""
-        names = tuple(printable(model.id) for model in answer.data)
-        limits = {model.max_model_len for model in answer.data if model.max_model_len is not None}
+        names = tuple(printable(model.id) for model in identity.data)
+        limits = {model.max_model_len for model in identity.data if model.max_model_len is not None}
         limit = limits.pop() if len(limits) == 1 else None
         if len(names) > 1:  # several names or adapters: it is not for us to choose
             return kind, ServerInfo(max_total_tokens=limit, models=names)
         return kind, ServerInfo(model=first.id, max_total_tokens=limit)
-    if answer.model_id is not None and answer.max_total_tokens is not None:
-        return "tgi", ServerInfo(answer.model_id, answer.max_total_tokens, answer.version)
-    if answer.model_name is not None:
-        return "lightllm", ServerInfo(model=answer.model_name)
+    if identity.model_id is not None and identity.max_total_tokens is not None:
+        return "tgi", ServerInfo(identity.model_id, identity.max_total_tokens, identity.version)
+    if identity.model_name is not None:
+        return "lightllm", ServerInfo(model=identity.model_name)
     raise ProtocolError(f"{path} answers {quoted(body)}, which is no LLM server's answer; check the URL")
 
 

@@ -1,12 +1,14 @@
 """What it takes to start a server, as values: a backend says what its server needs, a launcher starts it.
 
-Nothing here touches a process, a container or a file. The two launchers (docker, process) take a `Start` and give a
-`Running`; the adapters in the backend files turn `Settings`, the same words for every server, into arguments.
+Nothing here touches a process, a container or a file. The two launchers (LAUNCHER of docker.py and of process.py) take
+a `Start` and give a `Running`; the adapters in the backend files turn `Settings`, the same words for every server, into
+arguments.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,6 +228,25 @@ class Running(Protocol):
         """Ends it, waits for that, keeps its log, and leaves nothing behind. May be called again."""
 
 
+class Launcher(Protocol):
+    """One way to start servers. `name`: as `--launch` has it."""
+
+    name: str
+
+    def place(self, start: Start) -> str:
+        """Where the server is to run, for a person."""
+
+    def environment(self) -> dict[str, str]:
+        """What the server has of our own environment that decides how it runs on GPUs, for a manifest; no secrets."""
+
+    def command_line(self, start: Start) -> list[str]:
+        """What to type to start the same server by hand; secrets appear by name only."""
+
+    def start(self, start: Start, say: Callable[[str], None], cancelled: threading.Event) -> Running:
+        """Starts the server and returns before it can serve. Raises LaunchError, with nothing left behind, also when
+        `cancelled` is set meanwhile; `say` gets a sentence for a person now and then."""
+
+
 def version_in(text: str) -> tuple[int, ...] | None:
     """The version that an image's tag or a package's own version begins with: "repo/image:v0.32.0" is (0, 32, 0).
 
@@ -239,11 +260,11 @@ def version_in(text: str) -> tuple[int, ...] | None:
 def explain(log: str, failures: Sequence[Failure]) -> tuple[str, str] | None:
     """Reason and advice for the first line of the log that some pattern knows: what follows it is mostly its result.
     A hint counts where there is nothing else."""
-    found = [((failure.hint, match.start()), match, failure) for failure in (*failures, *COMMON_FAILURES)
+    known = [((failure.hint, match.start()), match, failure) for failure in (*failures, *COMMON_FAILURES)
              if (match := re.search(failure.pattern, log))]  # fmt: skip
-    if not found:
+    if not known:
         return None
-    _, match, failure = min(found, key=lambda each: each[0])
+    _, match, failure = min(known, key=lambda each: each[0])
     groups = [" ".join((group or "").split()) for group in match.groups()]
     return failure.reason.format(*groups), failure.advice.format(*groups)
 
@@ -258,8 +279,8 @@ def died(what: str, exit: Exit, log: str, failures: Sequence[Failure]) -> Launch
         )
     else:
         reason, advice = explain(log, failures) or ("", "read the end of its log")
-    said = f": {reason}" if reason else f" ({exit.error})" if exit.error else ""
-    return LaunchError(f"{what} {how}{said}; {advice}.", last_lines(log))
+    cause = f": {reason}" if reason else f" ({exit.error})" if exit.error else ""
+    return LaunchError(f"{what} {how}{cause}; {advice}.", last_lines(log))
 
 
 def last_lines(log: str, count: int = LOG_TAIL_LINES) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from backends.identity import PATHS, read_any
+from backends.plain_tokens import PlainTokens
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
 from backends.replies import GIVEN_UP, Count, WholeReply, error_message, error_text, given_up
 from backends.sse import PLAIN, EventReply
@@ -73,8 +74,9 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 class _Stream(EventReply):
     def __init__(self) -> None:
-        super().__init__()
-        self._told = 0  # output tokens so far that the server has counted
+        self._plain = PlainTokens()
+        super().__init__(self._plain)
+        self._counted = 0  # output tokens so far that the server has counted
         self._silent_end = False  # the event with the finish reason was taken for none
 
     def read(self, data: bytes) -> Sequence[Delta]:
@@ -88,6 +90,7 @@ class _Stream(EventReply):
             if choice.finish_reason is None and choice.token_ids is None:
                 delta = choice.delta
                 if choice.text is not None if delta is None else delta.content:
+                    self._plain.count += 1
                     return PLAIN
         return self._read_rare(chunk, data)
 
@@ -110,7 +113,7 @@ class _Stream(EventReply):
     def _total(self, usage: _Usage) -> Delta:
         """The event after the last choice. Where it counts one token more than were seen, the end without text was that
         token: vLLM ends so when the last bytes are no whole character, and sends both events at once."""
-        missing = (usage.completion_tokens or 0) - self._told - self.guessed_tokens
+        missing = (usage.completion_tokens or 0) - self._counted - self._plain.count
         late = self._silent_end and missing == 1
         self._silent_end = False
         return _last_delta(1 if late else 0, None, usage)
@@ -118,24 +121,24 @@ class _Stream(EventReply):
     def _count(self, choice: _Choice, usage: _Usage | None) -> int:
         """Output tokens that one event carried."""
         total = usage.completion_tokens if usage is not None else None
-        if total is not None and not self.guessed_tokens:
-            n_tokens = max(0, total - self._told)
-            self._told += n_tokens
+        if total is not None and not self._plain.count:
+            n_tokens = max(0, total - self._counted)
+            self._counted += n_tokens
         elif choice.token_ids is not None:
             n_tokens = len(choice.token_ids)
-            self._told += n_tokens
+            self._counted += n_tokens
         else:
             n_tokens = 1 if self._carries_output(choice) else 0
-            if total is not None and total > self._told + self.guessed_tokens:
+            if total is not None and total > self._counted + self._plain.count:
                 n_tokens = 1  # an end without text is a token if the server counts more than were seen
-            self.guessed_tokens += n_tokens
+            self._plain.count += n_tokens
         return n_tokens
 
     def _carries_output(self, choice: _Choice) -> bool:
         goes_on = not choice.finish_reason
         if choice.delta is None:
             return bool(choice.text) or (choice.text is not None and goes_on)
-        opens = choice.delta.role is not None and not self._told and not self.guessed_tokens
+        opens = choice.delta.role is not None and not self._counted and not self._plain.count
         return choice.delta.says_something or (choice.delta.holds_back and goes_on and not opens)
 
 

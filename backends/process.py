@@ -5,8 +5,7 @@ is a pipe that only loadgen holds. When the pipe closes, because `stop` closed i
 that came about, the supervisor ends every process that descends from the server and then itself. So nobody has to
 remember to clean up. What the server gets, secrets included, comes through the pipe and never stands on a command line.
 
-On the wire, one line of JSON each. To the supervisor: argv, env, log, secrets, stop_s. From it: pid, or errno; and when
-everything is over, code and stuck (processes that could not be killed).
+On the wire, one line of JSON each: an _Order to the supervisor, a _Message from it at the start and one at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ != "__main__":  # the supervisor has the standard library only
     from backends.launch import Exit, LaunchError, Running, Start
@@ -38,7 +37,7 @@ MIN_SECRET_BYTES = 4  # anything shorter is no secret, and to mask it would shre
 
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # they are about our Python, not the server's
 # Variables that decide how CUDA, NCCL, threads and servers work.
-_TELLING = (
+_GPU_VARIABLES = (
     "NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "KMP_", "GLOO_", "DS_", "NVTE_", "VLLM_",
     "FLASHINFER_", "TRITON_", "LIGHTLLM_",
 )  # fmt: skip
@@ -90,6 +89,23 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
     return running
 
 
+class _Process:
+    """The Launcher."""
+
+    name = "process"
+    command_line = staticmethod(command_line)
+    start = staticmethod(start)
+
+    def place(self, start: Start) -> str:
+        return "a process"
+
+    def environment(self) -> dict[str, str]:
+        return gpu_variables(inherited())
+
+
+LAUNCHER = _Process()
+
+
 def _added(start: Start) -> dict[str, str]:
     """What the server's environment has besides ours."""
     env = dict(start.env)
@@ -102,11 +118,11 @@ def inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
 
 
-def telling(environ: Mapping[str, str]) -> dict[str, str]:
+def gpu_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """What of an environment decides how a process runs on GPUs, for a manifest; nothing that may be a secret."""
     return {
         name: value for name, value in sorted(environ.items())
-        if name.startswith(_TELLING) and not _SECRET.search(name)
+        if name.startswith(_GPU_VARIABLES) and not _SECRET.search(name)
     }  # fmt: skip
 
 
@@ -127,6 +143,29 @@ def _check_port(port: int) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise LaunchError(f"port {port} is taken; stop what listens there, or name another --port.") from None
             raise LaunchError(f"port {port} cannot be used: {error.strerror}; name another --port.") from None
+
+
+class _Order(NamedTuple):
+    """To the supervisor, once: what to start. `log` is masked of `secrets` at the end."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    log: str
+    secrets: list[str]
+    stop_s: float
+
+
+class _Message(NamedTuple):
+    """From the supervisor: the server's pid, or the errno for which there is none; at the end its exit code, and which
+    of its processes cannot be killed. All None: the supervisor is gone."""
+
+    pid: int | None = None
+    errno: int | None = None
+    code: int | None = None
+    stuck: Sequence[int] = ()
+
+    def line(self) -> bytes:
+        return json.dumps({name: value for name, value in self._asdict().items() if value is not None}).encode() + b"\n"
 
 
 class _Supervised:
@@ -150,26 +189,20 @@ class _Supervised:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
         )  # fmt: skip
         assert self._supervisor.stdin is not None and self._supervisor.stdout is not None
-        self._pipe, self._answers = self._supervisor.stdin, self._supervisor.stdout
-        order = {
-            "argv": start.argv,
-            "env": env,
-            "log": str(start.log.absolute()),
-            "secrets": self._secrets,
-            "stop_s": stop_s,
-        }
+        self._pipe, self._messages = self._supervisor.stdin, self._supervisor.stdout
         try:
-            answer = self._ask(order)
-            if "errno" in answer:
-                raise LaunchError(_why_not(start.argv[0], answer["errno"]))
-            if "pid" not in answer:
+            self._send(_Order(start.argv, env, str(start.log.absolute()), self._secrets, stop_s))
+            message = self._receive()
+            if message.errno is not None:
+                raise LaunchError(_why_not(start.argv[0], message.errno))
+            if message.pid is None:
                 code = self._supervisor.wait()
                 raise LaunchError(f"the supervisor of the server ended with exit code {code}; see {start.log}.")
         except BaseException:
             self._close()
-            self._answers.close()
+            self._messages.close()
             raise
-        self._pid: int = answer["pid"]
+        self._pid = message.pid
         self.urls = (f"http://127.0.0.1:{start.port}",)
         self.facts = {"pid": self._pid}
 
@@ -196,17 +229,14 @@ class _Supervised:
         self._close()
         self.poll()
 
-    def _ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
-            self._pipe.write(json.dumps(order).encode() + b"\n")
+    def _send(self, order: _Order) -> None:
+        with contextlib.suppress(BrokenPipeError):  # then there is no message either
+            self._pipe.write(json.dumps(order._asdict()).encode() + b"\n")
             self._pipe.flush()
-        return self._hear()
 
-    def _hear(self) -> dict[str, Any]:
-        """The supervisor's next line; empty if it said no more."""
-        line = self._answers.readline()
-        heard: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
-        return heard
+    def _receive(self) -> _Message:
+        line = self._messages.readline()
+        return _Message(**json.loads(line)) if line.endswith(b"\n") else _Message()
 
     def _close(self) -> None:
         """Closes the pipe and waits until the supervisor has ended everything."""
@@ -219,11 +249,11 @@ class _Supervised:
             self._supervisor.wait()
 
     def _ended(self) -> Exit:
-        last = self._hear()
-        self._answers.close()
-        if "code" in last:
-            stuck = ", ".join(str(pid) for pid in last["stuck"])
-            return Exit(last["code"], error=f"these of its processes cannot be killed: {stuck}" if stuck else "")
+        last = self._receive()
+        self._messages.close()
+        if last.code is not None:
+            stuck = ", ".join(map(str, last.stuck))
+            return Exit(last.code, error=f"these of its processes cannot be killed: {stuck}" if stuck else "")
         # Somebody killed the supervisor. The kernel has killed the server with it; the rest of its group is left to us.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._pid, signal.SIGKILL)
@@ -315,10 +345,10 @@ def _descendants() -> list[int]:
                 stat = (entry / "stat").read_bytes()
                 parent = int(stat.rpartition(b")")[2].split()[1])  # the name before it may hold anything
                 children.setdefault(parent, []).append(int(entry.name))
-    found = [os.getpid()]
-    for pid in found:
-        found += children.get(pid, ())
-    return found[1:]
+    pids = [os.getpid()]
+    for pid in pids:
+        pids += children.get(pid, ())
+    return pids[1:]
 
 
 def _signal_all(number: int) -> None:
@@ -327,9 +357,9 @@ def _signal_all(number: int) -> None:
             os.kill(pid, number)
 
 
-def _tell(**facts: Any) -> None:
+def _report(message: _Message) -> None:
     with contextlib.suppress(OSError):  # loadgen is gone, which is why we are here
-        os.write(1, json.dumps(facts).encode() + b"\n")
+        os.write(1, message.line())
 
 
 def _supervise() -> None:
@@ -343,27 +373,27 @@ def _supervise() -> None:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return
-    order = json.loads(line)
+    order = _Order(**json.loads(line))
 
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
     killed = ctypes.c_ulong(signal.SIGKILL)
     try:
         server = subprocess.Popen(
-            order["argv"], env=order["env"], start_new_session=True,
+            order.argv, env=order.env, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.STDOUT,
             preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, killed),  # should we be killed, the server dies with us
         )  # fmt: skip
     except OSError as error:
-        _tell(errno=error.errno)
+        _report(_Message(errno=error.errno))
         return
-    _tell(pid=server.pid)
+    _report(_Message(pid=server.pid))
 
     tree = _Tree(server.pid, woken)
     tree.watch(0)
-    stuck = tree.end(order["stop_s"] if tree.code is None else REST_S)
-    _mask_file(Path(order["log"]), order["secrets"])
-    _tell(code=-signal.SIGKILL if tree.code is None else tree.code, stuck=stuck)
+    stuck = tree.end(order.stop_s if tree.code is None else REST_S)
+    _mask_file(Path(order.log), order.secrets)
+    _report(_Message(code=-signal.SIGKILL if tree.code is None else tree.code, stuck=stuck))
 
 
 if __name__ == "__main__":

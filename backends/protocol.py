@@ -6,7 +6,6 @@ Everything here is sans-io: bytes in, values out, no clock, no socket, no await.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,6 +13,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from backends.launch import Adapter
+from backends.plain_tokens import PlainTokens
 
 
 class ProtocolError(Exception):
@@ -69,19 +69,13 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 TOKEN = Delta(n_tokens=1)  # by far the most common event: one shared value, nothing allocated
 
 
-PLAIN_TEXT = re.compile(rb"[ !#-\[\]-~]+").fullmatch  # ASCII that a JSON string holds as it is: no escape, no end
-
-
 class Decoder(Protocol):
     """Reads one reply body with status 200. Any split of the body into `feed` calls gives the same deltas.
 
-    plain: (head, tail) of an event that was one token; None as long as there was none. Between two events, bytes that
-    begin with this head, end with this tail and have PLAIN_TEXT between them are another one: whoever recognises them
-    may add 1 to `guessed_tokens` (output tokens taken for one an event) instead of feeding them.
+    plain: what it recognises need not be fed; None: every event must be read.
     """
 
-    plain: tuple[bytes, bytes] | None
-    guessed_tokens: int
+    plain: PlainTokens | None
 
     def feed(self, data: bytes) -> Sequence[Delta]:
         """Deltas completed by `data`, in order. Raises ProtocolError and nothing else."""

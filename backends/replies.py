@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from backends.plain_tokens import PlainTokens
 from backends.protocol import Delta, ProtocolError, Truncated
 from backends.untrusted import UNDECODABLE, escaped
 
@@ -80,8 +81,7 @@ class WholeReply:
     """Decoder of a reply that is one JSON document. `read` makes its Delta, or raises ProtocolError or UNDECODABLE."""
 
     def __init__(self, read: Callable[[bytes], Delta]) -> None:
-        self.plain: tuple[bytes, bytes] | None = None
-        self.guessed_tokens = 0
+        self.plain: PlainTokens | None = None
         self._read = read
         self._body = bytearray()
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from backends.protocol import PLAIN_TEXT, TOKEN, Delta, ProtocolError, Truncated
+from backends.plain_tokens import PlainTokens
+from backends.protocol import TOKEN, Delta, ProtocolError, Truncated
 from backends.replies import MAX_BYTES, quoted
 
 _BOM = b"\xef\xbb\xbf"
 _CR = 0x0D
 _TOO_LONG = f"an event is longer than {MAX_BYTES} bytes"
-_TEXT_BEGINS = (b'"text":"', b'"content":"')
-_LESSONS = 64  # a server whose events differ in more than the text is parsed, not learned again for every event
 _IGNORED_FIELDS = (b"", b"event", b"id", b"retry")  # a comment has an empty name
 
 
@@ -30,15 +29,13 @@ class EventReply(ABC):
     """Decoder of one streamed reply. A protocol says in `read` what one event means.
 
     `complete`: the server has said that the reply is whole. `failed`: it has sent an error and owes nothing more.
-    `plain` and `guessed_tokens` are as Decoder says.
+    plain: as Decoder has it, for a protocol whose `read` returns PLAIN.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plain: PlainTokens | None = None) -> None:
+        self.plain = plain
         self.complete = False
         self.failed = False
-        self.guessed_tokens = 0
-        self.plain: tuple[bytes, bytes] | None = None
-        self._lessons = _LESSONS
         self._between_events = False  # nothing is pending (False at first, when a byte order mark may come)
         self._first_line = True
         self._after_cr = False  # a LF that comes next ends the same line
@@ -61,12 +58,10 @@ class EventReply(ABC):
             line, _, rest = data.partition(b"\n")
             event = line.removeprefix(b"data:")
             if rest == b"\n" and event is not line and _CR not in event:
-                found = self.read(event)
-                if found is PLAIN:
-                    self.guessed_tokens += 1
-                    if self._lessons:
-                        self._learn(data)
-                return found
+                deltas_of_event = self.read(event)
+                if deltas_of_event is PLAIN and (plain := self.plain) is not None and plain.lessons:
+                    plain.learn_event(data)
+                return deltas_of_event
         if self._broken is not None:
             raise self._broken
         deltas: list[Delta] = []
@@ -75,7 +70,8 @@ class EventReply(ABC):
         except ProtocolError as error:
             self._broken = error
             self._between_events = False
-            self.plain = None  # nothing after it is another token
+            if self.plain is not None:
+                self.plain.stop()
             if not deltas:
                 raise
         return deltas
@@ -105,19 +101,6 @@ class EventReply(ABC):
             raise ProtocolError(f"an event is not of this protocol: {quoted(text)}") from error
         return ()
 
-    def _learn(self, data: bytes) -> None:
-        """Keeps what surrounds the text of a plain token. Two events that share it differ in one JSON string only, and
-        there in characters that cannot end it: `read` finds the same in both."""
-        for begins in _TEXT_BEGINS:
-            text = data.find(begins) + len(begins)
-            end = data.find(b'"', text)
-            if text >= len(begins) and PLAIN_TEXT(data, text, end):
-                surroundings = (data[:text], data[end:])
-                if surroundings != self.plain:
-                    self.plain = surroundings
-                    self._lessons -= 1
-                return
-
     def _take(self, data: bytes, deltas: list[Delta]) -> None:
         """Adds the deltas completed by `data` and keeps what is left over."""
         *ended, rest = self._lines(data)
@@ -132,9 +115,7 @@ class EventReply(ABC):
                     event = b"\n".join(self._data)
                     self._data.clear()
                     self._data_bytes = 0
-                    found = self.read(event)
-                    self.guessed_tokens += found is PLAIN
-                    deltas += found
+                    deltas += self.read(event)
                 continue
             value = line.removeprefix(b"data:")
             if value is not line or line == b"data":

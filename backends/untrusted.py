@@ -3,7 +3,13 @@ that may be anything. A leaf without a codec of any server: client and emulated 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
 import msgspec
+
+T = TypeVar("T")
 
 # What decoding JSON may raise: not JSON or not of the type asked for, no UTF-8, nested without end.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -13,3 +19,14 @@ def escaped(text: str) -> str:
     """`text` with an escape such as \\x1b in place of each character that does not print: control characters, direction
     and format marks, lone surrogates, white space other than the space. It has no line breaks then."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def read_json(path: Path | str, kind: type[T], error: Callable[[str], Exception], wrong: str, advice: str = "") -> T:
+    """What a file of JSON holds, as a `kind`. Raises `error` of one sentence: the file cannot be read, or PATH `wrong`
+    (such as "is no list of prices"), with the reason and then the advice."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
+    except OSError as reason:
+        raise error(f"cannot read {path}: {reason.strerror or reason}.") from None
+    except UNDECODABLE as reason:
+        raise error(f"{path} {wrong}: {reason}{advice}.") from None

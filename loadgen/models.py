@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -136,26 +136,31 @@ def _has_weights(directory: Path) -> bool:
     return any(map(_is_complete, indices))  # the same weights may be there in another format, in part
 
 
+class _Index(msgspec.Struct):
+    """What a *.index.json of the weights has for us: which file holds a parameter."""
+
+    weight_map: dict[str, str]
+
+
 def _is_complete(index: Path) -> bool:
     try:
-        names = set(msgspec.json.decode(index.read_bytes())["weight_map"].values())
+        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
         return all((index.parent / name).is_file() for name in names)
-    except (OSError, *UNDECODABLE, KeyError, TypeError, AttributeError):
+    except (OSError, *UNDECODABLE):
         return False
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def _read_config(directory: Path) -> dict[str, object]:
     """Its config.json; empty for one that cannot be read."""
     try:
-        config: dict[str, Any] = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict)
+        return msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, object])
     except (OSError, *UNDECODABLE):
         return {}
-    return config
 
 
-def _max_position(config: dict[str, Any]) -> int | None:
+def _max_position(config: Mapping[str, object]) -> int | None:
     """The longest sequence that a config.json names, whatever the architecture calls it."""
     text = config.get("text_config")  # of a model that takes more than text
     places = (config, text) if isinstance(text, dict) else (config,)
-    limits = [place[name] for place in places for name in _LENGTHS if isinstance(place.get(name), int)]
+    limits = [limit for place in places for name in _LENGTHS if isinstance(limit := place.get(name), int)]
     return min((limit for limit in limits if limit > 0), default=None)

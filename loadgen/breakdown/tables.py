@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE, escaped
+from backends.untrusted import escaped, read_json
 from loadgen.config import Config, ConfigError
 from loadgen.report.text import markdown_text
 from loadgen.rundir import RunError
@@ -153,12 +153,7 @@ def write(directory: Path, breakdown: Breakdown) -> None:
 def read(directory: Path) -> Breakdown:
     """What `write` left in a run's directory. Raises RunError."""
     path = directory / FILE
-    try:
-        breakdown = msgspec.json.decode(path.read_bytes(), type=Breakdown)
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror or error}.") from None
-    except UNDECODABLE as error:
-        raise RunError(f"{path} is not a breakdown of this version: {error}.") from None
+    breakdown = read_json(path, Breakdown, RunError, "is not a breakdown of this version")
     known = breakdown.kinds.keys() <= set(KINDS) and breakdown.parts.keys() <= set(PARTS)
     if breakdown.schema != SCHEMA or not breakdown.step_ms > 0 or not known:
         raise RunError(f"{path} is not a breakdown of this version.")

@@ -17,7 +17,6 @@ from typing import Protocol, cast
 
 import httptools
 
-from backends.protocol import PLAIN_TEXT
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
 
@@ -49,9 +48,6 @@ class Connection(asyncio.Protocol):
         self.parser = httptools.HttpResponseParser(self)
         self.now = 0
         self.body_bytes = 0  # of the last piece of a body
-        self.plain: tuple[bytes, bytes] | None = None  # the decoder's, while reads are in step with chunks and events
-        self.heads: dict[int, bytes] = {}  # size of a read -> how it begins if it is a chunk with one plain token
-        self.tail = b""
         self.header_bytes = 0
         self.in_headers = False
         self.idle_since_ns = -1  # -1: never used
@@ -65,7 +61,6 @@ class Connection(asyncio.Protocol):
         exchange.abort = self.abort
         self.in_headers = True
         self.header_bytes = 0
-        self.heads.clear()
         exchange.sent_ns = now_ns()
         if self.raw:
             try:
@@ -89,36 +84,17 @@ class Connection(asyncio.Protocol):
         self.read(data, now_ns())
 
     def read(self, data: bytes, now: int) -> None:
-        """Takes what was read at `now`.
-
-        Most reads are one chunk with one event that equals the one before but for its text. Their size tells their
-        chunk size line, so a look at both ends and the text between recognises them: neither HTTP nor JSON is parsed.
-        """
-        head = self.heads.get(len(data))
-        if (
-            head is not None
-            and self.exchange is not None
-            and data.startswith(head)
-            and data.endswith(self.tail)
-            and PLAIN_TEXT(data, len(head), len(data) - len(self.tail))
-        ):
-            self.exchange.repeat(now)
+        """Takes what was read at `now`. Nearly every read is nothing but one more plain token."""
+        exchange = self.exchange
+        if exchange is not None and (plain := exchange.plain) is not None and plain.recognises(data):
+            exchange.last_read_ns = now
+            exchange.times.append(now)
             return
         self.now = now
         self.parse(data)
-        self.learn(data)
-
-    def learn(self, data: bytes) -> None:
-        """Prepares to recognise the next read of this size, if this one was exactly one chunk and ended an event."""
-        size_line_bytes = data.find(b"\r\n", 0, 16) + 2
-        in_step = self.body_bytes == len(data) - size_line_bytes - 2 and data.endswith(b"\n\n\r\n")
-        plain = self.exchange.decoder.plain if in_step and self.exchange is not None else None
-        if plain is not self.plain:
-            self.plain = plain
-            self.heads.clear()
-        if plain is not None and data.startswith(plain[0], size_line_bytes):
-            self.heads[len(data)] = data[:size_line_bytes] + plain[0]
-            self.tail = plain[1] + b"\r\n"
+        exchange = self.exchange
+        if exchange is not None and exchange.plain is not None:
+            exchange.plain.learn_read(data, self.body_bytes)
 
     def parse(self, data: bytes) -> None:
         self.body_bytes = 0

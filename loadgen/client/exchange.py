@@ -22,8 +22,8 @@ class Exchange:
 
     __slots__ = (
         "abort", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "decoder", "done_ns", "error", "error_body",
-        "feed", "headers_ns", "id", "last_read_ns", "on_done", "outcome", "output_tokens", "phase", "prompt_tokens",
-        "scheduled_ns", "sent_ns", "status", "times",
+        "feed", "headers_ns", "id", "last_read_ns", "on_done", "outcome", "output_tokens", "phase", "plain",
+        "prompt_tokens", "scheduled_ns", "sent_ns", "status", "times",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +43,7 @@ class Exchange:
         self.asked_tokens = asked_tokens
         self.decoder = decoder
         self.feed = decoder.feed
+        self.plain = decoder.plain
         self.on_done = on_done
         self.abort: Callable[[], None] | None = None  # the transport's way to give the connection up
         self.sent_ns = self.headers_ns = self.done_ns = self.last_read_ns = -1
@@ -78,12 +79,6 @@ class Exchange:
             self.fail("protocol_error", str(error), now)
             return False
         return True
-
-    def repeat(self, now: int) -> None:
-        """The read at `now` was nothing but one more plain token (see Decoder.plain)."""
-        self.last_read_ns = now
-        self.times.append(now)
-        self.decoder.guessed_tokens += 1
 
     def _keep_error(self, data: bytes) -> Sequence[Delta]:
         if len(self.error_body) < ERROR_BODY_BYTES:

@@ -7,12 +7,14 @@ the user's home begin with ${HOME}, so that the file can be kept and given to ot
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
+
+import yaml
 
 from backends import docker, gpus
 from backends.launch import Mount
@@ -24,6 +26,9 @@ from loadgen.server.launch import MODEL_DIR, Launch, plan_launch
 HOST_PORT = 8000  # where --port names no other
 
 _RUN_DIRECTORY = Path("/run-directory")  # what a run would put there is written into the compose file instead
+
+_WORD = re.compile(r"(?:--?|/)?[A-Za-z][\w./-]+", re.ASCII)  # PyYAML quotes those that mean something, such as "yes"
+_LINES = re.compile(r"(?:[!-~](?:[ -~]*[!-~])?\n){2,}")
 
 _Node: TypeAlias = "Mapping[str, _Node] | Sequence[_Node] | str | int | bool"
 
@@ -66,7 +71,7 @@ def compose(config: Config, inventory: gpus.Inventory | None = None) -> str:
     if contents:
         document["configs"] = {path.name: {"content": _literal(_text(launch, path))} for path in contents}
     header = [f"# {printable(line, 2000)}" for line in _header(config, launch, assumed, model_dir, bool(contents))]
-    return "\n".join([*header, "", *_lines(document)]) + "\n"
+    return "\n".join([*header, "", _yaml(document)])
 
 
 def _mounts(launch: Launch) -> Iterator[Mount]:
@@ -170,39 +175,21 @@ def _command(config: Config) -> str:
     return shlex.join(words)
 
 
-# -- YAML: block mappings and sequences, and scalars as JSON has them, which YAML contains -----------------------------
+def _yaml(document: Mapping[str, _Node]) -> str:
+    """In block style, in the order of the document, each string on one line or, of several lines, as a block. A string
+    is quoted unless it is a plain word, so that YAML 1.1 and 1.2 read the same, and what does not print is escaped."""
 
+    class Dumper(yaml.SafeDumper):
+        def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+            super().increase_indent(flow, indentless=False)  # sequences too
 
-def _lines(node: Mapping[str, _Node] | Sequence[_Node], indent: str = "") -> Iterator[str]:
-    """Lines of a mapping or sequence that is not empty."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            head = f"{indent}{key if _is_plain(key) else _quoted(key)}:"
-            if isinstance(value, (str, int)):
-                yield f"{head} {_scalar(value)}"
-            else:
-                yield head
-                yield from _lines(value, indent + "  ")
-    else:
-        for value in node:
-            if isinstance(value, (str, int)):
-                yield f"{indent}- {_scalar(value)}"
-            else:
-                first, *rest = _lines(value, indent + "  ")
-                yield f"{indent}- {first.lstrip()}"
-                yield from rest
+        def ignore_aliases(self, data: object) -> bool:
+            return True
 
+    def string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+        style = None if _WORD.fullmatch(text) else "|" if _LINES.fullmatch(text) else '"'
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
-def _is_plain(key: str) -> bool:
-    """Whether it is itself without quotes: neither YAML's signs nor one of its words."""
-    words = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
-    return re.fullmatch(r"[a-z][a-z0-9_.-]*", key) is not None and key not in words
-
-
-def _scalar(value: str | int | bool) -> str:
-    return _quoted(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _quoted(text: str) -> str:
-    """In double quotes; what does not print is escaped, as YAML wants it outside of ASCII too."""
-    return escaped(json.dumps(text, ensure_ascii=False))
+    Dumper.add_representer(str, string)
+    text: str = yaml.dump(document, Dumper=Dumper, sort_keys=False, width=math.inf, allow_unicode=True)
+    return "\n".join(map(escaped, text.split("\n")))

@@ -36,11 +36,11 @@ def installed(adapter: Adapter, python: str | None = None) -> Installed | None:
     OSError or subprocess.TimeoutExpired when that interpreter cannot be run."""
     program = adapter.process_command[0]
     if program != "{python}":
-        found = shutil.which(program)
-        return Installed(found, None) if found else None
+        path = shutil.which(program)
+        return Installed(path, None) if path else None
     module = adapter.process_command[2].partition(".")[0]
-    asked = subprocess.run(
+    completed = subprocess.run(
         [python or sys.executable, "-c", _FIND_MODULE, module],
         env=process.inherited(), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    return Installed(module, version_in(asked.stdout)) if asked.returncode == 0 else None
+    return Installed(module, version_in(completed.stdout)) if completed.returncode == 0 else None

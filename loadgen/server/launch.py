@@ -6,20 +6,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 import backends
-from backends import gpus, process
-from backends.launch import WITHOUT_P2P, Adapter, Invocation, LaunchError, Mount, Settings, Start, version_in
+from backends import docker, gpus, process
+from backends.launch import WITHOUT_P2P, Adapter, Invocation, Launcher, LaunchError, Mount, Settings, Start, version_in
 from backends.protocol import Backend, ServerInfo
 from backends.untrusted import UNDECODABLE
 from loadgen import models
@@ -48,7 +46,7 @@ Files = dict[Path, bytes | str]  # to be there before it starts: content, or whe
 class Launch:
     """A server about to be started. `notes`: what a user should know about it, one sentence each."""
 
-    how: str  # docker or process
+    launcher: Launcher
     backend: Backend
     adapter: Adapter
     model: Model
@@ -61,16 +59,11 @@ class Launch:
     notes: tuple[str, ...]
 
     @property
-    def launcher(self) -> Any:
-        """The module that starts it: backends.docker or backends.process."""
-        return importlib.import_module(f"backends.{self.how}")
-
-    @property
     def title(self) -> str:
-        where = f"Docker ({self.start.image})" if self.how == "docker" else "a process"
+        place = self.launcher.place(self.start)
         cards = f", GPUs {', '.join(map(str, self.gpu_indices))}" if self.gpu_indices else ""
         p2p = f", P2P {'on' if self.p2p.enabled else 'off'} ({self.p2p.reason})" if len(self.gpu_indices) > 1 else ""
-        return f"{self.backend.name} with {self.model.name} in {where}, tensor parallel {self.settings.tp}{cards}{p2p}"
+        return f"{self.backend.name} with {self.model.name} in {place}, tensor parallel {self.settings.tp}{cards}{p2p}"
 
     def command_line(self) -> str:
         """The equivalent command for a shell; secrets appear by name only."""
@@ -84,7 +77,7 @@ class Launch:
         """What the manifest holds of the server before it runs."""
         gpus_used = [gpu for gpu in self.inventory.gpus if gpu.index in self.gpu_indices]
         return LaunchFacts(
-            launch=self.how,
+            launch=self.launcher.name,
             command=self.command_line(),
             version=".".join(map(str, self.settings.version)) if self.settings.version else None,
             image=self.start.image,
@@ -97,7 +90,7 @@ class Launch:
             gpus=[LaunchedGpu(gpu.index, gpu.name, gpu.memory_bytes, gpu.power_limit_w) for gpu in gpus_used],
             driver=self.inventory.driver,
             p2p=LaunchedP2p(self.p2p.enabled, self.p2p.reason, [list(row) for row in self.inventory.p2p]),
-            environment=process.telling(process.inherited()) if self.how == "process" else {},
+            environment=self.launcher.environment(),
             notes=list(self.notes),
         )
 
@@ -148,7 +141,7 @@ def plan_launch(
     settings, start, files = draft.in_docker() if config.where == "docker" else draft.as_process()
     start = dataclasses.replace(start, run_id=run_id, gpu_ids=tuple(str(index) for index in chosen))
     return Launch(
-        how=config.where,
+        launcher=docker.LAUNCHER if config.where == "docker" else process.LAUNCHER,
         backend=backend,
         adapter=adapter,
         model=model,
@@ -242,8 +235,6 @@ class _Draft:
         return settings, start, files | self._config_files(invocation)
 
     def as_process(self) -> tuple[Settings, Start, Files]:
-        from backends import process
-
         python = self.config.server_python or sys.executable
         try:
             version = _installed(self.backend.name, self.adapter, python)

@@ -19,7 +19,7 @@ import msgspec
 from cyclopts import Group, Parameter
 
 from backends.catalog import ModelSpec
-from backends.untrusted import UNDECODABLE, escaped
+from backends.untrusted import escaped, read_json
 from loadgen import exit_codes, models, terminal
 from loadgen.config import (
     LOAD,
@@ -114,12 +114,8 @@ def parse_slo(slo: str, percentile: float = 99.0) -> Limits:
 def read_prices(path: Path | None) -> Prices:
     """The user's, or those that come with this package. Raises ConfigError."""
     path = path or hardware.DATA / "prices.json"
-    try:
-        prices = msgspec.json.decode(path.read_bytes(), type=Prices)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}.") from None
-    except UNDECODABLE as error:
-        raise ConfigError(f"{path} is no list of prices: {error}; copy {hardware.DATA / 'prices.json'}.") from None
+    example = hardware.DATA / "prices.json"
+    prices = read_json(path, Prices, ConfigError, "is no list of prices", f"; copy {example}")
     wrong = [name for name, price in prices.usd_per_gpu_hour.items() if not 0 <= price < math.inf]
     if wrong:
         raise ConfigError(f"{path}: the price of {wrong[0]} is below 0.")

@@ -12,11 +12,10 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import read_json
 
 KINDS = {
     "reset": "the connection is reset midway",
@@ -146,14 +145,8 @@ def _expanded(texts: Iterable[str]) -> Iterator[str]:
         if not text.endswith(".json"):
             yield text
             continue
-        try:
-            script = msgspec.json.decode(Path(text).read_bytes(), type=list[_Scripted])
-        except OSError as error:
-            raise ValueError(f"cannot read {text}: {error.strerror or error}.") from None
-        except UNDECODABLE as error:
-            raise ValueError(
-                f'{text} is no script of faults: {error}; it is a list of {{"request": N, "kind": KIND}}.'
-            ) from None
+        form = '; it is a list of {"request": N, "kind": KIND}'
+        script = read_json(text, list[_Scripted], ValueError, "is no script of faults", form)
         yield from (f"{each.kind}:@{each.request}" for each in script)
 
 

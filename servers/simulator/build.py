@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from backends.catalog import ModelSpec
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import read_json
 from loadgen.rundir.emulation import Emulation, HeldOut
 from servers.schedulers import Rejected, Scheduler, Sequence
 from servers.schedulers.lightllm import LightLLM2310, LightLLMNow
@@ -184,12 +184,8 @@ def profiles() -> dict[str, Profile]:
 
 def read_profile(path: Path, scheduler: str) -> Profile:
     """A profile that `loadgen calibrate` wrote. Raises EmulationError."""
-    try:
-        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
-    except OSError as error:
-        raise EmulationError(f"cannot read {path}: {error.strerror or error}.") from None
-    except UNDECODABLE as error:
-        raise EmulationError(f"{path} is no hardware profile: {error}; make one with `loadgen calibrate`.") from None
+    advice = "; make one with `loadgen calibrate`"
+    profile = read_json(path, Profile, EmulationError, "is no hardware profile", advice)
     for part in (profile.overheads, profile.front):
         for name, value in msgspec.structs.asdict(part).items():
             if not 0 <= value < math.inf:

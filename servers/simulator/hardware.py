@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import read_json
 from servers.simulator.cost import Gpu, Link
 
 DATA = Path(__file__).parents[1] / "data"
@@ -45,15 +45,11 @@ def find(name: str) -> Gpu:
             f"there is no GPU '{name}' here; known are {', '.join(known())}. Describe another in a file NAME.json with "
             f"the keys of an entry of {DATA / 'gpus.json'}, and name that file."
         )
-    try:
-        gpu = msgspec.json.decode(Path(name).read_bytes(), type=Gpu)
-    except OSError as error:
-        raise HardwareError(f"cannot read {name}: {error.strerror or error}.") from None
-    except UNDECODABLE as error:
-        raise HardwareError(f"{name} does not describe a GPU: {error}; {DATA / 'gpus.json'} holds examples.") from None
+    examples = f"; {DATA / 'gpus.json'} holds examples"
+    gpu = read_json(name, Gpu, HardwareError, "does not describe a GPU", examples)
     wrong = next(_wrong(gpu), None)
     if wrong:
-        raise HardwareError(f"{name} does not describe a GPU: {wrong}; {DATA / 'gpus.json'} holds examples.")
+        raise HardwareError(f"{name} does not describe a GPU: {wrong}{examples}.")
     return gpu
 
 

@@ -274,30 +274,30 @@ def test_a_lost_card_is_left_out_and_the_others_keep_their_indices(machine: Mach
 
 
 @pytest.mark.parametrize(
-    "name, count, driver, status, chosen, enabled, reason",
+    "name, count, driver, status, chosen, expected",
     [
-        ("NVIDIA A800-SXM4-80GB", 8, "535.161.08", always(OK), range(8), True, "every pair reports P2P over NVLink"),
-        ("NVIDIA H200", 2, "570.86.10", always(OK), (0, 1), True, "every pair reports P2P over NVLink"),
-        ("NVIDIA L40S", 2, "550.54.14", over_pcie, (0, 1), True, "every pair reports P2P"),
-        ("NVIDIA GeForce RTX 4090", 8, "560.35.03", always(NOT_SUPPORTED), range(8), False,
-         "NVML says of P2P from GPU 0 to GPU 1: not supported"),
-        ("NVIDIA GeForce RTX 5090", 2, "570.86.16", always(NOT_SUPPORTED), (0, 1), False,
-         "NVML says of P2P from GPU 0 to GPU 1: not supported"),
-        ("NVIDIA GeForce RTX 3090", 4, "535.129.03", bridged_in_pairs, (0, 1), True,
-         "every pair reports P2P over NVLink"),
-        ("NVIDIA GeForce RTX 3090", 4, "535.129.03", bridged_in_pairs, (3, 2), True,
-         "every pair reports P2P over NVLink"),
-        ("NVIDIA GeForce RTX 3090", 4, "535.129.03", bridged_in_pairs, (0, 1, 2), False,
-         "NVML says of P2P from GPU 0 to GPU 2: chipset not supported"),
-        ("NVIDIA GeForce RTX 3090", 4, "535.129.03", bridged_in_pairs, (2, 1), False,
-         "NVML says of P2P from GPU 2 to GPU 1: chipset not supported"),
-        ("Quadro RTX 4000", 2, "535.54.03", always(OK), (0, 1), True, "every pair reports P2P over NVLink"),
-        ("NVIDIA RTX 4000 Ada Generation", 2, "535.54.03", over_pcie, (0, 1), True, "every pair reports P2P"),
-        ("NVIDIA GeForce RTX 4050 Laptop GPU", 2, "545.29.06", always(OK), (0, 1), False,
+        ("NVIDIA A800-SXM4-80GB", 8, "535.161.08", always(OK), range(8), (True, "every pair reports P2P over NVLink")),
+        ("NVIDIA H200", 2, "570.86.10", always(OK), (0, 1), (True, "every pair reports P2P over NVLink")),
+        ("NVIDIA L40S", 2, "550.54.14", over_pcie, (0, 1), (True, "every pair reports P2P")),
+        ("NVIDIA GeForce RTX 4090", 8, "560.35.03", always(NOT_SUPPORTED), range(8), (False,
+         "NVML says of P2P from GPU 0 to GPU 1: not supported")),
+        ("NVIDIA GeForce RTX 5090", 2, "570.86.16", always(NOT_SUPPORTED), (0, 1), (False,
+         "NVML says of P2P from GPU 0 to GPU 1: not supported")),
+        ("NVIDIA GeForce RTX 3090", 4, "535.129.03", bridged_in_pairs, (0, 1), (True,
+         "every pair reports P2P over NVLink")),
+        ("NVIDIA GeForce RTX 3090", 4, "535.129.03", bridged_in_pairs, (3, 2), (True,
+         "every pair reports P2P over NVLink")),
+        ("NVIDIA GeForce RTX 3090", 4, "535.129.03", bridged_in_pairs, (0, 1, 2), (False,
+         "NVML says of P2P from GPU 0 to GPU 2: chipset not supported")),
+        ("NVIDIA GeForce RTX 3090", 4, "535.129.03", bridged_in_pairs, (2, 1), (False,
+         "NVML says of P2P from GPU 2 to GPU 1: chipset not supported")),
+        ("Quadro RTX 4000", 2, "535.54.03", always(OK), (0, 1), (True, "every pair reports P2P over NVLink")),
+        ("NVIDIA RTX 4000 Ada Generation", 2, "535.54.03", over_pcie, (0, 1), (True, "every pair reports P2P")),
+        ("NVIDIA GeForce RTX 4050 Laptop GPU", 2, "545.29.06", always(OK), (0, 1), (False,
          "drivers before 550.40.07 misreport P2P on RTX 40 cards; GPU 0 is an NVIDIA GeForce RTX 4050 Laptop GPU, "
-         "the driver 545.29.06"),
-        ("NVIDIA GeForce RTX 4090", 1, "535.54.03", always(OK), (0,), True, "one GPU: nothing to decide"),
-        ("NVIDIA GeForce RTX 4090", 8, "535.54.03", always(OK), (5,), True, "one GPU: nothing to decide"),
+         "the driver 545.29.06")),
+        ("NVIDIA GeForce RTX 4090", 1, "535.54.03", always(OK), (0,), (True, "one GPU: nothing to decide")),
+        ("NVIDIA GeForce RTX 4090", 8, "535.54.03", always(OK), (5,), (True, "one GPU: nothing to decide")),
     ],
 )  # fmt: skip
 def test_auto(
@@ -307,11 +307,10 @@ def test_auto(
     driver: str,
     status: P2pStatus,
     chosen: tuple[int, ...],
-    enabled: bool,
-    reason: str,
+    expected: tuple[bool, str],
 ) -> None:
     machine(name, count, driver, status)
-    assert decide_p2p("auto", gpus.read(), chosen) == P2pDecision(enabled, reason)
+    assert decide_p2p("auto", gpus.read(), chosen) == P2pDecision(*expected)
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def _run(kind: Kind, preset: str | None, points: Sequence[Point], measuring: Mea
         task=Task(device=device, points=list(points), samples=samples, budget_s=budget_s),
         timeout_s=measuring.timeout,
         argv=tuple(sys.argv[1:]),
-        environment=process.telling(os.environ),
+        environment=process.gpu_variables(os.environ),
     )
     directory = measuring.out or Path("runs") / manifest.run_id
     return reported(directory, run.measure(manifest, directory, say))

@@ -23,7 +23,7 @@ import msgspec
 
 from backends import process
 from backends.launch import WITHOUT_P2P, LaunchError, Start
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, read_json
 from loadgen import exit_codes, rundir
 from loadgen.monitor.tail import whole_lines
 from loadgen.rundir import Machine, this_machine
@@ -199,12 +199,7 @@ class _PointFile:
 def read_manifest(directory: Path) -> MicroManifest:
     """Raises MicroError."""
     path = directory / MANIFEST_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=MicroManifest)
-    except OSError as error:
-        raise MicroError(f"cannot read {path}: {error.strerror or error}.") from None
-    except UNDECODABLE as error:
-        raise MicroError(f"{path} is not a manifest of this version: {error}.") from None
+    return read_json(path, MicroManifest, MicroError, "is not a manifest of this version")
 
 
 def read_results(directory: Path) -> list[Measured]:

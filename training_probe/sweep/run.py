@@ -67,7 +67,7 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Su
         device_memory_bytes=[device.memory_bytes if device else None for device in devices],
         driver=inventory.driver,
         cells=cells,
-        environment=process.telling(os.environ),
+        environment=process.gpu_variables(os.environ),
         **{**msgspec.structs.asdict(settings), "platform": platform},
     )
     manifests.write(directory, manifest)

@@ -34,7 +34,8 @@ def told(reads: list[bytes], backend: backends.Backend = VLLM) -> tuple[Any, ...
     for number, read in enumerate(reads, 1):
         connection.read(read, number)
     counts = (exchange.prompt_tokens, exchange.output_tokens, exchange.cached_tokens)
-    return exchange.outcome, exchange.error, len(exchange.times), exchange.decoder.guessed_tokens, counts
+    count = exchange.plain.count if exchange.plain is not None else 0
+    return exchange.outcome, exchange.error, len(exchange.times), count, counts
 
 
 def chat(text: str) -> bytes:

@@ -12,6 +12,8 @@ from loadgen.rundir.records import table
 class Told:
     """A decoder that reads one digit a delta: t a token, u the counts, e an error, x garbage."""
 
+    plain = None
+
     def __init__(self, end: Exception | None = None) -> None:
         self.end = end
 

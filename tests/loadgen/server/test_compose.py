@@ -19,7 +19,7 @@ from backends import docker, gpus
 from backends.gpus import Inventory
 from loadgen import cli
 from loadgen.config import Config, ConfigError
-from loadgen.server.compose import _lines, compose
+from loadgen.server.compose import _yaml, compose
 from loadgen.server.launch import Launch, plan_launch, write_files
 from tests.loadgen.server.test_launch import A800, NOTHING, ONE_4090, RTX4090, cached, llama
 
@@ -269,7 +269,23 @@ NODES = st.recursive(
 
 @given(st.dictionaries(KEYS, NODES, min_size=1))
 def test_what_is_written_is_what_is_read(document: dict[str, Any]) -> None:
-    assert yaml.safe_load("\n".join(_lines(document)) + "\n") == document
+    text = _yaml(document)
+    assert yaml.safe_load(text) == document
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
+def test_what_is_written_is_easily_read() -> None:
+    long = "a long text " * 30
+    document = {
+        "last": {"list": ["word", "--flag", "/a/path", "off", "1e3", "0x1f", "8:30", "~", long]},
+        "first": "x = 1\ny\n",
+    }
+    assert _yaml(document) == (
+        "last:\n  list:\n    - word\n    - --flag\n    - /a/path\n    - 'off'\n"
+        '    - "1e3"\n    - "0x1f"\n    - "8:30"\n    - "~"\n'
+        f'    - "{long}"\n'
+        "first: |\n  x = 1\n  y\n"
+    )
 
 
 def _compose_program() -> list[str] | None:
@@ -298,5 +314,5 @@ def test_docker_compose_takes_it(backend: str, tmp_path: Path) -> None:
 
 def test_what_does_not_print_is_escaped(home: Path) -> None:
     text = compose(Config(backend="vllm", model="7b", server_arg=("--x=\u00ad\u061c\U000e0041 é",)), A800)
-    assert '"--x=\\xad\\u061c\\U000e0041 é"' in text
+    assert '"--x=\\xad\\u061c\\U000E0041 é"' in text
     assert all(line.isprintable() for line in text.splitlines())
