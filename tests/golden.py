@@ -571,14 +571,14 @@ def record(into: Path, checkout: Path, programs: Path, inputs: Path, only: str) 
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def recorded(directory: Path, only: str, renamed: Sequence[str] = ()) -> dict[str, dict[str, bytes]]:
-    """The files of each command, by GROUP/NAME, with names replaced: OLD=NEW."""
+def recorded(directory: Path, only: str, renamed: Sequence[str] = (), without: str = "") -> dict[str, dict[str, bytes]]:
+    """The files of each command, by GROUP/NAME, with names replaced: OLD=NEW. without: files that are left out."""
     pairs = [name.encode().partition(b"=") for name in renamed]
     found: dict[str, dict[str, bytes]] = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             group, name, *rest = path.relative_to(directory).parts
-            if re.search(only, f"{group}/{name}"):
+            if re.search(only, f"{group}/{name}") and not (without and re.search(without, path.name)):
                 content = path.read_bytes()
                 for old, _, new in pairs:
                     content = content.replace(old, new)
@@ -607,9 +607,10 @@ def differences(name: str, before: bytes | None, after: bytes | None, most: int)
     return [f"  {name}:", *shown, *more]
 
 
-def compare(a: Path, b: Path, only: str, renamed: Sequence[str], most: int) -> int:
+def compare(a: Path, b: Path, options: argparse.Namespace) -> int:
     """Prints what differs, help pages last. 1: something does that is no help page."""
-    first, second = recorded(a, only, renamed), recorded(b, only)
+    only, without, most = options.only, options.without, options.lines
+    first, second = recorded(a, only, options.renamed, without), recorded(b, only, (), without)
     counts = {False: 0, True: 0}
     for of_help in (False, True):
         for place in sorted(first.keys() | second.keys()):
@@ -648,13 +649,14 @@ def main() -> int:
     comparing.add_argument("b", type=Path)
     comparing.add_argument("--only", default="", metavar="REGEX", help="those whose GROUP/NAME it finds")
     comparing.add_argument("--renamed", nargs="+", default=[], metavar="OLD=NEW", help="replaced in the first")
+    comparing.add_argument("--without", default="", metavar="REGEX", help="not the files whose name it finds")
     comparing.add_argument("--lines", type=int, default=20, help="most lines shown of each file")
-    asked = parser.parse_args()
-    if asked.action == "compare":
-        return compare(asked.a, asked.b, asked.only, asked.renamed, asked.lines)
-    checkout = asked.checkout.resolve()
-    programs = (asked.bin or checkout / ".venv" / "bin").absolute()
-    return record(asked.directory, checkout, programs, (asked.inputs or checkout).resolve(), asked.only)
+    options = parser.parse_args()
+    if options.action == "compare":
+        return compare(options.a, options.b, options)
+    checkout = options.checkout.resolve()
+    programs = (options.bin or checkout / ".venv" / "bin").absolute()
+    return record(options.directory, checkout, programs, (options.inputs or checkout).resolve(), options.only)
 
 
 if __name__ == "__main__":
