@@ -166,7 +166,7 @@ class PlacementOptions:
         str | None,
         _settings(
             "GPUs that the server may use, as 0,1,2 or GPU-uuids, or none (default: all). With a --url of this "
-            "machine: those whose memory and energy are the server's. With --gpu: how many."
+            "machine: those whose memory and energy are the server's. Of modelled GPUs: how many."
         ),
     ] = None
     dtype: DtypeOption = "float16"
