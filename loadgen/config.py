@@ -34,7 +34,7 @@ class ConfigError(Exception):
 
 SERVER = Group("The server", sort_key=1)
 LOAD = Group("The load", sort_key=2)
-OUTPUT = Group("What comes of it", sort_key=3)
+OUTPUT = Group("The results", sort_key=3)
 MODELLED = Group("Modelled hardware (--gpu): emulated, no GPU needed", sort_key=4)
 SETTINGS = Group("Settings of a server that is started or modelled", sort_key=5)
 LAUNCH = Group("Starting a server (--launch docker or process)", sort_key=6)
