@@ -15,22 +15,24 @@ import msgspec
 from backends.untrusted import UNDECODABLE
 from servers.serve.telemetry import Distribution, Sample, Series, labels_of
 from servers.serve.wire import (
-    WORDS,
+    FIRST_ID,
+    N_WORDS,
     WORDS_JSON,
     Finish,
     Page,
     Refusal,
     Settings,
+    Token,
     Wire,
-    count_words,
+    count_tokens,
     encode_json,
+    error_body,
     json_page,
+    models_page,
     output_text,
     span,
 )
 
-_N_WORDS = len(WORDS)
-_FIRST_ID = 1000
 _TYPES = {400: "BadRequestError", 401: "AuthenticationError", 417: "ExpectationFailedError", 429: "RateLimitError"}
 _MESSAGES = {429: "Server is busy, please try again later.", 503: "Server is busy, please try again later."}
 
@@ -59,7 +61,7 @@ class LightLLM:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._started_s = int(time.time())
+        started_s = int(time.time())
         healthy = json_page(200, {"message": "Ok"})
         alive = json_page(200, {"status": "ok"})
         self.pages: Mapping[str, Callable[[], Page]] = {
@@ -68,7 +70,7 @@ class LightLLM:
             "/liveness": lambda: alive,
             "/readiness": lambda: alive,
             "/get_model_name": lambda: json_page(200, {"model_name": settings.model}),
-            "/v1/models": self._models,
+            "/v1/models": lambda: models_page(settings, started_s, "lightllm", max_model_len=settings.max_model_len),
         }
         self.generations: Mapping[str, Callable[[bytes, str], Wire]] = {
             "/generate": lambda raw, _: self._generate(raw, False),
@@ -83,11 +85,7 @@ class LightLLM:
             return json_page(status, {"detail": "Not Found" if status == 404 else "Method Not Allowed"})
         text = message or _MESSAGES.get(status, "Internal Server Error")
         kind = _TYPES.get(status, "InternalServerError")
-        return json_page(status, {"error": {"message": text, "type": kind, "param": None, "code": status}})
-
-    def _models(self) -> Page:
-        model = {"id": self._settings.model, "object": "model", "created": self._started_s, "owned_by": "lightllm"}
-        return json_page(200, {"object": "list", "data": [model | {"max_model_len": self._settings.max_model_len}]})
+        return json_page(status, error_body(status, text, kind))
 
     def _generate(self, raw: bytes, streaming: bool | None) -> Wire:
         try:
@@ -96,7 +94,7 @@ class LightLLM:
             raise Refusal(self.error(417, _missing(raw) or str(error))) from None
         except UNDECODABLE as error:
             raise Refusal(self.error(400, str(error))) from None
-        n_prompt = count_words(body.inputs) if isinstance(body.inputs, str) else len(body.inputs)
+        n_prompt = count_tokens(body.inputs)
         max_new_tokens, limit = body.parameters.max_new_tokens, self._settings.max_model_len
         if max_new_tokens < 1:
             raise Refusal(self.error(400, f"max_new_tokens must be at least 1 , got {max_new_tokens}."))
@@ -120,17 +118,13 @@ def _missing(raw: bytes) -> str:
     return next((repr(key) for key in ("inputs", "parameters") if key not in body), "")
 
 
-class Token(msgspec.Struct, kw_only=True):
-    id: int
-    text: str
-    logprob: float = -0.6
-    special: bool = False
+class CountedToken(Token, kw_only=True):
     count_output_tokens: int
     prompt_tokens: int
 
 
 class StreamEvent(msgspec.Struct, kw_only=True):
-    token: Token
+    token: CountedToken
     generated_text: None = None
     finished: bool
     finish_reason: Finish | None
@@ -144,32 +138,22 @@ class WholeReply(msgspec.Struct):
     prompt_tokens: int
 
 
-class LightLLMWire:
-    """One reply (a `Wire`)."""
-
-    content_type = "text/event-stream; charset=utf-8"
-    failure_before_output = False
-
-    def __init__(self, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
-        self.streaming = streaming
-        self.prompt_tokens = prompt_tokens
-        self.cached_tokens = 0
-        self.output_tokens = output_tokens
+class LightLLMWire(Wire):
+    """One reply."""
 
     def token(self, count: int) -> bytes:
-        index = count % _N_WORDS
-        return _PLAIN % (_FIRST_ID + index, _ESCAPED[index], count, self.prompt_tokens)
+        index = count % N_WORDS
+        return _PLAIN % (FIRST_ID + index, _ESCAPED[index], count, self.prompt_tokens)
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
-        token = Token(
-            id=_FIRST_ID + count % _N_WORDS, text=span(count, n_tokens), count_output_tokens=count,
+        token = CountedToken(
+            FIRST_ID + count % N_WORDS,
+            span(count, n_tokens),
+            count_output_tokens=count,
             prompt_tokens=self.prompt_tokens,
-        )  # fmt: skip
+        )
         event = StreamEvent(token=token, finished=finish is not None, finish_reason=finish)
         return b"data:" + _ujson(event) + b"\n\n"
-
-    def tail(self, count: int, done: bool = True) -> bytes:
-        return b""
 
     def failure(self) -> bytes:
         error = {"message": "the inference process has failed", "type": "invalid_request_error"}

@@ -14,14 +14,16 @@ import msgspec
 from backends.untrusted import UNDECODABLE
 from servers.serve.telemetry import Distribution, Sample, Series
 from servers.serve.wire import (
-    WORDS,
+    FIRST_ID,
+    N_WORDS,
     WORDS_JSON,
     Finish,
     Page,
     Refusal,
     Settings,
+    Token,
     Wire,
-    count_words,
+    count_tokens,
     encode_json,
     json_page,
     output_text,
@@ -32,8 +34,6 @@ from servers.serve.wire import (
 VERSION = "3.3.7"
 BOS_TOKENS = 1
 
-_N_WORDS = len(WORDS)
-_FIRST_ID = 1000
 _EVENT_STREAM = "text/event-stream"
 _FINISH = {"length": "length", "stop": "eos_token"}
 # status -> error_type, message
@@ -113,7 +113,7 @@ class TGI:
         except UNDECODABLE as error:
             raise Refusal(_text(400, f"Failed to parse the request body as JSON: {error}")) from None
         streaming = body.stream if streaming is None else streaming
-        n_prompt = count_words(body.inputs) + BOS_TOKENS
+        n_prompt = count_tokens(body.inputs) + BOS_TOKENS
         limit = self._settings.max_model_len
         max_new_tokens = body.parameters.max_new_tokens
         wrong = ""
@@ -132,13 +132,6 @@ class TGI:
         return TGIWire(
             body.parameters, streaming, n_prompt, limit - n_prompt if max_new_tokens is None else max_new_tokens
         )
-
-
-class Token(msgspec.Struct):
-    id: int
-    text: str
-    logprob: float = -0.6
-    special: bool = False
 
 
 class Details(msgspec.Struct):
@@ -163,34 +156,28 @@ class StreamEvent(msgspec.Struct, kw_only=True):
     details: StreamDetails | None = None
 
 
-class TGIWire:
-    """One reply (a `Wire`)."""
+class TGIWire(Wire):
+    """One reply."""
 
     content_type = _EVENT_STREAM
     failure_before_output = True  # what TGI sends in a stream with status 200: it is overloaded
 
     def __init__(self, parameters: Parameters, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
-        self.streaming = streaming
-        self.prompt_tokens = prompt_tokens
-        self.cached_tokens = 0
-        self.output_tokens = output_tokens
+        super().__init__(streaming, prompt_tokens, output_tokens)
         self._details = parameters.details or parameters.decoder_input_details
         self._seed = parameters.seed
 
     def token(self, count: int) -> bytes:
-        index = count % _N_WORDS
-        return _PLAIN % (count, index + _FIRST_ID, WORDS_JSON[index])
+        index = count % N_WORDS
+        return _PLAIN % (count, index + FIRST_ID, WORDS_JSON[index])
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
-        event = StreamEvent(index=count, token=Token(count % _N_WORDS + _FIRST_ID, span(count, n_tokens)))
+        event = StreamEvent(index=count, token=Token(count % N_WORDS + FIRST_ID, span(count, n_tokens)))
         if finish:
             event.generated_text = output_text(count)
             if self._details:
                 event.details = StreamDetails(_FINISH[finish], count, self._seed, self.prompt_tokens)
         return _frame(encode_json(event))
-
-    def tail(self, count: int, done: bool = True) -> bytes:
-        return b""
 
     def failure(self) -> bytes:
         kind, message = _ERRORS[429]
@@ -199,7 +186,7 @@ class TGIWire:
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         details = None
         if self._details:
-            tokens = [Token(each % _N_WORDS + _FIRST_ID, word(each)) for each in range(1, count + 1)]
+            tokens = [Token(each % N_WORDS + FIRST_ID, word(each)) for each in range(1, count + 1)]
             details = WholeDetails(_FINISH[finish], count, self._seed, tokens=tokens)
         total_ms = str(round(seconds * 1000))
         headers = (
