@@ -24,7 +24,7 @@ from loadgen.client.exchange import Exchange
 
 TOKENS = 2000
 REPLIES = 5  # a round; the first tokens of each are parsed by both
-WORDS = [
+WORDS = (
     "the",
     " a",
     " model",
@@ -40,7 +40,7 @@ WORDS = [
     " it",
     " goes",
     " on",
-]
+)
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 

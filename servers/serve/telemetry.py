@@ -131,9 +131,6 @@ class Telemetry:
         """Every generation request so far."""
         return self.finished.total() + self.failed.total() + len(self.running)
 
-    def started(self, reply: Progress) -> None:
-        self.running.add(reply)
-
     def first_token(self, reply: Progress) -> None:
         self.prompt_tokens += reply.n_prompt_tokens
         self.cached_tokens += reply.n_cached_tokens
@@ -157,10 +154,6 @@ class Telemetry:
         self._observe("cached_tokens", reply.n_cached_tokens)
         self._observe("output_tokens", reply.count)
         self._observe("max_tokens", reply.max_tokens)
-
-    def refused(self, failure: str) -> None:
-        """A request that never became a reply."""
-        self.failed[failure] += 1
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format 0.0.4."""
