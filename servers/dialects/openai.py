@@ -15,24 +15,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from backends.untrusted import UNDECODABLE
+from servers.serve import wire
 from servers.serve.telemetry import Distribution, Sample, Series, labels_of
-from servers.serve.wire import (
-    CHAT_TEMPLATE_TOKENS,
-    N_WORDS,
-    WORDS_JSON,
-    Finish,
-    Page,
-    Refusal,
-    Settings,
-    Wire,
-    count_tokens,
-    encode_json,
-    error_body,
-    json_page,
-    models_page,
-    output_text,
-    span,
-)
+from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
 
 VERSION = "0.32.0"
 FINGERPRINT = f"vllm-{VERSION}-emulated"
@@ -104,7 +89,7 @@ class OpenAI:
         self.pages: Mapping[str, Callable[[], Page]] = {
             "/health": lambda: empty,
             "/ping": lambda: empty,
-            "/version": lambda: json_page(200, {"version": VERSION}),
+            "/version": lambda: wire.json_page(200, {"version": VERSION}),
             "/v1/models": self._models,
         }
         self.generations: Mapping[str, Callable[[bytes, str], Wire]] = {
@@ -116,17 +101,17 @@ class OpenAI:
 
     def error(self, status: int, message: str | None = None, param: str | None = None) -> Page:
         if status == 401:
-            return json_page(401, {"error": "Unauthorized"})
+            return wire.json_page(401, {"error": "Unauthorized"})
         phrase = responses.get(status, "Error")
         kind = "NotFoundError" if param == "model" else _TYPES.get(status, phrase)
-        return json_page(status, error_body(status, message or _MESSAGES.get(status, phrase), kind, param))
+        return wire.json_page(status, wire.error_body(status, message or _MESSAGES.get(status, phrase), kind, param))
 
     def _models(self) -> Page:
         settings = self._settings
         if self.name != "vllm":
-            return models_page(settings, self._started_s, "organization-owner")
+            return wire.models_page(settings, self._started_s, "organization-owner")
         more = {"root": settings.model, "parent": None, "max_model_len": settings.max_model_len, "permission": ()}
-        return models_page(settings, self._started_s, "vllm", **more)
+        return wire.models_page(settings, self._started_s, "vllm", **more)
 
     def _completion(self, raw: bytes, request_id: str) -> Wire:
         try:
@@ -136,7 +121,7 @@ class OpenAI:
             body, prompt = self._one_of_list(raw, error)
         except UNDECODABLE as error:
             raise Refusal(self.error(400, f"JSON decode error: {error}")) from None
-        n_prompt = count_tokens(prompt)
+        n_prompt = wire.count_tokens(prompt)
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         n_output = self._admitted(body, n_prompt, max_tokens)
         return OpenAIWire(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
@@ -161,7 +146,7 @@ class OpenAI:
         for message in body.messages:
             parts = message.content if isinstance(message.content, list) else [Part(message.content or "")]
             texts += [part.text for part in parts]
-        n_prompt = CHAT_TEMPLATE_TOKENS + sum(map(count_tokens, texts))
+        n_prompt = wire.CHAT_TEMPLATE_TOKENS + sum(map(wire.count_tokens, texts))
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         max_tokens = self._settings.max_model_len - n_prompt if max_tokens is None else max_tokens
         n_output = self._admitted(body, n_prompt, max_tokens)
@@ -323,21 +308,21 @@ class OpenAIWire(Wire):
     def token(self, count: int) -> bytes:
         if self._usage_always:
             return self.event(count, 1, None)
-        return self._prefix + WORDS_JSON[count % N_WORDS] + self._suffix
+        return self._prefix + wire.WORDS_JSON[count % wire.N_WORDS] + self._suffix
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
         usage = self._usage(count) if self._usage_always else UNSET
         opening = b""
         if count == n_tokens and self._shape.opening_choice:
             opening = self._chunk([self._shape.opening_choice], usage)
-        return opening + self._chunk([self._shape.choice(span(count, n_tokens), finish)], usage)
+        return opening + self._chunk([self._shape.choice(wire.span(count, n_tokens), finish)], usage)
 
     def tail(self, count: int, done: bool = True) -> bytes:
         usage = self._chunk([], self._usage(count), FINGERPRINT) if self._usage_last else b""
         return usage + (_DONE if done else b"")
 
     def failure(self) -> bytes:
-        return b"data: " + encode_json(error_body(500, _MESSAGES[500], _TYPES[500])) + b"\n\n" + _DONE
+        return b"data: " + wire.encode_json(wire.error_body(500, _MESSAGES[500], _TYPES[500])) + b"\n\n" + _DONE
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         usage = self._usage(count)
@@ -345,9 +330,9 @@ class OpenAIWire(Wire):
             usage.prompt_tokens_details = None
         reply = WholeReply(
             id=self._id, object=self._shape.whole_object, created=self._created_s, model=self._model,
-            choices=[self._shape.whole_choice(output_text(count), finish)], usage=usage,
+            choices=[self._shape.whole_choice(wire.output_text(count), finish)], usage=usage,
         )  # fmt: skip
-        return json_page(200, reply)
+        return wire.json_page(200, reply)
 
     def _chunk(
         self,
@@ -359,7 +344,7 @@ class OpenAIWire(Wire):
             id=self._id, object=self._shape.chunk_object, created=self._created_s, model=self._model, choices=choices,
             usage=usage, system_fingerprint=fingerprint,
         )  # fmt: skip
-        return b"data: " + encode_json(chunk) + b"\n\n"
+        return b"data: " + wire.encode_json(chunk) + b"\n\n"
 
     def _usage(self, count: int) -> Usage:
         return Usage(
