@@ -34,7 +34,7 @@ from loadgen.config import (
 from loadgen.option_types import Whole, option
 from loadgen.report import text
 from loadgen.server import embedded
-from servers.plan.sizing import METRICS, Limits, Load, NotMet, Server, Trial
+from servers.plan.sizing import METRICS, Limits, Load, NotMet, SizedServer, Trial
 from servers.simulator import hardware
 from servers.simulator.build import Emulated, EmulationError, Profile, emulate, profiles, read_profile
 from servers.simulator.hardware import HardwareError
@@ -138,7 +138,7 @@ def judge(
     cannot be."""
     try:
         emulated = emulation(candidate)
-        server = Server(emulated, load, limits)
+        server = SizedServer(emulated, load, limits)
         highest, bound = server.highest()
         servers = math.ceil(load.rate / highest)
         while True:

@@ -126,14 +126,15 @@ def trial(emulated: Emulated, load: Load, limits: Limits, rate: float, settled_s
         engine.advance(math.inf)
     except _Missed as reason:
         missed = str(reason)
-    percentiles = {
-        name: float(np.percentile(each, limits.percentile, method="inverted_cdf")) if each else math.nan
-        for name, each in values.items()
-    }
+    percentiles = {name: _percentile(each, limits.percentile) for name, each in values.items()}
     return Trial(missed=missed, percentiles=percentiles, in_flight=most)
 
 
-class Server:
+def _percentile(values: list[float], percent: float) -> float:
+    return float(np.percentile(values, percent, method="inverted_cdf")) if values else math.nan
+
+
+class SizedServer:
     """One server's limits. Raises NotMet where a single request alone is too much for it."""
 
     def __init__(self, emulated: Emulated, load: Load, limits: Limits) -> None:

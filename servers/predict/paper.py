@@ -190,7 +190,7 @@ class Platform(msgspec.Struct, frozen=True):
     topology: str
 
 
-class Server(msgspec.Struct, frozen=True):
+class PaperServer(msgspec.Struct, frozen=True):
     name: str
     scheduler: str
     max_running: int
@@ -207,7 +207,7 @@ class Paper(msgspec.Struct, frozen=True):
     assumptions: tuple[str, ...]
     platforms: dict[str, Platform]
     models: dict[str, str]
-    servers: dict[str, Server]
+    servers: dict[str, PaperServer]
     facts: tuple[Fact, ...]
     variants: tuple[Variant, ...]
 

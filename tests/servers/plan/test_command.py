@@ -14,7 +14,7 @@ from loadgen import cli
 from loadgen.config import ConfigError
 from servers.plan import command
 from servers.plan.command import Candidate, Prices, Row, Unmet, judge, parse_slo, ranked
-from servers.plan.sizing import Limits, Load, Server, trial
+from servers.plan.sizing import Limits, Load, SizedServer, trial
 from servers.simulator import hardware
 from servers.simulator.build import Emulated, emulate
 from servers.simulator.options import Hardware
@@ -37,7 +37,7 @@ def load(rate: float = 1.0, **more: int) -> Load:
 
 
 def highest(gpu: str, tp: int, limits: Limits = LIMITS) -> float:
-    return Server(emulation(Candidate(gpu=gpu, tp=tp)), load(), limits).highest()[0]
+    return SizedServer(emulation(Candidate(gpu=gpu, tp=tp)), load(), limits).highest()[0]
 
 
 def judged(gpu: str, tp: int, rate: float, prices: Prices = PRICES, max_gpus: int = 64) -> Row | Unmet:
@@ -65,7 +65,7 @@ def test_more_and_faster_gpus_never_serve_less() -> None:
 def test_looser_limits_never_serve_less_and_without_any_in_reach_throughput_is_what_bounds() -> None:
     rates = [highest("rtx4090", 1, parse_slo(f"ttft_ms=500,tpot_ms={tpot}")) for tpot in (25, 50, 100)]
     assert rates == sorted(rates) and rates[0] < rates[-1]
-    server = Server(emulation(Candidate(gpu="rtx4090", tp=1)), load(), parse_slo("e2el_ms=1e9"))
+    server = SizedServer(emulation(Candidate(gpu="rtx4090", tp=1)), load(), parse_slo("e2el_ms=1e9"))
     assert server.highest() == (pytest.approx(0.95 * server.capacity), "throughput")
     by_percentile = [highest("rtx4090", 1, parse_slo("tpot_ms=35", percentile)) for percentile in (99, 50)]
     assert by_percentile[0] <= by_percentile[1]
@@ -86,7 +86,7 @@ def test_what_is_sustained_is_sustained_for_long() -> None:
     """Far more requests than the search used: the limits still hold a little below the rate that it found."""
     emulated = emulation(Candidate(gpu="rtx4090", tp=1))
     limits = parse_slo("e2el_ms=8000", 95.0)
-    rate, _ = Server(emulated, load(), limits).highest()
+    rate, _ = SizedServer(emulated, load(), limits).highest()
     arrivals = [(at / (0.9 * rate), 512, 32) for at in load(requests=400).arrivals]
     served = list(bounds(simulate(emulated, arrivals)))
     assert len(served) == 4000
