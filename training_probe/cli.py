@@ -281,7 +281,7 @@ def compare(
     """Print how sweep B differs from sweep A, cell by cell."""
     from training_probe.report import compare as comparison
 
-    print(comparison.render(comparison.compare(a, b), width(sys.stdout)))
+    print(comparison.compare(a, b, width(sys.stdout)))
     return exit_codes.OK
 
 
