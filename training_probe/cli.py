@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 from cyclopts import App, Parameter
 
 from loadgen import exit_codes, terminal
@@ -156,8 +155,6 @@ def _chosen(grid: Grid) -> tuple[list[Cell], dict[str, Model], tuple[int, ...], 
 
 def _report(directory: Path, code: int) -> int:
     """Prints what the sweep has so far, and writes its report."""
-    import json
-
     from training_probe import results
     from training_probe.report import build as reports
 
@@ -167,21 +164,10 @@ def _report(directory: Path, code: int) -> int:
         return code
     measured = results.read(directory)
     say("\n" + reports.text(measured, reports.read_manifest(directory), width(sys.stderr)))
-    report = reports.redo(directory)
-    say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json.dumps(msgspec.to_builtins(report)))
-    if code != exit_codes.OK:
-        return code
-    if any(result.outcome in ("crashed", "timeout") for result in measured):
-        return exit_codes.FAILED
-    return (
-        exit_codes.INVALID if any(result.outcome == "ok" and not result.valid for result in measured) else exit_codes.OK
-    )
+    return cli.finished(directory, reports.redo(directory), {result.state for result in measured}, code)
 
 
 def _report_breakdown(directory: Path, code: int) -> int:
-    import json
-
     from training_probe.breakdown import report as reports
     from training_probe.breakdown.run import read
     from training_probe.report.build import read_manifest
@@ -189,10 +175,7 @@ def _report_breakdown(directory: Path, code: int) -> int:
     traced = read(directory)
     say("\n" + reports.text(traced, width(sys.stderr)))
     report = reports.write(directory, traced, read_manifest(directory))
-    say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json.dumps(msgspec.to_builtins(report)))
-    failed = any(each.outcome in ("crashed", "timeout") for each in traced)
-    return exit_codes.FAILED if failed and code == exit_codes.OK else code
+    return cli.finished(directory, report, {each.outcome for each in traced}, code)
 
 
 def plan(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -120,6 +120,11 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     log: str = ""  # of the last run, relative to the sweep's directory
 
     @property
+    def state(self) -> Outcome | Literal["invalid"]:
+        """The outcome; of one that ran and whose losses mean nothing, `invalid`."""
+        return "invalid" if self.outcome == "ok" and not self.valid else self.outcome
+
+    @property
     def search_was_limited(self) -> bool:
         """Whether every micro batch that was tried fitted: a larger one may, too."""
         return bool(self.search) and all(attempt.outcome == "ok" for attempt in self.search)
@@ -214,16 +219,12 @@ def _mean_ms(seconds: Iterable[float | None]) -> float | None:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return _of(statistics.fmean, values, 1)
+    return statistics.fmean(values) if values else None
 
 
 def _std(values: Sequence[float]) -> float | None:
     """Of a sample."""
-    return _of(statistics.stdev, values, 2)
-
-
-def _of(what: Callable[[Sequence[float]], float], values: Sequence[float], least: int) -> float | None:
-    return what(values) if len(values) >= least else None
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 # The file.

@@ -86,7 +86,7 @@ def render(a: Sequence[CellResult], b: Sequence[CellResult], name_a: str, name_b
     table = Table("compare", "Cells in both", COLUMNS, tuple(row(*pair) for pair in both))
     lines = [_sweep("A", name_a, a), _sweep("B", name_b, b), *_versions(a, b)]
     lines = [*map(escaped, lines), "", text(table, width)]
-    changed = [(of_a, of_b) for of_a, of_b in both if _state(of_a) != _state(of_b)]
+    changed = [(of_a, of_b) for of_a, of_b in both if of_a.state != of_b.state]
     if changed:
         lines += ["Ended differently:"]
     lines += [escaped(f"  {of_a.cell}: {_with_reason(of_a)} | {_with_reason(of_b)}") for of_a, of_b in changed]
@@ -116,19 +116,15 @@ def _versions(a: Sequence[CellResult], b: Sequence[CellResult]) -> Iterator[str]
             yield f"   only {side}: {', '.join(each for each in own if each not in others) or 'nothing'}"
 
 
-def _state(result: CellResult) -> str:
-    return "invalid" if result.outcome == "ok" and not result.valid else result.outcome
-
-
 def _with_reason(result: CellResult) -> str:
-    return _state(result) + (f" ({result.reason})" if result.reason else "")
+    return result.state + (f" ({result.reason})" if result.reason else "")
 
 
 def row(a: CellResult, b: CellResult) -> tuple[str, ...]:
     """A cell of both sweeps, under COLUMNS."""
     moved = f" (BS {a.batch_size} -> {b.batch_size})" if a.batch_size != b.batch_size else ""
-    speeds = (number(each.tokens_per_s) if _state(each) == "ok" else _state(each) for each in (a, b))
-    ratio, interval = speed_ratio(a, b) if _state(a) == _state(b) == "ok" else (None, None)
+    speeds = (number(each.tokens_per_s) if each.state == "ok" else each.state for each in (a, b))
+    ratio, interval = speed_ratio(a, b) if a.state == b.state == "ok" else (None, None)
     shown = (
         "" if ratio is None else f"{ratio:.3f}",
         f"[{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "",

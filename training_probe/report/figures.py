@@ -76,9 +76,7 @@ def _bars(axis: Axes, panel: Panel, series: Sequence[str], log: bool) -> None:
                 _word(axis, float(place), floor, value, COLOURS[row % len(COLOURS)])
     if panel.limit is not None:
         name, value = panel.limit
-        axis.axhline(value, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
-        text = axis.text(1.0, value, f"{escaped(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
-        text.set(parse_math=False, color=FADED, fontsize=8)
+        _line_across(axis, value, name)
     _dress(axis, panel, floor, max(numbers, default=1.0), log)
 
 
@@ -100,6 +98,12 @@ def _dress(axis: Axes, panel: Panel, floor: float, top: float, log: bool) -> Non
     axis.tick_params(axis="x", length=0)
     axis.grid(axis="y", color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
+
+
+def _line_across(axis: Axes, height: float, name: str) -> None:
+    axis.axhline(height, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
+    text = axis.text(1.0, height, f"{escaped(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
+    text.set(parse_math=False, color=FADED, fontsize=8)
 
 
 def _tick(value: float, _: object) -> str:
@@ -220,9 +224,7 @@ def _lines(axis: Axes, panel: Lines, names: Sequence[str]) -> None:
         axis.xaxis.set_major_formatter(_tick)
     axis.yaxis.set_major_formatter(_tick)
     for name, value in panel.limits.items():
-        axis.axhline(value, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
-        text = axis.text(1.0, value, f"{escaped(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
-        text.set(parse_math=False, color=FADED, fontsize=8)
+        _line_across(axis, value, name)
 
 
 def log_ticks(values: Iterable[float]) -> list[float]:
@@ -281,11 +283,7 @@ def _stack(axis: Axes, x: Array, gib: Array, names: Sequence[str]) -> None:
     axis.set_ylim(0, 1.25 * peak or 1.0)
     axis.set_xlim(0, float(x[-1]) or 1.0)
     axis.set_ylabel("GiB allocated")
-    axis.axhline(peak, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
-    axis.text(
-        1.0, peak, f"peak {peak:.3g} GiB ", transform=axis.get_yaxis_transform(), ha="right", va="bottom", color=FADED,
-        fontsize=8,
-    )  # fmt: skip
+    _line_across(axis, peak, f"peak {peak:.3g} GiB")
 
 
 def _mark_steps(axis: Axes, begins: Array) -> None:

@@ -60,6 +60,17 @@ class Table:
         return [(group, len(list(each))) for group, each in groupby(self.columns, key=lambda column: column.group)]
 
 
+class Remarks:
+    """Numbers the remarks of one table; the same words get the same number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def mark(self, remark: str) -> str:
+        """` [2]`; nothing for no remark."""
+        return f" [{self.numbers.setdefault(remark, len(self.numbers) + 1)}]" if remark else ""
+
+
 def latex_text(text: str) -> str:
     """Printable text that LaTeX shows as it is."""
     return "".join(_LATEX.get(sign, sign) for sign in escaped(text))
