@@ -89,7 +89,7 @@ def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int
     directory = out or Path("runs") / rundir.new_run_id()
     if dry_run:
         print(sweeps.dry_run(cells, settings, directory), end="")
-        say(f"{_counted(len(cells), 'cell')}; nothing was started")
+        say(f"{len(cells)} cell{'' if len(cells) == 1 else 's'}; nothing was started")
         return exit_codes.OK
     from training_probe.options import check_large, check_machine
 
@@ -238,10 +238,6 @@ def _hypothetical(grid: PredictedGrid, gpu_memory_gb: float | None) -> tuple[lis
     here = [gpu.memory_bytes for gpu in inventory.gpus if gpu.index in visible and gpu.memory_bytes]
     given = None if gpu_memory_gb is None else int(gpu_memory_gb * (1 << 30))
     return cells, known_models(cells), given or min(here, default=None)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def report(directory: Annotated[Path, Parameter(help="Directory of a sweep, a breakdown or a micro.")], /) -> int:
