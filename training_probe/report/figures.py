@@ -51,7 +51,7 @@ def bars(panels: Sequence[Panel], title: str, unit: str, stem: Path, *, log: boo
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         most = max(len(panel.groups) for panel in panels)
         width = min(16.0, max(7.0, 2.0 + 0.15 * most * (len(series) + 1)))
-        figure = _figure(width, 1.0 + 3.1 * len(panels), title)
+        figure = titled(width, 1.0 + 3.1 * len(panels), escaped(title))
         for axis, panel in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
             _bars(axis, panel, series, log)
             axis.set_xlim(-0.6, most - 0.4)  # bars of all panels are equally wide
@@ -131,7 +131,7 @@ def scaling(
     lines: by name, (GPUs, tokens/s, standard deviation) from the fewest GPUs, which the ideal goes by.
     """
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = _figure(9.5, 4.1, title)
+        figure = titled(9.5, 4.1, escaped(title))
         speed, share = figure.subplots(1, 2)
         for row, (name, points) in enumerate(lines.items()):
             colour = COLOURS[row % len(COLOURS)]
@@ -184,7 +184,7 @@ def lines(panels: Sequence[Lines], title: str, stem: Path, *, columns: int = 2) 
     rows = -(-len(panels) // columns)
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         width = max(7.0, 5.2 * columns)
-        figure = _figure(width, 1.0 + (2.6 if rows > 2 else 3.5) * rows, title)
+        figure = titled(width, 1.0 + (2.6 if rows > 2 else 3.5) * rows, escaped(title))
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axis in axes[len(panels) :]:
             axis.remove()
@@ -254,7 +254,7 @@ def timeline(of: Timeline, title: str, stem: Path) -> None:
         (event, np.interp(begins_s, time_s - time_s[0], event), "allocations and releases"),
     )
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = _figure(10.5, 6.2, title)
+        figure = titled(10.5, 6.2, escaped(title))
         axes = figure.subplots(2, 1)
         for axis, (x, begins, unit) in zip(axes, over, strict=True):
             _stack(axis, x[seen], gib[:, seen], of.categories)
@@ -293,10 +293,6 @@ def _mark_steps(axis: Axes, begins: Array) -> None:
             f"step {number}", (float(place), 1.0), (3, -3), xycoords=axis.get_xaxis_transform(),
             textcoords="offset points", va="top", fontsize=8,
         )  # fmt: skip
-
-
-def _figure(width: float, height: float, title: str) -> Figure:
-    return titled(width, height, escaped(title))
 
 
 def _legend(figure: Figure, axis: Axes) -> None:
