@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 from cyclopts import App, Parameter
 
 from loadgen import exit_codes, terminal
@@ -90,7 +89,7 @@ def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int
     directory = out or Path("runs") / rundir.new_run_id()
     if dry_run:
         print(sweeps.dry_run(cells, settings, directory), end="")
-        say(f"{_counted(len(cells), 'cell')}; nothing was started")
+        say(f"{len(cells)} cell{'' if len(cells) == 1 else 's'}; nothing was started")
         return exit_codes.OK
     from training_probe.options import check_large, check_machine
 
@@ -156,8 +155,6 @@ def _chosen(grid: Grid) -> tuple[list[Cell], dict[str, Model], tuple[int, ...], 
 
 def _report(directory: Path, code: int) -> int:
     """Prints what the sweep has so far, and writes its report."""
-    import json
-
     from training_probe import results
     from training_probe.report import build as reports
 
@@ -167,21 +164,10 @@ def _report(directory: Path, code: int) -> int:
         return code
     measured = results.read(directory)
     say("\n" + reports.text(measured, reports.read_manifest(directory), width(sys.stderr)))
-    report = reports.redo(directory)
-    say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json.dumps(msgspec.to_builtins(report)))
-    if code != exit_codes.OK:
-        return code
-    if any(result.outcome in ("crashed", "timeout") for result in measured):
-        return exit_codes.FAILED
-    return (
-        exit_codes.INVALID if any(result.outcome == "ok" and not result.valid for result in measured) else exit_codes.OK
-    )
+    return cli.finished(directory, reports.redo(directory), {result.state for result in measured}, code)
 
 
 def _report_breakdown(directory: Path, code: int) -> int:
-    import json
-
     from training_probe.breakdown import report as reports
     from training_probe.breakdown.run import read
     from training_probe.report.build import read_manifest
@@ -189,10 +175,7 @@ def _report_breakdown(directory: Path, code: int) -> int:
     traced = read(directory)
     say("\n" + reports.text(traced, width(sys.stderr)))
     report = reports.write(directory, traced, read_manifest(directory))
-    say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json.dumps(msgspec.to_builtins(report)))
-    failed = any(each.outcome in ("crashed", "timeout") for each in traced)
-    return exit_codes.FAILED if failed and code == exit_codes.OK else code
+    return cli.finished(directory, report, {each.outcome for each in traced}, code)
 
 
 def plan(
@@ -257,10 +240,6 @@ def _hypothetical(grid: PredictedGrid, gpu_memory_gb: float | None) -> tuple[lis
     return cells, known_models(cells), given or min(here, default=None)
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
 def report(directory: Annotated[Path, Parameter(help="Directory of a sweep, a breakdown or a micro.")], /) -> int:
     """Make the tables and figures of a measurement anew from its results, also of one that was killed."""
     from training_probe.micro import run
@@ -281,7 +260,7 @@ def compare(
     """Print how sweep B differs from sweep A, cell by cell."""
     from training_probe.report import compare as comparison
 
-    print(comparison.render(comparison.compare(a, b), width(sys.stdout)))
+    print(comparison.compare(a, b, width(sys.stdout)))
     return exit_codes.OK
 
 

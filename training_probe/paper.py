@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -124,13 +124,13 @@ def presets() -> dict[str, Callable[[int, Device], list[Cell]]]:
 
 def _of_table(table: TableName, gpus: int, device: Device) -> list[Cell]:
     """The table's rows in its order, on all GPUs here; where the paper searched the batch size, it is searched."""
-    return _unique(
+    return list(dict.fromkeys(
         cell(
             row.method, model=row.model, task=row.task, engine=row.engine, gpus=max(1, gpus), seq_len=row.seq_len,
             micro_batch=None if table == "IV" else row.batch_size, device=device,
         )
         for row in rows() if row.table == table
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 # What Tables V to VIII and XIII to XVI trace: (model, method, batch size). XIV and XVI are printed as ZeRO-2 and ZeRO-3
@@ -182,13 +182,9 @@ def _laptop(gpus: int, device: Device) -> list[Cell]:
     """A tiny model through three engines, some in two processes: two need no second processor, but they do need a
     second GPU."""
     most = min(2, gpus) if gpus else 2 if device == "cpu" else 1
-    return _unique(
+    return list(dict.fromkeys(
         cell(
             method, model="tiny", task=task, engine=engine, gpus=min(processes, most), seq_len=seq_len, device=device
         )
         for task, engine, method, processes, seq_len in _LAPTOP
-    )  # fmt: skip
-
-
-def _unique(cells: Iterable[Cell]) -> list[Cell]:
-    return list(dict.fromkeys(cells))
+    ))  # fmt: skip

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -40,21 +40,16 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of one run. tokens_per_s: all ranks together, None if it is not known of all of them. Peaks
     are bytes by rank, of the ranks that reported them; device_memory_bytes: the smallest. timed: the timed steps of
-    rank 0."""
+    rank 0. report: that of the first rank that has losses, else of the first that reported."""
 
     tokens_per_s: float | None = None
     steps: int = 0
+    report: RankReport = msgspec.field(default_factory=lambda: RankReport(rank=0, outcome="ok"))
     timed: tuple[Step, ...] = ()
     allocated_bytes: tuple[int, ...] = ()
     reserved_bytes: tuple[int, ...] = ()
     device_memory_bytes: int | None = None
     energy_j_per_token: float | None = None
-    losses: tuple[float | None, ...] = ()
-    parameters: int | None = None
-    trainable_parameters: int | None = None
-    optimizer: str = ""
-    versions: dict[str, str] = {}
-    device_name: str = ""
 
 
 class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
@@ -120,6 +115,11 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     log: str = ""  # of the last run, relative to the sweep's directory
 
     @property
+    def state(self) -> Outcome | Literal["invalid"]:
+        """The outcome; of one that ran and whose losses mean nothing, `invalid`."""
+        return "invalid" if self.outcome == "ok" and not self.valid else self.outcome
+
+    @property
     def search_was_limited(self) -> bool:
         """Whether every micro batch that was tried fitted: a larger one may, too."""
         return bool(self.search) and all(attempt.outcome == "ok" for attempt in self.search)
@@ -128,10 +128,10 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
         """Sets what follows from the runs, if there are any; means over runs are of those that know the value."""
         if not runs:
             return
-        first, timed = runs[0], [step for run in runs for step in run.timed]
+        first, report, timed = runs[0], runs[0].report, [step for run in runs for step in run.timed]
         speeds = [run.tokens_per_s for run in runs if run.tokens_per_s is not None]
         step_ms = [step.step_s * 1e3 for step in timed]
-        self.valid = all(loss_doubt(run.losses) is None for run in runs)
+        self.valid = all(loss_doubt(run.report.losses) is None for run in runs)
         self.tokens_per_s, self.tokens_per_s_std, self.tokens_per_s_runs = _mean(speeds), _std(speeds), speeds
         self.runs, self.steps = len(speeds), first.steps
         self.step_ms, self.step_ms_std = _mean(step_ms), _std(step_ms)
@@ -144,9 +144,9 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
         self.peak_reserved_gb = max(self.peak_reserved_gb_by_rank, default=None)
         self.device_memory_gb = None if first.device_memory_bytes is None else first.device_memory_bytes / GIB
         self.energy_j_per_token = _mean([joules for run in runs if (joules := run.energy_j_per_token) is not None])
-        self.loss_first, self.loss_last = (first.losses[0], first.losses[-1]) if first.losses else (None, None)
-        self.parameters, self.trainable_parameters = first.parameters, first.trainable_parameters
-        self.optimizer, self.versions, self.device_name = first.optimizer, first.versions, first.device_name
+        self.loss_first, self.loss_last = (report.losses[0], report.losses[-1]) if report.losses else (None, None)
+        self.parameters, self.trainable_parameters = report.parameters, report.trainable_parameters
+        self.optimizer, self.versions, self.device_name = report.optimizer, report.versions, report.device_name
 
 
 # What a result has of its cell by the same name: all but the micro batch, which it has as it was found.
@@ -171,21 +171,16 @@ def run_result(cell: Cell, reports: Mapping[int, RankReport], steps: Sequence[St
     seconds = [report.seconds for report in ranks if report.seconds]
     energies = [report.energy_j for report in ranks if report.energy_j is not None]
     memories = [report.device_memory_bytes for report in ranks if report.device_memory_bytes is not None]
-    first = next((report for report in ranks if report.losses), ranks[0] if ranks else RankReport(rank=0, outcome="ok"))
+    silent = ranks[0] if ranks else RankReport(rank=0, outcome="ok")
     return RunResult(
         tokens_per_s=tokens / max(seconds) if whole and tokens and len(seconds) == len(ranks) else None,
         steps=count,
+        report=next((report for report in ranks if report.losses), silent),
         timed=tuple(step for step in steps if step.phase == "timed"),
         allocated_bytes=tuple(r.peak_allocated_bytes for r in ranks if r.peak_allocated_bytes is not None),
         reserved_bytes=tuple(r.peak_reserved_bytes for r in ranks if r.peak_reserved_bytes is not None),
         device_memory_bytes=min(memories, default=None),
         energy_j_per_token=sum(energies) / tokens if whole and tokens and len(energies) == len(ranks) else None,
-        losses=tuple(first.losses),
-        parameters=first.parameters,
-        trainable_parameters=first.trainable_parameters,
-        optimizer=first.optimizer,
-        versions=first.versions,
-        device_name=first.device_name,
     )
 
 
@@ -214,16 +209,12 @@ def _mean_ms(seconds: Iterable[float | None]) -> float | None:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return _of(statistics.fmean, values, 1)
+    return statistics.fmean(values) if values else None
 
 
 def _std(values: Sequence[float]) -> float | None:
     """Of a sample."""
-    return _of(statistics.stdev, values, 2)
-
-
-def _of(what: Callable[[Sequence[float]], float], values: Sequence[float], least: int) -> float | None:
-    return what(values) if len(values) >= least else None
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 # The file.

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from backends.untrusted import UNDECODABLE
-from loadgen import trace
+from loadgen import exit_codes, trace
 from loadgen.monitor.tail import whole_lines
 from training_probe.breakdown.attribution import Attribution, attribute
 from training_probe.grid import Cell, GridError
@@ -77,10 +77,10 @@ def breakdown(
                     say(f"{cell.name}: {result.outcome}: {result.reason}")
     except StoppedError:
         say(f"stopped; what is done is in {directory}")
-        return run.EXIT_STOPPED
+        return exit_codes.STOPPED
     finally:
         memory.close()
-    return run.EXIT_FINISHED
+    return exit_codes.OK
 
 
 def read(directory: Path) -> list[Breakdown]:

@@ -18,7 +18,6 @@ from training_probe.breakdown.attribution import (
     NO_PART,
     PASSES,
     Attribution,
-    Share,
     Window,
 )
 from training_probe.breakdown.run import Breakdown
@@ -134,22 +133,14 @@ def _caption(each: Breakdown) -> str:
     )
 
 
-def _seconds(attribution: Attribution, phase: str, part: str, *, recomputed: bool = False) -> float:
-    """What a part computes in a pass; on a CPU with the Python between its operators."""
+def part_seconds(of: Breakdown, phase: str, part: str, *, recomputed: bool = False) -> float:
+    """Seconds a step that a part computes in a pass; on a CPU with the Python between its operators."""
     return sum(
         share.seconds
-        for share in attribution.shares
-        if share.phase == phase and share.part == part and share.recomputed == recomputed and _computes(share)
+        for share in _of(of).shares
+        if (share.phase, share.part, share.recomputed) == (phase, part, recomputed)
+        and share.kind not in ("communication", "memcpy")
     )
-
-
-def part_seconds(of: Breakdown, phase: str, part: str) -> float:
-    """Seconds a step that a part computes in a pass, without what is recomputed."""
-    return _seconds(_of(of), phase, part)
-
-
-def _computes(share: Share) -> bool:
-    return share.kind not in ("communication", "memcpy")
 
 
 def _parts(of: Breakdown) -> Table:
@@ -159,9 +150,9 @@ def _parts(of: Breakdown) -> Table:
     for part in PARTS:
         cells: list[str] = []
         for phase in ("forward", "backward"):
-            seconds = _seconds(attribution, phase, part)
+            seconds = part_seconds(of, phase, part)
             cells += [_ms(seconds or None), _percent(seconds, windows[phase].overall_s) if seconds else ""]
-        recomputed = _seconds(attribution, "backward", part, recomputed=True)
+        recomputed = part_seconds(of, "backward", part, recomputed=True)
         theirs = [
             _known(known.get((phase, part, measure)) if part else None)  # without one: of the whole pass
             for phase in ("forward", "backward") for measure in ("ms", "percent")
@@ -218,9 +209,9 @@ def _attention(breakdowns: Sequence[Breakdown]) -> Table:
     for each in breakdowns:
         if not each.layers:
             continue
-        attribution, known = _of(each), printed(each)
+        known = printed(each)
         a_layer = [
-            sum(_seconds(attribution, phase, part) for part in ATTENTION) / each.layers
+            sum(part_seconds(each, phase, part) for part in ATTENTION) / each.layers
             for phase in ("forward", "backward")
         ]
         theirs = (_known(known.get((phase, "attention of a layer", "ms"))) for phase in ("forward", "backward"))

@@ -113,7 +113,7 @@ def _zero_2(rank: Rank) -> Iterator[Moment]:
         aside = [*_aside(rank), *norm]
         yield rank.last_layer([*held, *meanwhile, *own, buckets, *aside], "first reduction", gone)
         if ranks > 1:
-            shared = max(gone, _layers_of_rank(rank))
+            shared = max(gone, _layers_of(rank, -(-trainable // ranks)))  # the last rank's
             yield rank.last_layer([*held, *meanwhile, *own, buckets, copy], "reduction for two ranks", shared)
         always = [copy] if trainable < ranks * REDUCE_BUCKET else []
         yield rank.first_layer([*held, *after, *own, buckets, *always, arriving])
@@ -199,11 +199,6 @@ def _layers_in_bucket(rank: Rank) -> int | None:
     if counts.trainable <= REDUCE_BUCKET or not counts.layer_trainable:
         return None
     return _layers_of(rank, REDUCE_BUCKET)
-
-
-def _layers_of_rank(rank: Rank) -> int:
-    """How many whole layers are the last rank's, after the head."""
-    return _layers_of(rank, -(-rank.counts.trainable // rank.ranks))
 
 
 def _layers_of(rank: Rank, gradients: int) -> int:

@@ -62,18 +62,12 @@ def layer_bytes(cell: Cell, spec: ModelSpec, batch: int) -> LayerBytes:
     method, length = cell.letters, tokens_in_model(cell)
     tokens = batch * length
     attention_square = spec.heads * length  # bytes per token, times a coefficient
+    kept, formula = _saved(cell, spec, attention_recomputed=False)
+    working = kept + _transient(cell, spec, attention_square)
     if method.recompute == "full":
-        whole, _ = _saved(cell, spec, attention_recomputed=False)
-        kept = 2.0 * spec.hidden
-        formula = "2*b*s*h, a layer's input"
-        working = whole + _transient(cell, spec, attention_square)
+        kept, formula = 2.0 * spec.hidden, "2*b*s*h, a layer's input"
     elif method.recompute == "selective":
         kept, formula = _saved(cell, spec, attention_recomputed=True)
-        whole, _ = _saved(cell, spec, attention_recomputed=False)
-        working = whole + _transient(cell, spec, attention_square)
-    else:
-        kept, formula = _saved(cell, spec, attention_recomputed=False)
-        working = kept + _transient(cell, spec, attention_square)
     return LayerBytes(kept=round(tokens * kept), formula=formula, working=round(tokens * working))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -22,8 +22,9 @@ from loadgen import exit_codes
 from loadgen.option_types import option
 from loadgen.terminal import say, width
 from training_probe import options
+from training_probe.grid import Device
 from training_probe.micro import presets
-from training_probe.micro.presets import CollectivePreset, CopyPreset, Device, GemmPreset
+from training_probe.micro.presets import CollectivePreset, CopyPreset, GemmPreset
 from training_probe.options import whole
 from training_probe.points import Dtype, Kind, MicroError, Name, Point, Task
 
@@ -232,16 +233,20 @@ def _run(kind: Kind, preset: str | None, points: Sequence[Point], measuring: Mea
 
 def reported(directory: Path, code: int) -> int:
     """Prints what there is so far, and writes its report; the exit code."""
-    import json
-
     from training_probe.micro import report as micro_report
 
     results, report = micro_report.redo(directory)
     say("\n" + micro_report.text(results, report, width(sys.stderr)))
+    return finished(directory, report, {result.outcome for result in results}, code)
+
+
+def finished(directory: Path, report: msgspec.Struct, outcomes: Set[str], code: int) -> int:
+    """Names the files that were written and prints the report as JSON; the exit code, where `code` is not one yet."""
+    import json
+
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     print(json.dumps(msgspec.to_builtins(report)))
-    outcomes = {result.outcome for result in results}
-    if code != exit_codes.OK or outcomes.isdisjoint(("crashed", "timeout", "wrong")):
+    if code != exit_codes.OK or outcomes.isdisjoint(("crashed", "timeout", "wrong", "invalid")):
         return code
     return exit_codes.INVALID if outcomes.isdisjoint(("crashed", "timeout")) else exit_codes.FAILED
 

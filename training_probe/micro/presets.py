@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from training_probe.grid import Device
 from training_probe.points import (
     Collective,
     Copy,
@@ -17,7 +18,6 @@ from training_probe.points import (
     whole_elements,
 )
 
-Device = Literal["cuda", "cpu"]
 GemmPreset = Literal["paper-fig11", "paper-table12"]
 CopyPreset = Literal["paper-fig12"]
 CollectivePreset = Literal["paper-fig13", "paper-fig14", "paper-fig15"]

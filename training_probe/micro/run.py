@@ -51,7 +51,6 @@ SCHEMA = "training_probe.micro_manifest/1"
 MODULE = "training_probe.worker.micro"
 P2P_DISABLE = "NCCL_P2P_DISABLE"
 PROGRESS_S = 5.0  # a line of progress at most so often
-EXIT_FINISHED, EXIT_STOPPED = exit_codes.OK, exit_codes.STOPPED
 _MEASURED = msgspec.json.Decoder(Measured)
 
 Say = Callable[[str], None]
@@ -119,8 +118,8 @@ def measure(manifest: MicroManifest, directory: Path, say: Say, command: Command
                 _run(manifest, points, command or Command(), cancelled)
         except StoppedError:
             say(f"stopped; what was measured is in {directory}")
-            return EXIT_STOPPED
-    return EXIT_FINISHED
+            return exit_codes.STOPPED
+    return exit_codes.OK
 
 
 def _launches(points: Sequence[Point], ours: Mapping[str, str]) -> Iterator[_Launch]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from training_probe.flops import peak_flops
 from training_probe.micro.presets import TABLE_12
 from training_probe.paper import LEADING, SOURCE
-from training_probe.points import GB, Collective, Copy, Dtype, Gemm, Measured, size_text
-from training_probe.report.layout import Column, Table
+from training_probe.points import GB, Collective, Copy, Dtype, Gemm, Measured, Point, size_text
+from training_probe.report.layout import Column, Remarks, Table
 
 MS, US = 1e3, 1e6
 TERA = 1e12
@@ -46,36 +47,22 @@ def share(speed: float | None, peak: float | None) -> float | None:
 
 def build(results: Sequence[Measured], device_name: str) -> list[Table]:
     """A table for each kind that there is."""
-    gemms = [result for result in results if isinstance(result.point, Gemm)]
-    copied = [result for result in results if isinstance(result.point, Copy)]
-    collected = [result for result in results if isinstance(result.point, Collective)]
-    tables = []
-    if gemms:
-        tables.append(_gemm(gemms, device_name))
-    if copied:
-        tables.append(_memcpy(copied))
-    if collected:
-        tables.append(_collectives(collected))
-    return [table.without_empty() for table in tables]
+    makers: dict[type[Point], Callable[[Sequence[Measured]], Table]] = {
+        Gemm: partial(_gemm, device_name=device_name), Copy: _memcpy, Collective: _collectives,
+    }  # fmt: skip
+    of_kind = ((make, [each for each in results if isinstance(each.point, kind)]) for kind, make in makers.items())
+    return [make(chosen).without_empty() for make, chosen in of_kind if chosen]
 
 
-class _Notes:
-    """Remarks on points: [1], [2], ..., each reason once."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def beside(self, number: str, result: Measured) -> str:
-        """The number, or a word for how the point ended, with its reason's mark."""
-        if result.outcome == "ok" and not result.reason:
-            return number
-        if result.reason not in self.texts:
-            self.texts.append(result.reason)
-        return f"{number or result.outcome} [{self.texts.index(result.reason) + 1}]"
+def _beside(number: str, result: Measured, remarks: Remarks) -> str:
+    """The number, or a word for how the point ended, with its reason's mark."""
+    if result.outcome == "ok" and not result.reason:
+        return number
+    return (number or result.outcome) + remarks.mark(result.reason)
 
 
 def _gemm(results: Sequence[Measured], device_name: str) -> Table:
-    known, notes = peaks(results, device_name), _Notes()
+    known, remarks = peaks(results, device_name), Remarks()
     rows = []
     for result in results:
         point = result.point
@@ -84,7 +71,7 @@ def _gemm(results: Sequence[Measured], device_name: str) -> Table:
         speed = result.flops_per_s
         rows.append((
             point.dtype, f"{point.m}", f"{point.n}", f"{point.k}",
-            *_times(result, MS), notes.beside(_number(speed, TERA), result),
+            *_times(result, MS), _beside(_number(speed, TERA), result, remarks),
             _percent(share(speed, known.catalog.get(point.dtype))),
             _percent(share(speed, known.measured.get(point.dtype))),
             f"{theirs[0]:.3f}" if theirs else "", f"{theirs[1]:.1f}" if theirs else "", "large" if point.peak else "",
@@ -105,15 +92,15 @@ def _gemm(results: Sequence[Measured], device_name: str) -> Table:
     without = sorted({result.point.dtype for result in results if isinstance(result.point, Gemm)} - set(known.catalog))
     if without and device_name != "CPU":
         caption.append(f"No peak from a data sheet is known here for {', '.join(without)} on {device_name}.")
-    return Table("micro-gemm", "Matrix products", columns, tuple(rows), tuple(caption), tuple(notes.texts))
+    return Table("micro-gemm", "Matrix products", columns, tuple(rows), tuple(caption), tuple(remarks.numbers))
 
 
 def _memcpy(results: Sequence[Measured]) -> Table:
-    notes, rows = _Notes(), []
+    remarks, rows = Remarks(), []
     for result in results:
         point = result.point
         assert isinstance(point, Copy)
-        speed = notes.beside(_number(result.bytes_per_s, GB), result)
+        speed = _beside(_number(result.bytes_per_s, GB), result, remarks)
         rows.append((point.label, size_text(point.size_bytes), *_times(result, US), speed))
     columns = (Column("copy", left=True), Column("size"), *_time_columns("us"), Column("GB/s"))
     routes = {result.point.route for result in results if isinstance(result.point, Copy)}
@@ -122,11 +109,11 @@ def _memcpy(results: Sequence[Measured]) -> Table:
         caption.append("A copy within the device reads and writes: its memory moves twice as much.")
     if "h2h" in routes:
         caption.append("There is no GPU: these are copies within the host's memory.")
-    return Table("micro-memcpy", "Memory copies", columns, tuple(rows), tuple(caption), tuple(notes.texts))
+    return Table("micro-memcpy", "Memory copies", columns, tuple(rows), tuple(caption), tuple(remarks.numbers))
 
 
 def _collectives(results: Sequence[Measured]) -> Table:
-    notes = _Notes()
+    remarks = Remarks()
     ways: dict[bool | None, str] = {True: "P2P on", False: "P2P off", None: ""}
     by_way: dict[bool | None, dict[tuple[str, int], Measured]] = {}
     ranks = set()
@@ -146,18 +133,20 @@ def _collectives(results: Sequence[Measured]) -> Table:
         row = [name, size_text(size)]
         for each in by_way.values():
             there = each.get((name, size))
-            row += _collective(there, notes) if there else [""] * 5
+            row += _collective(there, remarks) if there else [""] * 5
         rows.append(tuple(row))
-    caption = [
+    caption = (
         f"{' and '.join(map(str, sorted(ranks)))} ranks, fp32; a time is the slowest rank's.",
         "Sizes, algorithm and bus bandwidth as nccl-tests defines them.",
-    ]
-    return Table("micro-collectives", "Collectives", tuple(columns), tuple(rows), tuple(caption), tuple(notes.texts))
+    )
+    return Table(
+        "micro-collectives", "Collectives", tuple(columns), tuple(rows), tuple(caption), tuple(remarks.numbers)
+    )
 
 
-def _collective(result: Measured, notes: _Notes) -> list[str]:
+def _collective(result: Measured, remarks: Remarks) -> list[str]:
     times = _times(result, US)[:3]
-    return [*times, notes.beside(_number(result.bytes_per_s, GB), result), _number(result.bus_bytes_per_s, GB)]
+    return [*times, _beside(_number(result.bytes_per_s, GB), result, remarks), _number(result.bus_bytes_per_s, GB)]
 
 
 def _time_columns(unit: str) -> tuple[Column, ...]:

@@ -103,7 +103,7 @@ def build(results: Sequence[CellResult], manifest: ManifestFields) -> SweepRepor
         **ReportHead.fields_of(manifest),
         platform=platform_of(results, manifest),
         profile=_profiles(results, manifest),
-        cells=CellCounts(len(results), by_outcome, sum(map(_invalid, results))),
+        cells=CellCounts(len(results), by_outcome, sum(result.state == "invalid" for result in results)),
         prediction=_prediction_errors(results),
         results=list(results),
     )
@@ -112,10 +112,6 @@ def build(results: Sequence[CellResult], manifest: ManifestFields) -> SweepRepor
 def platform_of(results: Sequence[CellResult], manifest: ManifestFields) -> str:
     names = dict.fromkeys(result.platform for result in results)
     return ", ".join(names) or str(manifest.get("platform") or "this machine")
-
-
-def _invalid(result: CellResult) -> bool:
-    return result.outcome == "ok" and not result.valid
 
 
 def _profiles(results: Sequence[CellResult], manifest: ManifestFields) -> Profiles:
@@ -243,7 +239,7 @@ def markdown(report: SweepReport, results: Sequence[CellResult], pictures: Mappi
         lines += ["## Figures", ""]
     for file, shows in (pictures or {}).items():
         lines += [f"![{markdown_text(shows)}]({file})", ""]
-    failed = [result for result in results if result.outcome != "ok" or not result.valid]
+    failed = [result for result in results if result.state != "ok"]
     used = {letter for result in results for letter in result.method.split("+")} & set(LETTERS)
     if used:
         lines += ["## Letters of the methods", ""]
@@ -251,8 +247,8 @@ def markdown(report: SweepReport, results: Sequence[CellResult], pictures: Mappi
     if failed:
         lines += ["## Cells without a valid number", "", "| cell | outcome | reason | log |", "|---|---|---|---|"]
     for result in failed:
-        reason = result.reason or (tables.UNSOUND if _invalid(result) else "")
-        row = (result.cell, "invalid" if _invalid(result) else result.outcome, reason, result.log)
+        reason = result.reason or (tables.UNSOUND if result.state == "invalid" else "")
+        row = (result.cell, result.state, reason, result.log)
         lines.append(f"| {' | '.join(markdown_text(part) for part in row)} |")
     run, version = (markdown_text(str(value or "unknown")) for value in (report.run_id, report.version))
     return "\n".join([*lines, "", f"Run {run}, llm-dissect {version}."]) + "\n"

@@ -51,7 +51,7 @@ def bars(panels: Sequence[Panel], title: str, unit: str, stem: Path, *, log: boo
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         most = max(len(panel.groups) for panel in panels)
         width = min(16.0, max(7.0, 2.0 + 0.15 * most * (len(series) + 1)))
-        figure = _figure(width, 1.0 + 3.1 * len(panels), title)
+        figure = titled(width, 1.0 + 3.1 * len(panels), escaped(title))
         for axis, panel in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
             _bars(axis, panel, series, log)
             axis.set_xlim(-0.6, most - 0.4)  # bars of all panels are equally wide
@@ -76,9 +76,7 @@ def _bars(axis: Axes, panel: Panel, series: Sequence[str], log: bool) -> None:
                 _word(axis, float(place), floor, value, COLOURS[row % len(COLOURS)])
     if panel.limit is not None:
         name, value = panel.limit
-        axis.axhline(value, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
-        text = axis.text(1.0, value, f"{escaped(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
-        text.set(parse_math=False, color=FADED, fontsize=8)
+        _line_across(axis, value, name)
     _dress(axis, panel, floor, max(numbers, default=1.0), log)
 
 
@@ -100,6 +98,12 @@ def _dress(axis: Axes, panel: Panel, floor: float, top: float, log: bool) -> Non
     axis.tick_params(axis="x", length=0)
     axis.grid(axis="y", color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
+
+
+def _line_across(axis: Axes, height: float, name: str) -> None:
+    axis.axhline(height, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
+    text = axis.text(1.0, height, f"{escaped(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
+    text.set(parse_math=False, color=FADED, fontsize=8)
 
 
 def _tick(value: float, _: object) -> str:
@@ -127,7 +131,7 @@ def scaling(
     lines: by name, (GPUs, tokens/s, standard deviation) from the fewest GPUs, which the ideal goes by.
     """
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = _figure(9.5, 4.1, title)
+        figure = titled(9.5, 4.1, escaped(title))
         speed, share = figure.subplots(1, 2)
         for row, (name, points) in enumerate(lines.items()):
             colour = COLOURS[row % len(COLOURS)]
@@ -180,7 +184,7 @@ def lines(panels: Sequence[Lines], title: str, stem: Path, *, columns: int = 2) 
     rows = -(-len(panels) // columns)
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         width = max(7.0, 5.2 * columns)
-        figure = _figure(width, 1.0 + (2.6 if rows > 2 else 3.5) * rows, title)
+        figure = titled(width, 1.0 + (2.6 if rows > 2 else 3.5) * rows, escaped(title))
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axis in axes[len(panels) :]:
             axis.remove()
@@ -220,9 +224,7 @@ def _lines(axis: Axes, panel: Lines, names: Sequence[str]) -> None:
         axis.xaxis.set_major_formatter(_tick)
     axis.yaxis.set_major_formatter(_tick)
     for name, value in panel.limits.items():
-        axis.axhline(value, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
-        text = axis.text(1.0, value, f"{escaped(name)} ", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
-        text.set(parse_math=False, color=FADED, fontsize=8)
+        _line_across(axis, value, name)
 
 
 def log_ticks(values: Iterable[float]) -> list[float]:
@@ -252,7 +254,7 @@ def timeline(of: Timeline, title: str, stem: Path) -> None:
         (event, np.interp(begins_s, time_s - time_s[0], event), "allocations and releases"),
     )
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = _figure(10.5, 6.2, title)
+        figure = titled(10.5, 6.2, escaped(title))
         axes = figure.subplots(2, 1)
         for axis, (x, begins, unit) in zip(axes, over, strict=True):
             _stack(axis, x[seen], gib[:, seen], of.categories)
@@ -281,11 +283,7 @@ def _stack(axis: Axes, x: Array, gib: Array, names: Sequence[str]) -> None:
     axis.set_ylim(0, 1.25 * peak or 1.0)
     axis.set_xlim(0, float(x[-1]) or 1.0)
     axis.set_ylabel("GiB allocated")
-    axis.axhline(peak, color=FADED, linewidth=1, linestyle=(0, (5, 2)))
-    axis.text(
-        1.0, peak, f"peak {peak:.3g} GiB ", transform=axis.get_yaxis_transform(), ha="right", va="bottom", color=FADED,
-        fontsize=8,
-    )  # fmt: skip
+    _line_across(axis, peak, f"peak {peak:.3g} GiB")
 
 
 def _mark_steps(axis: Axes, begins: Array) -> None:
@@ -295,10 +293,6 @@ def _mark_steps(axis: Axes, begins: Array) -> None:
             f"step {number}", (float(place), 1.0), (3, -3), xycoords=axis.get_xaxis_transform(),
             textcoords="offset points", va="top", fontsize=8,
         )  # fmt: skip
-
-
-def _figure(width: float, height: float, title: str) -> Figure:
-    return titled(width, height, escaped(title))
 
 
 def _legend(figure: Figure, axis: Axes) -> None:

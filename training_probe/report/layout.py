@@ -60,6 +60,17 @@ class Table:
         return [(group, len(list(each))) for group, each in groupby(self.columns, key=lambda column: column.group)]
 
 
+class Remarks:
+    """Numbers the remarks of one table; the same words get the same number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def mark(self, remark: str) -> str:
+        """` [2]`; nothing for no remark."""
+        return f" [{self.numbers.setdefault(remark, len(self.numbers) + 1)}]" if remark else ""
+
+
 def latex_text(text: str) -> str:
     """Printable text that LaTeX shows as it is."""
     return "".join(_LATEX.get(sign, sign) for sign in escaped(text))
@@ -139,8 +150,9 @@ def markdown(table: Table) -> str:
 def latex(table: Table) -> str:
     """A `table*` that needs the packages booktabs, graphicx and textcomp."""
     columns = "".join("l" if column.left else "r" for column in table.columns)
+    label = re.sub(r"[^a-z0-9-]", "-", table.key.lower())
     caption = " ".join(latex_text(sentence) for sentence in (f"{table.title}.", *table.caption))
-    lines = [r"\begin{table*}", r"\centering", rf"\caption{{{caption}}}", rf"\label{{tab:{_label(table.key)}}}"]
+    lines = [r"\begin{table*}", r"\centering", rf"\caption{{{caption}}}", rf"\label{{tab:{label}}}"]
     lines += [r"\resizebox{\textwidth}{!}{%", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
     if any(column.group for column in table.columns):
         lines += _latex_groups(table)
@@ -169,7 +181,3 @@ def _latex_groups(table: Table) -> list[str]:
 
 def _latex_row(values: Iterable[str]) -> str:
     return " & ".join(latex_text(value) for value in values) + r" \\"
-
-
-def _label(key: str) -> str:
-    return re.sub(r"[^a-z0-9-]", "-", key.lower())

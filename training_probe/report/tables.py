@@ -14,7 +14,7 @@ from backends.untrusted import escaped
 from loadgen.report.text import number
 from training_probe import paper
 from training_probe.paper import PaperRow, TableName
-from training_probe.report.layout import Column, Table
+from training_probe.report.layout import Column, Remarks, Table
 from training_probe.results import SHARED, CellResult
 
 OOM = "-"
@@ -58,20 +58,9 @@ def scaled(results: Sequence[CellResult]) -> list[list[CellResult]]:
     """Cells that differ in nothing but how many GPUs they had, from the fewest; where there are at least two."""
     lines: dict[tuple[object, ...], list[CellResult]] = {}
     for result in results:
-        if result.outcome == "ok" and result.valid and result.tokens_per_s and not result.search:
+        if result.state == "ok" and result.tokens_per_s and not result.search:
             lines.setdefault(tuple(getattr(result, name) for name in ALIKE), []).append(result)
     return [sorted(line, key=lambda result: result.gpus) for line in lines.values() if len(line) > 1]
-
-
-class Remarks:
-    """Numbers the remarks of one table; the same words get the same number."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def mark(self, remark: str) -> str:
-        """` [2]`; nothing for no remark."""
-        return f" [{self.numbers.setdefault(remark, len(self.numbers) + 1)}]" if remark else ""
 
 
 def build(results: Sequence[CellResult]) -> list[Table]:
@@ -189,7 +178,7 @@ def ratio_to(result: CellResult, row: PaperRow) -> float | None:
 
 def _per_gpu(result: CellResult) -> float | None:
     """Tokens/s; None where there is no valid number."""
-    if result.outcome != "ok" or not result.valid or result.tokens_per_s is None:
+    if result.state != "ok" or result.tokens_per_s is None:
         return None
     return result.tokens_per_s / result.gpus
 

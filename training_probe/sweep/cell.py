@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict
 
-import msgspec
 from msgspec.structs import replace
 
 from backends import gpus
@@ -175,7 +174,7 @@ class CellRun:
 
     def _result(self, cell: Cell, failed: _Failed) -> CellResult:
         settings, ok = self._settings, failed.outcome == "ok"
-        doubts = {doubt for run in self._measured if (doubt := loss_doubt(run.losses))}
+        doubts = {doubt for run in self._measured if (doubt := loss_doubt(run.report.losses))}
         result = of_cell(
             self._cell, platform=settings.platform, outcome=failed.outcome,
             reason="; ".join([*(sorted(doubts) if ok else [failed.reason]), *self._notes]),
@@ -229,11 +228,12 @@ class CellRun:
 
         memory_bytes = device_memory_bytes(self._cell, self._settings)
         start = self._sweep.around.first_micro_batch(self._cell, self._settings, memory_bytes)
-        best = largest(attempt, start=start, at_most=self._settings.max_micro_batch)
-        if best.micro_batch is None:
+        attempts = largest(attempt, start=start, at_most=self._settings.max_micro_batch)
+        fitting = [made.micro_batch for made in attempts if made.outcome == "ok"]
+        if not fitting:
             self._measured = [last.measured]
-            raise _Failed(last.outcome, f"with micro batch {best.attempts[-1].micro_batch}: {last.reason}")
-        return best.micro_batch
+            raise _Failed(last.outcome, f"with micro batch {attempts[-1].micro_batch}: {last.reason}")
+        return max(fitting)
 
     def _run(self, trial: Trial, name: str, what: str, done: float) -> TrialOutcome:
         """One launch. `done`: the share of the cell that is done before it. Raises StoppedError."""
@@ -266,16 +266,9 @@ class CellRun:
 # The search.
 
 
-class LargestBatch(msgspec.Struct, frozen=True):
-    """micro_batch: the largest that fitted, None if none did; then the last attempt has the reason."""
-
-    micro_batch: int | None
-    attempts: list[Attempt]
-
-
-def largest(attempt: Callable[[int], Attempt], *, start: int, at_most: int) -> LargestBatch:
+def largest(attempt: Callable[[int], Attempt], *, start: int, at_most: int) -> list[Attempt]:
     """Tries the powers of two up to `at_most`, beginning with the one at or below `start`: up until one fails, or down
-    until one fits.
+    until one fits; all attempts.
 
     One that fails in another way than for want of memory ends the search: more of it, or less, would show nothing new.
     """
@@ -289,8 +282,7 @@ def largest(attempt: Callable[[int], Attempt], *, start: int, at_most: int) -> L
         while attempts[-1].outcome == "oom" and size > 1:
             size //= 2
             attempts.append(attempt(size))
-    fitting = [made.micro_batch for made in attempts if made.outcome == "ok"]
-    return LargestBatch(max(fitting, default=None), attempts)
+    return attempts
 
 
 def floor_power_of_two(number: int) -> int:

@@ -36,7 +36,6 @@ from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.progress import Progress
 
 DRY_RUN_PORT = 29500  # torchrun's own; a real run takes one that is free
-EXIT_FINISHED, EXIT_STOPPED = exit_codes.OK, exit_codes.STOPPED
 Say = Callable[[str], None]
 
 
@@ -142,11 +141,11 @@ def _measure(
         state = "finished"
     except StoppedError:
         say(f"stopped; what is done is in {directory}, and a resumed sweep goes on from there")
-        return EXIT_STOPPED
+        return exit_codes.STOPPED
     finally:
         progress.end(state)
         context.memory.close()
-    return EXIT_FINISHED
+    return exit_codes.OK
 
 
 def dry_run(cells: Sequence[Cell], settings: Settings, directory: Path, around: Surroundings | None = None) -> str:

@@ -31,11 +31,11 @@ def build(trial: Trial, device: torch.device) -> Stepper:
     return others[engine](trial, device)
 
 
-def adam(parameters: Any, trial: Trial) -> torch.optim.AdamW:
-    """torch's own AdamW in one kernel, over what trains."""
+def adam(parameters: Any, trial: Trial, *, fused: bool | None = True) -> torch.optim.AdamW:
+    """torch's own AdamW over what trains. fused: in one kernel; None: as torch chooses."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     rate = learning_rate(trial.cell.letters)
-    return torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    return torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=fused)
 
 
 class _Phased:
@@ -62,14 +62,9 @@ class DeepSpeed(_Phased):
         deepspeed.init_distributed(dist_backend="nccl" if cell.device == "cuda" else "gloo")
         model = _zero3_model(trial, config, device) if cell.letters.zero == 3 else _model(trial, device)
         self.parameters = models.count(model)
-        own = None
-        if cell.device == "cpu":
-            rate = learning_rate(cell.letters)
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            own = torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
         self._engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
-            optimizer=own,
+            optimizer=adam(model.parameters(), trial, fused=None) if cell.device == "cpu" else None,
             model_parameters=[p for p in model.parameters() if p.requires_grad],
             config=config,
         )

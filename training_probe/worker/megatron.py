@@ -63,7 +63,8 @@ class Megatron:
             self.optimizer = f"megatron-core {type(inner).__name__}"
         else:
             replicas = parallel_state.get_data_parallel_group()
-            self._module = model if dist.get_world_size(replicas) == 1 else _replicated(model, replicas)
+            alone = dist.get_world_size(replicas) == 1
+            self._module = model if alone else nn.parallel.DistributedDataParallel(model, process_group=replicas)
             self._optimizer = torch.optim.AdamW(
                 model.parameters(), lr=learning_rate(cell.letters), betas=BETAS, weight_decay=WEIGHT_DECAY
             )
@@ -134,11 +135,9 @@ class Megatron:
         return mean
 
     def step(self) -> None:
+        self._optimizer.step()
         if self._device.type == "cuda":
-            self._optimizer.step()
             self._module.zero_grad_buffer()
-        else:
-            self._optimizer.step()
         self._optimizer.zero_grad()
 
     def _losses(self, module: nn.Module, tokens: Tensor) -> Tensor:
@@ -196,10 +195,6 @@ class _SdpaAttention(nn.Module):
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], self._hidden)
-
-
-def _replicated(model: nn.Module, replicas: Any) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model, process_group=replicas)
 
 
 # -- on the CPU --------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_a_good_run_is_measured(tmp_path: Path, gpus: int) -> None:
     assert got.reserved_bytes == tuple((4 + rank) * GIB for rank in range(gpus))
     assert [step.step for step in seen] == list(range(7))
     assert [step.step for step in got.timed] == [2, 3, 4, 5, 6]
-    assert (got.parameters, got.trainable_parameters, got.optimizer) == (1000, 10, "AdamW")
+    assert (got.report.parameters, got.report.trainable_parameters, got.report.optimizer) == (1000, 10, "AdamW")
     assert json.loads((tmp_path / "run-1" / "trial.json").read_text())["cell"]["model"] == "ok"
     assert not alive(tmp_path)
 
