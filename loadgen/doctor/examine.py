@@ -123,7 +123,7 @@ def _launch_checks(config: Config, inventory: Inventory) -> Iterator[Check]:
     tp = 1 if isinstance(launch, Exception) else launch.settings.tp
     yield guarded("/dev/shm", lambda: _shared_memory(tp))
     yield guarded("model", lambda: _model(config, adapter, model))
-    if model.spec is not None and model.spec.gated and not _is_local(config, model):
+    if model.spec is not None and model.spec.gated and not model.local(dummy_weights=config.dummy_weights):
         yield guarded("HF token", lambda: _token(model))
     if engine_ok:
         yield guarded("image", lambda: _image(config.image or adapter.image))
@@ -244,14 +244,9 @@ def _shared_memory(tp: int) -> Answer:
     )
 
 
-def _is_local(config: Config, model: Model) -> bool:
-    """As the launch decides it: without weights, a directory is enough where none are to be loaded."""
-    return model.directory is not None and (model.has_weights or config.dummy_weights or model.hf_id is None)
-
-
 def _model(config: Config, adapter: Adapter, model: Model) -> Answer:
-    if _is_local(config, model):
-        return Answer("ok", f"{model.name} is here: {model.directory}")
+    if directory := model.local(dummy_weights=config.dummy_weights):
+        return Answer("ok", f"{model.name} is here: {directory}")
     if not adapter.loads_from_hub:
         return Answer(
             "problem",

@@ -298,8 +298,8 @@ class _Draft:
 def _local(adapter: Adapter, model: Model, config: Config, notes: list[str]) -> Path | None:
     """The model's directory on this host; None: the server takes it from the hub; MODEL_DIR: it will have to be there.
     Raises LaunchError."""
-    if model.directory is not None and (model.has_weights or config.dummy_weights or model.hf_id is None):
-        return model.directory
+    if directory := model.local(dummy_weights=config.dummy_weights):
+        return directory
     if not adapter.loads_from_hub and not config.dry_run:
         raise LaunchError(
             f"{config.kind} loads a model from a directory and {model.hf_id} is not on this machine; download it with "
