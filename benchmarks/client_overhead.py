@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,10 +198,8 @@ class Bench:
             with embedded_server(shape, self.server_core, stamps) as url:
                 work = Work(shape, url, model_name(url), self.tokenizer, results)
                 watched = watch(client.command(work), self.client_core, log, client.env, CLIENT_TIMEOUT_S)
-            if watched.exit_code not in (
-                0,
-                4,
-            ):  # 4: loadgen calls its own numbers invalid; they are compared all the same
+            # 4: loadgen calls its own numbers invalid; they are compared all the same
+            if watched.exit_code not in (0, 4):
                 tail = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
                 raise Failed(f"exit code {watched.exit_code}: {tail[0][:160]}")
             truth = read_truth(stamps, shape)
@@ -260,8 +259,6 @@ def held(row: Row) -> bool:
 
 
 def model_name(url: str) -> str:
-    import urllib.request
-
     with urllib.request.urlopen(f"{url.rstrip('/')}/v1/models", timeout=10) as reply:
         return str(json.load(reply)["data"][0]["id"])
 
@@ -296,10 +293,8 @@ def main() -> None:
     bench = prepare()
     chosen = [client for client in CLIENTS if client.name in tools]
     chosen += [] if options.before is None else [before(options.before)]
-    missing = {
-        client.name: "not installed (benchmarks/peers.sh says why)" for client in chosen if not client.needs.exists()
-    }
-    there = [client for client in chosen if client.name not in missing]
+    there = [client for client in chosen if client.needs.exists()]
+    missing = {each.name: "not installed (benchmarks/peers.sh says why)" for each in chosen if each not in there}
     ours = [client for client in there if client.name in OURS]
     leanest = [client for client in there if client.name in ("floor", "loadgen", "loadgen-kernel", "before")]
     many = [client for client in there if client in leanest or client.name in ("sglang", "vllm")]

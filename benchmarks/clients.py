@@ -95,10 +95,6 @@ class Client:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def _last_json_line(path: Path) -> Any:
-    return json.loads(path.read_text().strip().splitlines()[-1])
-
-
 def _flat(lists: Any, scale: float = 1.0) -> Floats:
     return np.concatenate([np.asarray(each, dtype=np.float64) for each in lists]) * scale
 
@@ -215,7 +211,7 @@ def _sglang(work: Work) -> list[str]:
 
 
 def _read_sglang(directory: Path) -> Reported:
-    result = _last_json_line(directory / "result.jsonl")
+    result = json.loads((directory / "result.jsonl").read_text().strip().splitlines()[-1])
     return Reported(np.array(result["ttfts"]) * 1e3, _flat(result["itls"], 1e3), result["duration"])
 
 

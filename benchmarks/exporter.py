@@ -89,25 +89,16 @@ def cpu_us_per_event(place: Path, name: str, port: int | None) -> float:
             with contextlib.suppress(OSError):
                 scraped(f"http://127.0.0.1:{port}/metrics")
 
-    argv = [
-        *LOADGEN,
-        "run",
-        "--out",
-        str(place / name),
-        "--requests",
-        "1000",
-        "--output-tokens",
-        "500",
-        "--no-calibrate",
-    ]
+    flags = ["--requests", "1000", "--output-tokens", "500", "--no-calibrate", "--url", "http://127.0.0.1:18123"]
+    argv = [*LOADGEN, "run", "--out", str(place / name), *flags]
     server = subprocess.Popen(
         [*LOADGEN, "serve", "--ttft-ms", "200", "--itl-ms", "20", "--port", "18123"], stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         time.sleep(3)
-        argv += ["--url", "http://127.0.0.1:18123"] + ([] if port is None else ["--metrics-port", str(port)])
         if port is not None:
+            argv += ["--metrics-port", str(port)]
             threading.Thread(target=scrape, daemon=True).start()
         subprocess.run(argv, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     finally:
@@ -120,14 +111,11 @@ def cpu_us_per_event(place: Path, name: str, port: int | None) -> float:
 
 def the_client() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
+        kinds = {"plain": None, "scraped": 19123}
         turns = [
-            (
-                cpu_us_per_event(Path(place), f"plain-{turn}", None),
-                cpu_us_per_event(Path(place), f"scraped-{turn}", 19123),
-            )
-            for turn in range(4)
+            [cpu_us_per_event(Path(place), f"{kind}-{turn}", port) for kind, port in kinds.items()] for turn in range(4)
         ]
-    plain, with_scrapes = (statistics.median(turn[place] for turn in turns) for place in (0, 1))
+    plain, with_scrapes = map(statistics.median, zip(*turns, strict=True))
     print(f"client CPU an event, medians of {len(turns)} turns: {plain:.2f} us, scraped {with_scrapes:.2f} us,")
     print(f"  ratio {with_scrapes / plain:.3f}; each turn: {', '.join(f'{a:.2f} {b:.2f}' for a, b in turns)}")
     return {"cpu_us_per_event": [{"plain": a, "scraped": b} for a, b in turns]}

@@ -32,7 +32,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 
 L2_BYTES = 256 << 20
 
 
-def timed_us(launches: list[Callable[[], object]], replays: int = 7) -> float:
+def timed_us(launches: list[Callable[[], object]]) -> float:
     """Median microseconds of one launch, from replays of a graph of all of them."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -43,14 +43,20 @@ def timed_us(launches: list[Callable[[], object]], replays: int = 7) -> float:
     with torch.cuda.graph(graph):
         for launch in launches:
             launch()
+    return replayed_us(graph, len(launches))
+
+
+def replayed_us(graph: torch.cuda.CUDAGraph, launches: int, before: Callable[[], object] = lambda: None) -> float:
+    """Median microseconds of one of the graph's launches; the first of its replays does not count."""
     spans = []
-    for _ in range(replays + 1):
+    for _ in range(8):
+        before()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        spans.append(begin.elapsed_time(end) * 1000 / len(launches))
+        spans.append(begin.elapsed_time(end) * 1000 / launches)
     return statistics.median(spans[1:])
 
 
@@ -157,16 +163,8 @@ def all_reduces(rank: int, ranks: int) -> Iterator[Row]:
                 ):
                     for _ in range(count):
                         reduce()
-                spans = []
-                for _ in range(8):
-                    torch.distributed.barrier()
-                    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                    begin.record()
-                    graph.replay()
-                    end.record()
-                    end.synchronize()
-                    spans.append(begin.elapsed_time(end) * 1000 / count)
-                yield "all_reduce", f"n={ranks};bytes={size};by={name};p2p={where}", statistics.median(spans[1:])
+                took = replayed_us(graph, count, torch.distributed.barrier)
+                yield "all_reduce", f"n={ranks};bytes={size};by={name};p2p={where}", took
             size *= 2
 
 

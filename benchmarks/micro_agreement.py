@@ -85,14 +85,8 @@ def products(shape: tuple[int, int, int], dtype: Dtype, device: torch.device, re
 
 
 def copies(point: Copy, bare: Bare, device: torch.device, repeats: int) -> dict[str, Any]:
-    def mine() -> float:
-        return ours_of_copy(point, device)
-
-    def theirs() -> float:
-        return bare.seconds(point)
-
-    judged = point.size_bytes >= JUDGED_BYTES
-    row = in_turns(f"{point.label} {size_text(point.size_bytes)}", point, mine, theirs, repeats, judged)
+    what, judged = f"{point.label} {size_text(point.size_bytes)}", point.size_bytes >= JUDGED_BYTES
+    row = in_turns(what, point, lambda: ours_of_copy(point, device), lambda: bare.seconds(point), repeats, judged)
     torch.cuda.empty_cache()
     return row
 
@@ -116,11 +110,9 @@ def in_turns(
 ) -> dict[str, Any]:
     """Ours, theirs, ours, theirs, ...: a GPU that warms up warms up for both."""
     pairs = [(mine(), theirs()) for _ in range(repeats)]
-    own, other = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
-    spread, their_spread = (
-        (max(pair[side] for pair in pairs) - min(pair[side] for pair in pairs)) / middle
-        for side, middle in ((0, own), (1, other))
-    )
+    sides = list(zip(*pairs, strict=True))
+    own, other = map(statistics.median, sides)
+    spread, their_spread = ((max(side) - min(side)) / statistics.median(side) for side in sides)
     ratio = statistics.median(ours_s / theirs_s for ours_s, theirs_s in pairs)
     ok = not judged or (abs(ratio - 1) <= MOST_OFF_RATIO and spread <= MOST_SPREAD_RATIO)
     speed = point.flops / own / 1e12 if isinstance(point, Gemm) else point.size_bytes / own / 1e9
@@ -177,13 +169,8 @@ class Bare:
         size, kind = ctypes.c_size_t(point.size_bytes), KINDS[point.route]
         assert target.value is not None and source.value is not None
         places = POOL_BYTES // point.size_bytes
-        pairs = [
-            (
-                ctypes.c_void_p(target.value + at * point.size_bytes),
-                ctypes.c_void_p(source.value + at * point.size_bytes),
-            )
-            for at in range(min(places, 4096))
-        ]
+        offsets = [at * point.size_bytes for at in range(min(places, 4096))]
+        pairs = [(ctypes.c_void_p(target.value + at), ctypes.c_void_p(source.value + at)) for at in offsets]
         by_events = point.pinned or point.route == "d2d"
         run = self._by_events if by_events else self._by_clock
         once_s = run(pairs, size, kind, 4)

@@ -144,11 +144,8 @@ PACING: tuple[Column, ...] = (
 def _rows(rounds: Sequence[Rows], columns: Sequence[Column], ratios: bool = False) -> str:
     """One table: a line a client, medians of the rounds, or the reason why there is none."""
     names = [client.name for client in CLIENTS if any(client.name in rows for rows in rounds)]
-    head = [
-        "client",
-        *(title for title, _ in columns),
-        *(["window / floor", "window / vLLM", "life / floor"] if ratios else []),
-    ]
+    head = ["client", *(title for title, _ in columns)]
+    head += ["window / floor", "window / vLLM", "life / floor"] if ratios else []
     lines = []
     for name in names:
         found = [rows[name] for rows in rounds if name in rows]

@@ -31,8 +31,9 @@ ConventionName = Literal["loadgen", "vllm", "guidellm", "aiperf", "mlperf"]
 def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     """Send a load to a server and report latency CDFs, throughput, and whether the numbers can be trusted.
 
-    With nothing named it starts the embedded server, and every output says `emulated`. The last line of standard
-    output is the report as JSON. `--config FILE.toml` gives any of these options as keys, with underscores.
+    Without --url, --backend or --model it starts the embedded server, and every output says `emulated`. The last
+    line of standard output is the report as JSON. `--config FILE.toml` gives any of these options as keys, with
+    underscores.
     """
     from backends.launch import LaunchError
     from loadgen.event_loop import run_loop

@@ -34,7 +34,7 @@ class ConfigError(Exception):
 
 SERVER = Group("The server", sort_key=1)
 LOAD = Group("The load", sort_key=2)
-OUTPUT = Group("What comes of it", sort_key=3)
+OUTPUT = Group("The results", sort_key=3)
 MODELLED = Group("Modelled hardware (--gpu): emulated, no GPU needed", sort_key=4)
 SETTINGS = Group("Settings of a server that is started or modelled", sort_key=5)
 LAUNCH = Group("Starting a server (--launch docker or process)", sort_key=6)
@@ -75,7 +75,7 @@ class LoadOptions:
         str | None, _load("burst (default), constant:R, poisson:R or gamma:R:CV; R in requests per second.")
     ] = None
     concurrency: Annotated[Whole | None, _load("Closed loop instead: keep this many requests in flight.")] = None
-    warmup: Annotated[Whole, _load("Requests with other prompts, sent before and not measured.")] = 8
+    warmup: Annotated[Whole, _load("Requests with other prompts, sent before the measurement.")] = 8
     dataset: Annotated[
         Path | None, _load('Your own prompts, one JSON object a line: {"prompt": text or ids, "output_tokens": n}.')
     ] = None
@@ -99,7 +99,7 @@ class ClientOptions:
 
     workers: Annotated[str, _client("Client processes: a number, or auto.")] = "1"
     transport: Annotated[
-        Literal["fast", "aiohttp"], _client("fast measures; aiohttp is the independent second opinion.")
+        Literal["fast", "aiohttp"], _client("fast is the measuring client; aiohttp an independent check.")
     ] = "fast"
     connect: Annotated[
         Literal["before", "fresh"], _client("Open connections before the clock starts, or one inside each request.")
@@ -160,13 +160,13 @@ class PlacementOptions:
     """How a server that loadgen starts, or that is modelled, uses its GPUs."""
 
     tp: Annotated[
-        str | None, _settings("Tensor parallel size, or all (default: the least power of two of GPUs that fits).")
+        str | None, _settings("Tensor parallel size, or all (default: the smallest power of two that fits).")
     ] = None
     gpus: Annotated[
         str | None,
         _settings(
-            "GPUs it may use, as 0,1,2 or GPU-uuids, or none for a server without (default: all). With a --url of this "
-            "machine: those whose memory and energy are the server's. With --gpu: how many."
+            "GPUs that the server may use, as 0,1,2 or GPU-uuids, or none (default: all). With a --url of this "
+            "machine: those whose memory and energy are the server's. Of modelled GPUs: how many."
         ),
     ] = None
     dtype: DtypeOption = "float16"
@@ -195,10 +195,8 @@ class LaunchOptions:
             "One more argument for the server, repeatable: --server-arg=--enforce-eager.", allow_leading_hyphen=True
         ),
     ] = ()
-    port: Annotated[Whole | None, _launch("Port of this host to publish it on (default: a free one).")] = None
-    ready_timeout: Annotated[float, _launch("Seconds until it must be ready; a 70B model may take many minutes.")] = (
-        1800.0
-    )
+    port: Annotated[Whole | None, _launch("Port of this host for the server (default: a free one).")] = None
+    ready_timeout: Annotated[float, _launch("Seconds that the server may take to be ready.")] = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,15 +209,13 @@ class ModelledOptions:
     ] = None
     topology: Annotated[
         Literal["nvlink", "nvlink-pairs", "pcie", "host"] | None,
-        _modelled("How they are joined (default: as usual for this GPU; without P2P: host)."),
+        _modelled("Links between the GPUs (default: as usual for this GPU; without P2P: host)."),
     ] = None
     scheduler: SchedulerOption = None
     scheduler_arg: Annotated[
-        tuple[str, ...], _modelled("A setting of it, repeatable: --scheduler-arg max_concurrent_requests=128.")
+        tuple[str, ...], _modelled("A setting of the scheduler, repeatable: max_concurrent_requests=128.")
     ] = ()
-    kv_tokens: Annotated[Whole | None, _modelled("Tokens that its KV cache holds (default: what memory leaves).")] = (
-        None
-    )
+    kv_tokens: Annotated[Whole | None, _modelled("Tokens in the KV cache (default: what memory leaves).")] = None
     profile: ProfileOption = None
     speed: Annotated[float, _modelled("Modelled seconds that pass in a real one.")] = 1.0
 

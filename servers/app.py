@@ -63,7 +63,7 @@ _wire, _times, _testing = (partial(option, group) for group in (WIRE, TIMES, TES
 class ServeOptions:
     """Everything but the modelled hardware."""
 
-    dialect: Annotated[DialectName, _wire("Which server to stand for.")] = "vllm"
+    dialect: Annotated[DialectName, _wire("Protocol to speak.")] = "vllm"
     host: Annotated[str, _wire("Address to listen on.")] = "127.0.0.1"
     port: Annotated[
         Whole,
@@ -92,20 +92,21 @@ class ServeOptions:
     ] = False
     api_key_env: Annotated[str | None, _wire("Environment variable that holds the API key to ask for.")] = None
 
-    def problem(self) -> str:
-        """What is wrong with the numbers, or "". NaN is wrong everywhere."""
+    def check(self) -> None:
+        """Raises ValueError for numbers that cannot be. NaN is wrong everywhere."""
         if not 0 <= self.port <= 65535:
-            return f"--port {self.port} is no port; it must be from 0 to 65535."
+            raise ValueError(f"--port {self.port} is no port; it must be from 0 to 65535.")
         if self.max_model_len < 2:
-            return (
+            raise ValueError(
                 f"--max-model-len {self.max_model_len} leaves no room for a prompt and a token; it must be at least 2."
             )
         for name, value in (("--ttft-ms", self.ttft_ms), ("--itl-ms", self.itl_ms)):
             if not 0 <= value <= 86_400_000:
-                return f"{name} {value:g} is out of range; it must be from 0 to 86400000 (a day)."
+                raise ValueError(f"{name} {value:g} is out of range; it must be from 0 to 86400000 (a day).")
         if not 0 <= self.jitter_ratio < 1:
-            return f"--jitter-ratio {self.jitter_ratio:g} is out of range; it must be at least 0 and below 1."
-        return ""
+            raise ValueError(
+                f"--jitter-ratio {self.jitter_ratio:g} is out of range; it must be at least 0 and below 1."
+            )
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,15 +128,16 @@ def serve(
     `Server: llm-dissect (emulated)`.
     """
     options, hardware = options or ServeOptions(), hardware or Hardware()
-    problem = options.problem()
-    if problem:
-        _fail(exit_codes.BAD_OPTIONS, problem)
-    struck = _faults(options)
-    api_key = _api_key(options.api_key_env)
-    stamps_file = _stamps(options.stamps)
-    _raise_file_limit()
-    wire = DIALECTS[options.dialect](Settings(options.model, options.max_model_len))
-    timing = _timing(options, hardware, struck)
+    try:
+        options.check()
+        struck = faults.read(options.fault, options.dialect, options.seed)
+        api_key = _api_key(options.api_key_env)
+        stamps_file = _stamps(options.stamps)
+        _raise_file_limit()
+        wire = DIALECTS[options.dialect](Settings(options.model, options.max_model_len))
+        timing = _timing(options, hardware, struck)
+    except (ValueError, EmulationError, HardwareError) as error:
+        _fail(exit_codes.BAD_OPTIONS, str(error))
     try:
         server = Server(wire, timing, options.host, options.port, struck, stamps_file, api_key)
     except (OSError, UnicodeError) as error:  # the latter: no name of a host can be so long
@@ -146,27 +148,23 @@ def serve(
 
 
 def _timing(options: ServeOptions, hardware: Hardware, struck: faults.Faults) -> Timing:
+    """Raises ValueError, EmulationError or HardwareError."""
     if hardware.gpu is not None:
         return _simulated(options, hardware, struck)
     if given := hardware.given():
-        _fail(exit_codes.BAD_OPTIONS, f"--{given[0]} is for modelled hardware; name the GPU to model with --gpu.")
+        raise ValueError(f"--{given[0]} is for modelled hardware; name the GPU to model with --gpu.")
     if needing := struck.modelled():
-        _fail(exit_codes.BAD_OPTIONS, f"fault {needing[0]} needs modelled hardware; name it, such as --gpu h200.")
+        raise ValueError(f"fault {needing[0]} needs modelled hardware; name it, such as --gpu h200.")
     return FixedTiming(round(options.ttft_ms * 1e6), round(options.itl_ms * 1e6), options.jitter_ratio, options.seed)
 
 
 def _simulated(options: ServeOptions, hardware: Hardware, struck: faults.Faults) -> SimulatedTiming:
-    try:
-        emulated = emulate(hardware.setup(options.dialect, options.model, options.max_model_len))
-        emulated = emulated.degraded(struck.amount("kv_exhaustion", 1.0), struck.amount("slow_rank", 1.0))
-        for note in emulated.facts.notes:
-            print(f"note: {note}", file=sys.stderr)
-        emulated = msgspec.structs.replace(
-            emulated, facts=msgspec.structs.replace(emulated.facts, speed=hardware.speed)
-        )
-        return SimulatedTiming(emulated, hardware.speed)
-    except (EmulationError, HardwareError) as error:
-        _fail(exit_codes.BAD_OPTIONS, str(error))
+    emulated = emulate(hardware.setup(options.dialect, options.model, options.max_model_len))
+    emulated = emulated.degraded(struck.amount("kv_exhaustion", 1.0), struck.amount("slow_rank", 1.0))
+    for note in emulated.facts.notes:
+        print(f"note: {note}", file=sys.stderr)
+    facts = msgspec.structs.replace(emulated.facts, speed=hardware.speed)
+    return SimulatedTiming(msgspec.structs.replace(emulated, facts=facts), hardware.speed)
 
 
 def main() -> None:
@@ -197,19 +195,12 @@ def _run(server: Server, exit_with_stdin: bool) -> None:
     server.run()
 
 
-def _faults(options: ServeOptions) -> faults.Faults:
-    try:
-        return faults.read(options.fault, options.dialect, options.seed)
-    except ValueError as error:
-        _fail(exit_codes.BAD_OPTIONS, str(error))
-
-
 def _api_key(variable: str | None) -> str | None:
     if variable is None:
         return None
     api_key = os.environ.get(variable)
     if not api_key:
-        _fail(exit_codes.BAD_OPTIONS, f"the environment variable {variable} holds no API key; set it first.")
+        raise ValueError(f"the environment variable {variable} holds no API key; set it first.")
     return api_key
 
 
@@ -217,7 +208,7 @@ def _stamps(path: Path | None) -> Stamps | None:
     try:
         return Stamps(path) if path is not None else None
     except OSError as error:
-        _fail(exit_codes.BAD_OPTIONS, f"cannot write {path}: {error.strerror}; name another file for --stamps.")
+        raise ValueError(f"cannot write {path}: {error.strerror}; name another file for --stamps.") from None
 
 
 def _raise_file_limit() -> None:

@@ -50,6 +50,13 @@ def test_the_command_line_loads_nothing_heavy() -> None:
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
+def test_a_run_loads_what_it_uses() -> None:
+    """Figures come after the numbers, and a server at a --url needs neither Docker nor another transport."""
+    unused = {"aiohttp", "docker", "httpx", "matplotlib", "scipy", "torch", "yaml"}
+    code = f"import sys, backends, loadgen.run; backends.get('vllm'); print(*sorted({unused} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
 def test_no_two_rooms_import_each_other() -> None:
     """What import-linter holds layer by layer, once for all files: imports at the top of modules make no circle."""
     modules = {path: _name(path) for path in sources(*PACKAGES)}

@@ -7,7 +7,7 @@ leave embeddings, norms and head in 16 bits; LoRA sits on all seven linear layer
 FLOPs are counted of matrix products and attention's two batched products, a multiply-add as 2. Attention counts the
 full s x s square although it is causal, as PaLM (appendix B) and llm-foundry do, so that numbers can be laid beside
 theirs. Not counted: norms, softmax, rotations, the loss, the embedding's look-up, dequantization, the optimizer.
-METHODOLOGY.md ("Training: model FLOPs, MFU and HFU") derives the terms.
+docs/training.md ("Model FLOPs, MFU and HFU") derives the terms.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def check_above_0(flag: str, value: float | None) -> None:
 
 CELLS = Group("Cells: every combination of what is named", sort_key=1)
 MEASURED = Group("How they are measured", sort_key=2)
-OUTPUT = Group("What comes of it", sort_key=3)
+OUTPUT = Group("The results", sort_key=3)
 
 _cells, _measured = partial(option, CELLS), partial(option, MEASURED)
 _list = partial(_cells, consume_multiple=1, show_default=False)

@@ -22,7 +22,8 @@ from panels import (
 )
 
 IDENTITY = "run_id, program, backend, model, arrival, emulated, version"
-_DURATION = q.last("bench_measured_seconds", total="max")
+REQUESTS, OK = q.last("bench_requests_total"), q.last("bench_requests_total", labels=q.OK)
+OUTPUT, DURATION = q.last("bench_output_tokens_total"), q.last("bench_measured_seconds", total="max")
 SEEN = "run_id_state:bench_run_state:seen_timestamp_seconds"
 
 
@@ -31,7 +32,7 @@ def board() -> Dashboard:
         "llm-dissect-comparison",
         "Comparison of runs",
         "Runs that are over, side by side, at their last values in the time range.",
-        [_info(), _throughput(), _bar(), _tables()],
+        [_info(), _throughput(), _bars(), _tables()],
         'bench_run_info{program="loadgen"}',
         every=True,
         span="24h",
@@ -39,17 +40,14 @@ def board() -> Dashboard:
 
 
 def _info() -> Row:
+    last_seen = f"topk by (run_id) (1, last_over_time({SEEN}{{{q.RUN}}}[$__range])) * 1000"
     return Row(
         "Runs",
         [
             rows(
                 "What was run",
                 Query(q.last("bench_run_info", IDENTITY, total="max")),
-                Query(
-                    f"topk by (run_id) (1, last_over_time({SEEN}{{{q.RUN}}}[$__range])) * 1000",
-                    "last seen",
-                    "dateTimeAsIso",
-                ),
+                Query(last_seen, "last seen", "dateTimeAsIso"),
                 about="Emulated: nothing of it says anything about hardware.",
             )
         ],
@@ -62,23 +60,15 @@ def _throughput() -> Row:
         [
             rows(
                 "Whole runs",
-                Query(q.last("bench_requests_total"), "requests", COUNT),
-                Query(q.last("bench_requests_total", labels=q.OK), "ok", COUNT),
-                Query(
-                    f"{q.last('bench_requests_total', labels=q.FAILED)} / ({q.last('bench_requests_total')} > 0)",
-                    "failed",
-                    RATIO,
-                ),
+                Query(REQUESTS, "requests", COUNT),
+                Query(OK, "ok", COUNT),
+                Query(f"{q.last('bench_requests_total', labels=q.FAILED)} / ({REQUESTS} > 0)", "failed", RATIO),
                 Query(q.last("bench_prompt_tokens_total"), "prompt tokens", COUNT),
-                Query(q.last("bench_output_tokens_total"), "output tokens", COUNT),
-                Query(
-                    f"{q.last('bench_output_tokens_total')} / {q.last('bench_requests_total', labels=q.OK)}",
-                    "output tokens a request",
-                    COUNT,
-                ),
-                Query(q.last("bench_measured_seconds", total="max"), "duration", SECONDS),
-                Query(f"{q.last('bench_requests_total', labels=q.OK)} / {_DURATION}", "ok requests", PER_SECOND),
-                Query(f"{q.last('bench_output_tokens_total')} / {_DURATION}", "output tokens/s", PER_SECOND),
+                Query(OUTPUT, "output tokens", COUNT),
+                Query(f"{OUTPUT} / {OK}", "output tokens a request", COUNT),
+                Query(DURATION, "duration", SECONDS),
+                Query(f"{OK} / {DURATION}", "ok requests", PER_SECOND),
+                Query(f"{OUTPUT} / {DURATION}", "output tokens/s", PER_SECOND),
                 width=16,
             ),
             bars(
@@ -92,13 +82,12 @@ def _throughput() -> Row:
     )
 
 
-def _bar() -> Row:
+def _bars() -> Row:
     return Row(
         "Latency of whole runs",
         [
-            _side_by_side("Time to first token", q.TTFT),
-            _side_by_side("Time per output token", q.TPOT),
-            _side_by_side("End to end", q.E2EL),
+            bars(title, SECONDS, *(q.by_run(q.whole(name, part), label) for label, part in q.QUANTILES.items()))
+            for title, name in q.LATENCIES.items()
         ],
     )
 
@@ -120,7 +109,3 @@ def _table(title: str, name: str) -> Panel:
     mean = f"{q.last(name + '_sum')} / {q.last(name + '_count')}"
     columns = [Query(q.whole(name, part), label, SECONDS) for label, part in q.QUANTILES.items()]
     return rows(title, *columns, Query(mean, "mean", SECONDS), Query(q.last(name + "_count"), "n", COUNT), width=12)
-
-
-def _side_by_side(title: str, name: str) -> Panel:
-    return bars(title, SECONDS, *(q.by_run(q.whole(name, part), label) for label, part in q.QUANTILES.items()))

@@ -17,6 +17,7 @@ TPOT = "bench_time_per_output_token_seconds"
 ITL = "bench_inter_token_latency_seconds"
 E2EL = "bench_end_to_end_latency_seconds"
 SEND_LAG = "bench_send_lag_seconds"
+LATENCIES = {"Time to first token": TTFT, "Time per output token": TPOT, "End to end": E2EL}
 
 
 def by_run(expr: str, what: str = "") -> Query:
@@ -51,31 +52,18 @@ def whole(name: str, q: float) -> str:
     return f"histogram_quantile({q}, {last(name + '_bucket', 'le, run_id')})"
 
 
-def alerts() -> Panel:
-    return number(
-        "Alerts",
-        COUNT,
-        Query('ALERTS{alertstate="firing", run_id=~"$run_id|"}', "{{alertname}} {{run_id}}"),
-        "Alerts that fire, of these runs and of the exporter.",
-        name=True,
-        none="none",
-    )
-
-
-def state() -> Panel:
-    return number(
-        "State",
-        COUNT,
-        Query(f"bench_run_state{{{RUN}}}", "{{state}} {{run_id}}"),
-        "Stale: the snapshot is old and the run never said that it ended.",
-        name=True,
-    )
-
-
-def age() -> Panel:
-    return number(
-        "Snapshot's age",
-        SECONDS,
-        Query(f"time() - {gauge('bench_run_updated_timestamp_seconds')}", "{{run_id}}"),
-        "How old what you see is. Grows when the run is over.",
-    )
+def live() -> list[Panel]:
+    """State, alerts, and how old they are."""
+    firing = Query('ALERTS{alertstate="firing", run_id=~"$run_id|"}', "{{alertname}} {{run_id}}")
+    age = Query(f"time() - {gauge('bench_run_updated_timestamp_seconds')}", "{{run_id}}")
+    return [
+        number(
+            "State",
+            COUNT,
+            Query(f"bench_run_state{{{RUN}}}", "{{state}} {{run_id}}"),
+            "Stale: the snapshot is old and the run never said that it ended.",
+            name=True,
+        ),
+        number("Alerts", COUNT, firing, "Alerts that fire, of these runs and of the exporter.", name=True, none="none"),
+        number("Snapshot's age", SECONDS, age, "How old what you see is. Grows when the run is over."),
+    ]

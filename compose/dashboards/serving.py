@@ -36,9 +36,7 @@ def _overview() -> Row:
     return Row(
         "Now",
         [
-            q.state(),
-            q.alerts(),
-            q.age(),
+            *q.live(),
             number("Requests that ended", COUNT, q.by_run(f"sum by (run_id) (bench_requests_total{{{q.RUN}}})")),
             number(
                 "Of those planned",
@@ -70,7 +68,7 @@ def _load() -> Row:
                 about="Requests that ended, all chosen runs together.",
                 stacked=True,
             ),
-            lines("In flight", COUNT, _per_run("bench_requests_in_flight")),
+            lines("In flight", COUNT, q.by_run(q.gauge("bench_requests_in_flight"))),
             lines(
                 "Tokens",
                 PER_SECOND,
@@ -87,21 +85,18 @@ def _load() -> Row:
 def _latency() -> Row:
     heats = [
         heat(title, f"sum by (le) (increase({name}_bucket{{{q.RUN}}}[$__rate_interval]))", "All chosen runs together.")
-        for title, name in (("Time to first token", q.TTFT), ("Time per output token", q.TPOT), ("End to end", q.E2EL))
+        for title, name in q.LATENCIES.items()
+    ]
+    dots = {q.TTFT: "Dots are single requests, by id."}
+    curves = [
+        lines(title, SECONDS, *q.quantiles(name), exemplars=True, about=dots.get(name, ""))
+        for title, name in q.LATENCIES.items()
     ]
     return Row(
         "Latency, as the client sees it",
         [
             *heats,
-            lines(
-                "Time to first token",
-                SECONDS,
-                *q.quantiles(q.TTFT),
-                exemplars=True,
-                about="Dots are single requests, by id.",
-            ),
-            lines("Time per output token", SECONDS, *q.quantiles(q.TPOT), exemplars=True),
-            lines("End to end", SECONDS, *q.quantiles(q.E2EL), exemplars=True),
+            *curves,
             lines("Gaps between events", SECONDS, *q.quantiles(q.ITL)),
             lines(
                 "Send lag",
@@ -177,7 +172,3 @@ def _gpus() -> Row:
             lines("Utilization", RATIO, q.by_run(q.gauge("bench_gpu_utilization_ratio", "run_id, gpu"), "GPU {{gpu}}")),
         ],
     )
-
-
-def _per_run(name: str) -> Query:
-    return q.by_run(q.gauge(name))

@@ -41,9 +41,7 @@ def _overview() -> Row:
     return Row(
         "Now",
         [
-            q.state(),
-            q.alerts(),
-            q.age(),
+            *q.live(),
             number("Cells that are over", COUNT, q.by_run(DONE)),
             number("Of those planned", RATIO, q.by_run(f"{DONE} / {q.gauge('bench_training_cells_planned')}")),
             number(
@@ -90,27 +88,22 @@ def _steps() -> Row:
 
 
 def _memory() -> Row:
+    peak, predicted = _last("peak_memory_bytes"), _last("predicted_memory_bytes")
     return Row(
         "Memory",
         [
             bars(
                 "Peak beside predicted",
                 BYTES,
-                Query(q.last("bench_training_peak_memory_bytes", CELL, total="max"), "{{cell}} peak {{run_id}}"),
-                Query(
-                    q.last("bench_training_predicted_memory_bytes", CELL, total="max"), "{{cell}} predicted {{run_id}}"
-                ),
+                Query(peak, "{{cell}} peak {{run_id}}"),
+                Query(predicted, "{{cell}} predicted {{run_id}}"),
                 about="Highest memory allocated on any rank.",
                 width=12,
             ),
             bars(
                 "Predicted / peak",
                 RATIO,
-                Query(
-                    f"{q.last('bench_training_predicted_memory_bytes', CELL, total='max')}"
-                    f" / {q.last('bench_training_peak_memory_bytes', CELL, total='max')}",
-                    "{{cell}}",
-                ),
+                Query(f"{predicted} / {peak}", "{{cell}}"),
                 width=12,
             ),
         ],
@@ -123,12 +116,12 @@ def _cells() -> Row:
         [
             rows(
                 "All cells in the time range",
-                _column("tokens_per_second", "tokens/s", COUNT),
-                _column("mfu_ratio", "MFU", RATIO),
-                _column("step_seconds", "step", SECONDS),
-                _column("loss", "loss", "none"),
-                _column("peak_memory_bytes", "peak", BYTES),
-                _column("predicted_memory_bytes", "predicted", BYTES),
+                Query(_last("tokens_per_second"), "tokens/s", COUNT),
+                Query(_last("mfu_ratio"), "MFU", RATIO),
+                Query(_last("step_seconds"), "step", SECONDS),
+                Query(_last("loss"), "loss", "none"),
+                Query(_last("peak_memory_bytes"), "peak", BYTES),
+                Query(_last("predicted_memory_bytes"), "predicted", BYTES),
                 height=12,
             )
         ],
@@ -150,5 +143,5 @@ def _of_cells(name: str) -> Query:
     return q.by_run(q.gauge(f"bench_training_{name}", CELL), "{{cell}}")
 
 
-def _column(name: str, title: str, unit: str) -> Query:
-    return Query(q.last(f"bench_training_{name}", CELL, total="max"), title, unit)
+def _last(name: str) -> str:
+    return q.last(f"bench_training_{name}", CELL, total="max")

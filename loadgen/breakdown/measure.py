@@ -231,8 +231,8 @@ def _check(client: Client, running: asyncio.Future[Any], before: str) -> None:
     if client.done:
         raise ServerError(
             f"a reply ended before {before}; lower --concurrency or --output-tokens ({client.job.sampling.max_tokens} "
-            "here) to what the server's KV cache holds to the end of all replies, or raise the latter where they were "
-            "too short."
+            "here) to what the server's KV cache holds to the end of all replies, or raise --output-tokens if the "
+            "replies were too short."
         )
 
 

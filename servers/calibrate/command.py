@@ -97,14 +97,13 @@ def _identifiable(single: Sequence[Observed], log: Callable[[str], None]) -> lis
     names = list(START)
     crowded = any(_in_flight(run) > 100 for run in single)
     sparse = any(_in_flight(run) < 40 for run in single)
-    if not crowded:
-        for name in ("row_us", "request_us", "prefill_token_us"):
-            names.remove(name)
-        log("not identified: row_us, request_us, prefill_token_us (no run has 100 requests at once; add a burst).")
-    if not sparse:
-        for name in ("step_us", "latency_us"):
-            names.remove(name)
-        log("not identified: step_us, latency_us (all runs are crowded; add one with few requests at once).")
+    for shown, hidden, why in (
+        (crowded, ("row_us", "request_us", "prefill_token_us"), "no run has 100 requests at once; add a burst"),
+        (sparse, ("step_us", "latency_us"), "all runs are crowded; add one with few requests at once"),
+    ):
+        if not shown:
+            names = [name for name in names if name not in hidden]
+            log(f"not identified: {', '.join(hidden)} ({why}).")
     return names
 
 

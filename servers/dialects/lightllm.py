@@ -13,24 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from backends.untrusted import UNDECODABLE
+from servers.serve import wire
 from servers.serve.telemetry import Distribution, Sample, Series, labels_of
-from servers.serve.wire import (
-    WORDS,
-    WORDS_JSON,
-    Finish,
-    Page,
-    Refusal,
-    Settings,
-    Wire,
-    count_words,
-    encode_json,
-    json_page,
-    output_text,
-    span,
-)
+from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
 
-_N_WORDS = len(WORDS)
-_FIRST_ID = 1000
 _TYPES = {400: "BadRequestError", 401: "AuthenticationError", 417: "ExpectationFailedError", 429: "RateLimitError"}
 _MESSAGES = {429: "Server is busy, please try again later.", 503: "Server is busy, please try again later."}
 
@@ -59,16 +45,18 @@ class LightLLM:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._started_s = int(time.time())
-        healthy = json_page(200, {"message": "Ok"})
-        alive = json_page(200, {"status": "ok"})
+        started_s = int(time.time())
+        healthy = wire.json_page(200, {"message": "Ok"})
+        alive = wire.json_page(200, {"status": "ok"})
         self.pages: Mapping[str, Callable[[], Page]] = {
             "/health": lambda: healthy,
             "/healthz": lambda: healthy,
             "/liveness": lambda: alive,
             "/readiness": lambda: alive,
-            "/get_model_name": lambda: json_page(200, {"model_name": settings.model}),
-            "/v1/models": self._models,
+            "/get_model_name": lambda: wire.json_page(200, {"model_name": settings.model}),
+            "/v1/models": lambda: wire.models_page(
+                settings, started_s, "lightllm", max_model_len=settings.max_model_len
+            ),
         }
         self.generations: Mapping[str, Callable[[bytes, str], Wire]] = {
             "/generate": lambda raw, _: self._generate(raw, False),
@@ -80,14 +68,10 @@ class LightLLM:
 
     def error(self, status: int, message: str | None = None) -> Page:
         if status in (404, 405):  # FastAPI's own
-            return json_page(status, {"detail": "Not Found" if status == 404 else "Method Not Allowed"})
+            return wire.json_page(status, {"detail": "Not Found" if status == 404 else "Method Not Allowed"})
         text = message or _MESSAGES.get(status, "Internal Server Error")
         kind = _TYPES.get(status, "InternalServerError")
-        return json_page(status, {"error": {"message": text, "type": kind, "param": None, "code": status}})
-
-    def _models(self) -> Page:
-        model = {"id": self._settings.model, "object": "model", "created": self._started_s, "owned_by": "lightllm"}
-        return json_page(200, {"object": "list", "data": [model | {"max_model_len": self._settings.max_model_len}]})
+        return wire.json_page(status, wire.error_body(status, text, kind))
 
     def _generate(self, raw: bytes, streaming: bool | None) -> Wire:
         try:
@@ -96,7 +80,7 @@ class LightLLM:
             raise Refusal(self.error(417, _missing(raw) or str(error))) from None
         except UNDECODABLE as error:
             raise Refusal(self.error(400, str(error))) from None
-        n_prompt = count_words(body.inputs) if isinstance(body.inputs, str) else len(body.inputs)
+        n_prompt = wire.count_tokens(body.inputs)
         max_new_tokens, limit = body.parameters.max_new_tokens, self._settings.max_model_len
         if max_new_tokens < 1:
             raise Refusal(self.error(400, f"max_new_tokens must be at least 1 , got {max_new_tokens}."))
@@ -120,17 +104,13 @@ def _missing(raw: bytes) -> str:
     return next((repr(key) for key in ("inputs", "parameters") if key not in body), "")
 
 
-class Token(msgspec.Struct, kw_only=True):
-    id: int
-    text: str
-    logprob: float = -0.6
-    special: bool = False
+class CountedToken(wire.Token, kw_only=True):
     count_output_tokens: int
     prompt_tokens: int
 
 
 class StreamEvent(msgspec.Struct, kw_only=True):
-    token: Token
+    token: CountedToken
     generated_text: None = None
     finished: bool
     finish_reason: Finish | None
@@ -144,48 +124,38 @@ class WholeReply(msgspec.Struct):
     prompt_tokens: int
 
 
-class LightLLMWire:
-    """One reply (a `Wire`)."""
-
-    content_type = "text/event-stream; charset=utf-8"
-    failure_before_output = False
-
-    def __init__(self, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
-        self.streaming = streaming
-        self.prompt_tokens = prompt_tokens
-        self.cached_tokens = 0
-        self.output_tokens = output_tokens
+class LightLLMWire(Wire):
+    """One reply."""
 
     def token(self, count: int) -> bytes:
-        index = count % _N_WORDS
-        return _PLAIN % (_FIRST_ID + index, _ESCAPED[index], count, self.prompt_tokens)
+        index = count % wire.N_WORDS
+        return _PLAIN % (wire.FIRST_ID + index, _ESCAPED[index], count, self.prompt_tokens)
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
-        token = Token(
-            id=_FIRST_ID + count % _N_WORDS, text=span(count, n_tokens), count_output_tokens=count,
+        token = CountedToken(
+            wire.FIRST_ID + count % wire.N_WORDS,
+            wire.span(count, n_tokens),
+            count_output_tokens=count,
             prompt_tokens=self.prompt_tokens,
-        )  # fmt: skip
+        )
         event = StreamEvent(token=token, finished=finish is not None, finish_reason=finish)
         return b"data:" + _ujson(event) + b"\n\n"
-
-    def tail(self, count: int, done: bool = True) -> bytes:
-        return b""
 
     def failure(self) -> bytes:
         error = {"message": "the inference process has failed", "type": "invalid_request_error"}
         return b"data: " + _ujson({"error": error}) + b"\n\n"
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
-        reply = WholeReply([output_text(count)], count, finish, self.prompt_tokens)
+        reply = WholeReply([wire.output_text(count)], count, finish, self.prompt_tokens)
         return Page(200, _ujson(reply), content_type=None)
 
 
 def _ujson(value: object) -> bytes:
     """JSON as ujson writes it: a slash, which occurs in strings alone, is escaped."""
-    return encode_json(value).replace(b"/", b"\\/")
+    return wire.encode_json(value).replace(b"/", b"\\/")
 
 
-_ESCAPED = tuple(word.replace(b"/", b"\\/") for word in WORDS_JSON)
+_ESCAPED = tuple(word.replace(b"/", b"\\/") for word in wire.WORDS_JSON)
 _PLAIN = (
     b'data:{"token":{"id":%d,"text":%b,"logprob":-0.6,"special":false,"count_output_tokens":%d,"prompt_tokens":%d},'
     b'"generated_text":null,"finished":false,"finish_reason":null,"details":null}\n\n'

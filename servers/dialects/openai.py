@@ -15,27 +15,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from backends.untrusted import UNDECODABLE
+from servers.serve import wire
 from servers.serve.telemetry import Distribution, Sample, Series, labels_of
-from servers.serve.wire import (
-    CHAT_TEMPLATE_TOKENS,
-    WORDS,
-    WORDS_JSON,
-    Finish,
-    Page,
-    Refusal,
-    Settings,
-    Wire,
-    count_words,
-    encode_json,
-    json_page,
-    output_text,
-    span,
-)
+from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
 
 VERSION = "0.32.0"
 FINGERPRINT = f"vllm-{VERSION}-emulated"
 
-_N_WORDS = len(WORDS)
 _MESSAGES = {
     429: "Rate limit reached.",
     500: "EngineCore encountered an issue. See stack trace (above) for the root cause.",
@@ -103,7 +89,7 @@ class OpenAI:
         self.pages: Mapping[str, Callable[[], Page]] = {
             "/health": lambda: empty,
             "/ping": lambda: empty,
-            "/version": lambda: json_page(200, {"version": VERSION}),
+            "/version": lambda: wire.json_page(200, {"version": VERSION}),
             "/v1/models": self._models,
         }
         self.generations: Mapping[str, Callable[[bytes, str], Wire]] = {
@@ -115,18 +101,17 @@ class OpenAI:
 
     def error(self, status: int, message: str | None = None, param: str | None = None) -> Page:
         if status == 401:
-            return json_page(401, {"error": "Unauthorized"})
+            return wire.json_page(401, {"error": "Unauthorized"})
         phrase = responses.get(status, "Error")
-        return json_page(status, error_body(status, message or _MESSAGES.get(status, phrase), param, phrase))
+        kind = "NotFoundError" if param == "model" else _TYPES.get(status, phrase)
+        return wire.json_page(status, wire.error_body(status, message or _MESSAGES.get(status, phrase), kind, param))
 
     def _models(self) -> Page:
-        card = ModelCard(id=self._settings.model, created=self._started_s, owned_by="organization-owner")
-        if self.name == "vllm":
-            card = VllmModelCard(
-                id=self._settings.model, created=self._started_s, owned_by="vllm", root=self._settings.model,
-                max_model_len=self._settings.max_model_len,
-            )  # fmt: skip
-        return json_page(200, {"object": "list", "data": [card]})
+        settings = self._settings
+        if self.name != "vllm":
+            return wire.models_page(settings, self._started_s, "organization-owner")
+        more = {"root": settings.model, "parent": None, "max_model_len": settings.max_model_len, "permission": ()}
+        return wire.models_page(settings, self._started_s, "vllm", **more)
 
     def _completion(self, raw: bytes, request_id: str) -> Wire:
         try:
@@ -136,7 +121,7 @@ class OpenAI:
             body, prompt = self._one_of_list(raw, error)
         except UNDECODABLE as error:
             raise Refusal(self.error(400, f"JSON decode error: {error}")) from None
-        n_prompt = count_words(prompt) if isinstance(prompt, str) else len(prompt)
+        n_prompt = wire.count_tokens(prompt)
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         n_output = self._admitted(body, n_prompt, max_tokens)
         return OpenAIWire(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
@@ -161,7 +146,7 @@ class OpenAI:
         for message in body.messages:
             parts = message.content if isinstance(message.content, list) else [Part(message.content or "")]
             texts += [part.text for part in parts]
-        n_prompt = CHAT_TEMPLATE_TOKENS + sum(map(count_words, texts))
+        n_prompt = wire.CHAT_TEMPLATE_TOKENS + sum(map(wire.count_tokens, texts))
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         max_tokens = self._settings.max_model_len - n_prompt if max_tokens is None else max_tokens
         n_output = self._admitted(body, n_prompt, max_tokens)
@@ -190,36 +175,6 @@ class OpenAI:
         if body.n not in (None, 1):
             raise Refusal(self.error(400, "the emulated server makes one choice a request.", "n"))
         return min(max_tokens, limit - n_prompt)
-
-
-class ModelCard(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str
-
-
-class VllmModelCard(ModelCard, kw_only=True):
-    root: str
-    parent: None = None
-    max_model_len: int
-    permission: tuple[str, ...] = ()
-
-
-class ErrorDetails(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: int
-
-
-class ErrorBody(msgspec.Struct):
-    error: ErrorDetails
-
-
-def error_body(status: int, message: str, param: str | None, phrase: str) -> ErrorBody:
-    kind = "NotFoundError" if param == "model" else _TYPES.get(status, phrase)
-    return ErrorBody(ErrorDetails(message, kind, param, status))
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -303,22 +258,6 @@ class WholeReply(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
-def _completion_choice(text: str, finish: Finish | None) -> CompletionChoice:
-    return CompletionChoice(text=text, finish_reason=finish)
-
-
-def _chat_choice(text: str, finish: Finish | None) -> ChatChoice:
-    return ChatChoice(delta=Delta(content=text), finish_reason=finish, stop_reason=None if finish else UNSET)
-
-
-def _whole_completion_choice(text: str, finish: Finish) -> WholeCompletionChoice:
-    return WholeCompletionChoice(text=text, finish_reason=finish)
-
-
-def _whole_chat_choice(text: str, finish: Finish) -> WholeChatChoice:
-    return WholeChatChoice(message=AssistantMessage(content=text), finish_reason=finish)
-
-
 @dataclass(frozen=True)
 class Shape:
     """What differs between the two routes."""
@@ -328,31 +267,35 @@ class Shape:
     whole_object: str
     choice: Callable[[str, Finish | None], CompletionChoice | ChatChoice]
     whole_choice: Callable[[str, Finish], WholeCompletionChoice | WholeChatChoice]
-    opening_choice: ChatChoice | None  # an event of its own, written together with the first token's
+    opening_choice: ChatChoice | None = None  # an event of its own, written together with the first token's
 
 
 COMPLETION = Shape(
-    "cmpl-", "text_completion", "text_completion", _completion_choice, _whole_completion_choice, opening_choice=None
+    "cmpl-",
+    "text_completion",
+    "text_completion",
+    lambda text, finish: CompletionChoice(text=text, finish_reason=finish),
+    lambda text, finish: WholeCompletionChoice(text=text, finish_reason=finish),
 )
 CHAT = Shape(
-    "chatcmpl-", "chat.completion.chunk", "chat.completion", _chat_choice, _whole_chat_choice,
+    "chatcmpl-",
+    "chat.completion.chunk",
+    "chat.completion",
+    lambda text, finish: ChatChoice(
+        delta=Delta(content=text), finish_reason=finish, stop_reason=None if finish else UNSET
+    ),
+    lambda text, finish: WholeChatChoice(message=AssistantMessage(content=text), finish_reason=finish),
     opening_choice=ChatChoice(delta=Delta(role="assistant", content=""), finish_reason=None, token_ids=UNSET),
-)  # fmt: skip
+)
 
 
-class OpenAIWire:
-    """One reply of either route (a `Wire`). The frame of a plain token is made once and only its text changes."""
-
-    content_type = "text/event-stream; charset=utf-8"
-    failure_before_output = False
+class OpenAIWire(Wire):
+    """One reply of either route. The frame of a plain token is made once and only its text changes."""
 
     def __init__(
         self, shape: Shape, body: Body, prompt_tokens: int, output_tokens: int, model: str, request_id: str
     ) -> None:
-        self.streaming = bool(body.stream)
-        self.prompt_tokens = prompt_tokens
-        self.cached_tokens = 0
-        self.output_tokens = output_tokens
+        super().__init__(bool(body.stream), prompt_tokens, output_tokens)
         self._shape = shape
         options = body.stream_options or StreamOptions()
         self._usage_last = bool(options.include_usage)
@@ -365,21 +308,21 @@ class OpenAIWire:
     def token(self, count: int) -> bytes:
         if self._usage_always:
             return self.event(count, 1, None)
-        return self._prefix + WORDS_JSON[count % _N_WORDS] + self._suffix
+        return self._prefix + wire.WORDS_JSON[count % wire.N_WORDS] + self._suffix
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
         usage = self._usage(count) if self._usage_always else UNSET
         opening = b""
         if count == n_tokens and self._shape.opening_choice:
             opening = self._chunk([self._shape.opening_choice], usage)
-        return opening + self._chunk([self._shape.choice(span(count, n_tokens), finish)], usage)
+        return opening + self._chunk([self._shape.choice(wire.span(count, n_tokens), finish)], usage)
 
     def tail(self, count: int, done: bool = True) -> bytes:
         usage = self._chunk([], self._usage(count), FINGERPRINT) if self._usage_last else b""
         return usage + (_DONE if done else b"")
 
     def failure(self) -> bytes:
-        return b"data: " + encode_json(error_body(500, _MESSAGES[500], None, "")) + b"\n\n" + _DONE
+        return b"data: " + wire.encode_json(wire.error_body(500, _MESSAGES[500], _TYPES[500])) + b"\n\n" + _DONE
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         usage = self._usage(count)
@@ -387,9 +330,9 @@ class OpenAIWire:
             usage.prompt_tokens_details = None
         reply = WholeReply(
             id=self._id, object=self._shape.whole_object, created=self._created_s, model=self._model,
-            choices=[self._shape.whole_choice(output_text(count), finish)], usage=usage,
+            choices=[self._shape.whole_choice(wire.output_text(count), finish)], usage=usage,
         )  # fmt: skip
-        return json_page(200, reply)
+        return wire.json_page(200, reply)
 
     def _chunk(
         self,
@@ -401,7 +344,7 @@ class OpenAIWire:
             id=self._id, object=self._shape.chunk_object, created=self._created_s, model=self._model, choices=choices,
             usage=usage, system_fingerprint=fingerprint,
         )  # fmt: skip
-        return b"data: " + encode_json(chunk) + b"\n\n"
+        return b"data: " + wire.encode_json(chunk) + b"\n\n"
 
     def _usage(self, count: int) -> Usage:
         return Usage(

@@ -12,28 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from backends.untrusted import UNDECODABLE
+from servers.serve import wire
 from servers.serve.telemetry import Distribution, Sample, Series
-from servers.serve.wire import (
-    WORDS,
-    WORDS_JSON,
-    Finish,
-    Page,
-    Refusal,
-    Settings,
-    Wire,
-    count_words,
-    encode_json,
-    json_page,
-    output_text,
-    span,
-    word,
-)
+from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
 
 VERSION = "3.3.7"
 BOS_TOKENS = 1
 
-_N_WORDS = len(WORDS)
-_FIRST_ID = 1000
 _EVENT_STREAM = "text/event-stream"
 _FINISH = {"length": "length", "stop": "eos_token"}
 # status -> error_type, message
@@ -92,7 +77,7 @@ class TGI:
         if status in (401, 404, 405):
             return Page(status, b"", content_type=None)
         kind, usual = _ERRORS.get(status, ("generation", "Request failed during generation"))
-        return json_page(status, {"error": message or usual, "error_type": kind})
+        return wire.json_page(status, {"error": message or usual, "error_type": kind})
 
     def _info(self) -> Page:
         limit = self._settings.max_model_len
@@ -102,7 +87,7 @@ class TGI:
             "max_total_tokens": limit, "validation_workers": 2, "max_client_batch_size": 4,
         }  # fmt: skip
         router = {"router": "text-generation-router", "version": VERSION, "sha": None, "docker_label": None}
-        return json_page(200, info | limits | router)
+        return wire.json_page(200, info | limits | router)
 
     def _generate(self, raw: bytes, streaming: bool | None) -> Wire:
         try:
@@ -113,7 +98,7 @@ class TGI:
         except UNDECODABLE as error:
             raise Refusal(_text(400, f"Failed to parse the request body as JSON: {error}")) from None
         streaming = body.stream if streaming is None else streaming
-        n_prompt = count_words(body.inputs) + BOS_TOKENS
+        n_prompt = wire.count_tokens(body.inputs) + BOS_TOKENS
         limit = self._settings.max_model_len
         max_new_tokens = body.parameters.max_new_tokens
         wrong = ""
@@ -134,13 +119,6 @@ class TGI:
         )
 
 
-class Token(msgspec.Struct):
-    id: int
-    text: str
-    logprob: float = -0.6
-    special: bool = False
-
-
 class Details(msgspec.Struct):
     finish_reason: str
     generated_tokens: int
@@ -152,54 +130,50 @@ class StreamDetails(Details):
 
 
 class WholeDetails(Details, kw_only=True):
-    prefill: tuple[Token, ...] = ()
-    tokens: list[Token]
+    prefill: tuple[wire.Token, ...] = ()
+    tokens: list[wire.Token]
 
 
 class StreamEvent(msgspec.Struct, kw_only=True):
     index: int
-    token: Token
+    token: wire.Token
     generated_text: str | None = None
     details: StreamDetails | None = None
 
 
-class TGIWire:
-    """One reply (a `Wire`)."""
+class TGIWire(Wire):
+    """One reply."""
 
     content_type = _EVENT_STREAM
     failure_before_output = True  # what TGI sends in a stream with status 200: it is overloaded
 
     def __init__(self, parameters: Parameters, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
-        self.streaming = streaming
-        self.prompt_tokens = prompt_tokens
-        self.cached_tokens = 0
-        self.output_tokens = output_tokens
+        super().__init__(streaming, prompt_tokens, output_tokens)
         self._details = parameters.details or parameters.decoder_input_details
         self._seed = parameters.seed
 
     def token(self, count: int) -> bytes:
-        index = count % _N_WORDS
-        return _PLAIN % (count, index + _FIRST_ID, WORDS_JSON[index])
+        index = count % wire.N_WORDS
+        return _PLAIN % (count, index + wire.FIRST_ID, wire.WORDS_JSON[index])
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
-        event = StreamEvent(index=count, token=Token(count % _N_WORDS + _FIRST_ID, span(count, n_tokens)))
+        event = StreamEvent(
+            index=count, token=wire.Token(count % wire.N_WORDS + wire.FIRST_ID, wire.span(count, n_tokens))
+        )
         if finish:
-            event.generated_text = output_text(count)
+            event.generated_text = wire.output_text(count)
             if self._details:
                 event.details = StreamDetails(_FINISH[finish], count, self._seed, self.prompt_tokens)
-        return _frame(encode_json(event))
-
-    def tail(self, count: int, done: bool = True) -> bytes:
-        return b""
+        return _frame(wire.encode_json(event))
 
     def failure(self) -> bytes:
         kind, message = _ERRORS[429]
-        return _frame(encode_json({"error": message, "error_type": kind}))
+        return _frame(wire.encode_json({"error": message, "error_type": kind}))
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         details = None
         if self._details:
-            tokens = [Token(each % _N_WORDS + _FIRST_ID, word(each)) for each in range(1, count + 1)]
+            tokens = [wire.Token(each % wire.N_WORDS + wire.FIRST_ID, wire.word(each)) for each in range(1, count + 1)]
             details = WholeDetails(_FINISH[finish], count, self._seed, tokens=tokens)
         total_ms = str(round(seconds * 1000))
         headers = (
@@ -208,7 +182,7 @@ class TGIWire:
             ("x-time-per-token", str(round(seconds * 1000 / count))), ("x-prompt-tokens", str(self.prompt_tokens)),
             ("x-generated-tokens", str(count)),
         )  # fmt: skip
-        return json_page(200, {"generated_text": output_text(count), "details": details}, headers)
+        return wire.json_page(200, {"generated_text": wire.output_text(count), "details": details}, headers)
 
 
 _PLAIN = (

@@ -113,8 +113,8 @@ def parse_slo(slo: str, percentile: float = 99.0) -> Limits:
 
 def read_prices(path: Path | None) -> Prices:
     """The user's, or those that come with this package. Raises ConfigError."""
-    path = path or hardware.DATA / "prices.json"
     example = hardware.DATA / "prices.json"
+    path = path or example
     prices = read_json(path, Prices, ConfigError, "is no list of prices", f"; copy {example}")
     wrong = [name for name, price in prices.usd_per_gpu_hour.items() if not 0 <= price < math.inf]
     if wrong:
@@ -168,19 +168,13 @@ def judge(
 def ranked(judged: Iterable[Row | Unmet]) -> tuple[list[Row], list[Unmet]]:
     """Those that do, cheapest first (then the fewest GPUs, then the most to spare; without a price last), and those
     that do not."""
-    rows: list[Row] = []
-    unmet: list[Unmet] = []
-    for each in judged:
-        if isinstance(each, Row):
-            rows.append(each)
-        else:
-            unmet.append(each)
 
     def order(row: Row) -> tuple[float, int, float]:
         return math.inf if row.usd_per_hour is None else row.usd_per_hour, row.gpus, -row.servers * row.server_rate
 
-    rows.sort(key=order)
-    return rows, unmet
+    candidates = list(judged)
+    rows = sorted((each for each in candidates if isinstance(each, Row)), key=order)
+    return rows, [each for each in candidates if isinstance(each, Unmet)]
 
 
 def _table(rows: list[Row], limits: Limits) -> list[str]:

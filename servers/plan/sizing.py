@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +60,8 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run. missed: the limit that it did not keep. percentiles: seconds by metric. in_flight: most at once."""
+    """One run. missed: the limit that it did not keep. percentiles: seconds by metric, NaN where there are none.
+    in_flight: most at once."""
 
     missed: str | None
     percentiles: dict[str, float]
@@ -126,15 +126,11 @@ def trial(emulated: Emulated, load: Load, limits: Limits, rate: float, settled_s
         engine.advance(math.inf)
     except _Missed as reason:
         missed = str(reason)
-    return Trial(missed=missed, percentiles=_percentiles(values, limits.percentile), in_flight=most)
-
-
-def _percentiles(values: Mapping[str, list[float]], percentile: float) -> dict[str, float]:
-    """Of each metric's values; NaN where there are none."""
-    return {
-        name: float(np.percentile(each, percentile, method="inverted_cdf")) if each else math.nan
+    percentiles = {
+        name: float(np.percentile(each, limits.percentile, method="inverted_cdf")) if each else math.nan
         for name, each in values.items()
     }
+    return Trial(missed=missed, percentiles=percentiles, in_flight=most)
 
 
 class Server:

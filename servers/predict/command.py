@@ -154,19 +154,15 @@ def write(directory: Path, run_id: str, config: Config, emulated: Emulated, outc
     """The run directory: manifest and records."""
     rundir.write_manifest(directory, manifest(config, emulated, run_id, len(outcomes)))
     file = records.RecordsFile(directory / "requests.jsonl", run_id, rundir.package_version(), 0)
-    events = 0
-    last_s = 0.0
     for outcome in outcomes:
         file.write(_record(outcome))
-        events += len(outcome.times_s)
-        last_s = max(last_s, outcome.times_s[-1] if outcome.times_s else outcome.sent_s)
     file.close(
         records.ClientFacts(
             state="complete",
-            wall_s=last_s,
+            wall_s=max((each.times_s[-1] if each.times_s else each.sent_s for each in outcomes), default=0.0),
             cpu_s=0.0,
             cpu_peak_ratio=0.0,
-            events=events,
+            events=sum(len(each.times_s) for each in outcomes),
             connections=0,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             loop_lag_p50_ms=0.0,

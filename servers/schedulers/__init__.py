@@ -79,6 +79,23 @@ class Queues:
             self._waiting.append(sequence)
 
 
+class Paged(Queues):
+    """With a KV cache of `blocks` blocks, of so many tokens each, that requests hold whole."""
+
+    def __init__(self, kv_tokens: int, blocks: int, block_tokens: int) -> None:
+        super().__init__(kv_tokens)
+        self._block_tokens = block_tokens
+        self._total = self._free = blocks
+
+    @property
+    def used_tokens(self) -> int:
+        return (self._total - self._free) * self._block_tokens
+
+    def _release(self, sequence: Sequence) -> None:
+        self._free += sequence.blocks
+        sequence.blocks = 0
+
+
 class Scheduler(Protocol):
     """`waiting` and `running` are counts, `used_tokens` what the KV cache holds, of `kv_tokens`."""
 

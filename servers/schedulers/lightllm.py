@@ -50,22 +50,20 @@ class LightLLM2310(_Estimated):
         max_req_total_len: int = 3072
         max_wait_tokens: int = 10
 
+    depth = 1
+
     def __init__(self, kv_tokens: int, settings: Settings) -> None:
         super().__init__(kv_tokens)
-        self.depth = 1
+        self._settings = settings
         self._batch_max_tokens = settings.batch_max_tokens or max(kv_tokens // 6, settings.max_req_total_len)
-        self._running_max_req_size = settings.running_max_req_size
-        self._max_req_input_len = settings.max_req_input_len
-        self._max_req_total_len = settings.max_req_total_len
-        self._max_wait_tokens = settings.max_wait_tokens
         self._decoded = 0  # steps since the last prefill
 
     def admit(self, sequence: Sequence) -> None:
-        whole = sequence.prompt + sequence.output
-        if sequence.prompt > self._max_req_input_len or sequence.prompt > self._batch_max_tokens:
-            raise Rejected(500, f"the prompt is longer than {min(self._max_req_input_len, self._batch_max_tokens)}.")
-        if whole > self._max_req_total_len or whole + 1 > self.kv_tokens:
-            longest = min(self._max_req_total_len, self.kv_tokens - 1)
+        longest = min(self._settings.max_req_input_len, self._batch_max_tokens)
+        if sequence.prompt > longest:
+            raise Rejected(500, f"the prompt is longer than {longest}.")
+        longest = min(self._settings.max_req_total_len, self.kv_tokens - 1)
+        if sequence.prompt + sequence.output > longest:
             raise Rejected(500, f"the prompt and what it asks for are longer than {longest} tokens.")
 
     def cancel(self, sequence: Sequence) -> None:
@@ -76,7 +74,7 @@ class LightLLM2310(_Estimated):
         sequence.done = True
 
     def schedule(self) -> Step | None:
-        if not self._running or self._decoded >= self._max_wait_tokens:
+        if not self._running or self._decoded >= self._settings.max_wait_tokens:
             batch = self._let_in()
             if batch:
                 self._decoded = 0
@@ -101,7 +99,7 @@ class LightLLM2310(_Estimated):
 
     def _let_in(self) -> list[Sequence]:
         batch: list[Sequence] = []
-        if not self._waiting or len(self._running) >= self._running_max_req_size or self._hopeless > 0:
+        if not self._waiting or len(self._running) >= self._settings.running_max_req_size or self._hopeless > 0:
             return batch
         requests = sorted((s.sampled + 1 - s.output, s.prompt + s.sampled) for s in self._running)
         tokens = 0
@@ -109,7 +107,7 @@ class LightLLM2310(_Estimated):
             sequence = self._waiting[0]
             insort(requests, (1 - sequence.output, sequence.prompt + 1))
             tokens += sequence.prompt
-            if tokens > self._batch_max_tokens or len(requests) > self._running_max_req_size:
+            if tokens > self._batch_max_tokens or len(requests) > self._settings.running_max_req_size:
                 break
             peak = _peak(requests)
             if peak >= self.kv_tokens:
@@ -160,6 +158,7 @@ class LightLLMNow(_Estimated):
     server/core/objs/req.py of 87881ae7 (1.2.0), without prompt cache; defaults of api_cli.py and api_start.py.
     """
 
+    depth = 2
     _ADDED_TOKENS = 16  # the estimate's margin
     _MARGIN_TOKENS = 36  # of the cache, which no request may use
     _MAX_PAUSES = 2
@@ -176,14 +175,9 @@ class LightLLMNow(_Estimated):
 
     def __init__(self, kv_tokens: int, settings: Settings) -> None:
         super().__init__(kv_tokens)
-        self.depth = 2
-        self._batch_max_tokens = settings.batch_max_tokens
+        self._settings = settings
         self._chunk_tokens = settings.chunked_prefill_size or settings.batch_max_tokens // 2
-        self._running_max_req_size = settings.running_max_req_size
-        self._router_token_ratio = settings.router_token_ratio
         self._max_wait_tokens = max(1, settings.router_max_wait_tokens)
-        self._aggressive = settings.aggressive
-        self._ignores_eos = settings.ignores_eos
         self._pausing: set[Sequence] = set()  # of the running, those that lose their memory in the next step
         self._paused: set[Sequence] = set()
         self._ended: list[Sequence] = []  # to be marked in the next step
@@ -256,18 +250,18 @@ class LightLLMNow(_Estimated):
         if not self._waiting or self._paused or self._hopeless > 0:
             return
         batch = self._running + self._ended + self._marked
-        if len(batch) >= self._running_max_req_size:
+        if len(batch) >= self._settings.running_max_req_size:
             return
-        foreseen = self._ignores_eos or self.used_tokens >= self._router_token_ratio * self.kv_tokens
+        foreseen = self._settings.ignores_eos or self.used_tokens >= self._settings.router_token_ratio * self.kv_tokens
         requests = sorted(self._estimate(sequence, foreseen) for sequence in batch)
         rests = [s.prompt + s.emitted - s.computed for s in batch]
         tokens = sum(min(rest, self._chunk_tokens) for rest in rests)
-        steady = self._ignores_eos and not any(rests)
+        steady = self._settings.ignores_eos and not any(rests)
         while self._waiting:
             sequence = self._waiting[0]
             insort(requests, self._estimate(sequence, foreseen))
             tokens += min(sequence.prompt, self._chunk_tokens)
-            if tokens > 2 * self._batch_max_tokens or len(requests) > self._running_max_req_size:
+            if tokens > 2 * self._settings.batch_max_tokens or len(requests) > self._settings.running_max_req_size:
                 return
             peak = _peak(requests)
             if peak >= self.kv_tokens:
@@ -294,7 +288,7 @@ class LightLLMNow(_Estimated):
         self._marked, self._ended, self._pausing = self._ended, [], set()
         out = pausing | self._paused if pausing or self._paused else None
         room = self.kv_tokens - self.used_tokens
-        prefill_room = self._batch_max_tokens
+        prefill_room = self._settings.batch_max_tokens
         decodes: list[Sequence] = []
         prefills: list[tuple[Sequence, int]] = []
         for sequence in self._running:
@@ -341,7 +335,7 @@ class LightLLMNow(_Estimated):
                 self._paused.remove(sequence)
 
     def _run(self, decodes: list[Sequence], prefills: list[tuple[Sequence, int]]) -> Step | None:
-        if decodes and not self._aggressive and (self._left_decodes or not prefills):
+        if decodes and not self._settings.aggressive and (self._left_decodes or not prefills):
             self._left_decodes = max(0, self._left_decodes - 1)
             prefills = []
         step = Step()

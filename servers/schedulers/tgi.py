@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 
 import msgspec
 
-from servers.schedulers import Rejected, Sequence, Step
+from servers.schedulers import Paged, Rejected, Sequence, Step
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +23,7 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrent_requests: int = 128
 
 
-class _Router(ABC):
+class _Router(Paged, ABC):
     """The loop of both: new requests are prefilled in a step of their own, then join the batch, which decodes.
 
     Before each step of decoding new ones are taken from the queue, except after new ones have just been prefilled
@@ -32,42 +31,20 @@ class _Router(ABC):
     are running, or if `max_waiting_tokens` steps have gone since the last came.
     """
 
-    def __init__(self, kv_tokens: int, settings: _Settings) -> None:
-        self.depth = 1
-        self.kv_tokens = kv_tokens
-        self.preemptions = 0
-        self._max_batch_prefill_tokens = settings.max_batch_prefill_tokens
-        self._waiting_served_ratio = settings.waiting_served_ratio
-        self._max_waiting_tokens = settings.max_waiting_tokens
-        self._max_concurrent_requests = settings.max_concurrent_requests
+    depth = 1
+    _settings: _Settings
+
+    def __init__(self, kv_tokens: int, blocks: int, block_tokens: int) -> None:
+        super().__init__(kv_tokens, blocks, block_tokens)
         self._permitted: set[Sequence] = set()
-        self._queue: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._free = 0  # blocks
         self._waited = 0  # steps since the last prefill, it included
         self._takes_new = True  # whether new ones are taken from the queue before the next step
 
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    @property
-    @abstractmethod
-    def used_tokens(self) -> int: ...
-
     def admit(self, sequence: Sequence) -> None:
-        if len(self._permitted) >= self._max_concurrent_requests:
+        if len(self._permitted) >= self._settings.max_concurrent_requests:
             raise Rejected(429, "Model is overloaded")
         self._validate(sequence)
         self._permitted.add(sequence)
-
-    def add(self, sequence: Sequence) -> None:
-        if not sequence.done:
-            self._queue.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         sequence.done = True
@@ -97,11 +74,10 @@ class _Router(ABC):
                 self._permitted.remove(sequence)
             elif self._segment_ends(sequence):
                 left = True
-                self._queue.append(sequence)
+                self._waiting.append(sequence)
             else:
                 continue
-            self._free += sequence.blocks
-            sequence.blocks = 0
+            self._release(sequence)
         if left:
             self._running = [sequence for sequence in self._running if sequence.blocks]
 
@@ -113,19 +89,20 @@ class _Router(ABC):
     def _take(self, least: int) -> list[Sequence]:
         """New requests from the queue, with their blocks; none if there are not as many as `least`."""
 
-    @abstractmethod
-    def _start(self, batch: list[Sequence]) -> Step | None:
-        """Their prefill."""
-
     def _segment_ends(self, sequence: Sequence) -> bool:
         return False
 
     def _least(self) -> int:
-        if self._waited >= self._max_waiting_tokens:
+        if self._waited >= self._settings.max_waiting_tokens:
             return 0
-        return math.floor(len(self._running) * self._waiting_served_ratio)
+        return math.floor(len(self._running) * self._settings.waiting_served_ratio)
 
-    def _prefill(self, batch: list[Sequence]) -> Step | None:
+    def _padded(self, tokens: int) -> int:
+        """To whole blocks."""
+        return -(-tokens // self._block_tokens) * self._block_tokens
+
+    def _start(self, batch: list[Sequence]) -> Step | None:
+        """Their prefill."""
         if not batch:
             return None
         step = Step(batch)
@@ -154,61 +131,47 @@ class Tgi1(_Router):
     times the running from 8 on: then 8 more come every 20 steps.
     """
 
-    _BLOCK_TOKENS = 16
-
     class Settings(_Settings, frozen=True, kw_only=True):
         waiting_served_ratio: float = 1.2
         max_input_length: int = 1024
         max_total_tokens: int = 2048
 
     def __init__(self, kv_tokens: int, settings: Settings) -> None:
-        super().__init__(kv_tokens, settings)
-        self._max_input_length = settings.max_input_length
-        self._max_total_tokens = settings.max_total_tokens
-        self._total = kv_tokens // self._BLOCK_TOKENS
-        self._free = self._total
-
-    @property
-    def used_tokens(self) -> int:
-        return (self._total - self._free) * self._BLOCK_TOKENS
+        super().__init__(kv_tokens, kv_tokens // 16, block_tokens=16)
+        self._settings: Tgi1.Settings = settings
 
     def _validate(self, sequence: Sequence) -> None:
-        if sequence.prompt + sequence.output > self._max_total_tokens:
-            raise Rejected(422, f"`inputs` tokens + `max_new_tokens` must be at most {self._max_total_tokens}.")
-        if sequence.prompt > self._max_input_length:
-            raise Rejected(422, f"`inputs` must have at most {self._max_input_length} tokens.")
+        own = self._settings
+        if sequence.prompt + sequence.output > own.max_total_tokens:
+            raise Rejected(422, f"`inputs` tokens + `max_new_tokens` must be at most {own.max_total_tokens}.")
+        if sequence.prompt > own.max_input_length:
+            raise Rejected(422, f"`inputs` must have at most {own.max_input_length} tokens.")
         prompt = self._padded(sequence.prompt)
-        if prompt > self._max_batch_prefill_tokens or prompt + self._padded(sequence.output) > self.kv_tokens:
+        if prompt > own.max_batch_prefill_tokens or prompt + self._padded(sequence.output) > self.kv_tokens:
             raise Rejected(422, "the request is longer than a batch can be.")
 
     def _take(self, least: int) -> list[Sequence]:
-        if len(self._queue) < least:
+        if len(self._waiting) < least:
             return []
         batch: list[Sequence] = []
         budget_tokens = self.kv_tokens - self.used_tokens
         prompts = outputs = 0
-        while self._queue:
-            sequence = self._queue[0]
+        while self._waiting:
+            sequence = self._waiting[0]
             if not sequence.done:
                 prompts += self._padded(sequence.prompt)
                 outputs += self._padded(sequence.output)
-                if prompts > self._max_batch_prefill_tokens or prompts + outputs > budget_tokens:
+                if prompts > self._settings.max_batch_prefill_tokens or prompts + outputs > budget_tokens:
                     break
                 batch.append(sequence)
-            self._queue.popleft()
+            self._waiting.popleft()
         if len(batch) < least:
-            self._queue.extendleft(reversed(batch))
+            self._waiting.extendleft(reversed(batch))
             return []
         for sequence in batch:
-            sequence.blocks = max(1, -(-(sequence.prompt + sequence.output - 1) // self._BLOCK_TOKENS))
+            sequence.blocks = max(1, -(-(sequence.prompt + sequence.output - 1) // self._block_tokens))
             self._free -= sequence.blocks
         return batch
-
-    def _start(self, batch: list[Sequence]) -> Step | None:
-        return self._prefill(batch)
-
-    def _padded(self, tokens: int) -> int:
-        return -(-tokens // self._BLOCK_TOKENS) * self._BLOCK_TOKENS
 
 
 class Tgi3(_Router):
@@ -236,54 +199,47 @@ class Tgi3(_Router):
         block_tokens: int = 1
 
     def __init__(self, kv_tokens: int, settings: Settings) -> None:
-        super().__init__(kv_tokens, settings)
-        self._max_batch_size = settings.max_batch_size
-        self._chunking = settings.chunking
-        self._block_tokens = settings.block_tokens
-        self._total = kv_tokens // settings.block_tokens - 1  # block 0 is kept for health checks
-        self._free = self._total
+        blocks = kv_tokens // settings.block_tokens - 1  # block 0 is kept for health checks
+        super().__init__(kv_tokens, blocks, settings.block_tokens)
+        self._settings: Tgi3.Settings = settings
         self._chunks: dict[Sequence, int] = {}  # what the next step prefills of each that is not through
-
-    @property
-    def used_tokens(self) -> int:
-        return (self._total - self._free) * self._block_tokens
 
     def _validate(self, sequence: Sequence) -> None:
         last = (sequence.output - 1) // self._SEGMENT_TOKENS * self._SEGMENT_TOKENS
         longest = sequence.prompt + last
         if self._blocks(longest, sequence.output) > self._total:
             raise Rejected(422, f"`inputs` tokens + `max_new_tokens` must be at most {self.kv_tokens}.")
-        if not self._chunking and longest > self._prefill_budget(self._max_batch_prefill_tokens):
-            raise Rejected(422, f"`inputs` must have at most {self._max_batch_prefill_tokens} tokens.")
+        if not self._settings.chunking and longest > self._padded(self._settings.max_batch_prefill_tokens):
+            raise Rejected(422, f"`inputs` must have at most {self._settings.max_batch_prefill_tokens} tokens.")
 
     def _take(self, least: int) -> list[Sequence]:
-        budget = self._max_batch_prefill_tokens
-        most = self._max_batch_size
-        if self._running and self._chunking:
+        budget = self._settings.max_batch_prefill_tokens
+        most = self._settings.max_batch_size
+        if self._running and self._settings.chunking:
             least, most = 0, None
             budget -= len(self._running) - len(self._chunks) + sum(self._chunks.values())
         elif self._running and most is not None:
             most = max(0, most - len(self._running))
-        if budget <= 0 or most == 0 or len(self._queue) < least:
+        if budget <= 0 or most == 0 or len(self._waiting) < least:
             return []
-        budget = self._prefill_budget(budget)
+        budget = self._padded(budget)
         batch: list[Sequence] = []
         free = self._free
-        while self._queue and len(batch) != most:
-            sequence = self._queue[0]
+        while self._waiting and len(batch) != most:
+            sequence = self._waiting[0]
             if not sequence.done:
                 length = sequence.prompt + sequence.sampled
                 blocks = self._blocks(length, sequence.output)
-                if blocks > free or (length > budget and not self._chunking) or budget == 0:
+                if blocks > free or (length > budget and not self._settings.chunking) or budget == 0:
                     break
                 free -= blocks
                 batch.append(sequence)
-                if self._chunking:
+                if self._settings.chunking:
                     self._chunks[sequence] = min(length, budget)
                 budget -= min(length, budget)
-            self._queue.popleft()
+            self._waiting.popleft()
         if len(batch) < least:
-            self._queue.extendleft(reversed(batch))
+            self._waiting.extendleft(reversed(batch))
             return []
         for sequence in batch:
             sequence.blocks = self._blocks(sequence.prompt + sequence.sampled, sequence.output)
@@ -292,8 +248,8 @@ class Tgi3(_Router):
         return batch
 
     def _start(self, batch: list[Sequence]) -> Step | None:
-        if not self._chunking:
-            return self._prefill(batch)
+        if not self._settings.chunking:
+            return super()._start(batch)
         if not batch:
             return None
         self._running += batch
@@ -320,7 +276,7 @@ class Tgi3(_Router):
             sequence.sampled += 1
             step.emits.append(sequence)
         # the shards fix the next chunks now, so that all others have room for a token
-        budget = self._max_batch_prefill_tokens - (len(self._running) - 1)
+        budget = self._settings.max_batch_prefill_tokens - (len(self._running) - 1)
         self._chunks = {}
         for sequence in reversed(unfinished):
             chunk = max(min(sequence.prompt + sequence.sampled - sequence.computed, budget), 1)
@@ -334,6 +290,3 @@ class Tgi3(_Router):
     def _blocks(self, length: int, output: int) -> int:
         """For a request that has `length` tokens when it comes and may generate another segment, or its output."""
         return -(-(length + min(output, self._SEGMENT_TOKENS) - 1) // self._block_tokens)
-
-    def _prefill_budget(self, tokens: int) -> int:
-        return -(-tokens // self._block_tokens) * self._block_tokens

@@ -6,22 +6,16 @@ from collections import deque
 
 import msgspec
 
-from servers.schedulers import Queues, Rejected, Sequence, Step
+from servers.schedulers import Paged, Rejected, Sequence, Step
 
 BLOCK_TOKENS = 16
 
 
-class _Paged(Queues):
-    """What both have: the blocks, and what happens to a request that ends, leaves or is preempted."""
+class _Recomputing(Paged):
+    """What both have: what happens to a request that ends, leaves or is preempted."""
 
     def __init__(self, kv_tokens: int, blocks: int) -> None:
-        super().__init__(kv_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
-        self._total = blocks
-        self._free = blocks
-
-    @property
-    def used_tokens(self) -> int:
-        return (self._total - self._free) * BLOCK_TOKENS
+        super().__init__(kv_tokens // BLOCK_TOKENS * BLOCK_TOKENS, blocks, BLOCK_TOKENS)
 
     def cancel(self, sequence: Sequence) -> None:
         sequence.done = True
@@ -51,12 +45,8 @@ class _Paged(Queues):
         self.preemptions += 1
         self._waiting.appendleft(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
-        self._free += sequence.blocks
-        sequence.blocks = 0
 
-
-class VllmV1(_Paged):
+class VllmV1(_Recomputing):
     """vLLM's V1 scheduler: one budget of tokens a step for running requests and then waiting ones, prompts in chunks,
     blocks of 16 tokens; where blocks run out, the request that came last starts over (recomputation).
 
@@ -73,8 +63,7 @@ class VllmV1(_Paged):
     def __init__(self, kv_tokens: int, settings: Settings, depth: int = 2) -> None:
         super().__init__(kv_tokens, kv_tokens // BLOCK_TOKENS - 1)  # one block is kept as the null block
         self.depth = depth
-        self._max_running = settings.max_running
-        self._budget_tokens = settings.budget_tokens
+        self._settings = settings
 
     def admit(self, sequence: Sequence) -> None:
         if -(-(sequence.prompt + sequence.output) // BLOCK_TOKENS) > self._total:
@@ -82,7 +71,7 @@ class VllmV1(_Paged):
 
     def schedule(self) -> Step | None:
         step = Step()
-        budget = self._budget_tokens
+        budget = self._settings.budget_tokens
         emits = step.emits
         running = self._running
         preempted = False
@@ -125,7 +114,7 @@ class VllmV1(_Paged):
         return step if rows or step.prefill_rows else None
 
     def _admit(self, step: Step, budget: int) -> None:
-        while self._waiting and budget > 0 and len(self._running) < self._max_running:
+        while self._waiting and budget > 0 and len(self._running) < self._settings.max_running:
             sequence = self._waiting[0]
             whole = sequence.prompt + sequence.sampled
             if -(-whole // BLOCK_TOKENS) > self._free:  # the whole must fit, though it comes in chunks
@@ -143,7 +132,7 @@ class VllmV1(_Paged):
             self._running.append(sequence)
 
 
-class Vllm02(_Paged):
+class Vllm02(_Recomputing):
     """vLLM 0.2: a step is either prompts, as many waiting ones as its limits let in, or one token for all that run;
     prompts come first. Prompts of one step are padded to the longest of them, and the padding is computed too.
 
@@ -159,19 +148,20 @@ class Vllm02(_Paged):
         max_num_batched_tokens: int | None = None
         max_paddings: int = 256
 
+    depth = 1
+
     def __init__(self, kv_tokens: int, settings: Settings) -> None:
         super().__init__(kv_tokens, kv_tokens // BLOCK_TOKENS)
-        self.depth = 1
-        self._max_model_len = settings.max_model_len
-        self._max_num_seqs = settings.max_num_seqs
+        self._settings = settings
         given = settings.max_num_batched_tokens
         self._budget_tokens = max(settings.max_model_len, 2048) if given is None else given
-        self._max_paddings = settings.max_paddings
         self._watermark = self._total // 100
 
     def admit(self, sequence: Sequence) -> None:
-        if sequence.prompt + sequence.output > min(self._max_model_len, self._budget_tokens):
-            raise Rejected(400, f"the request is longer than the model's context of {self._max_model_len} tokens.")
+        if sequence.prompt + sequence.output > min(self._settings.max_model_len, self._budget_tokens):
+            raise Rejected(
+                400, f"the request is longer than the model's context of {self._settings.max_model_len} tokens."
+            )
         if -(-(sequence.prompt + sequence.output - 1) // BLOCK_TOKENS) > self._total - self._watermark:
             raise Rejected(400, "the request is longer than the KV cache.")
 
@@ -191,8 +181,8 @@ class Vllm02(_Paged):
             if (
                 self._free - blocks < self._watermark
                 or padded > self._budget_tokens
-                or len(self._running) >= self._max_num_seqs
-                or padded - tokens - length > self._max_paddings
+                or len(self._running) >= self._settings.max_num_seqs
+                or padded - tokens - length > self._settings.max_paddings
             ):
                 break
             longest = max(longest, length)

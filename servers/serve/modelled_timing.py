@@ -29,8 +29,7 @@ class SimulatedTiming:
         self._start_ns: int | None = None
         self._now_s = 0.0
         self.popped_due_ns = 0  # when the token that `pop` gave last was due
-        self._sequences: dict[int, Sequence] = {}  # by the reply's number
-        self._replies: dict[int, TimedReply] = {}
+        self._replies: dict[int, tuple[TimedReply, Sequence]] = {}  # by the reply's number
         self._out: list[int] = []  # a heap of due times in ns above the reply's number, as in FixedTiming
 
     @property
@@ -44,15 +43,13 @@ class SimulatedTiming:
         sequence = Sequence(reply.index, reply.n_prompt_tokens, reply.n_tokens)
         self._now_s = max(self._now_s, self._modelled_s(reply.received_ns))
         self._engine.submit(sequence, self._now_s)
-        self._sequences[reply.index] = sequence
-        self._replies[reply.index] = reply
+        self._replies[reply.index] = reply, sequence
 
     def cancel(self, reply: TimedReply) -> None:
         """Nothing more of `reply` will be due, and the scheduler forgets it."""
-        sequence = self._sequences.pop(reply.index, None)
-        self._replies.pop(reply.index, None)
-        if sequence is not None and not sequence.done:
-            self._engine.cancel(sequence)
+        known = self._replies.pop(reply.index, None)
+        if known is not None and not known[1].done:
+            self._engine.cancel(known[1])
 
     def next_due_ns(self) -> int | None:
         """When a token is due or a step ends."""
@@ -69,10 +66,10 @@ class SimulatedTiming:
         while True:
             while self._out and self._out[0] <= until:
                 key = heapq.heappop(self._out)
-                reply = self._replies.get(key & INDEX)
-                if reply is not None:
+                known = self._replies.get(key & INDEX)
+                if known is not None:
                     self.popped_due_ns = key >> INDEX_BITS
-                    return reply
+                    return known[0]
             next_s = self._engine.next_s()
             if next_s == math.inf or self._real_ns(next_s) > now_ns:
                 return None

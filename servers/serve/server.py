@@ -149,7 +149,7 @@ class Server:
     def _generate(self, connection: Connection, request: Request) -> None:
         self._requests += 1
         if self._starting():
-            self.telemetry.refused("starting")
+            self.telemetry.failed["starting"] += 1
             connection.respond(self.dialect.error(503))
             return
         fault = self._faults.striking(self._requests)
@@ -158,7 +158,7 @@ class Server:
             self.log(f"request {self._requests} ends this server, as its faults say.")
             raise SystemExit(1)
         if kind in ("refuse", "http_error"):
-            self.telemetry.refused(kind)
+            self.telemetry.failed[kind] += 1
             if fault is not None and fault.status:
                 connection.respond(self.dialect.error(fault.status))
             else:
@@ -170,22 +170,22 @@ class Server:
                 request.body, request_id or f"{self._ids.getrandbits(128):032x}"
             )
         except Refusal as refusal:
-            self.telemetry.refused("validation")
+            self.telemetry.failed["validation"] += 1
             connection.respond(refusal.page)
             return
         if wire.streaming and request.http_1_0:
-            self.telemetry.refused("validation")
+            self.telemetry.failed["validation"] += 1
             connection.respond(self.dialect.error(505, "a stream needs HTTP/1.1."))
             return
         reply = Reply(self, connection, wire, self._requests, request_id, fault)
         try:
             self._timing.submit(reply)
         except Rejected as rejected:
-            self.telemetry.refused("overloaded" if rejected.status == 429 else "validation")
+            self.telemetry.failed["overloaded" if rejected.status == 429 else "validation"] += 1
             connection.respond(self.dialect.error(rejected.status, str(rejected)))
             return
         connection.on_close = reply.abandon
-        self.telemetry.started(reply)
+        self.telemetry.running.add(reply)
         if wire.streaming:
             connection.begin_stream(wire.content_type)
 

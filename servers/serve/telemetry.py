@@ -88,33 +88,22 @@ class Telemetry:
     def __init__(self, series: Sequence[Series], labels: str = "") -> None:
         self._series = series
         self._labels = labels
-        self._histograms = {
-            each.name: Histogram(each.bounds, 1 if each.quantity.endswith("_tokens") else 1_000_000_000)
-            for each in series
-            if isinstance(each, Distribution)
-        }
+        self._histograms: dict[str, Histogram] = {}
         self._by_quantity: dict[Quantity, list[Histogram]] = {}
         for each in series:
             if isinstance(each, Distribution):
-                self._by_quantity.setdefault(each.quantity, []).append(self._histograms[each.name])
+                histogram = Histogram(each.bounds, 1 if each.quantity.endswith("_tokens") else 1_000_000_000)
+                self._histograms[each.name] = histogram
+                self._by_quantity.setdefault(each.quantity, []).append(histogram)
         # Observed once a streamed event: the one histogram is at hand, whether the dialect shows it or not.
         self.itl = self._by_quantity.get("itl", [Histogram((), 1_000_000_000)])[0]
         self.running: set[Progress] = set()
         self.scheduler: Scheduler | None = None  # of modelled hardware: it knows who waits and what the cache holds
         self.finished: Counter[str] = Counter()  # by finish reason: what ended as it should
         self.failed: Counter[str] = Counter()  # by reason: refused, broken on purpose, or the client left
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
+        self.prompt_tokens = 0  # of every request whose first token was sent
+        self.cached_tokens = 0
         self._output_tokens = 0
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Prompt tokens of every request whose first token was sent."""
-        return self._prompt_tokens
-
-    @property
-    def cached_tokens(self) -> int:
-        return self._cached_tokens
 
     @property
     def output_tokens(self) -> int:
@@ -142,12 +131,9 @@ class Telemetry:
         """Every generation request so far."""
         return self.finished.total() + self.failed.total() + len(self.running)
 
-    def started(self, reply: Progress) -> None:
-        self.running.add(reply)
-
     def first_token(self, reply: Progress) -> None:
-        self._prompt_tokens += reply.n_prompt_tokens
-        self._cached_tokens += reply.n_cached_tokens
+        self.prompt_tokens += reply.n_prompt_tokens
+        self.cached_tokens += reply.n_cached_tokens
         self._observe("ttft", reply.first_ns - reply.received_ns)
 
     def ended(self, reply: Progress, finish: str | None, failure: str = "") -> None:
@@ -168,10 +154,6 @@ class Telemetry:
         self._observe("cached_tokens", reply.n_cached_tokens)
         self._observe("output_tokens", reply.count)
         self._observe("max_tokens", reply.max_tokens)
-
-    def refused(self, failure: str) -> None:
-        """A request that never became a reply."""
-        self.failed[failure] += 1
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format 0.0.4."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from loadgen.rundir.emulation import Emulation
@@ -77,7 +78,7 @@ class FixedTiming:
 
     def submit(self, reply: TimedReply) -> None:
         """Schedules all tokens of `reply`. Submitted late, they are due at once, in order."""
-        pending = _Pending(reply, self._draw(reply.index))
+        pending = _Pending(reply, reply.n_tokens, self._draw(reply.index))
         first_ns = self._ttft_ns if pending.draw is None else pending.draw(self._ttft_ns)
         self._pending[reply.index] = pending
         heapq.heappush(self._heap, (reply.received_ns + first_ns) << INDEX_BITS | reply.index)
@@ -121,12 +122,10 @@ class FixedTiming:
         return lambda interval_ns: int(interval_ns * (low + width * uniform()))
 
 
+@dataclass(slots=True)
 class _Pending:
     """A reply in the queue: how many tokens are left, and its jitter."""
 
-    __slots__ = ("draw", "n_left", "reply")
-
-    def __init__(self, reply: TimedReply, draw: Callable[[int], int] | None) -> None:
-        self.reply = reply
-        self.n_left = reply.n_tokens
-        self.draw = draw
+    reply: TimedReply
+    n_left: int
+    draw: Callable[[int], int] | None

@@ -7,9 +7,10 @@ both sides would cancel out.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -22,6 +23,8 @@ WORDS: tuple[str, ...] = (
     " the", " of", " and", " to", " in", " is", " that", " for", " model", " token", " layer", " batch",
     " input/output", " naïve", " gradient", " attention",
 )  # fmt: skip
+N_WORDS = len(WORDS)
+FIRST_ID = 1000  # of the tokens' ids, for servers that send them
 CHAT_TEMPLATE_TOKENS = 5  # what a chat template adds to the words of the messages
 
 encode_json = msgspec.json.Encoder().encode
@@ -52,34 +55,50 @@ class Settings:
     max_model_len: int
 
 
-class Wire(Protocol):
+class Wire(ABC):
     """One accepted request, and its reply as the server writes it.
 
     `output_tokens` is what will be generated, limits applied; `prompt_tokens` and `cached_tokens` are what the reply
     reports. The three may be changed before the first call below. Tokens are counted from 1.
     """
 
-    streaming: bool
-    content_type: str
-    failure_before_output: bool  # an error inside the stream comes instead of output, not midway
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
+    content_type = "text/event-stream; charset=utf-8"
+    failure_before_output = False  # an error inside the stream comes instead of output, not midway
 
+    def __init__(self, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
+        self.streaming = streaming
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = 0
+        self.output_tokens = output_tokens
+
+    @abstractmethod
     def token(self, count: int) -> bytes:
         """The event of one token, the `count`-th, neither first nor last: called once per streamed token."""
 
+    @abstractmethod
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
         """The event that brings the output to `count` tokens by `n_tokens` more; `finish` on the last."""
 
     def tail(self, count: int, done: bool = True) -> bytes:
         """What follows the last token: usage, `[DONE]` (left out unless `done`), or nothing."""
+        return b""
 
+    @abstractmethod
     def failure(self) -> bytes:
         """The server's error event inside a stream that began with status 200, and what follows it."""
 
+    @abstractmethod
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         """The reply in one piece, for a request that did not ask for a stream; it took `seconds`."""
+
+
+class Token(msgspec.Struct):
+    """An output token as the servers write it that send ids."""
+
+    id: int
+    text: str
+    logprob: float = -0.6
+    special: bool = False
 
 
 class Dialect(Protocol):
@@ -102,24 +121,35 @@ def json_page(status: int, value: object, headers: tuple[tuple[str, str], ...] =
     return Page(status, encode_json(value), headers=headers)
 
 
-def count_words(text: str) -> int:
-    """The embedded servers' tokenizer: a word between spaces is a token."""
-    return len(text.split())
+def error_body(status: int, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+    """As OpenAI's API has it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def models_page(settings: Settings, created_s: int, owned_by: str, **more: object) -> Page:
+    """As OpenAI's API lists models; the one that is served, with what else a server says of it."""
+    model = {"id": settings.model, "object": "model", "created": created_s, "owned_by": owned_by}
+    return json_page(200, {"object": "list", "data": [model | more]})
+
+
+def count_tokens(prompt: str | list[int]) -> int:
+    """Of token ids, or of text: the embedded servers' tokenizer takes a word between spaces for a token."""
+    return len(prompt.split() if isinstance(prompt, str) else prompt)
 
 
 def output_text(count: int) -> str:
     """The text of `count` output tokens."""
-    whole, rest = divmod(count, len(WORDS))
+    whole, rest = divmod(count, N_WORDS)
     return "".join(WORDS) * whole + "".join(WORDS[:rest])
 
 
 def word(count: int) -> str:
     """The text of the `count`-th output token."""
-    return WORDS[(count - 1) % len(WORDS)]
+    return WORDS[(count - 1) % N_WORDS]
 
 
-# The same as JSON strings, for frames that are put together by hand; `WORDS_JSON[count % len(WORDS)]`.
-WORDS_JSON: tuple[bytes, ...] = tuple(encode_json(word(count)) for count in range(len(WORDS)))
+# The same as JSON strings, for frames that are put together by hand; `WORDS_JSON[count % N_WORDS]`.
+WORDS_JSON: tuple[bytes, ...] = tuple(encode_json(word(count)) for count in range(N_WORDS))
 
 
 def span(count: int, n_tokens: int) -> str:

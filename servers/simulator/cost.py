@@ -178,11 +178,11 @@ class StepCost:
             waiting=max(0.0, self._floor - layers * layer - head - attention), software=software,
         )  # fmt: skip
 
-    def gemm_s(self, tokens: float, n: float, k: float) -> float:
-        """Seconds for tokens x k times k x n."""
+    def gemm_s(self, rows: float, n: float, k: float, weights: float = 1) -> float:
+        """Seconds for rows x k times k x n; with several weights all in one launch, each with a share of the rows."""
         fit = self._gpu.gemm
-        compute = 2 * tokens * n * k / (fit.compute_ratio * self._gpu.flops)
-        memory = self._width * (n * k + tokens * (n + k)) / (fit.memory_ratio * self._gpu.memory_bytes_per_s)
+        compute = 2 * rows * n * k / (fit.compute_ratio * self._gpu.flops)
+        memory = self._width * (weights * n * k + rows * (n + k)) / (fit.memory_ratio * self._gpu.memory_bytes_per_s)
         return _soft_max(compute, memory, fit.softness) + fit.launch_us * 1e-6
 
     def _attention_s(self, step: Step) -> float:
@@ -224,16 +224,9 @@ class StepCost:
         reached = model.experts * (1 - (1 - 1 / model.experts) ** choices)
         return (
             self.gemm_s(tokens, model.experts, model.hidden)
-            + self._grouped_s(choices, reached, 2 * inner, model.hidden)
-            + self._grouped_s(choices, reached, model.hidden, inner)
+            + self.gemm_s(choices, 2 * inner, model.hidden, reached)
+            + self.gemm_s(choices, model.hidden, inner, reached)
         )
-
-    def _grouped_s(self, rows: float, groups: float, n: float, k: float) -> float:
-        """One launch over `groups` weights, all rows together."""
-        fit = self._gpu.gemm
-        compute = 2 * rows * n * k / (fit.compute_ratio * self._gpu.flops)
-        memory = self._width * (groups * n * k + rows * (n + k)) / (fit.memory_ratio * self._gpu.memory_bytes_per_s)
-        return _soft_max(compute, memory, fit.softness) + fit.launch_us * 1e-6
 
     def _elementwise_terms(self, tokens: int, q: float, kv: float) -> tuple[float, float, float]:
         """Two norms that add the residual (4 values a token each); rotary positions and the KV write; the gate."""

@@ -61,7 +61,7 @@ def _wrong(gpu: Gpu) -> Iterator[str]:
         names = msgspec.structs.asdict(fit)
         times = [name for name in names if name.endswith(("_us", "_ns"))]
         yield from _not_positive(f"{part}.", fit, [name for name in names if name not in times])
-        yield from _negative(f"{part}.", fit, times)
+        yield from _not_positive(f"{part}.", fit, times, or_zero=True)
     if gpu.gemm.softness < LEAST_SOFTNESS:
         yield f"gemm.softness is {gpu.gemm.softness:g} and must be at least {LEAST_SOFTNESS:g}"
     for name, each in gpu.links.items():
@@ -77,7 +77,7 @@ def _wrong_link(name: str, link: Link) -> Iterator[str]:
         if not link.beta_bytes_per_s < math.inf:
             yield f"{name} has neither a table nor beta_bytes_per_s"
         yield from _not_positive(f"{name}.", link, ["beta_bytes_per_s"])
-        yield from _negative(f"{name}.", link, ["alpha_us", "gamma_us"])
+        yield from _not_positive(f"{name}.", link, ["alpha_us", "gamma_us"], or_zero=True)
         return
     if len(link.bytes) != len(link.us):
         yield f"{name} has {len(link.bytes)} bytes and {len(link.us)} us"
@@ -89,16 +89,11 @@ def _wrong_link(name: str, link: Link) -> Iterator[str]:
         yield f"{name}.us must be above 0"
 
 
-def _not_positive(where: str, part: msgspec.Struct, names: Iterable[str]) -> Iterator[str]:
+def _not_positive(where: str, part: msgspec.Struct, names: Iterable[str], or_zero: bool = False) -> Iterator[str]:
     for name in names:
-        if not 0 < getattr(part, name) < math.inf:
-            yield f"{where}{name} is {getattr(part, name):g} and must be above 0"
-
-
-def _negative(where: str, part: msgspec.Struct, names: Iterable[str]) -> Iterator[str]:
-    for name in names:
-        if not 0 <= getattr(part, name) < math.inf:
-            yield f"{where}{name} is {getattr(part, name):g} and must be at least 0"
+        value = getattr(part, name)
+        if not (0 < value < math.inf or (or_zero and value == 0)):
+            yield f"{where}{name} is {value:g} and must be {'at least' if or_zero else 'above'} 0"
 
 
 def link(gpu: Gpu, tp: int, topology: str | None, p2p: bool) -> tuple[str, Link | None]:

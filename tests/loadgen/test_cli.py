@@ -390,7 +390,7 @@ def options_in_help(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[s
 def test_help_of_run_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     shown, groups = options_in_help("run", capsys)
     assert shown >= {field.name for field in dataclasses.fields(Config)}
-    assert groups[:3] == ["The server", "The load", "What comes of it"] and groups[-1] == "The client"
+    assert groups[:3] == ["The server", "The load", "The results"] and groups[-1] == "The client"
 
 
 REFUSED_BY = {

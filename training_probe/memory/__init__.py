@@ -1,8 +1,8 @@
 """How much memory a cell takes, before it runs: `predict` names every term, with the numbers of its formula. Pure.
 
-Predicted is what torch's caching allocator calls allocated (`torch.cuda.max_memory_allocated`), on the rank that has
-most: the largest of the moments of a step (`Moment`). Reserved memory is more, by fragments. `engines`
-has what each engine holds, counted as its sources allocate; METHODOLOGY.md ("Training: predicted memory") derives it.
+The prediction is what torch's caching allocator calls allocated (`torch.cuda.max_memory_allocated`), on the rank that
+has most: the largest of the moments of a step (`Moment`). Reserved memory is more, by fragments. `engines` holds what
+each engine allocates, read off its source; docs/predictions.md ("Predicted memory of training") derives the formulas.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Activations are the bytes that autograd keeps of a Hugging Face Llama's forward 
 needs besides. Coefficients are bytes per (b s h), (b s f), (b a s^2): batch, sequence, hidden, intermediate, heads.
 They are counted operator by operator and were checked with saved-tensor hooks on real models (eager, flash and math
 attention; full training, LoRA, prompt tuning, frozen linears; grouped keys and values): exact. Korthikanti et al.'s 34
-s b h + 5 a s^2 b is of a GPT with dropout masks, GELU and a 4h MLP, and does not fit Llama (METHODOLOGY.md).
+s b h + 5 a s^2 b is of a GPT with dropout masks, GELU and a 4h MLP, and does not fit Llama (docs/predictions.md).
 Megatron's layer is taken to keep the same.
 """
 

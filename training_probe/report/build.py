@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE, escaped
+from backends.untrusted import escaped, read_json
 from loadgen.report.text import markdown_text
 from training_probe import paper
 from training_probe.grid import LETTERS, Method
@@ -264,16 +264,10 @@ def markdown(report: SweepReport, results: Sequence[CellResult], pictures: Mappi
 def read_manifest(directory: Path) -> dict[str, Any]:
     """What the sweep wrote of itself; empty where it wrote nothing. Raises ReportError."""
     path = directory / MANIFEST_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror or error}.") from None
-    except UNDECODABLE as error:
-        raise ReportError(
-            f"{path} is not a sweep's manifest: {error}; without that file the report can be made."
-        ) from None
+    advice = "; without that file the report can be made"
+    return read_json(path, dict[str, Any], ReportError, "is not a sweep's manifest", advice)
 
 
 def redo(directory: Path) -> SweepReport:

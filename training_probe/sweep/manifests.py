@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from backends import catalog
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import read_json
 from loadgen.rundir import Machine, RunError, this_machine
 from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell, Model
 from training_probe.protocol import Trial
@@ -92,11 +92,6 @@ def write(directory: Path, manifest: SweepManifest) -> None:
 def read(directory: Path) -> SweepManifest:
     """The manifest of a sweep's directory. Raises RunError."""
     path = directory / MANIFEST_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=SweepManifest)
-    except FileNotFoundError:
-        raise RunError(f"{directory} holds no {MANIFEST_FILE}; name the directory of a sweep.") from None
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror or error}.") from None
-    except UNDECODABLE as error:
-        raise RunError(f"{path} is not a manifest of a sweep of this version: {error}.") from None
+    if not path.exists():
+        raise RunError(f"{directory} holds no {MANIFEST_FILE}; name the directory of a sweep.")
+    return read_json(path, SweepManifest, RunError, "is not a manifest of a sweep of this version")

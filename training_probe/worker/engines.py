@@ -1,7 +1,7 @@
 """The engines, each as a Stepper: forward, backward and step of the same model, with the engine's own machinery behind.
 
 Megatron builds a model of its own and has a file of its own. What an engine holds in which precision stands in
-METHODOLOGY.md; learning rate, betas, weight decay and gradient clipping are the same for all.
+docs/training.md; learning rate, betas, weight decay and gradient clipping are the same for all.
 """
 
 from __future__ import annotations
