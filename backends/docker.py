@@ -16,7 +16,7 @@ import shlex
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +35,7 @@ from backends.docker_owner import (
     secrets_of,
     write_secrets,
 )
-from backends.launch import Exit, LaunchError, Mount, Start
+from backends.launch import Exit, Launcher, LaunchError, Mount, Start
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -91,15 +91,9 @@ _START_FAILURES = (
 class _Description:
     """A container as it is to be, in the words that the engine's API and the command line have in common."""
 
+    start: Start  # with absolute mounts
     image: str
-    command: tuple[str, ...]
     name: str
-    port: int
-    host_port: int | None
-    env: Mapping[str, str]
-    mounts: tuple[Mount, ...]
-    gpu_ids: tuple[str, ...]
-    run_id: str
     ulimits: tuple[_Ulimit, ...] = field(default_factory=lambda: ULIMITS)
 
     @classmethod
@@ -108,39 +102,39 @@ class _Description:
             raise LaunchError("no image is named; name one with --image.")
         name = re.sub(r"[^a-zA-Z0-9_.-]", "-", f"llm-dissect-{start.backend}-{start.run_id}")
         mounts = tuple(replace(mount, source=mount.source.absolute()) for mount in start.mounts)
-        return cls(
-            start.image, start.argv, name, start.port, start.host_port, start.env, mounts, start.gpu_ids, start.run_id
-        )
+        return cls(replace(start, mounts=mounts), start.image, name)
 
     def sdk(self) -> dict[str, Any]:
         """Arguments for `containers.create`."""
         from docker import types
 
-        gpus = [types.DeviceRequest(device_ids=list(self.gpu_ids), capabilities=[["gpu"]])] if self.gpu_ids else None
-        published = (ADDRESS,) if self.host_port is None else (ADDRESS, self.host_port)
+        start = self.start
+        gpus = [types.DeviceRequest(device_ids=list(start.gpu_ids), capabilities=[["gpu"]])] if start.gpu_ids else None
+        published = (ADDRESS,) if start.host_port is None else (ADDRESS, start.host_port)
         return {
             "image": self.image,
-            "command": list(self.command),
+            "command": list(start.argv),
             "name": self.name,
-            "labels": {LABEL: self.run_id},
+            "labels": {LABEL: start.run_id},
             "device_requests": gpus,
             "ipc_mode": IPC_MODE,
             "ulimits": [types.Ulimit(name=limit.name, soft=limit.value, hard=limit.value) for limit in self.ulimits],
             "cap_add": list(CAPABILITIES),
             "sysctls": dict(SYSCTLS),
-            "environment": dict(self.env),
+            "environment": dict(start.env),
             "mounts": [
                 types.Mount(mount.target, str(mount.source), type="bind", read_only=mount.read_only)
-                for mount in self.mounts
+                for mount in start.mounts
             ],
-            "ports": {f"{self.port}/tcp": published},
+            "ports": {f"{start.port}/tcp": published},
         }
 
-    def command_line(self, secrets: Iterable[str]) -> list[str]:
+    def command_line(self) -> list[str]:
         """The same for a shell. A secret is only named there: docker takes its value from its own environment."""
-        words = ["docker", "run", "--detach", "--name", self.name, "--label", f"{LABEL}={self.run_id}"]
-        if self.gpu_ids:
-            words += ["--gpus", f'"device={",".join(self.gpu_ids)}"']  # the quotes are docker's: it splits at commas
+        start = self.start
+        words = ["docker", "run", "--detach", "--name", self.name, "--label", f"{LABEL}={start.run_id}"]
+        if start.gpu_ids:
+            words += ["--gpus", f'"device={",".join(start.gpu_ids)}"']  # the quotes are docker's: it splits at commas
         words += ["--ipc", IPC_MODE]
         for limit in self.ulimits:
             words += ["--ulimit", f"{limit.name}={limit.value}"]
@@ -148,15 +142,15 @@ class _Description:
             words += ["--cap-add", capability]
         for key, value in SYSCTLS.items():
             words += ["--sysctl", f"{key}={value}"]
-        for mount in self.mounts:
+        for mount in start.mounts:
             words += ["--mount", _mount_words(mount)]
-        for key, value in self.env.items():
+        for key, value in start.env.items():
             words += ["--env", f"{key}={value}"]
-        for name in secrets:
+        for name in start.secrets:
             words += ["--env", name]
-        host_port = "" if self.host_port is None else self.host_port
-        words += ["--publish", f"{ADDRESS}:{host_port}:{self.port}"]
-        return [*words, self.image, *self.command]
+        host_port = "" if start.host_port is None else start.host_port
+        words += ["--publish", f"{ADDRESS}:{host_port}:{start.port}"]
+        return [*words, self.image, *start.argv]
 
 
 class Container:
@@ -265,7 +259,7 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
     Raises LaunchError, with nothing left behind.
     """
     description = _Description.of(start)
-    for mount in description.mounts:
+    for mount in description.start.mounts:
         if not mount.source.exists():
             raise LaunchError(f"there is no {mount.source} to be mounted at {mount.target}; check the path.")
     secrets = secrets_of(start.secrets)
@@ -283,7 +277,7 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
                 "image_id": image.id,
                 "image_digest": next(iter(image.attrs.get("RepoDigests") or ()), None),
                 "engine_version": client.version()["Version"],
-                "command": shlex.join(description.command_line(start.secrets)),
+                "command": shlex.join(description.command_line()),
             }
             return Container(container, start, facts, say, secrets, directory)
         except BaseException:
@@ -300,24 +294,16 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
 def command_line(start: Start) -> list[str]:
     """The `docker run` that equals `start`, for a person to read or use. Only the label that names an owner is not
     there: a container started by hand has none, so nothing here will take it down."""
-    return _Description.of(start).command_line(start.secrets)
+    return _Description.of(start).command_line()
 
 
-class _Docker:
-    """The Launcher."""
-
-    name = "docker"
-    command_line = staticmethod(command_line)
-    start = staticmethod(start)
-
-    def place(self, start: Start) -> str:
-        return f"Docker ({start.image})"
-
-    def environment(self) -> dict[str, str]:
-        return {}  # a container gets what `start.env` holds
-
-
-LAUNCHER = _Docker()
+LAUNCHER = Launcher(
+    name="docker",
+    place=lambda start: f"Docker ({start.image})",
+    environment=dict,  # a container gets what `start.env` holds
+    command_line=command_line,
+    start=start,
+)
 
 
 def _run(
@@ -366,10 +352,10 @@ def _remove(container: SdkContainer) -> None:
 
 
 def _not_started(error: Exception, description: _Description) -> LaunchError:
-    reason = reason_of(error)
+    reason, start = reason_of(error), description.start
     for pattern, sentence in _START_FAILURES:
         if re.search(pattern, reason, re.IGNORECASE):
-            words = {"gpus": ", ".join(description.gpu_ids), "port": description.host_port or description.port}
+            words = {"gpus": ", ".join(start.gpu_ids), "port": start.host_port or start.port}
             return LaunchError(sentence.format(reason=reason, name=description.name, **words) + ".")
     return LaunchError(f"Docker did not start the image {description.image}: {reason}.")
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ != "__main__":  # the supervisor has the standard library only
-    from backends.launch import Exit, LaunchError, Running, Start
+    from backends.launch import Exit, Launcher, LaunchError, Running, Start
 
 STOP_S = 20.0  # from SIGTERM to SIGKILL, when we end the server
 REST_S = 2.0  # the same for what a server that ended by itself left running
@@ -87,23 +87,6 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
         os.close(log)
     say(f"started {start.argv[0]} as process {running.facts['pid']}, its output goes to {start.log}")
     return running
-
-
-class _Process:
-    """The Launcher."""
-
-    name = "process"
-    command_line = staticmethod(command_line)
-    start = staticmethod(start)
-
-    def place(self, start: Start) -> str:
-        return "a process"
-
-    def environment(self) -> dict[str, str]:
-        return gpu_variables(inherited())
-
-
-LAUNCHER = _Process()
 
 
 def _added(start: Start) -> dict[str, str]:
@@ -398,3 +381,11 @@ def _supervise() -> None:
 
 if __name__ == "__main__":
     _supervise()
+else:
+    LAUNCHER = Launcher(
+        name="process",
+        place=lambda start: "a process",
+        environment=lambda: gpu_variables(inherited()),
+        command_line=command_line,
+        start=start,
+    )

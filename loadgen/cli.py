@@ -8,7 +8,6 @@ command needs is imported: a run never waits for matplotlib.
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -117,9 +116,7 @@ def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
 
     tables.write(directory, breakdown)
     say(tables.render(breakdown))
-    say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    sys.stdout.write(tables.to_json(breakdown) + "\n")
-    sys.stdout.flush()
+    _last_words(directory, tables.to_json(breakdown))
     return exit_codes.OK
 
 
@@ -132,10 +129,13 @@ def report_one(directory: Path, convention: ConventionName) -> int:
     say(text.render(result))
     if convention == "loadgen":
         reports.write(directory, result, table)
-    say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    sys.stdout.write(reports.to_json(result) + "\n")
-    sys.stdout.flush()
+    _last_words(directory, reports.to_json(result))
     return exit_codes.OK if result.verdict.valid else exit_codes.INVALID
+
+
+def _last_words(directory: Path, json: str) -> None:
+    say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
+    print(json, flush=True)
 
 
 def compare(
@@ -244,12 +244,8 @@ def build_app(*, described: bool = False) -> App:
         version=rundir.package_version,
         result_action="return_value",
     )
-    app.command(run)
-    app.command(report)
-    app.command(compare)
-    app.command(doctor)
-    app.command(compose)
-    app.command(export)
+    for command in (run, report, compare, doctor, compose, export):
+        app.command(command)
     app.command(list_backends, name="backends")
     app.command(clean)
     for entry in entry_points(group="llm_dissect.commands"):

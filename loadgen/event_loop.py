@@ -20,17 +20,12 @@ def run_loop(main: Any) -> Any:
         return runner.run(main)
 
 
-def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end a run in good order: Ctrl-C, `kill`, and a terminal that is gone, unless `nohup` says that
-    the run is to outlive it."""
-    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
-    return (signal.SIGINT, signal.SIGTERM, *hangup)
-
-
 def on_stop(act: Callable[[], object]) -> None:
-    """From now on the signals that end a run do this, in the running loop."""
+    """From now on the signals that end a run in good order do this, in the running loop: Ctrl-C, `kill`, and a terminal
+    that is gone, unless `nohup` says that the run is to outlive it."""
     loop = asyncio.get_running_loop()
-    for number in stop_signals():
+    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         loop.add_signal_handler(number, act)
 
 

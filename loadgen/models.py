@@ -35,6 +35,10 @@ class Model:
     has_weights: bool = False
     max_position: int | None = None
 
+    def local(self, *, dummy_weights: bool) -> Path | None:
+        """The directory to serve it from; None: it has to come from the hub, since what is here lacks the weights."""
+        return self.directory if self.has_weights or dummy_weights or self.hf_id is None else None
+
 
 def user_cache() -> Path:
     """Where programs keep what they can make again."""

@@ -24,7 +24,7 @@ class Target(msgspec.Struct, frozen=True):
     token: str | None = None
 
     def __repr__(self) -> str:
-        return f"Target({self.url!r})"
+        return f"{type(self).__name__}({self.url!r})"
 
     @property
     def parts(self) -> SplitResult:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from loadgen.client.limits import OPEN_FILES_BESIDES, ephemeral_ports
 from loadgen.config import DEFAULT_REQUESTS, Config
@@ -25,9 +24,16 @@ STEADY_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc
 CPUS = Path("/sys/devices/system/cpu")
 
 
-@dataclass(frozen=True)
-class Check:
-    """`seen`: a clause. `advice`: what to do, or empty."""
+class Answer(NamedTuple):
+    """What a check found. `seen`: a clause. `advice`: what to do, or empty."""
+
+    state: State
+    seen: str
+    advice: str = ""
+
+
+class Check(NamedTuple):
+    """A question, by its name, and the answer."""
 
     name: str
     state: State
@@ -35,10 +41,10 @@ class Check:
     advice: str = ""
 
 
-def guarded(name: str, check: Callable[[], Check]) -> Check:
+def guarded(name: str, check: Callable[[], Answer]) -> Check:
     """The check's answer; that it could not be made is one as well, because the others are wanted all the same."""
     try:
-        return check()
+        return Check(name, *check())
     except Exception as error:
         return Check(name, "warning", f"cannot be checked: {error or type(error).__name__}")
 
@@ -55,46 +61,43 @@ def client_checks(config: Config) -> Iterator[Check]:
     yield guarded("CPU governor", _governor)
 
 
-def _open_files(needed: int) -> Check:
+def _open_files(needed: int) -> Answer:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= needed:
         allowed = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard} allowed"
-        return Check("open files", "ok", f"{allowed}, {needed} needed")
-    return Check(
-        "open files",
+        return Answer("ok", f"{allowed}, {needed} needed")
+    return Answer(
         "problem",
         f"{hard} allowed, {needed} needed",
         f"raise the hard limit (ulimit -Hn {needed}, or nofile in /etc/security/limits.conf), or lower the load",
     )
 
 
-def _backlog(burst: int) -> Check:
+def _backlog(burst: int) -> Answer:
     size = int(_text("/proc/sys/net/core/somaxconn"))
     seen = f"net.core.somaxconn is {size}"
     if size >= min(burst, ENOUGH_BACKLOG):
-        return Check("listen backlog", "ok", seen)
-    return Check(
-        "listen backlog",
+        return Answer("ok", seen)
+    return Answer(
         "warning",
         f"{seen}, below a burst of {burst}: some connections would be dropped and tried again after a second",
         f"sudo sysctl -w net.core.somaxconn={ENOUGH_BACKLOG}",
     )
 
 
-def _ports(burst: int) -> Check:
+def _ports(burst: int) -> Answer:
     count = ephemeral_ports()
     seen = f"{count} for connections to one address"
     if count >= burst:
-        return Check("local ports", "ok", seen)
-    return Check(
-        "local ports",
+        return Answer("ok", seen)
+    return Answer(
         "problem",
         f"{seen}, {burst} needed",
         "sudo sysctl -w net.ipv4.ip_local_port_range='10240 65535', or lower the load",
     )
 
 
-def _clock() -> Check:
+def _clock() -> Answer:
     reads = [time.monotonic_ns() for _ in range(1000)]
     step_ns = min((b - a for a, b in pairwise(reads) if b > a), default=0)
     try:
@@ -103,34 +106,32 @@ def _clock() -> Check:
         source = ""
     seen = f"CLOCK_MONOTONIC tells {step_ns} ns apart" + (f", from {source}" if source else "")
     if not 0 < step_ns <= COARSE_CLOCK_NS:
-        return Check("clock", "warning", seen, "measure from a machine with a finer clock")
+        return Answer("warning", seen, "measure from a machine with a finer clock")
     if source and source not in STEADY_CLOCKS:
-        return Check(
-            "clock",
+        return Answer(
             "warning",
             f"{seen}: each look at it is a system call",
             "see /sys/devices/system/clocksource/clocksource0/available_clocksource for tsc or kvm-clock",
         )
-    return Check("clock", "ok", seen)
+    return Answer("ok", seen)
 
 
-def _cores() -> Check:
+def _cores() -> Answer:
     count = this_machine().cpu_count
     if count >= 2:
-        return Check("cores", "ok", f"{count} for us")
-    return Check("cores", "warning", f"{count} for us", "the client shares it with all else; give it a second one")
+        return Answer("ok", f"{count} for us")
+    return Answer("warning", f"{count} for us", "the client shares it with all else; give it a second one")
 
 
-def _governor() -> Check:
+def _governor() -> Answer:
     governors = {path.read_text().strip() for path in CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")}
     if "powersave" in governors:
-        return Check(
-            "CPU governor",
+        return Answer(
             "warning",
             "powersave: a core may be slow to wake when a token arrives",
             "sudo cpupower frequency-set -g performance",
         )
-    return Check("CPU governor", "ok", ", ".join(sorted(governors)) or "none: the frequency is not ours to set")
+    return Answer("ok", ", ".join(sorted(governors)) or "none: the frequency is not ours to set")
 
 
 def _text(path: str) -> str:

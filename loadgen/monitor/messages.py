@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
+from loadgen.target import Target
+
 PERIOD_S = 1.0
 
 
-class MetricsSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that shows metrics. url: the one that requests go to. series: neutral name -> the server's own
-    (`Backend.server_metrics`). token: sent as the bearer token; it is in messages only, never in an argument or a file.
-    """
+class MetricsSource(Target, frozen=True, kw_only=True):
+    """Where requests go, as a server that shows metrics. series: neutral name -> the server's own
+    (`Backend.server_metrics`). The token is in messages only, never in an argument or a file."""
 
-    url: str
-    token: str | None = None
     series: dict[str, str]
 
     @property
     def metrics_url(self) -> str:
         return self.url.rstrip("/").removesuffix("/v1") + "/metrics"
-
-    def __repr__(self) -> str:
-        return f"MetricsSource({self.url!r})"
 
 
 class Prepare(msgspec.Struct, tag=True):

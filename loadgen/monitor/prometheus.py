@@ -104,15 +104,11 @@ class Metrics:
         except (TimeoutError, httpx.TimeoutException):
             raise Unreadable(f"GET /metrics was not answered within {self._timeout_s:g} s") from None
         except httpx.ConnectError as error:
-            raise Unreadable(f"no connection for GET /metrics: {_line(str(error))}") from None
+            reason = str(error).encode("unicode_escape").decode()[:200]  # one short line that a terminal does not obey
+            raise Unreadable(f"no connection for GET /metrics: {reason}") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:  # their words may hold a header that we sent: names only
             raise Unreadable(f"GET /metrics failed: {type(error).__name__}") from None
         return self._series.pick(body.decode("utf-8", "replace"))
 
     async def close(self) -> None:
         await self._client.aclose()
-
-
-def _line(text: str) -> str:
-    """One short line that a terminal does not obey."""
-    return text.encode("unicode_escape").decode()[:200]

@@ -8,7 +8,7 @@ that cannot be written any more ends early, which its reader sees.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -170,25 +170,14 @@ class GpuReader:
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """What `work` gives, from a thread that the end of the process does not wait for."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():  # whoever waited for it waits no longer
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()  # whoever waited for it may wait no longer, and it goes on
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = work()
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future
+    return asyncio.wrap_future(done)

@@ -8,7 +8,7 @@ Times are the machine's monotonic clock in nanoseconds, so samples lie beside th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -206,9 +206,9 @@ def _gpus(header: Header, window: Sequence[ServerSample], t0_ns: int, end_ns: in
         return None
     indices = [gpu.index for gpu in first]
     names = dict(zip(indices, header.gpus, strict=False))
-    memory = [_points(window, index, lambda gpu: gpu.memory_used_bytes) for index in indices]
-    power = [_points(window, index, lambda gpu: gpu.power_w) for index in indices]
-    counters = [_points(window, index, lambda gpu: gpu.energy_mj) for index in indices]
+    memory, power, counters = (
+        [_points(window, index, name) for index in indices] for name in ("memory_used_bytes", "power_w", "energy_mj")
+    )
     sums: dict[int, list[float]] = {}
     for points in memory:
         for at_ns, used in points:
@@ -243,13 +243,13 @@ def _gpus(header: Header, window: Sequence[ServerSample], t0_ns: int, end_ns: in
 Points = Sequence[tuple[int, float]]  # when (ns) and how much
 
 
-def _points(window: Sequence[ServerSample], index: int, read: Callable[[GpuSample], float | None]) -> Points:
+def _points(window: Sequence[ServerSample], index: int, name: str) -> Points:
     """One value of one GPU, where it is known."""
     return [
         (sample.at_ns, value)
         for sample in window
         for gpu in sample.gpus
-        if gpu.index == index and (value := read(gpu)) is not None
+        if gpu.index == index and (value := getattr(gpu, name)) is not None
     ]
 
 

@@ -18,7 +18,7 @@ from backends.untrusted import UNDECODABLE, escaped
 from loadgen import rundir
 from loadgen.config import Config
 from loadgen.monitor import server_view
-from loadgen.monitor.server_view import GpuStats, ServerStats, ServerView
+from loadgen.monitor.server_view import ServerView
 from loadgen.report import findings, metrics, schema
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.schema import SCHEMA, Numbers, Report
@@ -205,13 +205,11 @@ def from_directory(
     return build(manifest, table, facts, slos, convention, seen or _kept(directory, manifest.run_id)), table
 
 
-class _Kept(msgspec.Struct):
+class _Kept(ServerView, kw_only=True):
     """The parts of an earlier report that the records cannot give again."""
 
     schema: str
     run_id: str
-    server: ServerStats | None = None
-    gpus: GpuStats | None = None
 
 
 def _kept(directory: Path, run_id: str) -> ServerView | None:
@@ -221,7 +219,7 @@ def _kept(directory: Path, run_id: str) -> ServerView | None:
         kept = msgspec.json.decode((directory / "report.json").read_bytes(), type=_Kept)
     except (OSError, *UNDECODABLE):
         return None
-    return ServerView(server=kept.server, gpus=kept.gpus) if (kept.schema, kept.run_id) == (SCHEMA, run_id) else None
+    return kept if (kept.schema, kept.run_id) == (SCHEMA, run_id) else None
 
 
 def to_json(report: Report) -> str:

@@ -1,19 +1,13 @@
 """What is measured, by whose definition: the metric catalogue, five conventions, and the statistics of a sample. Pure.
 
-Every function reads the columns of a `Table` and nothing else, so the same records always give the same numbers.
-Latencies cover measured requests that ended ok; a request for which a metric is undefined (a tpot below two output
-tokens, a count that the server did not give) is left out of that metric and of its n. It must never guess: tokens are
-the server's own counts, events are never counted as tokens, and what is unknown is None.
+Latencies cover measured requests that ended ok; one for which a metric is undefined is left out of it and of its n. It
+must never guess: tokens are the server's own counts, events are never counted as tokens, what is unknown is None.
 
-    ttft      first_token - sent                                 time to the first event that carries output
-    tpot      (last_token - first_token) / (output_tokens - 1)   per request; undefined below 2 tokens
+    ttft      first_token - sent, the first event that carries output
+    tpot      (last_token - first_token) / (output_tokens - 1), undefined below 2 tokens
     itl       gaps between neighbouring events, pooled over all requests
     e2el      done - sent
-    send_lag  sent - scheduled
-    ttft_from_schedule, e2el_from_schedule: the same from the instant the request was due (no coordinated omission)
-
-Statistics: percentiles interpolate linearly (numpy's default), std is the sample's (n - 1). `duration_s` runs from the
-first measured request sent to the last measured reply ended, whatever its outcome, drain included (as `vllm bench`).
+    send_lag  sent - scheduled; _from_schedule: from the instant the request was due (no coordinated omission)
 """
 
 from __future__ import annotations
@@ -52,7 +46,8 @@ class Distribution(NamedTuple):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The statistics of a sample, in milliseconds; None where it has too few values to define them."""
+    """The statistics of a sample, in milliseconds; None where it has too few values to define them. std divides by
+    n - 1."""
 
     n: int
     mean: float | None = None
@@ -99,15 +94,6 @@ def _defined(values: Column) -> Distribution:
     return Distribution(np.sort(values[~np.isnan(values)]), 1.0)
 
 
-def _none(table: Table) -> Distribution:
-    return Distribution(np.empty(0), 1.0)
-
-
-def _request_means(table: Table) -> Distribution:
-    """One mean gap an ok request."""
-    return _defined(_decode_ms(table)[table.ok])
-
-
 def _request_means_by_token(table: Table) -> Distribution:
     """A request's mean gap, counted once for each of its gaps."""
     means = _decode_ms(table)
@@ -115,41 +101,35 @@ def _request_means_by_token(table: Table) -> Distribution:
     return Distribution(np.sort(np.repeat(means[defined], table.output_tokens[defined] - 1)), 1.0)
 
 
-@dataclass(frozen=True)
+def _between(start: str, end: str) -> Callable[[Table], Column]:
+    return lambda table: between_ms(table, start, end)
+
+
+_TTFT, _E2EL = _between("sent_ns", "first_token_ns"), _between("sent_ns", "done_ns")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Convention:
-    """One tool's definitions applied to our records. `differs`: what to expect, and what the records cannot give."""
+    """One tool's definitions applied to our records; those that it does not state are our own. `differs`: what to
+    expect, and what the records cannot give."""
 
     name: str
-    ttft: Callable[[Table], Column]
-    tpot: Callable[[Table], Column]
-    e2el: Callable[[Table], Column]
-    itl: Callable[[Table], Distribution]
-    percentile: PercentileMethod
-    from_zero: bool  # throughput: from t = 0 instead of from the first request sent
+    ttft: Callable[[Table], Column] = _TTFT
+    tpot: Callable[[Table], Column] = _decode_ms
+    e2el: Callable[[Table], Column] = _E2EL
+    itl: Callable[[Table], Distribution] = _pooled_gaps
+    percentile: PercentileMethod = "linear"
+    from_zero: bool = False  # throughput: from t = 0 instead of from the first request sent
     differs: str
 
 
 CONVENTIONS: dict[str, Convention] = {
     convention.name: convention
     for convention in (
-        Convention(
-            name="loadgen",
-            ttft=lambda t: between_ms(t, "sent_ns", "first_token_ns"),
-            tpot=_decode_ms,
-            e2el=lambda t: between_ms(t, "sent_ns", "done_ns"),
-            itl=_pooled_gaps,
-            percentile="linear",
-            from_zero=False,
-            differs="This tool's own definitions (METHODOLOGY.md).",
-        ),
+        Convention(name="loadgen", differs="This tool's own definitions (METHODOLOGY.md)."),
         Convention(
             name="vllm",
-            ttft=lambda t: between_ms(t, "sent_ns", "first_token_ns"),
-            tpot=_decode_ms,
-            e2el=lambda t: between_ms(t, "sent_ns", "last_token_ns"),
-            itl=_pooled_gaps,
-            percentile="linear",
-            from_zero=False,
+            e2el=_between("sent_ns", "last_token_ns"),
             differs=(
                 "vllm bench serve: e2el ends at the last event with output, not at the end of the reply. Not "
                 "reproducible: its start stamp, taken before the request waits for a connection and for the client's "
@@ -158,12 +138,9 @@ CONVENTIONS: dict[str, Convention] = {
         ),
         Convention(
             name="guidellm",
-            ttft=lambda t: between_ms(t, "sent_ns", "first_token_ns"),
             tpot=lambda t: _per_token_ms(between_ms(t, "sent_ns", "last_token_ns"), t.output_tokens, 1),
-            e2el=lambda t: between_ms(t, "sent_ns", "done_ns"),
             itl=_request_means_by_token,
             percentile="nearest_rank",
-            from_zero=False,
             differs=(
                 "guidellm: tpot includes the time to the first token and divides by all tokens; itl is each request's "
                 "mean gap, weighted by its tokens, so stalls within a request vanish; percentiles are nearest-rank. "
@@ -173,12 +150,9 @@ CONVENTIONS: dict[str, Convention] = {
         ),
         Convention(
             name="aiperf",
-            ttft=lambda t: between_ms(t, "sent_ns", "first_token_ns"),
             tpot=lambda t: np.full(len(t), np.nan),
-            e2el=lambda t: between_ms(t, "sent_ns", "last_token_ns"),
-            itl=_request_means,
-            percentile="linear",
-            from_zero=False,
+            e2el=_between("sent_ns", "last_token_ns"),
+            itl=lambda t: _defined(_decode_ms(t)[t.ok]),  # one mean gap an ok request
             differs=(
                 "aiperf: itl is what others call tpot, one mean a request; there is no tpot; e2el (request "
                 "latency) ends at the last event with output. Not reproducible: its token counts, made by its own "
@@ -187,10 +161,10 @@ CONVENTIONS: dict[str, Convention] = {
         ),
         Convention(
             name="mlperf",
-            ttft=lambda t: between_ms(t, "scheduled_ns", "first_token_ns"),
+            ttft=_between("scheduled_ns", "first_token_ns"),
             tpot=lambda t: _per_token_ms(between_ms(t, "first_token_ns", "done_ns"), t.output_tokens - 1, 1),
-            e2el=lambda t: between_ms(t, "scheduled_ns", "done_ns"),
-            itl=_none,
+            e2el=_between("scheduled_ns", "done_ns"),
+            itl=lambda t: Distribution(np.empty(0), 1.0),
             percentile="index_floor",
             from_zero=True,
             differs=(
@@ -201,24 +175,19 @@ CONVENTIONS: dict[str, Convention] = {
         ),
     )
 }
+_BY_NO_CONVENTION = {
+    "send_lag_ms": _between("scheduled_ns", "sent_ns"),
+    "ttft_from_schedule_ms": _between("scheduled_ns", "first_token_ns"),
+    "e2el_from_schedule_ms": _between("scheduled_ns", "done_ns"),
+}
 
 
 def column(table: Table, metric: str, convention: Convention) -> Column:
     """One value a request, in milliseconds (n,); `itl_ms`, which has many a request, is not a column."""
-    match metric:
-        case "ttft_ms":
-            return convention.ttft(table)
-        case "tpot_ms":
-            return convention.tpot(table)
-        case "e2el_ms":
-            return convention.e2el(table)
-        case "send_lag_ms":
-            return between_ms(table, "scheduled_ns", "sent_ns")
-        case "ttft_from_schedule_ms":
-            return between_ms(table, "scheduled_ns", "first_token_ns")
-        case "e2el_from_schedule_ms":
-            return between_ms(table, "scheduled_ns", "done_ns")
-    raise ValueError(f"{metric} is not a metric with one value a request")
+    by_name = {"ttft_ms": convention.ttft, "tpot_ms": convention.tpot, "e2el_ms": convention.e2el, **_BY_NO_CONVENTION}
+    if metric not in by_name:
+        raise ValueError(f"{metric} is not a metric with one value a request")
+    return by_name[metric](table)
 
 
 def sample(measured: Table, metric: str, convention: Convention) -> Distribution:
@@ -229,7 +198,7 @@ def sample(measured: Table, metric: str, convention: Convention) -> Distribution
 
 
 def percentile(values: NDArray[Any], thousandths: int, method: PercentileMethod) -> float:
-    """A percentile of ascending `values` (n >= 1)."""
+    """A percentile of ascending `values` (n >= 1); `linear` interpolates as numpy does by default."""
     n = len(values)
     if method == "nearest_rank":
         return float(values[max(0, -(-n * thousandths // 1000) - 1)])
@@ -264,7 +233,8 @@ def _std(values: NDArray[Any], mean: float) -> float:
 
 
 def duration_s(measured: Table, convention: Convention) -> float | None:
-    """Seconds that throughput divides by; None when nothing was sent or nothing ended."""
+    """Seconds that throughput divides by, from the first request sent to the last reply ended, whatever its outcome (as
+    `vllm bench`); None when nothing was sent or nothing ended."""
     sent, done = measured.sent_ns[measured.sent_ns != -1], measured.done_ns[measured.done_ns != -1]
     if len(sent) == 0 or len(done) == 0:
         return None

@@ -166,19 +166,12 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         return msgspec.json.decode(data, type=Manifest)
     except UNDECODABLE as error:
-        if _of_training(data):
-            raise RunError(
-                f"{directory} is a directory of training_probe; read it with `training_probe report {directory}`."
-            ) from None
+        with contextlib.suppress(*UNDECODABLE):
+            if msgspec.json.decode(data, type=_Marked).schema.startswith("training_probe."):
+                raise RunError(
+                    f"{directory} is a directory of training_probe; read it with `training_probe report {directory}`."
+                ) from None
         raise RunError(f"{path} is not a manifest of this version: {error}") from None
-
-
-def _of_training(manifest: bytes) -> bool:
-    """Whether it says that training_probe wrote it."""
-    try:
-        return msgspec.json.decode(manifest, type=_Marked).schema.startswith("training_probe.")
-    except UNDECODABLE:
-        return False
 
 
 class _Marked(msgspec.Struct):

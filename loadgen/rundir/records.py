@@ -139,24 +139,22 @@ class Table:
     def select(self, mask: NDArray[np.bool_]) -> Table:
         """The rows where `mask` (n,) holds, as a copy."""
         counts = np.diff(self.itl_offsets)
-        kept = set(self.id[mask].tolist()) if self.errors else set()
-        return Table(
-            **{name: getattr(self, name)[mask] for name in COLUMNS},
-            itl_us=self.itl_us[np.repeat(mask, counts)],
-            itl_offsets=np.concatenate(([0], np.cumsum(counts[mask]))).astype(np.int64),
-            errors={key: text for key, text in self.errors.items() if key in kept},
-        )
+        offsets = np.concatenate(([0], np.cumsum(counts[mask]))).astype(np.int64)
+        return self._part(mask, self.itl_us[np.repeat(mask, counts)], offsets)
 
     def rows(self, first: int, last: int) -> Table:
         """Rows `first` to `last` (exclusive), as a view."""
-        kept = set(self.id[first:last].tolist()) if self.errors else set()
         begin, end = int(self.itl_offsets[first]), int(self.itl_offsets[last])
-        return Table(
-            **{name: getattr(self, name)[first:last] for name in COLUMNS},
-            itl_us=self.itl_us[begin:end],
-            itl_offsets=self.itl_offsets[first : last + 1] - begin,
-            errors={key: text for key, text in self.errors.items() if key in kept},
-        )
+        offsets = self.itl_offsets[first : last + 1] - begin
+        return self._part(slice(first, last), self.itl_us[begin:end], offsets)
+
+    def _part(
+        self, chosen: slice | NDArray[np.bool_], itl_us: NDArray[np.uint32], itl_offsets: NDArray[np.int64]
+    ) -> Table:
+        kept = set(self.id[chosen].tolist()) if self.errors else set()
+        errors = {key: text for key, text in self.errors.items() if key in kept}
+        columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
+        return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors)
 
     def blocks(self) -> Iterator[Table]:
         """The rows in views of a few thousand, for work whose arrays would be larger than the gaps themselves."""

@@ -49,7 +49,7 @@ def compose(config: Config, inventory: gpus.Inventory | None = None) -> str:
     volumes = [_volume(launch, mount) for mount in _mounts(launch)]
     model_dir = any(mount.source == MODEL_DIR for mount in launch.start.mounts)
     assumed = config.gpus is None and not gpus.choose(inventory, None)
-    contents = _contents(launch)
+    contents = {path: text.decode() for path, text in sorted(launch.files.items()) if isinstance(text, bytes)}
     service: dict[str, _Node] = {
         "image": _literal(str(launch.start.image)),
         "command": [_literal(word) for word in launch.start.argv],
@@ -57,7 +57,7 @@ def compose(config: Config, inventory: gpus.Inventory | None = None) -> str:
                         *launch.start.secrets],
         "ports": [f"{docker.ADDRESS}:{launch.start.host_port or HOST_PORT}:{launch.start.port}"],
         "volumes": volumes,
-        "configs": [{"source": path.name, "target": _literal(target)} for path, target in contents.items()],
+        "configs": [{"source": path.name, "target": _literal(_in_container(launch, path))} for path in contents],
         "ipc": docker.IPC_MODE,
         "ulimits": {limit.name: limit.value for limit in docker.ULIMITS},
         "cap_add": list(docker.CAPABILITIES),
@@ -69,7 +69,7 @@ def compose(config: Config, inventory: gpus.Inventory | None = None) -> str:
         "services": {launch.backend.name: {key: value for key, value in service.items() if value}},
     }
     if contents:
-        document["configs"] = {path.name: {"content": _literal(_text(launch, path))} for path in contents}
+        document["configs"] = {path.name: {"content": _literal(text)} for path, text in contents.items()}
     header = [f"# {printable(line, 2000)}" for line in _header(config, launch, assumed, model_dir, bool(contents))]
     return "\n".join([*header, "", _yaml(document)])
 
@@ -82,20 +82,6 @@ def _mounts(launch: Launch) -> Iterator[Mount]:
     for path, content in sorted(launch.files.items()):
         if isinstance(content, str):
             yield Mount(_on_host(launch, content), _in_container(launch, path))
-
-
-def _contents(launch: Launch) -> dict[Path, str]:
-    """Files that a run would write -> where the container sees them."""
-    return {path: _in_container(launch, path) for path in sorted(launch.files) if not _is_link(launch, path)}
-
-
-def _is_link(launch: Launch, path: Path) -> bool:
-    return isinstance(launch.files[path], str)
-
-
-def _text(launch: Launch, path: Path) -> str:
-    content = launch.files[path]
-    return content if isinstance(content, str) else content.decode()
 
 
 def _in_container(launch: Launch, path: Path) -> str:

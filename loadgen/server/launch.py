@@ -11,9 +11,8 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-import msgspec
 
 import backends
 from backends import docker, gpus, process
@@ -119,8 +118,8 @@ def plan_launch(
     p2p = gpus.decide_p2p(config.p2p, inventory, chosen if inventory.gpus else ())  # assumed cards have no driver
     if config.where == "process" and p2p.enabled and tp > 1:
         notes += _inherited_notes()
-    settings = Settings(
-        model=model.name,
+    common = partial(
+        Settings,
         served_name=model.name,
         tp=tp,
         dtype=config.dtype,
@@ -131,13 +130,10 @@ def plan_launch(
         seed=config.seed,
         dummy_weights=config.dummy_weights,
         p2p=p2p.enabled,
-        host="",
-        port=0,
-        config_dir="",
         extra=config.server_arg,
     )
     local = _local(adapter, model, config, notes)
-    draft = _Draft(config, backend, adapter, model, local, settings, directory.absolute(), profiled)
+    draft = _Draft(config, backend, adapter, model, local, common, directory.absolute(), profiled)
     settings, start, files = draft.in_docker() if config.where == "docker" else draft.as_process()
     start = dataclasses.replace(start, run_id=run_id, gpu_ids=tuple(str(index) for index in chosen))
     return Launch(
@@ -195,7 +191,8 @@ def _at_once(config: Config, plan: Plan) -> int:
 class _Draft:
     """A launch but for where the server finds its model and its files: in a container, or as a process of this machine.
 
-    `local`: the model's directory on this host, or MODEL_DIR; None: the server takes its `hf_id` from the hub.
+    `common`: its settings but for that. `local`: the model's directory on this host, or MODEL_DIR; None: the server
+    takes its `hf_id` from the hub.
     """
 
     config: Config
@@ -203,7 +200,7 @@ class _Draft:
     adapter: Adapter
     model: Model
     local: Path | None
-    settings: Settings
+    common: partial[Settings]
     directory: Path
     profiled: bool
 
@@ -270,8 +267,7 @@ class _Draft:
 
     def _settled(self, model: str, host: str, port: int, directory: str, version: tuple[int, ...] | None) -> Settings:
         """`directory`: the run's, as the server sees it."""
-        return msgspec.structs.replace(
-            self.settings,
+        return self.common(
             model=model,
             host=host,
             port=port,
@@ -298,8 +294,8 @@ class _Draft:
 def _local(adapter: Adapter, model: Model, config: Config, notes: list[str]) -> Path | None:
     """The model's directory on this host; None: the server takes it from the hub; MODEL_DIR: it will have to be there.
     Raises LaunchError."""
-    if model.directory is not None and (model.has_weights or config.dummy_weights or model.hf_id is None):
-        return model.directory
+    if directory := model.local(dummy_weights=config.dummy_weights):
+        return directory
     if not adapter.loads_from_hub and not config.dry_run:
         raise LaunchError(
             f"{config.kind} loads a model from a directory and {model.hf_id} is not on this machine; download it with "

@@ -76,7 +76,8 @@ def tensor_parallel(config: Config, model: Model, length: int, pool: tuple[gpus.
     if not pool:
         return tp_named or 1
     if tp_named is not None and tp_named > len(pool):
-        raise ConfigError(f"--tp {tp_named} needs {tp_named} GPUs and there {_are(len(pool))} to use; lower it.")
+        are = "is 1" if len(pool) == 1 else f"are {len(pool)}"
+        raise ConfigError(f"--tp {tp_named} needs {tp_named} GPUs and there {are} to use; lower it.")
     spec = model.spec
     if spec is None:
         notes.append(f"the size of {model.name} is not known here: whether it fits will show when it starts.")
@@ -97,10 +98,6 @@ def tensor_parallel(config: Config, model: Model, length: int, pool: tuple[gpus.
         f"{model.name} in {config.dtype} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x "
         f"{pool[0].name} ({usable / GIB:.0f} GiB of each may be used); {_what_fits(config, spec, length, usable, tp)}."
     )
-
-
-def _are(count: int) -> str:
-    return f"is {count}" if count == 1 else f"are {count}"
 
 
 def _what_fits(config: Config, spec: ModelSpec, length: int, usable: float, tp: int) -> str:
