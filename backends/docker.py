@@ -35,17 +35,18 @@ from backends.docker_owner import (
     secrets_of,
     write_secrets,
 )
-from backends.launch import Exit, Launcher, LaunchError, Mount, Start
+from backends.launch import Exit, LaunchError, Mount, Start
 
 if TYPE_CHECKING:
     from docker import DockerClient
     from docker.models.containers import Container as SdkContainer
 
 __all__ = [
-    "LABEL", "LAUNCHER", "OWNER_LABEL", "SECRETS_ROOT", "Container", "Orphan", "clean", "command_line", "has_nvidia",
-    "orphans", "problem", "start",
+    "LABEL", "NAME", "OWNER_LABEL", "SECRETS_ROOT", "Container", "Orphan", "clean", "command_line", "environment",
+    "has_nvidia", "orphans", "place", "problem", "start",
 ]  # fmt: skip
 
+NAME = "docker"
 ADDRESS = "127.0.0.1"
 IPC_MODE = "host"  # NCCL and the servers' workers share memory; the default 64 MB are too few
 CAPABILITIES = ("SYS_NICE",)  # lets NCCL place memory near a GPU
@@ -297,13 +298,14 @@ def command_line(start: Start) -> list[str]:
     return _Description.of(start).command_line()
 
 
-LAUNCHER = Launcher(
-    name="docker",
-    place=lambda start: f"Docker ({start.image})",
-    environment=dict,  # a container gets what `start.env` holds
-    command_line=command_line,
-    start=start,
-)
+def place(start: Start) -> str:
+    """Where the server is to run, for a person."""
+    return f"Docker ({start.image})"
+
+
+def environment() -> dict[str, str]:
+    """Nothing: a container gets what `Start.env` holds."""
+    return {}
 
 
 def _run(

@@ -1,6 +1,6 @@
 """What it takes to start a server, as values: a backend says what its server needs, a launcher starts it.
 
-Nothing here touches a process, a container or a file. The two launchers (LAUNCHER of docker.py and of process.py) take
+Nothing here touches a process, a container or a file. The two launchers (docker.py and process.py) take
 a `Start` and give a `Running`; the adapters in the backend files turn `Settings`, the same words for every server, into
 arguments.
 """
@@ -228,22 +228,23 @@ class Running(Protocol):
         """Ends it, waits for that, keeps its log, and leaves nothing behind. May be called again."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launcher:
-    """One way to start servers. `name`: as `--launch` has it.
+class Launcher(Protocol):
+    """One way to start servers: the modules `backends.docker` and `backends.process`. NAME: as `--launch` has it."""
 
-    place: where the server is to run, for a person. environment: what the server has of our own environment that
-    decides how it runs on GPUs, for a manifest; no secrets. command_line: what to type to start the same server by
-    hand; secrets appear by name only. start(start, say, cancelled): starts the server and returns before it can serve.
-    Raises LaunchError, with nothing left behind, also when `cancelled` is set meanwhile; `say` gets a sentence for a
-    person now and then.
-    """
+    NAME: str
 
-    name: str
-    place: Callable[[Start], str]
-    environment: Callable[[], dict[str, str]]
-    command_line: Callable[[Start], list[str]]
-    start: Callable[[Start, Callable[[str], None], threading.Event], Running]
+    def place(self, start: Start, /) -> str:
+        """Where the server is to run, for a person."""
+
+    def environment(self) -> dict[str, str]:
+        """The server's share of our own environment that decides how it runs on GPUs, for a manifest; no secrets."""
+
+    def command_line(self, start: Start, /) -> list[str]:
+        """The command that starts the same server by hand; secrets appear by name only."""
+
+    def start(self, start: Start, say: Callable[[str], None], cancelled: threading.Event, /) -> Running:
+        """Starts the server and returns before it can serve; `say` gets a sentence for a person now and then. Raises
+        LaunchError, with nothing left behind, also when `cancelled` is set meanwhile."""
 
 
 def version_in(text: str) -> tuple[int, ...] | None:

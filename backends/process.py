@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ != "__main__":  # the supervisor has the standard library only
-    from backends.launch import Exit, Launcher, LaunchError, Running, Start
+    from backends.launch import Exit, LaunchError, Running, Start
 
+NAME = "process"
 STOP_S = 20.0  # from SIGTERM to SIGKILL, when we end the server
 REST_S = 2.0  # the same for what a server that ended by itself left running
 KILL_S = 10.0  # how long a killed process may take to vanish: freeing GPUs takes time, a stuck driver takes forever
@@ -53,6 +54,16 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def place(start: Start) -> str:
+    """Where the server is to run, for a person."""
+    return "a process"
+
+
+def environment() -> dict[str, str]:
+    """The variables that a server inherits and that decide how it runs on GPUs; no secrets."""
+    return gpu_variables(inherited())
 
 
 def command_line(start: Start) -> list[str]:
@@ -381,11 +392,3 @@ def _supervise() -> None:
 
 if __name__ == "__main__":
     _supervise()
-else:
-    LAUNCHER = Launcher(
-        name="process",
-        place=lambda start: "a process",
-        environment=lambda: gpu_variables(inherited()),
-        command_line=command_line,
-        start=start,
-    )

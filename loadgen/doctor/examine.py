@@ -23,7 +23,7 @@ from backends.launch import Adapter, LaunchError
 from backends.replies import printable
 from loadgen import models
 from loadgen.config import Config, ConfigError
-from loadgen.doctor.machine import Answer, Check, State, client_checks, guarded
+from loadgen.doctor.machine import Check, Observation, State, client_checks, guarded
 from loadgen.models import Model
 from loadgen.server.installed import installed
 from loadgen.server.launch import Launch, plan_launch
@@ -80,10 +80,10 @@ def backends_table() -> str:
                      for row in rows)  # fmt: skip
 
 
-def _refused(state: State, why: object) -> Answer:
+def _refused(state: State, why: object) -> Observation:
     """What someone else found, as "what is wrong; what to do."."""
     seen, _, advice = str(why).rstrip(".").partition("; ")
-    return Answer(state, seen, advice)
+    return Observation(state, seen, advice)
 
 
 # -- a server that would be started ------------------------------------------------------------------------------------
@@ -137,21 +137,21 @@ def _planned(config: Config, inventory: Inventory) -> Launch | Exception:
         return error
 
 
-def _plan(launch: Launch | Exception) -> Answer:
+def _plan(launch: Launch | Exception) -> Observation:
     if isinstance(launch, Exception):
         return _refused("problem", launch)
-    return Answer("warning" if launch.notes else "ok", launch.title, " ".join(launch.notes))
+    return Observation("warning" if launch.notes else "ok", launch.title, " ".join(launch.notes))
 
 
-def _docker(absent: State) -> Answer:
+def _docker(absent: State) -> Observation:
     why = docker.problem()
-    return Answer("ok", "the engine answers") if why is None else _refused(absent, why)
+    return Observation("ok", "the engine answers") if why is None else _refused(absent, why)
 
 
-def _nvidia(absent: State) -> Answer:
+def _nvidia(absent: State) -> Observation:
     if docker.has_nvidia():
-        return Answer("ok", "the engine can give GPUs to a container")
-    return Answer(
+        return Observation("ok", "the engine can give GPUs to a container")
+    return Observation(
         absent,
         "the engine cannot give GPUs to a container",
         "install the NVIDIA Container Toolkit, run 'sudo nvidia-ctk runtime configure --runtime=docker' and restart "
@@ -159,18 +159,18 @@ def _nvidia(absent: State) -> Answer:
     )
 
 
-def _server(config: Config, adapter: Adapter) -> Answer:
+def _server(config: Config, adapter: Adapter) -> Observation:
     python = config.server_python or sys.executable
     try:
         found = installed(adapter, config.server_python)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Answer("problem", f"--server-python {python} cannot be run ({error})", "name another")
+        return Observation("problem", f"--server-python {python} cannot be run ({error})", "name another")
     if found is not None:
-        return Answer("ok", f"{found.what} is installed")
+        return Observation("ok", f"{found.what} is installed")
     program = adapter.process_command[0]
     if program != "{python}":
-        return Answer("problem", f"{program} is not on the PATH", "install it, or use --launch docker")
-    return Answer(
+        return Observation("problem", f"{program} is not on the PATH", "install it, or use --launch docker")
+    return Observation(
         "problem",
         f"{config.kind} is not installed for {python}",
         "name the interpreter that has it with --server-python, or use --launch docker",
@@ -193,12 +193,14 @@ def _gpu_checks(config: Config, inventory: Inventory, launch: Launch | Exception
         yield guarded("P2P", lambda: _p2p(decision, inventory, indices))
 
 
-def _gpus(inventory: Inventory, chosen: tuple[Gpu, ...], absent: State, spare_ratio: float = 0.1) -> Answer:
+def _gpus(inventory: Inventory, chosen: tuple[Gpu, ...], absent: State, spare_ratio: float = 0.1) -> Observation:
     """`spare_ratio`: part of a GPU's memory that others may use."""
     if not inventory.gpus:
-        return Answer(absent, f"there is none ({inventory.problem or 'nothing found'})", "nvidia-smi must list them")
+        return Observation(
+            absent, f"there is none ({inventory.problem or 'nothing found'})", "nvidia-smi must list them"
+        )
     if not chosen:
-        return Answer(
+        return Observation(
             absent,
             f"{len(inventory.gpus)} here, all of them hidden",
             "see CUDA_VISIBLE_DEVICES, or name --gpus",
@@ -214,41 +216,41 @@ def _gpus(inventory: Inventory, chosen: tuple[Gpu, ...], absent: State, spare_ra
             gpu.used_bytes > spare_ratio * gpu.memory_bytes]  # fmt: skip
     if busy:
         who = ", ".join(f"GPU {gpu.index}: {(gpu.used_bytes or 0) / GIB:.1f} GiB" for gpu in busy)
-        return Answer("warning", f"{seen}; in use ({who})", "stop what uses them, or name others with --gpus")
+        return Observation("warning", f"{seen}; in use ({who})", "stop what uses them, or name others with --gpus")
     if inventory.problem:
-        return Answer("warning", f"{seen}; {inventory.problem}", "see nvidia-smi and dmesg")
-    return Answer("ok", seen)
+        return Observation("warning", f"{seen}; {inventory.problem}", "see nvidia-smi and dmesg")
+    return Observation("ok", seen)
 
 
-def _p2p(decision: gpus.P2pDecision, inventory: Inventory, chosen: tuple[int, ...]) -> Answer:
+def _p2p(decision: gpus.P2pDecision, inventory: Inventory, chosen: tuple[int, ...]) -> Observation:
     """Off is no problem: servers work without, only more slowly. On against what NVML says may hang."""
     places = [place for place, gpu in enumerate(inventory.gpus) if gpu.index in chosen]
     pairs = [{inventory.p2p[a][b], inventory.p2p[b][a]} for a, b in combinations(places, 2)]
     good = pairs.count({"ok"})
     seen = f"{'on' if decision.enabled else 'off'}: {decision.reason} ({good} of {len(pairs)} pairs report it)"
     if decision.enabled and not gpus.decide_p2p("auto", inventory, chosen).enabled:
-        return Answer("warning", seen, "if the server hangs or its output is wrong: --p2p auto")
-    return Answer("ok", seen)
+        return Observation("warning", seen, "if the server hangs or its output is wrong: --p2p auto")
+    return Observation("ok", seen)
 
 
-def _shared_memory(tp: int) -> Answer:
+def _shared_memory(tp: int) -> Observation:
     size, _ = _space(Path("/dev/shm"))
     needed = tp * SHM_BYTES_PER_GPU
     seen = f"{size / GIB:.1f} GiB in all"
     if size >= needed:
-        return Answer("ok", seen)
-    return Answer(
+        return Observation("ok", seen)
+    return Observation(
         "warning",
         f"{seen}, and {tp} GPUs may want {needed / GIB:.0f}",
         f"sudo mount -o remount,size={max(16, needed // GIB)}G /dev/shm",
     )
 
 
-def _model(config: Config, adapter: Adapter, model: Model) -> Answer:
+def _model(config: Config, adapter: Adapter, model: Model) -> Observation:
     if directory := model.local(dummy_weights=config.dummy_weights):
-        return Answer("ok", f"{model.name} is here: {directory}")
+        return Observation("ok", f"{model.name} is here: {directory}")
     if not adapter.loads_from_hub:
-        return Answer(
+        return Observation(
             "problem",
             f"{config.kind} loads from a directory, and {model.hf_id} is not on this machine",
             f"hf download {model.hf_id}, or name its directory with --model",
@@ -257,27 +259,27 @@ def _model(config: Config, adapter: Adapter, model: Model) -> Answer:
     _, free = _space(home)
     here = f"{free / 1e9:.0f} GB are free in {home}"
     if config.dummy_weights:
-        return Answer("ok", f"{model.hf_id}: no weights will be downloaded, {here}")
+        return Observation("ok", f"{model.hf_id}: no weights will be downloaded, {here}")
     if model.spec is None:
-        return Answer("ok", f"{model.hf_id} will be downloaded, its size is not known here; {here}")
+        return Observation("ok", f"{model.hf_id} will be downloaded, its size is not known here; {here}")
     needed = 2 * model.spec.parameters  # as the hub has them: 16 bit
     seen = f"{needed / 1e9:.0f} GB of {model.hf_id} will be downloaded, {here}"
     if free < needed:
-        return Answer("problem", seen, "make room, or set HF_HOME to a directory on a larger disk")
-    return Answer("ok", seen)
+        return Observation("problem", seen, "make room, or set HF_HOME to a directory on a larger disk")
+    return Observation("ok", seen)
 
 
-def _token(model: Model) -> Answer:
+def _token(model: Model) -> Observation:
     if models.hf_token():
-        return Answer("ok", f"there is one; whether its owner may read {model.hf_id} will show")
-    return Answer(
+        return Observation("ok", f"there is one; whether its owner may read {model.hf_id} will show")
+    return Observation(
         "problem",
         f"{model.hf_id} is gated and no token is known",
         "accept its licence on huggingface.co and set HF_TOKEN, or name a local directory with --model",
     )
 
 
-def _image(image: str) -> Answer:
+def _image(image: str) -> Observation:
     """Whether the image is here, or Docker has room for it."""
     import docker as sdk  # the package; backends.docker is ours
 
@@ -285,18 +287,20 @@ def _image(image: str) -> Answer:
     try:
         try:
             client.images.get(image)
-            return Answer("ok", f"{image} is here")
+            return Observation("ok", f"{image} is here")
         except sdk.errors.ImageNotFound:
             root = Path(client.info()["DockerRootDir"])
     finally:
         client.close()
     if not root.exists():
-        return Answer("ok", f"{image} will be pulled; Docker's disk ({root}) cannot be seen from here")
+        return Observation("ok", f"{image} will be pulled; Docker's disk ({root}) cannot be seen from here")
     _, free = _space(root)
     seen = f"{image} will be pulled, {free / 1e9:.0f} GB are free in {root}"
     if free < IMAGE_BYTES:
-        return Answer("problem", f"{seen}, and it may need {IMAGE_BYTES / 1e9:.0f}", "make room: docker system prune")
-    return Answer("ok", seen)
+        return Observation(
+            "problem", f"{seen}, and it may need {IMAGE_BYTES / 1e9:.0f}", "make room: docker system prune"
+        )
+    return Observation("ok", seen)
 
 
 def _space(path: Path) -> tuple[int, int]:

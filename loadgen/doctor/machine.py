@@ -24,7 +24,7 @@ STEADY_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc
 CPUS = Path("/sys/devices/system/cpu")
 
 
-class Answer(NamedTuple):
+class Observation(NamedTuple):
     """What a check found. `seen`: a clause. `advice`: what to do, or empty."""
 
     state: State
@@ -41,7 +41,7 @@ class Check(NamedTuple):
     advice: str = ""
 
 
-def guarded(name: str, check: Callable[[], Answer]) -> Check:
+def guarded(name: str, check: Callable[[], Observation]) -> Check:
     """The check's answer; that it could not be made is one as well, because the others are wanted all the same."""
     try:
         return Check(name, *check())
@@ -61,43 +61,43 @@ def client_checks(config: Config) -> Iterator[Check]:
     yield guarded("CPU governor", _governor)
 
 
-def _open_files(needed: int) -> Answer:
+def _open_files(needed: int) -> Observation:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= needed:
         allowed = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard} allowed"
-        return Answer("ok", f"{allowed}, {needed} needed")
-    return Answer(
+        return Observation("ok", f"{allowed}, {needed} needed")
+    return Observation(
         "problem",
         f"{hard} allowed, {needed} needed",
         f"raise the hard limit (ulimit -Hn {needed}, or nofile in /etc/security/limits.conf), or lower the load",
     )
 
 
-def _backlog(burst: int) -> Answer:
+def _backlog(burst: int) -> Observation:
     size = int(_text("/proc/sys/net/core/somaxconn"))
     seen = f"net.core.somaxconn is {size}"
     if size >= min(burst, ENOUGH_BACKLOG):
-        return Answer("ok", seen)
-    return Answer(
+        return Observation("ok", seen)
+    return Observation(
         "warning",
         f"{seen}, below a burst of {burst}: some connections would be dropped and tried again after a second",
         f"sudo sysctl -w net.core.somaxconn={ENOUGH_BACKLOG}",
     )
 
 
-def _ports(burst: int) -> Answer:
+def _ports(burst: int) -> Observation:
     count = ephemeral_ports()
     seen = f"{count} for connections to one address"
     if count >= burst:
-        return Answer("ok", seen)
-    return Answer(
+        return Observation("ok", seen)
+    return Observation(
         "problem",
         f"{seen}, {burst} needed",
         "sudo sysctl -w net.ipv4.ip_local_port_range='10240 65535', or lower the load",
     )
 
 
-def _clock() -> Answer:
+def _clock() -> Observation:
     reads = [time.monotonic_ns() for _ in range(1000)]
     step_ns = min((b - a for a, b in pairwise(reads) if b > a), default=0)
     try:
@@ -106,32 +106,32 @@ def _clock() -> Answer:
         source = ""
     seen = f"CLOCK_MONOTONIC tells {step_ns} ns apart" + (f", from {source}" if source else "")
     if not 0 < step_ns <= COARSE_CLOCK_NS:
-        return Answer("warning", seen, "measure from a machine with a finer clock")
+        return Observation("warning", seen, "measure from a machine with a finer clock")
     if source and source not in STEADY_CLOCKS:
-        return Answer(
+        return Observation(
             "warning",
             f"{seen}: each look at it is a system call",
             "see /sys/devices/system/clocksource/clocksource0/available_clocksource for tsc or kvm-clock",
         )
-    return Answer("ok", seen)
+    return Observation("ok", seen)
 
 
-def _cores() -> Answer:
+def _cores() -> Observation:
     count = this_machine().cpu_count
     if count >= 2:
-        return Answer("ok", f"{count} for us")
-    return Answer("warning", f"{count} for us", "the client shares it with all else; give it a second one")
+        return Observation("ok", f"{count} for us")
+    return Observation("warning", f"{count} for us", "the client shares it with all else; give it a second one")
 
 
-def _governor() -> Answer:
+def _governor() -> Observation:
     governors = {path.read_text().strip() for path in CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")}
     if "powersave" in governors:
-        return Answer(
+        return Observation(
             "warning",
             "powersave: a core may be slow to wake when a token arrives",
             "sudo cpupower frequency-set -g performance",
         )
-    return Answer("ok", ", ".join(sorted(governors)) or "none: the frequency is not ours to set")
+    return Observation("ok", ", ".join(sorted(governors)) or "none: the frequency is not ours to set")
 
 
 def _text(path: str) -> str:

@@ -76,7 +76,7 @@ class Launch:
         """What the manifest holds of the server before it runs."""
         gpus_used = [gpu for gpu in self.inventory.gpus if gpu.index in self.gpu_indices]
         return LaunchFacts(
-            launch=self.launcher.name,
+            launch=self.launcher.NAME,
             command=self.command_line(),
             version=".".join(map(str, self.settings.version)) if self.settings.version else None,
             image=self.start.image,
@@ -137,7 +137,7 @@ def plan_launch(
     settings, start, files = draft.in_docker() if config.where == "docker" else draft.as_process()
     start = dataclasses.replace(start, run_id=run_id, gpu_ids=tuple(str(index) for index in chosen))
     return Launch(
-        launcher=docker.LAUNCHER if config.where == "docker" else process.LAUNCHER,
+        launcher=docker if config.where == "docker" else process,
         backend=backend,
         adapter=adapter,
         model=model,

@@ -19,7 +19,7 @@ from loadgen.config import Config, ConfigError
 from loadgen.doctor import examine as doctor
 from loadgen.doctor import machine as own_machine
 from loadgen.doctor.examine import examine, render
-from loadgen.doctor.machine import Answer, Check
+from loadgen.doctor.machine import Check, Observation
 from tests.loadgen.server.test_launch import A800, GIB, NOTHING, ONE_4090, RTX4090, cached, machine
 
 FINE = {
@@ -57,7 +57,7 @@ def good_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[Path, 
     monkeypatch.setitem(sys.modules, "docker", FakeDocker((), tmp_path))
     monkeypatch.setattr(own_machine, "_text", FINE.__getitem__)
     monkeypatch.setattr(own_machine, "ephemeral_ports", lambda: 28232)
-    monkeypatch.setattr(own_machine, "_governor", lambda: Answer("ok", "performance"))
+    monkeypatch.setattr(own_machine, "_governor", lambda: Observation("ok", "performance"))
     monkeypatch.setattr(own_machine, "this_machine", lambda: SimpleNamespace(cpu_count=8))
     monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 1048576))
     disks: dict[Path, tuple[int, int]] = {}

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from backends import docker
 from backends.gpus import Inventory
 from backends.launch import Exit, LaunchError
 from loadgen import cli
@@ -33,7 +32,7 @@ class Fake:
     ) -> None:
         """`exit`: how it has ended, as seen after the first `polls` looks at it."""
         self.urls, self.log, self.exit, self.start_s, self.polls = urls, log, exit, start_s, polls
-        self.name = "docker"
+        self.NAME = "docker"
         self.facts = {"image_digest": "sha256:1"}
         self.stopped = 0
         self.starts = 0
@@ -95,7 +94,7 @@ def server() -> Iterator[SimpleNamespace]:
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launch]:
     def make(fake: Fake, tp: int = 1, backend: str = "vllm") -> Launch:
-        monkeypatch.setattr(docker, "LAUNCHER", fake)
+        monkeypatch.setattr("loadgen.server.launch.docker", fake)
         config = Config(backend=backend, model="7b", gpus="none", tp=str(tp), dry_run=True)
         return plan_launch(config, tmp_path / "run", "id", Inventory(problem="none"))
 
@@ -247,7 +246,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """`loadgen run` with a launcher that starts nothing: exit code, report, and what was said."""
 
     def run(fake: Fake, expect: int | tuple[int, ...]) -> tuple[dict[str, Any], str]:
-        monkeypatch.setattr(docker, "LAUNCHER", fake)
+        monkeypatch.setattr("loadgen.server.launch.docker", fake)
         code = cli.invoke(
             ["run", "--backend", "vllm", "--model", "org/m", "--gpus", "none", "--requests", "4", "--output-tokens",
              "2", "--warmup", "0", "--no-calibrate", "--out", str(tmp_path / "run")]
