@@ -132,14 +132,14 @@ def kind_of_kernel(name: str) -> Kind:
 
 def parents(spans: Sequence[Span]) -> list[int]:
     """For spans of one thread, by their start: the index of the span that each lies in, -1 for none."""
-    found: list[int] = []
+    enclosing: list[int] = []
     stack: list[int] = []
     for number, span in enumerate(spans):
         while stack and spans[stack[-1]].end_s <= span.start_s:
             stack.pop()
-        found.append(stack[-1] if stack else -1)
+        enclosing.append(stack[-1] if stack else -1)
         stack.append(number)
-    return found
+    return enclosing
 
 
 Interval = tuple[float, float]

@@ -32,14 +32,14 @@ class Dissected(msgspec.Struct, frozen=True):
     kernels: tuple[Kernel, ...]
 
 
-def dissect(found: Steps) -> Dissected:
+def dissect(decoded: Steps) -> Dissected:
     """The average step."""
     kinds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     by_name: dict[tuple[str, str], list[float]] = defaultdict(list)
     hidden_s = 0.0
     layers: set[int | None] = set()
-    for step in found.steps:
+    for step in decoded.steps:
         shares, hidden = _kinds(step)
         for kind, seconds in shares.items():
             kinds[kind] += seconds
@@ -51,16 +51,16 @@ def dissect(found: Steps) -> Dissected:
         for each in step.activities:
             if each.start_s >= step.start_s:  # what reaches over from the step before was counted there
                 by_name[each.name, each.kind].append(each.end_s - each.start_s)
-    scale = 1000 / len(found.steps)
+    scale = 1000 / len(decoded.steps)
     largest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:SHOWN_KERNELS]
     return Dissected(
-        step_ms=sum(step.end_s - step.start_s for step in found.steps) * scale,
+        step_ms=sum(step.end_s - step.start_s for step in decoded.steps) * scale,
         kinds={kind: seconds * scale for kind, seconds in kinds.items()},
         parts={part: seconds * scale for part, seconds in parts.items()},
         hidden_ms=hidden_s * scale,
         layers=layers.pop() if len(layers) == 1 else None,
         kernels=tuple(
-            Kernel(name, kind, sum(took) * scale, len(took) / len(found.steps)) for (name, kind), took in largest
+            Kernel(name, kind, sum(took) * scale, len(took) / len(decoded.steps)) for (name, kind), took in largest
         ),
     )
 

@@ -95,17 +95,17 @@ def writes_cache(name: str) -> bool:
 
 def of_kernel(name: str) -> Kind:
     """What a kernel is by its name."""
-    found = _first(_COMMUNICATION, name)
-    if found is not None:
-        return found
+    kind = _first(_COMMUNICATION, name)
+    if kind is not None:
+        return kind
     if is_norm(name):
         return "RMSNorm"
     fused = is_fused(name)
     if _ROPE.search(name) or (fused and all(word in name.split("_") for word in _FUSED_ROPE)):
         return "RoPE"
-    found = None if fused else _first(_KERNELS, name)
-    if found is not None:
-        return found
+    kind = None if fused else _first(_KERNELS, name)
+    if kind is not None:
+        return kind
     if not fused and trace.kind_of_kernel(name) == "GEMM":
         return "GEMM"
     return _first(_REST, name) or "Unrecognised"
@@ -115,9 +115,9 @@ def of_operator(name: str) -> Kind | None:
     """The kind of an operator whose name alone decides it; None where its parts or its kernels decide."""
     if TRANSPARENT.match(name):
         return None
-    found = _first(_COMMUNICATION, name)
-    if found is not None:
-        return found
+    kind = _first(_COMMUNICATION, name)
+    if kind is not None:
+        return kind
     if is_fused(name):
         return of_kernel(name)
     if trace.kind_of_operator(name) == "GEMM":

@@ -96,20 +96,20 @@ def find(spans: Sequence[Span]) -> Steps:
             "the trace names no steps: no execute_ annotations and no CUDA graphs; serve with CUDA graphs on, or lower "
             "--concurrency to a batch that has one."
         )
-    found = _device_steps([_Mark(at, 0, None) for at in graphs], main, activities)
-    if not any(step is not None and _layers(step.order) > 1 for step in found):
+    steps = _device_steps([_Mark(at, 0, None) for at in graphs], main, activities)
+    if not any(step is not None and _layers(step.order) > 1 for step in steps):
         raise TraceError("the trace names no steps, and its CUDA graphs are only parts of one; use a server that does.")
-    return _chosen(found, "CUDA graph launches", form)
+    return _chosen(steps, "CUDA graph launches", form)
 
 
 def _marks(spans: Sequence[Span]) -> list[_Mark]:
-    found = []
+    marks = []
     for span in spans:
         match = _ANNOTATION.match(span.name) if span.category == "user_annotation" else None
         if match is not None:
             context, generation, new, cached = match.groups()
-            found.append(_Mark(span.start_s, int(context or new or 0), int(generation or cached or 0)))
-    return found
+            marks.append(_Mark(span.start_s, int(context or new or 0), int(generation or cached or 0)))
+    return marks
 
 
 def _layers(order: Iterable[Activity]) -> int:
@@ -118,13 +118,13 @@ def _layers(order: Iterable[Activity]) -> int:
     return sum(kind == "Attention" and before != "Attention" for before, kind in pairwise(["GEMM", *kinds]))
 
 
-def _chosen(found: list[Step | None], delimited_by: str, form: str) -> Steps:
-    whole = [step for step in found[1:] if step is not None]
+def _chosen(steps: list[Step | None], delimited_by: str, form: str) -> Steps:
+    whole = [step for step in steps[1:] if step is not None]
     if not whole:
-        raise TraceError(f"the trace holds only {len(found)} decode steps; ask for more with --steps.")
+        raise TraceError(f"the trace holds only {len(steps)} decode steps; ask for more with --steps.")
     batch = Counter(step.batch for step in whole).most_common(1)[0][0]
     kept = tuple(step for step in whole if step.batch == batch)
-    return Steps(kept, len(found) - len(kept), delimited_by, form)
+    return Steps(kept, len(steps) - len(kept), delimited_by, form)
 
 
 # With a device.
@@ -137,7 +137,7 @@ def _operators_of(spans: Sequence[Span], launches: dict[int | str, Span]) -> dic
     for span in spans:
         if span.category == "cpu_op" or id(span) in wanted:
             threads.setdefault(span.tid, []).append(span)
-    found: dict[int | str, tuple[str, ...]] = {}
+    operators: dict[int | str, tuple[str, ...]] = {}
     for thread in threads.values():
         parents = trace.parents(thread)
         for number, span in enumerate(thread):
@@ -148,8 +148,8 @@ def _operators_of(spans: Sequence[Span], launches: dict[int | str, Span]) -> dic
             while at >= 0:
                 chain.append(thread[at].name)
                 at = parents[at]
-            found[span.args.correlation] = tuple(reversed([name for name in chain if not name.startswith("##")]))
-    return found
+            operators[span.args.correlation] = tuple(reversed([name for name in chain if not name.startswith("##")]))
+    return operators
 
 
 def _device_activity(span: Span, operators: tuple[str, ...]) -> Activity:
@@ -182,16 +182,16 @@ def _device_steps(
         _find_rotations(order)
     begins = [each.start_s for each in activities]  # ascending, as spans are
     longest_s = max(each.end_s - each.start_s for each in activities)
-    found: list[Step | None] = []
+    steps: list[Step | None] = []
     for mark, order, following in zip(marks, orders, orders[1:], strict=False):
         if mark.prefills or not order or not following:
-            found.append(None)
+            steps.append(None)
             continue
         start_s, end_s = order[0].start_s, following[0].start_s
         near = activities[bisect.bisect_left(begins, start_s - longest_s) : bisect.bisect_left(begins, end_s)]
         within = tuple(each for each in near if each.end_s > start_s)
-        found.append(Step(start_s, end_s, mark.batch, tuple(order), within))
-    return found
+        steps.append(Step(start_s, end_s, mark.batch, tuple(order), within))
+    return steps
 
 
 # Without one.
@@ -200,12 +200,12 @@ def _device_steps(
 def _host_steps(spans: Sequence[Span], marks: list[_Mark]) -> list[Step | None]:
     thread = next(span.tid for span in spans if _ANNOTATION.match(span.name))
     activities = _host_activities([span for span in spans if span.tid == thread and span.category == "cpu_op"])
-    found: list[Step | None] = []
+    steps: list[Step | None] = []
     for mark, following in pairwise(marks):
         order = tuple(each for each in activities if mark.start_s <= each.start_s < following.start_s)
         step = Step(mark.start_s, following.start_s, mark.batch, order, order) if order and not mark.prefills else None
-        found.append(step)
-    return found
+        steps.append(step)
+    return steps
 
 
 def _host_activities(operators: list[Span]) -> list[Activity]:
@@ -219,16 +219,16 @@ def _host_activities(operators: list[Span]) -> list[Activity]:
             while at >= 0 and kinds[at] is None:
                 open_up.add(at)
                 at = parents[at]
-    found: list[Activity] = []
+    activities: list[Activity] = []
     covered_s = float("-inf")
     for number, span in enumerate(operators):
         if number in open_up or span.start_s < covered_s:
             continue
         covered_s = span.end_s
         kind = kinds[number] or kernels.of_plain_operator(span.name)
-        found.append(Activity(span.name, span.start_s, span.end_s, kind, kind == "RMSNorm", span.name))
-    _find_written_norms(found)
-    return found
+        activities.append(Activity(span.name, span.start_s, span.end_s, kind, kind == "RMSNorm", span.name))
+    _find_written_norms(activities)
+    return activities
 
 
 def _find_rotations(order: list[Activity]) -> None:

@@ -43,10 +43,10 @@ def examine(config: Config, inventory: Inventory | None = None) -> list[Check]:
     """
     if config.where == "url" or config.launch == "embedded":
         return list(client_checks(config))
-    found = gpus.read() if inventory is None else inventory
+    inventory = gpus.read() if inventory is None else inventory
     if config.where == "embedded":
-        return [*_open_checks(found), *client_checks(config)]
-    return [*_launch_checks(config, found), *client_checks(config)]
+        return [*_open_checks(inventory), *client_checks(config)]
+    return [*_launch_checks(config, inventory), *client_checks(config)]
 
 
 def render(checks: list[Check]) -> str:
@@ -162,11 +162,11 @@ def _nvidia(absent: State) -> Observation:
 def _server(config: Config, adapter: Adapter) -> Observation:
     python = config.server_python or sys.executable
     try:
-        found = installed(adapter, config.server_python)
+        installation = installed(adapter, config.server_python)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Observation("problem", f"--server-python {python} cannot be run ({error})", "name another")
-    if found is not None:
-        return Observation("ok", f"{found.what} is installed")
+    if installation is not None:
+        return Observation("ok", f"{installation.what} is installed")
     program = adapter.process_command[0]
     if program != "{python}":
         return Observation("problem", f"{program} is not on the PATH", "install it, or use --launch docker")

@@ -19,8 +19,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     advice: str
 
 
-def worst_first(found: Iterable[Finding]) -> list[Finding]:
-    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: _ORDER.index(finding.severity))
 
 
 def share(part: float, whole: float) -> str:

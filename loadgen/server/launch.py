@@ -361,11 +361,11 @@ def _installed(name: str, adapter: Adapter, python: str) -> tuple[int, ...] | No
     """The installed server's version, None where it is unknown. Raises LaunchError when it is not installed."""
     program = adapter.process_command[0]
     try:
-        found = installed(adapter, python)
+        installation = installed(adapter, python)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"--server-python {python} cannot be run: {error}.") from None
-    if found is not None:
-        return found.version
+    if installation is not None:
+        return installation.version
     if program != "{python}":
         raise LaunchError(f"{program} is not on the PATH; install {name} on this machine or use --launch docker.")
     raise LaunchError(

@@ -66,8 +66,10 @@ class ManagedServer:
     async def trouble(self) -> str | None:
         """The failure that the log of a running server shows, as one sentence; None where no known one is in it."""
         log = await asyncio.to_thread(self.running.log_tail, WHOLE_LOG_LINES)
-        found = explain(log, self.launch.adapter.failures)
-        return f"{self.launch.backend.name} still runs, but its log tells: {found[0]}; {found[1]}." if found else None
+        explanation = explain(log, self.launch.adapter.failures)
+        if explanation is None:
+            return None
+        return f"{self.launch.backend.name} still runs, but its log tells: {explanation[0]}; {explanation[1]}."
 
 
 @contextlib.asynccontextmanager
@@ -147,10 +149,12 @@ def _stuck(launch: Launch, running: Running) -> LaunchError | None:
     """The error for a server that lives, but will never be ready, by its own log."""
     patterns = [failure.pattern for failure in launch.adapter.failures if failure.hangs]
     log = running.log_tail() if patterns else ""
-    found = explain(log, launch.adapter.failures) if any(re.search(pattern, log) for pattern in patterns) else None
-    if found is None:
+    hangs = any(re.search(pattern, log) for pattern in patterns)
+    explanation = explain(log, launch.adapter.failures) if hangs else None
+    if explanation is None:
         return None
-    return LaunchError(f"{launch.backend.name} will never be ready: {found[0]}; {found[1]}.", last_lines(log))
+    reason, advice = explanation
+    return LaunchError(f"{launch.backend.name} will never be ready: {reason}; {advice}.", last_lines(log))
 
 
 def _never_ready(launch: Launch, log: str) -> tuple[str, str]:
@@ -173,5 +177,5 @@ def _healthy(url: str, path: str) -> bool:
 
 def _capacity(launch: Launch, log: str) -> int | None:
     """How many tokens its KV cache holds, by its own log."""
-    found = re.search(launch.adapter.capacity, log) if launch.adapter.capacity else None
-    return int(found.group(1).replace(",", "")) if found else None
+    match = re.search(launch.adapter.capacity, log) if launch.adapter.capacity else None
+    return int(match.group(1).replace(",", "")) if match else None
