@@ -1,5 +1,5 @@
-"""How a program runs its command line, writes to standard error and ends, also when nobody reads what it writes any
-more; how wide its tables may be."""
+"""How a program runs its command line, writes to standard error and ends, also when its output is no longer read; and
+how wide its tables may be."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_WIDTH, PLAIN_WIDTH = 80, 160
 
 
 def say(text: str) -> None:
-    """To whoever listens: with nobody left (a closed pipe, a terminal that is gone) the work goes on all the same."""
+    """Writes a line to standard error. A closed pipe or a terminal that is gone stops nothing."""
     try:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What a run and its monitoring sidecar send each other: one JSON message a line, which names its type."""
+"""The messages between a run and its monitoring sidecar: JSON, one message a line, each with its type."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ PERIOD_S = 1.0
 
 
 class MetricsSource(Target, frozen=True, kw_only=True):
-    """Where requests go, as a server that shows metrics. series: neutral name -> the server's own
-    (`Backend.server_metrics`). The token is in messages only, never in an argument or a file."""
+    """A server's /metrics. series: our name of a series -> the server's (`Backend.server_metrics`). The token travels in
+    this message alone, never in an argument or a file."""
 
     series: dict[str, str]
 
@@ -21,7 +21,7 @@ class MetricsSource(Target, frozen=True, kw_only=True):
 
 
 class Prepare(msgspec.Struct, tag=True):
-    """Import now what samples of a server will take, which is half a second of CPU."""
+    """Import now what sampling a server needs: half a second of CPU that the run does not wait for later."""
 
 
 class Begin(msgspec.Struct, tag=True, kw_only=True):
@@ -40,28 +40,28 @@ class Begin(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Live(msgspec.Struct, tag=True):
-    """What only the clients know: of all of them together."""
+    """The clients' own counters, added up over all client processes."""
 
     planned: int | None
     in_flight: int
-    clients: int = 1  # how many there are
-    events: int = 0  # of requests that go on, too
+    clients: int = 1  # client processes
+    events: int = 0  # also of requests in flight
 
 
 class TakeSample(msgspec.Struct, tag=True):
-    """A sample more, now."""
+    """Take one more sample now."""
 
     number: int
 
 
 class Begun(msgspec.Struct, tag=True):
-    """To a Begin with something to sample: the first sample is written. problem: why none will be, a clause."""
+    """The reply to a Begin with something to sample: the first sample is written. problem: why none will be, a clause."""
 
     problem: str | None = None
 
 
 class SampleTaken(msgspec.Struct, tag=True):
-    """To the TakeSample of that number."""
+    """The reply to the TakeSample of that number."""
 
     number: int
 

@@ -47,7 +47,7 @@ async def sidecar(metrics_port: int | None = None, sample_server: bool = False) 
 
 
 class Monitor:
-    """The process, to its run."""
+    """The sidecar's process, as its run handles it."""
 
     def __init__(self, metrics_port: int | None) -> None:
         self._metrics_port = metrics_port
@@ -108,8 +108,8 @@ class Monitor:
         self.send(live)
 
     async def sample(self) -> None:
-        """A sample more, now, so that what the server and the GPUs had counted by then is known: between warm-up and
-        load."""
+        """Has one more sample taken now: between warm-up and load, it separates what the server and the GPUs counted
+        before the load from what they counted during it."""
         if not self._sampling:
             return
         self._samples_wanted += 1
@@ -118,11 +118,11 @@ class Monitor:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SAMPLE_TIMEOUT_S):
                 while await self._reply() not in (taken, None):
-                    pass  # of one that came too late
+                    pass  # the reply to an earlier order, after its time-out
 
     @property
     def trouble(self) -> str | None:
-        """Once it has ended: that it did before it was let go, a sentence."""
+        """After `end`: why snapshot.json may be missing or old, as one sentence; None where the process ended well."""
         code = None if self._process is None else self._process.returncode
         if code == 0:
             return None
@@ -136,7 +136,7 @@ class Monitor:
         return f"snapshot.json is missing or not up to date, because the process that writes it {how}."
 
     async def end(self) -> None:
-        """Lets it take its last sample and write its last snapshot, and waits for that. May be called again."""
+        """Has the process take its last sample and write its last snapshot, and waits for its end. May be called again."""
         process = self._process
         if process is None or process.stdin is None or process.returncode is not None:
             return
@@ -148,7 +148,7 @@ class Monitor:
             self._process.stdin.write(msgspec.json.encode(order) + b"\n")
 
     async def _reply(self) -> Reply | None:
-        """The next one; None when there will be none. A line that a library printed is passed over."""
+        """The next reply; None when there will be none. A line that a library printed is passed over."""
         assert self._process is not None and self._process.stdout is not None
         with contextlib.suppress(ConnectionError):
             while line := await self._process.stdout.readline():
