@@ -10,8 +10,8 @@ PERIOD_S = 1.0
 
 
 class MetricsSource(Target, frozen=True, kw_only=True):
-    """A server's /metrics. series: our name of a series -> the server's (`Backend.server_metrics`). The token travels in
-    this message alone, never in an argument or a file."""
+    """A server's /metrics. series: our name of a series -> the server's (`Backend.server_metrics`). The token is in
+    messages alone, never in an argument or a file."""
 
     series: dict[str, str]
 
@@ -55,7 +55,7 @@ class TakeSample(msgspec.Struct, tag=True):
 
 
 class Begun(msgspec.Struct, tag=True):
-    """The reply to a Begin with something to sample: the first sample is written. problem: why none will be, a clause."""
+    """The reply to a Begin that samples: the first sample is written. problem: why none will be, a clause."""
 
     problem: str | None = None
 

@@ -136,7 +136,7 @@ class Monitor:
         return f"snapshot.json is missing or not up to date, because the process that writes it {how}."
 
     async def end(self) -> None:
-        """Has the process take its last sample and write its last snapshot, and waits for its end. May be called again."""
+        """Has the process take its last sample and write its last snapshot, and waits for its end. May be repeated."""
         process = self._process
         if process is None or process.stdin is None or process.returncode is not None:
             return
