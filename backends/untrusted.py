@@ -24,8 +24,22 @@ def escaped(text: str) -> str:
 def read_json(path: Path | str, kind: type[T], error: Callable[[str], Exception], wrong: str, advice: str = "") -> T:
     """What a file of JSON holds, as a `kind`. Raises `error` of one sentence: the file cannot be read, or PATH `wrong`
     (such as "is no list of prices"), with the reason and then the advice."""
+    decode = msgspec.json.Decoder(kind).decode
+    return _read(path, decode, error, wrong, advice)
+
+
+def read_json_lines(path: Path, kind: type[T], error: Callable[[str], Exception], wrong: str) -> list[T]:
+    """The lines of a file, each JSON of a `kind`; a last line that a kill cut is left out. Raises `error` as read_json
+    does."""
+    decode = msgspec.json.Decoder(kind).decode
+    return _read(path, lambda data: [decode(line) for line in data.split(b"\n")[:-1]], error, wrong)
+
+
+def _read(
+    path: Path | str, decode: Callable[[bytes], T], error: Callable[[str], Exception], wrong: str, advice: str = ""
+) -> T:
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
+        return decode(Path(path).read_bytes())
     except OSError as reason:
         raise error(f"cannot read {path}: {reason.strerror or reason}.") from None
     except UNDECODABLE as reason:

@@ -29,8 +29,3 @@ class Tail:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-
-def whole_lines(path: Path) -> list[bytes]:
-    """All lines of a file that is over; a last one that a kill cut is left out. Raises OSError."""
-    return path.read_bytes().split(b"\n")[:-1]

@@ -13,9 +13,8 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, read_json_lines
 from loadgen import exit_codes, trace
-from loadgen.monitor.tail import whole_lines
 from training_probe.breakdown.attribution import Attribution, attribute
 from training_probe.grid import Cell, GridError
 from training_probe.launch import runner
@@ -85,13 +84,7 @@ def breakdown(
 
 def read(directory: Path) -> list[Breakdown]:
     """What was traced into a directory; a last line that was cut by a kill is left out. Raises ResultsError."""
-    path = directory / BREAKDOWN_FILE
-    try:
-        return [msgspec.json.decode(line, type=Breakdown) for line in whole_lines(path)]
-    except OSError as error:
-        raise ResultsError(f"cannot read {path}: {error.strerror or error}.") from None
-    except UNDECODABLE as error:
-        raise ResultsError(f"{path} is not a breakdown of this version: {error}.") from None
+    return read_json_lines(directory / BREAKDOWN_FILE, Breakdown, ResultsError, "is not a breakdown of this version")
 
 
 def _traced(

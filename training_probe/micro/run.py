@@ -23,9 +23,8 @@ import msgspec
 
 from backends import process
 from backends.launch import WITHOUT_P2P, LaunchError, Start
-from backends.untrusted import UNDECODABLE, read_json
+from backends.untrusted import UNDECODABLE, read_json, read_json_lines
 from loadgen import exit_codes, rundir
-from loadgen.monitor.tail import whole_lines
 from loadgen.rundir import Machine, this_machine
 from training_probe.launch import runner
 from training_probe.launch.outcome import Evidence, judge
@@ -203,15 +202,8 @@ def read_manifest(directory: Path) -> MicroManifest:
 
 def read_results(directory: Path) -> list[Measured]:
     """In the order of measuring; a last line that was cut by a kill is left out. Raises MicroError."""
-    path = directory / RESULTS_FILE
-    try:
-        lines = whole_lines(path)
-    except OSError as error:
-        raise MicroError(f"cannot read {path}: {error.strerror or error}.") from None
-    try:
-        return [_MEASURED.decode(line) for line in lines]
-    except UNDECODABLE as error:
-        raise MicroError(f"{path} holds a line that is no result of this version: {error}.") from None
+    wrong = "holds a line that is no result of this version"
+    return read_json_lines(directory / RESULTS_FILE, Measured, MicroError, wrong)
 
 
 def read_about(directory: Path) -> About | None:
