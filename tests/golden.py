@@ -1,11 +1,11 @@
 """Golden outputs: records what loadgen and training_probe print and write for a fixed list of commands, and compares
 two recordings byte for byte. For refactorings: what moves must not change.
 
-    git worktree add --detach /tmp/base HEAD        # what was; with a venv of its own:
-    python3 -m venv /tmp/base/.venv && /tmp/base/.venv/bin/pip install -e '/tmp/base[dev]'
-    python tests/golden.py record /tmp/golden/before --checkout /tmp/base
-    python tests/golden.py record /tmp/golden/after --inputs /tmp/base
-    python tests/golden.py compare /tmp/golden/before /tmp/golden/after
+    git worktree add --detach ../old HEAD        # what was; with a venv of its own:
+    python3 -m venv ../old/.venv && ../old/.venv/bin/pip install -e '../old[dev]'
+    python tests/golden.py record golden/before --checkout ../old
+    python tests/golden.py record golden/after --inputs ../old
+    python tests/golden.py compare golden/before golden/after
 
 Each command runs in an empty directory of its own, with a fixed environment and copies of the kept measurements that it
 reads (of the checkout, or of another one: --inputs). A recording holds GROUP/NAME/ with `command`, `exit`, `stdout`,
