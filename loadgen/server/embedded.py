@@ -15,12 +15,11 @@ from typing import Any
 import msgspec
 
 from backends import catalog
-from loadgen import child_env
+from loadgen import child_env, exit_codes
 from loadgen.config import Config, ConfigError
 from loadgen.rundir.emulation import Emulation
 
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
-REFUSED = 2  # its exit code for options that it will not serve with
 DIALECTS = {"vllm": "vllm", "openai": "openai", "openai-chat": "openai", "lightllm": "lightllm", "tgi": "tgi"}
 EMULATED_MARK = "emulated"  # in the Server header of every reply
 
@@ -124,7 +123,7 @@ async def serving(*options: str) -> AsyncIterator[Serving]:
         if not line:
             code = await process.wait()
             await relay
-            if code == REFUSED and lines_before:
+            if code == exit_codes.BAD_OPTIONS and lines_before:
                 raise EmbeddedError(lines_before[-1].removeprefix("error: "))
             last = f": {lines_before[-1]}" if lines_before else "."
             raise EmbeddedError(f"the embedded server ended with exit code {code} before it listened{last}")
