@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import raw
 from loadgen import rundir
 from loadgen.monitor.exporter import Exporter, serve
 from loadgen.monitor.totals import BOUNDS_S, Record, Totals
+from loadgen.rundir import records
 
 RUNS, REQUESTS, SCRAPES = 50, 20_000, 50
 OPEN_METRICS = {"Accept": "application/openmetrics-text;version=1.0.0"}
@@ -105,8 +105,8 @@ def cpu_us_per_event(place: Path, name: str, port: int | None) -> float:
         over.set()
         server.terminate()
         server.wait()
-    facts = json.loads((place / name / "requests.jsonl").read_bytes().splitlines()[-1])["client"]
-    return float(facts["cpu_s"]) / float(facts["events"]) * 1e6
+    _, (facts,) = records.read(place / name)
+    return facts.cpu_s / facts.events * 1e6
 
 
 def the_client() -> dict[str, Any]:
