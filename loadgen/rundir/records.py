@@ -152,8 +152,8 @@ class Table:
     def _part(
         self, chosen: slice | NDArray[np.bool_], itl_us: NDArray[np.uint32], itl_offsets: NDArray[np.int64]
     ) -> Table:
-        kept = set(self.id[chosen].tolist()) if self.errors else set()
-        errors = {key: text for key, text in self.errors.items() if key in kept}
+        kept = self.id[chosen].tolist() if self.errors else ()
+        errors = {key: self.errors[key] for key in kept if key in self.errors}
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
         return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors)
 
