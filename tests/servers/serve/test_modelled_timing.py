@@ -100,12 +100,12 @@ def test_the_wire_gives_the_times_of_virtual_time(backend: str, tmp_path: Path) 
     flags = f"--backend {backend} --gpu h200 --requests 40 --arrival poisson:20 --output-tokens 60 --warmup 0"
     command = [sys.executable, "-c", "from loadgen.cli import main; main()", "run", *flags.split()]
     command += ["--no-calibrate", "--no-server-metrics", "--out", str(run)]
-    with measured_lateness() as lateness:
+    with measured_lateness() as watched:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["emulated"] is True and report["requests"]["ok"] == 40, done.stderr
     assert report["emulation"]["scheduler"].startswith(backend)
-    table = records.read(run)[0].measured()
+    table, lateness = records.read(run)[0].measured(), watched.during(run)
     sent_s = (table.sent_ns - table.sent_ns[0]) / 1e9
     outcomes = virtual.simulate(emulated(backend), [(at, 512, 60) for at in sent_s.tolist()])
     e2el_ms = (table.last_token_ns - table.sent_ns) / 1e6
