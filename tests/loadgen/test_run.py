@@ -26,6 +26,7 @@ LOADGEN = [sys.executable, "-c", "from loadgen.cli import main; main()"]
 FAST = ["--no-calibrate", "--warmup", "0"]
 BURST_MS = 60  # in which the slowest machine that runs these tests reads forty requests, and as many events
 CLIENT_MS = 10  # in which it does what one request needs
+WAITS = 5  # for a core: the server's read and timer, the client's read, and others before each
 
 
 def loadgen(*argv: str, expect: int | tuple[int, ...] = (0, 4)) -> tuple[dict[str, Any], str]:
@@ -94,11 +95,10 @@ def last_snapshot(directory: Path) -> tuple[str, int]:
 
 
 def assert_within(metric: dict[str, float], least_ms: float, most_ms: float, lateness: Lateness) -> None:
-    """No reply is early. Late is what the machine was: a reply waits for the server's timer, for the client's loop, and
-    for a core in between."""
+    """No reply is early. Late is what the machine was, as often as a reply waits for it. The last tenth may have met a
+    stall that struck where nobody looked."""
     assert metric["min"] >= least_ms
-    assert metric["p50"] <= most_ms + 3 * lateness.percentile_ms(90)
-    assert metric["p90"] <= most_ms + 3 * lateness.worst_ms  # not the last: one stall may strike where nobody looked
+    assert metric["p90"] <= most_ms + WAITS * lateness.worst_ms
 
 
 @pytest.mark.processes
