@@ -23,6 +23,7 @@ _BOM = b"\xef\xbb\xbf"
 _CR = 0x0D
 _TOO_LONG = f"an event is longer than {MAX_BYTES} bytes"
 _DONE = b"[DONE]"
+_FIELDS = (b"data", b"event", b"id", b"retry")
 _IGNORED_FIELDS = (b"", b"event", b"id", b"retry")  # a comment has an empty name
 
 
@@ -98,6 +99,9 @@ class EventReply(ABC):
             left = b""
         if self.failed:
             return ()
+        name = line.removeprefix(_BOM).partition(b":")[0]
+        if not any(field.startswith(name) for field in _FIELDS) and not (self._first_line and _BOM.startswith(line)):
+            raise ProtocolError(f"the reply is not a stream of events: {quoted(line)}")
         if left:
             raise Truncated(f"the reply ended inside an event: {quoted(left)}")
         if not self.complete:

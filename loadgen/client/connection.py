@@ -189,6 +189,8 @@ class Connection(asyncio.Protocol):
         if self.payload is not None and not self.head:
             exchange.retried = True
             self.owner.send_fresh(exchange, self.payload)
+        elif exchange.status not in (-1, 200):  # the status is the server's answer, however its words ended
+            exchange.eof(now_ns(), self.owner.error_message)
         else:
             exchange.fail("reset", reason, now_ns())
 
