@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 
 from backends.protocol import Backend
 
-__all__ = ["Backend", "UnknownBackend", "available", "get"]
+__all__ = ["Backend", "UnknownBackend", "available", "get", "nearest"]
 
 GROUP = "llm_dissect.backends"
+NEAR_RATIO = 0.65  # difflib's: `rnu` is near to `run` (0.67), and `nope` not to `openai` (0.6)
 
 
 class UnknownBackend(LookupError):
@@ -25,12 +27,17 @@ def available() -> list[str]:
     return sorted(_entries())
 
 
+def nearest(typed: str, known: Iterable[str]) -> str | None:
+    """The name that `typed` was probably meant to be; None where none is near."""
+    return next(iter(difflib.get_close_matches(typed, list(known), n=1, cutoff=NEAR_RATIO)), None)
+
+
 def get(name: str) -> Backend:
     """The backend called `name`. Raises UnknownBackend with a suggestion."""
     entries = _entries()
     if name not in entries:
-        near = difflib.get_close_matches(name, entries, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"installed: {', '.join(sorted(entries))}."
+        near = nearest(name, entries)
+        hint = f"did you mean '{near}'?" if near else f"installed are {', '.join(sorted(entries))}."
         raise UnknownBackend(f"unknown backend '{name}'; {hint}")
     backend: Backend = entries[name].load()
     return backend

@@ -3,6 +3,7 @@ that may be anything. A leaf without a codec of any server: client and emulated 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,16 @@ def escaped(text: str) -> str:
     """`text` with an escape such as \\x1b in place of each character that does not print: control characters, direction
     and format marks, lone surrogates, white space other than the space. It has no line breaks then."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def reason(error: Exception) -> str:
+    """Why decoding JSON failed, with the name of the key in front: "output_tokens: expected int, got str"."""
+    text = str(error).replace("`", "").rstrip(".")
+    match = re.fullmatch(r"(.*) - at (?:key in )?\$\.?(.*)", text, re.DOTALL)
+    if match is None:
+        return text
+    why, key = match.groups()
+    return f"{key}: {why[:1].lower()}{why[1:]}" if key else why
 
 
 def read_json(path: Path | str, kind: type[T], error: Callable[[str], Exception], wrong: str, advice: str = "") -> T:
@@ -40,7 +51,7 @@ def _read(
 ) -> T:
     try:
         return decode(Path(path).read_bytes())
-    except OSError as reason:
-        raise error(f"cannot read {path}: {reason.strerror or reason}.") from None
-    except UNDECODABLE as reason:
-        raise error(f"{path} {wrong}: {reason}{advice}.") from None
+    except OSError as unreadable:
+        raise error(f"cannot read {path}: {unreadable.strerror or unreadable}.") from None
+    except UNDECODABLE as undecodable:
+        raise error(f"{path} {wrong}: {reason(undecodable)}{advice}.") from None

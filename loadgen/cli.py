@@ -265,11 +265,16 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
         if token == "--config" or token.startswith("--config="):
             name = token.partition("=")[2] or next(queue, "")
             try:
-                tomllib.loads(Path(name).read_text(encoding="utf-8"))
+                keys = tomllib.loads(Path(name).read_text(encoding="utf-8"))
             except OSError as error:
                 raise ConfigError(f"--config: cannot read '{name}': {error.strerror}.") from None
             except (ValueError, RecursionError) as error:  # the latter: nested without end
                 raise ConfigError(f"--config: {name} is not TOML: {error}.") from None
+            for key, value in keys.items():
+                if isinstance(value, dict):
+                    raise ConfigError(
+                        f"--config: {name} has a table [{key}], and options stand in none; take its heading away."
+                    )
             files.append(Toml(name, must_exist=True, use_commands_as_keys=False))
         else:
             rest.append(token)

@@ -15,13 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import msgspec
 from cyclopts import App, CycloptsError, Group, Parameter
 
+from backends.launch import LaunchError
+from backends.untrusted import escaped
 from loadgen import exit_codes
-from loadgen.option_types import Whole, option
+from loadgen.config import ConfigError
+from loadgen.option_types import Whole, mistake, option
 from loadgen.rundir.emulation import Emulation
 from servers.dialects.lightllm import LightLLM
 from servers.dialects.openai import OpenAI
@@ -36,6 +39,7 @@ from servers.simulator.build import EmulationError, emulate
 from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware
 
+PROGRAM = "servers"  # in front of what `python -m servers` refuses
 DialectName = Literal["vllm", "openai", "tgi", "lightllm"]
 DIALECTS: dict[DialectName, Callable[[Settings], Dialect]] = {
     "vllm": lambda settings: OpenAI("vllm", settings),
@@ -127,6 +131,7 @@ def serve(
     Prompts are counted as token ids, or as text one token a word. Every reply carries the header
     `Server: llm-dissect (emulated)`.
     """
+    # The errors are those of the other commands, so that `loadgen serve` reports them as all of them do.
     options, hardware = options or ServeOptions(), hardware or Hardware()
     try:
         options.check()
@@ -137,13 +142,14 @@ def serve(
         wire = DIALECTS[options.dialect](Settings(options.model, options.max_model_len))
         timing = _timing(options, hardware, struck)
     except (ValueError, EmulationError, HardwareError) as error:
-        _fail(exit_codes.BAD_OPTIONS, str(error))
+        raise ConfigError(str(error)) from None
     try:
         server = Server(wire, timing, options.host, options.port, struck, stamps_file, api_key)
     except (OSError, UnicodeError) as error:  # the latter: no name of a host can be so long
         why = error.strerror if isinstance(error, OSError) else "no such name"
-        message = f"cannot listen on {options.host} port {options.port}: {why}; choose another --port or --host."
-        _fail(exit_codes.FAILED, message)
+        raise LaunchError(
+            f"cannot listen on {options.host} port {options.port}: {why}; choose another --port or --host."
+        ) from None
     _run(server, options.exit_with_stdin)
 
 
@@ -173,8 +179,13 @@ def main() -> None:
     app.default(serve)
     try:
         app(exit_on_error=False, print_error=False)
-    except CycloptsError as error:
-        _fail(exit_codes.BAD_OPTIONS, " ".join(str(error).split()))
+        return
+    except (CycloptsError, ConfigError) as error:
+        code, sentence = exit_codes.BAD_OPTIONS, mistake(error) if isinstance(error, CycloptsError) else str(error)
+    except LaunchError as error:
+        code, sentence = exit_codes.FAILED, str(error)
+    print(f"{PROGRAM}: {escaped(sentence)}", file=sys.stderr)
+    raise SystemExit(code)
 
 
 def _run(server: Server, exit_with_stdin: bool) -> None:
@@ -185,7 +196,7 @@ def _run(server: Server, exit_with_stdin: bool) -> None:
         try:
             server.stop_at_end_of(sys.stdin.fileno())
         except (OSError, ValueError):
-            _fail(exit_codes.BAD_OPTIONS, "--exit-with-stdin needs a pipe or a terminal as standard input.")
+            raise ConfigError("--exit-with-stdin needs a pipe or a terminal as standard input.") from None
     ready = Ready(url=server.url, dialect=server.dialect.name, emulation=server.emulation)
     print(msgspec.json.encode(ready).decode(), flush=True)
     # Nothing here makes cycles while it serves, and a collection would make every stream late.
@@ -216,8 +227,3 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _fail(code: int, sentence: str) -> NoReturn:
-    print(f"error: {sentence}", file=sys.stderr)
-    raise SystemExit(code)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, reason
 from training_probe.grid import Cell
 from training_probe.protocol import RankReport, Step
 
@@ -249,6 +249,6 @@ def read(path: Path) -> list[CellResult]:
         except UNDECODABLE as error:
             if number == len(lines):  # no newline after it: the sweep was killed while it wrote
                 break
-            raise ResultsError(f"line {number} of {path} is not a result of this version: {error}.") from None
+            raise ResultsError(f"line {number} of {path} is not a result of this version: {reason(error)}.") from None
         by_cell[result.cell] = result
     return list(by_cell.values())

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, reason
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.launch_facts import LaunchFacts
 
@@ -171,7 +171,7 @@ def read_manifest(directory: Path) -> Manifest:
                 raise RunError(
                     f"{directory} is a directory of training_probe; read it with `training_probe report {directory}`."
                 ) from None
-        raise RunError(f"{path} is not a manifest of this version: {error}") from None
+        raise RunError(f"{path} is not a manifest of this version: {reason(error)}.") from None
 
 
 class _Marked(msgspec.Struct):

@@ -124,7 +124,7 @@ async def serving(*options: str) -> AsyncIterator[Serving]:
             code = await process.wait()
             await relay
             if code == exit_codes.BAD_OPTIONS and lines_before:
-                raise EmbeddedError(lines_before[-1].removeprefix("error: "))
+                raise EmbeddedError(lines_before[-1].removeprefix("servers: "))
             last = f": {lines_before[-1]}" if lines_before else "."
             raise EmbeddedError(f"the embedded server ended with exit code {code} before it listened{last}")
         listening = True

@@ -155,7 +155,7 @@ def _adapter(config: Config, backend: Backend, profiled: bool) -> Adapter:
     """What can start this kind of server so. Raises ConfigError."""
     adapter = backend.adapter
     if adapter is None:
-        raise ConfigError(f"loadgen cannot start a '{backend.name}' server; give --url, or --launch embedded.")
+        raise ConfigError(f"loadgen cannot start a server of kind '{backend.name}'; give --url, or --launch embedded.")
     if config.dtype not in adapter.dtypes:
         raise ConfigError(f"{backend.name} has no --dtype {config.dtype}; it has {', '.join(adapter.dtypes)}.")
     if config.dummy_weights and not adapter.dummy_weights:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from backends import catalog
 from backends.launch import version_in
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, reason
 from loadgen import rundir
 from loadgen.rundir import records
 from loadgen.rundir.emulation import HeldOut
@@ -231,7 +231,7 @@ def _lines(path: Path) -> tuple[RunFacts, list[Floats]]:
     except (OSError, EOFError, zlib.error) as error:
         raise ObservationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     except UNDECODABLE as error:
-        raise ObservationError(f"{path} holds no records of requests: {error}.") from None
+        raise ObservationError(f"{path} holds no records of requests: {reason(error)}.") from None
     if not rows:
         raise ObservationError(f"{path} holds no records of requests.")
     return facts, list(np.array(rows, float).T)

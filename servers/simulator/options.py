@@ -47,9 +47,9 @@ class Hardware(ModelledOptions):
         scheduler = self.scheduler or newest(backend)
         if scheduler is None:
             kinds = ", ".join(dict.fromkeys(name.partition("@")[0] for name in SCHEDULERS))
-            raise EmulationError(f"a '{backend}' server is not modelled; modelled are {kinds}.")
+            raise EmulationError(f"a server of kind '{backend}' is not modelled; modelled are {kinds}.")
         if scheduler.partition("@")[0] != backend:
-            raise EmulationError(f"--scheduler {scheduler} is no {backend} server; there are {', '.join(SCHEDULERS)}.")
+            raise EmulationError(f"--scheduler {scheduler} is for another kind of server than {backend}; there are {', '.join(SCHEDULERS)}.")
         spec = catalog.find(model)
         if spec is None:
             known = ", ".join(each.name for each in catalog.MODELS)

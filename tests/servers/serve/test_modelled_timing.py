@@ -133,7 +133,7 @@ def test_kv_capacity_as_vllm_logged_it(model: str, gpus: int, tokens: int) -> No
         ({"tp": 3, "gpus": 4}, r"32 attention heads, which --tp 3 does not divide"),
         ({"tp": 8, "gpus": 4}, "--tp 8 needs 8 GPUs and --gpus says 4"),
         ({"scheduler": "tgi@3"}, "is no vllm server"),
-        ({"backend": "openai"}, "a 'openai' server is not modelled"),
+        ({"backend": "openai"}, "a server of kind 'openai' is not modelled"),
         ({"model": "gpt-5"}, "the size of 'gpt-5' is not known here"),
     ],
 )
