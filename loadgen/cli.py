@@ -49,10 +49,12 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     if config.dry_run:
         print(dry_run(config, directory, run_id))
         return exit_codes.OK
-    new = rundir.create(directory)
+    one_run = Run(config, directory, run_id, say)
+    one_run.check()
+    made = rundir.create(directory)
     progress = ProgressLine()
     try:
-        run_loop(Run(config, directory, run_id, say).measure(progress))
+        run_loop(one_run.measure(progress))
     except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
         return backend_failed(error)
     except Stopped as error:
@@ -60,8 +62,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
         return exit_codes.STOPPED
     finally:
         progress.end()
-        if new:
-            rundir.remove_if_empty(directory)
+        rundir.remove_if_empty(directory, made)
     return report_one(directory, "loadgen")
 
 

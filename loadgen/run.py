@@ -23,10 +23,11 @@ from backends.protocol import ServerInfo
 from loadgen import rundir
 from loadgen.calibration import calibrate
 from loadgen.client.engine import Progress, Snapshot, run_here
-from loadgen.client.limits import make_room
+from loadgen.client.limits import check_workers, make_room
 from loadgen.client.workers import run_in_workers
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import on_stop
+from loadgen.load.prompts import tokenizer_count
 from loadgen.monitor.messages import Live, MetricsSource
 from loadgen.monitor.sidecar import Monitor, sidecar
 from loadgen.plan import Plan, plan_run, worker_count
@@ -35,7 +36,7 @@ from loadgen.rundir import Ceiling, Manifest, records
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.server import embedded
-from loadgen.server.launch import plan_launch
+from loadgen.server.launch import Launch, plan_launch
 from loadgen.server.managed import END_WAIT_S, ManagedServer, managed, quoted
 from loadgen.server.placement import chosen
 from loadgen.target import Target, TransportError
@@ -82,6 +83,28 @@ class Run:
         self.token = api_key(self.config)
         self.info = ServerInfo(None)
         self.emulated = False
+        self._launch: Launch | None = None
+
+    def check(self) -> None:
+        """Refuses what cannot be measured before anything is started or written: options, dataset, tokenizer, GPUs,
+        and what this machine can hold. Raises ConfigError, WorkloadError or LaunchError."""
+        config = self.config
+        if config.where in ("docker", "process"):
+            self._launch = plan_launch(config, self.directory, self.run_id)
+            plan = plan_run(
+                config, self.backend, Target(""), ServerInfo(self._launch.model.name), self.run_id, self._launch.model
+            )
+        elif config.where == "embedded":
+            embedded.dialect(self.backend.name)
+            info = ServerInfo(embedded.model_name(config), max_total_tokens=config.max_model_len or embedded.MODEL_LEN)
+            plan = plan_run(config, self.backend, Target(""), info, self.run_id)
+        else:
+            plan = plan_run(config, self.backend, Target(""), ServerInfo(config.model or "unknown"), self.run_id)
+            if config.url_is_local and config.gpus not in (None, "none"):
+                chosen(config, gpus.read())
+        if plan.prompts.tokenizer is not None:
+            tokenizer_count(plan.prompts.tokenizer)
+        check_workers(worker_count(config, plan))
 
     async def measure(self, progress: Progress) -> None:
         """All of it: starts the server where there is none, sends the load, and leaves the records."""
@@ -118,20 +141,18 @@ class Run:
     @contextlib.asynccontextmanager
     async def _embedded(self) -> AsyncIterator[embedded.Serving]:
         config = self.config
-        dialect = embedded.DIALECTS.get(self.backend.name)
-        if dialect is None:
-            raise ConfigError(f"the embedded server does not speak '{self.backend.name}'; give --url.")
+        dialect = embedded.dialect(self.backend.name)
         options = embedded.options(config, dialect, embedded.model_name(config))
         times = "fixed timing" if config.gpu is None else f"times as modelled for {config.gpu}"
-        self.say(f"starting the embedded server: an emulated {dialect} server, {times}, no GPU")
         async with embedded.serving(*options) as serving:
+            self.say(f"the embedded server runs: an emulated {dialect} server, {times}, no GPU")
             for note in serving.emulation.notes if serving.emulation is not None else ():
                 self.say(f"note: {note}")
             yield serving
 
     @contextlib.asynccontextmanager
     async def _managed(self, profiled: bool) -> AsyncIterator[ManagedServer]:
-        launch = await asyncio.to_thread(
+        launch = self._launch or await asyncio.to_thread(
             lambda: plan_launch(self.config, self.directory, self.run_id, profiled=profiled)
         )
         for note in launch.notes:

@@ -131,7 +131,6 @@ def serve(
     Prompts are counted as token ids, or as text one token a word. Every reply carries the header
     `Server: llm-dissect (emulated)`.
     """
-    # The errors are those of the other commands, so that `loadgen serve` reports them as all of them do.
     options, hardware = options or ServeOptions(), hardware or Hardware()
     try:
         options.check()

@@ -133,18 +133,18 @@ def this_machine() -> Machine:
     )
 
 
-def create(directory: Path) -> bool:
-    """Makes the run directory and proves that it can be written; whether it is new. Raises RunError; never overwrites a
-    run."""
+def create(directory: Path) -> Path | None:
+    """Makes the run directory and proves that it can be written. Returns the first directory of its path that was not
+    there; None where all were. Raises RunError; never overwrites a run."""
     try:
-        new = not directory.exists()
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise RunError(f"{directory} exists and is not empty; name another --out, nothing was overwritten.")
         probe = directory / ".write"
         probe.touch()
         probe.unlink()
-        return new
+        return missing[-1] if missing else None
     except OSError as error:
         raise RunError(f"cannot write to {directory}: {error.strerror or error}; name another --out.") from None
 
@@ -185,7 +185,13 @@ def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
     part.replace(directory / SNAPSHOT_FILE)
 
 
-def remove_if_empty(directory: Path) -> None:
-    """Takes back a run directory in which nothing was written: the run never began."""
+def remove_if_empty(directory: Path, made: Path | None) -> None:
+    """Takes back a run directory in which nothing was written, since the run never began: it and its parents up to
+    `made`, as `create` returned it."""
+    if made is None:
+        return
     with contextlib.suppress(OSError):
-        directory.rmdir()
+        for path in (directory, *directory.parents):
+            path.rmdir()
+            if path == made:
+                return

@@ -77,12 +77,11 @@ def predict(
         emulated = emulate(hardware.setup(config.kind, _model(config), _length(config, load)))
         for note in emulated.facts.notes:
             terminal.say(f"note: {note}")
-        new = rundir.create(directory)
+        made = rundir.create(directory)
         try:
             outcomes = simulate(emulated, load, config.concurrency)
         except EmulationError:
-            if new:
-                rundir.remove_if_empty(directory)
+            rundir.remove_if_empty(directory, made)
             raise
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
