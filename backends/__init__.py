@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 
 from backends.protocol import Backend
+from backends.untrusted import nearest
 
-__all__ = ["Backend", "UnknownBackend", "available", "get", "nearest"]
+__all__ = ["Backend", "UnknownBackend", "available", "get"]
 
 GROUP = "llm_dissect.backends"
-NEAR_RATIO = 0.65  # difflib's: `rnu` is near to `run` (0.67), and `nope` not to `openai` (0.6)
 
 
 class UnknownBackend(LookupError):
@@ -25,11 +23,6 @@ def _entries() -> dict[str, EntryPoint]:
 def available() -> list[str]:
     """Names of the installed backends, sorted."""
     return sorted(_entries())
-
-
-def nearest(typed: str, known: Iterable[str]) -> str | None:
-    """The name that `typed` was probably meant to be; None where none is near."""
-    return next(iter(difflib.get_close_matches(typed, list(known), n=1, cutoff=NEAR_RATIO)), None)
 
 
 def get(name: str) -> Backend:

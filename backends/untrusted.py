@@ -1,10 +1,12 @@
-"""What comes from others, taken as plain data: text with nothing in it that a terminal, a page or YAML obeys, and JSON
-that may be anything. A leaf without a codec of any server: client and emulated servers both stand on it."""
+"""What comes from others, taken as plain data: text with nothing in it that a terminal, a page or YAML obeys, names that
+may be typed wrong, and JSON that may be anything. A leaf without a codec of any server: client and emulated servers
+both stand on it."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,11 +17,18 @@ T = TypeVar("T")
 # What decoding JSON may raise: not JSON or not of the type asked for, no UTF-8, nested without end.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+NEAR_RATIO = 0.65  # difflib's: `rnu` is near to `run` (0.67), and `nope` not to `openai` (0.6)
+
 
 def escaped(text: str) -> str:
     """`text` with an escape such as \\x1b in place of each character that does not print: control characters, direction
     and format marks, lone surrogates, white space other than the space. It has no line breaks then."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def nearest(typed: str, known: Iterable[str]) -> str | None:
+    """The name that `typed` was probably meant to be; None where none is near."""
+    return next(iter(difflib.get_close_matches(typed, list(known), n=1, cutoff=NEAR_RATIO)), None)
 
 
 def reason(error: Exception) -> str:

@@ -152,7 +152,7 @@ def compare(
 
 
 @offers(
-    *names(ServerOptions), "requests", "input_tokens", "output_tokens", "concurrency", "dataset",
+    *names(ServerOptions), "requests", "input_tokens", "output_tokens", "concurrency", "dataset", "repeat_dataset",
     *names(PlacementOptions), "dummy_weights", "image", "server_python",
 )  # fmt: skip
 class DoctorOptions(Config):
@@ -161,7 +161,7 @@ class DoctorOptions(Config):
 
 @offers(
     "backend", "model", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency", "warmup",
-    "dataset", "seed", *names(PlacementOptions), "dummy_weights", "image", "server_arg", "port",
+    "dataset", "repeat_dataset", "seed", *names(PlacementOptions), "dummy_weights", "image", "server_arg", "port",
 )  # fmt: skip
 class ComposeOptions(Config):
     """Of `run`, what goes into the command of a server in Docker."""

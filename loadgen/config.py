@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Config", "ConfigError"]
 
 DEFAULT_REQUESTS = 1000
+LEAST_KV_TOKENS = 256  # of a modelled server: some blocks of its cache
 
 
 class ConfigError(Exception):
@@ -90,6 +91,9 @@ class LoadOptions:
         bool,
         _prompts("Ask for the full output length; OpenAI's own servers refuse the field.", negative="--no-ignore-eos"),
     ] = True
+    repeat_dataset: Annotated[
+        bool, _load("Send the dataset's prompts again where there are fewer than requests.", show_default=False)
+    ] = False
     seed: Annotated[Whole, _load("Fixes prompts and arrivals.")] = 0
 
 
@@ -235,8 +239,8 @@ class Config(
     def __post_init__(self) -> None:
         for name, least in (
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
-            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1), ("kv_tokens", 1),
-            ("metrics_port", 1),
+            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1),
+            ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
@@ -275,6 +279,8 @@ class Config(
             raise ConfigError(
                 f"{flag(drawn[0])} is for prompts that are drawn, and --dataset has its own; leave one out."
             )
+        if self.repeat_dataset and self.dataset is None:
+            raise ConfigError("--repeat-dataset is for the prompts of a --dataset; name one or leave it out.")
         if self.kernel_timestamps and sys.platform != "linux":
             raise ConfigError("--kernel-timestamps needs Linux.")
         if self.kernel_timestamps and (self.transport != "fast" or (self.url or "").startswith("https:")):
@@ -299,6 +305,9 @@ class Config(
             raise ConfigError(f"--gpus is '{self.gpus}'; with --gpu it is how many of them there are.")
         if self.tp == "all" and self.gpus is None:
             raise ConfigError("--tp all uses every GPU there is; say with --gpus how many of them there are.")
+        length = self.input_tokens + self.output_tokens
+        if self.kv_tokens is not None and self.dataset is None and length > self.kv_tokens:
+            raise ConfigError(f"--kv-tokens is {self.kv_tokens} and every request has {length} tokens; name more.")
         if not 0 < self.speed < float("inf"):
             raise ConfigError(f"--speed is {self.speed:g}; it must be above 0.")
 

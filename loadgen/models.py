@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from backends import catalog, nearest
+from backends import catalog
 from backends.catalog import ModelSpec
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, nearest
 from loadgen.config import ConfigError
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")

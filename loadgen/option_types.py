@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 
-from backends import nearest
+from backends.untrusted import nearest
 
 if TYPE_CHECKING:
     from cyclopts import Group, Token

@@ -30,7 +30,7 @@ from loadgen.event_loop import on_stop
 from loadgen.load.prompts import tokenizer_count
 from loadgen.monitor.messages import Live, MetricsSource
 from loadgen.monitor.sidecar import Monitor, sidecar
-from loadgen.plan import Plan, plan_run, worker_count
+from loadgen.plan import Plan, plan_run, read_dataset, worker_count
 from loadgen.probe import ServerError, fit_text, identify
 from loadgen.rundir import Ceiling, Manifest, records
 from loadgen.rundir.emulation import Emulation
@@ -152,9 +152,11 @@ class Run:
 
     @contextlib.asynccontextmanager
     async def _managed(self, profiled: bool) -> AsyncIterator[ManagedServer]:
-        launch = self._launch or await asyncio.to_thread(
-            lambda: plan_launch(self.config, self.directory, self.run_id, profiled=profiled)
-        )
+        launch = self._launch
+        if launch is None:
+            launch = await asyncio.to_thread(
+                lambda: plan_launch(self.config, self.directory, self.run_id, profiled=profiled)
+            )
         for note in launch.notes:
             self.say(f"note: {note}")
         self.say(f"starting {launch.title}{', with its profiler' if profiled else ''}")
@@ -198,6 +200,7 @@ class Run:
             arrival=self.config.arrival_text,
             max_total_tokens=self.info.max_total_tokens,
             machine=rundir.this_machine(),
+            dataset_prompts=len(read_dataset(self.config, self.backend)) if self.config.repeat_dataset else None,
             ceiling=ceiling,
             launch=served.managed.facts if served.managed is not None else None,
             emulation=served.emulation,

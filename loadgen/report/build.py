@@ -20,6 +20,7 @@ from loadgen.config import Config
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
 from loadgen.report import findings, metrics, schema
+from loadgen.report.finding import share
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.schema import SCHEMA, Numbers, Report
 from loadgen.report.text import markdown, name_of
@@ -235,7 +236,7 @@ def write(directory: Path, report: Report, table: Table) -> None:
         (directory / "report.md").write_text(markdown(report), encoding="utf-8")
         from loadgen.report import figures  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
 
-        title = f"{name_of(report)}, {report.arrival}, {report.requests.ok} requests"
+        title = f"{name_of(report)}, {report.arrival}, {report.requests.ok} requests{_lost(report)}"
         figures.draw([_curves(report, table)], escaped(title), [directory / "cdf.png", directory / "cdf.svg"])
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
@@ -254,7 +255,7 @@ def overlay(directories: Sequence[Path], out_path: Path, convention: str = "load
     for directory in directories:
         report, table = from_directory(directory, convention=convention)
         reports.append(report)
-        curves.append(_curves(report, table, f"{_origin(report)}{directory.name}: {name_of(report)}"))
+        curves.append(_curves(report, table, f"{_origin(report)}{directory.name}: {name_of(report)}{_lost(report)}"))
         del table
     try:
         origins = {_origin(report) for report in reports}
@@ -272,10 +273,16 @@ def _origin(report: Report) -> str:
     return PREDICTED if report.emulation is not None else ""
 
 
+def _lost(report: Report) -> str:
+    """The requests that are in no curve, and what share of all they are."""
+    ok, failed = report.requests.ok, report.requests.failed
+    return f"; {failed} more failed and are in no curve: {share(failed, ok + failed)}" if failed else ""
+
+
 def _curves(report: Report, table: Table, label: str | None = None) -> Curves:
     from loadgen.report import figures
 
     measured = table.measured()
     rules = CONVENTIONS[report.convention]
     samples = {name: metrics.sample(measured, name, rules) for name in figures.PANELS}
-    return figures.Curves(escaped(label or name_of(report)), report.emulated, samples)
+    return figures.Curves(escaped(label or name_of(report)), report.emulated, samples, not report.verdict.valid)

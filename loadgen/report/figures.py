@@ -60,11 +60,12 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Curves:
-    """One run's line in every panel: the ascending values of each metric in `PANELS`."""
+    """One run's line in every panel: the ascending values of each metric in `PANELS`. invalid: the run's verdict."""
 
     label: str
     emulated: bool
     samples: Mapping[str, Distribution]
+    invalid: bool = False
 
 
 def cdf(sample: Distribution) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -125,7 +126,10 @@ def _figure(title: str, runs: Sequence[Curves]) -> Figure:
     if emulated:
         which = "EMULATED" if emulated == len(runs) else "PARTLY EMULATED"
         title = f"{which} (modelled hardware, no real server){GAP}{title}"
-    return titled(10.5, 3.9 if len(runs) == 1 else 4.2, title, "#B00020" if emulated else INK)
+    invalid = sum(run.invalid for run in runs)
+    if invalid:
+        title = f"{'INVALID' if invalid == len(runs) else 'PARTLY INVALID'}{GAP}{title}"
+    return titled(10.5, 3.9 if len(runs) == 1 else 4.2, title, "#B00020" if emulated or invalid else INK)
 
 
 def _panel(axis: Axes, metric: str, name: str, runs: Sequence[Curves]) -> None:
@@ -150,7 +154,7 @@ def _panel(axis: Axes, metric: str, name: str, runs: Sequence[Curves]) -> None:
             np.concatenate((x / divisor, [right] if len(x) else [])),
             np.concatenate((share, [1.0] if len(x) else [])),
             where="post",
-            label=run.label + (" (emulated)" if run.emulated else ""),
+            label=run.label + (" (emulated)" if run.emulated else "") + (" (INVALID)" if run.invalid else ""),
             color=COLOURS[number % len(COLOURS)],
             linestyle=DASHES[number % len(DASHES)],
             linewidth=1.8,

@@ -64,6 +64,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     arrival: str
     max_total_tokens: int | None = None
     machine: Machine
+    dataset_prompts: int | None = None  # of a dataset whose prompts may be sent again: how many it has
     ceiling: Ceiling | None = None
     emulation: Emulation | None = None  # what was modelled where no real server ran
     launch: LaunchFacts | None = None  # the server that was started for the run

@@ -32,6 +32,7 @@ from servers.simulator.build import Emulated, Profile, Setup, emulate, newest
 Floats = npt.NDArray[np.float64]
 Dtype = Literal["float16", "bfloat16", "float32"]
 FEWEST = 20  # requests
+RECORD_FILES = (".jsonl", ".jsonl.gz")
 _NAME = re.compile(r"(?P<gpu>[a-z]+\d+[a-z]*?)(x\d+)?_(?P<model>\d+b)(?:_|\.)")
 
 # In NVML's names: other memory, clocks or links than those of the card that is known by that name (4090 D, Max-Q)
@@ -40,6 +41,10 @@ _OTHER_CARDS = frozenset({"40gb", "pcie", "nvl", "laptop", "max", "d", "ti"})
 
 class ObservationError(Exception):
     """A run that cannot be used. One sentence."""
+
+
+class NotARunError(ObservationError):
+    """What lies beside runs: a README, a figure, a directory of another kind. One sentence."""
 
 
 class _Usage(msgspec.Struct):
@@ -150,7 +155,12 @@ def _w1(a: Floats, b: Floats) -> float:
 
 
 def read(path: Path, flags: RunFacts | None = None) -> Observed:
-    """`flags`: the user's, for what the run itself does not tell. Raises ObservationError."""
+    """`flags`: the user's, for what the run itself does not tell. Raises ObservationError, or NotARunError for what is
+    none by its name."""
+    if path.is_dir() and not (path / "manifest.json").exists():
+        raise NotARunError(f"{path} holds no manifest.json; name run directories, or files of records.")
+    if path.is_file() and not path.name.endswith(RECORD_FILES):
+        raise NotARunError(f"{path} is no run: records are in {' or '.join(RECORD_FILES)} files, or run directories.")
     facts, columns = _directory(path) if path.is_dir() else _lines(path)
     if flags is not None:
         facts = facts.over(flags)

@@ -51,6 +51,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "dataset": (["d.jsonl"], Path("d.jsonl")),
     "tokenizer": (["dir"], "dir"),
     "vocab_size": (["100"], 100),
+    "repeat_dataset": ([], True),
     "seed": (["3"], 3),
     "workers": (["auto"], "auto"),
     "transport": (["aiohttp"], "aiohttp"),
@@ -94,6 +95,7 @@ SWITCHES = {
 }
 NEEDS = {
     "duration": ["--concurrency", "2"],
+    "repeat_dataset": ["--dataset", "d.jsonl"],
     "server_python": ["--launch", "process"],
     "image": ["--launch", "docker"],
     "dry_run": ["--backend", "vllm"],
