@@ -1,5 +1,5 @@
-"""What comes from others, taken as plain data: text with nothing in it that a terminal, a page or YAML obeys, names that
-are typed wrong, and JSON that may be anything. A leaf without a codec of any server: client and emulated servers both
+"""What comes from others, taken as plain data: text with nothing in it that a terminal, a page or YAML obeys, names
+that are typed wrong, JSON that may be anything. A leaf without a codec of any server: client and emulated servers both
 stand on it."""
 
 from __future__ import annotations

@@ -96,6 +96,8 @@ class Run:
             )
         elif config.where == "embedded":
             embedded.dialect(self.backend.name)
+            if config.gpu is not None:
+                embedded.check(config)
             info = ServerInfo(embedded.model_name(config), max_total_tokens=config.max_model_len or embedded.MODEL_LEN)
             plan = plan_run(config, self.backend, Target(""), info, self.run_id)
         else:

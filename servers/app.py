@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,17 +131,14 @@ def serve(
     Prompts are counted as token ids, or as text one token a word. Every reply carries the header
     `Server: llm-dissect (emulated)`.
     """
-    options, hardware = options or ServeOptions(), hardware or Hardware()
+    options = options or ServeOptions()
+    timing, struck = settled(options, hardware)
     try:
-        options.check()
-        struck = faults.read(options.fault, options.dialect, options.seed)
-        api_key = _api_key(options.api_key_env)
-        stamps_file = _stamps(options.stamps)
-        _raise_file_limit()
-        wire = DIALECTS[options.dialect](Settings(options.model, options.max_model_len))
-        timing = _timing(options, hardware, struck)
-    except (ValueError, EmulationError, HardwareError) as error:
+        api_key, stamps_file = _api_key(options.api_key_env), _stamps(options.stamps)
+    except ValueError as error:
         raise ConfigError(str(error)) from None
+    _raise_file_limit()
+    wire = DIALECTS[options.dialect](Settings(options.model, options.max_model_len))
     try:
         server = Server(wire, timing, options.host, options.port, struck, stamps_file, api_key)
     except (OSError, UnicodeError) as error:  # the latter: no name of a host can be so long
@@ -149,7 +146,33 @@ def serve(
         raise LaunchError(
             f"cannot listen on {options.host} port {options.port}: {why}; choose another --port or --host."
         ) from None
+    for note in server.emulation.notes if server.emulation is not None else ():
+        print(f"note: {note}", file=sys.stderr)
     _run(server, options.exit_with_stdin)
+
+
+def settled(
+    options: Annotated[ServeOptions | None, Parameter(name="*")] = None,
+    hardware: Annotated[Hardware | None, Parameter(name="*")] = None,
+) -> tuple[Timing, faults.Faults]:
+    """How the server of these options answers, and what breaks. Raises ConfigError."""
+    options, hardware = options or ServeOptions(), hardware or Hardware()
+    try:
+        options.check()
+        struck = faults.read(options.fault, options.dialect, options.seed)
+        return _timing(options, hardware, struck), struck
+    except (ValueError, EmulationError, HardwareError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def check(flags: Sequence[str]) -> None:
+    """What `serve` refuses of these flags, found before a process is started for it. Raises ConfigError."""
+    app = App(result_action="return_value", version_flags=())
+    app.default(settled)
+    try:
+        app(list(flags), exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise ConfigError(mistake(error)) from None
 
 
 def _timing(options: ServeOptions, hardware: Hardware, struck: faults.Faults) -> Timing:
@@ -166,8 +189,6 @@ def _timing(options: ServeOptions, hardware: Hardware, struck: faults.Faults) ->
 def _simulated(options: ServeOptions, hardware: Hardware, struck: faults.Faults) -> SimulatedTiming:
     emulated = emulate(hardware.setup(options.dialect, options.model, options.max_model_len))
     emulated = emulated.degraded(struck.amount("kv_exhaustion", 1.0), struck.amount("slow_rank", 1.0))
-    for note in emulated.facts.notes:
-        print(f"note: {note}", file=sys.stderr)
     facts = msgspec.structs.replace(emulated.facts, speed=hardware.speed)
     return SimulatedTiming(msgspec.structs.replace(emulated, facts=facts), hardware.speed)
 

@@ -1,6 +1,6 @@
 """The embedded server as a process of its own: started for a run, and to measure the client's own ceiling before one.
 
-loadgen knows it only by its command line and its wire; nothing of `servers` is imported.
+loadgen knows it only by its command line and its wire; nothing of `servers` is imported by name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator
+from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
@@ -46,6 +47,13 @@ def dialect(backend: str) -> str:
     if backend not in DIALECTS:
         raise ConfigError(f"the embedded server does not speak '{backend}'; give --url.")
     return DIALECTS[backend]
+
+
+def check(config: Config) -> None:
+    """Whether it would take its flags for this run. Raises ConfigError with its own sentence."""
+    flags = options(config, dialect(config.kind), model_name(config))
+    for entry in entry_points(group="llm_dissect.embedded", name="check"):
+        entry.load()(flags)
 
 
 def options(config: Config, dialect: str, model: str) -> list[str]:
