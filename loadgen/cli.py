@@ -265,10 +265,12 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
     for token in queue:
         if token == "--config" or token.startswith("--config="):
             name = token.partition("=")[2] or next(queue, "")
+            if not name:
+                raise ConfigError("--config needs the name of a TOML file.")
             try:
                 keys = tomllib.loads(Path(name).read_text(encoding="utf-8"))
             except OSError as error:
-                raise ConfigError(f"--config: cannot read '{name}': {error.strerror}.") from None
+                raise ConfigError(f"--config: cannot read '{name}': {error.strerror}; name another file.") from None
             except (ValueError, RecursionError) as error:  # the latter: nested without end
                 raise ConfigError(f"--config: {name} is not TOML: {error}.") from None
             for key, value in keys.items():
@@ -290,12 +292,13 @@ def _exit_code_of(error: Exception) -> int | None:
     from loadgen.load.prompts import WorkloadError
     from loadgen.report.build import ReportError
     from loadgen.rundir.records import RecordsError
+    from loadgen.target import TransportError
     from loadgen.trace import TraceError
 
     mistakes = (ConfigError, rundir.RunError, UnknownBackend, RecordsError, ReportError, TraceError, WorkloadError)
     if isinstance(error, mistakes):
         return exit_codes.BAD_OPTIONS
-    return exit_codes.FAILED if isinstance(error, LaunchError) else None
+    return exit_codes.FAILED if isinstance(error, (LaunchError, TransportError)) else None
 
 
 def invoke(tokens: Sequence[str]) -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Config", "ConfigError"]
 
 DEFAULT_REQUESTS = 1000
+MOST_REQUESTS = 10**8  # their times are drawn beforehand, 8 bytes each
 LEAST_KV_TOKENS = 256  # of a modelled server: some blocks of its cache
 
 
@@ -131,7 +132,7 @@ class OutputOptions:
         tuple[str, ...],
         _output(
             "Limits that a good request meets, in ms: ttft:200 tpot:50 e2el:5000.",
-            consume_multiple=True,
+            consume_multiple=1,
             negative=None,
         ),
     ] = ()
@@ -245,6 +246,8 @@ class Config(
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{flag(name)} is {value}; it must be at least {least}.")
+        if self.requests is not None and self.requests > MOST_REQUESTS:
+            raise ConfigError(f"--requests is {self.requests}; it must be at most {MOST_REQUESTS}, or several runs.")
         for name in (
             "duration", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "ready_timeout",
         ):  # fmt: skip
@@ -327,8 +330,9 @@ class Config(
             raise ConfigError(f"--tp is '{self.tp}'; it must be all or a number of at least 1.")
         if not 0 < self.memory_ratio <= 1:
             raise ConfigError(f"--memory-ratio is {self.memory_ratio:g}; it must be above 0 and at most 1.")
-        if self.port is not None and self.port > 65535:
-            raise ConfigError(f"--port is {self.port}; ports end at 65535.")
+        for name in ("port", "metrics_port"):
+            if (port := getattr(self, name)) is not None and port > 65535:
+                raise ConfigError(f"{flag(name)} is {port}; it must be at most 65535.")
         if self.image is not None and self.where != "docker":
             raise ConfigError("--image is for --launch docker.")
         if self.server_python is not None and self.where != "process":
@@ -364,7 +368,7 @@ class Config(
     @property
     def kind(self) -> str:
         """Name of the backend."""
-        return self.backend or "vllm"
+        return "vllm" if self.backend is None else self.backend
 
     @property
     def law(self) -> "Arrival":

@@ -36,7 +36,8 @@ Whole = Annotated[int, Parameter(converter=_whole)]
 def mistake(error: CycloptsError) -> str:
     """What cyclopts refuses, on one line. Of its suggestions only those are kept that are near to what was typed."""
     if isinstance(error, UnusedCliTokensError):
-        return f"{' '.join(error.unused_tokens or ())} is surplus; options begin with --, and --help lists them."
+        surplus = " ".join(error.unused_tokens or ())
+        return f"'{surplus}' belongs to no option; options begin with --, and --help lists them."
     text = " ".join(str(error).split())
     typed = re.search(r'--?[^\s=".]+|(?<=")[^"]*(?=")', text)
 

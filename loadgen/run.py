@@ -87,7 +87,7 @@ class Run:
 
     def check(self) -> None:
         """Refuses what cannot be measured before anything is started or written: options, dataset, tokenizer, GPUs,
-        and what this machine can hold. Raises ConfigError, WorkloadError or LaunchError."""
+        and what this machine can hold. Raises ConfigError, WorkloadError, LaunchError or TransportError."""
         config = self.config
         if config.where in ("docker", "process"):
             self._launch = plan_launch(config, self.directory, self.run_id)
@@ -106,7 +106,9 @@ class Run:
                 chosen(config, gpus.read())
         if plan.prompts.tokenizer is not None:
             tokenizer_count(plan.prompts.tokenizer)
-        check_workers(worker_count(config, plan))
+        workers = worker_count(config, plan)
+        check_workers(workers)
+        make_room(plan, workers)
 
     async def measure(self, progress: Progress) -> None:
         """All of it: starts the server where there is none, sends the load, and leaves the records."""

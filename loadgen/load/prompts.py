@@ -147,18 +147,34 @@ def exact_text(words: Sequence[str], n_tokens: int, count: Callable[[str], int] 
 
 
 def tokenizer_count(source: str) -> Callable[[str], int]:
-    """Counts tokens, special ones apart, by a model directory, a tokenizer.json, or a cached Hugging Face id."""
+    """Counts tokens, special ones apart, by a model directory, a tokenizer.json, or a cached Hugging Face id: nothing
+    is downloaded. Raises WorkloadError."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise WorkloadError("--tokenizer needs the tokenizers package: pip install 'llm-dissect[tokenizer]'") from None
+        raise WorkloadError("--tokenizer needs the tokenizers package: pip install 'llm-dissect[tokenizer]'.") from None
     path = Path(source)
     path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.exists():
+        path = _cached_tokenizer(source)
     try:
-        tokenizer = Tokenizer.from_file(str(path)) if path.exists() else Tokenizer.from_pretrained(source)
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise WorkloadError(f"cannot load a tokenizer from '{source}': {str(error).splitlines()[0]}") from None
+        raise WorkloadError(f"cannot load a tokenizer from {path}: {str(error).splitlines()[0]}.") from None
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _cached_tokenizer(source: str) -> Path:
+    """The tokenizer.json of a Hugging Face id in the hub's cache. Raises WorkloadError."""
+    from huggingface_hub import hf_hub_download  # tokenizers needs it
+
+    try:
+        return Path(hf_hub_download(source, "tokenizer.json", local_files_only=True))
+    except (OSError, ValueError):  # not there; no such id can be
+        raise WorkloadError(
+            f"there is no tokenizer '{source}' on this machine; name a directory with a tokenizer.json, or "
+            "`hf download` it first."
+        ) from None
 
 
 _Length = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]

@@ -255,7 +255,7 @@ def overlay(directories: Sequence[Path], out_path: Path, convention: str = "load
     for directory in directories:
         report, table = from_directory(directory, convention=convention)
         reports.append(report)
-        curves.append(_curves(report, table, f"{_origin(report)}{directory.name}: {name_of(report)}{_lost(report)}"))
+        curves.append(_curves(report, table, f"{_origin(report)}{directory.name}: {name_of(report)}"))
         del table
     try:
         origins = {_origin(report) for report in reports}
@@ -285,4 +285,6 @@ def _curves(report: Report, table: Table, label: str | None = None) -> Curves:
     measured = table.measured()
     rules = CONVENTIONS[report.convention]
     samples = {name: metrics.sample(measured, name, rules) for name in figures.PANELS}
-    return figures.Curves(escaped(label or name_of(report)), report.emulated, samples, not report.verdict.valid)
+    return figures.Curves(
+        escaped(label or name_of(report)), report.emulated, samples, not report.verdict.valid, _lost(report)
+    )

@@ -60,12 +60,14 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Curves:
-    """One run's line in every panel: the ascending values of each metric in `PANELS`. invalid: the run's verdict."""
+    """One run's line in every panel: the ascending values of each metric in `PANELS`. invalid: the run's verdict.
+    lost: of the requests that are in no curve."""
 
     label: str
     emulated: bool
     samples: Mapping[str, Distribution]
     invalid: bool = False
+    lost: str = ""
 
 
 def cdf(sample: Distribution) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -154,7 +156,10 @@ def _panel(axis: Axes, metric: str, name: str, runs: Sequence[Curves]) -> None:
             np.concatenate((x / divisor, [right] if len(x) else [])),
             np.concatenate((share, [1.0] if len(x) else [])),
             where="post",
-            label=run.label + (" (emulated)" if run.emulated else "") + (" (INVALID)" if run.invalid else ""),
+            label=run.label
+            + (" (emulated)" if run.emulated else "")
+            + (" (INVALID)" if run.invalid else "")
+            + run.lost,
             color=COLOURS[number % len(COLOURS)],
             linestyle=DASHES[number % len(DASHES)],
             linewidth=1.8,

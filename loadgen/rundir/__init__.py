@@ -163,7 +163,7 @@ def read_manifest(directory: Path) -> Manifest:
     except FileNotFoundError:
         raise RunError(f"{directory} holds no manifest.json; is it a run directory?") from None
     except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror or error}") from None
+        raise RunError(f"cannot read {path}: {error.strerror or error}; name a run directory.") from None
     try:
         return msgspec.json.decode(data, type=Manifest)
     except UNDECODABLE as error:

@@ -330,7 +330,7 @@ def command(
     out: Annotated[Path, option(FIT, "The profile to write.")],
     held_out: Annotated[
         tuple[Path, ...],
-        option(FIT, "Runs to judge the fit by (default: each is left out once).", consume_multiple=True, negative=None),
+        option(FIT, "Runs to judge the fit by (default: each is left out once).", consume_multiple=1, negative=None),
     ] = (),
     base: Annotated[
         Path | None, option(FIT, "Profile of the same server, for the times that these runs cannot tell.")

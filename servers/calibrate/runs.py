@@ -155,10 +155,8 @@ def _w1(a: Floats, b: Floats) -> float:
 
 
 def read(path: Path, flags: RunFacts | None = None) -> Observed:
-    """`flags`: the user's, for what the run itself does not tell. Raises ObservationError, or NotARunError for what is
-    none by its name."""
-    if path.is_dir() and not (path / "manifest.json").exists():
-        raise NotARunError(f"{path} holds no manifest.json; name run directories, or files of records.")
+    """`flags`: the user's, for what the run itself does not tell. Raises ObservationError, or NotARunError for what
+    lies beside runs."""
     if path.is_file() and not path.name.endswith(RECORD_FILES):
         raise NotARunError(f"{path} is no run: records are in {' or '.join(RECORD_FILES)} files, or run directories.")
     facts, columns = _directory(path) if path.is_dir() else _lines(path)
@@ -251,7 +249,9 @@ def _directory(path: Path) -> tuple[RunFacts, list[Floats]]:
     try:
         manifest = rundir.read_manifest(path)
         table = records.read(path)[0].measured()
-    except (rundir.RunError, records.RecordsError) as error:
+    except rundir.RunError as error:
+        raise NotARunError(str(error)) from None
+    except records.RecordsError as error:
         raise ObservationError(str(error)) from None
     if manifest.emulated:
         raise ObservationError(f"{path} is emulated; only real runs can be fitted to.")
