@@ -285,6 +285,5 @@ def _curves(report: Report, table: Table, label: str | None = None) -> Curves:
     measured = table.measured()
     rules = CONVENTIONS[report.convention]
     samples = {name: metrics.sample(measured, name, rules) for name in figures.PANELS}
-    return figures.Curves(
-        escaped(label or name_of(report)), report.emulated, samples, not report.verdict.valid, _lost(report)
-    )
+    name, invalid = escaped(label or name_of(report)), not report.verdict.valid
+    return figures.Curves(name, report.emulated, samples, invalid, _lost(report))

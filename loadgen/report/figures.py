@@ -69,6 +69,11 @@ class Curves:
     invalid: bool = False
     lost: str = ""
 
+    @property
+    def title(self) -> str:
+        marks = (" (emulated)" if self.emulated else "") + (" (INVALID)" if self.invalid else "")
+        return self.label + marks + self.lost
+
 
 def cdf(sample: Distribution) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Corners of the step function: x (m,) in milliseconds, ascending, and the share of values <= x (m,), from 0 to 1.
@@ -156,10 +161,7 @@ def _panel(axis: Axes, metric: str, name: str, runs: Sequence[Curves]) -> None:
             np.concatenate((x / divisor, [right] if len(x) else [])),
             np.concatenate((share, [1.0] if len(x) else [])),
             where="post",
-            label=run.label
-            + (" (emulated)" if run.emulated else "")
-            + (" (INVALID)" if run.invalid else "")
-            + run.lost,
+            label=run.title,
             color=COLOURS[number % len(COLOURS)],
             linestyle=DASHES[number % len(DASHES)],
             linewidth=1.8,
