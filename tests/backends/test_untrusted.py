@@ -29,7 +29,8 @@ def test_invisible_signs_are_shown() -> None:
 @pytest.mark.parametrize(
     ("typed", "known", "meant"),
     [
-        ("reqests", ["requests", "request-rate"], "requests"), ("vlm", ["vllm", "tgi"], "vllm"), ("rnu", ["run"], "run"),
+        ("reqests", ["requests", "request-rate"], "requests"), ("vlm", ["vllm", "tgi"], "vllm"),
+        ("rnu", ["run"], "run"),
         ("nope", ["openai", "vllm"], None), ("nosuch", ["launch", "out"], None), ("", ["vllm"], None),
     ],
 )  # fmt: skip
