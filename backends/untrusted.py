@@ -37,7 +37,7 @@ def reason(error: Exception) -> str:
     match = re.fullmatch(r"(.*) - at (?:key in )?\$\.?(.*)", text, re.DOTALL)
     if match is None:
         return text
-    why, key = match.groups()
+    why, key = match[1], match[2].replace("[...]", "")  # msgspec's word for any place of a list or mapping
     return f"{key}: {why[:1].lower()}{why[1:]}" if key else why
 
 

@@ -48,10 +48,10 @@ def test_a_reason_names_the_key_and_no_path() -> None:
             msgspec.json.decode(data, type=kind)
         return reason(raised.value)
 
-    assert why(b'{"a": {"b": "x"}}', dict[str, dict[str, int]]) == "[...][...]: expected int, got str"
+    assert why(b'{"a": {"b": "x"}}', dict[str, dict[str, int]]) == "Expected int, got str"
     assert why(b'{"name": 7}', Named) == "name: expected str, got int"
     assert why(b'"x"', int) == "Expected int, got str"
-    assert why(b"{", int) == "Input data was truncated"
+    assert why(b"{", Named) == "Input data was truncated"
 
 
 def test_a_file_of_json(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_file_of_json(tmp_path: Path) -> None:
     path.write_text('{"a": "b"}')
     with pytest.raises(LookupError) as other:
         read_json(str(path), dict[str, int], LookupError, "is no list", "; copy another")
-    assert str(other.value) == f"{path} is no list: Expected `int`, got `str` - at `$[...]`; copy another."
+    assert str(other.value) == f"{path} is no list: Expected int, got str; copy another."
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'"\xff"', b"[" * 100_000])
