@@ -247,7 +247,7 @@ def test_a_dataset_is_predicted_as_it_is_run(tmp_path: Path) -> None:
     assert [prompt for _, prompt, _ in predict.draw(timed)] == [10, 11, 12, 13]
     with pytest.raises(ConfigError, match="the dataset has 4 prompts for 5 requests"):
         predict.draw(dataclasses.replace(config, requests=5))
-    with pytest.raises(WorkloadError, match="12 of them for --warmup; none is left"):
+    with pytest.raises(WorkloadError, match="--warmup 12 takes as many"):
         predict.draw(dataclasses.replace(config, warmup=12))
 
 
