@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from backends.untrusted import UNDECODABLE, escaped
 from loadgen import rundir
@@ -186,7 +187,8 @@ def _gpus(seen: ServerView | None, output_tokens: int | None) -> schema.GpuUse |
 
 def _errors(measured: Table) -> list[schema.ErrorCount]:
     """The most frequent messages, each with its outcome and how many requests it ended."""
-    outcome_of = dict(zip(measured.id.tolist(), measured.outcome.tolist(), strict=True)) if measured.errors else {}
+    failed = np.isin(measured.id, list(measured.errors))
+    outcome_of = dict(zip(measured.id[failed].tolist(), measured.outcome[failed].tolist(), strict=True))
     counts = Counter((OUTCOMES[outcome_of[key]], text[:MAX_ERROR_CHARACTERS]) for key, text in measured.errors.items())
     return [schema.ErrorCount(count, outcome, message) for (outcome, message), count in counts.most_common(MAX_ERRORS)]
 
