@@ -157,7 +157,8 @@ class Table:
         kept = self.id[chosen].tolist() if self.errors or self.retried else ()
         errors = {key: self.errors[key] for key in kept if key in self.errors}
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
-        return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors, retried=self.retried.intersection(kept))
+        retried = self.retried.intersection(kept)
+        return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors, retried=retried)
 
     def blocks(self) -> Iterator[Table]:
         """The rows in views of a few thousand, for work whose arrays would be larger than the gaps themselves."""
