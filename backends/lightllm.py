@@ -71,7 +71,7 @@ class _Stream(EventReply):
         self._count = count
         if not event.finished:
             return _ONE_TOKEN if n_tokens == 1 else (Delta(n_tokens=n_tokens),) if n_tokens else ()
-        self.complete = True
+        self.end()
         self.failed = self.failed or event.finish_reason in GIVEN_UP
         return (_last_delta(n_tokens, event.finish_reason, token.prompt_tokens, count),)
 

@@ -60,7 +60,7 @@ class _Stream(EventReply):
             return (Delta(error=error_text(data)),)
         if event.generated_text is None and event.details is None:
             return _ONE_TOKEN
-        self.complete = True
+        self.end()
         return (_last_delta(1, event.details),)
 
 
@@ -82,7 +82,7 @@ def _read_whole(body: bytes) -> Delta:
             raise ProtocolError(f"neither a text nor an error: {error_text(body)}")
         return Delta(error=error_text(body))
     counted = reply.details.generated_tokens if reply.details is not None else None
-    return _last_delta(1 if counted is None else counted, reply.details)
+    return _last_delta((1 if reply.generated_text else 0) if counted is None else counted, reply.details)
 
 
 def decoder(stream: bool) -> Decoder:

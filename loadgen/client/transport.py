@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import socket
@@ -60,7 +59,7 @@ class FastTransport:
         self.plain = not target.tls
         self.kernel_timestamps = kernel_timestamps
         self.wall_minus_monotonic_ns = wall_minus_monotonic_ns()
-        self.idle: list[Connection] = []
+        self.idle: dict[Connection, None] = {}
         self.live: set[Connection] = set()
         self.connect_ns = array("q")
         self.receive_lag_ns = array("q")
@@ -81,7 +80,6 @@ class FastTransport:
         if not self.reuse:  # every request opens its own; only see that somebody is there
             connections = min(connections, 1)
         for stale in [connection for connection in self.idle if self._is_stale(connection)]:
-            self.idle.remove(stale)
             stale.abort()
         remaining = connections - len(self.idle)
         try:
@@ -90,7 +88,7 @@ class FastTransport:
                 nonlocal remaining
                 while remaining > 0:
                     remaining -= 1
-                    self.idle.append(await self._connect())
+                    self.idle[await self._connect()] = None
 
             async with asyncio.TaskGroup() as group:
                 for _ in range(max(0, min(CONNECTS_IN_FLIGHT, remaining))):
@@ -155,12 +153,16 @@ class FastTransport:
     def send(self, exchange: Exchange, prepared: bytes | HttpRequest) -> None:
         assert isinstance(prepared, bytes)
         while self.idle:
-            connection = self.idle.pop()
-            if not self._is_stale(connection):
+            connection, _ = self.idle.popitem()
+            if not self._is_stale(connection) and connection.is_silent():
                 connection.start(exchange, prepared)
                 return
             connection.abort()
-        task = asyncio.get_running_loop().create_task(self._connect_and_send(exchange, prepared))
+        self.send_fresh(exchange, prepared)
+
+    def send_fresh(self, exchange: Exchange, payload: bytes) -> None:
+        """Sends on a fresh connection."""
+        task = asyncio.get_running_loop().create_task(self._connect_and_send(exchange, payload))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -185,9 +187,7 @@ class FastTransport:
 
     def forget(self, connection: Connection) -> None:
         self.live.discard(connection)
-        if connection.exchange is None:
-            with contextlib.suppress(ValueError):
-                self.idle.remove(connection)
+        self.idle.pop(connection, None)
 
     async def close(self) -> None:
         for task in self._tasks:
