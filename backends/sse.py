@@ -98,6 +98,8 @@ class EventReply(ABC):
             left = b""
         if self.failed:
             return ()
+        if not self._data and not _may_begin_a_field(line):
+            raise ProtocolError(f"the reply is not a stream of events: {quoted(line)}")
         if left:
             raise Truncated(f"the reply ended inside an event: {quoted(left)}")
         if not self.complete:
@@ -174,6 +176,13 @@ class EventReply(ABC):
             lines[0] = bytes(self._line) + lines[0]
             self._line.clear()
         return lines
+
+
+def _may_begin_a_field(line: bytes) -> bool:
+    """Whether more bytes could have made `line` a line of an event."""
+    name, colon, _ = line.removeprefix(_BOM).partition(b":")
+    fields = (b"data", *_IGNORED_FIELDS)
+    return name in fields if colon else any(field.startswith(name) for field in fields)
 
 
 def _no_event(body: bytes) -> Delta:

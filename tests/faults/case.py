@@ -19,7 +19,7 @@ class Expected:
     """What the record of the struck request must hold.
 
     tokens: the server's own count. events: those with output; None: not fixed. error: a part of the message. tries:
-    how often the server saw the request. finding: of a report on this request alone.
+    how often the server saw the request. findings: of a report on this request alone.
     """
 
     outcome: Outcome
@@ -29,7 +29,7 @@ class Expected:
     tries: int = 1
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    finding: str = ""
+    findings: tuple[str, ...] = ()
 
 
 OK = Expected(outcome="ok", tokens=OUTPUT_TOKENS, events=OUTPUT_TOKENS)

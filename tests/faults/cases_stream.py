@@ -341,7 +341,7 @@ ENDINGS = [
     Case(
         name="[DONE] after half",
         does="sends [DONE] after half of the tokens, without a finish reason",
-        expected=Expected(outcome="ok", events=HALF, finding="NO_TOKEN_COUNT"),
+        expected=Expected(outcome="ok", events=HALF, findings=("NO_TOKEN_COUNT",)),
         script=events(begin, raw(DONE)),
         protocols=OPENAI,
     ),
@@ -422,9 +422,16 @@ ERRORS = [
     ),
     Case(
         name="error after the last token",
-        does="sends an error event after the last token",
+        does="sends an error event after the last token, in place of [DONE]",
         expected=FAILED,
         script=lambda p: stream(*p.tokens(), p.error_event()),
+        protocols=OPENAI,
+    ),
+    Case(
+        name="error after the end",
+        does="sends an error event after the event that ends the reply",
+        expected=Expected(outcome="protocol_error", error=MESSAGE, events=8),
+        script=lambda p: stream(*p.reply(), p.error_event()),
     ),
     Case(
         name="error and reset",
@@ -488,14 +495,14 @@ COUNTS = [
     Case(
         name="no usage",
         does="leaves out the usage",
-        expected=Expected(outcome="ok", events=8, finding="NO_TOKEN_COUNT"),
+        expected=Expected(outcome="ok", events=8, findings=("NO_TOKEN_COUNT",)),
         script=lambda p: stream(*p.tokens(), DONE),
         protocols=OPENAI,
     ),
     Case(
         name="no details",
         does="leaves out the details of the last event",
-        expected=Expected(outcome="ok", events=8, finding="NO_TOKEN_COUNT"),
+        expected=Expected(outcome="ok", events=8, findings=("NO_TOKEN_COUNT",)),
         script=lambda p: stream(*p.tokens()[:-1], changed(p, 8, lambda data: data.update(generated_text="all"))),
         protocols=(TGI,),
     ),
@@ -511,21 +518,21 @@ COUNTS = [
     Case(
         name="usage too high",
         does="counts 9 tokens for 8",
-        expected=Expected(outcome="ok", tokens=9, events=8, finding="OUTPUT_LENGTH"),
-        script=lambda p: stream(*p.tokens(of=9) if p is TGI else p.tokens(), *p.tail(9)),
+        expected=Expected(outcome="ok", tokens=9, events=8, findings=("OUTPUT_LENGTH", "MERGED_EVENTS")),
+        script=lambda p: stream(*p.tokens(), *p.tail(9)),
         protocols=OPENAI,
     ),
     Case(
         name="usage too low",
         does="counts 3 tokens for 8",
-        expected=Expected(outcome="ok", tokens=3, events=8, finding="OUTPUT_LENGTH"),
+        expected=Expected(outcome="ok", tokens=3, events=8, findings=("OUTPUT_LENGTH",)),
         script=lambda p: stream(*p.tokens(), *p.tail(3)),
         protocols=OPENAI,
     ),
     Case(
         name="usage of none",
         does="counts 0 tokens for 8",
-        expected=Expected(outcome="ok", tokens=0, events=8, finding="OUTPUT_LENGTH"),
+        expected=Expected(outcome="ok", tokens=0, events=8, findings=("OUTPUT_LENGTH",)),
         script=lambda p: stream(*p.tokens(), *p.tail(0)),
         protocols=OPENAI,
     ),
@@ -571,39 +578,39 @@ COUNTS = [
     Case(
         name="too few tokens",
         does="stops after 4 of 8 tokens",
-        expected=Expected(outcome="ok", tokens=4, events=4, finding="OUTPUT_LENGTH"),
+        expected=Expected(outcome="ok", tokens=4, events=4, findings=("OUTPUT_LENGTH",)),
         script=lambda p: stream(*p.reply(HALF, finish="stop")),
     ),
     Case(
         name="too many tokens",
         does="sends 12 tokens where 8 were asked for",
-        expected=Expected(outcome="ok", tokens=12, events=12, finding="OUTPUT_LENGTH"),
+        expected=Expected(outcome="ok", tokens=12, events=12, findings=("OUTPUT_LENGTH",)),
         script=lambda p: stream(*p.reply(12)),
     ),
     Case(
         name="one token",
         does="stops after one token",
-        expected=Expected(outcome="ok", tokens=1, events=1, finding="OUTPUT_LENGTH"),
+        expected=Expected(outcome="ok", tokens=1, events=1, findings=("OUTPUT_LENGTH",)),
         script=lambda p: stream(*p.reply(1, finish="stop")),
     ),
     Case(
         name="merged tokens",
         does="sends the 8 tokens in 4 events",
-        expected=Expected(outcome="ok", tokens=8, events=4, finding="MERGED_EVENTS"),
+        expected=Expected(outcome="ok", tokens=8, events=4, findings=("MERGED_EVENTS",)),
         script=lambda p: stream(*p.tokens(4), *p.tail(8)),
         protocols=OPENAI,
     ),
     Case(
         name="merged tokens by count",
         does="sends the 8 tokens in 4 events, with running counts",
-        expected=Expected(outcome="ok", tokens=8, events=4, finding="MERGED_EVENTS"),
+        expected=Expected(outcome="ok", tokens=8, events=4, findings=("MERGED_EVENTS",)),
         script=lambda p: stream(p.token(2), p.token(4), p.token(6), p.token(8, finish="length")),
         protocols=(LIGHTLLM,),
     ),
     Case(
         name="merged tokens by ids",
         does="sends the 8 tokens in 4 events, with their ids",
-        expected=Expected(outcome="ok", tokens=8, events=4, finding="MERGED_EVENTS"),
+        expected=Expected(outcome="ok", tokens=8, events=4, findings=("MERGED_EVENTS",)),
         script=lambda p: stream(
             *(e.replace(b'"logprobs":null', b'"logprobs":null,"token_ids":[5,6]') for e in p.tokens(4)), *p.tail(8)
         ),
@@ -683,14 +690,14 @@ COUNTS = [
     Case(
         name="prompt tokens",
         does="counts one prompt token too many",
-        expected=Expected(outcome="ok", tokens=8, events=8, prompt_tokens=5, finding="PROMPT_LENGTH"),
+        expected=Expected(outcome="ok", tokens=8, events=8, prompt_tokens=5, findings=("PROMPT_LENGTH",)),
         script=lambda p: stream(*(e.replace(b'"prompt_tokens":4', b'"prompt_tokens":5') for e in p.reply())),
         protocols=(*OPENAI, LIGHTLLM),
     ),
     Case(
         name="input length",
         does="counts one prompt token too many",
-        expected=Expected(outcome="ok", tokens=8, events=8, prompt_tokens=5, finding="PROMPT_LENGTH"),
+        expected=Expected(outcome="ok", tokens=8, events=8, prompt_tokens=5, findings=("PROMPT_LENGTH",)),
         script=lambda p: stream(*(e.replace(b'"input_length":4', b'"input_length":5') for e in p.reply())),
         protocols=(TGI,),
     ),
@@ -698,7 +705,7 @@ COUNTS = [
         name="cached tokens",
         does="took half of the prompt from its cache",
         expected=Expected(
-            outcome="ok", tokens=8, events=8, prompt_tokens=PROMPT_TOKENS, cached_tokens=2, finding="CACHED_TOKENS"
+            outcome="ok", tokens=8, events=8, prompt_tokens=PROMPT_TOKENS, cached_tokens=2, findings=("CACHED_TOKENS",)
         ),
         script=lambda p: stream(*p.tokens(), *p.tail(prompt_tokens_details={"cached_tokens": 2})),
         protocols=OPENAI,

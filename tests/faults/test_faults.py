@@ -31,7 +31,7 @@ def test_faults(play: tuple[Case, Protocol, str], played: Played) -> None:
     seen = played[case.name, protocol.backend, transport]
     if isinstance(seen, BaseException):
         raise seen
-    assert not truth.differences(case, protocol, transport, seen)
+    assert not truth.differences(case, transport, seen)
 
 
 def test_the_table_is_large_and_has_each_case_once() -> None:
