@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import socket
-import ssl
 from array import array
 from collections.abc import Callable
 from typing import Protocol
@@ -16,7 +14,7 @@ from loadgen.client.connection import Connection, StampedConnection, wall_minus_
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
 from loadgen.plan import Timeouts
-from loadgen.target import Target, TransportError
+from loadgen.target import Target, TransportError, no_connection, reason
 
 REUSE_LIMIT_NS = 2_000_000_000  # an idle connection older than this is replaced: servers close theirs after 5 s
 CONNECTS_IN_FLIGHT = 64  # below any listen backlog (LightLLM's is 100)
@@ -64,7 +62,7 @@ class FastTransport:
         self.connect_ns = array("q")
         self.receive_lag_ns = array("q")
         self._address: tuple[int, tuple[str, int] | tuple[str, int, int, int]] | None = None
-        self._tls = ssl.create_default_context() if target.tls else None
+        self._tls = target.tls_context() if target.tls else None
         self._tasks: set[asyncio.Task[None]] = set()
         host = target.host if ":" not in target.host else f"[{target.host}]"
         self._host_header = f"{host}:{target.port}"
@@ -98,10 +96,10 @@ class FastTransport:
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
             if not self.idle:
-                raise TransportError(f"cannot connect to {self.target.url}: {_reason(first)}.") from None
+                raise TransportError(await asyncio.to_thread(no_connection, self.target, first)) from None
             raise TransportError(
                 f"opened {len(self.idle)} of {connections} connections to {self.target.url}, then: "
-                f"{_reason(first)}; lower the load or raise the server's limits."
+                f"{reason(first)}; lower the load or raise the server's limits."
             ) from None
 
     async def _connect(self) -> Connection:
@@ -178,7 +176,7 @@ class FastTransport:
             exchange.fail("timeout", f"no connection within {self.timeouts.connect_s:g} s", now_ns())
         except OSError as error:
             ours = error.errno in (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # not the server's doing
-            exchange.fail("dropped" if ours else "refused", f"no connection: {_reason(error)}", now_ns())
+            exchange.fail("dropped" if ours else "refused", f"no connection: {reason(error)}", now_ns())
         else:
             if exchange.finished:
                 connection.abort()
@@ -204,13 +202,3 @@ def _cancel(task: asyncio.Task[None] | None) -> Callable[[], None]:
             task.cancel()
 
     return cancel
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "timed out"
-    if isinstance(error, ssl.SSLError):
-        return str(getattr(error, "verify_message", "") or error.reason or error)
-    if isinstance(error, OSError) and error.errno:
-        return error.strerror or os.strerror(error.errno)
-    return str(error) or type(error).__name__

@@ -7,9 +7,11 @@ aiohttp cannot open them ahead of time. Use it to check the fast transport, not 
 from __future__ import annotations
 
 import asyncio
-import ssl
+import weakref
 from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 from yarl import URL
@@ -18,7 +20,24 @@ from backends.protocol import HttpRequest
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
 from loadgen.plan import Timeouts
-from loadgen.target import Target
+from loadgen.target import Target, reason
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Gives out no connection that spoke while it was idle: aiohttp would take those bytes for the next reply."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._used: weakref.WeakSet[Any] = weakref.WeakSet()  # by a request before
+
+    async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
+        while True:
+            connection = await super().connect(*args, **kwargs)
+            protocol: Any = connection.protocol
+            if protocol not in self._used or not protocol.should_close:
+                self._used.add(protocol)
+                return connection
+            connection.close()
 
 
 class AiohttpTransport:
@@ -37,24 +56,32 @@ class AiohttpTransport:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeouts.connect_s)
         self._fresh = fresh
         self._session: aiohttp.ClientSession | None = None
+        self._fresh_session: aiohttp.ClientSession | None = None  # for requests whose reused connection died
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, connections: int) -> None:
         """Nothing to open ahead: a session opens a connection when a request needs one."""
-        if self._session is not None:
-            return
+        if self._session is None:
+            self._session, self._fresh_session = self._new_session(self._fresh), self._new_session(True)
+
+    def _new_session(self, fresh: bool) -> aiohttp.ClientSession:
         trace = aiohttp.TraceConfig()
 
-        async def started(session: object, context: object, params: object) -> None:
-            context.began = now_ns()  # type: ignore[attr-defined]
+        async def started(session: object, context: SimpleNamespace, params: object) -> None:
+            context.began = now_ns()
 
-        async def ended(session: object, context: object, params: object) -> None:
-            self.connect_ns.append(now_ns() - context.began)  # type: ignore[attr-defined]
+        async def ended(session: object, context: SimpleNamespace, params: object) -> None:
+            self.connect_ns.append(now_ns() - context.began)
+            context.trace_request_ctx.reused = False
+
+        async def reused(session: object, context: SimpleNamespace, params: object) -> None:
+            context.trace_request_ctx.reused = True
 
         trace.on_connection_create_start.append(started)
         trace.on_connection_create_end.append(ended)
-        connector = aiohttp.TCPConnector(limit=0, force_close=self._fresh, ssl=ssl.create_default_context())
-        self._session = aiohttp.ClientSession(
+        trace.on_connection_reuseconn.append(reused)
+        connector = _Connector(limit=0, force_close=fresh, ssl=self.target.tls_context())
+        return aiohttp.ClientSession(
             connector=connector, timeout=self._timeout, trace_configs=[trace], auto_decompress=False
         )
 
@@ -74,14 +101,17 @@ class AiohttpTransport:
         task.add_done_callback(self._tasks.discard)
 
     async def _exchange(self, exchange: Exchange, request: HttpRequest) -> None:
-        assert self._session is not None
+        connection = SimpleNamespace(reused=False)
+        session = self._fresh_session if exchange.retried else self._session
+        assert session is not None
         url = URL(self.target.url).join(URL(request.path, encoded=True))
         exchange.sent_ns = now_ns()
         try:
-            async with self._session.request(
-                request.method, url, data=request.body, headers=request.headers, allow_redirects=False
-            ) as reply:
-                exchange.headers(reply.status, now_ns())
+            async with session.request(
+                request.method, url, data=request.body, headers=request.headers, allow_redirects=False,
+                trace_request_ctx=connection,
+            ) as reply:  # fmt: skip
+                exchange.headers(reply.status, now_ns(), reply.headers.get("Location", ""))
                 async for data in reply.content.iter_any():
                     if not exchange.body(data, now_ns()):
                         reply.close()
@@ -90,9 +120,13 @@ class AiohttpTransport:
         except aiohttp.ConnectionTimeoutError as error:
             exchange.fail("timeout", str(error), now_ns())
         except aiohttp.ClientConnectorError as error:
-            exchange.fail("refused", f"no connection: {error.strerror or error}", now_ns())
-        except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            self._broken(exchange, error)
+            exchange.fail("refused", f"no connection: {reason(error.os_error)}", now_ns())
+        except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
+            if connection.reused and exchange.status < 0:  # as the fast transport does
+                exchange.retried = True
+                await self._exchange(exchange, request)
+            else:
+                self._broken(exchange, error)
         except aiohttp.ClientError as error:
             exchange.fail("protocol_error", f"not HTTP: {error}", now_ns())
 
@@ -108,5 +142,6 @@ class AiohttpTransport:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        if self._session is not None:
-            await self._session.close()
+        for session in (self._session, self._fresh_session):
+            if session is not None:
+                await session.close()

@@ -194,7 +194,7 @@ class _Columns:
         self._gaps = [array("I")]  # blocks, so that growing never copies and ordering can free them one by one
         self._gap_counts = array("I")
         self._errors: dict[int, str] = {}
-        self._retried: set[int] = set()
+        self._retried: list[int] = []
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
     def append(self, record: Record) -> None:
@@ -218,7 +218,7 @@ class _Columns:
         if record.error and record.phase == "measured":
             self._errors[record.id] = self._texts.setdefault(record.error, record.error)
         if record.retried is True and record.phase == "measured":
-            self._retried.add(record.id)
+            self._retried.append(record.id)
 
     def table(self) -> Table:
         """Empties the columns into a table. Raises ValueError when a request is there twice."""

@@ -175,7 +175,7 @@ def test_refused(kind: str) -> None:
 
         assert asyncio.run(story()).outcome == "refused"
         if kind != "aiohttp":
-            with pytest.raises(TransportError, match="cannot connect"):
+            with pytest.raises(TransportError, match="cannot reach"):
                 asyncio.run(make(kind, Target(url)).open(3))
         with pytest.raises(TransportError, match="cannot reach"):
             get(Target(url), "/health")
