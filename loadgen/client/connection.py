@@ -190,7 +190,7 @@ class Connection(asyncio.Protocol):
             exchange.retried = True
             self.owner.send_fresh(exchange, self.payload)
         else:
-            exchange.fail("reset", reason, now_ns())
+            exchange.broken(reason, now_ns(), self.owner.error_message)
 
     def abort(self) -> None:
         self.exchange = None

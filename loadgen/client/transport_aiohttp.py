@@ -17,6 +17,7 @@ import aiohttp
 from yarl import URL
 
 from backends.protocol import HttpRequest
+from backends.replies import printable
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
 from loadgen.plan import Timeouts
@@ -128,14 +129,14 @@ class AiohttpTransport:
             else:
                 self._broken(exchange, error)
         except aiohttp.ClientError as error:
-            exchange.fail("protocol_error", f"not HTTP: {error}", now_ns())
+            exchange.fail("protocol_error", printable(f"not HTTP: {error}"), now_ns())
 
     def _broken(self, exchange: Exchange, error: aiohttp.ClientError) -> None:
         """aiohttp raises one exception for a body cut short and a broken connection; only its text tells them apart."""
         if isinstance(error, aiohttp.ClientPayloadError) and "ConnectionResetError" not in str(error):
             exchange.eof(now_ns(), self.error_message)
         else:
-            exchange.fail("reset", f"connection broke: {error}", now_ns())
+            exchange.broken(f"connection broke: {error}", now_ns(), self.error_message)
 
     async def close(self) -> None:
         for task in self._tasks:

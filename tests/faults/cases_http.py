@@ -107,7 +107,11 @@ FRAMING = [
         name="byte by byte",
         does="cuts the reply at every byte of its first and last 300",
         expected=OK,
-        script=lambda p: [*pieces(whole_reply(p)[:300], 1), whole_reply(p)[300:-300], *pieces(whole_reply(p)[-300:], 1)],
+        script=lambda p: [
+            *pieces(whole_reply(p)[:300], 1),
+            whole_reply(p)[300:-300],
+            *pieces(whole_reply(p)[-300:], 1),
+        ],
     ),
     Case(
         name="odd pieces",
@@ -239,7 +243,10 @@ FRAMING = [
         does="states a length beyond the body, and keeps the connection",
         expected=Expected(outcome="timeout", error="silent", events=8),
         limit="idle",
-        script=lambda p: [HTTP_OK + EVENT_STREAM + b"Content-Length: %d\r\n\r\n" % (len(body(p)) + 9) + body(p), Act.HOLD],
+        script=lambda p: [
+            HTTP_OK + EVENT_STREAM + b"Content-Length: %d\r\n\r\n" % (len(body(p)) + 9) + body(p),
+            Act.HOLD,
+        ],
     ),
     Case(
         name="length too long, closed midway",
@@ -261,7 +268,9 @@ FRAMING = [
         name="coded body",
         does="compresses the body, though identity was asked for",
         expected=Expected(outcome="protocol_error", events=0),
-        script=lambda p: [sized(gzip.compress(body(p), mtime=0), HTTP_OK + EVENT_STREAM + b"Content-Encoding: gzip\r\n")],
+        script=lambda p: [
+            sized(gzip.compress(body(p), mtime=0), HTTP_OK + EVENT_STREAM + b"Content-Encoding: gzip\r\n")
+        ],
     ),
     Case(
         name="unknown transfer coding",
@@ -280,8 +289,9 @@ HEADS = [
         name="headers in other cases",
         does="writes header names in other cases, without spaces",
         expected=OK,
-        script=lambda p: [b"HTTP/1.1 200 OK\r\ncOnTeNt-TYPE:text/event-stream\r\ntransfer-ENCODING:chunked\r\n\r\n"]
-        + p.good()[1:],
+        script=lambda p: (
+            [b"HTTP/1.1 200 OK\r\ncOnTeNt-TYPE:text/event-stream\r\ntransfer-ENCODING:chunked\r\n\r\n"] + p.good()[1:]
+        ),
     ),
     Case(
         name="no reason phrase",
@@ -359,12 +369,18 @@ HEADS = [
     broken_head("misspelt protocol", "names the protocol HTP/1.1", b"HTP/1.1 200 OK\r\n\r\n"),
     broken_head("status without digits", "sends the status abc", b"HTTP/1.1 abc OK\r\n\r\n"),
     broken_head("status of four digits", "sends the status 2000", b"HTTP/1.1 2000 OK\r\n\r\n"),
-    broken_head("http 2", "answers with frames of HTTP/2", b"\x00\x00\x12\x04\x00\x00\x00\x00\x00\x00\x03\x00\x00\x00\x64\r\n\r\n"),
+    broken_head(
+        "http 2",
+        "answers with frames of HTTP/2",
+        b"\x00\x00\x12\x04\x00\x00\x00\x00\x00\x00\x03\x00\x00\x00\x64\r\n\r\n",
+    ),
     broken_head("tls alert", "answers with an alert of TLS", b"\x15\x03\x01\x00\x02\x02\x46", ALL),
     broken_head("body at once", "sends events without a head", b'data: {"choices":[]}\r\n\r\n'),
     broken_head("header without colon", "sends a header line without a colon", HTTP_OK + b"no colon here\r\n\r\n"),
     broken_head("control byte in a header", "sends a zero byte within a header", HTTP_OK + b"X-A: \x00\r\n\r\n"),
-    broken_head("lengths that differ", "states two lengths", HTTP_OK + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef"),
+    broken_head(
+        "lengths that differ", "states two lengths", HTTP_OK + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef"
+    ),
     broken_head("negative length", "states a negative length", HTTP_OK + b"Content-Length: -5\r\n\r\n"),
     broken_head("length in words", "states a length of ten", HTTP_OK + b"Content-Length: ten\r\n\r\n"),
     Case(

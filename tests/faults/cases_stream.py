@@ -114,7 +114,12 @@ FRAMING = [
         script=lambda p: stream(b"\xef\xbb\xbf" + p.reply()[0], *p.reply()[1:]),
     ),
     breach("byte order mark midway", "puts a byte order mark before an event midway", b"\xef\xbb\xbf: x\n\n"),
-    Case(name="comments", does="sends comments midway", expected=OK, script=midway(b": keep-alive\n\n", b":\n\n", b":x\n")),
+    Case(
+        name="comments",
+        does="sends comments midway",
+        expected=OK,
+        script=midway(b": keep-alive\n\n", b":\n\n", b":x\n"),
+    ),
     Case(
         name="comment at the end",
         does="ends within a comment",
@@ -127,7 +132,12 @@ FRAMING = [
         expected=OK,
         script=edited(lambda e: b"event: message\nid: 7\nretry: 100\n" + e),
     ),
-    Case(name="empty events", does="sends empty data and empty lines midway", expected=OK, script=midway(b"data:\n\n", b"\n\n\n")),
+    Case(
+        name="empty events",
+        does="sends empty data and empty lines midway",
+        expected=OK,
+        script=midway(b"data:\n\n", b"\n\n\n"),
+    ),
     Case(
         name="data over two lines",
         does="breaks the JSON of an event into two data lines",
@@ -162,7 +172,13 @@ FRAMING = [
         name="endless event",
         does="sends an event of 17 MiB",
         expected=Expected(outcome="protocol_error", error="longer than", events=HALF),
-        script=lambda p: [HEAD, *map(chunk, p.begin()), *[chunk(b"data: " + b"x" * (1 << 20))] * 1, *[chunk(b"x" * (1 << 20))] * 16, Act.CLOSE],
+        script=lambda p: [
+            HEAD,
+            *map(chunk, p.begin()),
+            *[chunk(b"data: " + b"x" * (1 << 20))] * 1,
+            *[chunk(b"x" * (1 << 20))] * 16,
+            Act.CLOSE,
+        ],
         protocols=(VLLM,),
     ),
     breach("unknown field", "sends a line with a field that no standard knows", b"token: 7\n\n"),
@@ -171,7 +187,9 @@ FRAMING = [
         name="page of HTML",
         does="answers 200 with a page of HTML",
         expected=Expected(outcome="protocol_error", error="<html>", events=0),
-        script=lambda p: [sized(b"<html>\n<body>log in</body>\n</html>\n", b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n")],
+        script=lambda p: [
+            sized(b"<html>\n<body>log in</body>\n</html>\n", b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n")
+        ],
     ),
     Case(
         name="ended within an event",
@@ -214,8 +232,11 @@ PAYLOADS = [
         expected=OK,
         script=lambda p: [
             HEAD,
-            *(chunk(part) for e in [p.token(n, "\U0001f642", *["length"] * (n == 8)) for n in range(1, 9)]
-              for part in (e[: e.find(b"\xf0") + 2], e[e.find(b"\xf0") + 2 :])),
+            *(
+                chunk(part)
+                for e in [p.token(n, "\U0001f642", *["length"] * (n == 8)) for n in range(1, 9)]
+                for part in (e[: e.find(b"\xf0") + 2], e[e.find(b"\xf0") + 2 :])
+            ),
             *map(chunk, p.tail()),
             chunk(b""),
         ],
@@ -240,9 +261,11 @@ PAYLOADS = [
         name="one key twice",
         does="writes a key twice, and the second counts",
         expected=OK,
-        script=lambda p: stream(*p.begin(), p.token(5).replace(b"{", b'{"choices":7,"choices":[],"token":null,', 1), *rest(p)[1:])
-        if p is LIGHTLLM
-        else p.good(),
+        script=lambda p: (
+            stream(*p.begin(), p.token(5).replace(b"{", b'{"choices":7,"choices":[],"token":null,', 1), *rest(p)[1:])
+            if p is LIGHTLLM
+            else p.good()
+        ),
         protocols=(LIGHTLLM,),
     ),
 ]
@@ -254,7 +277,12 @@ ENDINGS = [
         expected=Expected(outcome="truncated", events=0),
         script=lambda p: [sized(b"")],
     ),
-    Case(name="no events", does="ends a stream without an event", expected=Expected(outcome="truncated", events=0), script=events()),
+    Case(
+        name="no events",
+        does="ends a stream without an event",
+        expected=Expected(outcome="truncated", events=0),
+        script=events(),
+    ),
     Case(
         name="only comments",
         does="sends comments alone",
@@ -511,7 +539,10 @@ COUNTS = [
         does="counts 0 in each event, as LightLLM 1.1 does",
         expected=OK,
         script=lambda p: stream(
-            *(e.replace(b'"count_output_tokens":%d' % n, b'"count_output_tokens":0') for n, e in enumerate(p.reply(), 1))
+            *(
+                e.replace(b'"count_output_tokens":%d' % n, b'"count_output_tokens":0')
+                for n, e in enumerate(p.reply(), 1)
+            )
         ),
         protocols=(LIGHTLLM,),
     ),
@@ -634,9 +665,7 @@ COUNTS = [
         name="null texts",
         does="sends two events whose text is null, beside the tokens",
         expected=OK,
-        script=lambda p: stream(
-            *p.begin(), *[p.token(5, "XX").replace(b'"XX"', b"null")] * 2, *rest(p)
-        ),
+        script=lambda p: stream(*p.begin(), *[p.token(5, "XX").replace(b'"XX"', b"null")] * 2, *rest(p)),
         protocols=OPENAI,
     ),
     Case(

@@ -56,7 +56,9 @@ class Protocol:
         """The event of the `number`-th output token, counted from 1; the last one has a finish reason."""
         text = f" t{number}" if text is None else text
         if self.backend == "vllm":
-            return self.chunk({"index": 0, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None})
+            return self.chunk(
+                {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+            )
         if self.backend == "openai-chat":
             return self.chunk({"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": finish})
         token: dict[str, Any] = {"id": 1000 + number, "text": text, "logprob": -0.5, "special": False}
@@ -119,7 +121,9 @@ class Protocol:
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
         text = " t" * output
         choice |= {"text": text} if self.backend == "vllm" else {"message": {"role": "assistant", "content": text}}
-        return json.dumps({"id": "x-1", "created": 1, "model": "m", "choices": [choice], "usage": usage(output)}).encode()
+        return json.dumps(
+            {"id": "x-1", "created": 1, "model": "m", "choices": [choice], "usage": usage(output)}
+        ).encode()
 
 
 VLLM = Protocol("vllm", "vLLM")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tests.faults import truth
+from tests.faults import table, truth
 from tests.faults.case import Case
 from tests.faults.play import Key, Seen, play_all
 from tests.faults.protocols import Protocol
@@ -38,3 +41,28 @@ def test_the_table_is_large_and_has_each_case_once() -> None:
     names = Counter((case.name, protocol.backend) for case in truth.CASES for protocol in case.protocols)
     assert max(names.values()) == 1
     assert len(names) >= 150
+
+
+def test_the_table_in_the_documents_is_up_to_date() -> None:
+    """Write it anew with `python -m tests.faults.table`."""
+    document = table.DOCUMENT.read_text(encoding="utf-8")
+    assert document == table.written(document)
+
+
+def test_each_case_has_a_place_in_the_table() -> None:
+    assert [case for group in table.GROUPS.values() for case in group] == list(truth.CASES)
+
+
+def test_the_server_is_independent() -> None:
+    """Of the client, its codecs and the embedded server: what it imports is the standard library and itself."""
+    for name in ("protocols.py", "server.py"):
+        tree = ast.parse((Path(__file__).parent / name).read_text(encoding="utf-8"))
+        roots = {
+            alias.name.partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        froms = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert roots | {each.partition(".")[0] for each in froms} <= sys.stdlib_module_names | {"tests"}
+        assert {each for each in froms if each.startswith("tests")} <= {"tests.faults.protocols"}
