@@ -50,7 +50,7 @@ CONDITIONS = {
 }
 MODELLED = ("kv_exhaustion", "slow_rank")  # need --gpu
 # What a dialect has no way to express: TGI and LightLLM report no cached tokens, and nothing ends their streams.
-UNKNOWN = {dialect: ("cached", "done_only", "no_done") for dialect in ("tgi", "lightllm")}
+UNKNOWN = dict.fromkeys(("tgi", "lightllm"), ("cached", "done_only", "no_done"))
 AT_ONCE = frozenset({"refuse", "http_error", "json_error", "empty"})  # in place of a reply
 FIRST = frozenset({"done_only"})  # in place of the first token
 MIDWAY = frozenset({"reset", "truncate", "stall", "stream_error", "garbage", "bad_chunk"})

@@ -290,7 +290,7 @@ HEADS = [
         does="writes header names in other cases, without spaces",
         expected=OK,
         script=lambda p: (
-            [b"HTTP/1.1 200 OK\r\ncOnTeNt-TYPE:text/event-stream\r\ntransfer-ENCODING:chunked\r\n\r\n"] + p.good()[1:]
+            [b"HTTP/1.1 200 OK\r\ncOnTeNt-TYPE:text/event-stream\r\ntransfer-ENCODING:chunked\r\n\r\n", *p.good()[1:]]
         ),
     ),
     Case(

@@ -14,7 +14,6 @@ from loadgen.load import arrivals
 from loadgen.plan import Job, Plan, PromptSource, Sampling, Timeouts
 from loadgen.rundir.records import Record
 from loadgen.target import Target
-from servers.serve.faults import KINDS
 from tests.faults.case import OK, Expected
 from tests.faults.protocols import OUTPUT_TOKENS
 
@@ -48,7 +47,6 @@ EXPECTED = {
     "garbage": Expected(outcome="protocol_error", events=HALF),
     "bad_chunk": Expected(outcome="protocol_error", events=HALF),
 }
-ENDS_THE_SERVER = KINDS.keys() - EXPECTED.keys()
 
 
 def ask(url: str, backend: str, directory: Path) -> dict[int, Record]:
