@@ -23,6 +23,7 @@ _BOM = b"\xef\xbb\xbf"
 _CR = 0x0D
 _TOO_LONG = f"an event is longer than {MAX_BYTES} bytes"
 _DONE = b"[DONE]"
+_FIELDS = (b"data", b"event", b"id", b"retry")
 _IGNORED_FIELDS = (b"", b"event", b"id", b"retry")  # a comment has an empty name
 
 
@@ -98,7 +99,8 @@ class EventReply(ABC):
             left = b""
         if self.failed:
             return ()
-        if not self._data and not _may_begin_a_field(line):
+        name = line.removeprefix(_BOM).partition(b":")[0]
+        if not any(field.startswith(name) for field in _FIELDS) and not (self._first_line and _BOM.startswith(line)):
             raise ProtocolError(f"the reply is not a stream of events: {quoted(line)}")
         if left:
             raise Truncated(f"the reply ended inside an event: {quoted(left)}")
@@ -176,13 +178,6 @@ class EventReply(ABC):
             lines[0] = bytes(self._line) + lines[0]
             self._line.clear()
         return lines
-
-
-def _may_begin_a_field(line: bytes) -> bool:
-    """Whether more bytes could have made `line` a line of an event."""
-    name, colon, _ = line.removeprefix(_BOM).partition(b":")
-    fields = (b"data", *_IGNORED_FIELDS)
-    return name in fields if colon else any(field.startswith(name) for field in fields)
 
 
 def _no_event(body: bytes) -> Delta:

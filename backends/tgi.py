@@ -53,6 +53,8 @@ class _Stream(EventReply):
     def read(self, data: bytes) -> Sequence[Delta]:
         try:
             event = _decode(data)
+            if not data.isascii():  # the text is skipped, and with it whether it is one
+                data.decode()
         except UNDECODABLE as error:
             return self.unreadable(data, error)
         if event.token is None:

@@ -189,8 +189,10 @@ class Connection(asyncio.Protocol):
         if self.payload is not None and not self.head:
             exchange.retried = True
             self.owner.send_fresh(exchange, self.payload)
+        elif exchange.status not in (-1, 200):  # the status is the server's answer, however its words ended
+            exchange.eof(now_ns(), self.owner.error_message)
         else:
-            exchange.broken(reason, now_ns(), self.owner.error_message)
+            exchange.fail("reset", reason, now_ns())
 
     def abort(self) -> None:
         self.exchange = None

@@ -125,13 +125,6 @@ class Exchange:
             else:
                 self._finish("truncated", "the reply ended without any output", now)
 
-    def broken(self, reason: str, now: int, error_message: Callable[[int, bytes], str]) -> None:
-        """The connection broke. An error status has said all, however its body ended."""
-        if self.status in (-1, 200):
-            self.fail("reset", reason, now)
-        else:
-            self.eof(now, error_message)
-
     def fail(self, outcome: str, message: str, now: int) -> None:
         if not self.finished:
             self._finish(outcome, message, now)

@@ -7,13 +7,15 @@ aiohttp cannot open them ahead of time. Use it to check the fast transport, not 
 from __future__ import annotations
 
 import asyncio
-import weakref
 from array import array
 from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
 from backends.protocol import HttpRequest
@@ -24,21 +26,44 @@ from loadgen.plan import Timeouts
 from loadgen.target import Target, reason
 
 
+class _Protocol(ResponseHandler):
+    """A connection that knows how many bytes came for the request that it has now, and how many requests it had."""
+
+    received_bytes = 0
+    requests = 0
+
+    def data_received(self, data: bytes) -> None:
+        self.received_bytes += len(data)
+        super().data_received(data)
+
+    @property
+    def unanswered(self) -> bool:
+        """It was used before, and nothing has come for its present request."""
+        return self.requests > 1 and self.received_bytes == 0
+
+
+_protocol: ContextVar[_Protocol] = ContextVar("_protocol")  # of the request that this task sends
+
+
 class _Connector(aiohttp.TCPConnector):
     """Gives out no connection that spoke while it was idle: aiohttp would take those bytes for the next reply."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._used: weakref.WeakSet[Any] = weakref.WeakSet()  # by a request before
+        self._factory: Any = partial(_Protocol, loop=self._loop)
 
     async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
         while True:
             connection = await super().connect(*args, **kwargs)
-            protocol: Any = connection.protocol
-            if protocol not in self._used or not protocol.should_close:
-                self._used.add(protocol)
-                return connection
-            connection.close()
+            protocol = connection.protocol
+            assert isinstance(protocol, _Protocol)
+            if protocol.requests and protocol.should_close:
+                connection.close()
+                continue
+            protocol.requests += 1
+            protocol.received_bytes = 0
+            _protocol.set(protocol)
+            return connection
 
 
 class AiohttpTransport:
@@ -73,14 +98,9 @@ class AiohttpTransport:
 
         async def ended(session: object, context: SimpleNamespace, params: object) -> None:
             self.connect_ns.append(now_ns() - context.began)
-            context.trace_request_ctx.reused = False
-
-        async def reused(session: object, context: SimpleNamespace, params: object) -> None:
-            context.trace_request_ctx.reused = True
 
         trace.on_connection_create_start.append(started)
         trace.on_connection_create_end.append(ended)
-        trace.on_connection_reuseconn.append(reused)
         connector = _Connector(limit=0, force_close=fresh, ssl=self.target.tls_context())
         return aiohttp.ClientSession(
             connector=connector, timeout=self._timeout, trace_configs=[trace], auto_decompress=False
@@ -102,16 +122,14 @@ class AiohttpTransport:
         task.add_done_callback(self._tasks.discard)
 
     async def _exchange(self, exchange: Exchange, request: HttpRequest) -> None:
-        connection = SimpleNamespace(reused=False)
         session = self._fresh_session if exchange.retried else self._session
         assert session is not None
         url = URL(self.target.url).join(URL(request.path, encoded=True))
         exchange.sent_ns = now_ns()
         try:
             async with session.request(
-                request.method, url, data=request.body, headers=request.headers, allow_redirects=False,
-                trace_request_ctx=connection,
-            ) as reply:  # fmt: skip
+                request.method, url, data=request.body, headers=request.headers, allow_redirects=False
+            ) as reply:
                 exchange.headers(reply.status, now_ns(), reply.headers.get("Location", ""))
                 async for data in reply.content.iter_any():
                     if not exchange.body(data, now_ns()):
@@ -123,20 +141,21 @@ class AiohttpTransport:
         except aiohttp.ClientConnectorError as error:
             exchange.fail("refused", f"no connection: {reason(error.os_error)}", now_ns())
         except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
-            if connection.reused and exchange.status < 0:  # as the fast transport does
+            if _protocol.get().unanswered:  # sent again, as by the fast transport
                 exchange.retried = True
                 await self._exchange(exchange, request)
             else:
                 self._broken(exchange, error)
         except aiohttp.ClientError as error:
-            exchange.fail("protocol_error", printable(f"not HTTP: {error}"), now_ns())
+            exchange.fail("protocol_error", f"not HTTP: {printable(str(error))}", now_ns())
 
     def _broken(self, exchange: Exchange, error: aiohttp.ClientError) -> None:
         """aiohttp raises one exception for a body cut short and a broken connection; only its text tells them apart."""
-        if isinstance(error, aiohttp.ClientPayloadError) and "ConnectionResetError" not in str(error):
+        cut_short = isinstance(error, aiohttp.ClientPayloadError) and "ConnectionResetError" not in str(error)
+        if cut_short or exchange.status not in (-1, 200):
             exchange.eof(now_ns(), self.error_message)
         else:
-            exchange.broken(f"connection broke: {error}", now_ns(), self.error_message)
+            exchange.fail("reset", f"connection broke: {printable(str(error))}", now_ns())
 
     async def close(self) -> None:
         for task in self._tasks:
