@@ -27,14 +27,20 @@ from loadgen.target import Target, reason
 
 
 class _Protocol(ResponseHandler):
-    """A connection that knows how many bytes came for the request that it has now, and how many requests it had."""
+    """A connection that knows how many requests it had, and how many bytes came since the present one was sent.
+    reply_bytes: as many, when its reply had ended."""
 
-    received_bytes = 0
     requests = 0
+    received_bytes = 0
+    reply_bytes = 0
 
     def data_received(self, data: bytes) -> None:
         self.received_bytes += len(data)
         super().data_received(data)
+
+    @property
+    def spoke_unasked(self) -> bool:
+        return self.requests > 0 and (self.should_close or self.received_bytes != self.reply_bytes)
 
     @property
     def unanswered(self) -> bool:
@@ -57,7 +63,7 @@ class _Connector(aiohttp.TCPConnector):
             connection = await super().connect(*args, **kwargs)
             protocol = connection.protocol
             assert isinstance(protocol, _Protocol)
-            if protocol.requests and protocol.should_close:
+            if protocol.spoke_unasked:
                 connection.close()
                 continue
             protocol.requests += 1
@@ -135,6 +141,8 @@ class AiohttpTransport:
                     if not exchange.body(data, now_ns()):
                         reply.close()
                         return
+                protocol = _protocol.get()
+                protocol.reply_bytes = protocol.received_bytes
                 exchange.eof(now_ns(), self.error_message)
         except aiohttp.ConnectionTimeoutError as error:
             exchange.fail("timeout", str(error), now_ns())
