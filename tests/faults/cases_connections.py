@@ -9,8 +9,6 @@ from tests.faults.server import Act
 RETRIED = Expected(outcome="ok", tokens=8, events=8, tries=2)
 RESET = Expected(outcome="reset", events=0)
 MIDWAY = 4  # events
-SENT_AGAIN = Expected(outcome="reset", events=0, tries=2)
-PART_OF_A_HEAD = "aiohttp does not tell that a part of a head came: the request is sent again"
 
 ENDS = [
     Case(
@@ -68,32 +66,24 @@ ENDS = [
         name="closed within the status line",
         does="closes after six bytes of the status line",
         expected=RESET,
-        aiohttp=SENT_AGAIN,
-        why=PART_OF_A_HEAD,
         script=lambda p: [b"HTTP/1", 0.05, Act.CLOSE],
     ),
     Case(
         name="reset within the headers",
         does="resets within the headers",
         expected=RESET,
-        aiohttp=SENT_AGAIN,
-        why=PART_OF_A_HEAD,
         script=lambda p: [HEAD[:30], 0.05, Act.RESET],
     ),
     Case(
         name="closed within the headers",
         does="closes within the headers",
         expected=RESET,
-        aiohttp=SENT_AGAIN,
-        why=PART_OF_A_HEAD,
         script=lambda p: [HEAD[:30], 0.05, Act.CLOSE],
     ),
     Case(
         name="closed after 100",
         does="sends 100 Continue and closes",
         expected=RESET,
-        aiohttp=SENT_AGAIN,
-        why=PART_OF_A_HEAD,
         script=lambda p: [b"HTTP/1.1 100 Continue\r\n\r\n", 0.05, Act.CLOSE],
         protocols=(VLLM, TGI),
     ),
