@@ -28,8 +28,8 @@ from tests.faults.protocols import OUTPUT_TOKENS, PROMPT_TOKENS, Protocol
 from tests.faults.server import BESIDE, LAST, STRUCK, Server, Stage, serving
 
 TRANSPORTS = ("fast", "aiohttp")
-PATIENT_S, SHORT_S = 30.0, 1.5  # a timeout that a case is not about, and the one that it is about
-AT_ONCE = 12  # cases that are played together; so few that neighbours keep the short timeouts on a busy machine
+PATIENT_S, SHORT_S = 30.0, 2.5  # a timeout that a case is not about, and the one that it is about
+AT_ONCE = 16  # cases that are played together; so few that neighbours keep the short timeouts on a busy machine
 
 
 @dataclass(frozen=True)
