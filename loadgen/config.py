@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Config", "ConfigError"]
 
 DEFAULT_REQUESTS = 1000
+MOST_REQUESTS = 10**8  # their times are drawn beforehand, 8 bytes each
+LEAST_KV_TOKENS = 256  # of a modelled server: some blocks of its cache
 
 
 class ConfigError(Exception):
@@ -90,6 +92,9 @@ class LoadOptions:
         bool,
         _prompts("Ask for the full output length; OpenAI's own servers refuse the field.", negative="--no-ignore-eos"),
     ] = True
+    repeat_dataset: Annotated[
+        bool, _load("Send the dataset's prompts again where there are fewer than requests.", show_default=False)
+    ] = False
     seed: Annotated[Whole, _load("Fixes prompts and arrivals.")] = 0
 
 
@@ -135,7 +140,7 @@ class OutputOptions:
         tuple[str, ...],
         _output(
             "Limits that a good request meets, in ms: ttft:200 tpot:50 e2el:5000.",
-            consume_multiple=True,
+            consume_multiple=1,
             negative=None,
         ),
     ] = ()
@@ -243,12 +248,14 @@ class Config(
     def __post_init__(self) -> None:
         for name, least in (
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
-            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1), ("kv_tokens", 1),
-            ("metrics_port", 1),
+            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1),
+            ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{flag(name)} is {value}; it must be at least {least}.")
+        if self.requests is not None and self.requests > MOST_REQUESTS:
+            raise ConfigError(f"--requests is {self.requests}; it must be at most {MOST_REQUESTS}, or several runs.")
         for name in (
             "duration", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "ready_timeout",
         ):  # fmt: skip
@@ -284,6 +291,8 @@ class Config(
             raise ConfigError(
                 f"{flag(drawn[0])} is for prompts that are drawn, and --dataset has its own; leave one out."
             )
+        if self.repeat_dataset and self.dataset is None:
+            raise ConfigError("--repeat-dataset is for the prompts of a --dataset; name one or leave it out.")
         if self.kernel_timestamps and sys.platform != "linux":
             raise ConfigError("--kernel-timestamps needs Linux.")
         if self.kernel_timestamps and (self.transport != "fast" or (self.url or "").startswith("https:")):
@@ -320,6 +329,9 @@ class Config(
             raise ConfigError(f"--gpus is '{self.gpus}'; with --gpu it is how many of them there are.")
         if self.tp == "all" and self.gpus is None:
             raise ConfigError("--tp all uses every GPU there is; say with --gpus how many of them there are.")
+        length = self.input_tokens + self.output_tokens
+        if self.kv_tokens is not None and self.dataset is None and length > self.kv_tokens:
+            raise ConfigError(f"--kv-tokens is {self.kv_tokens} and every request has {length} tokens; name more.")
         if not 0 < self.speed < float("inf"):
             raise ConfigError(f"--speed is {self.speed:g}; it must be above 0.")
 
@@ -339,8 +351,9 @@ class Config(
             raise ConfigError(f"--tp is '{self.tp}'; it must be all or a number of at least 1.")
         if not 0 < self.memory_ratio <= 1:
             raise ConfigError(f"--memory-ratio is {self.memory_ratio:g}; it must be above 0 and at most 1.")
-        if self.port is not None and self.port > 65535:
-            raise ConfigError(f"--port is {self.port}; ports end at 65535.")
+        for name in ("port", "metrics_port"):
+            if (port := getattr(self, name)) is not None and port > 65535:
+                raise ConfigError(f"{flag(name)} is {port}; it must be at most 65535.")
         if self.image is not None and self.where != "docker":
             raise ConfigError("--image is for --launch docker.")
         if self.server_python is not None and self.where != "process":
@@ -388,7 +401,7 @@ class Config(
     @property
     def kind(self) -> str:
         """Name of the backend."""
-        return self.backend or "vllm"
+        return "vllm" if self.backend is None else self.backend
 
     @property
     def law(self) -> "Arrival":

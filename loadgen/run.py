@@ -24,19 +24,20 @@ from backends.protocol import ServerInfo
 from loadgen import rundir
 from loadgen.calibration import calibrate
 from loadgen.client.engine import Progress, Snapshot, run_here
-from loadgen.client.limits import make_room
+from loadgen.client.limits import check_workers, make_room
 from loadgen.client.workers import run_in_workers
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import on_stop
+from loadgen.load.prompts import tokenizer_count
 from loadgen.monitor.messages import Live, MetricsSource
 from loadgen.monitor.sidecar import Monitor, sidecar
-from loadgen.plan import Plan, plan_run, worker_count
+from loadgen.plan import Plan, plan_run, read_dataset, worker_count
 from loadgen.probe import ServerError, fit_text, identify
 from loadgen.rundir import Ceiling, Manifest, records
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.server import embedded
-from loadgen.server.launch import plan_launch
+from loadgen.server.launch import Launch, plan_launch
 from loadgen.server.managed import END_WAIT_S, ManagedServer, managed, quoted
 from loadgen.server.placement import chosen
 from loadgen.target import Target, TransportError
@@ -83,6 +84,32 @@ class Run:
         self.target = target_of(self.config)
         self.info = ServerInfo(None)
         self.emulated = False
+        self._launch: Launch | None = None
+
+    def check(self) -> None:
+        """Refuses what cannot be measured before anything is started or written: options, dataset, tokenizer, GPUs,
+        and what this machine can hold. Raises ConfigError, WorkloadError, LaunchError or TransportError."""
+        config = self.config
+        if config.where in ("docker", "process"):
+            self._launch = plan_launch(config, self.directory, self.run_id)
+            plan = plan_run(
+                config, self.backend, Target(""), ServerInfo(self._launch.model.name), self.run_id, self._launch.model
+            )
+        elif config.where == "embedded":
+            embedded.dialect(self.backend.name)
+            if config.gpu is not None:
+                embedded.check(config)
+            info = ServerInfo(embedded.model_name(config), max_total_tokens=config.max_model_len or embedded.MODEL_LEN)
+            plan = plan_run(config, self.backend, Target(""), info, self.run_id)
+        else:
+            plan = plan_run(config, self.backend, Target(""), ServerInfo(config.model or "unknown"), self.run_id)
+            if config.url_is_local and config.gpus not in (None, "none"):
+                chosen(config, gpus.read())
+        if plan.prompts.tokenizer is not None:
+            tokenizer_count(plan.prompts.tokenizer)
+        workers = worker_count(config, plan)
+        check_workers(workers)
+        make_room(plan, workers)
 
     async def measure(self, progress: Progress) -> None:
         """All of it: starts the server where there is none, sends the load, and leaves the records."""
@@ -122,22 +149,22 @@ class Run:
     @contextlib.asynccontextmanager
     async def _embedded(self) -> AsyncIterator[embedded.Serving]:
         config = self.config
-        dialect = embedded.DIALECTS.get(self.backend.name)
-        if dialect is None:
-            raise ConfigError(f"the embedded server does not speak '{self.backend.name}'; give --url.")
+        dialect = embedded.dialect(self.backend.name)
         options = embedded.options(config, dialect, embedded.model_name(config))
         times = "fixed timing" if config.gpu is None else f"times as modelled for {config.gpu}"
-        self.say(f"starting the embedded server: an emulated {dialect} server, {times}, no GPU")
         async with embedded.serving(*options) as serving:
+            self.say(f"the embedded server runs: an emulated {dialect} server, {times}, no GPU")
             for note in serving.emulation.notes if serving.emulation is not None else ():
                 self.say(f"note: {note}")
             yield serving
 
     @contextlib.asynccontextmanager
     async def _managed(self, profiled: bool) -> AsyncIterator[ManagedServer]:
-        launch = await asyncio.to_thread(
-            lambda: plan_launch(self.config, self.directory, self.run_id, profiled=profiled)
-        )
+        launch = self._launch
+        if launch is None:
+            launch = await asyncio.to_thread(
+                lambda: plan_launch(self.config, self.directory, self.run_id, profiled=profiled)
+            )
         for note in launch.notes:
             self.say(f"note: {note}")
         self.say(f"starting {launch.title}{', with its profiler' if profiled else ''}")
@@ -181,6 +208,7 @@ class Run:
             arrival=self.config.arrival_text,
             max_total_tokens=self.info.max_total_tokens,
             machine=rundir.this_machine(),
+            dataset_prompts=len(read_dataset(self.config, self.backend)) if self.config.repeat_dataset else None,
             ceiling=ceiling,
             launch=served.managed.facts if served.managed is not None else None,
             emulation=served.emulation,

@@ -57,7 +57,7 @@ def breakdown(
     if config.dry_run:
         print(measure.dry_run(measure.load(config), directory, run_id))
         return exit_codes.OK
-    new = rundir.create(directory)
+    made = rundir.create(directory)
     try:
         if config.where == "embedded":
             result = modelled(config, preset, directory, run_id)
@@ -72,6 +72,5 @@ def breakdown(
         say_error("loadgen", error)
         return exit_codes.STOPPED
     finally:
-        if new:
-            rundir.remove_if_empty(directory)
+        rundir.remove_if_empty(directory, made)
     return cli.show_breakdown(directory, result if preset is None else tables.beside_paper(result))

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, reason
 from loadgen.rundir.outcomes import OUTCOMES
 
 SCHEMA = "loadgen.requests/1"
@@ -322,7 +322,7 @@ def _read_header(path: Path, file: BinaryIO) -> Header:
     try:
         header = msgspec.json.decode(file.readline(), type=Header)
     except UNDECODABLE as error:
-        raise RecordsError(f"{path} does not begin with a {SCHEMA} header: {error}") from None
+        raise RecordsError(f"{path} does not begin with a {SCHEMA} header: {reason(error)}.") from None
     if header.schema != SCHEMA:
         raise RecordsError(f"{path} has schema {header.schema!r}, this version reads {SCHEMA!r}")
     return header
@@ -365,7 +365,7 @@ def read(directory: Path) -> tuple[Table, list[ClientFacts]]:
                     else:
                         columns.append(record_of(line))
                 except (*UNDECODABLE, ValueError) as error:  # ValueError: a value that no column takes
-                    raise RecordsError(f"{path} line {number} is not a record: {error}") from None
+                    raise RecordsError(f"{path} line {number} is not a record: {reason(error)}.") from None
     try:
         return columns.table(), facts
     except ValueError as error:

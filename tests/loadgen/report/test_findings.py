@@ -254,6 +254,14 @@ def test_no_token_count() -> None:
     assert severities(replace(clean(), output_tokens=counts)) == {"NO_TOKEN_COUNT": "warning"}
 
 
+def test_prompts_that_were_sent_again() -> None:
+    def repeated(prompts: int | None, warmup: int) -> dict[str, str]:
+        return severities(run=manifest(dataset_prompts=prompts, config={"dataset": "d.jsonl", "warmup": warmup}))
+
+    assert repeated(None, 8) == repeated(CLEAN, 0) == repeated(CLEAN + 8, 8) == {}
+    assert repeated(CLEAN, 1) == repeated(3, 0) == {"REPEATED_PROMPTS": "warning"}
+
+
 def test_cached_tokens() -> None:
     def cached(share: float) -> Table:
         return replace(clean(), prompt_tokens=np.full(CLEAN, 1000), asked_prompt_tokens=np.full(CLEAN, 1000),
