@@ -34,6 +34,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Token(msgspec.Struct, gc=False):
+    text: str | None = None  # not needed, but bytes that are no text are a breach
     count_output_tokens: Count = 0
     prompt_tokens: Count | None = None
 

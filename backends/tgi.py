@@ -26,7 +26,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Token(msgspec.Struct, gc=False):
-    """Nothing of it is needed but that it is there."""
+    """Nothing of it is needed but that it is there, with a text that is one."""
+
+    text: str | None = None
 
 
 class _Details(msgspec.Struct, gc=False):

@@ -49,11 +49,10 @@ DIALECTS: dict[DialectName, Callable[[Settings], Dialect]] = {
 }
 FAULT_HELP = (
     "KIND:WHEN, may be repeated: break requests on purpose. WHEN: N (every N-th), P% (that share of them, drawn from "
-    "the seed) or @N (the N-th alone). Kinds: reset, truncate, stall, http_error:STATUS, stream_error, short, merge, "
-    "coalesce, no_done, refuse, cached, wrong_prompt_tokens, garbage, die (the process ends with exit code 1). Of the "
-    "whole server: slow_start:SECONDS (503 until then), and with --gpu kv_exhaustion:SHARE% (the KV cache keeps that "
-    "share, and preemptions storm) and slow_rank:FACTOR (one of the GPUs is that much slower, and all wait for it). Or "
-    'a script: FILE.json, a list of {"request": N, "kind": KIND}.'
+    f"the seed) or @N (the N-th alone). Kinds: {'; '.join(f'{kind} ({what})' for kind, what in faults.KINDS.items())}. "
+    "Of the whole server: slow_start:SECONDS (503 until then), and with --gpu kv_exhaustion:SHARE% (the KV cache keeps "
+    "that share, and preemptions storm) and slow_rank:FACTOR (one of the GPUs is that much slower, and all wait for "
+    'it). Or a script: FILE.json, a list of {"request": N, "kind": KIND}.'
 )
 
 WIRE = Group("The server", sort_key=1)
