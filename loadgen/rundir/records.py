@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, reason
 from loadgen.rundir import parts
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.parts import JOINED, OF_THE_RUN, Part
@@ -59,6 +59,7 @@ class Record(msgspec.Struct, kw_only=True):
     outcome: str
     phase: str = "measured"
     error: str | None = None
+    retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
     itl_us: Sequence[int] = ()
 
 
@@ -128,6 +129,7 @@ class Table:
     itl_us: NDArray[np.uint32]
     itl_offsets: NDArray[np.int64]
     errors: dict[int, str]  # id of a measured request -> what went wrong
+    retried: frozenset[int] = frozenset()  # ids of measured requests that were sent twice
 
     def __len__(self) -> int:
         return len(self.id)
@@ -152,10 +154,11 @@ class Table:
     def _part(
         self, chosen: slice | NDArray[np.bool_], itl_us: NDArray[np.uint32], itl_offsets: NDArray[np.int64]
     ) -> Table:
-        kept = self.id[chosen].tolist() if self.errors else ()
+        kept = self.id[chosen].tolist() if self.errors or self.retried else ()
         errors = {key: self.errors[key] for key in kept if key in self.errors}
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
-        return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors)
+        retried = self.retried.intersection(kept)
+        return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors, retried=retried)
 
     def blocks(self) -> Iterator[Table]:
         """The rows in views of a few thousand, for work whose arrays would be larger than the gaps themselves."""
@@ -193,6 +196,7 @@ class _Columns:
         self._gaps = [array("I")]  # blocks, so that growing never copies and ordering can free them one by one
         self._gap_counts = array("I")
         self._errors: dict[int, str] = {}
+        self._retried: list[int] = []
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
     def append(self, record: Record) -> None:
@@ -215,6 +219,8 @@ class _Columns:
         self._phase.append(_PHASE_CODE[record.phase])
         if record.error and record.phase == "measured":
             self._errors[record.id] = self._texts.setdefault(record.error, record.error)
+        if record.retried is True and record.phase == "measured":
+            self._retried.append(record.id)
 
     def table(self) -> Table:
         """Empties the columns into a table. Raises ValueError when a request is there twice."""
@@ -236,6 +242,7 @@ class _Columns:
             itl_us=gaps,
             itl_offsets=offsets,
             errors=self._errors,
+            retried=frozenset(self._retried),
         )
 
     def _ordered_gaps(self, order: NDArray[np.int64]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
@@ -340,7 +347,7 @@ def _read_header(path: Path, file: BinaryIO) -> Header:
     try:
         header = msgspec.json.decode(file.readline(), type=Header)
     except UNDECODABLE as error:
-        raise RecordsError(f"{path} does not begin with a {SCHEMA} header: {error}") from None
+        raise RecordsError(f"{path} does not begin with a {SCHEMA} header: {reason(error)}.") from None
     if header.schema != SCHEMA:
         raise RecordsError(f"{path} has schema {header.schema!r}, this version reads {SCHEMA!r}")
     return header
@@ -397,7 +404,7 @@ def _read_part(part: Part, columns: _Columns, facts: list[ClientFacts], full: bo
                 else:
                     columns.append(record_of(line))
             except (*UNDECODABLE, ValueError) as error:  # ValueError: a value that no column takes
-                raise RecordsError(f"{part.path} line {number} is not a record: {error}") from None
+                raise RecordsError(f"{part.path} line {number} is not a record: {reason(error)}.") from None
 
 
 def merge(directory: Path) -> None:

@@ -131,7 +131,7 @@ def test_kv_capacity_as_vllm_logged_it(model: str, gpus: int, tokens: int) -> No
         ({"tp": 3, "gpus": 4}, r"32 attention heads, which --tp 3 does not divide"),
         ({"tp": 8, "gpus": 4}, "--tp 8 needs 8 GPUs and --gpus says 4"),
         ({"scheduler": "tgi@3"}, "is no vllm server"),
-        ({"backend": "openai"}, "a 'openai' server is not modelled"),
+        ({"backend": "openai"}, "a server of kind 'openai' is not modelled"),
         ({"model": "gpt-5"}, "the size of 'gpt-5' is not known here"),
     ],
 )
@@ -245,7 +245,7 @@ def test_a_dataset_is_predicted_as_it_is_run(tmp_path: Path) -> None:
     assert [prompt for _, prompt, _ in predict.draw(timed)] == [10, 11, 12, 13]
     with pytest.raises(ConfigError, match="the dataset has 4 prompts for 5 requests"):
         predict.draw(dataclasses.replace(config, requests=5))
-    with pytest.raises(WorkloadError, match="12 of them for --warmup; none is left"):
+    with pytest.raises(WorkloadError, match="--warmup 12 takes as many"):
         predict.draw(dataclasses.replace(config, warmup=12))
 
 
