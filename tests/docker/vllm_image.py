@@ -43,6 +43,7 @@ CONFIGURATION = (
     'ENTRYPOINT ["vllm", "serve"]',  # as in vllm/vllm-openai
     "WORKDIR /root",
     "ENV PATH=/usr/local/bin:/usr/bin:/bin VLLM_TARGET_DEVICE=cpu VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1",
+    "ENV VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1",  # a core is left to the client
 )
 
 
