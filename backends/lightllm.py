@@ -56,6 +56,8 @@ class _Stream(EventReply):
     def read(self, data: bytes) -> Sequence[Delta]:
         try:
             event = _decode(data)
+            if not data.isascii():  # the text is skipped, and with it whether it is one
+                data.decode()
         except UNDECODABLE as error:
             return self.unreadable(data, error)
         token = event.token
@@ -71,7 +73,7 @@ class _Stream(EventReply):
         self._count = count
         if not event.finished:
             return _ONE_TOKEN if n_tokens == 1 else (Delta(n_tokens=n_tokens),) if n_tokens else ()
-        self.complete = True
+        self.end()
         self.failed = self.failed or event.finish_reason in GIVEN_UP
         return (_last_delta(n_tokens, event.finish_reason, token.prompt_tokens, count),)
 

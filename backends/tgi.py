@@ -51,6 +51,8 @@ class _Stream(EventReply):
     def read(self, data: bytes) -> Sequence[Delta]:
         try:
             event = _decode(data)
+            if not data.isascii():  # the text is skipped, and with it whether it is one
+                data.decode()
         except UNDECODABLE as error:
             return self.unreadable(data, error)
         if event.token is None:
@@ -60,7 +62,7 @@ class _Stream(EventReply):
             return (Delta(error=error_text(data)),)
         if event.generated_text is None and event.details is None:
             return _ONE_TOKEN
-        self.complete = True
+        self.end()
         return (_last_delta(1, event.details),)
 
 
@@ -82,7 +84,7 @@ def _read_whole(body: bytes) -> Delta:
             raise ProtocolError(f"neither a text nor an error: {error_text(body)}")
         return Delta(error=error_text(body))
     counted = reply.details.generated_tokens if reply.details is not None else None
-    return _last_delta(1 if counted is None else counted, reply.details)
+    return _last_delta((1 if reply.generated_text else 0) if counted is None else counted, reply.details)
 
 
 def decoder(stream: bool) -> Decoder:

@@ -111,6 +111,14 @@ class ClientOptions:
     api_key_env: Annotated[
         str | None, _client("Environment variable that holds the API key; the key is never written or logged.")
     ] = None
+    header: Annotated[
+        tuple[str, ...],
+        _client("One more header for every request, repeatable: NAME=VALUE; a secret as NAME=env:VARIABLE."),
+    ] = ()
+    ca: Annotated[
+        Path | None, _client("PEM file of the authority whose certificates TLS trusts, in place of the machine's own.")
+    ] = None
+    insecure: Annotated[bool, _client("Take any TLS certificate: whoever answers is measured.")] = False
     connect_timeout: Annotated[float, _client("Seconds to open a connection.")] = 10.0
     # A burst of 1000 took a 70B on RTX 4090s 1600 s in the paper; a reply that a full server preempted is silent until
     # its turn comes again, seen to take over 120 s.
@@ -270,6 +278,7 @@ class Config(
                 raise ConfigError("--url measures a running server and --launch starts one; give one of them.")
         if self.concurrency is not None and self.arrival is not None:
             raise ConfigError("--concurrency is a closed loop and --arrival an open one; give one of them.")
+        self._check_wire()
         drawn = self.given(("input_tokens", "tokenizer", "vocab_size"))
         if drawn and self.dataset is not None:
             raise ConfigError(
@@ -286,6 +295,18 @@ class Config(
             raise ConfigError(str(error)) from None
         if self.duration is not None and law.kind == "burst" and self.concurrency is None:
             raise ConfigError("--duration needs --concurrency or an --arrival with a rate; a burst has no duration.")
+
+    def _check_wire(self) -> None:
+        for name in self.given(("ca", "insecure")):
+            if not (self.url or "").startswith("https:"):
+                raise ConfigError(f"{flag(name)} is for a server with TLS; give --url https://HOST, or leave it out.")
+        if self.ca is not None and self.insecure:
+            raise ConfigError("--ca names whom to trust and --insecure trusts anybody; give one of them.")
+        names = ["authorization"] if self.api_key_env is not None else []
+        for name, _, _ in self.headers:
+            if name.lower() in names:
+                raise ConfigError(f"the header {name} is given twice; give it once (--api-key-env is Authorization).")
+            names.append(name.lower())
 
     def _check_modelled(self) -> None:
         if self.gpu is None:
@@ -343,6 +364,18 @@ class Config(
         return "embedded" if self.backend is None and self.model is None else "docker"
 
     @property
+    def headers(self) -> list[tuple[str, str, str | None]]:
+        """What --header adds: name, value, and the variable that holds the value where it is a secret. Raises
+        ConfigError."""
+        return [_header(item) for item in self.header]
+
+    @property
+    def secret_variables(self) -> list[str]:
+        """The environment variables that hold what must never be written."""
+        variables = [self.api_key_env, *(variable for _, _, variable in self.headers)]
+        return [variable for variable in variables if variable is not None]
+
+    @property
     def url_is_local(self) -> bool:
         """Whether the server of --url runs on this machine, with its GPUs."""
         return urlsplit(self.url or "").hostname in ("localhost", "127.0.0.1", "::1")
@@ -386,6 +419,34 @@ class Config(
         """Plain values for the manifest."""
         plain = dataclasses.asdict(self)
         return {key: str(value) if isinstance(value, Path) else value for key, value in plain.items()}
+
+
+# Those that HTTP, the body and the records need as they are.
+_OWN_HEADERS = {
+    "accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host",
+    "transfer-encoding", "upgrade", "x-request-id",
+}  # fmt: skip
+_SECRET_NAME = re.compile(r"auth|key|token|secret|cookie|passw|credential|session|signature", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"(bearer|basic)\s|sk-|hf_|gh[a-z]_", re.IGNORECASE)
+
+
+def _header(item: str) -> tuple[str, str, str | None]:
+    """Name, value and variable of a --header. Its message never holds the value. Raises ConfigError."""
+    name, equals, value = (part.strip() for part in item.partition("="))
+    if not equals or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+        raise ConfigError("--header must be NAME=VALUE, with letters, digits and hyphens in the name.")
+    if name.lower() in _OWN_HEADERS:
+        raise ConfigError(f"--header {name} is set by loadgen itself; leave it out.")
+    if value.startswith("env:"):
+        return name, "", value.removeprefix("env:")
+    if _SECRET_NAME.search(name) or _SECRET_VALUE.match(value):
+        raise ConfigError(
+            f"the value of --header {name} looks like a secret and would be written down; put it into an environment "
+            f"variable and give --header {name}=env:VARIABLE."
+        )
+    if not (value.isascii() and value.isprintable()):
+        raise ConfigError(f"the value of --header {name} holds a character that no header can carry.")
+    return name, value, None
 
 
 def _is_secret(word: str) -> bool:

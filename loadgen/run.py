@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -79,7 +80,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.backend = backends.get(self.config.kind)
-        self.token = api_key(self.config)
+        self.target = target_of(self.config)
         self.info = ServerInfo(None)
         self.emulated = False
 
@@ -101,19 +102,22 @@ class Run:
         """The server: the one that --url names, or one that is started and ends with the block. An error of the block
         gives way to the reason why a started server died."""
         if self.config.url is not None:
-            yield Served(Target(self.config.url, self.token))
+            yield Served(self.target)
         elif self.config.where == "embedded":
             async with self._embedded() as serving:
-                yield Served(Target(serving.url, self.token), emulation=serving.emulation)
+                yield Served(self._at(serving.url), emulation=serving.emulation)
         else:
             async with self._managed(profiled) as server:
                 try:
-                    yield Served(Target(server.url, self.token), server)
+                    yield Served(self._at(server.url), server)
                 except (ServerError, TransportError):
                     ended = await server.ended(END_WAIT_S)
                     if ended is None:
                         raise
                     raise ended from None
+
+    def _at(self, url: str) -> Target:
+        return msgspec.structs.replace(self.target, url=url)
 
     @contextlib.asynccontextmanager
     async def _embedded(self) -> AsyncIterator[embedded.Serving]:
@@ -187,9 +191,8 @@ class Run:
     async def _send(self, plan: Plan, served: Served, monitor: Monitor, progress: Progress) -> None:
         """Sends the load and leaves the records, watched from beside."""
         if self.config.server_metrics:
-            source = MetricsSource(
-                url=served.target.url, token=served.target.token, series=dict(self.backend.server_metrics)
-            )
+            target = msgspec.structs.asdict(served.target)
+            source = MetricsSource(**target, series=dict(self.backend.server_metrics))
             gpu_indices = await asyncio.to_thread(served.gpu_indices, self.config)
             await monitor.begin(self.directory, self.run_id, source, gpu_indices)
         else:
@@ -218,16 +221,32 @@ class Run:
             self.say(trouble)
 
 
-def api_key(config: Config) -> str | None:
-    """The key that --api-key-env names. Raises ConfigError."""
-    if config.api_key_env is None:
-        return None
-    token = os.environ.get(config.api_key_env)
-    if not token:
-        raise ConfigError(f"the environment variable {config.api_key_env} named by --api-key-env is not set.")
-    if not (token.isascii() and token.isprintable()):
-        raise ConfigError(f"{config.api_key_env} holds a line break or another character that no header can carry.")
-    return token
+def target_of(config: Config) -> Target:
+    """Where --url points, with the key, the headers and the certificates of the options. Raises ConfigError."""
+    token = None if config.api_key_env is None else _from_environment(config.api_key_env, "--api-key-env")
+    headers = tuple(
+        (name, value if variable is None else _from_environment(variable, "--header"))
+        for name, value, variable in config.headers
+    )
+    ca = None if config.ca is None else str(config.ca.absolute())  # worker processes may run elsewhere
+    target = Target(config.url or "", token, headers, ca, config.insecure)
+    try:
+        if ca is not None:
+            target.tls_context()
+    except OSError as error:  # also of SSL
+        reason = "it holds no certificates in PEM format" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigError(f"cannot use --ca {config.ca}: {reason}.") from None
+    return target
+
+
+def _from_environment(variable: str, flag: str) -> str:
+    """A secret, which only the environment may hold. Raises ConfigError."""
+    value = os.environ.get(variable)
+    if not value:
+        raise ConfigError(f"the environment variable {variable} named by {flag} is not set.")
+    if not (value.isascii() and value.isprintable()):
+        raise ConfigError(f"{variable} holds a line break or another character that no header can carry.")
+    return value
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ from servers.predict.breakdown import modelled
 
 @offers(
     *("backend", "model", "launch", "input_tokens", "output_tokens", "concurrency", "seed", "tokenizer", "vocab_size"),
-    *("api_key_env", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "out", "dry_run"),
+    *("api_key_env", "header", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "out"),
+    "dry_run",
     *names(PlacementOptions), *names(LaunchOptions), *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
 class BreakdownOptions(Config):

@@ -86,6 +86,7 @@ def build(
         goodput=_goodput(measured, slos, rules, duration_s),
         burst=_burst(measured),
         connect_ms=_connecting(facts),
+        retried_connections=len(measured.retried),
         client=_client(facts),
         ceiling=_ceiling(manifest, measured, facts),
         emulation=manifest.emulation,

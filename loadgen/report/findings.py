@@ -64,6 +64,7 @@ def find(numbers: Numbers, measured: Table, facts: Sequence[ClientFacts], manife
         *_counts(measured),
         *_cached(measured, manifest),
         *_server(numbers, manifest),
+        *_insecure(manifest),
         *_samples(numbers.requests.ok),
     ]
     return worst_first(listed)
@@ -84,6 +85,16 @@ def _server_ended(launch: LaunchFacts | None) -> Iterator[Finding]:
             severity="invalid",
             message=f"The server did not live to the end of the run: {launch.ended}",
             advice="Read server.log; mend that and run again.",
+        )
+
+
+def _insecure(manifest: Manifest) -> Iterator[Finding]:
+    if manifest.config.get("insecure"):
+        yield Finding(
+            code="INSECURE",
+            severity="warning",
+            message="The server's certificate was not checked (--insecure): whoever answered was measured.",
+            advice="Name the file of the certificate's authority with --ca.",
         )
 
 

@@ -95,6 +95,10 @@ def _summary_lines(report: Report) -> list[str]:
         lines.append(
             f"Burst: {number(burst.requests)} requests due at t = 0, sent within {number(burst.send_spread_ms)} ms."
         )
+    if report.retried_connections:
+        lines.append(
+            f"Retried connections: {number(report.retried_connections)} requests met one that had been closed."
+        )
     if client is not None and client.cpu_us_per_event:
         lines.append(
             f"Client: {number(client.cpu_us_per_event)} us of CPU an event, busiest second "

@@ -58,6 +58,7 @@ class Record(msgspec.Struct, kw_only=True):
     outcome: str
     phase: str = "measured"
     error: str | None = None
+    retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
     itl_us: Sequence[int] = ()
 
 
@@ -127,6 +128,7 @@ class Table:
     itl_us: NDArray[np.uint32]
     itl_offsets: NDArray[np.int64]
     errors: dict[int, str]  # id of a measured request -> what went wrong
+    retried: frozenset[int] = frozenset()  # ids of measured requests that were sent twice
 
     def __len__(self) -> int:
         return len(self.id)
@@ -151,10 +153,10 @@ class Table:
     def _part(
         self, chosen: slice | NDArray[np.bool_], itl_us: NDArray[np.uint32], itl_offsets: NDArray[np.int64]
     ) -> Table:
-        kept = set(self.id[chosen].tolist()) if self.errors else set()
+        kept = set(self.id[chosen].tolist()) if self.errors or self.retried else set()
         errors = {key: text for key, text in self.errors.items() if key in kept}
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
-        return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors)
+        return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors, retried=self.retried & kept)
 
     def blocks(self) -> Iterator[Table]:
         """The rows in views of a few thousand, for work whose arrays would be larger than the gaps themselves."""
@@ -192,6 +194,7 @@ class _Columns:
         self._gaps = [array("I")]  # blocks, so that growing never copies and ordering can free them one by one
         self._gap_counts = array("I")
         self._errors: dict[int, str] = {}
+        self._retried: list[int] = []
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
     def append(self, record: Record) -> None:
@@ -214,6 +217,8 @@ class _Columns:
         self._phase.append(_PHASE_CODE[record.phase])
         if record.error and record.phase == "measured":
             self._errors[record.id] = self._texts.setdefault(record.error, record.error)
+        if record.retried is True and record.phase == "measured":
+            self._retried.append(record.id)
 
     def table(self) -> Table:
         """Empties the columns into a table. Raises ValueError when a request is there twice."""
@@ -235,6 +240,7 @@ class _Columns:
             itl_us=gaps,
             itl_offsets=offsets,
             errors=self._errors,
+            retried=frozenset(self._retried),
         )
 
     def _ordered_gaps(self, order: NDArray[np.int64]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:

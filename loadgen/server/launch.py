@@ -246,8 +246,8 @@ class _Draft:
         invocation = self.adapter.invoke(settings)
         command = tuple(python if word == "{python}" else word for word in self.adapter.process_command)
         start = self._start((*command, *invocation.arguments), invocation, settings.port)
-        if self.config.api_key_env is not None:  # the server inherits it, and may print it
-            start = dataclasses.replace(start, secrets=(*start.secrets, self.config.api_key_env))
+        # the server inherits them, and may print them
+        start = dataclasses.replace(start, secrets=(*start.secrets, *self.config.secret_variables))
         return settings, start, files | self._config_files(invocation)
 
     def _overlay(self, seen: str) -> tuple[str, Files]:

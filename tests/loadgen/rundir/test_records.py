@@ -282,4 +282,4 @@ def test_memory_is_two_hundred_bytes_a_request_and_eight_a_token(tmp_path: Path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(table) == requests
-    assert peak < requests * (200 + 8 * tokens)
+    assert peak < requests * (200 + 8 * tokens) + 4096  # what does not grow
