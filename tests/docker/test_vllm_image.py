@@ -116,7 +116,7 @@ def until(true: Callable[[], Any], process: subprocess.Popen[str] | None = None)
 @dataclass(frozen=True)
 class Measured:
     """A run that was measured to its end. attrs: of its container; devices: of /dev/shm in it and here; segments: of
-    shared memory that it made."""
+    shared memory that it made, name -> bytes."""
 
     report: dict[str, Any]
     said: list[str]
