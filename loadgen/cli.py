@@ -36,7 +36,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     underscores.
     """
     from backends.launch import LaunchError
-    from loadgen.event_loop import run_loop
+    from loadgen.event_loop import Stop, run_loop
     from loadgen.probe import ServerError
     from loadgen.progress import ProgressLine
     from loadgen.run import Run, Stopped, dry_run
@@ -51,18 +51,21 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
         return exit_codes.OK
     new = rundir.create(directory)
     progress = ProgressLine()
-    try:
-        run_loop(Run(config, directory, run_id, say).measure(progress))
-    except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
-        return backend_failed(error)
-    except Stopped as error:
-        say_error("loadgen", error)
-        return exit_codes.STOPPED
-    finally:
-        progress.end()
-        if new:
-            rundir.remove_if_empty(directory)
-    return report_one(directory, "loadgen")
+    with Stop() as stop:
+        try:
+            run_loop(Run(config, directory, run_id, say, stop).measure(progress))
+        except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
+            code = backend_failed(error)
+            return stop.exit_code or code
+        except Stopped as error:
+            say_error("loadgen", error)
+            return stop.exit_code or exit_codes.STOPPED
+        finally:
+            progress.end()
+            if new:
+                rundir.remove_if_empty(directory)
+        code = report_one(directory, "loadgen")
+    return stop.exit_code or code
 
 
 def backend_failed(error: Exception) -> int:
@@ -128,7 +131,10 @@ def report_one(directory: Path, convention: ConventionName) -> int:
     result, table = reports.from_directory(directory, convention=convention)
     say(text.render(result))
     if convention == "loadgen":
-        reports.write(directory, result, table)
+        try:
+            reports.write(directory, result, table)
+        except reports.ReportError as error:  # it is printed all the same
+            say_error("loadgen", error)
     _last_words(directory, reports.to_json(result))
     return exit_codes.OK if result.verdict.valid else exit_codes.INVALID
 

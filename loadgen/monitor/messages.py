@@ -54,6 +54,10 @@ class TakeSample(msgspec.Struct, tag=True):
     number: int
 
 
+class End(msgspec.Struct, tag=True):
+    """The run is over. Where standard input ends without it, the run was killed."""
+
+
 class Begun(msgspec.Struct, tag=True):
     """The reply to a Begin that samples: the first sample is written. problem: why none will be, a clause."""
 
@@ -66,5 +70,5 @@ class SampleTaken(msgspec.Struct, tag=True):
     number: int
 
 
-Order = Prepare | Begin | Live | TakeSample
+Order = Prepare | Begin | Live | TakeSample | End
 Reply = Begun | SampleTaken

@@ -23,8 +23,6 @@ from loadgen.monitor.tail import Tail
 from loadgen.monitor.totals import Record, Totals
 from loadgen.rundir import Family, Manifest, MetricSample, RunError, Snapshot, read_manifest, write_snapshot
 
-ORPHANS_S = 6.0  # a little more than workers whose parent was killed wait for replies
-
 
 class Recorder:
     """Follows one run's directory."""
@@ -55,11 +53,6 @@ class Recorder:
             families=families,
         )  # fmt: skip
         write_snapshot(self._directory, snapshot)
-
-    def orphans(self) -> bool:
-        """Whether workers go on writing whose parent was killed: it would have joined their parts."""
-        self._follow_records()
-        return not self._whole.exists() and len(self._totals.clients) < len(self._tails)
 
     def _follow_records(self) -> None:
         parts = sorted(self._directory.glob("requests.[0-9]*.jsonl"))
@@ -160,9 +153,6 @@ class Snapshots:
         while not self._over.wait(max(0.0, due - time.monotonic())):
             due = max(due + PERIOD_S, time.monotonic())
             self._write(recorder)
-        until = time.monotonic() + ORPHANS_S
-        while recorder.orphans() and time.monotonic() < until:
-            time.sleep(0.1)
         self._write(recorder, over=True)
         self._up_to_date = True
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import lzma
+import os
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -127,6 +128,7 @@ class Table:
     itl_us: NDArray[np.uint32]
     itl_offsets: NDArray[np.int64]
     errors: dict[int, str]  # id of a measured request -> what went wrong
+    warmup_error: str | None = None  # outcome and error of the first warm-up request that failed
 
     def __len__(self) -> int:
         return len(self.id)
@@ -154,7 +156,7 @@ class Table:
         kept = set(self.id[chosen].tolist()) if self.errors else set()
         errors = {key: text for key, text in self.errors.items() if key in kept}
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
-        return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors)
+        return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors, warmup_error=self.warmup_error)
 
     def blocks(self) -> Iterator[Table]:
         """The rows in views of a few thousand, for work whose arrays would be larger than the gaps themselves."""
@@ -192,6 +194,7 @@ class _Columns:
         self._gaps = [array("I")]  # blocks, so that growing never copies and ordering can free them one by one
         self._gap_counts = array("I")
         self._errors: dict[int, str] = {}
+        self._warmup_error: str | None = None
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
     def append(self, record: Record) -> None:
@@ -212,6 +215,8 @@ class _Columns:
         self._gap_counts.append(len(record.itl_us))
         self._outcome.append(_OUTCOME_CODE[record.outcome])
         self._phase.append(_PHASE_CODE[record.phase])
+        if record.phase == "warmup" and record.outcome != "ok" and self._warmup_error is None:
+            self._warmup_error = f"{record.outcome}, {record.error}"
         if record.error and record.phase == "measured":
             self._errors[record.id] = self._texts.setdefault(record.error, record.error)
 
@@ -235,6 +240,7 @@ class _Columns:
             itl_us=gaps,
             itl_offsets=offsets,
             errors=self._errors,
+            warmup_error=self._warmup_error,
         )
 
     def _ordered_gaps(self, order: NDArray[np.int64]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
@@ -279,6 +285,15 @@ class RecordsFile:
     def _line(self, value: msgspec.Struct) -> None:
         self._file.write(self._encode(value) + b"\n")
         self._file.flush()  # whole lines only, or an OSError
+
+    def is_removed(self) -> bool:
+        """Whether somebody has removed it: what is written goes nowhere then."""
+        return os.fstat(self._file.fileno()).st_nlink == 0
+
+    def abandon(self) -> None:
+        """Gives it up after an OSError."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def write(self, record: Record) -> None:
         self._line(record)
