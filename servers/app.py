@@ -1,7 +1,7 @@
 """The embedded server as a command: `python -m servers`, and `loadgen serve`.
 
 It prints one JSON line on stdout once it listens, `{"url": ..., "dialect": ..., "emulated": true}`, and nothing after
-that. SIGINT and SIGTERM end it with exit code 0.
+that. SIGINT, SIGTERM and SIGHUP, which are its only end, end it with exit code 0; SIGHUP does not under nohup.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from loadgen import exit_codes
 from loadgen.option_types import Whole, option
 from loadgen.rundir.emulation import Emulation
+from loadgen.terminal import open_standard_streams, say
 from servers.dialects.lightllm import LightLLM
 from servers.dialects.openai import OpenAI
 from servers.dialects.tgi import TGI
@@ -162,13 +163,14 @@ def _simulated(options: ServeOptions, hardware: Hardware, struck: faults.Faults)
     emulated = emulate(hardware.setup(options.dialect, options.model, options.max_model_len))
     emulated = emulated.degraded(struck.amount("kv_exhaustion", 1.0), struck.amount("slow_rank", 1.0))
     for note in emulated.facts.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}")
     facts = msgspec.structs.replace(emulated.facts, speed=hardware.speed)
     return SimulatedTiming(msgspec.structs.replace(emulated, facts=facts), hardware.speed)
 
 
 def main() -> None:
     """The command line of `python -m servers`."""
+    open_standard_streams()
     app = App(name="python -m servers", result_action="return_value", version_flags=())
     app.default(serve)
     try:
@@ -179,8 +181,9 @@ def main() -> None:
 
 def _run(server: Server, exit_with_stdin: bool) -> None:
     """Prints that it listens, and serves until a signal or the end of standard input."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: server.stop())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: server.stop())
     if exit_with_stdin:
         try:
             server.stop_at_end_of(sys.stdin.fileno())
