@@ -114,11 +114,14 @@ def report(
 
 
 def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
-    """Writes its files and prints it; the exit code."""
+    """Prints it and writes its files; the exit code."""
     from loadgen.breakdown import tables
 
-    tables.write(directory, breakdown)
     say(tables.render(breakdown))
+    try:
+        tables.write(directory, breakdown)
+    except OSError as error:  # it is printed all the same
+        say_error("loadgen", f"cannot write the breakdown to {directory}: {error.strerror or error}.")
     _last_words(directory, tables.to_json(breakdown))
     return exit_codes.OK
 

@@ -74,6 +74,10 @@ def main(invoke: Callable[[Sequence[str]], int]) -> NoReturn:
     except BrokenPipeError:
         _discard(sys.stdout)
         code = exit_codes.UNREAD
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # of rich, which prints help pages
+            raise
+        code = exit_codes.UNREAD
     except OSError as error:
         _discard(sys.stdout)
         say_error(Path(sys.argv[0]).name, f"standard output cannot be written: {error.strerror or error}.")

@@ -15,11 +15,12 @@ import msgspec
 
 from backends.untrusted import escaped
 from loadgen.report.text import markdown_text
+from loadgen.terminal import say_error
 from training_probe import paper
 from training_probe.breakdown import tables
 from training_probe.breakdown.run import Breakdown
 from training_probe.report import layout
-from training_probe.report.build import ManifestFields, ReportError, ReportHead
+from training_probe.report.build import ManifestFields, ReportHead
 
 SCHEMA = "training_probe.breakdown_report/1"
 NOTHING = "No cell was traced to its end."
@@ -63,7 +64,7 @@ def _failed(breakdowns: Sequence[Breakdown]) -> list[str]:
 
 
 def write(directory: Path, breakdowns: Sequence[Breakdown], manifest: ManifestFields) -> BreakdownReport:
-    """Writes all of it into the directory, replacing earlier ones. Raises ReportError."""
+    """Writes all of it into the directory, replacing earlier ones, or says why it cannot be written."""
     report = build(breakdowns, manifest)
     made = tables.build(breakdowns)
     lines = [f"# Where a training step goes on {markdown_text(report.platform or 'this machine')}", ""]
@@ -83,7 +84,7 @@ def write(directory: Path, breakdowns: Sequence[Breakdown], manifest: ManifestFi
         lines.append(f"Run {markdown_text(str(report.run_id))}, llm-dissect {markdown_text(str(report.version))}.")
         (directory / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
+        say_error("training_probe", f"cannot write the report to {directory}: {error.strerror or error}.")
     return report
 
 

@@ -16,11 +16,12 @@ import msgspec
 from backends.untrusted import escaped
 from loadgen.report.text import markdown_text
 from loadgen.rundir import Machine
+from loadgen.terminal import say_error
 from training_probe.micro import run as micro_run
 from training_probe.micro import tables
 from training_probe.micro.presets import TITLES
 from training_probe.micro.run import MicroManifest
-from training_probe.points import About, Dtype, Gemm, Kind, Measured, MicroError, PointOutcome
+from training_probe.points import About, Dtype, Gemm, Kind, Measured, PointOutcome
 from training_probe.report import layout
 
 SCHEMA = "training_probe.micro/1"
@@ -140,7 +141,7 @@ def markdown(report: MicroReport, results: Sequence[Measured], pictures: Mapping
 
 
 def redo(directory: Path) -> tuple[list[Measured], MicroReport]:
-    """The results of a directory, and their report, written anew into it. Raises MicroError."""
+    """The results of a directory, and their report, written anew into it where it can be. Raises MicroError."""
     results, manifest = micro_run.read_results(directory), micro_run.read_manifest(directory)
     report = build(results, manifest, micro_run.read_about(directory))
     try:
@@ -153,5 +154,5 @@ def redo(directory: Path) -> tuple[list[Measured], MicroReport]:
         pictures = plots.draw(directory, results, manifest.device_name, _platform(report))
         (directory / "report.md").write_text(markdown(report, results, pictures), encoding="utf-8")
     except OSError as error:
-        raise MicroError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
+        say_error("training_probe", f"cannot write the report to {directory}: {error.strerror or error}.")
     return results, report

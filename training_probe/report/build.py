@@ -16,6 +16,7 @@ import msgspec
 
 from backends.untrusted import escaped, read_json
 from loadgen.report.text import markdown_text
+from loadgen.terminal import say_error
 from training_probe import paper
 from training_probe.grid import LETTERS, Method
 from training_probe.report import layout, tables
@@ -272,7 +273,7 @@ def redo(directory: Path) -> SweepReport:
 
 
 def write(directory: Path, results: Sequence[CellResult], manifest: ManifestFields) -> SweepReport:
-    """Writes all of it into the directory, replacing earlier ones. Raises ReportError."""
+    """Writes all of it into the directory, replacing earlier ones, or says why it cannot be written."""
     report = build(results, manifest)
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
     try:
@@ -285,5 +286,5 @@ def write(directory: Path, results: Sequence[CellResult], manifest: ManifestFiel
         pictures = plots.draw(directory, results)
         (directory / "report.md").write_text(markdown(report, results, pictures), encoding="utf-8")
     except OSError as error:
-        raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
+        say_error("training_probe", f"cannot write the report to {directory}: {error.strerror or error}.")
     return report
