@@ -119,7 +119,7 @@ def severities(report: dict[str, Any]) -> dict[str, str]:
 
 
 def wait_for_rows(directory: Path, least: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
             if len(records.read(directory)[0]) >= least:
