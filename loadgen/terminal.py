@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from backends.replies import printable
+from backends.untrusted import printable
 from loadgen import exit_codes
 
 MAX_ERROR_CHARS = 2000
