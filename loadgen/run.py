@@ -286,7 +286,7 @@ def _both(progress: Progress, monitor: Monitor) -> Progress:
             plans = [client.planned for client in clients]
             planned = None if None in plans else sum(plan or 0 for plan in plans)
             in_flight, events = (sum(getattr(client, key) for client in clients) for key in ("in_flight", "events"))
-            monitor.progress(Live(planned, in_flight, len(clients), events))
+            monitor.progress(Live(planned, in_flight, events))
 
     return both
 

@@ -44,7 +44,6 @@ class Live(msgspec.Struct, tag=True):
 
     planned: int | None
     in_flight: int
-    clients: int = 1  # client processes
     events: int = 0  # also of requests in flight
 
 

@@ -38,7 +38,7 @@ class Recorder:
 
     def write(self, over: bool = False) -> None:
         """Brings the snapshot up to date. over: nobody writes any more."""
-        clients = 1 if self.live is None else self.live.clients
+        clients = self._manifest.client_processes or 1
         if over and self._whole not in self._tails and len(self._tails) < clients:
             # A part came and was joined with the others between two looks: from the beginning, which is not long ago.
             self._totals, self._tails = Totals(), {}
