@@ -14,22 +14,14 @@ import msgspec
 
 from backends.plain_tokens import PlainTokens
 from backends.protocol import Delta, ProtocolError, Truncated
-from backends.untrusted import UNDECODABLE, escaped
+from backends.untrusted import MAX_LINE_CHARS, UNDECODABLE, printable
 
 MAX_BYTES = 16 * 1024 * 1024  # of one event, or of one whole reply: more is not a reply, and memory stays bounded
-MAX_LINE_CHARS = 300
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # a number of tokens: what does not fit a column is no count
 
 # Finish reasons by which a server says that it gave the reply up: the output is not what was asked for.
 GIVEN_UP = frozenset(("abort", "error"))
-
-
-def printable(text: str, max_chars: int = MAX_LINE_CHARS) -> str:
-    """`text` as one line of at most `max_chars` characters: runs of white space become one space, and what does not
-    print becomes an escape, as `escaped` has it."""
-    line = escaped(" ".join(text[: 8 * max_chars].split())[: max_chars + 1])
-    return line if len(line) <= max_chars else line[: max_chars - 1] + "…"
 
 
 def quoted(data: bytes) -> str:

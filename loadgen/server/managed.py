@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from backends.launch import LaunchError, Running, died, excerpt, explain, last_lines
-from backends.replies import printable
+from backends.untrusted import printable
 from loadgen import models
 from loadgen.client.limits import raise_fd_limit
 from loadgen.server.launch import Launch, write_files
