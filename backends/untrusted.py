@@ -43,4 +43,4 @@ def _read(
     except OSError as reason:
         raise error(f"cannot read {path}: {reason.strerror or reason}.") from None
     except UNDECODABLE as reason:
-        raise error(f"{path} {wrong}: {reason}{advice}.") from None
+        raise error(f"{path} {wrong}: {escaped(str(reason))}{advice}.") from None

@@ -56,7 +56,7 @@ def breakdown(
     if config.dry_run:
         print(measure.dry_run(measure.load(config), directory, run_id))
         return exit_codes.OK
-    new = rundir.create(directory)
+    new = rundir.create(directory, private=config.dataset is not None)
     try:
         if config.where == "embedded":
             result = modelled(config, preset, directory, run_id)
