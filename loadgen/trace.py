@@ -92,7 +92,9 @@ def read(path: Path) -> list[Span]:
     kept = [event for event in file.events if event.ph == "X" and event.cat in DEVICE | HOST]
     try:
         times_us = [(float(event.ts), float(event.dur)) for event in kept]
-        if wrong := next((pair for pair in times_us if not (abs(pair[0]) < math.inf and 0 <= pair[1] < math.inf)), None):
+        if wrong := next(
+            (pair for pair in times_us if not (abs(pair[0]) < math.inf and 0 <= pair[1] < math.inf)), None
+        ):
             raise ValueError(f"an event begins at {wrong[0]:g} us and takes {wrong[1]:g} us")
     except ValueError as error:
         raise TraceError(f"{path} is not a trace of torch.profiler: {error}.") from None
