@@ -1,5 +1,5 @@
-"""The licence of every package that llm-dissect stands on, run and developed (`make audit`): one line each. The exit code
-is 1 when one has a licence that is not allowed here, or names none.
+"""The licence of every package that llm-dissect stands on, run and developed (`make audit`): one line each. The exit
+code is 1 when one has a licence that is not allowed here, or names none.
 
 Read from the metadata of what is installed, from llm-dissect along its requirements, so that nothing else that lies in
 the environment counts.

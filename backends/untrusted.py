@@ -24,23 +24,30 @@ def escaped(text: str) -> str:
 def read_json(path: Path | str, kind: type[T], error: Callable[[str], Exception], wrong: str, advice: str = "") -> T:
     """What a file of JSON holds, as a `kind`. Raises `error` of one sentence: the file cannot be read, or PATH `wrong`
     (such as "is no list of prices"), with the reason and then the advice."""
-    decode = msgspec.json.Decoder(kind).decode
-    return _read(path, decode, error, wrong, advice)
-
-
-def read_json_lines(path: Path, kind: type[T], error: Callable[[str], Exception], wrong: str) -> list[T]:
-    """The lines of a file, each JSON of a `kind`; a last line that a kill cut is left out. Raises `error` as read_json
-    does."""
-    decode = msgspec.json.Decoder(kind).decode
-    return _read(path, lambda data: [decode(line) for line in data.split(b"\n")[:-1]], error, wrong)
-
-
-def _read(
-    path: Path | str, decode: Callable[[bytes], T], error: Callable[[str], Exception], wrong: str, advice: str = ""
-) -> T:
     try:
-        return decode(Path(path).read_bytes())
+        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except OSError as reason:
         raise error(f"cannot read {path}: {reason.strerror or reason}.") from None
     except UNDECODABLE as reason:
         raise error(f"{path} {wrong}: {escaped(str(reason))}{advice}.") from None
+
+
+def read_json_lines(
+    path: Path, kind: type[T], error: Callable[[str], Exception], wrong: str, advice: str = ""
+) -> list[T]:
+    """The lines of a file, each JSON of a `kind`, without empty ones and a last one that a kill cut. Raises `error` of
+    one sentence: the file cannot be read, with the advice, or line N of PATH `wrong`, with the reason."""
+    decode = msgspec.json.Decoder(kind).decode
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as reason:
+        raise error(f"cannot read {path}: {reason.strerror or reason}{advice}.") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line:
+                found.append(decode(line))
+        except UNDECODABLE as reason:
+            if number < len(lines):  # the last has no newline after it: its writer was killed
+                raise error(f"line {number} of {path} {wrong}: {escaped(str(reason))}.") from None
+    return found

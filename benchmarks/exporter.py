@@ -1,7 +1,7 @@
 """What a scrape costs: of 50 finished runs with 20,000 requests each, and of one that goes on, by the client's own CPU.
 
 python benchmarks/exporter.py            # the first part: seconds a scrape, over HTTP
-python benchmarks/exporter.py --client   # the second: two minutes on a machine that does nothing else
+python benchmarks/exporter.py --client   # the second: a minute on a machine that does nothing else
 
 `--json FILE` adds the result to a file as a line of JSON.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,9 @@ from loadgen.monitor.exporter import Exporter, serve
 from loadgen.monitor.totals import BOUNDS_S, Record, Totals
 
 RUNS, REQUESTS, SCRAPES = 50, 20_000, 50
+TURNS, STREAMS, EVENTS = 3, 1000, 250  # of the second part: 5 s of events a run, on a machine that keeps up
+SERVER_PORT, METRICS_PORT = 18123, 19123
+READY_S, RUN_S = 20.0, 120.0  # what a server may take to be ready, and a run to end
 OPEN_METRICS = {"Accept": "application/openmetrics-text;version=1.0.0"}
 LOADGEN = (sys.executable, "-c", "from loadgen.cli import main; main()")
 
@@ -80,40 +84,53 @@ def many_runs() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def cpu_us_per_event(place: Path, name: str, port: int | None) -> float:
-    """The client's own, of 1000 streams at 50,000 events a second; where there is a port, scraped each second."""
+def cpu_us_per_event(out: Path, scraping: bool) -> float:
+    """The client's own, of a run whose events come 50,000 a second; with `scraping`, it is scraped each second."""
     over = threading.Event()
 
     def scrape() -> None:
         while not over.wait(1.0):
             with contextlib.suppress(OSError):
-                scraped(f"http://127.0.0.1:{port}/metrics")
+                scraped(f"http://127.0.0.1:{METRICS_PORT}/metrics")
 
-    flags = ["--requests", "1000", "--output-tokens", "500", "--no-calibrate", "--url", "http://127.0.0.1:18123"]
-    argv = [*LOADGEN, "run", "--out", str(place / name), *flags]
+    load = ["--requests", f"{STREAMS}", "--output-tokens", f"{EVENTS}", "--no-calibrate"]
+    argv = [*LOADGEN, "run", "--out", str(out), "--url", f"http://127.0.0.1:{SERVER_PORT}", *load]
     server = subprocess.Popen(
-        [*LOADGEN, "serve", "--ttft-ms", "200", "--itl-ms", "20", "--port", "18123"], stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        [*LOADGEN, "serve", "--ttft-ms", "200", "--itl-ms", "20", "--port", f"{SERVER_PORT}"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        time.sleep(3)
-        if port is not None:
-            argv += ["--metrics-port", str(port)]
+        wait_until_ready()
+        if scraping:
+            argv += ["--metrics-port", f"{METRICS_PORT}"]
             threading.Thread(target=scrape, daemon=True).start()
-        subprocess.run(argv, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(argv, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=RUN_S)
     finally:
         over.set()
         server.terminate()
         server.wait()
-    facts = json.loads((place / name / "requests.jsonl").read_bytes().splitlines()[-1])["client"]
+    facts = json.loads((out / "requests.jsonl").read_bytes().splitlines()[-1])["client"]
     return float(facts["cpu_s"]) / float(facts["events"]) * 1e6
+
+
+def wait_until_ready() -> None:
+    """Raises OSError where the server does not listen in time."""
+    give_up = time.monotonic() + READY_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", SERVER_PORT), 1.0).close()
+            return
+        except OSError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.1)
 
 
 def the_client() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
-        kinds = {"plain": None, "scraped": 19123}
         turns = [
-            [cpu_us_per_event(Path(place), f"{kind}-{turn}", port) for kind, port in kinds.items()] for turn in range(4)
+            [cpu_us_per_event(Path(place) / f"{turn}-{scraping}", scraping) for scraping in (False, True)]
+            for turn in range(TURNS)
         ]
     plain, with_scrapes = map(statistics.median, zip(*turns, strict=True))
     print(f"client CPU an event, medians of {len(turns)} turns: {plain:.2f} us, scraped {with_scrapes:.2f} us,")

@@ -154,7 +154,7 @@ def _chosen(grid: Grid) -> tuple[list[Cell], dict[str, Model], tuple[int, ...], 
 
 
 def _report(directory: Path, code: int) -> int:
-    """Prints what the sweep has so far, and writes its report."""
+    """Prints what there is so far, and writes its report."""
     from training_probe import results
     from training_probe.report import build as reports
 
@@ -163,8 +163,9 @@ def _report(directory: Path, code: int) -> int:
     if not (directory / results.RESULTS_FILE).exists():
         return code
     measured = results.read(directory)
-    say("\n" + reports.text(measured, reports.read_manifest(directory), width(sys.stderr)))
-    return cli.finished(directory, reports.redo(directory), {result.state for result in measured}, code)
+    page = reports.page(measured, reports.read_manifest(directory))
+    say("\n" + page.text(width(sys.stderr)))
+    return cli.finished(directory, page, {result.state for result in measured}, code)
 
 
 def _report_breakdown(directory: Path, code: int) -> int:
@@ -174,8 +175,8 @@ def _report_breakdown(directory: Path, code: int) -> int:
 
     traced = read(directory)
     say("\n" + reports.text(traced, width(sys.stderr)))
-    report = reports.write(directory, traced, read_manifest(directory))
-    return cli.finished(directory, report, {each.outcome for each in traced}, code)
+    page = reports.page(traced, read_manifest(directory))
+    return cli.finished(directory, page, {each.outcome for each in traced}, code)
 
 
 def plan(
@@ -296,7 +297,7 @@ def _exit_code_of(error: Exception) -> int | None:
     from training_probe.grid import GridError
     from training_probe.launch.runner import RunnerError
     from training_probe.points import MicroError
-    from training_probe.report.build import ReportError
+    from training_probe.report.page import ReportError
     from training_probe.results import ResultsError
 
     if isinstance(error, (GridError, ConfigError, RunError, GpuError, MicroError, ReportError, ResultsError)):

@@ -118,14 +118,10 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     steps_s: list[float]
 
 
-def read_trial(path: Path) -> Trial:
-    return msgspec.json.decode(path.read_bytes(), type=Trial)
-
-
-def write_atomically(path: Path, value: object) -> None:
-    """All of it or nothing, whenever the process dies."""
+def write_atomically(path: Path, value: object, indent: int = -1) -> None:
+    """All of it or nothing, whenever the process dies. indent: of lines, in spaces; -1: one line."""
     part = path.with_name(path.name + ".part")
-    part.write_bytes(msgspec.json.encode(value) + b"\n")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n")
     part.replace(path)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import read_json_lines
 from training_probe.grid import Cell
 from training_probe.protocol import RankReport, Step
 
@@ -236,19 +236,6 @@ def read(path: Path) -> list[CellResult]:
     """The results of a sweep's directory, or of a file: the last one of each cell, in the order of the first. A last
     line that was cut by a kill is left out. Raises ResultsError."""
     path = path / RESULTS_FILE if path.is_dir() else path
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ResultsError(f"cannot read {path}: {error.strerror or error}; name the directory of a sweep.") from None
-    by_cell: dict[str, CellResult] = {}
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            result = msgspec.json.decode(line, type=CellResult)
-        except UNDECODABLE as error:
-            if number == len(lines):  # no newline after it: the sweep was killed while it wrote
-                break
-            raise ResultsError(f"line {number} of {path} is not a result of this version: {error}.") from None
-        by_cell[result.cell] = result
-    return list(by_cell.values())
+    advice = "; name the directory of a sweep"
+    results = read_json_lines(path, CellResult, ResultsError, "is not a result of this version", advice)
+    return list({result.cell: result for result in results}.values())

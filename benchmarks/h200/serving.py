@@ -1,10 +1,7 @@
-"""Figures and tables of the serving runs in benchmarks/h200/serving, from the committed records alone.
+"""Prints the tables of the README about the serving runs in benchmarks/h200/serving, from the committed records alone:
+runs, the comparison with `vllm bench serve`, and the errors of predictions.
 
     python benchmarks/h200/serving.py
-
-Writes cdf_bursts.png, cdf_poisson.png, cdf_servers.png and cdf_tp.png (as Figures 7 to 10 of arXiv 2311.03687 do,
-latencies by server and load) and throughput.png (Figure 6), and prints the tables of the README: runs, the comparison
-with `vllm bench serve`, and the errors of predictions.
 """
 
 from __future__ import annotations
@@ -14,14 +11,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import numpy.typing as npt
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from loadgen.report import figures
-from loadgen.report.metrics import Distribution
 from servers.calibrate.command import judged
 from servers.calibrate.runs import Observed, RunFacts, read
 from servers.simulator.build import profiles, read_profile
@@ -49,42 +41,8 @@ def latencies(run: Observed) -> dict[str, Floats]:
     return {"ttft": run.ttft_s * 1e3, "tpot": tpot * 1e3, "e2el": run.e2el_s * 1e3}
 
 
-def curves(run: Observed, label: str) -> figures.Curves:
-    samples = {f"{name}_ms": Distribution(np.sort(values), 1.0) for name, values in latencies(run).items()}
-    return figures.Curves(label, False, samples)
-
-
-def labelled(burst: str) -> str:
-    """7b_burst_o64: vLLM, 7B, 64 output tokens."""
-    model, kind, *rest, output = burst.split("_")
-    parts = ["LightLLM" if kind == "lightllm" else "vLLM", model.upper()]
-    if kind.startswith("tp"):
-        parts.append(f"TP {kind[2:]}{' without P2P' if rest else ''}")
-    return ", ".join([*parts, f"{output[1:]} output tokens"])
-
-
-def draw(name: str, title: str, runs: dict[str, Observed]) -> None:
-    figures.draw([curves(run, label) for label, run in runs.items()], title, [HERE / name])
-
-
 def tokens_per_s(run: Observed) -> float:
     return float(run.output.sum() / (run.end_s.max() - run.send_s.min()))
-
-
-def throughput(bars: dict[str, Observed]) -> None:
-    with matplotlib.rc_context(figures.STYLE):  # type: ignore[arg-type]
-        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-        FigureCanvasAgg(figure)
-        axis = figure.subplots()
-        values = [tokens_per_s(run) for run in bars.values()]
-        colours = [figures.COLOURS["LightLLM" in label] for label in bars]
-        drawn = axis.barh(list(bars), values, color=colours, height=0.65)
-        axis.bar_label(drawn, [f"{value:,.0f}" for value in values], padding=3)
-        axis.invert_yaxis()
-        axis.margins(x=0.1)
-        axis.set_xlabel("output tokens/s")
-        figure.suptitle("1000 prompts of 512 tokens at once, on one H200 (TP 2 and 4: on so many)", x=0.01, ha="left")
-        figure.savefig(HERE / "throughput.png", dpi=110)
 
 
 def table_of_runs() -> None:
@@ -139,21 +97,10 @@ def table_of_predictions(runs: dict[str, Observed]) -> None:
 
 
 def main() -> None:
-    runs = {name: read(HERE / name, ATTACHED) for name in RUNS}
-    split = {name: read(HERE / name, RunFacts(gpu="h200")) for name in SPLIT}
-    lightllm = {labelled(name): read(HERE / name, RunFacts(gpu="h200")) for name in LIGHTLLM}
-    bursts = {labelled(name): run for name, run in runs.items() if "burst" in name}
-    rates = {f"vLLM, 7B, Poisson {rate}/s": runs[f"7b_poisson{rate}_o128"] for rate in (16, 32, 40)}
-    draw("cdf_bursts.png", "One H200, 1000 prompts of 512 tokens at once", bursts)
-    draw("cdf_poisson.png", "One H200, 7B, 512 tokens in, 128 out", rates)
-    servers = {labelled(name): runs[name] for name in ("7b_burst_o64", "7b_burst_o256")} | lightllm
-    draw("cdf_servers.png", "One H200, 7B, 1000 prompts of 512 tokens at once", servers)
-    parallel = {labelled(name): run for name, run in split.items()}
-    draw("cdf_tp.png", "Two and four H200s over NVLink, 1000 prompts of 512 tokens at once, 64 out", parallel)
-    throughput(bursts | parallel | lightllm)
     table_of_runs()
     table_of_clients()
-    table_of_predictions(runs | split)
+    attached = {name: read(HERE / name, ATTACHED) for name in RUNS}
+    table_of_predictions(attached | {name: read(HERE / name, RunFacts(gpu="h200")) for name in SPLIT})
 
 
 if __name__ == "__main__":

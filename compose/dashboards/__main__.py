@@ -15,7 +15,7 @@ import training
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 DIRECTORY = Path(__file__).parents[1] / "grafana" / "dashboards"
-BOARDS = {"serving": serving.board, "training": training.board, "comparison": comparison.board}
+BOARDS = {"serving": serving.BOARD, "training": training.BOARD, "comparison": comparison.BOARD}
 
 
 def main() -> None:
@@ -23,8 +23,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=DIRECTORY, help="directory to write to")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    for name, build in BOARDS.items():
-        text = json.dumps(build(), cls=JSONEncoder, indent=1, sort_keys=True)
+    for name, board in BOARDS.items():
+        text = json.dumps(board, cls=JSONEncoder, indent=1, sort_keys=True)
         (out / f"{name}.json").write_text(text + "\n")
 
 

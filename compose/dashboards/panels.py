@@ -6,7 +6,7 @@ A panel is a builder of grafana-foundation-sdk that `dashboard` gives its id. Si
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +47,6 @@ class Query:
     legend: str = ""
     unit: str | None = None
     right: bool = False  # its own axis
-
-
-@dataclass(frozen=True)
-class Row:
-    """A heading and what is under it."""
-
-    title: str
-    panels: Sequence[Panel]
 
 
 def lines(
@@ -149,9 +141,12 @@ def rows(title: str, *queries: Query, about: str = "", width: int = 24, height: 
     return panel.transformations([merge, DataTransformerConfig(id_val="organize", options=columns)])
 
 
-def dashboard(uid: str, title: str, about: str, content: Sequence[Row], runs: str, every: bool, span: str) -> Dashboard:
-    """`runs`: which series name the run ids to choose from. `every`: begins with all of them, else with the newest.
-    `span`: how far back it looks at first."""
+def dashboard(
+    uid: str, title: str, about: str, rows: Mapping[str, Sequence[Panel]], *, program: str, every: bool, span: str
+) -> Dashboard:
+    """`rows`: panels by the heading that they stand under. `program`: the runs of which one can be chosen. `every`:
+    begins with all of them, else with the newest. `span`: how far back it looks at first."""
+    runs = f'bench_run_info{{program="{program}"}}'
     chosen = (
         boards.QueryVariable("run_id").label("Run").query(f"label_values({runs}, run_id)").datasource(SOURCE)
         .multi(True).include_all(True)
@@ -165,10 +160,10 @@ def dashboard(uid: str, title: str, about: str, content: Sequence[Row], runs: st
         .time(f"now-{span}", "now").tooltip(DashboardCursorSync.CROSSHAIR).with_variable(chosen).link(links)
     )  # fmt: skip
     number = 0
-    for row in content:
+    for heading, panels in rows.items():
         number += 1
-        board.with_row(boards.Row(row.title).id(number))
-        for panel in row.panels:
+        board.with_row(boards.Row(heading).id(number))
+        for panel in panels:
             number += 1
             board.with_panel(panel.id(number))
     return board.build()

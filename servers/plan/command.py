@@ -7,7 +7,6 @@ What cannot do it stands below with the reason; no candidate is left out.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,7 +35,7 @@ from loadgen.report import text
 from loadgen.server import embedded
 from servers.plan.sizing import METRICS, Limits, Load, NotMet, SizedServer, Trial
 from servers.simulator import hardware
-from servers.simulator.build import Emulated, EmulationError, Profile, emulate, profiles, read_profile
+from servers.simulator.build import Emulated, EmulationError, Profile, Setup, emulate, profiles, read_profile
 from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware
 
@@ -312,15 +311,15 @@ class PlanOptions:
         ):  # fmt: skip
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
-        if not 0 < self.memory_ratio <= 1:
-            raise ConfigError(f"--memory-ratio is {self.memory_ratio:g}; it must be above 0 and at most 1.")
 
-    def hardware(self, gpu: str) -> Hardware:
-        """One such GPU, or more where they are named with `dataclasses.replace`."""
-        return Hardware(
-            gpu=gpu, p2p=False if self.p2p == "off" else None, scheduler=self.scheduler, dtype=self.dtype,
+    def setup(self, candidate: Candidate, model: str) -> Setup:
+        """Raises EmulationError."""
+        hardware = Hardware(
+            gpu=candidate.gpu, gpus=candidate.tp, tp=candidate.tp, p2p=False if self.p2p == "off" else None,
+            scheduler=self.scheduler, dtype=self.dtype, max_running=candidate.max_running,
             max_requests=embedded.UNREFUSED, memory_ratio=self.memory_ratio, profile=self.profile,
         )  # fmt: skip
+        return hardware.setup(self.backend, model, max(4096, self.input_tokens + self.output_tokens))
 
 
 def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
@@ -339,24 +338,16 @@ def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
     _check(load, limits, spec)
     prices = read_prices(options.prices)
     model = options.model if spec is None else spec.name
-    length = max(4096, options.input_tokens + options.output_tokens)
-
-    def emulation(candidate: Candidate) -> Emulated:
-        chosen = dataclasses.replace(
-            options.hardware(candidate.gpu), gpus=candidate.tp, tp=candidate.tp, max_running=candidate.max_running
-        )
-        return emulate(chosen.setup(options.backend, model, length))
-
     kinds = options.gpu or tuple(hardware.known())
     try:  # what is wrong with every candidate is the user's mistake and no reason against one
         for kind in kinds:
             hardware.find(kind)
-        scheduler = options.hardware(kinds[0]).setup(options.backend, model, length).scheduler
+        scheduler = options.setup(Candidate(gpu=kinds[0], tp=1), model).scheduler
         profile = profiles()[scheduler] if options.profile is None else read_profile(options.profile, scheduler)
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
     rows, unmet = ranked([
-        judge(candidate, emulation, load, limits, prices, options.max_gpus)
+        judge(candidate, lambda each: emulate(options.setup(each, model)), load, limits, prices, options.max_gpus)
         for candidate in _candidates(kinds, min(LARGEST_TP, options.max_gpus), options.max_running)
     ])  # fmt: skip
     print(render(rows, unmet, load, limits, prices, profile))

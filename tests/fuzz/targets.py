@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import math
 import random
 import tempfile
@@ -59,7 +60,7 @@ def pieces(data: bytes) -> Iterator[list[bytes]]:
     yield [data[at : at + 1] for at in range(len(data))]
     rng = random.Random(zlib.crc32(data))
     edges = [0, *sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(1, 9))), len(data)]
-    yield [data[begin:end] for begin, end in zip(edges, edges[1:], strict=False) if end > begin]
+    yield [data[begin:end] for begin, end in itertools.pairwise(edges) if end > begin]
 
 
 def shown(error: Exception) -> str:

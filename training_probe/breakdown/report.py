@@ -19,7 +19,8 @@ from training_probe import paper
 from training_probe.breakdown import tables
 from training_probe.breakdown.run import Breakdown
 from training_probe.report import layout
-from training_probe.report.build import ManifestFields, ReportError, ReportHead
+from training_probe.report.build import ManifestFields, ReportHead
+from training_probe.report.page import Page
 
 SCHEMA = "training_probe.breakdown_report/1"
 NOTHING = "No cell was traced to its end."
@@ -62,32 +63,28 @@ def _failed(breakdowns: Sequence[Breakdown]) -> list[str]:
     return [f"{each.cell.name}: {each.outcome}: {each.reason}" for each in breakdowns if each.outcome != "ok"]
 
 
-def write(directory: Path, breakdowns: Sequence[Breakdown], manifest: ManifestFields) -> BreakdownReport:
-    """Writes all of it into the directory, replacing earlier ones. Raises ReportError."""
-    report = build(breakdowns, manifest)
-    made = tables.build(breakdowns)
-    lines = [f"# Where a training step goes on {markdown_text(report.platform or 'this machine')}", ""]
-    lines += [f"- {markdown_text(line)}" for line in _failed(breakdowns)]
-    lines += [
-        f"- {markdown_text(each.cell.name)}: [trace]({quote(each.trace)}), which <https://ui.perfetto.dev> opens"
-        for each in breakdowns
-        if each.trace
-    ]
-    lines += ["", *([layout.markdown(table) for table in made] or [f"{NOTHING}\n"])]
-    try:
-        (directory / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-        (directory / "tables.tex").write_text(layout.latex_file(made), encoding="utf-8")
-        if made:
-            file, shows = _draw(directory, breakdowns)
-            lines += ["## Figure", "", f"![{markdown_text(shows)}]({file})", ""]
-        lines.append(f"Run {markdown_text(str(report.run_id))}, llm-dissect {markdown_text(str(report.version))}.")
-        (directory / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
-    return report
+def page(breakdowns: Sequence[Breakdown], manifest: ManifestFields) -> Page:
+    """The report of a breakdown, as `breakdown` and `report` write it."""
+    report, made = build(breakdowns, manifest), tables.build(breakdowns)
+    return Page(
+        report=report,
+        run_id=report.run_id,
+        version=report.version,
+        title=f"Where a training step goes on {report.platform or 'this machine'}",
+        facts=_failed(breakdowns),
+        links=[
+            f"- {markdown_text(each.cell.name)}: [trace]({quote(each.trace)}), which <https://ui.perfetto.dev> opens"
+            for each in breakdowns
+            if each.trace
+        ],
+        tables=made,
+        draw=lambda directory: _draw(directory, breakdowns) if made else {},
+        figures="Figure",
+        after=() if made else [f"{NOTHING}\n"],
+    )
 
 
-def _draw(directory: Path, breakdowns: Sequence[Breakdown]) -> tuple[str, str]:
+def _draw(directory: Path, breakdowns: Sequence[Breakdown]) -> dict[str, str]:
     """Figure 5: shares of a decoder layer's parts; the SVG's name and what it shows. Raises OSError."""
     from loadgen.report.figures import stacked  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
     from training_probe.report import figures
@@ -106,4 +103,4 @@ def _draw(directory: Path, breakdowns: Sequence[Breakdown]) -> tuple[str, str]:
     title = f"Parts of the decoder layers, as Figure 5 of {paper.SOURCE} (without what is recomputed)"
     paths = [directory / f"parts{suffix}" for suffix in figures.SUFFIXES]
     stacked(bars, title, "% of the layers' time in that pass", paths, number=".0f")
-    return "parts.svg", title
+    return {"parts.svg": title}

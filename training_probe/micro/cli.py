@@ -30,6 +30,7 @@ from training_probe.points import Dtype, Kind, MicroError, Name, Point, Task
 
 if TYPE_CHECKING:
     from backends.gpus import Inventory
+    from training_probe.report.page import Page
 
 SAMPLES = 50
 BUDGET_S: dict[Device, float] = {"cuda": 0.5, "cpu": 0.1}  # of a point, where no number of samples is named
@@ -233,19 +234,22 @@ def _run(kind: Kind, preset: str | None, points: Sequence[Point], measuring: Mea
 
 def reported(directory: Path, code: int) -> int:
     """Prints what there is so far, and writes its report; the exit code."""
-    from training_probe.micro import report as micro_report
+    from training_probe.micro import report, run
 
-    results, report = micro_report.redo(directory)
-    say("\n" + micro_report.text(results, report, width(sys.stderr)))
-    return finished(directory, report, {result.outcome for result in results}, code)
+    results = run.read_results(directory)
+    page = report.page(results, run.read_manifest(directory), run.read_about(directory))
+    say("\n" + page.text(width(sys.stderr)))
+    return finished(directory, page, {result.outcome for result in results}, code)
 
 
-def finished(directory: Path, report: msgspec.Struct, outcomes: Set[str], code: int) -> int:
-    """Names the files that were written and prints the report as JSON; the exit code, where `code` is not one yet."""
+def finished(directory: Path, page: Page, outcomes: Set[str], code: int) -> int:
+    """Writes the report, names the files that are there and prints the report as JSON; the exit code, where `code` is
+    not one yet."""
     import json
 
+    page.write(directory)
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json.dumps(msgspec.to_builtins(report)))
+    print(json.dumps(msgspec.to_builtins(page.report)))
     if code != exit_codes.OK or outcomes.isdisjoint(("crashed", "timeout", "wrong", "invalid")):
         return code
     return exit_codes.INVALID if outcomes.isdisjoint(("crashed", "timeout")) else exit_codes.FAILED

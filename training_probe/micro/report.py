@@ -1,27 +1,23 @@
 """From the points of a micro-benchmark to what is read: report.json, report.md, tables.tex and figures.
 
-`build`, `markdown` and `text` are pure. A point without a number stands in them with its reason.
+`build` and `page` are pure. A point without a number stands in them with its reason.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any, get_args
 
 import msgspec
 
-from backends.untrusted import escaped
-from loadgen.report.text import markdown_text
 from loadgen.rundir import Machine
-from training_probe.micro import run as micro_run
 from training_probe.micro import tables
 from training_probe.micro.presets import TITLES
 from training_probe.micro.run import MicroManifest
-from training_probe.points import About, Dtype, Gemm, Kind, Measured, MicroError, PointOutcome
-from training_probe.report import layout
+from training_probe.points import About, Dtype, Gemm, Kind, Measured, PointOutcome
+from training_probe.report.page import Page
 
 SCHEMA = "training_probe.micro/1"
 NAMES = {"gemm": "Matrix products", "memcpy": "Memory copies", "collectives": "Collectives"}
@@ -100,11 +96,6 @@ def _platform(report: MicroReport) -> str:
     return f"{report.ranks} x {report.device_name}"
 
 
-def title_of(report: MicroReport) -> str:
-    preset = f", as {TITLES[report.preset]}" if report.preset in TITLES else ""
-    return f"{NAMES[report.kind]} on {_platform(report)}{preset}"
-
-
 def summary(report: MicroReport) -> Iterator[str]:
     """What was measured and how, a sentence or two each; plain text that is not escaped."""
     points = report.points
@@ -122,36 +113,22 @@ def summary(report: MicroReport) -> Iterator[str]:
         yield "Versions: " + ", ".join(f"{name} {version}" for name, version in report.versions.items()) + "."
 
 
-def text(results: Sequence[Measured], report: MicroReport, width: int) -> str:
-    """The report for a terminal of `width` columns."""
-    shown = [layout.text(table, width) for table in tables.build(results, report.device_name)]
-    head = [title_of(report), "", *summary(report)]
-    return "\n".join([*(fill(escaped(line), width) for line in head), "", *shown])
+def page(results: Sequence[Measured], manifest: MicroManifest, about: About | None) -> Page:
+    """The report of a micro-benchmark, as `micro` and `report` show and write it."""
+    report = build(results, manifest, about)
+    preset = f", as {TITLES[report.preset]}" if report.preset in TITLES else ""
 
+    def draw(directory: Path) -> dict[str, str]:
+        from training_probe.micro import plots  # matplotlib costs 0.7 s and 70 MB
 
-def markdown(report: MicroReport, results: Sequence[Measured], pictures: Mapping[str, str]) -> str:
-    """report.md. pictures: file -> what it shows."""
-    lines = [f"# {markdown_text(title_of(report))}", "", *(f"- {markdown_text(line)}" for line in summary(report)), ""]
-    lines += [layout.markdown(table) for table in tables.build(results, report.device_name)]
-    for file, shows in pictures.items():
-        lines += [f"![{markdown_text(shows)}]({file})", ""]
-    run, version = map(markdown_text, (report.run_id, report.version))
-    return "\n".join([*lines, f"Run {run}, llm-dissect {version}."]) + "\n"
+        return plots.draw(directory, results, manifest.device_name, _platform(report))
 
-
-def redo(directory: Path) -> tuple[list[Measured], MicroReport]:
-    """The results of a directory, and their report, written anew into it. Raises MicroError."""
-    results, manifest = micro_run.read_results(directory), micro_run.read_manifest(directory)
-    report = build(results, manifest, micro_run.read_about(directory))
-    try:
-        (directory / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-        made = tables.build(results, manifest.device_name)
-        (directory / "tables.tex").write_text(layout.latex_file(made), encoding="utf-8")
-        (directory / "report.md").write_text(markdown(report, results, {}), encoding="utf-8")
-        from training_probe.micro import plots  # matplotlib: after the numbers are safe
-
-        pictures = plots.draw(directory, results, manifest.device_name, _platform(report))
-        (directory / "report.md").write_text(markdown(report, results, pictures), encoding="utf-8")
-    except OSError as error:
-        raise MicroError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
-    return results, report
+    return Page(
+        report=report,
+        run_id=report.run_id,
+        version=report.version,
+        title=f"{NAMES[report.kind]} on {_platform(report)}{preset}",
+        facts=[*summary(report)],
+        tables=tables.build(results, report.device_name),
+        draw=draw,
+    )

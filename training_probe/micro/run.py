@@ -102,8 +102,7 @@ def measure(manifest: MicroManifest, directory: Path, say: Say, command: Command
         raise RunnerError("measurements are started on Linux only; use a Linux machine.")
     rundir.create(directory)
     say(f"{len(manifest.task.points)} points on {manifest.device_name}; results go to {directory}/")
-    text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-    (directory / MANIFEST_FILE).write_bytes(text + b"\n")
+    write_atomically(directory / MANIFEST_FILE, manifest, indent=2)
     cancelled = threading.Event()
     (directory / RESULTS_FILE).touch()
     with stopped_by_signals(cancelled), (directory / RESULTS_FILE).open("ab", buffering=0) as results:
@@ -202,8 +201,7 @@ def read_manifest(directory: Path) -> MicroManifest:
 
 def read_results(directory: Path) -> list[Measured]:
     """In the order of measuring; a last line that was cut by a kill is left out. Raises MicroError."""
-    wrong = "holds a line that is no result of this version"
-    return read_json_lines(directory / RESULTS_FILE, Measured, MicroError, wrong)
+    return read_json_lines(directory / RESULTS_FILE, Measured, MicroError, "is no result of this version")
 
 
 def read_about(directory: Path) -> About | None:

@@ -1,7 +1,7 @@
 """From the results of a sweep to what is read: report.json, report.md, tables.csv, tables.tex and figures.
 
-`build`, `markdown` and `text` are pure; the same results and manifest always give the same report. A failed or invalid
-cell stands in it with its reason, never as a number.
+`build` and `page` are pure; the same results and manifest always give the same report. A failed or invalid cell stands
+in it with its reason, never as a number.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any, get_args
 
 import msgspec
 
-from backends.untrusted import escaped, read_json
+from backends.untrusted import read_json
 from loadgen.report.text import markdown_text
 from training_probe import paper
 from training_probe.grid import LETTERS, Method
-from training_probe.report import layout, tables
+from training_probe.report import tables
+from training_probe.report.page import Page, ReportError
 from training_probe.results import CellResult, Outcome
-from training_probe.results import read as read_results
 
 SCHEMA = "training_probe.report/1"
 MANIFEST_FILE = "manifest.json"
@@ -30,10 +29,6 @@ MARGIN = 1.15  # predicted to fit with this much to spare, and it ran out: the p
 INVALID_CELLS = "An INVALID cell ran, but its losses were not finite or did not fall: its speed means nothing."
 
 ManifestFields = Mapping[str, Any]  # of a manifest.json that anybody may have written
-
-
-class ReportError(Exception):
-    """A report that cannot be made. One sentence."""
 
 
 class ReportHead(msgspec.Struct, kw_only=True):
@@ -215,46 +210,38 @@ def _engine_lines(results: Sequence[CellResult]) -> Iterator[str]:
         yield "Versions: " + ", ".join(f"{name} {' and '.join(each)}" for name, each in versions.items()) + "."
 
 
-def title_of(report: SweepReport) -> str:
-    return f"Training on {report.platform}" + (f", {report.preset}" if report.preset else "")
-
-
-def text(results: Sequence[CellResult], manifest: ManifestFields, width: int) -> str:
-    """The report for a terminal of `width` columns: plain text, nothing in it that a terminal obeys."""
-    report = build(results, manifest)
-    head = [title_of(report), "", *summary(report, results)]
-    shown = [layout.text(table, width) for table in tables.build(results)]
-    return "\n".join([*(fill(escaped(line), width) for line in head), "", *shown])
-
-
-def markdown(report: SweepReport, results: Sequence[CellResult], pictures: Mapping[str, str] | None = None) -> str:
-    """report.md. pictures: file -> what it shows."""
-    lines = [
-        f"# {markdown_text(title_of(report))}",
-        "",
-        *(f"- {markdown_text(line)}" for line in summary(report, results)),
-    ]
-    lines += ["", *(layout.markdown(table) for table in tables.build(results))]
-    if pictures:
-        lines += ["## Figures", ""]
-    for file, shows in (pictures or {}).items():
-        lines += [f"![{markdown_text(shows)}]({file})", ""]
-    failed = [result for result in results if result.state != "ok"]
+def page(results: Sequence[CellResult], manifest: ManifestFields) -> Page:
+    """The report of a sweep, as `sweep` and `report` show and write it."""
+    report, after = build(results, manifest), []
     used = {letter for result in results for letter in result.method.split("+")} & set(LETTERS)
     if used:
-        lines += ["## Letters of the methods", ""]
-        lines += [*(f"- {letter}: {markdown_text(means)}" for letter, means in LETTERS.items() if letter in used), ""]
+        after += ["## Letters of the methods", ""]
+        after += [*(f"- {letter}: {markdown_text(means)}" for letter, means in LETTERS.items() if letter in used), ""]
+    failed = [result for result in results if result.state != "ok"]
     if failed:
-        lines += ["## Cells without a valid number", "", "| cell | outcome | reason | log |", "|---|---|---|---|"]
+        after += ["## Cells without a valid number", "", "| cell | outcome | reason | log |", "|---|---|---|---|"]
     for result in failed:
         reason = result.reason or (tables.UNSOUND if result.state == "invalid" else "")
         row = (result.cell, result.state, reason, result.log)
-        lines.append(f"| {' | '.join(markdown_text(part) for part in row)} |")
-    run, version = (markdown_text(str(value or "unknown")) for value in (report.run_id, report.version))
-    return "\n".join([*lines, "", f"Run {run}, llm-dissect {version}."]) + "\n"
+        after.append(f"| {' | '.join(markdown_text(part) for part in row)} |")
 
+    def draw(directory: Path) -> dict[str, str]:
+        from training_probe.report import plots  # matplotlib costs 0.7 s and 70 MB
 
-# Files.
+        return plots.draw(directory, results)
+
+    return Page(
+        report=report,
+        run_id=report.run_id,
+        version=report.version,
+        title=f"Training on {report.platform}" + (f", {report.preset}" if report.preset else ""),
+        facts=[*summary(report, results)],
+        tables=tables.build(results),
+        draw=draw,
+        figures="Figures",
+        after=[*after, ""],
+        files={"tables.csv": tables.csv_text(results)},
+    )
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -264,26 +251,3 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         return {}
     advice = "; without that file the report can be made"
     return read_json(path, dict[str, Any], ReportError, "is not a sweep's manifest", advice)
-
-
-def redo(directory: Path) -> SweepReport:
-    """The report of a sweep's directory, made anew from its results. Raises ResultsError or ReportError."""
-    return write(directory, read_results(directory), read_manifest(directory))
-
-
-def write(directory: Path, results: Sequence[CellResult], manifest: ManifestFields) -> SweepReport:
-    """Writes all of it into the directory, replacing earlier ones. Raises ReportError."""
-    report = build(results, manifest)
-    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
-    try:
-        (directory / "report.json").write_bytes(encoded + b"\n")
-        (directory / "tables.csv").write_text(tables.csv_text(results), encoding="utf-8")
-        (directory / "tables.tex").write_text(layout.latex_file(tables.build(results)), encoding="utf-8")
-        (directory / "report.md").write_text(markdown(report, results), encoding="utf-8")
-        from training_probe.report import plots  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
-
-        pictures = plots.draw(directory, results)
-        (directory / "report.md").write_text(markdown(report, results, pictures), encoding="utf-8")
-    except OSError as error:
-        raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
-    return report

@@ -82,13 +82,6 @@ def one_name_each(cells: Sequence[Cell]) -> list[Cell]:
     return list(named.values())
 
 
-def write(directory: Path, manifest: SweepManifest) -> None:
-    text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-    part = directory / (MANIFEST_FILE + ".part")
-    part.write_bytes(text + b"\n")
-    part.replace(directory / MANIFEST_FILE)
-
-
 def read(directory: Path) -> SweepManifest:
     """The manifest of a sweep's directory. Raises RunError."""
     path = directory / MANIFEST_FILE

@@ -28,7 +28,7 @@ from loadgen import exit_codes, rundir
 from training_probe import results
 from training_probe.grid import Cell, impossible
 from training_probe.launch.runner import MemoryReturn, StoppedError, start_of, stopped_by_signals
-from training_probe.protocol import Trial, deepspeed_config
+from training_probe.protocol import Trial, deepspeed_config, write_atomically
 from training_probe.results import GIB, CellResult, of_cell
 from training_probe.sweep import manifests
 from training_probe.sweep.cell import CellRun, Context, Predicted, Surroundings, device_memory_bytes, sized, utilization
@@ -69,7 +69,7 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Su
         environment=process.gpu_variables(os.environ),
         **{**msgspec.structs.asdict(settings), "platform": platform},
     )
-    manifests.write(directory, manifest)
+    write_atomically(directory / manifests.MANIFEST_FILE, manifest, indent=2)
     return manifest
 
 

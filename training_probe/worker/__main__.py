@@ -13,6 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from training_probe.grid import Cell
 from training_probe.protocol import (
     OOM_EXIT,
@@ -21,7 +23,6 @@ from training_probe.protocol import (
     RankReport,
     Trial,
     Unsupported,
-    read_trial,
     write_atomically,
 )
 
@@ -30,7 +31,7 @@ REASON_CHARACTERS = 500
 
 
 def main(directory: Path) -> int:
-    trial = read_trial(directory / TRIAL_FILE)
+    trial = msgspec.json.decode((directory / TRIAL_FILE).read_bytes(), type=Trial)
     rank = int(os.environ.get("RANK", "0"))
     if trial.host_memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (trial.host_memory_bytes, trial.host_memory_bytes))

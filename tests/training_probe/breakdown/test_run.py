@@ -85,7 +85,9 @@ def test_every_cell_that_the_paper_traced_is_in_a_preset() -> None:
 
 def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
     failed = traced(msgspec.structs.replace(NAIVE, method="F", attention="flash"), "oom")
-    report = breakdown_report.write(tmp_path, [traced(NAIVE), failed], {"platform": "`H200`", "run_id": "r"})
+    measured = ([traced(NAIVE), failed], {"platform": "`H200`", "run_id": "r"})
+    breakdown_report.page(*measured).write(tmp_path)
+    report = breakdown_report.build(*measured)
     assert msgspec.to_builtins(report.cells) == {"all": 2, "by_outcome": {"ok": 1, "oom": 1}}
     assert report.explained_ratio == {NAIVE.name: pytest.approx(1 - 0.5 / 92.5)}
     page = (tmp_path / "report.md").read_text()
@@ -117,7 +119,7 @@ def test_cells_that_differ_are_told_apart() -> None:
 
 def test_what_others_wrote_is_no_link(tmp_path: Path) -> None:
     hostile = msgspec.structs.replace(traced(NAIVE), trace="javascript:x) <img src=y>", platform="$\\frac{ <b>|")
-    breakdown_report.write(tmp_path, [hostile], {"platform": 3, "run_id": ["r"]})
+    breakdown_report.page([hostile], {"platform": 3, "run_id": ["r"]}).write(tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "javascript:" not in page and "<img" not in page and "<b>" not in page
 

@@ -43,7 +43,7 @@ def test_deepspeed_on_four_h200(method: str, batch: int, measured_gb: float, tol
 def test_what_the_allocator_had_at_its_peak(
     method: str, gpus: int, batch: int, measured_gb: float, moment: str
 ) -> None:
-    """On one and two H200, by benchmarks/peak_allocations.py: benchmarks/h200/training/peaks.txt."""
+    """On one and two H200, from the allocator's own history: benchmarks/h200/training/peaks.txt."""
     prediction = of(method, gpus=gpus, micro_batch=batch)
     assert prediction.peak.name == moment
     assert prediction.peak_bytes / GIB == pytest.approx(measured_gb, rel=0.01)

@@ -213,10 +213,11 @@ def manifest(points: list[Any], **more: Any) -> MicroManifest:
 def test_report_derives_and_counts() -> None:
     points = presets.gemms("cuda", m=(64,), n=(64,), k=(64,))
     found = [at(points[0], points[0].flops / 700e12)]
-    report = micro_report.build(found, manifest(points, kind="gemm", device_name=H200), About(device_name=H200))
+    measured = (found, manifest(points, kind="gemm", device_name=H200), About(device_name=H200))
+    report = micro_report.build(*measured)
     assert report.schema == "training_probe.micro/1"
     assert msgspec.to_builtins(report.points) == {"planned": 2, "all": 1, "by_outcome": {"ok": 1}}
     assert report.results[0]["data_sheet_peak_ratio"] == pytest.approx(700 / 989.4)
-    text = micro_report.text(found, report, 100)
+    text = micro_report.page(*measured).text(100)
     assert "1 of 2 points: 1 ok." in text and "700 TFLOP/s, 70.7 % of the data sheet's 989.4" in text
     json.dumps(msgspec.to_builtins(report))

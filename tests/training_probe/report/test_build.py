@@ -18,7 +18,8 @@ from loadgen.report.figures import legend_below, titled
 from tests.training_probe.measured import HOSTILE, result
 from training_probe.protocol import TIMELINE_FILE, Timeline
 from training_probe.report import build, figures, layout, plots, tables
-from training_probe.results import CellResult, append
+from training_probe.report.page import ReportError
+from training_probe.results import CellResult, append, read
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -64,7 +65,7 @@ def test_the_report_counts_and_judges() -> None:
     assert len(prediction.said_to_fit_but_ran_out) == 1
     assert made.profile.as_paper
     assert len(made.results) == 7
-    text = build.text(sweep(), {}, 200)
+    text = build.page(sweep(), {}).text(200)
     assert "7 cells: 6 ok (1 of them INVALID), 1 oom." in text
     assert "as in the paper" in text
     assert "Predicted to fit, but ran out of memory: 7b_pretrain_deepspeed_Z2" in text
@@ -78,7 +79,9 @@ def test_a_short_profile_is_said() -> None:
 
 
 def test_nothing_measured_is_a_report_all_the_same(tmp_path: Path) -> None:
-    made = build.write(tmp_path, [], {"platform": "CPU", "warmup_steps": 2, "steps": 3, "runs": 1})
+    manifest = {"platform": "CPU", "warmup_steps": 2, "steps": 3, "runs": 1}
+    made = build.build([], manifest)
+    build.page([], manifest).write(tmp_path)
     assert (made.platform, made.cells.all) == ("CPU", 0)
     assert msgspec.to_builtins(made.profile.each) == [{"warmup_steps": 2, "steps": 3, "runs": 1}]
     assert not list(tmp_path.glob("*.svg"))
@@ -86,11 +89,11 @@ def test_nothing_measured_is_a_report_all_the_same(tmp_path: Path) -> None:
 
 def test_failures_stand_with_their_reasons_and_nothing_is_obeyed() -> None:
     found = [result("Z3", outcome="crashed", reason=HOSTILE, said={"log": "a/b_log.txt"})]
-    text = build.markdown(build.build(found, {"run_id": HOSTILE}), found)
+    text = build.page(found, {"run_id": HOSTILE}).markdown({})
     assert "## Cells without a valid number" in text
     assert "a/b\\_log.txt" in text
     assert "\x1b" not in text and "<b>" not in text
-    assert "\x1b" not in build.text(found, {"preset": HOSTILE}, 100)
+    assert "\x1b" not in build.page(found, {"preset": HOSTILE}).text(100)
     assert "\x1b" not in layout.latex_file(tables.build(found))
 
 
@@ -102,8 +105,9 @@ def test_redoing_a_directory_writes_all_of_it(tmp_path: Path) -> None:
     cell.mkdir(parents=True)
     (cell / TIMELINE_FILE).write_bytes(msgspec.json.encode(timeline()))
     (tmp_path / "manifest.json").write_text('{"run_id": "r1", "machine": {"cpu": "x"}, "unknown": [1]}')
-    made = build.redo(tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text()) == msgspec.to_builtins(made)
+    page = build.page(read(tmp_path), build.read_manifest(tmp_path))
+    page.write(tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == msgspec.to_builtins(page.report)
     written = {path.name for path in tmp_path.iterdir()}
     assert {"report.md", "tables.csv", "tables.tex"} <= written
     text = (tmp_path / "report.md").read_text()
@@ -119,15 +123,15 @@ def test_redoing_a_directory_writes_all_of_it(tmp_path: Path) -> None:
 )
 def test_a_broken_manifest_is_one_sentence(tmp_path: Path, wrong: str) -> None:
     (tmp_path / "manifest.json").write_bytes(wrong.encode("latin-1"))
-    with pytest.raises(build.ReportError, match=r"is not a sweep's manifest"):
+    with pytest.raises(ReportError, match=r"is not a sweep's manifest"):
         build.read_manifest(tmp_path)
     (tmp_path / "manifest.json").unlink()
     assert build.read_manifest(tmp_path) == {}
 
 
 def test_a_directory_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(build.ReportError, match="cannot write the report"):
-        build.write(tmp_path / "none", [result()], {})
+    with pytest.raises(ReportError, match="cannot write the report"):
+        build.page([result()], {}).write(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def test_a_broken_timeline_costs_no_report(tmp_path: Path, broken: bytes) -> Non
     cell = tmp_path / "trials" / "one" / "timeline"
     cell.mkdir(parents=True)
     (cell / TIMELINE_FILE).write_bytes(broken)
-    build.write(tmp_path, [result()], {})
+    build.page([result()], {}).write(tmp_path)
     assert not list(tmp_path.glob("timeline-*"))
 
 
