@@ -81,7 +81,8 @@ def fuzz(name: str) -> Result:
         options += [f"-timeout={MOST_SECONDS}", f"-artifact_prefix={CRASHES}/{name}-", "-reduce_inputs=0"]
         process = subprocess.run(
             [sys.executable, "-m", "tests.fuzz.run", f"--within={name}", str(report), *options, str(corpus)],
-            cwd=HERE.parents[1], env={**os.environ, "TMPDIR": scratch}, capture_output=True, text=True, errors="replace",
+            cwd=HERE.parents[1], env={**os.environ, "TMPDIR": scratch}, capture_output=True, text=True,
+            errors="replace",
         )  # fmt: skip
         executions, given = map(int, report.read_text().split()) if report.exists() else (0, 0)
         crashes = sorted(path.name for path in CRASHES.glob(f"{name}-*"))

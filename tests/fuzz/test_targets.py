@@ -17,8 +17,8 @@ CORPUS = Path(__file__).parent / "corpus"
 MOST_CORPUS_BYTES = 12_000  # of one target
 SLOW = {"config": 4, "run_directory": 20, "profile": 20}  # draws of those that take longest
 HOSTILE = (
-    None, True, -1, 0, 1, 2**31, 2**63, -(2**63), 2**64, 10**30, 1e308, -1e-308, 0.5, "", "a", "\x1b[2J", "\u202e", "<b>",
-    "nan", "\x00", "9" * 40, [], [[]], {}, {"a": None}, [None], ["a"], [-1],
+    None, True, -1, 0, 1, 2**31, 2**63, -(2**63), 2**64, 10**30, 1e308, -1e-308, 0.5, "", "a", "\x1b[2J", "\u202e",
+    "<b>", "nan", "\x00", "9" * 40, [], [[]], {}, {"a": None}, [None], ["a"], [-1],
 )  # fmt: skip
 
 
