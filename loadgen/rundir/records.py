@@ -328,17 +328,17 @@ def _open(path: Path) -> Iterator[BinaryIO]:
             raise RecordsError(f"{path} cannot be unpacked: {error}") from None
 
 
-def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """The lines from here on; the last may have no end. Raises RecordsError for one that is too long to be a record."""
-    while line := file.readline(MOST_LINE_BYTES):
-        if len(line) == MOST_LINE_BYTES:
-            raise RecordsError(f"{path} has a line of over {MOST_LINE_BYTES >> 20} MiB, which is no record")
-        yield line
+def _line(path: Path, file: BinaryIO) -> bytes:
+    """The next line; the last may have no end. Raises RecordsError for one that is too long to be a record."""
+    line = file.readline(MOST_LINE_BYTES)
+    if len(line) == MOST_LINE_BYTES:
+        raise RecordsError(f"{path} has a line of over {MOST_LINE_BYTES >> 20} MiB, which is no record")
+    return line
 
 
 def _read_header(path: Path, file: BinaryIO) -> Header:
     try:
-        header = msgspec.json.decode(next(_lines(path, file), b""), type=Header)
+        header = msgspec.json.decode(_line(path, file), type=Header)
     except UNDECODABLE as error:
         raise RecordsError(f"{path} does not begin with a {SCHEMA} header: {error}") from None
     if header.schema != SCHEMA:
@@ -373,11 +373,10 @@ def read(directory: Path) -> tuple[Table, list[ClientFacts]]:
     record_of = msgspec.json.Decoder(Record).decode
     for path in _files(directory):
         with _open(path) as file:
-            lines = _lines(path, file)
-            next(lines, None)
-            for number, line in enumerate(lines, 2):
-                if not line.endswith(b"\n"):
-                    break
+            _line(path, file)
+            number = 1
+            while (line := _line(path, file)).endswith(b"\n"):
+                number += 1
                 try:
                     if line.startswith(b'{"client":'):
                         facts.append(msgspec.json.decode(line, type=Footer).client)
