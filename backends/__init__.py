@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib.metadata import EntryPoint, entry_points
 
 from backends.protocol import Backend
+from backends.untrusted import nearest
 
 __all__ = ["Backend", "UnknownBackend", "available", "get"]
 
@@ -29,8 +29,8 @@ def get(name: str) -> Backend:
     """The backend called `name`. Raises UnknownBackend with a suggestion."""
     entries = _entries()
     if name not in entries:
-        near = difflib.get_close_matches(name, entries, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"installed: {', '.join(sorted(entries))}."
+        near = nearest(name, entries)
+        hint = f"did you mean '{near}'?" if near else f"installed are {', '.join(sorted(entries))}."
         raise UnknownBackend(f"unknown backend '{name}'; {hint}")
     backend: Backend = entries[name].load()
     return backend

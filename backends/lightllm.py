@@ -34,6 +34,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Token(msgspec.Struct, gc=False):
+    text: str | None = None  # not needed, but bytes that are no text are a breach
     count_output_tokens: Count = 0
     prompt_tokens: Count | None = None
 
@@ -56,6 +57,8 @@ class _Stream(EventReply):
     def read(self, data: bytes) -> Sequence[Delta]:
         try:
             event = _decode(data)
+            if not data.isascii():  # the text is skipped, and with it whether it is one
+                data.decode()
         except UNDECODABLE as error:
             return self.unreadable(data, error)
         token = event.token
@@ -71,7 +74,7 @@ class _Stream(EventReply):
         self._count = count
         if not event.finished:
             return _ONE_TOKEN if n_tokens == 1 else (Delta(n_tokens=n_tokens),) if n_tokens else ()
-        self.complete = True
+        self.end()
         self.failed = self.failed or event.finish_reason in GIVEN_UP
         return (_last_delta(n_tokens, event.finish_reason, token.prompt_tokens, count),)
 

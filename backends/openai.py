@@ -17,7 +17,7 @@ import msgspec
 from backends.identity import PATHS, read_any
 from backends.plain_tokens import PlainTokens
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
-from backends.replies import GIVEN_UP, Count, WholeReply, error_message, error_text, given_up
+from backends.replies import GIVEN_UP, Count, WholeReply, error_in, error_message, error_text, given_up
 from backends.sse import PLAIN, EventReply
 from backends.untrusted import UNDECODABLE
 
@@ -58,6 +58,7 @@ class _Message(msgspec.Struct, gc=False):
 class _Choice(msgspec.Struct, gc=False):
     text: str | None = None
     delta: _Message | None = None
+    message: _Message | None = None
     finish_reason: str | None = None
     token_ids: list[Count] | None = None
 
@@ -66,13 +67,14 @@ class _Chunk(msgspec.Struct, gc=False):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
-    message: Any = None  # an error without a wrapper
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class _Stream(EventReply):
+    ends_with_done = True
+
     def __init__(self) -> None:
         self._plain = PlainTokens()
         super().__init__(self._plain)
@@ -144,11 +146,13 @@ class _Stream(EventReply):
 
 def _failure(chunk: _Chunk, data: bytes) -> str | None:
     """The error that a chunk or reply is instead of output. Raises ProtocolError when it is neither."""
-    if chunk.error or (chunk.choices is None and chunk.message):
+    if chunk.error:
         return error_text(data)
-    if chunk.choices is None and chunk.usage is None:
-        raise ProtocolError(f"neither choices nor usage nor an error: {error_text(data)}")
-    return None
+    if chunk.choices is not None or chunk.usage is not None:
+        return None
+    if error := error_in(data):
+        return error
+    raise ProtocolError(f"neither choices nor usage nor an error: {error_text(data)}")
 
 
 def _last_delta(n_tokens: int, finish: str | None, usage: _Usage | None) -> Delta:
@@ -169,7 +173,13 @@ def _read_whole(body: bytes) -> Delta:
         return Delta(error=failure)
     finish = reply.choices[0].finish_reason if reply.choices else None
     counted = reply.usage.completion_tokens if reply.usage is not None else None
-    return _last_delta(1 if counted is None else counted, finish, reply.usage)
+    if counted is None:
+        counted = 1 if reply.choices and _has_output(reply.choices[0]) else 0
+    return _last_delta(counted, finish, reply.usage)
+
+
+def _has_output(choice: _Choice) -> bool:
+    return bool(choice.text) or (choice.message is not None and choice.message.says_something)
 
 
 def decoder(stream: bool) -> Decoder:

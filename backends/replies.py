@@ -51,6 +51,15 @@ def error_text(body: bytes) -> str:
     return printable(text or body[: 8 * MAX_LINE_CHARS].decode("utf-8", "replace"))
 
 
+def error_in(body: bytes) -> str | None:
+    """One line for a body that is JSON with an error in one of those shapes, else None; never raises."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, object])
+    except UNDECODABLE:
+        return None
+    return error_text(body) if any(fields.get(key) for key in ("error", "message", "detail")) else None
+
+
 def _message(value: object) -> str:
     while isinstance(value, dict):
         value = next((value[key] for key in ("error", "message", "detail", "error_type", "type") if value.get(key)), "")
@@ -98,7 +107,11 @@ class WholeReply:
             raise Truncated("the reply has no body")
         try:
             return (self._read(body),)
-        except UNDECODABLE as error:
+        except (ProtocolError, *UNDECODABLE) as error:
+            if (message := error_in(body)) is not None:
+                return (Delta(error=message),)
+            if isinstance(error, ProtocolError):
+                raise
             cut_off = str(error).startswith("Input data was truncated")  # as msgspec words it
             kind = Truncated if cut_off else ProtocolError
             raise kind(f"the reply is {'cut off' if cut_off else 'not what was asked for'}: {quoted(body)}") from error

@@ -3,8 +3,9 @@
 Nearly every call of `feed` gets exactly one event, `data: {...}` and an empty line: that has a short way. The long
 way takes all that the standard allows: LF, CRLF and CR line ends, a byte order mark, comments (keep-alives),
 `event:`, `id:` and `retry:` lines, data over several lines, and cuts between reads anywhere. It is stricter than the
-standard in two ways, because a measurement must notice: a line with any other field means that this is no stream of
-events, and an event that the end of the body cuts off is an error.
+standard in three ways, because a measurement must notice: a line with any other field means that this is no stream of
+events, and so are an event after the end of the reply and an event that the end of the body cuts off errors. A body
+that is no stream but a JSON document with an error is that error.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import msgspec
+
 from backends.plain_tokens import PlainTokens
 from backends.protocol import TOKEN, Delta, ProtocolError, Truncated
-from backends.replies import MAX_BYTES, quoted
+from backends.replies import MAX_BYTES, WholeReply, quoted
 
 _BOM = b"\xef\xbb\xbf"
 _CR = 0x0D
 _TOO_LONG = f"an event is longer than {MAX_BYTES} bytes"
+_DONE = b"[DONE]"
+_FIELDS = (b"data", b"event", b"id", b"retry")
 _IGNORED_FIELDS = (b"", b"event", b"id", b"retry")  # a comment has an empty name
 
 
@@ -29,18 +34,23 @@ class EventReply(ABC):
     """Decoder of one streamed reply. A protocol says in `read` what one event means.
 
     `complete`: the server has said that the reply is whole. `failed`: it has sent an error and owes nothing more.
+    `ended`: no event may follow. `ends_with_done`: the protocol's last event is `[DONE]`, which others do not have.
     plain: as Decoder has it, for a protocol whose `read` returns PLAIN.
     """
+
+    ends_with_done = False
 
     def __init__(self, plain: PlainTokens | None = None) -> None:
         self.plain = plain
         self.complete = False
         self.failed = False
+        self.ended = False
         self._between_events = False  # nothing is pending (False at first, when a byte order mark may come)
         self._first_line = True
         self._after_cr = False  # a LF that comes next ends the same line
         self._line = bytearray()  # of the line that is not ended yet
         self._data = bytearray()  # of the event that is not ended yet, each line with its end
+        self._document: WholeReply | None = None  # a body that begins as JSON instead
         self._broken: ProtocolError | None = None
 
     @abstractmethod
@@ -79,12 +89,18 @@ class EventReply(ABC):
         """The body has ended. Raises Truncated for a reply that is neither complete nor an error."""
         if self._broken is not None:
             raise self._broken
+        if self._document is not None:
+            return self._document.eof()
         line = b"" if self._line.startswith(b":") else bytes(self._line)  # nothing is lost with half a comment
         left = (bytes(self._data) + line).strip()
-        if left.removeprefix(b"data:").lstrip() == b"[DONE]":  # some servers leave the last line ends out
-            self.complete, left = True, b""
+        if left.removeprefix(b"data:").lstrip() == _DONE:  # some servers leave the last line ends out
+            self._read(_DONE)
+            left = b""
         if self.failed:
             return ()
+        name = line.removeprefix(_BOM).partition(b":")[0]
+        if not any(field.startswith(name) for field in _FIELDS) and not (self._first_line and _BOM.startswith(line)):
+            raise ProtocolError(f"the reply is not a stream of events: {quoted(line)}")
         if left:
             raise Truncated(f"the reply ended inside an event: {quoted(left)}")
         if not self.complete:
@@ -94,14 +110,35 @@ class EventReply(ABC):
     def unreadable(self, data: bytes, error: Exception) -> Sequence[Delta]:
         """For `read`, when `data` is not the JSON of the protocol: its end or a keep-alive, else a ProtocolError."""
         text = data.strip()
-        if text == b"[DONE]":
-            self.complete = True
+        if text == _DONE and self.ends_with_done:
+            self.end()
         elif text:
             raise ProtocolError(f"an event is not of this protocol: {quoted(text)}") from error
         return ()
 
+    def end(self) -> None:
+        """For `read`, at the protocol's last event: the reply is complete, and an event after it is a breach."""
+        self.complete = self.ended = True
+        self._between_events = False  # from here on the long way, which looks at `ended`
+        if self.plain is not None:
+            self.plain.stop()
+
+    def _read(self, data: bytes) -> Sequence[Delta]:
+        """The deltas of an event on the long way. Nothing but a keep-alive, or `[DONE]` once more, follows the end."""
+        if not self.ended:
+            return self.read(data)
+        text = data.strip()
+        if text and not (text == _DONE and self.ends_with_done):
+            raise ProtocolError(f"an event came after the end of the reply: {quoted(text)}")
+        return ()
+
     def _take(self, data: bytes, deltas: list[Delta]) -> None:
         """Adds the deltas completed by `data` and keeps what is left over."""
+        if self._document is None and self._first_line and not self._line and data.startswith(b"{"):
+            self._document = WholeReply(_no_event)
+        if self._document is not None:
+            self._document.feed(data)
+            return
         *ended, rest = self._lines(data)
         for line in ended:
             if len(line) + len(self._data) > MAX_BYTES:
@@ -113,7 +150,7 @@ class EventReply(ABC):
                 if self._data:
                     event = bytes(self._data[:-1])
                     self._data.clear()
-                    deltas += self.read(event)
+                    deltas += self._read(event)
                 continue
             value = line.removeprefix(b"data:")
             if value is not line or line == b"data":
@@ -123,7 +160,7 @@ class EventReply(ABC):
         self._line += rest
         if len(self._line) + len(self._data) > MAX_BYTES:
             raise ProtocolError(_TOO_LONG)
-        self._between_events = not (self._line or self._data or self._first_line)
+        self._between_events = not (self._line or self._data or self._first_line or self.ended)
 
     def _lines(self, data: bytes) -> list[bytes]:
         """The lines that `data` ends, without their ends, and last the beginning of the next one."""
@@ -138,3 +175,9 @@ class EventReply(ABC):
             lines[0] = bytes(self._line) + lines[0]
             self._line.clear()
         return lines
+
+
+def _no_event(body: bytes) -> Delta:
+    """For a whole reply in place of a stream: only an error may come so. Raises ProtocolError or one of UNDECODABLE."""
+    msgspec.json.decode(body)
+    raise ProtocolError(f"the reply is not a stream of events: {quoted(body)}")

@@ -26,7 +26,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Token(msgspec.Struct, gc=False):
-    """Nothing of it is needed but that it is there."""
+    """Nothing of it is needed but that it is there, with a text that is one."""
+
+    text: str | None = None
 
 
 class _Details(msgspec.Struct, gc=False):
@@ -51,6 +53,8 @@ class _Stream(EventReply):
     def read(self, data: bytes) -> Sequence[Delta]:
         try:
             event = _decode(data)
+            if not data.isascii():  # the text is skipped, and with it whether it is one
+                data.decode()
         except UNDECODABLE as error:
             return self.unreadable(data, error)
         if event.token is None:
@@ -60,7 +64,7 @@ class _Stream(EventReply):
             return (Delta(error=error_text(data)),)
         if event.generated_text is None and event.details is None:
             return _ONE_TOKEN
-        self.complete = True
+        self.end()
         return (_last_delta(1, event.details),)
 
 
@@ -82,7 +86,7 @@ def _read_whole(body: bytes) -> Delta:
             raise ProtocolError(f"neither a text nor an error: {error_text(body)}")
         return Delta(error=error_text(body))
     counted = reply.details.generated_tokens if reply.details is not None else None
-    return _last_delta(1 if counted is None else counted, reply.details)
+    return _last_delta((1 if reply.generated_text else 0) if counted is None else counted, reply.details)
 
 
 def decoder(stream: bool) -> Decoder:

@@ -1,9 +1,12 @@
-"""What comes from others, taken as plain data: text with nothing in it that a terminal, a page or YAML obeys, and JSON
-that may be anything. A leaf without a codec of any server: client and emulated servers both stand on it."""
+"""What comes from others, taken as plain data: text with nothing in it that a terminal, a page or YAML obeys, names
+that are typed wrong, JSON that may be anything. A leaf without a codec of any server: client and emulated servers both
+stand on it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +17,8 @@ T = TypeVar("T")
 # What decoding JSON may raise: not JSON or not of the type asked for, no UTF-8, nested without end.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+NEAR_RATIO = 0.65  # difflib's: `rnu` is near to `run` (0.67), and `nope` not to `openai` (0.6)
+
 
 def escaped(text: str) -> str:
     """`text` with an escape such as \\x1b in place of each character that does not print: control characters, direction
@@ -21,15 +26,30 @@ def escaped(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def nearest(typed: str, known: Iterable[str]) -> str | None:
+    """The name that `typed` was probably meant to be; None where none is near."""
+    return next(iter(difflib.get_close_matches(typed, list(known), n=1, cutoff=NEAR_RATIO)), None)
+
+
+def reason(error: Exception) -> str:
+    """Why decoding JSON failed, with the name of the key in front: "output_tokens: expected int, got str"."""
+    text = escaped(str(error)).replace("`", "").rstrip(".")
+    match = re.fullmatch(r"(.*) - at (?:key in )?\$\.?(.*)", text, re.DOTALL)
+    if match is None:
+        return text
+    why, key = match[1], match[2].replace("[...]", "")  # msgspec's word for any place of a list or mapping
+    return f"{key}: {why[:1].lower()}{why[1:]}" if key else why
+
+
 def read_json(path: Path | str, kind: type[T], error: Callable[[str], Exception], wrong: str, advice: str = "") -> T:
     """What a file of JSON holds, as a `kind`. Raises `error` of one sentence: the file cannot be read, or PATH `wrong`
     (such as "is no list of prices"), with the reason and then the advice."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)
-    except OSError as reason:
-        raise error(f"cannot read {path}: {reason.strerror or reason}.") from None
-    except UNDECODABLE as reason:
-        raise error(f"{path} {wrong}: {escaped(str(reason))}{advice}.") from None
+    except OSError as unreadable:
+        raise error(f"cannot read {path}: {unreadable.strerror or unreadable}.") from None
+    except UNDECODABLE as undecodable:
+        raise error(f"{path} {wrong}: {reason(undecodable)}{advice}.") from None
 
 
 def read_json_lines(
@@ -40,14 +60,14 @@ def read_json_lines(
     decode = msgspec.json.Decoder(kind).decode
     try:
         lines = path.read_bytes().split(b"\n")
-    except OSError as reason:
-        raise error(f"cannot read {path}: {reason.strerror or reason}{advice}.") from None
+    except OSError as unreadable:
+        raise error(f"cannot read {path}: {unreadable.strerror or unreadable}{advice}.") from None
     found = []
     for number, line in enumerate(lines, 1):
         try:
             if line:
                 found.append(decode(line))
-        except UNDECODABLE as reason:
+        except UNDECODABLE as undecodable:
             if number < len(lines):  # the last has no newline after it: its writer was killed
-                raise error(f"line {number} of {path} {wrong}: {escaped(str(reason))}.") from None
+                raise error(f"line {number} of {path} {wrong}: {reason(undecodable)}.") from None
     return found

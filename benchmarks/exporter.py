@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import socket
 import statistics
 import subprocess
@@ -28,6 +27,7 @@ import raw
 from loadgen import rundir
 from loadgen.monitor.exporter import Exporter, serve
 from loadgen.monitor.totals import BOUNDS_S, Record, Totals
+from loadgen.rundir import records
 
 RUNS, REQUESTS, SCRAPES = 50, 20_000, 50
 TURNS, STREAMS, EVENTS = 3, 1000, 250  # of the second part: 5 s of events a run, on a machine that keeps up
@@ -109,8 +109,8 @@ def cpu_us_per_event(out: Path, scraping: bool) -> float:
         over.set()
         server.terminate()
         server.wait()
-    facts = json.loads((out / "requests.jsonl").read_bytes().splitlines()[-1])["client"]
-    return float(facts["cpu_s"]) / float(facts["events"]) * 1e6
+    _, (facts,) = records.read(out)
+    return facts.cpu_s / facts.events * 1e6
 
 
 def wait_until_ready() -> None:

@@ -69,7 +69,12 @@ def reads(number: int) -> list[bytes]:
 def cpu_us_per_event(kind: type[Connection]) -> float:
     backend = backends.get("vllm")
     owner: Any = SimpleNamespace(
-        plain=True, reuse=True, idle=[], receive_lag_ns=array("q"), error_message=backend.error_message, forget=len
+        plain=True,
+        reuse=True,
+        idle={},
+        receive_lag_ns=array("q"),
+        error_message=backend.error_message,
+        forget=lambda _: None,
     )
     spent_ns = 0
     for number in range(REPLIES):

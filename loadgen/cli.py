@@ -49,10 +49,12 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     if config.dry_run:
         print(dry_run(config, directory, run_id))
         return exit_codes.OK
-    new = rundir.create(directory, private=config.dataset is not None)
+    one_run = Run(config, directory, run_id, say)
+    one_run.check()
+    made = rundir.create(directory, private=config.dataset is not None)
     progress = ProgressLine()
     try:
-        run_loop(Run(config, directory, run_id, say).measure(progress))
+        run_loop(one_run.measure(progress))
     except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
         return backend_failed(error)
     except Stopped as error:
@@ -60,8 +62,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
         return exit_codes.STOPPED
     finally:
         progress.end()
-        if new:
-            rundir.remove_if_empty(directory)
+        rundir.remove_if_empty(directory, made)
     return report_one(directory, "loadgen")
 
 
@@ -151,7 +152,7 @@ def compare(
 
 
 @offers(
-    *names(ServerOptions), "requests", "input_tokens", "output_tokens", "concurrency", "dataset",
+    *names(ServerOptions), "requests", "input_tokens", "output_tokens", "concurrency", "dataset", "repeat_dataset",
     *names(PlacementOptions), "dummy_weights", "image", "server_python",
 )  # fmt: skip
 class DoctorOptions(Config):
@@ -160,7 +161,7 @@ class DoctorOptions(Config):
 
 @offers(
     "backend", "model", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency", "warmup",
-    "dataset", "seed", *names(PlacementOptions), "dummy_weights", "image", "server_arg", "port",
+    "dataset", "repeat_dataset", "seed", *names(PlacementOptions), "dummy_weights", "image", "server_arg", "port",
 )  # fmt: skip
 class ComposeOptions(Config):
     """Of `run`, what goes into the command of a server in Docker."""
@@ -266,12 +267,19 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
     for token in queue:
         if token == "--config" or token.startswith("--config="):
             name = token.partition("=")[2] or next(queue, "")
+            if not name:
+                raise ConfigError("--config needs the name of a TOML file.")
             try:
-                tomllib.loads(Path(name).read_text(encoding="utf-8"))
+                keys = tomllib.loads(Path(name).read_text(encoding="utf-8"))
             except OSError as error:
-                raise ConfigError(f"--config: cannot read '{name}': {error.strerror}.") from None
+                raise ConfigError(f"--config: cannot read '{name}': {error.strerror}; name another file.") from None
             except (ValueError, RecursionError) as error:  # the latter: nested without end
                 raise ConfigError(f"--config: {name} is not TOML: {error}.") from None
+            for key, value in keys.items():
+                if isinstance(value, dict):
+                    raise ConfigError(
+                        f"--config: {name} has a table [{key}], and options stand in none; take its heading away."
+                    )
             files.append(Toml(name, must_exist=True, use_commands_as_keys=False))
         else:
             rest.append(token)
@@ -286,12 +294,13 @@ def _exit_code_of(error: Exception) -> int | None:
     from loadgen.load.prompts import WorkloadError
     from loadgen.report.build import ReportError
     from loadgen.rundir.records import RecordsError
+    from loadgen.target import TransportError
     from loadgen.trace import TraceError
 
     mistakes = (ConfigError, rundir.RunError, UnknownBackend, RecordsError, ReportError, TraceError, WorkloadError)
     if isinstance(error, mistakes):
         return exit_codes.BAD_OPTIONS
-    return exit_codes.FAILED if isinstance(error, LaunchError) else None
+    return exit_codes.FAILED if isinstance(error, (LaunchError, TransportError)) else None
 
 
 def invoke(tokens: Sequence[str]) -> int:

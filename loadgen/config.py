@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Config", "ConfigError"]
 
 DEFAULT_REQUESTS = 1000
+MOST_REQUESTS = 10**8  # their times are drawn beforehand, 8 bytes each
+LEAST_KV_TOKENS = 256  # of a modelled server: some blocks of its cache
 
 
 class ConfigError(Exception):
@@ -90,6 +92,9 @@ class LoadOptions:
         bool,
         _prompts("Ask for the full output length; OpenAI's own servers refuse the field.", negative="--no-ignore-eos"),
     ] = True
+    repeat_dataset: Annotated[
+        bool, _load("Send the dataset's prompts again where there are fewer than requests.", show_default=False)
+    ] = False
     seed: Annotated[Whole, _load("Fixes prompts and arrivals.")] = 0
 
 
@@ -111,6 +116,14 @@ class ClientOptions:
     api_key_env: Annotated[
         str | None, _client("Environment variable that holds the API key; the key is never written or logged.")
     ] = None
+    header: Annotated[
+        tuple[str, ...],
+        _client("One more header for every request, repeatable: NAME=VALUE; a secret as NAME=env:VARIABLE."),
+    ] = ()
+    ca: Annotated[
+        Path | None, _client("PEM file of the authority whose certificates TLS trusts, in place of the machine's own.")
+    ] = None
+    insecure: Annotated[bool, _client("Take any TLS certificate: whoever answers is measured.")] = False
     connect_timeout: Annotated[float, _client("Seconds to open a connection.")] = 10.0
     # A burst of 1000 took a 70B on RTX 4090s 1600 s in the paper; a reply that a full server preempted is silent until
     # its turn comes again, seen to take over 120 s.
@@ -127,7 +140,7 @@ class OutputOptions:
         tuple[str, ...],
         _output(
             "Limits that a good request meets, in ms: ttft:200 tpot:50 e2el:5000.",
-            consume_multiple=True,
+            consume_multiple=1,
             negative=None,
         ),
     ] = ()
@@ -235,12 +248,14 @@ class Config(
     def __post_init__(self) -> None:
         for name, least in (
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
-            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1), ("kv_tokens", 1),
-            ("metrics_port", 1),
+            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1),
+            ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{flag(name)} is {value}; it must be at least {least}.")
+        if self.requests is not None and self.requests > MOST_REQUESTS:
+            raise ConfigError(f"--requests is {self.requests}; it must be at most {MOST_REQUESTS}, or several runs.")
         for name in (
             "duration", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "ready_timeout",
         ):  # fmt: skip
@@ -270,11 +285,14 @@ class Config(
                 raise ConfigError("--url measures a running server and --launch starts one; give one of them.")
         if self.concurrency is not None and self.arrival is not None:
             raise ConfigError("--concurrency is a closed loop and --arrival an open one; give one of them.")
+        self._check_wire()
         drawn = self.given(("input_tokens", "tokenizer", "vocab_size"))
         if drawn and self.dataset is not None:
             raise ConfigError(
                 f"{flag(drawn[0])} is for prompts that are drawn, and --dataset has its own; leave one out."
             )
+        if self.repeat_dataset and self.dataset is None:
+            raise ConfigError("--repeat-dataset is for the prompts of a --dataset; name one or leave it out.")
         if self.kernel_timestamps and sys.platform != "linux":
             raise ConfigError("--kernel-timestamps needs Linux.")
         if self.kernel_timestamps and (self.transport != "fast" or (self.url or "").startswith("https:")):
@@ -286,6 +304,18 @@ class Config(
             raise ConfigError(str(error)) from None
         if self.duration is not None and law.kind == "burst" and self.concurrency is None:
             raise ConfigError("--duration needs --concurrency or an --arrival with a rate; a burst has no duration.")
+
+    def _check_wire(self) -> None:
+        for name in self.given(("ca", "insecure")):
+            if not (self.url or "").startswith("https:"):
+                raise ConfigError(f"{flag(name)} is for a server with TLS; give --url https://HOST, or leave it out.")
+        if self.ca is not None and self.insecure:
+            raise ConfigError("--ca names whom to trust and --insecure trusts anybody; give one of them.")
+        names = ["authorization"] if self.api_key_env is not None else []
+        for name, _, _ in self.headers:
+            if name.lower() in names:
+                raise ConfigError(f"the header {name} is given twice; give it once (--api-key-env is Authorization).")
+            names.append(name.lower())
 
     def _check_modelled(self) -> None:
         if self.gpu is None:
@@ -299,6 +329,9 @@ class Config(
             raise ConfigError(f"--gpus is '{self.gpus}'; with --gpu it is how many of them there are.")
         if self.tp == "all" and self.gpus is None:
             raise ConfigError("--tp all uses every GPU there is; say with --gpus how many of them there are.")
+        length = self.input_tokens + self.output_tokens
+        if self.kv_tokens is not None and self.dataset is None and length > self.kv_tokens:
+            raise ConfigError(f"--kv-tokens is {self.kv_tokens} and every request has {length} tokens; name more.")
         if not 0 < self.speed < float("inf"):
             raise ConfigError(f"--speed is {self.speed:g}; it must be above 0.")
 
@@ -318,8 +351,9 @@ class Config(
             raise ConfigError(f"--tp is '{self.tp}'; it must be all or a number of at least 1.")
         if not 0 < self.memory_ratio <= 1:
             raise ConfigError(f"--memory-ratio is {self.memory_ratio:g}; it must be above 0 and at most 1.")
-        if self.port is not None and self.port > 65535:
-            raise ConfigError(f"--port is {self.port}; ports end at 65535.")
+        for name in ("port", "metrics_port"):
+            if (port := getattr(self, name)) is not None and port > 65535:
+                raise ConfigError(f"{flag(name)} is {port}; it must be at most 65535.")
         if self.image is not None and self.where != "docker":
             raise ConfigError("--image is for --launch docker.")
         if self.server_python is not None and self.where != "process":
@@ -343,6 +377,18 @@ class Config(
         return "embedded" if self.backend is None and self.model is None else "docker"
 
     @property
+    def headers(self) -> list[tuple[str, str, str | None]]:
+        """What --header adds: name, value, and the variable that holds the value where it is a secret. Raises
+        ConfigError."""
+        return [_header(item) for item in self.header]
+
+    @property
+    def secret_variables(self) -> list[str]:
+        """The environment variables that hold what must never be written."""
+        variables = [self.api_key_env, *(variable for _, _, variable in self.headers)]
+        return [variable for variable in variables if variable is not None]
+
+    @property
     def url_is_local(self) -> bool:
         """Whether the server of --url runs on this machine, with its GPUs."""
         return urlsplit(self.url or "").hostname in ("localhost", "127.0.0.1", "::1")
@@ -355,7 +401,7 @@ class Config(
     @property
     def kind(self) -> str:
         """Name of the backend."""
-        return self.backend or "vllm"
+        return "vllm" if self.backend is None else self.backend
 
     @property
     def law(self) -> "Arrival":
@@ -386,6 +432,34 @@ class Config(
         """Plain values for the manifest."""
         plain = dataclasses.asdict(self)
         return {key: str(value) if isinstance(value, Path) else value for key, value in plain.items()}
+
+
+# Those that HTTP, the body and the records need as they are.
+_OWN_HEADERS = {
+    "accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host",
+    "transfer-encoding", "upgrade", "x-request-id",
+}  # fmt: skip
+_SECRET_NAME = re.compile(r"auth|key|token|secret|cookie|passw|credential|session|signature", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"(bearer|basic)\s|sk-|hf_|gh[a-z]_", re.IGNORECASE)
+
+
+def _header(item: str) -> tuple[str, str, str | None]:
+    """Name, value and variable of a --header. Its message never holds the value. Raises ConfigError."""
+    name, equals, value = (part.strip() for part in item.partition("="))
+    if not equals or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+        raise ConfigError("--header must be NAME=VALUE, with letters, digits and hyphens in the name.")
+    if name.lower() in _OWN_HEADERS:
+        raise ConfigError(f"--header {name} is set by loadgen itself; leave it out.")
+    if value.startswith("env:"):
+        return name, "", value.removeprefix("env:")
+    if _SECRET_NAME.search(name) or _SECRET_VALUE.match(value):
+        raise ConfigError(
+            f"the value of --header {name} looks like a secret and would be written down; put it into an environment "
+            f"variable and give --header {name}=env:VARIABLE."
+        )
+    if not (value.isascii() and value.isprintable()):
+        raise ConfigError(f"the value of --header {name} holds a character that no header can carry.")
+    return name, value, None
 
 
 def _is_secret(word: str) -> bool:

@@ -5,7 +5,6 @@ Only looks at files; nothing is downloaded. The server downloads what it needs, 
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import msgspec
 
 from backends import catalog
 from backends.catalog import ModelSpec
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, nearest
 from loadgen.config import ConfigError
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
@@ -91,9 +90,9 @@ def find(name: str) -> Model:
     if name.count("/") == 1:
         return _from_hub(name, name, None)
     known = [known for spec in catalog.MODELS for known in (*spec.aliases, spec.name)]
-    near = difflib.get_close_matches(name, known, n=1)
+    near = nearest(name, known)
     others = f"known are {', '.join(known)}, any Hugging Face id (org/name), or a directory."
-    raise ConfigError(f"unknown model '{name}'; " + (f"did you mean '{near[0]}'?" if near else others))
+    raise ConfigError(f"unknown model '{name}'; " + (f"did you mean '{near}'?" if near else others))
 
 
 def _directory(path: Path) -> Model:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
-from cyclopts import Parameter
+from cyclopts import CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
+
+from backends.untrusted import nearest
 
 if TYPE_CHECKING:
     from cyclopts import Group, Token
@@ -28,6 +31,23 @@ def _whole(kind: Any, tokens: Sequence[Token]) -> int:
 
 
 Whole = Annotated[int, Parameter(converter=_whole)]
+
+
+def mistake(error: CycloptsError) -> str:
+    """What cyclopts refuses, on one line. Of its suggestions only those are kept that are near to what was typed."""
+    if isinstance(error, UnusedCliTokensError):
+        surplus = " ".join(error.unused_tokens or ())
+        return f"'{surplus}' belongs to no option; options begin with --, and --help lists them."
+    text = " ".join(str(error).split())
+    typed = re.search(r'--?[^\s=".]+|(?<=")[^"]*(?=")', text)
+
+    def kept(suggestion: re.Match[str]) -> str:
+        near = typed is not None and nearest(typed[0].lstrip("-"), [suggestion[1].lstrip("-")])
+        return suggestion[0] if near else ""
+
+    text = re.sub(r' Did you mean "?([^\s"?]+)"?\?', kept, text)
+    unhelped = isinstance(error, UnknownOptionError) and text.endswith(".")
+    return f"{text[:-1]}; --help lists those that there are." if unhelped else text
 
 
 def option(group: Group, help: str, **more: Any) -> Parameter:

@@ -80,18 +80,20 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
-    """How to build the workload; `offset`: tokens that the server adds to a text prompt."""
+    """How to build the workload; `repeat`: whether prompts of the dataset may be sent more
+    than once; `offset`: tokens that the server adds to a text prompt."""
 
     input_tokens: int
     output_tokens: int
     vocab_size: int | None = None
     dataset: str | None = None
+    repeat: bool = False
     tokenizer: str | None = None
     offset: int = 0
 
     def build(self, backend: Backend, job_seed: int, warmup: int) -> Workload:
         if self.dataset is not None:
-            return Dataset(Path(self.dataset), self.output_tokens, backend.prompt_kind, warmup)
+            return Dataset(Path(self.dataset), self.output_tokens, backend.prompt_kind, warmup, repeat=self.repeat)
         if backend.prompt_kind == "token_ids":
             sizes = () if self.vocab_size is None else (self.vocab_size,)
             return TokenIds(job_seed, self.input_tokens, self.output_tokens, *sizes)
@@ -173,6 +175,7 @@ def plan_run(
         output_tokens=config.output_tokens,
         vocab_size=config.vocab_size or (spec.vocab_size if spec else None),
         dataset=str(config.dataset) if config.dataset else None,
+        repeat=config.repeat_dataset,
         tokenizer=config.tokenizer or _own_tokenizer(backend, started),
     )
     job = Job(
@@ -212,16 +215,25 @@ def _check_drawn(config: Config, backend: Backend) -> None:
             )
 
 
+def read_dataset(config: Config, backend: Backend) -> Dataset:
+    """The prompts of --dataset. Raises WorkloadError."""
+    assert config.dataset is not None
+    return Dataset(
+        config.dataset, config.output_tokens, backend.prompt_kind, config.warmup, repeat=config.repeat_dataset
+    )
+
+
 def most_requests(config: Config, backend: Backend) -> int | None:
     """Requests at the most: --requests, or as many prompts as the dataset has beside the warm-up's. None: time ends
     the run. Raises ConfigError or WorkloadError."""
-    if config.dataset is None:
+    if config.dataset is None or (config.repeat_dataset and config.duration is not None):
         return DEFAULT_REQUESTS if config.requests is None and config.duration is None else config.requests
-    available = len(Dataset(config.dataset, config.output_tokens, backend.prompt_kind, config.warmup))
-    if config.requests is not None and config.requests > available:
+    available = len(read_dataset(config, backend))
+    if config.requests is not None and config.requests > available and not config.repeat_dataset:
         raise ConfigError(
-            f"the dataset has {available} prompts for {config.requests} requests; repeating them would measure the "
-            f"prefix cache: use --requests {available} or more prompts."
+            f"the dataset has {available} prompt{'' if available == 1 else 's'} for {config.requests} requests, beside "
+            "those of the warm-up; lower --requests, or send prompts again with --repeat-dataset, which measures the "
+            "prefix cache."
         )
     return available if config.requests is None else config.requests
 

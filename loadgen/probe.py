@@ -8,6 +8,7 @@ import msgspec
 
 import backends
 from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
+from backends.replies import printable
 from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import Transport
@@ -29,9 +30,12 @@ def identify(backend: Backend, target: Target) -> tuple[ServerInfo, bool]:
         status, headers, body = get(target, path)
         emulated = EMULATED_MARK in headers.get("server", "")
         if status == 401 or status == 403:
-            raise ServerError(f"{target.url} refuses access (status {status}); name the key's variable: --api-key-env.")
+            raise ServerError(
+                f"{target.url} refuses access (status {status}); name the key's variable: --api-key-env or --header."
+            )
         if status != 200:
-            reasons.append(f"GET {path} answers {status}")
+            redirect = f" and redirects to {printable(headers['location'])}" if "location" in headers else ""
+            reasons.append(f"GET {path} answers {status}{redirect}")
             continue
         try:
             return backend.read_info(path, body), emulated

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,19 +24,20 @@ from backends.protocol import ServerInfo
 from loadgen import rundir
 from loadgen.calibration import calibrate
 from loadgen.client.engine import Progress, Snapshot, run_here
-from loadgen.client.limits import make_room
+from loadgen.client.limits import check_workers, make_room
 from loadgen.client.workers import run_in_workers
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import on_stop
+from loadgen.load.prompts import tokenizer_count
 from loadgen.monitor.messages import Live, MetricsSource
 from loadgen.monitor.sidecar import Monitor, sidecar
-from loadgen.plan import Plan, plan_run, worker_count
+from loadgen.plan import Plan, plan_run, read_dataset, worker_count
 from loadgen.probe import ServerError, fit_text, identify
 from loadgen.rundir import Ceiling, Manifest, records
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.server import embedded
-from loadgen.server.launch import plan_launch
+from loadgen.server.launch import Launch, plan_launch
 from loadgen.server.managed import END_WAIT_S, ManagedServer, managed, quoted
 from loadgen.server.placement import chosen
 from loadgen.target import Target, TransportError
@@ -79,9 +81,35 @@ class Run:
 
     def __post_init__(self) -> None:
         self.backend = backends.get(self.config.kind)
-        self.token = api_key(self.config)
+        self.target = target_of(self.config)
         self.info = ServerInfo(None)
         self.emulated = False
+        self._launch: Launch | None = None
+
+    def check(self) -> None:
+        """Refuses what cannot be measured before anything is started or written: options, dataset, tokenizer, GPUs,
+        and what this machine can hold. Raises ConfigError, WorkloadError, LaunchError or TransportError."""
+        config = self.config
+        if config.where in ("docker", "process"):
+            self._launch = plan_launch(config, self.directory, self.run_id)
+            plan = plan_run(
+                config, self.backend, Target(""), ServerInfo(self._launch.model.name), self.run_id, self._launch.model
+            )
+        elif config.where == "embedded":
+            embedded.dialect(self.backend.name)
+            if config.gpu is not None:
+                embedded.check(config)
+            info = ServerInfo(embedded.model_name(config), max_total_tokens=config.max_model_len or embedded.MODEL_LEN)
+            plan = plan_run(config, self.backend, Target(""), info, self.run_id)
+        else:
+            plan = plan_run(config, self.backend, Target(""), ServerInfo(config.model or "unknown"), self.run_id)
+            if config.url_is_local and config.gpus not in (None, "none"):
+                chosen(config, gpus.read())
+        if plan.prompts.tokenizer is not None:
+            tokenizer_count(plan.prompts.tokenizer)
+        workers = worker_count(config, plan)
+        check_workers(workers)
+        make_room(plan, workers)
 
     async def measure(self, progress: Progress) -> None:
         """All of it: starts the server where there is none, sends the load, and leaves the records."""
@@ -101,39 +129,42 @@ class Run:
         """The server: the one that --url names, or one that is started and ends with the block. An error of the block
         gives way to the reason why a started server died."""
         if self.config.url is not None:
-            yield Served(Target(self.config.url, self.token))
+            yield Served(self.target)
         elif self.config.where == "embedded":
             async with self._embedded() as serving:
-                yield Served(Target(serving.url, self.token), emulation=serving.emulation)
+                yield Served(self._at(serving.url), emulation=serving.emulation)
         else:
             async with self._managed(profiled) as server:
                 try:
-                    yield Served(Target(server.url, self.token), server)
+                    yield Served(self._at(server.url), server)
                 except (ServerError, TransportError):
                     ended = await server.ended(END_WAIT_S)
                     if ended is None:
                         raise
                     raise ended from None
 
+    def _at(self, url: str) -> Target:
+        return msgspec.structs.replace(self.target, url=url)
+
     @contextlib.asynccontextmanager
     async def _embedded(self) -> AsyncIterator[embedded.Serving]:
         config = self.config
-        dialect = embedded.DIALECTS.get(self.backend.name)
-        if dialect is None:
-            raise ConfigError(f"the embedded server does not speak '{self.backend.name}'; give --url.")
+        dialect = embedded.dialect(self.backend.name)
         options = embedded.options(config, dialect, embedded.model_name(config))
         times = "fixed timing" if config.gpu is None else f"times as modelled for {config.gpu}"
-        self.say(f"starting the embedded server: an emulated {dialect} server, {times}, no GPU")
         async with embedded.serving(*options) as serving:
+            self.say(f"the embedded server runs: an emulated {dialect} server, {times}, no GPU")
             for note in serving.emulation.notes if serving.emulation is not None else ():
                 self.say(f"note: {note}")
             yield serving
 
     @contextlib.asynccontextmanager
     async def _managed(self, profiled: bool) -> AsyncIterator[ManagedServer]:
-        launch = await asyncio.to_thread(
-            lambda: plan_launch(self.config, self.directory, self.run_id, profiled=profiled)
-        )
+        launch = self._launch
+        if launch is None:
+            launch = await asyncio.to_thread(
+                lambda: plan_launch(self.config, self.directory, self.run_id, profiled=profiled)
+            )
         for note in launch.notes:
             self.say(f"note: {note}")
         self.say(f"starting {launch.title}{', with its profiler' if profiled else ''}")
@@ -177,6 +208,7 @@ class Run:
             arrival=self.config.arrival_text,
             max_total_tokens=self.info.max_total_tokens,
             machine=rundir.this_machine(),
+            dataset_prompts=len(read_dataset(self.config, self.backend)) if self.config.repeat_dataset else None,
             ceiling=ceiling,
             launch=served.managed.facts if served.managed is not None else None,
             emulation=served.emulation,
@@ -187,9 +219,8 @@ class Run:
     async def _send(self, plan: Plan, served: Served, monitor: Monitor, progress: Progress) -> None:
         """Sends the load and leaves the records, watched from beside."""
         if self.config.server_metrics:
-            source = MetricsSource(
-                url=served.target.url, token=served.target.token, series=dict(self.backend.server_metrics)
-            )
+            target = msgspec.structs.asdict(served.target)
+            source = MetricsSource(**target, series=dict(self.backend.server_metrics))
             gpu_indices = await asyncio.to_thread(served.gpu_indices, self.config)
             await monitor.begin(self.directory, self.run_id, source, gpu_indices)
         else:
@@ -218,16 +249,32 @@ class Run:
             self.say(trouble)
 
 
-def api_key(config: Config) -> str | None:
-    """The key that --api-key-env names. Raises ConfigError."""
-    if config.api_key_env is None:
-        return None
-    token = os.environ.get(config.api_key_env)
-    if not token:
-        raise ConfigError(f"the environment variable {config.api_key_env} named by --api-key-env is not set.")
-    if not (token.isascii() and token.isprintable()):
-        raise ConfigError(f"{config.api_key_env} holds a line break or another character that no header can carry.")
-    return token
+def target_of(config: Config) -> Target:
+    """Where --url points, with the key, the headers and the certificates of the options. Raises ConfigError."""
+    token = None if config.api_key_env is None else _from_environment(config.api_key_env, "--api-key-env")
+    headers = tuple(
+        (name, value if variable is None else _from_environment(variable, "--header"))
+        for name, value, variable in config.headers
+    )
+    ca = None if config.ca is None else str(config.ca.absolute())  # worker processes may run elsewhere
+    target = Target(config.url or "", token, headers, ca, config.insecure)
+    try:
+        if ca is not None:
+            target.tls_context()
+    except OSError as error:  # also of SSL
+        reason = "it holds no certificates in PEM format" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigError(f"cannot use --ca {config.ca}: {reason}.") from None
+    return target
+
+
+def _from_environment(variable: str, flag: str) -> str:
+    """A secret, which only the environment may hold. Raises ConfigError."""
+    value = os.environ.get(variable)
+    if not value:
+        raise ConfigError(f"the environment variable {variable} named by {flag} is not set.")
+    if not (value.isascii() and value.isprintable()):
+        raise ConfigError(f"{variable} holds a line break or another character that no header can carry.")
+    return value
 
 
 @contextlib.contextmanager

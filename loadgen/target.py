@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import http.client
+import os
+import socket
+import ssl
 from collections.abc import Mapping
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
 from backends.protocol import HttpRequest
+from backends.replies import printable
 
 UNQUEUED_S = 600.0  # at most until a reply begins that waits for no other
+HANDSHAKE_S = 2.0  # of TLS: longer, and it is worth a look whether the server speaks TLS at all
+PLAIN_ON_TLS, TLS_ON_PLAIN = (
+    "the server speaks plain HTTP on this port, not TLS: use http:// in the address",
+    "the server speaks TLS on this port, not plain HTTP: use https:// in the address",
+)
 
 
 class TransportError(Exception):
@@ -18,10 +27,17 @@ class TransportError(Exception):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where requests go. `token` is sent as a bearer token and must never be printed or written to disk."""
+    """Where requests go, what they carry besides, and whom TLS trusts. `token` is sent as a bearer token; it and the
+    values of `extra_headers` may be secrets, and must never be printed or written to disk.
+
+    ca: file of the certificates that TLS trusts; None: the machine's own. insecure: any certificate will do.
+    """
 
     url: str
     token: str | None = None
+    extra_headers: tuple[tuple[str, str], ...] = ()
+    ca: str | None = None
+    insecure: bool = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -48,7 +64,15 @@ class Target(msgspec.Struct, frozen=True):
 
     def headers(self, request: HttpRequest) -> dict[str, str]:
         bearer = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        return {**dict(request.headers), **bearer}
+        return {**dict(request.headers), **bearer, **dict(self.extra_headers)}
+
+    def tls_context(self) -> ssl.SSLContext:
+        """How TLS verifies the server. Raises OSError or ssl.SSLError for a `ca` that holds no certificates."""
+        context = ssl.create_default_context(cafile=self.ca)
+        if self.insecure:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
 
 
 def get(
@@ -56,15 +80,96 @@ def get(
 ) -> tuple[int, Mapping[str, str], bytes]:
     """One plain request beside the load, without a body: status, headers, body of the reply. Raises TransportError when
     the server is not there."""
-    kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
-    connection = kind(target.host, target.port, timeout=timeout_s)
+    connection = _connection(target, timeout_s)
     try:
+        _connect(connection, target, timeout_s)
         headers = target.headers(HttpRequest(method, path, b"", ()))
         connection.request(method, target.base_path + path, headers=headers)
         reply = connection.getresponse()
+        if reply.status == 400 and not target.tls and _speaks_tls(target):  # the answer of nginx and of Go
+            raise TransportError(f"cannot use {target.url}: {TLS_ON_PLAIN}.")
         return reply.status, {k.lower(): v for k, v in reply.getheaders()}, reply.read(1 << 20)
     except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a host name that cannot be one
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise TransportError(f"cannot reach {target.url}: {reason}; is the server running there?") from None
+        closed = isinstance(error, (http.client.BadStatusLine, ConnectionResetError))  # an alert of TLS, or an end
+        if closed and not target.tls and _speaks_tls(target):
+            raise TransportError(f"cannot use {target.url}: {TLS_ON_PLAIN}.") from None
+        raise TransportError(_unreachable(target, error)) from None
     finally:
         connection.close()
+
+
+def no_connection(target: Target, error: Exception) -> str:
+    """One sentence for what kept a connection to the target from opening, with what to do. It asks the server once
+    more where the server may not speak TLS. Never raises."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"cannot trust {target.url}: {reason(error)}; name the file of its authority's certificate with --ca or in "
+            "SSL_CERT_FILE, or take any certificate with --insecure."
+        )
+    unfinished = isinstance(error, (ssl.SSLError, TimeoutError, ConnectionResetError))
+    alert = "ALERT" in (getattr(error, "reason", None) or "")  # of a server that speaks TLS, though not with us
+    if target.tls and unfinished and not alert and _speaks_http(target):
+        return f"cannot use {target.url}: {PLAIN_ON_TLS}."
+    return _unreachable(target, error)
+
+
+def reason(error: BaseException) -> str:
+    """Why there is no connection, as a clause."""
+    if isinstance(error, TimeoutError) and not error.strerror:
+        return "timed out"
+    if isinstance(error, ssl.SSLError):
+        return str(getattr(error, "verify_message", "") or error.reason or error)
+    if isinstance(error, OSError) and error.errno:
+        return error.strerror or os.strerror(error.errno)
+    return printable(str(error)) or type(error).__name__
+
+
+def _unreachable(target: Target, error: Exception) -> str:
+    return f"cannot reach {target.url}: {reason(error)}; is the server running there?"
+
+
+def _connection(target: Target, timeout_s: float) -> http.client.HTTPConnection:
+    if target.tls:
+        context = target.tls_context()
+        return http.client.HTTPSConnection(target.host, target.port, timeout=timeout_s, context=context)
+    return http.client.HTTPConnection(target.host, target.port, timeout=timeout_s)
+
+
+def _connect(connection: http.client.HTTPConnection, target: Target, timeout_s: float) -> None:
+    """Connects. A server without TLS may wait for ever for the end of what it takes for a request: a slow handshake
+    gets all the time only where the server does not answer plain HTTP. Raises TransportError or ValueError."""
+    brief_s = min(timeout_s, HANDSHAKE_S) if target.tls else timeout_s
+    try:
+        connection.timeout = brief_s
+        try:
+            connection.connect()
+        except TimeoutError:
+            if brief_s == timeout_s or _speaks_http(target):
+                raise
+            connection.timeout = timeout_s
+            connection.connect()
+    except OSError as error:
+        raise TransportError(no_connection(target, error)) from None
+    connection.sock.settimeout(timeout_s)
+
+
+def _speaks_http(target: Target) -> bool:
+    """Whether a plain request on the target's port is answered."""
+    try:
+        with socket.create_connection((target.host, target.port), HANDSHAKE_S) as sock:
+            sock.sendall(f"GET / HTTP/1.1\r\nHost: {target.host}\r\nConnection: close\r\n\r\n".encode())
+            return sock.recv(5) == b"HTTP/"
+    except (OSError, ValueError):
+        return False
+
+
+def _speaks_tls(target: Target) -> bool:
+    """Whether a TLS handshake succeeds on the target's port, with whatever certificate."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with socket.create_connection((target.host, target.port), HANDSHAKE_S) as sock, context.wrap_socket(sock):
+            return True
+    except (OSError, ValueError):
+        return False

@@ -40,12 +40,14 @@ def invoke(program: str, command: Callable[[], object], exit_code_of: Callable[[
     refuses, a file that cannot be used, and each error that `exit_code_of` has an exit code for; others are raised."""
     from cyclopts import CycloptsError
 
+    from loadgen.option_types import mistake
+
     try:
         code = command()
     except CycloptsError as error:
         cause = error.__cause__  # of several options together; cyclopts quotes a ValueError of one option itself
         own = isinstance(cause, Exception) and not isinstance(cause, ValueError) and exit_code_of(cause) is not None
-        say_error(program, cause if own else error)
+        say_error(program, cause if own else mistake(error))
         return exit_codes.BAD_OPTIONS
     except BrokenPipeError:
         raise

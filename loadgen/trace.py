@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, reason
 
 Kind = Literal["GEMM", "attention", "element-wise", "communication", "memcpy", "host"]
 
@@ -88,7 +88,7 @@ def read(path: Path) -> list[Span]:
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}.") from None
     except (*UNDECODABLE, EOFError, zlib.error) as error:
-        raise TraceError(f"{path} is not a trace of torch.profiler: {error}.") from None
+        raise TraceError(f"{path} is not a trace of torch.profiler: {reason(error)}.") from None
     kept = [event for event in file.events if event.ph == "X" and event.cat in DEVICE | HOST]
     try:
         times_us = [(float(event.ts), float(event.dur)) for event in kept]

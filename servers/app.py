@@ -11,17 +11,20 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import msgspec
 from cyclopts import App, CycloptsError, Group, Parameter
 
+from backends.launch import LaunchError
+from backends.untrusted import escaped
 from loadgen import exit_codes
-from loadgen.option_types import Whole, option
+from loadgen.config import ConfigError
+from loadgen.option_types import Whole, mistake, option
 from loadgen.rundir.emulation import Emulation
 from servers.dialects.lightllm import LightLLM
 from servers.dialects.openai import OpenAI
@@ -36,6 +39,7 @@ from servers.simulator.build import EmulationError, emulate
 from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware
 
+PROGRAM = "servers"  # in front of what `python -m servers` refuses
 DialectName = Literal["vllm", "openai", "tgi", "lightllm"]
 DIALECTS: dict[DialectName, Callable[[Settings], Dialect]] = {
     "vllm": lambda settings: OpenAI("vllm", settings),
@@ -45,11 +49,10 @@ DIALECTS: dict[DialectName, Callable[[Settings], Dialect]] = {
 }
 FAULT_HELP = (
     "KIND:WHEN, may be repeated: break requests on purpose. WHEN: N (every N-th), P% (that share of them, drawn from "
-    "the seed) or @N (the N-th alone). Kinds: reset, truncate, stall, http_error:STATUS, stream_error, short, merge, "
-    "coalesce, no_done, refuse, cached, wrong_prompt_tokens, garbage, die (the process ends with exit code 1). Of the "
-    "whole server: slow_start:SECONDS (503 until then), and with --gpu kv_exhaustion:SHARE% (the KV cache keeps that "
-    "share, and preemptions storm) and slow_rank:FACTOR (one of the GPUs is that much slower, and all wait for it). Or "
-    'a script: FILE.json, a list of {"request": N, "kind": KIND}.'
+    f"the seed) or @N (the N-th alone). Kinds: {'; '.join(f'{kind} ({what})' for kind, what in faults.KINDS.items())}. "
+    "Of the whole server: slow_start:SECONDS (503 until then), and with --gpu kv_exhaustion:SHARE% (the KV cache keeps "
+    "that share, and preemptions storm) and slow_rank:FACTOR (one of the GPUs is that much slower, and all wait for "
+    'it). Or a script: FILE.json, a list of {"request": N, "kind": KIND}.'
 )
 
 WIRE = Group("The server", sort_key=1)
@@ -129,24 +132,48 @@ def serve(
     Prompts are counted as token ids, or as text one token a word. Every reply carries the header
     `Server: llm-dissect (emulated)`.
     """
-    options, hardware = options or ServeOptions(), hardware or Hardware()
+    options = options or ServeOptions()
+    timing, struck = settled(options, hardware)
     try:
-        options.check()
-        struck = faults.read(options.fault, options.dialect, options.seed)
-        api_key = _api_key(options.api_key_env)
-        stamps_file = _stamps(options.stamps)
-        _raise_file_limit()
-        wire = DIALECTS[options.dialect](Settings(options.model, options.max_model_len))
-        timing = _timing(options, hardware, struck)
-    except (ValueError, EmulationError, HardwareError) as error:
-        _fail(exit_codes.BAD_OPTIONS, str(error))
+        api_key, stamps_file = _api_key(options.api_key_env), _stamps(options.stamps)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    _raise_file_limit()
+    wire = DIALECTS[options.dialect](Settings(options.model, options.max_model_len))
     try:
         server = Server(wire, timing, options.host, options.port, struck, stamps_file, api_key)
     except (OSError, UnicodeError) as error:  # the latter: no name of a host can be so long
         why = error.strerror if isinstance(error, OSError) else "no such name"
-        message = f"cannot listen on {options.host} port {options.port}: {why}; choose another --port or --host."
-        _fail(exit_codes.FAILED, message)
+        raise LaunchError(
+            f"cannot listen on {options.host} port {options.port}: {why}; choose another --port or --host."
+        ) from None
+    for note in server.emulation.notes if server.emulation is not None else ():
+        print(f"note: {note}", file=sys.stderr)
     _run(server, options.exit_with_stdin)
+
+
+def settled(
+    options: Annotated[ServeOptions | None, Parameter(name="*")] = None,
+    hardware: Annotated[Hardware | None, Parameter(name="*")] = None,
+) -> tuple[Timing, faults.Faults]:
+    """How the server of these options answers, and what breaks. Raises ConfigError."""
+    options, hardware = options or ServeOptions(), hardware or Hardware()
+    try:
+        options.check()
+        struck = faults.read(options.fault, options.dialect, options.seed)
+        return _timing(options, hardware, struck), struck
+    except (ValueError, EmulationError, HardwareError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def check(flags: Sequence[str]) -> None:
+    """What `serve` refuses of these flags, found before a process is started for it. Raises ConfigError."""
+    app = App(result_action="return_value", version_flags=())
+    app.default(settled)
+    try:
+        app(list(flags), exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise ConfigError(mistake(error)) from None
 
 
 def _timing(options: ServeOptions, hardware: Hardware, struck: faults.Faults) -> Timing:
@@ -163,8 +190,6 @@ def _timing(options: ServeOptions, hardware: Hardware, struck: faults.Faults) ->
 def _simulated(options: ServeOptions, hardware: Hardware, struck: faults.Faults) -> SimulatedTiming:
     emulated = emulate(hardware.setup(options.dialect, options.model, options.max_model_len))
     emulated = emulated.degraded(struck.amount("kv_exhaustion", 1.0), struck.amount("slow_rank", 1.0))
-    for note in emulated.facts.notes:
-        print(f"note: {note}", file=sys.stderr)
     facts = msgspec.structs.replace(emulated.facts, speed=hardware.speed)
     return SimulatedTiming(msgspec.structs.replace(emulated, facts=facts), hardware.speed)
 
@@ -175,8 +200,13 @@ def main() -> None:
     app.default(serve)
     try:
         app(exit_on_error=False, print_error=False)
-    except CycloptsError as error:
-        _fail(exit_codes.BAD_OPTIONS, " ".join(str(error).split()))
+        return
+    except (CycloptsError, ConfigError) as error:
+        code, sentence = exit_codes.BAD_OPTIONS, mistake(error) if isinstance(error, CycloptsError) else str(error)
+    except LaunchError as error:
+        code, sentence = exit_codes.FAILED, str(error)
+    print(f"{PROGRAM}: {escaped(sentence)}", file=sys.stderr)
+    raise SystemExit(code)
 
 
 def _run(server: Server, exit_with_stdin: bool) -> None:
@@ -187,7 +217,7 @@ def _run(server: Server, exit_with_stdin: bool) -> None:
         try:
             server.stop_at_end_of(sys.stdin.fileno())
         except (OSError, ValueError):
-            _fail(exit_codes.BAD_OPTIONS, "--exit-with-stdin needs a pipe or a terminal as standard input.")
+            raise ConfigError("--exit-with-stdin needs a pipe or a terminal as standard input.") from None
     ready = Ready(url=server.url, dialect=server.dialect.name, emulation=server.emulation)
     print(msgspec.json.encode(ready).decode(), flush=True)
     # Nothing here makes cycles while it serves, and a collection would make every stream late.
@@ -218,8 +248,3 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _fail(code: int, sentence: str) -> NoReturn:
-    print(f"error: {sentence}", file=sys.stderr)
-    raise SystemExit(code)

@@ -23,7 +23,8 @@ from servers.predict.breakdown import modelled
 
 @offers(
     *("backend", "model", "launch", "input_tokens", "output_tokens", "concurrency", "seed", "tokenizer", "vocab_size"),
-    *("api_key_env", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "out", "dry_run"),
+    *("api_key_env", "header", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "out"),
+    "dry_run",
     *names(PlacementOptions), *names(LaunchOptions), *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
 class BreakdownOptions(Config):
@@ -56,7 +57,7 @@ def breakdown(
     if config.dry_run:
         print(measure.dry_run(measure.load(config), directory, run_id))
         return exit_codes.OK
-    new = rundir.create(directory, private=config.dataset is not None)
+    made = rundir.create(directory, private=config.dataset is not None)
     try:
         if config.where == "embedded":
             result = modelled(config, preset, directory, run_id)
@@ -71,6 +72,5 @@ def breakdown(
         say_error("loadgen", error)
         return exit_codes.STOPPED
     finally:
-        if new:
-            rundir.remove_if_empty(directory)
+        rundir.remove_if_empty(directory, made)
     return cli.show_breakdown(directory, result if preset is None else tables.beside_paper(result))

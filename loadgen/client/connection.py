@@ -8,6 +8,7 @@ log or wait on the way of a plain token.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import struct
 import time
@@ -29,12 +30,14 @@ class Owner(Protocol):
 
     plain: bool  # no TLS: the socket may be written to directly
     reuse: bool
-    idle: list[Connection]
+    idle: dict[Connection, None]  # the one that was used last is the last
     receive_lag_ns: array[int]
     wall_minus_monotonic_ns: int
     error_message: Callable[[int, bytes], str]
 
     def forget(self, connection: Connection) -> None: ...
+
+    def send_fresh(self, exchange: Exchange, payload: bytes) -> None: ...
 
 
 class Connection(asyncio.Protocol):
@@ -48,9 +51,10 @@ class Connection(asyncio.Protocol):
         self.parser = httptools.HttpResponseParser(self)
         self.now = 0
         self.body_bytes = 0  # of the last piece of a body
-        self.header_bytes = 0
+        self.head = b""  # what was read of a reply whose headers are not complete
         self.in_headers = False
         self.idle_since_ns = -1  # -1: never used
+        self.payload: bytes | None = None  # a request on a reused connection, until its reply begins
         self.raw = owner.plain  # plain sockets are written to directly: uvloop would queue until its next turn
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -60,7 +64,9 @@ class Connection(asyncio.Protocol):
         self.exchange = exchange
         exchange.abort = self.abort
         self.in_headers = True
-        self.header_bytes = 0
+        self.head = b""
+        if self.idle_since_ns >= 0:
+            self.payload = payload
         exchange.sent_ns = now_ns()
         if self.raw:
             try:
@@ -68,13 +74,26 @@ class Connection(asyncio.Protocol):
             except BlockingIOError:
                 written = 0
             except OSError as error:
-                exchange.fail("reset", f"cannot send: {error.strerror}", now_ns())
+                self.broken(f"cannot send: {error.strerror}")
                 self.abort()
                 return
             if written == len(payload):
                 return
             payload = payload[written:]
         self.write_rest(payload)
+
+    def is_silent(self) -> bool:
+        """Whether nothing has come in since the last reply, by the kernel: a byte or an end that the event loop has not
+        seen yet must not meet the next request. Of a reused plain socket; of others the event loop alone knows."""
+        if self.idle_since_ns < 0 or not self.raw:
+            return True
+        try:
+            self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def write_rest(self, payload: bytes) -> None:
         assert self.transport is not None
@@ -86,7 +105,10 @@ class Connection(asyncio.Protocol):
     def read(self, data: bytes, now: int) -> None:
         """Takes what was read at `now`. Nearly every read is nothing but one more plain token."""
         exchange = self.exchange
-        if exchange is not None and (plain := exchange.plain) is not None and plain.recognises(data):
+        if exchange is None:  # nobody asked: it must not become the next request's reply
+            self.abort()
+            return
+        if (plain := exchange.plain) is not None and plain.recognises(data):
             exchange.last_read_ns = now
             exchange.times.append(now)
             return
@@ -98,14 +120,14 @@ class Connection(asyncio.Protocol):
 
     def parse(self, data: bytes) -> None:
         self.body_bytes = 0
+        if self.in_headers:
+            self.head += data
         try:
             self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.give_up(f"not HTTP: {error}")
-        if self.in_headers:
-            self.header_bytes += len(data)
-            if self.header_bytes > HEADER_LIMIT_BYTES:
-                self.give_up(f"response headers over {HEADER_LIMIT_BYTES} bytes")
+        if self.in_headers and len(self.head) > HEADER_LIMIT_BYTES:
+            self.give_up(f"response headers over {HEADER_LIMIT_BYTES} bytes")
 
     def give_up(self, reason: str) -> None:
         if self.exchange is not None:
@@ -114,11 +136,17 @@ class Connection(asyncio.Protocol):
 
     # The parser's callbacks. An exchange that is finished early (timeout, error) leaves its connection closed.
 
+    def on_message_begin(self) -> None:
+        if self.exchange is None:  # a second reply, or junk, right behind the one that was asked for
+            self.abort()
+
     def on_headers_complete(self) -> None:
         status = self.parser.get_status_code()
         if status >= 200 and self.exchange is not None:
             self.in_headers = False
-            self.exchange.headers(status, self.now)
+            self.payload = None
+            self.exchange.headers(status, self.now, _location(self.head) if 300 <= status < 400 else "")
+            self.head = b""
 
     def on_body(self, data: bytes) -> None:
         self.body_bytes = len(data)
@@ -132,29 +160,43 @@ class Connection(asyncio.Protocol):
         self.exchange = None
         if self.parser.should_keep_alive() and self.owner.reuse:
             self.idle_since_ns = self.now
-            self.owner.idle.append(self)
+            self.owner.idle[self] = None
         else:
             self.abort()
         exchange.eof(self.now, self.owner.error_message)
 
     def eof_received(self) -> bool:
+        if self.exchange is None:  # at once: the event loop would close it later, and a request may come before
+            self.abort()
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
         self.owner.forget(self)
-        exchange, self.exchange = self.exchange, None
-        if exchange is None:
-            return
-        now = now_ns()
         if error is not None:
-            exchange.fail("reset", f"connection broke: {getattr(error, 'strerror', None) or error}", now)
-        elif exchange.status < 0:
-            exchange.fail("reset", "the server closed the connection without a reply", now)
-        else:  # the decoder knows whether what came is a whole reply
-            exchange.eof(now, self.owner.error_message)
+            self.broken(f"connection broke: {getattr(error, 'strerror', None) or error}")
+        elif self.exchange is not None and self.exchange.status < 0:
+            self.broken("the server closed the connection without a reply")
+        elif self.exchange is not None:  # the decoder knows whether what came is a whole reply
+            self.exchange.eof(now_ns(), self.owner.error_message)
+        self.exchange = None
+
+    def broken(self, reason: str) -> None:
+        """The connection died. A server may close an idle one just when it is used again: a request that met such a
+        one, and saw no byte of a reply, is sent again on a fresh one."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is None or exchange.finished:
+            return
+        if self.payload is not None and not self.head:
+            exchange.retried = True
+            self.owner.send_fresh(exchange, self.payload)
+        elif exchange.status not in (-1, 200):  # the status is the server's answer, however its words ended
+            exchange.eof(now_ns(), self.owner.error_message)
+        else:
+            exchange.fail("reset", reason, now_ns())
 
     def abort(self) -> None:
         self.exchange = None
+        self.owner.forget(self)
         if self.transport is not None:
             self.transport.abort()
 
@@ -220,6 +262,12 @@ class StampedConnection(Connection):
     def abort(self) -> None:
         self.exchange = None
         self.lose(None)
+
+
+def _location(head: bytes) -> str:
+    """Where the headers of a redirect point; empty where they do not say."""
+    found = re.search(rb"\nlocation:([^\r\n]*)", head.partition(b"\r\n\r\n")[0], re.IGNORECASE)
+    return found.group(1).decode("latin-1").strip() if found else ""
 
 
 def wall_minus_monotonic_ns() -> int:

@@ -1,7 +1,8 @@
 """One request and what came back: the transport reports what happened, this keeps it. No socket, no clock.
 
 A transport calls, in order: `sent`, `headers`, `body` for each read, then exactly one of `eof` (the reply ended) or
-`fail`. Every stamp comes from the transport, taken once per socket read before anything is parsed.
+`fail`. It may begin again, once, as long as nothing of a reply has come (`retried`). Every stamp comes from the
+transport, taken once per socket read before anything is parsed.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from msgspec import UNSET
 
 from backends.protocol import TOKEN, Decoder, Delta, ProtocolError, Truncated
+from backends.replies import printable
 from loadgen.rundir.records import Record
 
 ERROR_BODY_BYTES = 65_536
@@ -22,8 +25,8 @@ class Exchange:
 
     __slots__ = (
         "abort", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "decoder", "done_ns", "error", "error_body",
-        "feed", "headers_ns", "id", "last_read_ns", "on_done", "outcome", "output_tokens", "phase", "plain",
-        "prompt_tokens", "scheduled_ns", "sent_ns", "status", "times",
+        "feed", "headers_ns", "id", "last_read_ns", "location", "on_done", "outcome", "output_tokens", "phase", "plain",
+        "prompt_tokens", "retried", "scheduled_ns", "sent_ns", "status", "times",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +54,8 @@ class Exchange:
         self.outcome = ""
         self.error: str | None = None
         self.error_body = b""
+        self.location = ""  # where a redirect points
+        self.retried = False  # sent again after its reused connection had died
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
         self.cached_tokens: int | None = None
@@ -60,10 +65,11 @@ class Exchange:
     def finished(self) -> bool:
         return self.done_ns >= 0
 
-    def headers(self, status: int, now: int) -> None:
+    def headers(self, status: int, now: int, location: str = "") -> None:
         self.headers_ns = self.last_read_ns = now
         self.status = status
         if status != 200:
+            self.location = location
             self.feed = self._keep_error
 
     def body(self, data: bytes, now: int) -> bool:
@@ -102,7 +108,9 @@ class Exchange:
         if self.finished:
             return
         if self.status != 200:
-            self._finish("http_error", error_message(self.status, self.error_body), now)
+            message = error_message(self.status, self.error_body)
+            redirect = f"; it redirects to {printable(self.location)}" if self.location else ""
+            self._finish("http_error", message + redirect, now)
             return
         try:
             for delta in self.decoder.eof():
@@ -112,13 +120,18 @@ class Exchange:
         except ProtocolError as error:
             self._finish("protocol_error", str(error), now)
         else:
-            self._finish("ok" if self.error is None else "stream_error", self.error, now)
+            if self.times or self.output_tokens == self.asked_tokens == 0:
+                self._finish("ok", None, now)
+            else:
+                self._finish("truncated", "the reply ended without any output", now)
 
     def fail(self, outcome: str, message: str, now: int) -> None:
         if not self.finished:
             self._finish(outcome, message, now)
 
     def _finish(self, outcome: str, error: str | None, now: int) -> None:
+        if self.error is not None:  # the server's own error comes first, however the reply went on after it
+            outcome, error = "stream_error", self.error
         self.outcome = outcome
         self.error = error
         self.done_ns = now
@@ -152,5 +165,6 @@ class Exchange:
             outcome=self.outcome,
             phase=self.phase,
             error=self.error,
+            retried=True if self.retried else UNSET,
             itl_us=np.diff((np.frombuffer(times, np.int64) - t0_ns) // 1000).tolist(),
         )

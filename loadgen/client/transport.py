@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import os
 import socket
-import ssl
 from array import array
 from collections.abc import Callable
 from typing import Protocol
@@ -17,7 +14,7 @@ from loadgen.client.connection import Connection, StampedConnection, wall_minus_
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
 from loadgen.plan import Timeouts
-from loadgen.target import Target, TransportError
+from loadgen.target import Target, TransportError, no_connection, reason
 
 REUSE_LIMIT_NS = 2_000_000_000  # an idle connection older than this is replaced: servers close theirs after 5 s
 CONNECTS_IN_FLIGHT = 64  # below any listen backlog (LightLLM's is 100)
@@ -60,12 +57,12 @@ class FastTransport:
         self.plain = not target.tls
         self.kernel_timestamps = kernel_timestamps
         self.wall_minus_monotonic_ns = wall_minus_monotonic_ns()
-        self.idle: list[Connection] = []
+        self.idle: dict[Connection, None] = {}
         self.live: set[Connection] = set()
         self.connect_ns = array("q")
         self.receive_lag_ns = array("q")
         self._address: tuple[int, tuple[str, int] | tuple[str, int, int, int]] | None = None
-        self._tls = ssl.create_default_context() if target.tls else None
+        self._tls = target.tls_context() if target.tls else None
         self._tasks: set[asyncio.Task[None]] = set()
         host = target.host if ":" not in target.host else f"[{target.host}]"
         self._host_header = f"{host}:{target.port}"
@@ -81,7 +78,6 @@ class FastTransport:
         if not self.reuse:  # every request opens its own; only see that somebody is there
             connections = min(connections, 1)
         for stale in [connection for connection in self.idle if self._is_stale(connection)]:
-            self.idle.remove(stale)
             stale.abort()
         remaining = connections - len(self.idle)
         try:
@@ -90,7 +86,7 @@ class FastTransport:
                 nonlocal remaining
                 while remaining > 0:
                     remaining -= 1
-                    self.idle.append(await self._connect())
+                    self.idle[await self._connect()] = None
 
             async with asyncio.TaskGroup() as group:
                 for _ in range(max(0, min(CONNECTS_IN_FLIGHT, remaining))):
@@ -100,10 +96,10 @@ class FastTransport:
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
             if not self.idle:
-                raise TransportError(f"cannot connect to {self.target.url}: {_reason(first)}.") from None
+                raise TransportError(await asyncio.to_thread(no_connection, self.target, first)) from None
             raise TransportError(
                 f"opened {len(self.idle)} of {connections} connections to {self.target.url}, then: "
-                f"{_reason(first)}; lower the load or raise the server's limits."
+                f"{reason(first)}; lower the load or raise the server's limits."
             ) from None
 
     async def _connect(self) -> Connection:
@@ -155,12 +151,16 @@ class FastTransport:
     def send(self, exchange: Exchange, prepared: bytes | HttpRequest) -> None:
         assert isinstance(prepared, bytes)
         while self.idle:
-            connection = self.idle.pop()
-            if not self._is_stale(connection):
+            connection, _ = self.idle.popitem()
+            if not self._is_stale(connection) and connection.is_silent():
                 connection.start(exchange, prepared)
                 return
             connection.abort()
-        task = asyncio.get_running_loop().create_task(self._connect_and_send(exchange, prepared))
+        self.send_fresh(exchange, prepared)
+
+    def send_fresh(self, exchange: Exchange, payload: bytes) -> None:
+        """Sends on a fresh connection."""
+        task = asyncio.get_running_loop().create_task(self._connect_and_send(exchange, payload))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -176,7 +176,7 @@ class FastTransport:
             exchange.fail("timeout", f"no connection within {self.timeouts.connect_s:g} s", now_ns())
         except OSError as error:
             ours = error.errno in (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # not the server's doing
-            exchange.fail("dropped" if ours else "refused", f"no connection: {_reason(error)}", now_ns())
+            exchange.fail("dropped" if ours else "refused", f"no connection: {reason(error)}", now_ns())
         else:
             if exchange.finished:
                 connection.abort()
@@ -185,9 +185,7 @@ class FastTransport:
 
     def forget(self, connection: Connection) -> None:
         self.live.discard(connection)
-        if connection.exchange is None:
-            with contextlib.suppress(ValueError):
-                self.idle.remove(connection)
+        self.idle.pop(connection, None)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -204,13 +202,3 @@ def _cancel(task: asyncio.Task[None] | None) -> Callable[[], None]:
             task.cancel()
 
     return cancel
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "timed out"
-    if isinstance(error, ssl.SSLError):
-        return str(getattr(error, "verify_message", "") or error.reason or error)
-    if isinstance(error, OSError) and error.errno:
-        return error.strerror or os.strerror(error.errno)
-    return str(error) or type(error).__name__

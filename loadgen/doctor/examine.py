@@ -105,7 +105,7 @@ def _launch_checks(config: Config, inventory: Inventory) -> Iterator[Check]:
     backend, model = backends.get(config.kind), models.find(config.model or "7b")
     adapter = backend.adapter
     if adapter is None:
-        raise ConfigError(f"loadgen cannot start a '{backend.name}' server; give --url, or --launch embedded.")
+        raise ConfigError(f"loadgen cannot start a server of kind '{backend.name}'; give --url, or --launch embedded.")
     in_docker = config.where == "docker"
     launch = _planned(config, inventory)
     engine_ok = False

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.protocol import Prompt
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, reason
 
 BLOCK_TOKENS = 1 << 17  # prompts are drawn some at a time: at most 256, fewer when they are long
 FIRST_ID = 1000  # below lie special and byte tokens in the vocabularies of Llama, Mistral, Qwen and Gemma
@@ -147,18 +147,34 @@ def exact_text(words: Sequence[str], n_tokens: int, count: Callable[[str], int] 
 
 
 def tokenizer_count(source: str) -> Callable[[str], int]:
-    """Counts tokens, special ones apart, by a model directory, a tokenizer.json, or a cached Hugging Face id."""
+    """Counts tokens, special ones apart, by a model directory, a tokenizer.json, or a cached Hugging Face id: nothing
+    is downloaded. Raises WorkloadError."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise WorkloadError("--tokenizer needs the tokenizers package: pip install 'llm-dissect[tokenizer]'") from None
+        raise WorkloadError("--tokenizer needs the tokenizers package: pip install 'llm-dissect[tokenizer]'.") from None
     path = Path(source)
     path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.exists():
+        path = _cached_tokenizer(source)
     try:
-        tokenizer = Tokenizer.from_file(str(path)) if path.exists() else Tokenizer.from_pretrained(source)
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise WorkloadError(f"cannot load a tokenizer from '{source}': {str(error).splitlines()[0]}") from None
+        raise WorkloadError(f"cannot load a tokenizer from {path}: {str(error).splitlines()[0]}.") from None
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _cached_tokenizer(source: str) -> Path:
+    """The tokenizer.json of a Hugging Face id in the hub's cache. Raises WorkloadError."""
+    from huggingface_hub import hf_hub_download  # tokenizers needs it
+
+    try:
+        return Path(hf_hub_download(source, "tokenizer.json", local_files_only=True))
+    except (OSError, ValueError):  # not there; no such id can be
+        raise WorkloadError(
+            f"there is no tokenizer '{source}' on this machine; name a directory with a tokenizer.json, or "
+            "`hf download` it first."
+        ) from None
 
 
 _Length = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
@@ -173,21 +189,26 @@ class _Line(msgspec.Struct):
 class Dataset:
     """One's own prompts, a JSON object a line: {"prompt": text or token ids, "output_tokens"?, "prompt_tokens"?}.
 
-    The last lines serve the warm-up, so that no measured prompt has been seen before. Text without `prompt_tokens`
-    has an unknown length (`n_tokens` 0), which is then not checked.
+    The last lines serve the warm-up, so that no measured prompt has been seen before. With `repeat` all lines are
+    measured, as often as it takes, and the warm-up sends the last of them too. Text without `prompt_tokens` has an
+    unknown length (`n_tokens` 0), which is then not checked. Raises WorkloadError.
     """
 
-    def __init__(self, path: Path, output_tokens: int, prompt_kind: str, warmup: int) -> None:
+    def __init__(self, path: Path, output_tokens: int, prompt_kind: str, warmup: int, *, repeat: bool = False) -> None:
         self._output_tokens = output_tokens
         self._lines = list(_read_lines(path, prompt_kind))
-        self._warmup = warmup
-        if len(self._lines) <= warmup:
+        self._reserved = 0 if repeat else warmup
+        if not self._lines:
+            raise WorkloadError(f"{path} holds no prompts; name another --dataset.")
+        if len(self._lines) <= self._reserved:
             raise WorkloadError(
-                f"{path} holds {len(self._lines)} prompts, {warmup} of them for --warmup; none is left."
+                f"{path} holds {_prompts(len(self._lines))} and --warmup {warmup} takes as many; add prompts, or send "
+                "these again with --repeat-dataset."
             )
 
     def __len__(self) -> int:
-        return len(self._lines) - self._warmup
+        """How many prompts are measured before one comes again."""
+        return len(self._lines) - self._reserved
 
     def longest_tokens(self) -> int | None:
         """Tokens of the longest prompt and its reply, the warm-up's too; None where the length of one is not known."""
@@ -197,20 +218,24 @@ class Dataset:
         return max(known) if len(known) == len(lengths) else None
 
     def prompt(self, phase: str, number: int) -> Prompt:
-        line = self._lines[-1 - number] if phase == "warmup" else self._lines[number]
+        line = self._lines[(-1 - number if phase == "warmup" else number) % len(self._lines)]
         if isinstance(line.prompt, str):
             return Prompt(n_tokens=line.prompt_tokens or 0, text=line.prompt)
         return Prompt(n_tokens=len(line.prompt), token_ids=line.prompt)
 
     def output_tokens(self, number: int) -> int:
-        return self._lines[number].output_tokens or self._output_tokens
+        return self._lines[number % len(self._lines)].output_tokens or self._output_tokens
+
+
+def _prompts(count: int) -> str:
+    return f"{count} prompt{'' if count == 1 else 's'}"
 
 
 def _read_lines(path: Path, prompt_kind: str) -> list[_Line]:
     try:
         raw = path.read_bytes().splitlines()
     except OSError as error:
-        raise WorkloadError(f"cannot read the dataset {path}: {error.strerror}.") from None
+        raise WorkloadError(f"cannot read the dataset {path}: {error.strerror}; name another --dataset.") from None
     lines = []
     decode: Any = msgspec.json.Decoder(_Line).decode
     for number, text in enumerate(raw, 1):
@@ -219,7 +244,7 @@ def _read_lines(path: Path, prompt_kind: str) -> list[_Line]:
         try:
             line = decode(text)
         except UNDECODABLE as error:
-            raise WorkloadError(f"{path} line {number} is not a prompt: {error}") from None
+            raise WorkloadError(f"{path} line {number} is not a prompt: {reason(error)}.") from None
         if not line.prompt:
             raise WorkloadError(f"{path} line {number} has an empty prompt.")
         if prompt_kind == "text" and not isinstance(line.prompt, str):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import ssl
 from collections.abc import Mapping
+
+from backends.protocol import HttpRequest
+from loadgen.monitor.messages import MetricsSource
 
 MAX_BODY_BYTES = 16 << 20
 
@@ -69,18 +71,17 @@ def _other_spelling(name: str) -> str:
 class Metrics:
     """The server's `/metrics` over one connection that is kept. TLS is verified as for the requests themselves."""
 
-    def __init__(self, url: str, token: str | None, series: Mapping[str, str], timeout_s: float) -> None:
+    def __init__(self, source: MetricsSource, timeout_s: float) -> None:
         import httpx
 
-        self._url = url
-        self._series = Series(series)
+        self._url = source.metrics_url
+        self._series = Series(source.series)
         self._timeout_s = timeout_s
-        headers = {"Accept": "text/plain", "Accept-Encoding": "identity"}  # compressing would cost the server
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
+        plain = (("Accept", "text/plain"), ("Accept-Encoding", "identity"))  # compressing would cost the server
+        headers = source.headers(HttpRequest("GET", self._url, b"", plain))
         # trust_env: the requests go to the server itself, without the environment's proxies or .netrc; so does this
         self._client = httpx.AsyncClient(
-            headers=headers, timeout=self._timeout_s, trust_env=False, verify=ssl.create_default_context()
+            headers=headers, timeout=self._timeout_s, trust_env=False, verify=source.tls_context()
         )
 
     async def read(self) -> dict[str, float]:

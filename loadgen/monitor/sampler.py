@@ -85,7 +85,7 @@ class Sampler:
         source, problems = self._begin.source, []
         metrics = None
         if source is not None and source.series:
-            metrics = Metrics(source.metrics_url, source.token, source.series, self._limit_s)
+            metrics = Metrics(source, self._limit_s)
             try:
                 await metrics.read()
             except Absent as error:

@@ -1,6 +1,6 @@
 """What a run has measured so far, once a second, in `snapshot.json`, by a thread that reads the run's directory.
 
-`Recorder` follows the records as they are written (`requests.jsonl`, or the workers' parts) and adds them up; it is
+`Recorder` follows the records as they are written (the run's own files, or the workers') and adds them up; it is
 given the clients' live counters and the last sample of the server. So the clients' hot path does nothing for it.
 """
 
@@ -21,7 +21,8 @@ from loadgen.monitor.messages import PERIOD_S, Live
 from loadgen.monitor.server_view import ServerSample
 from loadgen.monitor.tail import Tail
 from loadgen.monitor.totals import Record, Totals
-from loadgen.rundir import Family, Manifest, MetricSample, RunError, Snapshot, read_manifest, write_snapshot
+from loadgen.rundir import Family, Manifest, MetricSample, RunError, Snapshot, parts, read_manifest, write_snapshot
+from loadgen.rundir.parts import OF_THE_RUN, Part
 
 ORPHANS_S = 6.0  # a little more than workers whose parent was killed wait for replies
 
@@ -31,9 +32,8 @@ class Recorder:
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
-        self._whole = directory / "requests.jsonl"
         self._totals = Totals()
-        self._tails: dict[Path, Tail] = {}
+        self._tails: dict[Part, Tail | None] = {}  # None: read to its end
         self._decode = msgspec.json.Decoder(Record).decode
         self.live: Live | None = None
         self.sample: ServerSample | None = None
@@ -41,8 +41,9 @@ class Recorder:
     def write(self, over: bool = False) -> None:
         """Brings the snapshot up to date. over: nobody writes any more."""
         clients = 1 if self.live is None else self.live.clients
-        if over and self._whole not in self._tails and len(self._tails) < clients:
-            # A part came and was joined with the others between two looks: from the beginning, which is not long ago.
+        writers = {part.worker for part in self._tails}
+        if over and OF_THE_RUN not in writers and len(writers) < clients:
+            # A file came and was joined with the others between two looks: from the beginning, which is not long ago.
             self._totals, self._tails = Totals(), {}
         self._follow_records()
         state: Literal["running", "finished", "stopped"] = "running"
@@ -57,20 +58,28 @@ class Recorder:
         write_snapshot(self._directory, snapshot)
 
     def orphans(self) -> bool:
-        """Whether workers go on writing whose parent was killed: it would have joined their parts."""
+        """Whether workers go on writing whose parent was killed: it would have joined their files."""
         self._follow_records()
-        return not self._whole.exists() and len(self._totals.clients) < len(self._tails)
+        joined = any(part.worker == OF_THE_RUN for part in parts.find(self._directory))
+        return not joined and len(self._totals.clients) < len({part.worker for part in self._tails})
 
     def _follow_records(self) -> None:
-        parts = sorted(self._directory.glob("requests.[0-9]*.jsonl"))
-        if not any(path != self._whole for path in self._tails) and self._whole.exists():
-            parts = [self._whole]
-        for path in parts:
-            self._tails.setdefault(path, Tail(path))
-        for tail in self._tails.values():
+        found = [part for part in parts.find(self._directory) if not part.packed]
+        followed = [part for part in found if part.worker != OF_THE_RUN]
+        if not any(part.worker != OF_THE_RUN for part in self._tails) and len(followed) < len(found):
+            followed = [part for part in found if part.worker == OF_THE_RUN]
+        for part in followed:
+            self._tails.setdefault(part, Tail(part.path))
+        full = {(part.worker, part.number - 1) for part in found}
+        for part, tail in self._tails.items():
+            if tail is None:
+                continue
             for line in tail.lines():
                 with contextlib.suppress(*UNDECODABLE):
                     self._totals.add(self._decode(line))
+            if (part.worker, part.number) in full:  # before these lines were read
+                tail.close()
+                self._tails[part] = None
 
     def _live_families(self, over: bool) -> Iterator[Family]:
         planned = self._manifest.requests_planned

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from backends.untrusted import UNDECODABLE, escaped
 from loadgen import rundir
@@ -20,6 +21,7 @@ from loadgen.config import Config, ConfigError
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
 from loadgen.report import findings, metrics, schema
+from loadgen.report.finding import share
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.schema import SCHEMA, Numbers, Report
 from loadgen.report.text import markdown, name_of
@@ -86,6 +88,7 @@ def build(
         goodput=_goodput(measured, slos, rules, duration_s),
         burst=_burst(measured),
         connect_ms=_connecting(facts),
+        retried_connections=len(measured.retried),
         client=_client(facts),
         ceiling=_ceiling(manifest, measured, facts),
         emulation=manifest.emulation,
@@ -184,7 +187,8 @@ def _gpus(seen: ServerView | None, output_tokens: int | None) -> schema.GpuUse |
 
 def _errors(measured: Table) -> list[schema.ErrorCount]:
     """The most frequent messages, each with its outcome and how many requests it ended."""
-    outcome_of = dict(zip(measured.id.tolist(), measured.outcome.tolist(), strict=True)) if measured.errors else {}
+    failed = np.isin(measured.id, list(measured.errors))
+    outcome_of = dict(zip(measured.id[failed].tolist(), measured.outcome[failed].tolist(), strict=True))
     counts = Counter((OUTCOMES[outcome_of[key]], text[:MAX_ERROR_CHARACTERS]) for key, text in measured.errors.items())
     return [schema.ErrorCount(count, outcome, message) for (outcome, message), count in counts.most_common(MAX_ERRORS)]
 
@@ -243,7 +247,7 @@ def write(directory: Path, report: Report, table: Table) -> None:
         (directory / "report.md").write_text(markdown(report), encoding="utf-8")
         from loadgen.report import figures  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
 
-        title = f"{name_of(report)}, {report.arrival}, {report.requests.ok} requests"
+        title = f"{name_of(report)}, {report.arrival}, {report.requests.ok} requests{_lost(report)}"
         figures.draw([_curves(report, table)], escaped(title), [directory / "cdf.png", directory / "cdf.svg"])
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
@@ -280,10 +284,17 @@ def _origin(report: Report) -> str:
     return PREDICTED if report.emulation is not None else ""
 
 
+def _lost(report: Report) -> str:
+    """The requests that are in no curve, and what share of all they are."""
+    ok, failed = report.requests.ok, report.requests.failed
+    return f"; {failed} more failed and are in no curve: {share(failed, ok + failed)}" if failed else ""
+
+
 def _curves(report: Report, table: Table, label: str | None = None) -> Curves:
     from loadgen.report import figures
 
     measured = table.measured()
     rules = CONVENTIONS[report.convention]
     samples = {name: metrics.sample(measured, name, rules) for name in figures.PANELS}
-    return figures.Curves(escaped(label or name_of(report)), report.emulated, samples)
+    name, invalid = escaped(label or name_of(report)), not report.verdict.valid
+    return figures.Curves(name, report.emulated, samples, invalid, _lost(report))

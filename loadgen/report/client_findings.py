@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from loadgen.report.finding import Finding, Severity
+from loadgen.report.finding import Finding, Severity, share
 from loadgen.report.schema import CeilingUse, Numbers
 from loadgen.rundir.records import ClientFacts
 
@@ -31,12 +31,16 @@ TPOT_LAG_INVALID_RATIO = 1.0
 CPU_SATURATED_RATIO = 0.9
 # Below half of what it can take, the client leaves room for the bursts within a second.
 HEADROOM_RATIO = 2.0
+# Each such request waited for a dead connection first. A server that closes one idle connection in a thousand at the
+# wrong moment is usual; more of them show in p99 of the _from_schedule metrics.
+RETRIED_RATIO = 0.001
 
 
 def find(numbers: Numbers, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
     """What the client's own lateness and CPU do to `numbers`; `facts`: one of each of its processes."""
     ttft_ms, tpot_ms = numbers.metrics["ttft_ms"].p50, numbers.metrics["tpot_ms"].p50
     yield from _send_lag(numbers)
+    yield from _retried(numbers)
     if facts:
         yield from _lags(facts, ttft_ms, tpot_ms)
         yield from _cpu(facts)
@@ -109,6 +113,18 @@ def _send_lag(numbers: Numbers) -> Iterator[Finding]:
         f"{scale_ms:.1f} ms: the load was smoother than asked.",
         advice="Add --workers, or lower the rate; the _from_schedule metrics include this wait.",
     )
+
+
+def _retried(numbers: Numbers) -> Iterator[Finding]:
+    retried, requests = numbers.retried_connections, numbers.requests.ok + numbers.requests.failed
+    if retried > RETRIED_RATIO * requests:
+        yield Finding(
+            code="RETRIED_CONNECTIONS",
+            severity="warning",
+            message=f"{retried} of {requests} requests ({share(retried, requests)}) were sent twice: the server had "
+            "closed the kept connection that they met; it may have seen them twice.",
+            advice="Use --connect fresh, or raise the server's keep-alive timeout.",
+        )
 
 
 def _ceiling(ceiling: CeilingUse, ttft_ms: float | None, tpot_ms: float | None) -> Iterator[Finding]:

@@ -60,11 +60,19 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Curves:
-    """One run's line in every panel: the ascending values of each metric in `PANELS`."""
+    """One run's line in every panel: the ascending values of each metric in `PANELS`. invalid: the run's verdict.
+    lost: of the requests that are in no curve."""
 
     label: str
     emulated: bool
     samples: Mapping[str, Distribution]
+    invalid: bool = False
+    lost: str = ""
+
+    @property
+    def title(self) -> str:
+        marks = (" (emulated)" if self.emulated else "") + (" (INVALID)" if self.invalid else "")
+        return self.label + marks + self.lost
 
 
 def cdf(sample: Distribution) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -125,7 +133,10 @@ def _figure(title: str, runs: Sequence[Curves]) -> Figure:
     if emulated:
         which = "EMULATED" if emulated == len(runs) else "PARTLY EMULATED"
         title = f"{which} (modelled hardware, no real server){GAP}{title}"
-    return titled(10.5, 3.9 if len(runs) == 1 else 4.2, title, "#B00020" if emulated else INK)
+    invalid = sum(run.invalid for run in runs)
+    if invalid:
+        title = f"{'INVALID' if invalid == len(runs) else 'PARTLY INVALID'}{GAP}{title}"
+    return titled(10.5, 3.9 if len(runs) == 1 else 4.2, title, "#B00020" if emulated or invalid else INK)
 
 
 def _panel(axis: Axes, metric: str, name: str, runs: Sequence[Curves]) -> None:
@@ -150,7 +161,7 @@ def _panel(axis: Axes, metric: str, name: str, runs: Sequence[Curves]) -> None:
             np.concatenate((x / divisor, [right] if len(x) else [])),
             np.concatenate((share, [1.0] if len(x) else [])),
             where="post",
-            label=run.label + (" (emulated)" if run.emulated else ""),
+            label=run.title,
             color=COLOURS[number % len(COLOURS)],
             linestyle=DASHES[number % len(DASHES)],
             linewidth=1.8,

@@ -48,6 +48,7 @@ CACHED_INVALID_RATIO = 0.1
 PREEMPTIONS_WARNING_RATIO = 0.01
 # A server under load may miss a sample now and then; beyond a tenth, its largest values may have been missed.
 SAMPLES_FAILED_RATIO = 0.1
+OWN_PROMPTS_ADVICE = "Turn the server's prefix cache off, or quote ttft as that of a warm cache."
 # Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
 PERCENTILE_MISS_PROBABILITY = 0.025
 
@@ -62,8 +63,10 @@ def find(numbers: Numbers, measured: Table, facts: Sequence[ClientFacts], manife
         *_events(measured),
         *_lengths(measured),
         *_counts(measured),
+        *_repeated(measured, manifest),
         *_cached(measured, manifest),
         *_server(numbers, manifest),
+        *_insecure(manifest),
         *_samples(numbers.requests.ok),
     ]
     return worst_first(listed)
@@ -84,6 +87,16 @@ def _server_ended(launch: LaunchFacts | None) -> Iterator[Finding]:
             severity="invalid",
             message=f"The server did not live to the end of the run: {launch.ended}",
             advice="Read server.log; mend that and run again.",
+        )
+
+
+def _insecure(manifest: Manifest) -> Iterator[Finding]:
+    if manifest.config.get("insecure"):
+        yield Finding(
+            code="INSECURE",
+            severity="warning",
+            message="The server's certificate was not checked (--insecure): whoever answered was measured.",
+            advice="Name the file of the certificate's authority with --ca.",
         )
 
 
@@ -239,6 +252,19 @@ def _counts(measured: Table) -> Iterator[Finding]:
         )
 
 
+def _repeated(measured: Table, manifest: Manifest) -> Iterator[Finding]:
+    prompts, sent = manifest.dataset_prompts, len(measured) + int(manifest.config.get("warmup", 0))
+    if prompts and sent > prompts:
+        yield Finding(
+            code="REPEATED_PROMPTS",
+            severity="warning",
+            message=f"The {prompts} prompts of the dataset were sent {sent / prompts:.1f} times each, the warm-up "
+            "included; a server with a prefix cache computes a prompt once.",
+            advice="Turn the server's prefix cache off, or give a prompt for each request; else quote ttft as that of "
+            "a warm cache.",
+        )
+
+
 def _cached(measured: Table, manifest: Manifest) -> Iterator[Finding]:
     ok = measured.ok & (measured.cached_tokens != -1)
     cached, prompt = total(measured.cached_tokens[ok]), total(measured.prompt_tokens[ok])
@@ -250,7 +276,7 @@ def _cached(measured: Table, manifest: Manifest) -> Iterator[Finding]:
         severity="invalid" if cached > CACHED_INVALID_RATIO * prompt and not meant else "warning",
         message=f"The server took {share(cached, prompt)} of the prompt tokens from its prefix cache; ttft and "
         "throughput are those of a warm cache.",
-        advice="Use another --seed, restart the server, or turn its prefix cache off.",
+        advice=OWN_PROMPTS_ADVICE if meant else "Use another --seed, restart the server, or turn its prefix cache off.",
     )
 
 
@@ -267,7 +293,9 @@ def _server(numbers: Numbers, manifest: Manifest) -> Iterator[Finding]:
             message=f"The server counted {hits} prompt tokens found in its prefix cache"
             + (f" ({share(hits, queries)} of those looked up)" if queries else "")
             + ("; ttft is that of a warm cache." if meant else ", although every prompt is meant to be new."),
-            advice="Use another --seed, restart the server, or turn its prefix cache off; let nobody else use it.",
+            advice=OWN_PROMPTS_ADVICE
+            if meant
+            else "Use another --seed, restart the server, or turn its prefix cache off; let nobody else use it.",
         )
     preempted = preemptions or server.paused_max
     if preempted:

@@ -107,7 +107,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """A report before its verdict. convention_differs: what to expect of that tool's definitions. metrics: by the names
-    of METRICS. offered_requests_per_s: the rate at which requests were due, as it was drawn; None without a rate."""
+    of METRICS. offered_requests_per_s: the rate at which requests were due, as it was drawn; None without a rate.
+    retried_connections: requests that were sent again because the server had closed the connection that they reused."""
 
     schema: str = SCHEMA
     version: str
@@ -128,6 +129,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     goodput: Goodput | None
     burst: Burst | None
     connect_ms: Connecting | None
+    retried_connections: int
     client: ClientUse | None
     ceiling: CeilingUse | None
     emulation: Emulation | None

@@ -92,8 +92,13 @@ def _summary_lines(report: Report) -> list[str]:
         limits = ", ".join(f"{name} <= {number(limit)} ms" for name, limit in goodput.slos_ms.items())
         lines.append(f"Goodput: {number(goodput.request_goodput)} requests/s within {limits}.")
     if burst is not None:
+        first = "Burst" if report.arrival == "burst" else "Start"
         lines.append(
-            f"Burst: {number(burst.requests)} requests due at t = 0, sent within {number(burst.send_spread_ms)} ms."
+            f"{first}: {number(burst.requests)} requests due at t = 0, sent within {number(burst.send_spread_ms)} ms."
+        )
+    if report.retried_connections:
+        lines.append(
+            f"Retried connections: {number(report.retried_connections)} requests met one that had been closed."
         )
     if client is not None and client.cpu_us_per_event:
         lines.append(
@@ -107,7 +112,7 @@ def _summary_lines(report: Report) -> list[str]:
             f"times what the busiest second needed ({number(ceiling.peak_events_per_s)})."
         )
     if report.server is not None:
-        lines += _server_lines(report.server, report.metrics["ttft_ms"].mean)
+        lines += _server_lines(report.server, report.metrics["ttft_ms"].mean, requests.ok > 0)
     if report.gpus is not None:
         lines += _gpu_lines(report.gpus)
     return [*lines, *map(escaped, _emulation_lines(report.emulation))]
@@ -181,16 +186,22 @@ def _off_by_metric(report: Report) -> dict[str, str]:
     }
 
 
-def _server_lines(server: ServerStats, client_ttft_ms: float | None) -> Iterator[str]:
-    """The server's own counts, as far as it has them; beside its mean ttft, the client's."""
+def _server_lines(server: ServerStats, client_ttft_ms: float | None, answered: bool) -> Iterator[str]:
+    """The server's own counts, as far as it has them; beside its mean ttft, the client's. `answered`: whether a request
+    was: then samples that saw none running came too seldom, and their largest values say nothing."""
     kv_ratio = server.kv_cache_usage_max_ratio
-    phrases = _phrases(
+    unseen = answered and server.running_max == 0
+    largest = _phrases(
         ("at most {} running", server.running_max),
         ("at most {} waiting", server.waiting_max),
         ("KV cache at most {} % full", None if kv_ratio is None else 100 * kv_ratio),
         ("at most {} tokens of KV cache reserved", server.kv_reserved_max_tokens),
-        ("{} preemptions", server.preemptions),
         ("at most {} paused", server.paused_max),
+    )
+    if unseen:
+        largest = [f"sampled too seldom to see a request running ({server.samples} samples)"]
+    phrases = largest + _phrases(
+        ("{} preemptions", server.preemptions),
         ("{} prompt tokens from its prefix cache", server.prefix_cache_hits),
         ("mean ttft by its own count {} ms", server.ttft_mean_ms),
     )

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, reason
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.launch_facts import LaunchFacts
 
@@ -65,6 +65,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     arrival: str
     max_total_tokens: int | None = None
     machine: Machine
+    dataset_prompts: int | None = None  # of a dataset whose prompts may be sent again: how many it has
     ceiling: Ceiling | None = None
     emulation: Emulation | None = None  # what was modelled where no real server ran
     launch: LaunchFacts | None = None  # the server that was started for the run
@@ -134,11 +135,12 @@ def this_machine() -> Machine:
     )
 
 
-def create(directory: Path, *, private: bool = False) -> bool:
-    """Makes the run directory and proves that it can be written; whether it is new. `private`: for its owner alone, as
-    where prompts of a dataset may get into it. Raises RunError; never overwrites a run."""
+def create(directory: Path, *, private: bool = False) -> Path | None:
+    """Makes the run directory and proves that it can be written. `private`: for its owner alone, as where prompts of a
+    dataset may get into it. Returns the first directory of its path that was not there; None where all were. Raises
+    RunError; never overwrites a run."""
     try:
-        new = not directory.exists()
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(mode=OWNER_ONLY if private else 0o777, parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise RunError(f"{directory} exists and is not empty; name another --out, nothing was overwritten.")
@@ -147,7 +149,7 @@ def create(directory: Path, *, private: bool = False) -> bool:
         probe = directory / ".write"
         probe.touch()
         probe.unlink()
-        return new
+        return missing[-1] if missing else None
     except OSError as error:
         raise RunError(f"cannot write to {directory}: {error.strerror or error}; name another --out.") from None
 
@@ -165,7 +167,7 @@ def read_manifest(directory: Path) -> Manifest:
     except FileNotFoundError:
         raise RunError(f"{directory} holds no manifest.json; is it a run directory?") from None
     except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror or error}") from None
+        raise RunError(f"cannot read {path}: {error.strerror or error}; name a run directory.") from None
     try:
         return msgspec.json.decode(data, type=Manifest)
     except UNDECODABLE as error:
@@ -174,7 +176,7 @@ def read_manifest(directory: Path) -> Manifest:
                 raise RunError(
                     f"{directory} is a directory of training_probe; read it with `training_probe report {directory}`."
                 ) from None
-        raise RunError(f"{path} is not a manifest of this version: {error}") from None
+        raise RunError(f"{path} is not a manifest of this version: {reason(error)}.") from None
 
 
 class _Marked(msgspec.Struct):
@@ -188,7 +190,13 @@ def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
     part.replace(directory / SNAPSHOT_FILE)
 
 
-def remove_if_empty(directory: Path) -> None:
-    """Takes back a run directory in which nothing was written: the run never began."""
+def remove_if_empty(directory: Path, made: Path | None) -> None:
+    """Takes back a run directory in which nothing was written, since the run never began: it and its parents up to
+    `made`, as `create` returned it."""
+    if made is None:
+        return
     with contextlib.suppress(OSError):
-        directory.rmdir()
+        for path in (directory, *directory.parents):
+            path.rmdir()
+            if path == made:
+                return

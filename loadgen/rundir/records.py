@@ -1,8 +1,9 @@
 """The records of a run: one JSON line a request while it runs, numpy columns afterwards.
 
-The file is the only source of every number that is reported: a run reads its own file back, so `loadgen report` on
-the same directory, or on what a killed run left, gives the same numbers. Times are monotonic nanoseconds since the
-start of the run (t = 0 is when the schedule begins); null, and -1 in the columns, means that it never happened.
+The files (`parts` has their names) are the only source of every number that is reported: a run reads its own files
+back, so `loadgen report` on the same directory, or on what a killed run left, gives the same numbers. Times are
+monotonic nanoseconds since the start of the run (t = 0 is when the schedule begins); null, and -1 in the columns, means
+that it never happened.
 
 Reading is incremental and never holds the records as objects: a table is 122 bytes a request and 4 bytes a gap, and
 reading one that finished nearly in order takes little more.
@@ -24,14 +25,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, reason
+from loadgen.rundir import parts
 from loadgen.rundir.outcomes import OUTCOMES
+from loadgen.rundir.parts import JOINED, OF_THE_RUN, Part
 
 SCHEMA = "loadgen.requests/1"
 
 PHASES = ("warmup", "measured")
-
-_JOINED = "requests.jsonl"
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -58,11 +59,12 @@ class Record(msgspec.Struct, kw_only=True):
     outcome: str
     phase: str = "measured"
     error: str | None = None
+    retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
     itl_us: Sequence[int] = ()
 
 
 class Header(msgspec.Struct, kw_only=True):
-    """First line of requests.jsonl."""
+    """First line of every file of records."""
 
     schema: str = SCHEMA
     run_id: str
@@ -127,6 +129,7 @@ class Table:
     itl_us: NDArray[np.uint32]
     itl_offsets: NDArray[np.int64]
     errors: dict[int, str]  # id of a measured request -> what went wrong
+    retried: frozenset[int] = frozenset()  # ids of measured requests that were sent twice
 
     def __len__(self) -> int:
         return len(self.id)
@@ -151,10 +154,11 @@ class Table:
     def _part(
         self, chosen: slice | NDArray[np.bool_], itl_us: NDArray[np.uint32], itl_offsets: NDArray[np.int64]
     ) -> Table:
-        kept = set(self.id[chosen].tolist()) if self.errors else set()
-        errors = {key: text for key, text in self.errors.items() if key in kept}
+        kept = self.id[chosen].tolist() if self.errors or self.retried else ()
+        errors = {key: self.errors[key] for key in kept if key in self.errors}
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
-        return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors)
+        retried = self.retried.intersection(kept)
+        return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors, retried=retried)
 
     def blocks(self) -> Iterator[Table]:
         """The rows in views of a few thousand, for work whose arrays would be larger than the gaps themselves."""
@@ -206,6 +210,7 @@ class _Columns:
         self._gaps = [array("I")]  # blocks, so that growing never copies and ordering can free them one by one
         self._gap_counts = array("I")
         self._errors: dict[int, str] = {}
+        self._retried: list[int] = []
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
     def append(self, record: Record) -> None:
@@ -230,6 +235,8 @@ class _Columns:
         self._phase.append(_PHASE_CODE[record.phase])
         if record.error and record.phase == "measured":
             self._errors[record.id] = self._texts.setdefault(record.error, record.error)
+        if record.retried is True and record.phase == "measured":
+            self._retried.append(record.id)
 
     def table(self) -> Table:
         """Empties the columns into a table. Raises ValueError when a request is there twice."""
@@ -251,6 +258,7 @@ class _Columns:
             itl_us=gaps,
             itl_offsets=offsets,
             errors=self._errors,
+            retried=frozenset(self._retried),
         )
 
     def _ordered_gaps(self, order: NDArray[np.int64]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
@@ -285,18 +293,37 @@ def table(records: Iterable[Record]) -> Table:
 
 
 class RecordsFile:
-    """Appends records to a JSONL file; every line is with the kernel when `write` returns, so kill -9 loses none."""
+    """Appends records to a JSONL file, and goes on in the next one where it is full; every line is with the kernel when
+    `write` returns, so kill -9 loses none."""
 
     def __init__(self, path: Path, run_id: str, version: str, t0_monotonic_ns: int) -> None:
         self._encode = msgspec.json.Encoder().encode
+        self._path, self._number = path, 1
+        self._header = Header(run_id=run_id, version=version, t0_monotonic_ns=t0_monotonic_ns)
         self._file = path.open("xb")
-        self._line(Header(run_id=run_id, version=version, t0_monotonic_ns=t0_monotonic_ns))
+        self._size_bytes = 0
+        self._line(self._header)
 
     def _line(self, value: msgspec.Struct) -> None:
-        self._file.write(self._encode(value) + b"\n")
+        line = self._encode(value) + b"\n"
+        self._file.write(line)
         self._file.flush()  # whole lines only, or an OSError
+        self._size_bytes += len(line)
+
+    def _next_part(self) -> None:
+        """Begins the next file. It gets its name with its header in it: no reader meets a file without one."""
+        self._file.close()
+        self._number += 1
+        path = parts.following(self._path, self._number)
+        unfinished = path.with_name(path.name + ".part")
+        self._file = unfinished.open("xb")
+        self._size_bytes = 0
+        self._line(self._header)
+        unfinished.rename(path)
 
     def write(self, record: Record) -> None:
+        if self._size_bytes >= parts.PART_BYTES:
+            self._next_part()
         self._line(record)
 
     def close(self, client: ClientFacts) -> None:
@@ -304,17 +331,21 @@ class RecordsFile:
         self._file.close()
 
 
-def _files(directory: Path) -> list[Path]:
-    """The records of a run: `requests.jsonl`, or the workers' parts of it when they were killed before the merge.
+def _parts(directory: Path) -> list[Part]:
+    """The files that hold the records of a run: its own, or its workers'. Raises RecordsError where one is missing.
 
-    Both are there only when the merge was killed between its last two steps; the parts are then copies. Whoever keeps
-    runs may have packed the file with gzip or xz.
+    Both are there only when the merge was killed between its last two steps; the workers' are then copies.
     """
-    joined = [path for suffix in ("", ".gz", ".xz") if (path := directory / f"{_JOINED}{suffix}").exists()]
-    paths = joined[:1] or sorted(directory.glob("requests.*.jsonl"))
-    if not paths:
-        raise RecordsError(f"{directory} holds no requests.jsonl; is it a run directory?")
-    return paths
+    found = {(part.worker, part.number): part for part in reversed(parts.find(directory))}  # plain before packed
+    whose = {worker for worker, _ in found}
+    whose = {OF_THE_RUN} if OF_THE_RUN in whose else whose
+    chosen = sorted(part for part in found.values() if part.worker in whose)
+    if not chosen:
+        raise RecordsError(f"{directory} holds no {JOINED}; is it a run directory?")
+    for part in chosen:
+        if part.number > 1 and (part.worker, part.number - 1) not in found:
+            raise RecordsError(f"{part.path} is there and the file before it is not; put it back.")
+    return chosen
 
 
 @contextlib.contextmanager
@@ -340,80 +371,94 @@ def _read_header(path: Path, file: BinaryIO) -> Header:
     try:
         header = msgspec.json.decode(_line(path, file), type=Header)
     except UNDECODABLE as error:
-        raise RecordsError(f"{path} does not begin with a {SCHEMA} header: {error}") from None
+        raise RecordsError(f"{path} does not begin with a {SCHEMA} header: {reason(error)}.") from None
     if header.schema != SCHEMA:
         raise RecordsError(f"{path} has schema {header.schema!r}, this version reads {SCHEMA!r}")
     return header
 
 
 def read_header(directory: Path) -> Header:
-    """The header of a run's records. Raises RecordsError, also when its workers' files are of different runs."""
-    headers = []
-    paths = _files(directory)
-    for path in paths:
-        with _open(path) as file:
-            headers.append(_read_header(path, file))
-    for path, header in zip(paths, headers, strict=True):
-        if header != headers[0]:
-            raise RecordsError(
-                f"{path} and {paths[0]} are of different runs; keep the files of one run in a directory."
-            )
-    return headers[0]
+    """The header of a run's records. Raises RecordsError, also when its files are of different runs."""
+    first, *others = _parts(directory)
+    with _open(first.path) as file:
+        header = _read_header(first.path, file)
+    for part in others:
+        with _open(part.path) as file:
+            if _read_header(part.path, file) != header:
+                raise RecordsError(
+                    f"{part.path} and {first.path} are of different runs; keep the files of one run in a directory."
+                )
+    return header
 
 
 def read(directory: Path) -> tuple[Table, list[ClientFacts]]:
     """The table of a run directory and each client process' facts about itself (none for a killed one).
 
-    Reads `requests.jsonl` or, where workers were killed before they were merged, their `requests.*.jsonl`. A last
-    line that a kill cut in two is left out; any other damage raises RecordsError.
+    Reads the run's own files or, where workers were killed before they were merged, the workers'. A last line that a
+    kill cut in two is left out; any other damage raises RecordsError.
     """
     read_header(directory)
     columns = _Columns()
     facts: list[ClientFacts] = []
-    record_of = msgspec.json.Decoder(Record).decode
-    for path in _files(directory):
-        with _open(path) as file:
-            _line(path, file)
-            number = 1
-            while (line := _line(path, file)).endswith(b"\n"):
-                number += 1
-                try:
-                    if line.startswith(b'{"client":'):
-                        facts.append(msgspec.json.decode(line, type=Footer).client)
-                    else:
-                        columns.append(record_of(line))
-                except (*UNDECODABLE, ValueError) as error:  # ValueError: a value that no column takes
-                    raise RecordsError(f"{path} line {number} is not a record: {error}") from None
+    chosen = _parts(directory)
+    full = {(part.worker, part.number - 1) for part in chosen}
+    for part in chosen:
+        _read_part(part, columns, facts, full=(part.worker, part.number) in full)
     try:
         return columns.table(), facts
     except ValueError as error:
         raise RecordsError(f"{directory}: {error}; were its files copied by hand?") from None
 
 
+def _read_part(part: Part, columns: _Columns, facts: list[ClientFacts], full: bool) -> None:
+    """Adds what a file holds to `columns` and `facts`. full: its writer went on in another. Raises RecordsError."""
+    record_of = msgspec.json.Decoder(Record).decode
+    with _open(part.path) as file:
+        _line(part.path, file)
+        number = 1
+        while line := _line(part.path, file):
+            number += 1
+            if not line.endswith(b"\n"):
+                if full:
+                    raise RecordsError(
+                        f"{part.path} ends within line {number} and another file follows; copy it again."
+                    )
+                break
+            try:
+                if line.startswith(b'{"client":'):
+                    facts.append(msgspec.json.decode(line, type=Footer).client)
+                else:
+                    columns.append(record_of(line))
+            except (*UNDECODABLE, ValueError) as error:  # ValueError: a value that no column takes
+                raise RecordsError(f"{part.path} line {number} is not a record: {reason(error)}.") from None
+
+
 def merge(directory: Path) -> None:
-    """Joins the workers' `requests.N.jsonl` into `requests.jsonl`, line for line, and removes them.
+    """Joins the workers' files into `requests.jsonl`, line for line, and removes them; leaves them as they are where
+    they are more than one file holds.
 
     Raises RecordsError when there are none or they are of different runs. Killed at any point, it loses no record and
     doubles none.
     """
-    parts = _files(directory)
+    chosen = _parts(directory)
     read_header(directory)
-    joined = directory / _JOINED
-    if parts[0].name.startswith(_JOINED):
-        raise RecordsError(f"{parts[0]} is there already; nothing was merged.")
-    unfinished = directory / "requests.jsonl.part"
+    if chosen[0].worker == OF_THE_RUN:
+        raise RecordsError(f"{chosen[0].path} is there already; nothing was merged.")
+    if sum(part.path.stat().st_size for part in chosen) > parts.PART_BYTES:
+        return
+    unfinished = directory / f"{JOINED}.part"
     try:
         with unfinished.open("wb") as out:
-            for number, part in enumerate(parts):
-                with part.open("rb") as file:
+            for number, part in enumerate(chosen):
+                with part.path.open("rb") as file:
                     header = file.readline()
                     if number == 0:
                         out.write(header)
                     # a line that a kill cut in two would run into the next worker's first
                     out.writelines(line for line in file if line.endswith(b"\n"))
-        unfinished.rename(joined)
-    except OSError:  # a full disk: the parts are still whole
+        unfinished.rename(directory / JOINED)
+    except OSError:  # a full disk: the files are still whole
         unfinished.unlink(missing_ok=True)
         raise
-    for part in parts:
-        part.unlink()
+    for part in chosen:
+        part.path.unlink()

@@ -1,6 +1,6 @@
 """The embedded server as a process of its own: started for a run, and to measure the client's own ceiling before one.
 
-loadgen knows it only by its command line and its wire; nothing of `servers` is imported.
+loadgen knows it only by its command line and its wire; nothing of `servers` is imported by name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator
+from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from loadgen.rundir.emulation import Emulation
 
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
 DIALECTS = {"vllm": "vllm", "openai": "openai", "openai-chat": "openai", "lightllm": "lightllm", "tgi": "tgi"}
+MODEL_LEN = 4096  # its --max-model-len, unless it is named
 EMULATED_MARK = "emulated"  # in the Server header of every reply
 
 # A run for its own sake meets the server's usual times with some spread: a burst of 1000 is 25,000 events a second,
@@ -38,6 +40,20 @@ def model_name(config: Config) -> str:
         return name
     known = ", ".join(spec.name for spec in catalog.MODELS)
     raise ConfigError(f"unknown model '{name}'; known are {known}, or any Hugging Face id (org/name).")
+
+
+def dialect(backend: str) -> str:
+    """What it speaks to that backend. Raises ConfigError for a backend that it cannot stand for."""
+    if backend not in DIALECTS:
+        raise ConfigError(f"the embedded server does not speak '{backend}'; give --url.")
+    return DIALECTS[backend]
+
+
+def check(config: Config) -> None:
+    """Whether it would take its flags for this run. Raises ConfigError with its own sentence."""
+    flags = options(config, dialect(config.kind), model_name(config))
+    for entry in entry_points(group="llm_dissect.embedded", name="check"):
+        entry.load()(flags)
 
 
 def options(config: Config, dialect: str, model: str) -> list[str]:
@@ -93,8 +109,8 @@ class EmbeddedError(Exception):
 
 @contextlib.asynccontextmanager
 async def serving(*options: str) -> AsyncIterator[Serving]:
-    """Runs `python -m servers` on a free port while the block lasts. It dies with this process. Raises EmbeddedError
-    with its own sentence when it refuses its options."""
+    """Runs `python -m servers` on a free port while the block lasts. It dies with this process. Raises EmbeddedError,
+    or ConfigError with its own sentence when it refuses its options."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "servers", "--port", "0", "--exit-with-stdin", *options,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -124,7 +140,7 @@ async def serving(*options: str) -> AsyncIterator[Serving]:
             code = await process.wait()
             await relay
             if code == exit_codes.BAD_OPTIONS and lines_before:
-                raise EmbeddedError(lines_before[-1].removeprefix("error: "))
+                raise ConfigError(lines_before[-1].removeprefix("servers: "))
             last = f": {lines_before[-1]}" if lines_before else "."
             raise EmbeddedError(f"the embedded server ended with exit code {code} before it listened{last}")
         listening = True

@@ -21,9 +21,8 @@ from backends.protocol import Backend, ServerInfo
 from backends.untrusted import UNDECODABLE
 from loadgen import models
 from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
-from loadgen.load.prompts import Dataset
 from loadgen.models import Model
-from loadgen.plan import Plan, plan_run
+from loadgen.plan import Plan, plan_run, read_dataset
 from loadgen.rundir.launch_facts import LaunchedGpu, LaunchedP2p, LaunchFacts
 from loadgen.server.installed import installed
 from loadgen.server.placement import gpu_pool, model_length, tensor_parallel
@@ -155,7 +154,7 @@ def _adapter(config: Config, backend: Backend, profiled: bool) -> Adapter:
     """What can start this kind of server so. Raises ConfigError."""
     adapter = backend.adapter
     if adapter is None:
-        raise ConfigError(f"loadgen cannot start a '{backend.name}' server; give --url, or --launch embedded.")
+        raise ConfigError(f"loadgen cannot start a server of kind '{backend.name}'; give --url, or --launch embedded.")
     if config.dtype not in adapter.dtypes:
         raise ConfigError(f"{backend.name} has no --dtype {config.dtype}; it has {', '.join(adapter.dtypes)}.")
     if config.dummy_weights and not adapter.dummy_weights:
@@ -177,7 +176,7 @@ def _longest(config: Config, backend: Backend) -> int | None:
     """Tokens of the run's longest prompt and its reply; None where the prompts' lengths are unknown."""
     if config.dataset is None:
         return config.input_tokens + config.output_tokens
-    return Dataset(config.dataset, config.output_tokens, backend.prompt_kind, config.warmup).longest_tokens()
+    return read_dataset(config, backend).longest_tokens()
 
 
 def _at_once(config: Config, plan: Plan) -> int:
@@ -246,8 +245,8 @@ class _Draft:
         invocation = self.adapter.invoke(settings)
         command = tuple(python if word == "{python}" else word for word in self.adapter.process_command)
         start = self._start((*command, *invocation.arguments), invocation, settings.port)
-        if self.config.api_key_env is not None:  # the server inherits it, and may print it
-            start = dataclasses.replace(start, secrets=(*start.secrets, self.config.api_key_env))
+        # the server inherits them, and may print them
+        start = dataclasses.replace(start, secrets=(*start.secrets, *self.config.secret_variables))
         return settings, start, files | self._config_files(invocation)
 
     def _overlay(self, seen: str) -> tuple[str, Files]:

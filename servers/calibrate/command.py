@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from cyclopts import Group, Parameter
 
-from loadgen import exit_codes
+from loadgen import exit_codes, terminal
 from loadgen.config import ConfigError
 from loadgen.option_types import Whole, option
 from loadgen.rundir.emulation import HeldOut
-from servers.calibrate.runs import ObservationError, Observed, RunFacts, read
+from servers.calibrate.runs import NotARunError, ObservationError, Observed, RunFacts, read
 from servers.simulator.build import EmulationError, Interval, Profile, read_profile
 from servers.simulator.hardware import HardwareError
 
@@ -330,7 +330,7 @@ def command(
     out: Annotated[Path, option(FIT, "The profile to write.")],
     held_out: Annotated[
         tuple[Path, ...],
-        option(FIT, "Runs to judge the fit by (default: each is left out once).", consume_multiple=True, negative=None),
+        option(FIT, "Runs to judge the fit by (default: each is left out once).", consume_multiple=1, negative=None),
     ] = (),
     base: Annotated[
         Path | None, option(FIT, "Profile of the same server, for the times that these runs cannot tell.")
@@ -345,8 +345,8 @@ def command(
     try:
         if out.exists():
             raise CalibrationError(f"{out} exists; name another --out, nothing was overwritten.")
-        runs = [read(path, flags) for path in observed]
-        aside = [read(path, flags) for path in held_out]
+        runs = _runs_among(observed, flags)
+        aside = _runs_among(held_out, flags)
         _check(runs, aside)
         profile = _fitted_and_judged(runs, aside, base)
         write(profile, out)
@@ -354,6 +354,22 @@ def command(
         raise ConfigError(str(error)) from None
     print(table(profile.held_out) if profile.held_out else "", f"wrote {out}", sep="\n")
     return exit_codes.OK
+
+
+def _runs_among(paths: Sequence[Path], flags: RunFacts) -> list[Observed]:
+    """Of paths such as `runs/*` those that are runs; says which are not. Raises ObservationError where none is."""
+    runs: list[Observed] = []
+    others: list[NotARunError] = []
+    for path in paths:
+        try:
+            runs.append(read(path, flags))
+        except NotARunError as error:
+            others.append(error)
+    if others and not runs:
+        raise others[0]
+    for other in others:
+        terminal.say(f"left out: {other}")
+    return runs
 
 
 def _fitted_and_judged(runs: Sequence[Observed], aside: Sequence[Observed], base_file: Path | None) -> Profile:

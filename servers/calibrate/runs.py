@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from backends import catalog
 from backends.launch import version_in
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, reason
 from loadgen import rundir
 from loadgen.rundir import records
 from loadgen.rundir.emulation import HeldOut
@@ -32,6 +32,7 @@ from servers.simulator.build import Emulated, Profile, Setup, emulate, newest
 Floats = npt.NDArray[np.float64]
 Dtype = Literal["float16", "bfloat16", "float32"]
 FEWEST = 20  # requests
+RECORD_FILES = (".jsonl", ".jsonl.gz")
 _NAME = re.compile(r"(?P<gpu>[a-z]+\d+[a-z]*?)(x\d+)?_(?P<model>\d+b)(?:_|\.)")
 
 # In NVML's names: other memory, clocks or links than those of the card that is known by that name (4090 D, Max-Q)
@@ -40,6 +41,10 @@ _OTHER_CARDS = frozenset({"40gb", "pcie", "nvl", "laptop", "max", "d", "ti"})
 
 class ObservationError(Exception):
     """A run that cannot be used. One sentence."""
+
+
+class NotARunError(ObservationError):
+    """What lies beside runs: a README, a figure, a directory of another kind. One sentence."""
 
 
 class _Usage(msgspec.Struct):
@@ -150,7 +155,10 @@ def _w1(a: Floats, b: Floats) -> float:
 
 
 def read(path: Path, flags: RunFacts | None = None) -> Observed:
-    """`flags`: the user's, for what the run itself does not tell. Raises ObservationError."""
+    """`flags`: the user's, for what the run itself does not tell. Raises ObservationError, or NotARunError for what
+    lies beside runs."""
+    if path.is_file() and not path.name.endswith(RECORD_FILES):
+        raise NotARunError(f"{path} is no run: records are in {' or '.join(RECORD_FILES)} files, or run directories.")
     facts, columns = _directory(path) if path.is_dir() else _lines(path)
     if flags is not None:
         facts = facts.over(flags)
@@ -231,7 +239,7 @@ def _lines(path: Path) -> tuple[RunFacts, list[Floats]]:
     except (OSError, EOFError, zlib.error) as error:
         raise ObservationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     except UNDECODABLE as error:
-        raise ObservationError(f"{path} holds no records of requests: {error}.") from None
+        raise ObservationError(f"{path} holds no records of requests: {reason(error)}.") from None
     if not rows:
         raise ObservationError(f"{path} holds no records of requests.")
     return facts, list(np.array(rows, float).T)
@@ -241,7 +249,9 @@ def _directory(path: Path) -> tuple[RunFacts, list[Floats]]:
     try:
         manifest = rundir.read_manifest(path)
         table = records.read(path)[0].measured()
-    except (rundir.RunError, records.RecordsError) as error:
+    except rundir.RunError as error:
+        raise NotARunError(str(error)) from None
+    except records.RecordsError as error:
         raise ObservationError(str(error)) from None
     if manifest.emulated:
         raise ObservationError(f"{path} is emulated; only real runs can be fitted to.")

@@ -29,7 +29,6 @@ _MESSAGES = {
     "Please try again later or on a different instance.",
 }
 _TYPES = {400: "BadRequestError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
-_DONE = b"data: [DONE]\n\n"
 
 
 class StreamOptions(msgspec.Struct):
@@ -292,6 +291,8 @@ CHAT = Shape(
 class OpenAIWire(Wire):
     """One reply of either route. The frame of a plain token is made once and only its text changes."""
 
+    done = b"data: [DONE]\n\n"
+
     def __init__(
         self, shape: Shape, body: Body, prompt_tokens: int, output_tokens: int, model: str, request_id: str
     ) -> None:
@@ -319,10 +320,10 @@ class OpenAIWire(Wire):
 
     def tail(self, count: int, done: bool = True) -> bytes:
         usage = self._chunk([], self._usage(count), FINGERPRINT) if self._usage_last else b""
-        return usage + (_DONE if done else b"")
+        return usage + (self.done if done else b"")
 
     def failure(self) -> bytes:
-        return b"data: " + wire.encode_json(wire.error_body(500, _MESSAGES[500], _TYPES[500])) + b"\n\n" + _DONE
+        return b"data: " + wire.encode_json(wire.error_body(500, _MESSAGES[500], _TYPES[500])) + b"\n\n" + self.done
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         usage = self._usage(count)

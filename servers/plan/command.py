@@ -283,14 +283,14 @@ class PlanOptions:
         option(
             GPUS,
             "GPUs to look at, by name or JSON file (default: all that are known).",
-            consume_multiple=True,
+            consume_multiple=1,
             show_default=False,
         ),
     ] = ()
     max_gpus: Annotated[Whole, option(GPUS, "Most GPUs in all.")] = 64
     max_running: Annotated[
         tuple[Whole, ...],
-        option(SETTINGS, "Most requests in a batch; several: each is tried.", consume_multiple=True),
+        option(SETTINGS, "Most requests in a batch; several: each is tried.", consume_multiple=1),
     ] = (1024,)
     dtype: DtypeOption = "float16"
     memory_ratio: MemoryRatioOption = 0.9

@@ -16,9 +16,8 @@ import backends
 from loadgen import cli, exit_codes, models, rundir, terminal
 from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, PlacementOptions, flag
 from loadgen.load import arrivals
-from loadgen.load.prompts import Dataset
 from loadgen.option_types import names, offers, option
-from loadgen.plan import most_requests
+from loadgen.plan import most_requests, read_dataset
 from loadgen.rundir import records
 from loadgen.server import embedded
 from servers.simulator.build import Emulated, EmulationError, emulate
@@ -29,7 +28,7 @@ from servers.simulator.virtual import Outcome, manifest, simulate
 
 @offers(
     "backend", "model", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency", "warmup",
-    "dataset", "seed", "goodput", "out", *names(PlacementOptions),
+    "dataset", "repeat_dataset", "seed", "goodput", "out", *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
 class PredictOptions(Config):
@@ -38,7 +37,8 @@ class PredictOptions(Config):
 
 CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has none of them
     "tokenizer", "vocab_size", "stream", "workers", "transport", "connect", "kernel_timestamps", "api_key_env",
-    "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "metrics_port", "speed",
+    "header", "ca", "insecure", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout",
+    "metrics_port", "speed",
 )  # fmt: skip
 
 
@@ -77,12 +77,11 @@ def predict(
         emulated = emulate(hardware.setup(config.kind, _model(config), _length(config, load)))
         for note in emulated.facts.notes:
             terminal.say(f"note: {note}")
-        new = rundir.create(directory, private=config.dataset is not None)
+        made = rundir.create(directory, private=config.dataset is not None)
         try:
             outcomes = simulate(emulated, load, config.concurrency)
         except EmulationError:
-            if new:
-                rundir.remove_if_empty(directory)
+            rundir.remove_if_empty(directory, made)
             raise
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
@@ -125,7 +124,7 @@ def draw(config: Config) -> list[tuple[float, int, int]]:
         times_s = (arrivals.draw(config.law, requests, config.duration, config.seed) / 1e9).tolist()
     if config.dataset is None:
         return [(at_s, config.input_tokens, config.output_tokens) for at_s in times_s]
-    dataset = Dataset(config.dataset, config.output_tokens, backend.prompt_kind, config.warmup)
+    dataset = read_dataset(config, backend)
     prompts = [dataset.prompt("measured", number).n_tokens for number in range(len(times_s))]
     unknown = prompts.count(0)
     if unknown:
@@ -152,7 +151,8 @@ def _length(config: Config, load: list[tuple[float, int, int]]) -> int:
 
 def write(directory: Path, run_id: str, config: Config, emulated: Emulated, outcomes: list[Outcome]) -> None:
     """The run directory: manifest and records."""
-    rundir.write_manifest(directory, manifest(config, emulated, run_id, len(outcomes)))
+    prompts = len(read_dataset(config, backends.get(config.kind))) if config.repeat_dataset else None
+    rundir.write_manifest(directory, manifest(config, emulated, run_id, len(outcomes), prompts))
     file = records.RecordsFile(directory / "requests.jsonl", run_id, rundir.package_version(), 0)
     for outcome in outcomes:
         file.write(_record(outcome))

@@ -22,15 +22,23 @@ KINDS = {
     "truncate": "the connection is closed cleanly midway",
     "stall": "nothing more is sent midway, the connection stays open",
     "http_error:STATUS": "an error status with the server's own body",
+    "json_error": "the server's own error body with status 200, in place of a reply",
     "stream_error": "the server's error event inside a stream with status 200",
+    "empty": "status 200 with an empty body",
+    "done_only": "a stream of nothing but [DONE]",
     "short": "half of the output, finished by a stop",
     "merge": "two tokens in one event",
     "coalesce": "four events in one write",
     "no_done": "no [DONE] at the end",
+    "late_token": "one more token after the end",
+    "junk_after": "bytes after the last chunk",
+    "unasked_reply": "a second whole reply after the first",
+    "close_idle": "the connection is closed after the reply, unannounced",
     "refuse": "the connection is closed before any byte",
     "cached": "half of the prompt reported as cached",
     "wrong_prompt_tokens": "one prompt token too many reported",
     "garbage": "an event midway that is no JSON",
+    "bad_chunk": "a chunk size midway that is no number",
     "die": "the server's process ends, with exit code 1",
 }
 WHEN = "N (every N-th request), P% (that share of them, drawn from the seed) or @N (the N-th alone)"
@@ -42,8 +50,10 @@ CONDITIONS = {
 }
 MODELLED = ("kv_exhaustion", "slow_rank")  # need --gpu
 # What a dialect has no way to express: TGI and LightLLM report no cached tokens, and nothing ends their streams.
-UNKNOWN = {"tgi": ("cached", "no_done"), "lightllm": ("cached", "no_done")}
-MIDWAY = frozenset({"reset", "truncate", "stall", "stream_error", "garbage"})
+UNKNOWN = dict.fromkeys(("tgi", "lightllm"), ("cached", "done_only", "no_done"))
+AT_ONCE = frozenset({"refuse", "http_error", "json_error", "empty"})  # in place of a reply
+FIRST = frozenset({"done_only"})  # in place of the first token
+MIDWAY = frozenset({"reset", "truncate", "stall", "stream_error", "garbage", "bad_chunk"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_UNSENT_BYTES = 4 * 1024 * 1024  # a reader that is further behind is cut off
 MAX_WAITING_REQUESTS = 100  # pipelined on one connection
 _READ_BYTES = 256 * 1024
-_LAST_CHUNK = b"0\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -173,11 +173,14 @@ class Connection:
 
     # -- answering
 
-    def respond(self, page: Page) -> None:
-        """Answers the current request with a whole page."""
-        body = b"" if self._current is not None and self._current.method == "HEAD" else page.body
-        self.send(self._head(page) + body)
+    def respond(self, page: Page, behind: bytes = b"") -> None:
+        """Answers the current request with a whole page; `behind` goes out in the same write."""
+        self.send(self.page(page) + behind)
         self._finish()
+
+    def page(self, page: Page) -> bytes:
+        """A whole page as an answer to the current request."""
+        return self._head(page) + (b"" if self._current is not None and self._current.method == "HEAD" else page.body)
 
     def send_cut(self, page: Page) -> None:
         """The head of an answer and the first half of its body."""
@@ -185,15 +188,16 @@ class Connection:
 
     def begin_stream(self, content_type: str) -> None:
         """Starts a chunked answer; chunks go through `send`."""
+        self.send(self.stream_head(content_type))
+
+    def stream_head(self, content_type: str) -> bytes:
         type_line = b"Content-Type: %b\r\n" % content_type.encode()
         keep = b"" if self._keep_alive() else b"Connection: close\r\n"
-        self.send(
-            b"HTTP/1.1 200 OK\r\n" + SERVER_HEADER + type_line + b"Transfer-Encoding: chunked\r\n" + keep + b"\r\n"
-        )
+        return b"HTTP/1.1 200 OK\r\n" + SERVER_HEADER + type_line + b"Transfer-Encoding: chunked\r\n" + keep + b"\r\n"
 
-    def end_stream(self, last: bytes) -> None:
-        """Sends `last`, if any, as one more chunk and ends the stream."""
-        self.send((b"%x\r\n%b\r\n" % (len(last), last) if last else b"") + _LAST_CHUNK)
+    def end_stream(self, last: bytes, behind: bytes = b"") -> None:
+        """Sends `last`, if any, as one more chunk and ends the stream; `behind` goes out in the same write."""
+        self.send(chunk(last) + LAST_CHUNK + behind)
         self._finish()
 
     def send(self, data: bytes) -> None:
@@ -245,7 +249,7 @@ class Connection:
         if not self._unsent:
             self._server.watch(self, selectors.EVENT_READ)
             if self._closing:
-                self._close_when_sent()
+                self.close_when_sent()
 
     def _finish(self) -> None:
         """The answer is complete: the next request, or the end of the connection."""
@@ -253,11 +257,11 @@ class Connection:
         self._current = None
         self._free_ns = time.monotonic_ns()
         if not keep_alive:
-            self._close_when_sent()
+            self.close_when_sent()
         elif self._waiting:
             self._server.unparsed.append((self, b"", 0))
 
-    def _close_when_sent(self) -> None:
+    def close_when_sent(self) -> None:
         """Closes for writing once all is sent, and altogether when the client does: closing with bytes unread would
         reset the connection and take the answer with it."""
         self._closing = True
@@ -278,3 +282,8 @@ class Connection:
         if not self._keep_alive():
             lines.append(b"Connection: close\r\n")
         return b"".join(lines) + b"\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    """`data`, if any, as one chunk of HTTP's chunked coding: an empty one would be the last."""
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""

@@ -11,12 +11,13 @@ from array import array
 from time import monotonic_ns
 from typing import Protocol
 
-from servers.serve.faults import MIDWAY, Fault
-from servers.serve.http import Connection
+from servers.serve.faults import FIRST, MIDWAY, Fault
+from servers.serve.http import LAST_CHUNK, Connection, chunk
 from servers.serve.telemetry import Telemetry
 from servers.serve.wire import Dialect, Finish, Page, Wire
 
 COALESCED_EVENTS = 4
+JUNK = b"junk\r\n"
 GARBAGE = b'data: {"id":"\x00\xff\xfe","choices":[{"text":\n\n'
 
 
@@ -63,7 +64,9 @@ class Reply:
         self._held_events: list[bytes] = []
         self._change_facts()
         self._midway = 0
-        if self._kind in MIDWAY:
+        if self._kind in FIRST:
+            self._midway = 1
+        elif self._kind in MIDWAY:
             whole = self._kind == "stream_error" and wire.failure_before_output
             self._midway = 1 if whole else self.n_tokens // 2 + 1
 
@@ -108,7 +111,7 @@ class Reply:
             return
         if self._streaming:
             event = self._wire.event(count, self._held_tokens, self._finish if last else None)
-            self._held_events.append(_chunk(event))
+            self._held_events.append(chunk(event))
         self._held_tokens = 0
         if self._kind == "coalesce" and len(self._held_events) < COALESCED_EVENTS and not last and self._streaming:
             return
@@ -138,12 +141,29 @@ class Reply:
         if not self.connection.open:
             return
         self._server.ended(self, self._finish, "")
+        connection, wire = self.connection, self._wire
         if self._streaming:
-            self.connection.end_stream(self._wire.tail(self.count, done=self._kind != "no_done"))
+            tail = wire.tail(self.count, done=self._kind != "no_done")
+            if self._kind == "late_token":
+                tail += wire.token(self.count)
+            connection.end_stream(tail, self._behind(tail))
         else:
             seconds = (self.last_ns - self.received_ns) / 1e9
             self.stamps.append(monotonic_ns())
-            self.connection.respond(self._wire.whole(self.count, self._finish, seconds))
+            page = wire.whole(self.count, self._finish, seconds)
+            again = connection.page(page) if self._kind == "unasked_reply" else b""
+            connection.respond(page, JUNK if self._kind == "junk_after" else again)
+        if self._kind == "close_idle":
+            connection.close_when_sent()
+
+    def _behind(self, tail: bytes) -> bytes:
+        """What a fault sends behind the end of a stream."""
+        if self._kind == "junk_after":
+            return JUNK
+        if self._kind != "unasked_reply":
+            return b""
+        reply = self._wire.event(self.count, self.count, self._finish) + tail
+        return self.connection.stream_head(self._wire.content_type) + chunk(reply) + LAST_CHUNK
 
     def _strike(self) -> bool:
         """Breaks the reply midway. False where it goes on after that."""
@@ -151,11 +171,17 @@ class Reply:
         connection, kind = self.connection, self._kind
         if kind == "garbage" and self._streaming:
             self.count += 1
-            connection.send(_chunk(GARBAGE))
+            connection.send(chunk(GARBAGE))
             return False
         self._server.ended(self, None, kind)
         if kind == "reset":
             connection.reset()
+        elif kind == "done_only" and self._streaming:
+            connection.end_stream(self._wire.done)
+        elif kind == "done_only":
+            connection.respond(Page(200, b""))
+        elif kind == "bad_chunk":
+            connection.send(b"zz\r\n")
         elif kind == "truncate":
             if not self._streaming:
                 connection.send_cut(self._wire.whole(self.n_tokens, self._finish, 0.0))
@@ -167,8 +193,3 @@ class Reply:
         elif kind == "garbage":
             connection.respond(Page(200, GARBAGE))
         return True  # stall: the connection stays as it is
-
-
-def _chunk(data: bytes) -> bytes:
-    """`data` as one chunk of HTTP's chunked coding."""
-    return b"%x\r\n%b\r\n" % (len(data), data)

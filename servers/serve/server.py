@@ -18,7 +18,7 @@ from collections import deque
 from time import monotonic_ns
 
 from servers.schedulers import Rejected
-from servers.serve.faults import NO_FAULTS, Faults
+from servers.serve.faults import AT_ONCE, NO_FAULTS, Fault, Faults
 from servers.serve.http import Connection, Request
 from servers.serve.reply import Reply
 from servers.serve.stamps import Stamps
@@ -157,12 +157,9 @@ class Server:
         if kind == "die":
             self.log(f"request {self._requests} ends this server, as its faults say.")
             raise SystemExit(1)
-        if kind in ("refuse", "http_error"):
+        if fault is not None and kind in AT_ONCE:
             self.telemetry.failed[kind] += 1
-            if fault is not None and fault.status:
-                connection.respond(self.dialect.error(fault.status))
-            else:
-                connection.close()
+            self._fail_at_once(connection, fault)
             return
         request_id = request.headers.get(b"x-request-id", b"").decode("latin-1")
         try:
@@ -188,6 +185,16 @@ class Server:
         self.telemetry.running.add(reply)
         if wire.streaming:
             connection.begin_stream(wire.content_type)
+
+    def _fail_at_once(self, connection: Connection, fault: Fault) -> None:
+        if fault.kind == "refuse":
+            connection.close()
+        elif fault.kind == "http_error":
+            connection.respond(self.dialect.error(fault.status))
+        elif fault.kind == "json_error":
+            connection.respond(Page(200, self.dialect.error(500).body))
+        else:
+            connection.respond(Page(200, b""))
 
     def _starting(self) -> bool:
         """A slow start is not over. Once it is, no clock is read any more."""

@@ -64,6 +64,7 @@ class Wire(ABC):
 
     content_type = "text/event-stream; charset=utf-8"
     failure_before_output = False  # an error inside the stream comes instead of output, not midway
+    done = b""  # the event that ends a stream and carries nothing
 
     def __init__(self, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
         self.streaming = streaming

@@ -17,6 +17,7 @@ import msgspec
 
 from backends.catalog import ModelSpec
 from backends.untrusted import escaped, read_json
+from loadgen.config import LEAST_KV_TOKENS
 from loadgen.rundir.emulation import Emulation, HeldOut
 from servers.schedulers import Rejected, Scheduler, Sequence
 from servers.schedulers.lightllm import LightLLM2310, LightLLMNow
@@ -29,7 +30,7 @@ from servers.simulator.hardware import HardwareError
 
 GIB = 1 << 30
 MOST_GPUS = 512  # that are tried for a model that does not fit
-LEAST_KV_TOKENS = 256  # that a degraded server is left with
+HOST_GPUS = 8  # the most that one host has; beyond, nothing is measured
 RESERVED_BYTES = GIB  # beside weights and KV on each GPU: context, activations, graphs; 1.0 to 1.3 GiB in real logs
 
 
@@ -243,16 +244,23 @@ def _facts(setup: Setup, gpu: Gpu, tp: int, topology: str, kv_tokens: int, profi
         profile_gpus=measured,
         profile_assumed=bool(measured) and not any(_same(gpu, setup.gpu, name) for name in measured),
         held_out=profile.held_out,
-        notes=tuple(_notes(setup, tp)),
+        notes=tuple(_notes(setup, tp, kv_tokens)),
     )
 
 
-def _notes(setup: Setup, tp: int) -> Iterator[str]:
+def _notes(setup: Setup, tp: int, kv_tokens: int) -> Iterator[str]:
     """What a user should know about it, one sentence each."""
     if tp < setup.gpus:
         all_of_them = f"; --tp {setup.gpus} uses all" if setup.model.tensor_parallel(setup.gpus) else ""
         hold = "holds" if tp == 1 else "hold"
         yield f"{tp} of the {setup.gpus} GPUs {hold} {setup.model.name} and the rest do nothing{all_of_them}."
+    if tp > HOST_GPUS:
+        yield f"--tp {tp} is modelled as one host, which has at most {HOST_GPUS} GPUs; the way between hosts is slower."
+    if kv_tokens < setup.max_model_len:
+        yield (
+            f"the KV cache holds {kv_tokens} tokens and --max-model-len is {setup.max_model_len}: longer requests are "
+            "refused."
+        )
 
 
 def _measured(profile: Profile) -> tuple[str, ...]:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from backends import catalog
-from loadgen.config import MODELLED, SETTINGS, DtypeOption, MaxRunningOption, MemoryRatioOption, ModelledOptions
+from loadgen.config import (
+    LEAST_KV_TOKENS,
+    MODELLED,
+    SETTINGS,
+    DtypeOption,
+    MaxRunningOption,
+    MemoryRatioOption,
+    ModelledOptions,
+)
 from loadgen.option_types import Whole, option
 from servers.simulator import hardware
 from servers.simulator.build import SCHEDULERS, EmulationError, Setup, newest
@@ -47,9 +55,11 @@ class Hardware(ModelledOptions):
         scheduler = self.scheduler or newest(backend)
         if scheduler is None:
             kinds = ", ".join(dict.fromkeys(name.partition("@")[0] for name in SCHEDULERS))
-            raise EmulationError(f"a '{backend}' server is not modelled; modelled are {kinds}.")
+            raise EmulationError(f"a server of kind '{backend}' is not modelled; modelled are {kinds}.")
         if scheduler.partition("@")[0] != backend:
-            raise EmulationError(f"--scheduler {scheduler} is no {backend} server; there are {', '.join(SCHEDULERS)}.")
+            raise EmulationError(
+                f"--scheduler {scheduler} is no server of kind '{backend}'; there are {', '.join(SCHEDULERS)}."
+            )
         spec = catalog.find(model)
         if spec is None:
             known = ", ".join(each.name for each in catalog.MODELS)
@@ -71,10 +81,12 @@ class Hardware(ModelledOptions):
         return [field.name.replace("_", "-") for field in fields if getattr(self, field.name) != field.default]
 
     def _check(self) -> None:
-        for name in ("tp", "gpus", "kv_tokens", "max_running", "max_requests"):
+        for name in ("tp", "gpus", "max_running", "max_requests"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EmulationError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+        if self.kv_tokens is not None and self.kv_tokens < LEAST_KV_TOKENS:
+            raise EmulationError(f"--kv-tokens is {self.kv_tokens}; it must be at least {LEAST_KV_TOKENS}.")
         if not 0 < self.speed < math.inf:
             raise EmulationError(f"--speed is {self.speed:g}; it must be a number above 0.")
         if not 0 < self.memory_ratio <= 1:

@@ -98,7 +98,9 @@ def bounds(outcomes: Iterable[Outcome]) -> Iterator[tuple[float, float, float]]:
             yield outcome.sent_s, outcome.times_s[0], outcome.times_s[-1]
 
 
-def manifest(config: Config, emulated: Emulated, run_id: str, requests: int) -> rundir.Manifest:
+def manifest(
+    config: Config, emulated: Emulated, run_id: str, requests: int, dataset_prompts: int | None = None
+) -> rundir.Manifest:
     """Of the command that is running, for what `emulated` would do with so many requests."""
     return rundir.Manifest(
         run_id=run_id,
@@ -114,5 +116,6 @@ def manifest(config: Config, emulated: Emulated, run_id: str, requests: int) -> 
         requests_planned=requests,
         arrival=config.arrival_text,
         machine=rundir.this_machine(),
+        dataset_prompts=dataset_prompts,
         emulation=emulated.facts,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backends.protocol import Delta, ProtocolError, Truncated
-from tests.backends.frames import LENGTH, TGI_END, T, Transcript, light, text, tgi, total
+from tests.backends.frames import DONE, LENGTH, TGI_END, T, Transcript, light, text, tgi, total
 from tests.backends.transcripts_openai import CHATS, COMPLETIONS
 
 LIGHTLLM = [
@@ -141,8 +141,23 @@ BROKEN = [
         "html instead of events", "vllm", b"<html>\n<body>login</body>\n", (), ProtocolError, "not a stream of events"
     ),
     Transcript(
-        "json instead of events", "openai", b'{"id":"x"}', (), Truncated, 'inside an event: \'{"id":"x"}\''
+        "json instead of events", "openai", b'{"id":"x"}', (), ProtocolError, 'not a stream of events: \'{"id":"x"}\''
     ),
+    Transcript("json cut off", "openai", b'{"error":{"message":"x', (), Truncated, "cut off"),
+    Transcript(
+        "an error of json instead of events", "openai", b'{\n  "error": {"message": "no\\nroom"}\n}\n',
+        (Delta(error="no room"),),
+    ),
+    Transcript("an error of json", "lightllm", b'{"message":"no room"}', (Delta(error="no room"),)),
+    Transcript("an error of json, whole", "tgi", b'{"detail":"no room"}', (Delta(error="no room"),), stream=False),
+    Transcript("tgi: [DONE]", "tgi", DONE, (), ProtocolError, "not of this protocol: '[DONE]'"),
+    Transcript("tgi: [DONE] without line ends", "tgi", b"data: [DONE]", (), ProtocolError, "'[DONE]'"),
+    Transcript(
+        "lightllm: [DONE] after the end", "lightllm", light(b'"a"', 1, LENGTH) + DONE,
+        (Delta(n_tokens=1, finish="length", prompt_tokens=3, output_tokens=1),), ProtocolError, "after the end",
+    ),
+    Transcript("tokens after [DONE]", "vllm", text(b'"a"') + DONE + text(b'"b"'), (T,), ProtocolError, "after the end"),
+    Transcript("[DONE] twice", "vllm", text(b'"a"') + DONE + DONE + b"data:\n\n" + DONE[:-2], (T,)),
     Transcript("no json", "vllm", text(b'"a"') + b"data: hello\n\n", (T,), ProtocolError, "'hello'"),
     Transcript("another type", "vllm", b'data: {"choices":7}\n\n', (), ProtocolError, "not of this protocol"),
     Transcript("a list", "tgi", b"data: [1]\n\n", (), ProtocolError, "not of this protocol"),

@@ -51,6 +51,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "dataset": (["d.jsonl"], Path("d.jsonl")),
     "tokenizer": (["dir"], "dir"),
     "vocab_size": (["100"], 100),
+    "repeat_dataset": ([], True),
     "seed": (["3"], 3),
     "workers": (["auto"], "auto"),
     "transport": (["aiohttp"], "aiohttp"),
@@ -94,6 +95,7 @@ SWITCHES = {
 }
 NEEDS = {
     "duration": ["--concurrency", "2"],
+    "repeat_dataset": ["--dataset", "d.jsonl"],
     "server_python": ["--launch", "process"],
     "image": ["--launch", "docker"],
     "dry_run": ["--backend", "vllm"],
@@ -164,87 +166,6 @@ def one_sentence(argv: list[str], code: int, capsys: pytest.CaptureFixture[str],
     assert len(said) == 1 and message in said[0], captured.err
     assert "Traceback" not in captured.err
     return said[0]
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--backend", "vlm"], "did you mean 'vllm'"),
-        (["--model", "nosuch"], "unknown model 'nosuch'"),
-        (["--model", "70bb"], "did you mean '70b'"),
-        (["--launch", "embedded", "--model", "nosuch"], "unknown model 'nosuch'"),
-        (["--model", "./no/such"], "there is no directory './no/such'"),
-        (["--model", "."], "no config.json"),
-        (["--backend", "openai"], "cannot start a 'openai' server; give --url"),
-        (["--tp", "2"], "--tp is for a server that loadgen starts"),
-        (["--url", "http://h", "--gpus", "0"], "--gpus is for a server that loadgen starts"),
-        (["--url", "http://localhost:9", "--tp", "2"], "--tp is for a server that loadgen starts"),
-        (["--model", "7b", "--tp", "x"], "--tp is 'x'"),
-        (["--model", "7b", "--tp", "0"], "--tp is '0'"),
-        (["--model", "7b", "--memory-ratio", "1.5"], "--memory-ratio is 1.5"),
-        (["--model", "7b", "--port", "70000"], "--port is 70000"),
-        (["--model", "7b", "--server-python", "python3"], "--server-python is for --launch process"),
-        (["--launch", "process", "--image", "x"], "--image is for --launch docker"),
-        (["--model", "7b", "--server-arg=--api-key=s3cret"], "would be written"),
-        (["--model", "7b", "--server-arg=--api_ke=s3cret"], "would be written"),
-        (["--model", "7b", "--server-arg=--api", "--server-arg=s3cret"], "would be written"),
-        (["--model", "7b", "--server-arg=--hf_token=s3cret"], "would be written"),
-        (["--model", "7b", "--server-arg=--hf-t s3cret"], "would be written"),
-        (["--model", "~nosuchuser/x"], "there is no directory '~nosuchuser/x'"),
-        (["--model", "7b", "--max-model-len", "600"], "more than --max-model-len (600); raise it or lower them"),
-        (["--backend", "tgi", "--dtype", "float32"], "tgi has no --dtype float32"),
-        (["--backend", "tgi", "--dummy-weights"], "only vllm can"),
-        (["--model", "7b", "--input-tokens", "5000"], "(4096); lower them"),
-        (["--model", "7b", "--max-model-len", "8000"], "ends at 4096 tokens"),
-        (["--dry-run"], "name a --backend and a --model"),
-        (["--requests", "0"], "--requests is 0"),
-        (["--requests", "-5"], "--requests is -5"),
-        (["--input-tokens", "0"], "--input-tokens is 0"),
-        (["--output-tokens", "-1"], "--output-tokens is -1"),
-        (["--concurrency", "0"], "--concurrency is 0"),
-        (["--duration", "0", "--concurrency", "1"], "--duration is 0"),
-        (["--requests", "many"], "--requests"),
-        (["--reqests", "5"], "Did you mean --requests"),
-        (["--arrival", "posson:5"], "arrival 'posson:5'"),
-        (["--duration", "5"], "--duration needs"),
-        (["--concurrency", "5", "--arrival", "burst"], "give one of them"),
-        (["--url", "http://h", "--launch", "embedded"], "give one of them"),
-        (["--metrics-port", "0"], "--metrics-port is 0; it must be at least 1"),
-        (["--url", "ftp://h"], "http://HOST:PORT"),
-        (["--url", "http://"], "http://HOST:PORT"),
-        (["--url", "http://user:secret@h"], "--api-key-env"),
-        (["--goodput", "tft:5"], "--goodput 'tft:5'"),
-        (["--goodput", "ttft:nan"], "--goodput 'ttft:nan'"),
-        (["--goodput", "ttft:5", "e2el:inf"], "--goodput 'e2el:inf'"),
-        (["--workers", "none"], "--workers is 'none'"),
-        (["--kernel-timestamps", "--transport", "aiohttp"], "--kernel-timestamps needs"),
-        (["--api-key-env", "LOADGEN_TEST_NO_SUCH"], "LOADGEN_TEST_NO_SUCH"),
-        (["--api-key-env", "LOADGEN_TEST_BAD_KEY"], "holds a line break"),
-        (["--url", "http://h/?key=secret"], "nothing else"),
-        (["--url", "http://h/é"], "in ASCII"),
-        (["--dataset", "no/such.jsonl"], "no/such.jsonl"),
-        (["--input-tokens", "5000"], "limit of 4096"),
-        (["--tokenizer", "dir"], "--tokenizer is for prompts of text, and vllm is sent token ids; leave it out."),
-        (["--model", "7b", "--tokenizer", "dir"], "--tokenizer is for prompts of text, and vllm is sent token ids"),
-        (
-            ["--backend", "tgi", "--launch", "embedded", "--vocab-size", "100"],
-            "--vocab-size is for prompts of token ids, and tgi is sent text; leave it out.",
-        ),
-        (["--backend", "tgi", "--launch", "embedded", "--tokenizer", "dir", "--dataset", "d"], "--dataset has its own"),
-        (["--vocab-size", "100", "--dataset", "d"], "prompts that are drawn, and --dataset has its own; leave one out"),
-        (["--input-tokens", "64", "--dataset", "d"], "--input-tokens is for prompts that are drawn"),
-        (["--config", "no/such.toml"], "no/such.toml"),
-        (["surplus"], "surplus"),
-    ],
-)
-def test_bad_input(
-    argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LOADGEN_TEST_BAD_KEY", "s3cret\n")
-    assert "s3cret" not in one_sentence(["run", *argv], 2, capsys, message)
-    left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert left == []
 
 
 @pytest.mark.parametrize("name", [name for name, (_, value) in VALUES.items() if type(value) is int])

@@ -22,10 +22,13 @@ import serve
 from tiny_model import MAX_MODEL_LEN
 
 from loadgen.rundir import records
+from tests.lateness import Lateness, measured_lateness
 
 pytestmark = pytest.mark.vllm
 
 TRANSPORTS = ("fast", "aiohttp")
+# Of its own TTFT of 7.8 and 7.1 s, vLLM saw the clients 147 ms (fast) and 249 ms (aiohttp) later: docs/accuracy.md.
+LATER_RATIO = 0.036
 REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 200, 512, 32
 
 
@@ -67,6 +70,8 @@ def loadgen(server: Server, out: Path, **options: Any) -> subprocess.CompletedPr
 class Measured:
     """One run: means in ms over every request sent, warm-up included, as the client and as the server saw them."""
 
+    lateness: Lateness  # of the machine meanwhile
+
     table: records.Table
     client_ttft_ms: float
     server_ttft_ms: float
@@ -76,6 +81,11 @@ class Measured:
     @property
     def later_ms(self) -> float:
         return self.client_ttft_ms - self.server_ttft_ms
+
+    @property
+    def most_later_ms(self) -> float:
+        """vLLM's API process and the client both wait for a core that vLLM's engine fills."""
+        return LATER_RATIO * self.server_ttft_ms + 2 * self.lateness.mean_ms
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +97,11 @@ def measure(server: Server, transport: str, directory: Path) -> Measured:
     """A burst through one transport, between two looks at the server's metrics."""
     out = directory / "run"
     before = server.sums()
-    done = loadgen(
-        server, out, backend="vllm", requests=REQUESTS, input_tokens=INPUT_TOKENS, output_tokens=OUTPUT_TOKENS,
-        transport=transport,
-    )  # fmt: skip
+    with measured_lateness() as lateness:
+        done = loadgen(
+            server, out, backend="vllm", requests=REQUESTS, input_tokens=INPUT_TOKENS, output_tokens=OUTPUT_TOKENS,
+            transport=transport,
+        )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     gained = {name: value - before.get(name, 0.0) for name, value in server.sums().items()}
     assert json.loads(done.stdout.splitlines()[-1])["requests"]["ok"] == REQUESTS
@@ -102,6 +113,7 @@ def measure(server: Server, transport: str, directory: Path) -> Measured:
     assert gained["vllm:prompt_tokens_total"] == table.prompt_tokens.sum()
     assert gained["vllm:generation_tokens_total"] == table.output_tokens.sum()
     return Measured(
+        lateness,
         table,
         float(ttft_ms.mean()),
         gained["vllm:time_to_first_token_seconds_sum"] / len(table) * 1e3,
@@ -121,26 +133,23 @@ def test_every_request_is_ok_with_exact_token_counts(transport: str, runs: dict[
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_client_is_never_earlier_than_the_servers_own_metrics(transport: str, runs: dict[str, Measured]) -> None:
+def test_client_is_as_late_as_it_was_seen_to_be_and_never_early(transport: str, runs: dict[str, Measured]) -> None:
     measured = runs[transport]
     print(
         f"\n{transport}: TTFT mean: client {measured.client_ttft_ms:.1f} ms, vLLM's own {measured.server_ttft_ms:.1f} "
         f"ms, client later by {measured.later_ms:.2f} ms; "
         f"TPOT mean: client {measured.client_tpot_ms:.2f} ms, vLLM's own {measured.server_tpot_ms:.2f} ms"
     )
-    assert measured.later_ms >= 0
-    # Both time the same tokens of the same requests, from the first to the last, so only jitter at the ends differs.
-    assert measured.client_tpot_ms == pytest.approx(measured.server_tpot_ms, rel=0.1)
+    assert 0 <= measured.later_ms <= measured.most_later_ms
+    # Both time the same tokens of the same requests, so the difference is that of two latenesses over all of a reply.
+    between_ms = measured.most_later_ms / (OUTPUT_TOKENS - 1)
+    assert measured.client_tpot_ms == pytest.approx(measured.server_tpot_ms, abs=between_ms)
 
 
 def test_transports_agree(runs: dict[str, Measured]) -> None:
-    """By how much each is later than the server's own TTFT: the server's time differs between two runs, and cancels.
-
-    On a machine that vLLM fills, both wait for a core; a tenth of the TTFT holds that and would still catch a
-    transport that stamps another event or counts connecting.
-    """
+    """By how much each is later than the server's own TTFT: the server's time differs between two runs, and cancels."""
     fast, slow = (runs[transport] for transport in TRANSPORTS)
-    assert abs(fast.later_ms - slow.later_ms) <= 0.1 * min(fast.server_ttft_ms, slow.server_ttft_ms)
+    assert abs(fast.later_ms - slow.later_ms) <= max(fast.most_later_ms, slow.most_later_ms)
     assert fast.table.output_tokens.sum() == slow.table.output_tokens.sum()
 
 

@@ -23,7 +23,12 @@ CHAT = backends.get("openai-chat")
 def told(reads: list[bytes], backend: backends.Backend = VLLM) -> tuple[Any, ...]:
     """What an exchange keeps of these reads; the k-th is stamped k."""
     owner: Any = SimpleNamespace(
-        plain=True, reuse=True, idle=[], receive_lag_ns=array("q"), error_message=backend.error_message, forget=len
+        plain=True,
+        reuse=True,
+        idle={},
+        receive_lag_ns=array("q"),
+        error_message=backend.error_message,
+        forget=lambda _: None,
     )
     connection = Connection(owner, None)  # type: ignore[arg-type]
     connection.transport = SimpleNamespace(abort=lambda: None)  # type: ignore[assignment]

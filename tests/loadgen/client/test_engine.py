@@ -196,10 +196,10 @@ def test_timeouts(tmp_path: Path) -> None:
 
 def test_failures_are_rows(tmp_path: Path) -> None:
     def script(n: int):  # type: ignore[no-untyped-def]
-        return [CLOSE] if n % 2 else tokens(3)
+        return [STREAM_HEAD, CLOSE] if n % 2 else tokens(3)
 
     _, table, _ = ran(script, tmp_path, requests=20, arrival="constant:500")
-    assert outcomes(table) == {"ok": 10, "reset": 10}
+    assert outcomes(table) == {"ok": 10, "truncated": 10}
     assert len(table.errors) == 10
 
 

@@ -115,3 +115,22 @@ def test_error_bodies_are_bounded() -> None:
     for _ in range(1000):
         one.body(b"t" * 1000, 6)
     assert len(one.error_body) < 70_000
+
+
+def test_ok_needs_output_or_a_count_of_none_where_none_was_asked() -> None:
+    for asked, counted, outcome in ((3, None, "truncated"), (3, 0, "truncated"), (0, 0, "ok"), (0, None, "truncated")):
+        one, _ = exchange()
+        one.asked_tokens = asked
+        one.headers(200, 5)
+        one.output_tokens = counted
+        one.eof(9, message)
+        assert one.outcome == outcome
+
+
+def test_the_servers_error_comes_before_what_follows_it() -> None:
+    for outcome in ("reset", "timeout", "cancelled"):
+        one, _ = exchange()
+        one.headers(200, 5)
+        one.body(b"te", 6)
+        one.fail(outcome, "after it", 9)
+        assert (one.outcome, one.error) == ("stream_error", "died")

@@ -72,7 +72,12 @@ def tell(kind: str, script: Callable[[int], Script], times: int = 1, **options: 
             "ok",
             2,
         ),  # ends with the connection
+        ([STREAM_HEAD, chunk(DONE), END], "truncated", 0),
+        ([STREAM_HEAD, *map(chunk, [event(), DONE, event()]), END], "protocol_error", 1),
         ([STREAM_HEAD, chunk(event()), END], "truncated", 1),
+        ([b'HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\n{"error":{"message":"no room"}}'[:-1]], "truncated", 0),
+        ([b'HTTP/1.1 200 OK\r\nContent-Length: 31\r\n\r\n{"error":{"message":"no room"}}'], "stream_error", 0),
+        ([STREAM_HEAD, chunk(event()), chunk(b'data: {"error":"died"}\n\n'), 0.05, RESET], "stream_error", 1),
         ([STREAM_HEAD, chunk(event()), CLOSE], "truncated", 1),
         ([STREAM_HEAD, chunk(event()), RESET], "reset", 1),
         ([CLOSE], "reset", 0),
@@ -91,6 +96,83 @@ def test_outcomes(kind: str, script: Script, outcome: str, events: int) -> None:
         assert exchange.error
     if events:
         assert exchange.sent_ns < exchange.headers_ns <= exchange.times[0] <= exchange.times[-1] <= exchange.done_ns
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_redirect_says_where_to(kind: str) -> None:
+    reply = [b"HTTP/1.1 302 Found\r\nLOCATION: http://elsewhere/\r\nContent-Length: 13\r\n\r\nlocation: x\r\n"]
+    (exchange,) = tell(kind, lambda n: reply)
+    assert exchange.error and exchange.error.endswith("; it redirects to http://elsewhere/")
+
+
+UNASKED = b"".join(tokens(5))
+IDLE_S = 0.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        [0.01, UNASKED],
+        [0.01, STREAM_HEAD],
+        [0.01, b"\n"],
+        [END + b"junk"],
+        [END + UNASKED],
+        [0.01, CLOSE],
+        [0.01, RESET],
+    ],
+)
+def test_a_connection_that_speaks_while_idle_is_not_used_again(kind: str, more: list[bytes | float | str]) -> None:
+    if kind == "aiohttp" and more == [END + b"junk"]:
+        pytest.skip("aiohttp refuses a whole read that ends in junk")
+    first = [*tokens(2)[:-1], *more] if isinstance(more[0], bytes) else [*tokens(2), *more]
+
+    async def story() -> tuple[list[Exchange], int]:
+        async with scripted(lambda n: first if n == 0 else tokens(3)) as world:
+            transport = make(kind, Target(world.url))
+            await transport.open(1)
+            exchanges = [await ask(transport)]
+            await asyncio.sleep(IDLE_S)
+            exchanges.append(await ask(transport, 1))
+            await transport.close()
+            return exchanges, len(world.requests)
+
+    exchanges, requests = asyncio.run(story())
+    seen = [(exchange.outcome, len(exchange.times), exchange.retried) for exchange in exchanges]
+    assert (seen, requests) == ([("ok", 2, False), ("ok", 3, False)], 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("end", [CLOSE, RESET])
+def test_a_request_whose_reused_connection_dies_is_sent_again_once(kind: str, end: str) -> None:
+    async def story() -> tuple[list[Exchange], list[str]]:
+        async with scripted(lambda n: [0.02, end] if n == 1 else tokens(2)) as world:
+            transport = make(kind, Target(world.url))
+            await transport.open(1)
+            exchanges = [await ask(transport), await ask(transport, 1)]
+            await transport.close()
+            return exchanges, [headers["x-request-id"] for _, headers, _ in world.requests]
+
+    (first, second), ids = asyncio.run(story())
+    assert [(x.outcome, x.retried) for x in (first, second)] == [("ok", False), ("ok", True)]
+    assert second.sent_ns > first.done_ns + 20_000_000
+    assert second.record(0, True).retried is True
+    assert ids == ["run-0", "run-1", "run-1"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("begin", [b"HTTP/1.", STREAM_HEAD[:30], b"HTTP/1.1 100 Continue\r\n\r\n", STREAM_HEAD])
+def test_a_reply_that_began_is_never_asked_for_again(kind: str, begin: bytes) -> None:
+    async def story() -> tuple[str, int]:
+        async with scripted(lambda n: [begin, 0.02, RESET] if n else tokens(2)) as world:
+            transport = make(kind, Target(world.url))
+            await transport.open(1)
+            await ask(transport)
+            exchange = await ask(transport, 1)
+            await transport.close()
+            return exchange.outcome, len(world.requests)
+
+    assert asyncio.run(story()) == ("reset", 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,7 +257,7 @@ def test_refused(kind: str) -> None:
 
         assert asyncio.run(story()).outcome == "refused"
         if kind != "aiohttp":
-            with pytest.raises(TransportError, match="cannot connect"):
+            with pytest.raises(TransportError, match="cannot reach"):
                 asyncio.run(make(kind, Target(url)).open(3))
         with pytest.raises(TransportError, match="cannot reach"):
             get(Target(url), "/health")
@@ -208,8 +290,29 @@ def test_tls_and_bearer_token(kind: str, tmp_path: object, monkeypatch: pytest.M
         asyncio.run(story())
 
 
-def test_token_is_not_shown() -> None:
-    assert "s3cret" not in repr(Target("http://h", "s3cret"))
+def test_secrets_are_not_shown() -> None:
+    assert "s3cret" not in repr(Target("http://h", "s3cret", (("X-Key", "s3cret"),)))
+
+
+@pytest.mark.parametrize("kind", ["fast", "aiohttp"])
+@pytest.mark.parametrize("trust", ["ca", "insecure"])
+def test_whom_tls_trusts_and_more_headers(kind: str, trust: str) -> None:
+    authority = trustme.CA()
+    server_side = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1" if trust == "ca" else "elsewhere.invalid").configure_cert(server_side)
+    with authority.cert_pem.tempfile() as pem:
+
+        async def story() -> None:
+            async with scripted(lambda n: tokens(3), tls=server_side) as world:
+                trusting = {"ca": pem} if trust == "ca" else {"insecure": True}
+                transport = make(kind, Target(world.url, extra_headers=(("X-Team", "a b"),), **trusting))  # type: ignore[arg-type]
+                await transport.open(1)
+                exchange = await ask(transport)
+                await transport.close()
+                assert exchange.outcome == "ok", exchange.error
+                assert world.requests[0][1]["x-team"] == "a b"
+
+        asyncio.run(story())
 
 
 @pytest.mark.parametrize("kind", ["fast", "aiohttp"])

@@ -118,7 +118,7 @@ def test_dataset(tmp_path: Path) -> None:
         ({"prompt": ""}, "line 2 has an empty"),
         ({"prompt": []}, "line 2 has an empty"),
         *(
-            ({"prompt": "a", name: value}, rf"prompts\.jsonl line 2 is not a prompt: [^\n]*{name}`$")
+            ({"prompt": "a", name: value}, rf"prompts\.jsonl line 2 is not a prompt: {name}: [^\n`]*\.$")
             for name in ("prompt_tokens", "output_tokens")
             for value in (0, -5, 2.5, "7", True, 1 << 31, 10**30)
         ),
@@ -141,7 +141,19 @@ def test_dataset_lengths_that_can_be_are_taken(tmp_path: Path, length: int | Non
 
 
 def test_dataset_too_short_or_missing(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="1 of them for --warmup"):
+    with pytest.raises(WorkloadError, match="holds 1 prompt and --warmup 1 takes as many; add prompts, or send"):
         Dataset(lines(tmp_path, {"prompt": "a"}), 1, "text", 1)
     with pytest.raises(WorkloadError, match="cannot read"):
         Dataset(tmp_path / "none.jsonl", 1, "text", 0)
+
+
+def test_a_dataset_is_repeated_when_asked(tmp_path: Path) -> None:
+    path = lines(tmp_path, {"prompt": "a"}, {"prompt": "b", "output_tokens": 9})
+    data = Dataset(path, 5, "text", 8, repeat=True)
+    assert len(data) == 2
+    assert [data.prompt("measured", number).text for number in range(5)] == ["a", "b", "a", "b", "a"]
+    assert [data.output_tokens(number) for number in range(4)] == [5, 9, 5, 9]
+    assert [data.prompt("warmup", number).text for number in range(3)] == ["b", "a", "b"]
+    path.write_text("\n")
+    with pytest.raises(WorkloadError, match="holds no prompts"):
+        Dataset(path, 5, "text", 0, repeat=True)

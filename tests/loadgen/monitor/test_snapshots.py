@@ -105,6 +105,24 @@ def test_parts_of_workers_are_added_up_and_not_counted_again_when_joined(tmp_pat
     assert value(read(tmp_path), "bench_requests", outcome="ok") == 20 and read(tmp_path).state == "finished"
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the open files that Linux lists")
+def test_full_files_are_followed_to_the_next_and_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadgen.rundir.parts.PART_BYTES", 2000)
+    file = RecordsFile(tmp_path / "requests.jsonl", "r1", "1", 0)
+    recorder = Recorder(tmp_path, write_manifest(tmp_path))
+    opened = []
+    for number in range(1, 61):
+        file.write(record(number))
+        if number % 7 == 0:
+            recorder.write()
+            assert value(read(tmp_path), "bench_requests", outcome="ok") == number
+            opened.append(len(list(Path("/proc/self/fd").iterdir())))
+    file.close(ClientFacts(**FACTS))
+    recorder.write(over=True)
+    assert value(read(tmp_path), "bench_requests", outcome="ok") == 60 and read(tmp_path).state == "finished"
+    assert len(list(tmp_path.glob("requests*"))) > 5 and len(set(opened)) == 1
+
+
 def parts(directory: Path, numbers: list[list[int]]) -> list[RecordsFile]:
     """A part for each worker, still open."""
     files = [RecordsFile(directory / f"requests.{shard}.jsonl", "r1", "1", 0) for shard in range(len(numbers))]

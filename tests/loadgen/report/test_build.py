@@ -354,6 +354,36 @@ def test_every_output_of_an_emulated_run_is_marked(tmp_path: Path) -> None:
             assert ("emulated" in (run / name).read_text().lower()) is emulated
 
 
+def test_a_figure_tells_the_verdict_and_what_its_curves_leave_out(tmp_path: Path) -> None:
+    bad = write_run(tmp_path / "bad", HAND, manifest(), facts())
+    built, rows = build.from_directory(bad)
+    assert not built.verdict.valid and built.requests.failed == 1
+    build.write(bad, built, rows)
+    drawn = (bad / "cdf.svg").read_text()
+    assert "INVALID" in drawn and "3 requests; 1 more failed and are in no curve: 25.0 %" in drawn
+    good = write_run(tmp_path / "good", [request(key) for key in range(400)], manifest(), facts())
+    built, rows = build.from_directory(good)
+    assert built.verdict.valid
+    build.write(good, built, rows)
+    assert "INVALID" not in (good / "cdf.svg").read_text() and "failed" not in (good / "cdf.svg").read_text()
+    build.overlay([bad, good], tmp_path / "both.svg")
+    both = (tmp_path / "both.svg").read_text()
+    assert "PARTLY INVALID" in both and "bad: vllm llama-2-7b (INVALID); 1 more failed" in both
+
+
+def test_a_closed_loop_is_no_burst() -> None:
+    burst, closed = (build.build(manifest(arrival=law), table(HAND), [facts()]) for law in ("burst", "concurrency:4"))
+    assert "\nBurst: 4 requests due at t = 0" in texts.render(burst)
+    assert "\nStart: 4 requests due at t = 0" in texts.render(closed) and "Burst" not in texts.render(closed)
+
+
+def test_samples_that_saw_nothing_are_not_told_as_an_idle_server() -> None:
+    idle = ServerStats(samples=2, running_max=0, waiting_max=0, kv_cache_usage_max_ratio=0.0, preemptions=0)
+    told = texts.render(hand_report(seen=ServerView(server=idle)))
+    assert "Server: sampled too seldom to see a request running (2 samples), 0 preemptions.\n" in told
+    assert "at most 0" not in told
+
+
 def hostile_report() -> Report:
     hostile = manifest(model=HOSTILE, server_version=HOSTILE, arrival="burst")
     return build.build(hostile, table([*HAND, failure(9, error=HOSTILE)]), [facts()])

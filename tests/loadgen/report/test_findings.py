@@ -254,6 +254,14 @@ def test_no_token_count() -> None:
     assert severities(replace(clean(), output_tokens=counts)) == {"NO_TOKEN_COUNT": "warning"}
 
 
+def test_prompts_that_were_sent_again() -> None:
+    def repeated(prompts: int | None, warmup: int) -> dict[str, str]:
+        return severities(run=manifest(dataset_prompts=prompts, config={"dataset": "d.jsonl", "warmup": warmup}))
+
+    assert repeated(None, 8) == repeated(CLEAN, 0) == repeated(CLEAN + 8, 8) == {}
+    assert repeated(CLEAN, 1) == repeated(3, 0) == {"REPEATED_PROMPTS": "warning"}
+
+
 def test_cached_tokens() -> None:
     def cached(share: float) -> Table:
         return replace(clean(), prompt_tokens=np.full(CLEAN, 1000), asked_prompt_tokens=np.full(CLEAN, 1000),
@@ -357,3 +365,14 @@ def test_send_lag_of_replies_in_one_piece(convention: str) -> None:
     built = build.build(manifest(), whole, [facts()], convention=convention)
     assert built.metrics["ttft_ms"].p50 is None
     assert "SEND_LAG" in [finding.code for finding in built.verdict.findings]
+
+
+def test_retried_connections_and_an_unchecked_certificate() -> None:
+    for retried, found in ((1, False), (2, True)):
+        records = [request(number, retried=True) if number < retried else request(number) for number in range(1000)]
+        report = build.build(manifest(config={"insecure": True}), table(records), [facts()])
+        codes = {finding.code: finding for finding in report.verdict.findings}
+        assert report.retried_connections == retried
+        assert ("RETRIED_CONNECTIONS" in codes) is found
+        assert "INSECURE" in codes
+    assert "--connect fresh" in codes["RETRIED_CONNECTIONS"].advice

@@ -208,3 +208,18 @@ def test_what_two_bursts_tell_of_another_server(tmp_path: Path) -> None:
     assert any(line.startswith("not identified: row_us") for line in said), said
     assert fitted.overheads.attention_ratio == pytest.approx(0.95, rel=0.1), said
     assert set(fitted.intervals) == set(times)
+
+
+def test_what_lies_beside_runs_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beside = [tmp_path / "README.md", tmp_path / "figure.png", tmp_path / "notes"]
+    beside[0].write_text("# Runs\n")
+    beside[1].write_bytes(b"\x89PNG")
+    beside[2].mkdir()
+    world = emulate(Hardware(gpu="h200", kv_tokens=60_000).setup("vllm", "7b", 4096))
+    made(tmp_path / "h200_7b_burst.jsonl", world, [(0.0, 512, 4)] * 30)
+    runs = command._runs_among(sorted(tmp_path.iterdir()), observed.RunFacts())
+    assert [run.name for run in runs] == ["h200_7b_burst.jsonl"]
+    told = capsys.readouterr().err
+    assert told.count("left out: ") == 3 and all(path.name in told for path in beside)
+    with pytest.raises(observed.ObservationError, match=r"README\.md is no run"):
+        command._runs_among(beside, observed.RunFacts())

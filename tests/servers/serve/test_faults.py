@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from servers.app import FAULT_HELP
 from servers.schedulers import Sequence
 from servers.serve import faults
 from servers.simulator.build import Emulated, EmulationError, emulate
 from servers.simulator.options import Hardware
 from servers.simulator.virtual import simulate
-from tests.servers.reader import Running, ask_on, http_request, running, stamps
+from tests.servers.reader import TIMEOUT_S, Running, ask_on, http_request, running, stamps
 from tests.servers.test_app import connection_to, fails, start
 
 DIALECTS = ("vllm", "tgi", "lightllm")
@@ -193,6 +194,77 @@ def test_garbage_midway_is_no_json(tmp_path: Path, dialect: str) -> None:
     assert len(events) == (13 if dialect == "vllm" else 11)  # it goes on after that
 
 
+def received(server: Running, dialect: str, *ends: bytes) -> bytes:
+    """What comes back on a connection that stays open, until all of `ends` have come one after the other, or until the
+    server closes it."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT_S) as sock:
+        sock.sendall(http_request(PATHS[dialect], body(dialect)))
+        data, at = b"", 0
+        for end in ends or (None,):
+            while end is None or end not in data[at:]:
+                if not (more := sock.recv(65536)):
+                    return data
+                data += more
+            at = data.index(end, at) + len(end)
+        return data
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_error_body_with_200(tmp_path: Path, dialect: str) -> None:
+    with running(tmp_path, dialect, "json_error:1") as server:
+        answer = stream_of(server, dialect)
+    assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
+    assert "error" in answer.json
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_empty_body(tmp_path: Path, dialect: str) -> None:
+    with running(tmp_path, dialect, "empty:1") as server:
+        answer = stream_of(server, dialect)
+    assert (answer.status, answer.body) == (200, b"")
+
+
+def test_nothing_but_done(tmp_path: Path) -> None:
+    with running(tmp_path, "vllm", "done_only:1") as server:
+        assert stream_of(server, "vllm").body == b"data: [DONE]\n\n"
+        assert server.post(PATHS["vllm"], body("vllm", stream=False)).body == b""
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_token_after_the_end(tmp_path: Path, dialect: str) -> None:
+    with running(tmp_path, dialect, "late_token:2") as server:
+        right, late = (stream_of(server, dialect) for _ in range(2))
+    assert [len(texts(dialect, answer.data)) for answer in (right, late)] == [10, 11]
+    assert [len(answer.events) for answer in (right, late)] == [len(right.events), len(right.events) + 1]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_follows_the_last_chunk(tmp_path: Path, dialect: str) -> None:
+    end = b"\r\n0\r\n\r\n"
+    with running(tmp_path, dialect, "junk_after:@1", "unasked_reply:@2", "close_idle:@3") as server:
+        assert received(server, dialect, end, b"junk\r\n").endswith(end + b"junk\r\n")
+        first, _, second = received(server, dialect, end, end).partition(end)
+        assert first.startswith(b"HTTP/1.1 200 OK") and second.startswith(b"HTTP/1.1 200 OK")
+        closed = received(server, dialect)
+    assert closed.endswith(end) and b"onnection: close" not in closed
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_follows_a_whole_page(tmp_path: Path, dialect: str) -> None:
+    asked = http_request(WHOLE_PATHS[dialect], body(dialect, stream=False), "Connection: close")
+    with running(tmp_path, dialect, "junk_after:@1", "unasked_reply:@2") as server:
+        assert server.raw(asked).endswith(b"}junk\r\n")
+        assert server.raw(asked).count(b"HTTP/1.1 200 OK") == 2
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_chunk_size_that_is_no_number(tmp_path: Path, dialect: str) -> None:
+    with running(tmp_path, dialect, "bad_chunk:1") as server:
+        data = received(server, dialect, b"zz\r\n")
+    assert data.count(b"data:") == 5
+    assert data.endswith(b"\n\n\r\nzz\r\n")
+
+
 def test_every_counts_requests_and_the_first_named_wins(tmp_path: Path) -> None:
     with running(tmp_path, "vllm", "http_error:503:3", "http_error:429:2") as server:
         statuses = [stream_of(server, "vllm", 1).status for _ in range(6)]
@@ -239,8 +311,13 @@ def test_faults_that_make_no_sense(text: str, sentence: str) -> None:
 
 
 def test_what_a_dialect_cannot_say_is_refused() -> None:
-    with pytest.raises(ValueError, match="the tgi protocol has nothing of the kind"):
-        faults.parse("cached:2", "tgi")
+    for kind in ("cached", "done_only"):
+        with pytest.raises(ValueError, match="the tgi protocol has nothing of the kind"):
+            faults.parse(f"{kind}:2", "tgi")
+
+
+def test_the_help_has_each_kind() -> None:
+    assert all(kind in FAULT_HELP for kind in (*faults.KINDS, *faults.CONDITIONS))
 
 
 def test_a_share_is_drawn_from_seed_and_number_alone(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from servers.serve.modelled_timing import SimulatedTiming
 from servers.simulator import virtual
 from servers.simulator.build import SCHEDULERS, EmulationError, emulate, profiles
 from servers.simulator.options import Hardware
+from tests.lateness import measured_lateness
 
 RUNS = Path(__file__).parents[3] / "benchmarks" / "runs"
 
@@ -93,28 +94,25 @@ def test_a_client_that_goes_frees_its_memory() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["vllm", "tgi", "lightllm"])
 def test_the_wire_gives_the_times_of_virtual_time(backend: str, tmp_path: Path) -> None:
-    """The real server and client; virtual time is given the moments at which the client really sent. A busy machine can
-    only delay, so the best of some tries counts."""
-    tries = []
-    for number in range(4):
-        run = tmp_path / str(number)
-        flags = f"--backend {backend} --gpu h200 --requests 40 --arrival poisson:20 --output-tokens 60 --warmup 0"
-        command = [sys.executable, "-c", "from loadgen.cli import main; main()", "run", *flags.split()]
-        command += ["--no-calibrate", "--no-server-metrics", "--out", str(run)]
+    """The real server and client; virtual time is given the moments at which the client really sent. Beyond the model a
+    token waits for the server's timer and for the client's loop, as late as the machine is on average."""
+    run = tmp_path / "run"
+    flags = f"--backend {backend} --gpu h200 --requests 40 --arrival poisson:20 --output-tokens 60 --warmup 0"
+    command = [sys.executable, "-c", "from loadgen.cli import main; main()", "run", *flags.split()]
+    command += ["--no-calibrate", "--no-server-metrics", "--out", str(run)]
+    with measured_lateness() as lateness:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        report = json.loads(done.stdout.splitlines()[-1])
-        assert report["emulated"] is True and report["requests"]["ok"] == 40, done.stderr
-        assert report["emulation"]["scheduler"].startswith(backend)
-        table = records.read(run)[0].measured()
-        sent_s = (table.sent_ns - table.sent_ns[0]) / 1e9
-        outcomes = virtual.simulate(emulated(backend), [(at, 512, 60) for at in sent_s.tolist()])
-        e2el = np.sort((table.last_token_ns - table.sent_ns) / 1e9)
-        model = np.sort([outcome.times_s[-1] - outcome.sent_s for outcome in outcomes])
-        assert e2el[0] >= model[0] - 2e-3  # never early
-        tries.append(float(np.mean(np.abs(e2el - model)) / np.mean(model)))
-        if tries[-1] <= 0.02:
-            return
-    raise AssertionError(f"Wasserstein-1 over the mean: {tries}")
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["emulated"] is True and report["requests"]["ok"] == 40, done.stderr
+    assert report["emulation"]["scheduler"].startswith(backend)
+    table = records.read(run)[0].measured()
+    sent_s = (table.sent_ns - table.sent_ns[0]) / 1e9
+    outcomes = virtual.simulate(emulated(backend), [(at, 512, 60) for at in sent_s.tolist()])
+    e2el_ms = (table.last_token_ns - table.sent_ns) / 1e6
+    model_ms = np.array([outcome.times_s[-1] - outcome.sent_s for outcome in outcomes]) * 1e3
+    assert e2el_ms.min() >= model_ms.min() - 2  # never early
+    off_ms = float(np.mean(np.abs(np.sort(e2el_ms) - np.sort(model_ms))))  # the Wasserstein distance
+    assert off_ms <= 0.02 * model_ms.mean() + 4 * lateness.mean_ms, (off_ms, model_ms.mean(), lateness.mean_ms)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +131,7 @@ def test_kv_capacity_as_vllm_logged_it(model: str, gpus: int, tokens: int) -> No
         ({"tp": 3, "gpus": 4}, r"32 attention heads, which --tp 3 does not divide"),
         ({"tp": 8, "gpus": 4}, "--tp 8 needs 8 GPUs and --gpus says 4"),
         ({"scheduler": "tgi@3"}, "is no vllm server"),
-        ({"backend": "openai"}, "a 'openai' server is not modelled"),
+        ({"backend": "openai"}, "a server of kind 'openai' is not modelled"),
         ({"model": "gpt-5"}, "the size of 'gpt-5' is not known here"),
     ],
 )
@@ -247,7 +245,7 @@ def test_a_dataset_is_predicted_as_it_is_run(tmp_path: Path) -> None:
     assert [prompt for _, prompt, _ in predict.draw(timed)] == [10, 11, 12, 13]
     with pytest.raises(ConfigError, match="the dataset has 4 prompts for 5 requests"):
         predict.draw(dataclasses.replace(config, requests=5))
-    with pytest.raises(WorkloadError, match="12 of them for --warmup; none is left"):
+    with pytest.raises(WorkloadError, match="--warmup 12 takes as many"):
         predict.draw(dataclasses.replace(config, warmup=12))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.training_probe.cgroups import limited
 from tests.training_probe.engines import tiny
 from training_probe import results
 from training_probe.protocol import STEPS_FILE, TIMELINE_FILE, TIMELINE_STEPS, Timeline
@@ -248,36 +249,6 @@ def test_a_memory_limit_of_the_kernel_is_out_of_memory(tmp_path: Path) -> None:
         large, small = measured(tmp_path / "sweep", *options, before=join)
     assert large.outcome == "oom" and "OOM killer" in large.reason
     assert small.outcome == "ok"
-
-
-@contextlib.contextmanager
-def limited(limit_bytes: int) -> Iterator[Callable[[], None]]:
-    """A cgroup of that memory, without swap, and what puts the calling process into it. Skips where there is none."""
-    own = Path("/sys/fs/cgroup") / f"training-probe-test-{os.getpid()}"
-    if "memory" not in _text(own.parent / "cgroup.subtree_control").split():
-        pytest.skip("no cgroup v2 that limits memory")
-    try:
-        own.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made: {error.strerror}")
-    try:
-        (own / "memory.max").write_text(str(limit_bytes))
-        if (own / "memory.swap.max").exists():
-            (own / "memory.swap.max").write_text("0")
-        yield lambda: _append(own / "cgroup.procs")
-    finally:
-        own.rmdir()
-
-
-def _append(processes: Path) -> None:
-    processes.write_text(str(os.getpid()))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training_probe import stand_in
+from tests.training_probe.cgroups import limited
 from tests.training_probe.stand_in import GIB, STEP_S
 from training_probe.grid import Cell, Engine
 from training_probe.launch import outcome as endings
@@ -207,6 +209,24 @@ def test_only_a_lock_that_nobody_holds_is_removed(tmp_path: Path) -> None:
     assert not left.exists() and held.exists() and (left.parent / "fused_adam.so").exists()
     assert runner.remove_forsaken_locks({"TORCH_EXTENSIONS_DIR": str(held.parents[1])}) == [held.resolve()]
     assert runner.remove_forsaken_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}) == []
+
+
+# In a cgroup: a process of its own takes more memory than there is, is killed, and the survivor counts.
+TAKES_TOO_MUCH = """
+import subprocess, sys
+from training_probe.launch.outcome import oom_kills
+before = oom_kills()
+taken = subprocess.run([sys.executable, "-c", "b'x' * (%d << 20)"])
+print(taken.returncode, oom_kills() - before)
+"""
+
+
+@pytest.mark.parametrize(("size_mib", "ended"), [(400, "-9 1"), (4, "0 0")])
+def test_the_kernels_oom_killer_is_counted(size_mib: int, ended: str) -> None:
+    with limited(200 << 20) as join:
+        command = [sys.executable, "-c", TAKES_TOO_MUCH % size_mib]
+        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=join, cwd=Path(__file__).parents[3])
+    assert (done.stdout.strip(), done.stderr) == (ended, "")
 
 
 def test_the_kernels_count(tmp_path: Path) -> None:

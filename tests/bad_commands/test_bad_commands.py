@@ -1,0 +1,143 @@
+"""Bad command lines of both programs: each ends in one sentence and exit code 2 (options) or 3 (the machine, the
+server), starts nothing and overwrites nothing. The tables beside this file hold them, one a line:
+
+    EXIT COMMAND LINE => part of the sentence
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from backends import gpus
+from loadgen import cli as loadgen
+from training_probe import cli as training_probe
+
+PROGRAMS = {"loadgen": loadgen, "training_probe": training_probe}
+LEAST_CASES = 250
+MOST_CPU_S, TIMEOUT_S = 3.0, 60.0
+# What the command lines name; each runs in a directory of its own that holds these.
+FILES = {
+    "empty/x": "", "file": "", "full/report.json": "precious",
+    "bad.toml": "requests = ", "unknown.toml": "requets = 6\n", "zero.toml": "requests = 0\n",
+    "table.toml": "[run]\nrequests = 5\n", "both.toml": "requests = 5\n[other]\nx = 1\n",
+    "wrong_type.toml": "requests = [1, 2]\n", "latin.toml": 'model = "\xff"\n',
+    "bad.jsonl": '{"prompt": 7}\n', "key.jsonl": '{"prompt": [1], "output_tokens": "x"}\n',
+    "nojson.jsonl": "# A title\n",
+    "two.jsonl": '{"prompt": [1, 2]}\n{"prompt": [3, 4]}\n', "text.jsonl": '{"prompt": "a b"}\n', "empty.jsonl": "",
+    "bad.json": "{", "damaged/manifest.json": '{"schema":7}', "damaged/results.jsonl": "{]\n",
+    "half/manifest.json": '{"schema": "loadgen.man', "loadgen_run/manifest.json": '{"schema": "loadgen.manifest/1"}',
+    "training/manifest.json": '{"platform": "GPU", "schema": "training_probe.manifest/1"}',
+}  # fmt: skip
+ENVIRONMENT = {"LOADGEN_TEST_BAD_KEY": "s3cret\n", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}
+
+
+@dataclass(frozen=True)
+class Case:
+    program: str
+    line: str
+    exit_code: int
+    sentence: str
+
+
+def table() -> Iterator[Case]:
+    for program in PROGRAMS:
+        for line in (Path(__file__).parent / f"{program}.txt").read_text(encoding="utf-8").splitlines():
+            command, sentence = line.split(" => ")
+            code, _, words = command.partition(" ")
+            yield Case(program, words, int(code), sentence)
+
+
+CASES = list(table())
+each_case = pytest.mark.parametrize("case", CASES, ids=[f"{case.program} {case.line}" for case in CASES])
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a command, and its environment: a machine without GPUs."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text.encode("latin-1"))
+    monkeypatch.chdir(tmp_path)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def held(place: Path) -> dict[str, bytes | None]:
+    """Every path below it; of a file what is in it."""
+    paths = sorted(place.rglob("*"))
+    return {str(path.relative_to(place)): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def check(case: Case, code: int, out: str, err: str) -> None:
+    assert (code, out) == (case.exit_code, ""), err
+    assert err.startswith(f"{case.program}: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert case.sentence in err
+    assert "Traceback" not in err and "s3cret" not in err
+
+
+def test_the_tables_are_long_enough_and_name_nothing_twice() -> None:
+    lines = [(case.program, case.line) for case in CASES]
+    assert len(lines) == len(set(lines)) >= LEAST_CASES
+    assert {case.exit_code for case in CASES} == {2, 3}
+
+
+def test_every_command_has_its_bad_lines() -> None:
+    for program, module in PROGRAMS.items():
+        commands = {name for name in module.build_app() if not name.startswith("-")}
+        assert commands <= {case.line.partition(" ")[0] for case in CASES if case.program == program}
+
+
+@each_case
+def test_in_this_process(
+    case: Case, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def started(*argv: Any, **_: Any) -> NoReturn:
+        raise AssertionError(f"{argv} was started")
+
+    monkeypatch.setattr(gpus, "read", gpus.Inventory)
+    if case.exit_code == 2:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+    before = held(place)
+    code = PROGRAMS[case.program].invoke(shlex.split(case.line))
+    check(case, code, *capsys.readouterr())
+    assert held(place) == before
+
+
+@pytest.mark.processes
+@each_case
+def test_as_a_process(case: Case, place: Path) -> None:
+    before, used = held(place), resource.getrusage(resource.RUSAGE_CHILDREN)
+    program = [sys.executable, "-c", f"from {case.program}.cli import main; main()"]
+    ended = subprocess.run(
+        [*program, *shlex.split(case.line)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    check(case, ended.returncode, ended.stdout, ended.stderr)
+    assert held(place) == before
+    assert living_in(place) == []
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime < MOST_CPU_S
+
+
+def living_in(place: Path) -> list[str]:
+    """The processes that work there, but for this one."""
+    working = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if process.name != str(os.getpid()) and (process / "cwd").readlink() == place.resolve():
+                working.append(process.name)
+        except OSError:  # it has ended, or is another user's
+            continue
+    return working
