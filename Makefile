@@ -6,6 +6,8 @@
 # make test-docker  the Docker launcher against a real engine (installs and starts one on Debian when none answers)
 # make test-vllm-docker  the Docker launcher and a compose file with that vLLM in an image of its own (Debian: 4 GB more)
 # make test-prometheus  dashboards and rules asked of a real Prometheus (unpacks Debian's package when none is there)
+# make fuzz        a coverage-guided fuzzer (atheris) over all that reads foreign bytes -> tests/fuzz/results.jsonl
+# make audit       known vulnerabilities (pip-audit) and licences of what llm-dissect stands on
 # make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> benchmarks/client_overhead.md
 # make compose     writes compose/*.yaml, for a machine without GPUs and models of its own, and the dashboards anew
 # make up          Prometheus and Grafana in Docker, on 127.0.0.1 (Linux); make down stops them
@@ -14,7 +16,7 @@ BIN := .venv/bin
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) -p llm-dissect -f compose/docker-compose.yml
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test lint unit test-processes test-train test-vllm test-docker test-vllm-docker test-prometheus bench compose up down clean
+.PHONY: demo test lint unit test-processes test-train test-vllm test-docker test-vllm-docker test-prometheus fuzz audit bench compose up down clean
 
 demo: .venv/installed
 	$(BIN)/loadgen run --out $(DEMO)
@@ -54,6 +56,13 @@ test-prometheus: .venv/installed-dev
 	tests/observability/prometheus.sh
 	$(BIN)/python -m pytest -m prometheus tests/observability
 
+fuzz: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
+	$(BIN)/python -m tests.fuzz.run
+
+audit: .venv/installed-dev
+	PYTHON=$(PYTHON) .ci/audit
+
 bench: .venv/installed-dev
 	benchmarks/peers.sh
 	$(BIN)/python benchmarks/client_overhead.py
@@ -85,4 +94,4 @@ down:
 	touch $@ .venv/installed
 
 clean:
-	rm -rf .venv .venv-train .venv-vllm .venv-peers build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv .venv-train .venv-vllm .venv-peers .venv-audit build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

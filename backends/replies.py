@@ -16,7 +16,8 @@ from backends.plain_tokens import PlainTokens
 from backends.protocol import Delta, ProtocolError, Truncated
 from backends.untrusted import MAX_LINE_CHARS, UNDECODABLE, printable
 
-MAX_BYTES = 16 * 1024 * 1024  # of one event, or of one whole reply: more is not a reply, and memory stays bounded
+MAX_BYTES = 4 << 20  # of one event, or of one whole reply: more is not a reply (1e5 tokens are half a MB of text)
+MAX_ERROR_BYTES = 65_536  # of an error that is parsed: JSON may take fifty times its bytes as values of Python
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # a number of tokens: what does not fit a column is no count
 
@@ -36,7 +37,7 @@ def error_text(body: bytes) -> str:
     before 1.2, SGLang), `{"detail": "..."}` and `{"detail": [{"loc", "msg"}]}` (FastAPI); else the body as it is.
     """
     try:
-        text = _message(msgspec.json.decode(body))
+        text = _message(msgspec.json.decode(body)) if len(body) <= MAX_ERROR_BYTES else ""
     except UNDECODABLE:  # a proxy's HTML, plain text, or JSON that was cut off
         text = ""
     return printable(text or body[: 8 * MAX_LINE_CHARS].decode("utf-8", "replace"))

@@ -49,8 +49,7 @@ class EventReply(ABC):
         self._first_line = True
         self._after_cr = False  # a LF that comes next ends the same line
         self._line = bytearray()  # of the line that is not ended yet
-        self._data: list[bytes] = []  # of the event that is not ended yet, a line each
-        self._data_bytes = 0
+        self._data = bytearray()  # of the event that is not ended yet, each line with its end
         self._document: WholeReply | None = None  # a body that begins as JSON instead
         self._broken: ProtocolError | None = None
 
@@ -93,7 +92,7 @@ class EventReply(ABC):
         if self._document is not None:
             return self._document.eof()
         line = b"" if self._line.startswith(b":") else bytes(self._line)  # nothing is lost with half a comment
-        left = b"\n".join((*self._data, line)).strip()
+        left = (bytes(self._data) + line).strip()
         if left.removeprefix(b"data:").lstrip() == _DONE:  # some servers leave the last line ends out
             self._read(_DONE)
             left = b""
@@ -142,26 +141,24 @@ class EventReply(ABC):
             return
         *ended, rest = self._lines(data)
         for line in ended:
-            if len(line) + self._data_bytes > MAX_BYTES:
+            if len(line) + len(self._data) > MAX_BYTES:
                 raise ProtocolError(_TOO_LONG)
             if self._first_line:
                 self._first_line = False
                 line = line.removeprefix(_BOM)
             if not line:
                 if self._data:
-                    event = b"\n".join(self._data)
+                    event = bytes(self._data[:-1])
                     self._data.clear()
-                    self._data_bytes = 0
                     deltas += self._read(event)
                 continue
             value = line.removeprefix(b"data:")
             if value is not line or line == b"data":
-                self._data.append(value if value is not line else b"")
-                self._data_bytes += len(line)
+                self._data += (value if value is not line else b"") + b"\n"
             elif line.partition(b":")[0] not in _IGNORED_FIELDS:
                 raise ProtocolError(f"the reply is not a stream of events: {quoted(line)}")
         self._line += rest
-        if len(self._line) + self._data_bytes > MAX_BYTES:
+        if len(self._line) + len(self._data) > MAX_BYTES:
             raise ProtocolError(_TOO_LONG)
         self._between_events = not (self._line or self._data or self._first_line or self.ended)
 

@@ -41,7 +41,7 @@ def nearest(typed: str, known: Iterable[str]) -> str | None:
 
 def reason(error: Exception) -> str:
     """Why decoding JSON failed, with the name of the key in front: "output_tokens: expected int, got str"."""
-    text = str(error).replace("`", "").rstrip(".")
+    text = escaped(str(error)).replace("`", "").rstrip(".")
     match = re.fullmatch(r"(.*) - at (?:key in )?\$\.?(.*)", text, re.DOTALL)
     if match is None:
         return text

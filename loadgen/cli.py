@@ -51,7 +51,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
         return exit_codes.OK
     one_run = Run(config, directory, run_id, say)
     one_run.check()
-    made = rundir.create(directory)
+    made = rundir.create(directory, private=config.dataset is not None)
     progress = ProgressLine()
     with Stop() as stop:
         one_run.stop = stop
@@ -224,6 +224,8 @@ def export(
             f"there is no directory {runs_directory}; name the one that runs are written to with --runs."
         )
     host = host.removeprefix("[").removesuffix("]")  # as a URL has it
+    if not host:  # as an unset variable gives it: a socket would listen on every address of this machine
+        raise ConfigError("--host is empty; name an address to listen on, or leave it out for 127.0.0.1.")
     with serve(Exporter(runs_directory, keep_days * 86400), host, port) as server:
         say(f"metrics of the runs in {runs_directory}/: http://{address(host, server.server_port)}/metrics")
         server.serve_forever()

@@ -8,6 +8,7 @@ trace's first event.
 from __future__ import annotations
 
 import gzip
+import math
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,8 @@ import msgspec
 from backends.untrusted import UNDECODABLE, reason
 
 Kind = Literal["GEMM", "attention", "element-wise", "communication", "memcpy", "host"]
+
+MOST_BYTES = 4 << 30  # of a trace that is unpacked; one of some steps is far smaller
 
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
@@ -81,10 +84,7 @@ class Span(msgspec.Struct, frozen=True):
 def read(path: Path) -> list[Span]:
     """All spans of a trace file (JSON, or that gzipped), by their start. Raises TraceError."""
     try:
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        file = msgspec.json.decode(data, type=_File)
+        file = msgspec.json.decode(_unpacked(path), type=_File)
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}.") from None
     except (*UNDECODABLE, EOFError, zlib.error) as error:
@@ -92,6 +92,10 @@ def read(path: Path) -> list[Span]:
     kept = [event for event in file.events if event.ph == "X" and event.cat in DEVICE | HOST]
     try:
         times_us = [(float(event.ts), float(event.dur)) for event in kept]
+        if wrong := next(
+            (pair for pair in times_us if not (abs(pair[0]) < math.inf and 0 <= pair[1] < math.inf)), None
+        ):
+            raise ValueError(f"an event begins at {wrong[0]:g} us and takes {wrong[1]:g} us")
     except ValueError as error:
         raise TraceError(f"{path} is not a trace of torch.profiler: {error}.") from None
     base_us = min((start_us for start_us, _ in times_us), default=0.0)
@@ -101,6 +105,18 @@ def read(path: Path) -> list[Span]:
         end_us = start_us + lasted_us  # summed here, so that spans that touch do not overlap by a rounding
         spans.append(Span(event.name, event.cat, event.tid, start_us / 1e6, end_us / 1e6, event.args))
     return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
+
+
+def _unpacked(path: Path) -> bytes:
+    """Raises TraceError for a packed file that holds more than a trace does, before it takes all memory."""
+    with path.open("rb") as file:
+        if file.peek(2)[:2] != b"\x1f\x8b":
+            return file.read()
+        with gzip.open(file) as unpacked:
+            data = unpacked.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise TraceError(f"{path} holds over {MOST_BYTES >> 30} GiB when it is unpacked; trace fewer steps.")
+    return data
 
 
 def kind_of_operator(name: str) -> Kind | None:

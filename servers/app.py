@@ -104,6 +104,8 @@ class ServeOptions:
             raise ValueError(
                 f"--max-model-len {self.max_model_len} leaves no room for a prompt and a token; it must be at least 2."
             )
+        if not self.host:  # as an unset variable gives it
+            raise ValueError("--host is empty; name an address to listen on, or leave it out for 127.0.0.1.")
         for name, value in (("--ttft-ms", self.ttft_ms), ("--itl-ms", self.itl_ms)):
             if not 0 <= value <= 86_400_000:
                 raise ValueError(f"{name} {value:g} is out of range; it must be from 0 to 86400000 (a day).")

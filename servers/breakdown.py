@@ -57,7 +57,7 @@ def breakdown(
     if config.dry_run:
         print(measure.dry_run(measure.load(config), directory, run_id))
         return exit_codes.OK
-    made = rundir.create(directory)
+    made = rundir.create(directory, private=config.dataset is not None)
     stop = Stop()
     try:
         if config.where == "embedded":

@@ -17,7 +17,7 @@ import numpy as np
 
 from backends.untrusted import UNDECODABLE, escaped
 from loadgen import rundir
-from loadgen.config import Config
+from loadgen.config import Config, ConfigError
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
 from loadgen.report import findings, metrics, schema
@@ -202,11 +202,19 @@ def from_directory(
     """
     manifest = rundir.read_manifest(directory)
     if slos is None:
-        slos = Config(goodput=tuple(manifest.config.get("goodput", ()))).slos
+        slos = _slos(directory, manifest)
     table, facts = records.read(directory)
     t0_ns = records.read_header(directory).t0_monotonic_ns
     seen = server_view.read(directory, manifest.run_id, t0_ns, t0_ns + int(table.done_ns.max(initial=0)))
     return build(manifest, table, facts, slos, convention, seen or _kept(directory, manifest.run_id)), table
+
+
+def _slos(directory: Path, manifest: Manifest) -> Mapping[str, float]:
+    """The limits that the run was started with. Raises ReportError."""
+    try:
+        return Config(goodput=msgspec.convert(manifest.config.get("goodput", ()), tuple[str, ...])).slos
+    except (ConfigError, msgspec.ValidationError) as error:
+        raise ReportError(f"{directory}/manifest.json has no goodput of a run: {error}") from None
 
 
 class _Kept(ServerView, kw_only=True):

@@ -22,6 +22,7 @@ from loadgen.rundir.launch_facts import LaunchFacts
 MANIFEST_SCHEMA = "loadgen.manifest/1"
 SNAPSHOT_SCHEMA = "llm_dissect.snapshot/1"
 SNAPSHOT_FILE = "snapshot.json"
+OWNER_ONLY = 0o700
 
 
 class RunError(Exception):
@@ -139,14 +140,17 @@ def this_machine() -> Machine:
     )
 
 
-def create(directory: Path) -> Path | None:
-    """Makes the run directory and proves that it can be written. Returns the first directory of its path that was not
-    there; None where all were. Raises RunError; never overwrites a run."""
+def create(directory: Path, *, private: bool = False) -> Path | None:
+    """Makes the run directory and proves that it can be written. `private`: for its owner alone, as where prompts of a
+    dataset may get into it. Returns the first directory of its path that was not there; None where all were. Raises
+    RunError; never overwrites a run."""
     try:
         missing = [path for path in (directory, *directory.parents) if not path.exists()]
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=OWNER_ONLY if private else 0o777, parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise RunError(f"{directory} exists and is not empty; name another --out, nothing was overwritten.")
+        if private:
+            directory.chmod(OWNER_ONLY)  # it may have been there, empty
         probe = directory / ".write"
         probe.touch()
         probe.unlink()

@@ -192,8 +192,22 @@ _INTEGERS = (
 COLUMNS = (*_INTEGERS, "outcome", "phase")
 _OUTCOME_CODE = {name: code for code, name in enumerate(OUTCOMES)}
 _PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
+DAY_NS = 86_400_000_000_000
+MOST_NS = 30 * DAY_NS  # of a run
+MOST_LINE_BYTES = 1 << 26  # of a record: eight million gaps; a packed file may hold a line without end
 GAPS_A_BLOCK = 1 << 19
 ROWS_A_BLOCK = 1 << 12
+
+
+def _wrong(record: Record) -> str | None:
+    """What no request can be like, as a clause; a run directory may be another's, and a report counts by seconds."""
+    first, last = record.first_token_ns, record.last_token_ns
+    if (first is None) != (last is None) or (first is not None and last is not None and first > last):
+        return "its first token and its last do not come in that order"
+    stamps = (record.scheduled_ns, record.sent_ns, record.headers_ns, first, last, record.done_ns)
+    if any(stamp is not None and abs(stamp) > MOST_NS for stamp in stamps):
+        return f"a time is more than {MOST_NS / DAY_NS:g} days from the run's start"
+    return None
 
 
 class _Columns:
@@ -215,6 +229,8 @@ class _Columns:
             raise ValueError(f"unknown outcome {record.outcome!r}")
         if record.phase not in _PHASE_CODE:
             raise ValueError(f"unknown phase {record.phase!r}")
+        if wrong := _wrong(record):
+            raise ValueError(wrong)
         if len(self._gaps[-1]) >= GAPS_A_BLOCK:
             self._gaps.append(array("I"))
         try:
@@ -365,9 +381,17 @@ def _open(path: Path) -> Iterator[BinaryIO]:
             raise RecordsError(f"{path} cannot be unpacked: {error}") from None
 
 
+def _line(path: Path, file: BinaryIO) -> bytes:
+    """The next line; the last may have no end. Raises RecordsError for one that is too long to be a record."""
+    line = file.readline(MOST_LINE_BYTES)
+    if len(line) == MOST_LINE_BYTES:
+        raise RecordsError(f"{path} has a line of over {MOST_LINE_BYTES >> 20} MiB, which is no record")
+    return line
+
+
 def _read_header(path: Path, file: BinaryIO) -> Header:
     try:
-        header = msgspec.json.decode(file.readline(), type=Header)
+        header = msgspec.json.decode(_line(path, file), type=Header)
     except UNDECODABLE as error:
         raise RecordsError(f"{path} does not begin with a {SCHEMA} header: {reason(error)}.") from None
     if header.schema != SCHEMA:
@@ -412,8 +436,10 @@ def _read_part(part: Part, columns: _Columns, facts: list[ClientFacts], full: bo
     """Adds what a file holds to `columns` and `facts`. full: its writer went on in another. Raises RecordsError."""
     record_of = msgspec.json.Decoder(Record).decode
     with _open(part.path) as file:
-        file.readline()
-        for number, line in enumerate(file, 2):
+        _line(part.path, file)
+        number = 1
+        while line := _line(part.path, file):
+            number += 1
             if not line.endswith(b"\n"):
                 if full:
                     raise RecordsError(

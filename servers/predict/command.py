@@ -77,7 +77,7 @@ def predict(
         emulated = emulate(hardware.setup(config.kind, _model(config), _length(config, load)))
         for note in emulated.facts.notes:
             terminal.say(f"note: {note}")
-        made = rundir.create(directory)
+        made = rundir.create(directory, private=config.dataset is not None)
         try:
             outcomes = simulate(emulated, load, config.concurrency)
         except EmulationError:

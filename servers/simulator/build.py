@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from backends.catalog import ModelSpec
-from backends.untrusted import read_json
+from backends.untrusted import escaped, read_json
 from loadgen.config import LEAST_KV_TOKENS
 from loadgen.rundir.emulation import Emulation, HeldOut
 from servers.schedulers import Rejected, Scheduler, Sequence
@@ -192,9 +192,10 @@ def read_profile(path: Path, scheduler: str) -> Profile:
             if not 0 <= value < math.inf:
                 raise EmulationError(f"{path}: {name} is {value:g}; it must be a number of at least 0.")
     if profile.scheduler != scheduler:
+        fitted = escaped(profile.scheduler)
         raise EmulationError(
-            f"{path} was fitted to {profile.scheduler} and this is {scheduler}; calibrate on runs of that server, or "
-            f"choose --scheduler {profile.scheduler}."
+            f"{path} was fitted to {fitted} and this is {scheduler}; calibrate on runs of that server, or "
+            f"choose --scheduler {fitted}."
         )
     return profile
 

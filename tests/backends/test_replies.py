@@ -80,6 +80,12 @@ def test_printable(text: str) -> None:
         assert line == text
 
 
+def test_an_error_without_end_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "MAX_ERROR_BYTES", 30)
+    assert error_text(b'{"error": "not too long"}') == "not too long"
+    assert error_text(b'{"error": "a", "values": [[], []]}') == '{"error": "a", "values": [[], []]}'
+
+
 def test_lone_surrogates_can_be_written() -> None:
     assert printable("a\ud800b").encode() == b"a\\ud800b"
 

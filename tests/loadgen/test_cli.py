@@ -257,6 +257,11 @@ def test_host_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
     one_sentence(["run", "--url", "http://a..b", "--out", str(tmp_path / "r")], 3, capsys, "cannot reach")
 
 
+def test_no_host_is_not_every_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As an unset variable gives it, `--host "$HOST"`."""
+    one_sentence(["export", "--runs", str(tmp_path), "--host", ""], 2, capsys, "--host is empty")
+
+
 def test_what_a_server_says_does_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.say_error("loadgen", "model \x1b]0;owned\x07 \u202e\nnext")
     assert capsys.readouterr().err == "loadgen: model \\x1b]0;owned\\x07 \\u202e next\n"

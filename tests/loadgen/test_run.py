@@ -451,6 +451,7 @@ def test_dataset(server: str, tmp_path: Path) -> None:
     report, _ = loadgen("run", "--url", server, "--no-calibrate", "--dataset", str(file), "--warmup", "2",
                         "--out", str(tmp_path / "run"))  # fmt: skip
     assert report["requests"]["ok"] == 10
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700  # prompts of others may get into it
     assert report["tokens"] == {"prompt": sum(range(10, 20)), "output": sum(range(2, 12))}
     _, said = loadgen("run", "--url", server, "--dataset", str(file), "--requests", "11", "--out", str(tmp_path / "x"),
                       expect=2)  # fmt: skip

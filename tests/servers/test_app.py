@@ -153,6 +153,7 @@ def test_api_key_from_the_environment() -> None:
     [
         (["--ttft"], "Unknown option"),
         (["--dialect", "foo"], "--dialect"),
+        (["--host", ""], "--host is empty"),
         (["--ttft-ms", "-1"], "--ttft-ms -1 is out of range"),
         (["--itl-ms", "nan"], "--itl-ms nan is out of range"),
         (["--jitter-ratio", "1"], "--jitter-ratio 1 is out of range"),

@@ -23,20 +23,23 @@ from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import COLUMNS, PHASES, Record, RecordsError, RecordsFile
 from tests.loadgen.tables import facts, failure, request
 
-stamps = st.none() | st.integers(0, 2**62)
+moments = st.integers(0, records.MOST_NS)
+stamps = st.none() | moments
+tokens = st.just((None, None)) | st.tuples(moments, moments).map(sorted)
 counts = st.none() | st.integers(0, 2**31)
 
 
 @st.composite
 def any_record(draw: st.DrawFn) -> Record:
     gaps = draw(st.lists(st.integers(0, 2**32 - 1), max_size=6))
+    first, last = draw(tokens)
     return Record(
         id=draw(st.integers(0, 40)),
-        scheduled_ns=draw(st.integers(-(2**40), 2**62)),
+        scheduled_ns=draw(st.integers(-(2**40), records.MOST_NS)),
         sent_ns=draw(stamps),
         headers_ns=draw(stamps),
-        first_token_ns=draw(stamps),
-        last_token_ns=draw(stamps),
+        first_token_ns=first,
+        last_token_ns=last,
         done_ns=draw(stamps),
         prompt_tokens=draw(counts),
         output_tokens=draw(counts),
@@ -348,3 +351,26 @@ def test_memory_is_two_hundred_bytes_a_request_and_eight_a_token(tmp_path: Path)
     tracemalloc.stop()
     assert len(table) == requests
     assert peak < requests * (200 + 8 * tokens) + 4096  # what does not grow
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"first_token_ns": 5, "last_token_ns": 4}, "do not come in that order"),
+        ({"first_token_ns": 5, "last_token_ns": None}, "do not come in that order"),
+        ({"last_token_ns": 9_000_000_000_000_000_000}, "more than 30 days"),
+        ({"sent_ns": -9_000_000_000_000_000_000}, "more than 30 days"),
+    ],
+)
+def test_times_that_no_request_has_are_refused(changes: dict[str, int | None], reason: str) -> None:
+    """A report counts events by the second: such a time took 67 GB."""
+    with pytest.raises(ValueError, match=reason):
+        records.table([request(**changes)])
+
+
+def test_a_packed_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MOST_LINE_BYTES", 1000)
+    with gzip.open(tmp_path / "requests.jsonl.gz", "wb") as file:
+        file.write(b" " * 100_000)
+    with pytest.raises(records.RecordsError, match=r"requests\.jsonl\.gz has a line of over"):
+        records.read(tmp_path)
