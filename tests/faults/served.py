@@ -63,7 +63,7 @@ def ask(url: str, backend: str, directory: Path) -> dict[int, Record]:
 
     async def story() -> None:
         async with asyncio.timeout(2 * PATIENT_S):
-            await run_here(plan, directory, lambda snapshots: None, stoppable=False)
+            await run_here(plan, directory, lambda snapshots: None)
 
     run_loop(story())
     lines = (directory / "requests.jsonl").read_bytes().splitlines()[1:-1]
