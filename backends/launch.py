@@ -12,17 +12,24 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from backends.untrusted import escaped
+
 LOG_TAIL_LINES = 20
+MAX_ERROR_CHARS = 300
 # Up to which batch LightLLM and TGI capture CUDA graphs. It is LightLLM's default, which keeps the logits of each size
 # that it captures: up to 512 they would take gigabytes, which the memory ratio does not leave on a small card. TGI's
 # own is 32. vLLM goes further by itself.
 GRAPH_BATCH = 256
 # NCCL without P2P. Reductions in the NVLink switch are no P2P to it: among more than two Hopper GPUs they would go on.
 WITHOUT_P2P = {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+
+_TRACEBACK = "Traceback (most recent call last):"
+_EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*[a-z]\w*(?=:|$)")  # the line behind the frames: a class, perhaps a message
+_OTHER_PROCESS = re.compile(r"\([\w.-]+ pid=\d+\) ")  # as vLLM begins the lines of its processes
 
 
 class LaunchError(Exception):
@@ -278,10 +285,60 @@ def died(what: str, exit: Exit, log: str, failures: Sequence[Failure]) -> Launch
             "free memory on the host or use a smaller model",
         )
     else:
-        reason, advice = explain(log, failures) or ("", "read the end of its log")
+        reason, advice = explain(log, failures) or (first_error(log), "read its log")
     cause = f": {reason}" if reason else f" ({exit.error})" if exit.error else ""
-    return LaunchError(f"{what} {how}{cause}; {advice}.", last_lines(log))
+    return LaunchError(f"{what} {how}{cause}; {advice}.", excerpt(log))
 
 
 def last_lines(log: str, count: int = LOG_TAIL_LINES) -> str:
     return "\n".join(log.rstrip().splitlines()[-count:])
+
+
+def first_error(log: str) -> str:
+    """The exception of the log's first traceback, on one line; empty: there is none. Where a server is a tree of
+    processes, the innermost fails first: what its parents log later says only that it is gone."""
+    words = escaped(" ".join(" ".join(_first_traceback(log.splitlines()).error).split())).rstrip(".")
+    return words if len(words) <= MAX_ERROR_CHARS else words[: MAX_ERROR_CHARS - 3] + "..."
+
+
+def excerpt(log: str, count: int = LOG_TAIL_LINES) -> str:
+    """What of a dead server's log a person should see, `count` lines: its end, and before it the end of the first
+    traceback where that is further up."""
+    lines = log.rstrip().splitlines()
+    traceback = _first_traceback(lines)
+    if not traceback.error or traceback.end > len(lines) - count:
+        return last_lines(log, count)
+    half = count // 2
+    first = [*traceback.frames, *traceback.error[: half - 1]][-half:]
+    return "\n".join([*first, "...", *lines[-half:]])
+
+
+class _Traceback(NamedTuple):
+    """One traceback without what a logger puts before each line. end: the number of the log's line behind it."""
+
+    frames: list[str]
+    error: list[str]  # the exception, with the lines of its message
+    end: int
+
+
+def _first_traceback(lines: Sequence[str]) -> _Traceback:
+    """The first whole traceback; an empty one where there is none. Lines of other processes in between do not count."""
+    for start, line in enumerate(lines):
+        prefix, mark, _ = line.partition(_TRACEBACK)
+        if not mark:
+            continue
+        frames, error, end = [mark], list[str](), start + 1
+        for number, other in enumerate(lines[start + 1 :], start + 1):
+            text = other.removeprefix(prefix)
+            if not other.startswith(prefix) or _OTHER_PROCESS.match(text):
+                continue
+            if error and (not text.startswith(" ") or len(error) > LOG_TAIL_LINES):
+                break
+            if error or _EXCEPTION.match(text):
+                error.append(text)
+            else:
+                frames.append(text)
+            end = number + 1
+        if error:
+            return _Traceback(frames, error, end)
+    return _Traceback([], [], 0)

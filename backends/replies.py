@@ -14,23 +14,15 @@ import msgspec
 
 from backends.plain_tokens import PlainTokens
 from backends.protocol import Delta, ProtocolError, Truncated
-from backends.untrusted import UNDECODABLE, escaped
+from backends.untrusted import MAX_LINE_CHARS, UNDECODABLE, printable
 
 MAX_BYTES = 4 << 20  # of one event, or of one whole reply: more is not a reply (1e5 tokens are half a MB of text)
 MAX_ERROR_BYTES = 65_536  # of an error that is parsed: JSON may take fifty times its bytes as values of Python
-MAX_LINE_CHARS = 300
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # a number of tokens: what does not fit a column is no count
 
 # Finish reasons by which a server says that it gave the reply up: the output is not what was asked for.
 GIVEN_UP = frozenset(("abort", "error"))
-
-
-def printable(text: str, max_chars: int = MAX_LINE_CHARS) -> str:
-    """`text` as one line of at most `max_chars` characters: runs of white space become one space, and what does not
-    print becomes an escape, as `escaped` has it."""
-    line = escaped(" ".join(text[: 8 * max_chars].split())[: max_chars + 1])
-    return line if len(line) <= max_chars else line[: max_chars - 1] + "…"
 
 
 def quoted(data: bytes) -> str:

@@ -14,6 +14,7 @@ import msgspec
 
 T = TypeVar("T")
 
+MAX_LINE_CHARS = 300
 # What decoding JSON may raise: not JSON or not of the type asked for, no UTF-8, nested without end.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -24,6 +25,13 @@ def escaped(text: str) -> str:
     """`text` with an escape such as \\x1b in place of each character that does not print: control characters, direction
     and format marks, lone surrogates, white space other than the space. It has no line breaks then."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def printable(text: str, max_chars: int = MAX_LINE_CHARS) -> str:
+    """`text` as one line of at most `max_chars` characters: runs of white space become one space, and what does not
+    print becomes an escape, as `escaped` has it."""
+    line = escaped(" ".join(text[: 8 * max_chars].split())[: max_chars + 1])
+    return line if len(line) <= max_chars else line[: max_chars - 1] + "…"
 
 
 def nearest(typed: str, known: Iterable[str]) -> str | None:

@@ -110,6 +110,17 @@ ADAPTER = Adapter(
             advice="use --max-model-len {1} or less, or more GPUs (--tp)",
         ),
         Failure(
+            pattern=r"Insufficient space in /dev/shm for .*?: (\S+ \w+) required, (\S+ \w+) free",
+            reason="shared memory is too small (it needs {0}, {1} are free)",
+            advice="remove what dead servers left in /dev/shm, or make it larger",
+        ),
+        Failure(
+            pattern=r"Failed to import from vllm\._C\w*: ImportError\('(?:\S*/)?([\w.+-]+\.so[\w.]*): ",
+            reason="it cannot load {0}",
+            advice="install that library (on Debian, libnuma.so.1 is in libnuma1), or choose an --image that has it",
+            hint=True,
+        ),
+        Failure(
             pattern=r"World size \((\d+)\) is larger than the number of available GPUs",
             reason="it sees fewer than {0} GPUs",
             advice="lower --tp, or give it more --gpus",

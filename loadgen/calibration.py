@@ -47,7 +47,7 @@ async def calibrate(plan: Plan) -> Ceiling | None:
                 plan.prompts, output_tokens=tokens, dataset=None, tokenizer=None, vocab_size=None, offset=0
             )
             short = msgspec.structs.replace(plan, job=job, target=Target(serving.url), prompts=prompts)
-            await run_here(short, directory, lambda snapshots: None, stoppable=False)
+            await run_here(short, directory, lambda snapshots: None)
         return await asyncio.to_thread(ceiling, directory, stamps, requests, tokens)
 
 

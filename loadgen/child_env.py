@@ -5,10 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import multiprocessing
 import os
+import signal
+import sys
 from asyncio.subprocess import Process
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
 
 
 def environment(ours: Mapping[str, str]) -> dict[str, str]:
@@ -36,6 +42,16 @@ def spawning() -> Iterator[None]:
             del os.environ["PYTHONSAFEPATH"]
         else:
             os.environ["PYTHONSAFEPATH"] = before
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process, which multiprocessing started, as soon as its parent is gone; where
+    no kernel does that, and for a parent that has gone before, the process must look itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():
+        os._exit(1)
 
 
 async def ended(process: Process, timeout_s: float) -> None:

@@ -1,9 +1,9 @@
 """The command line: `loadgen run`, `report`, `compare`, what looks at a machine or prepares it (`doctor`, `compose`,
 `backends`, `clean`), and what other packages add through entry points.
 
-Exit codes: 0 ok, 2 bad configuration, 3 the backend failed, 4 the measurement is invalid; 130 stopped, 141 standard
-output was not read to its end. A user's mistake is one sentence on standard error, never a traceback. Only what a
-command needs is imported: a run never waits for matplotlib.
+Exit codes: 0 ok, 2 bad configuration, 3 the backend failed, 4 the measurement is invalid; 129, 130, 143 stopped by
+SIGHUP, Ctrl-C, SIGTERM; 141 standard output was not read to its end. A user's mistake is one sentence on standard
+error, never a traceback. Only what a command needs is imported: a run never waits for matplotlib.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     underscores.
     """
     from backends.launch import LaunchError
-    from loadgen.event_loop import run_loop
+    from loadgen.event_loop import Stop, run_loop
     from loadgen.probe import ServerError
     from loadgen.progress import ProgressLine
     from loadgen.run import Run, Stopped, dry_run
@@ -53,17 +53,21 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     one_run.check()
     made = rundir.create(directory, private=config.dataset is not None)
     progress = ProgressLine()
-    try:
-        run_loop(one_run.measure(progress))
-    except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
-        return backend_failed(error)
-    except Stopped as error:
-        say_error("loadgen", error)
-        return exit_codes.STOPPED
-    finally:
-        progress.end()
-        rundir.remove_if_empty(directory, made)
-    return report_one(directory, "loadgen")
+    with Stop() as stop:
+        one_run.stop = stop
+        try:
+            run_loop(one_run.measure(progress))
+        except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
+            code = backend_failed(error)
+            return stop.exit_code or code
+        except Stopped as error:
+            say_error("loadgen", error)
+            return stop.exit_code or exit_codes.STOPPED
+        finally:
+            progress.end()
+            rundir.remove_if_empty(directory, made)
+        code = report_one(directory, "loadgen")
+    return stop.exit_code or code
 
 
 def backend_failed(error: Exception) -> int:
@@ -112,11 +116,14 @@ def report(
 
 
 def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
-    """Writes its files and prints it; the exit code."""
+    """Prints it and writes its files; the exit code."""
     from loadgen.breakdown import tables
 
-    tables.write(directory, breakdown)
     say(tables.render(breakdown))
+    try:
+        tables.write(directory, breakdown)
+    except OSError as error:  # it is printed all the same
+        say_error("loadgen", f"cannot write the breakdown to {directory}: {error.strerror or error}.")
     _last_words(directory, tables.to_json(breakdown))
     return exit_codes.OK
 
@@ -129,7 +136,10 @@ def report_one(directory: Path, convention: ConventionName) -> int:
     result, table = reports.from_directory(directory, convention=convention)
     say(text.render(result))
     if convention == "loadgen":
-        reports.write(directory, result, table)
+        try:
+            reports.write(directory, result, table)
+        except reports.ReportError as error:  # it is printed all the same
+            say_error("loadgen", error)
     _last_words(directory, reports.to_json(result))
     return exit_codes.OK if result.verdict.valid else exit_codes.INVALID
 

@@ -8,7 +8,7 @@ import msgspec
 
 import backends
 from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
-from backends.replies import printable
+from backends.untrusted import printable
 from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import Transport

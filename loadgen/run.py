@@ -12,7 +12,7 @@ import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -27,7 +27,7 @@ from loadgen.client.engine import Progress, Snapshot, run_here
 from loadgen.client.limits import check_workers, make_room
 from loadgen.client.workers import run_in_workers
 from loadgen.config import Config, ConfigError
-from loadgen.event_loop import on_stop
+from loadgen.event_loop import Stop
 from loadgen.load.prompts import tokenizer_count
 from loadgen.monitor.messages import Live, MetricsSource
 from loadgen.monitor.sidecar import Monitor, sidecar
@@ -46,7 +46,7 @@ Say = Callable[[str], None]  # a line for the person who watches
 
 
 class Stopped(Exception):
-    """The user ended the run before there was anything to report. One sentence."""
+    """A signal ended the run before there was anything to report. One sentence."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Run:
     directory: Path
     run_id: str
     say: Say
+    stop: Stop = field(default_factory=Stop)  # whose signals end the run in good order
 
     def __post_init__(self) -> None:
         self.backend = backends.get(self.config.kind)
@@ -113,7 +114,7 @@ class Run:
 
     async def measure(self, progress: Progress) -> None:
         """All of it: starts the server where there is none, sends the load, and leaves the records."""
-        with stoppable():
+        with stoppable(self.stop):
             async with contextlib.AsyncExitStack() as stack:
                 monitor = await stack.enter_async_context(sidecar(self.config.metrics_port, self.config.server_metrics))
                 served = await stack.enter_async_context(self.served())
@@ -205,6 +206,7 @@ class Run:
             emulated=self.emulated,
             server_version=self.info.version,
             requests_planned=plan.requests_planned,
+            client_processes=worker_count(self.config, plan),
             arrival=self.config.arrival_text,
             max_total_tokens=self.info.max_total_tokens,
             machine=rundir.this_machine(),
@@ -227,13 +229,26 @@ class Run:
             await monitor.begin(self.directory, self.run_id)
         workers = worker_count(self.config, plan)
         watched = _both(progress, monitor)
-        if workers == 1:
-            await run_here(plan, self.directory, watched, monitor.sample)
-        else:
-            await run_in_workers(plan, workers, self.directory, watched, monitor.sample)
+        try:
+            if workers == 1:
+                await run_here(plan, self.directory, watched, monitor.sample, self.stop)
+            else:
+                await run_in_workers(plan, workers, self.directory, watched, monitor.sample, self.stop)
+                self._join()
+        except rundir.WriteError as error:
+            raise rundir.RunError(_not_kept(self.directory, error)) from None
+        finally:
+            self.stop.on_signal()
         await monitor.end()  # a server that loadgen started may take long to end: the run is over now
         if monitor.trouble:
             self.say(f"note: {monitor.trouble}")
+
+    def _join(self) -> None:
+        """Joins the workers' records. Where that cannot be written the parts stay, and a report is made of them."""
+        try:
+            records.merge(self.directory)
+        except OSError as error:
+            self.say(f"note: the workers' records in {self.directory} were not joined: {error.strerror or error}.")
 
     async def _inspect(self, server: ManagedServer, manifest: Manifest) -> None:
         """How the server took the load: its death goes into the manifest. One that failed requests gets time to die."""
@@ -278,23 +293,16 @@ def _from_environment(variable: str, flag: str) -> str:
 
 
 @contextlib.contextmanager
-def stoppable(when: str = "before the load began") -> Iterator[None]:
-    """Ctrl-C and its like end the block, and what was started is taken back; during the load of a run the signals are
-    the clients' own. Raises Stopped, which says `when` that was."""
+def stoppable(stop: Stop, when: str = "before the load began") -> Iterator[None]:
+    """A signal ends the block, and what was started is taken back; during the load of a run the signals are the
+    clients' own. Raises Stopped, which says `when` that was."""
     task = asyncio.current_task()
     assert task is not None
-    stopped = False
-
-    def stop() -> None:
-        nonlocal stopped
-        stopped = True
-        task.cancel()
-
-    on_stop(stop)
+    stop.on_signal(task.cancel)
     try:
         yield
     except asyncio.CancelledError:
-        if stopped:
+        if stop.number is not None:
             raise Stopped(f"stopped {when}; nothing was measured.") from None
         raise
 
@@ -325,9 +333,23 @@ def _both(progress: Progress, monitor: Monitor) -> Progress:
             plans = [client.planned for client in clients]
             planned = None if None in plans else sum(plan or 0 for plan in plans)
             in_flight, events = (sum(getattr(client, key) for client in clients) for key in ("in_flight", "events"))
-            monitor.progress(Live(planned, in_flight, len(clients), events))
+            monitor.progress(Live(planned, in_flight, events))
 
     return both
+
+
+def _not_kept(directory: Path, error: rundir.WriteError) -> str:
+    """The sentence of a run whose records can no longer be kept."""
+    try:
+        kept = len(records.read(directory)[0].measured())
+    except records.RecordsError:
+        kept = 0
+    if not kept:
+        return f"the load was stopped: {directory} cannot be written: {error}; it holds no request of this run."
+    return (
+        f"the load was stopped: {directory} cannot be written: {error}; it holds {kept} finished requests, which "
+        f"`loadgen report {directory}` shows."
+    )
 
 
 def _any_failed(directory: Path) -> bool:

@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from backends.protocol import HttpRequest
-from backends.replies import printable
+from backends.untrusted import printable
 
 UNQUEUED_S = 600.0  # at most until a reply begins that waits for no other
 HANDSHAKE_S = 2.0  # of TLS: longer, and it is worth a look whether the server speaks TLS at all

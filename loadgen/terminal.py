@@ -1,5 +1,5 @@
-"""How a program runs its command line, writes to standard error and ends, also when its output is no longer read; and
-how wide its tables may be."""
+"""How a program runs its command line, writes to standard error and ends, also when its standard streams are closed or
+its output is no longer read; and how wide its tables may be."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn, TextIO
 
-from backends.replies import printable
+from backends.untrusted import printable
 from loadgen import exit_codes
 
 MAX_ERROR_CHARS = 2000
@@ -66,14 +67,37 @@ def invoke(program: str, command: Callable[[], object], exit_code_of: Callable[[
 
 
 def main(invoke: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Runs this process's command line; its exit code is what `invoke` returns, or UNREAD."""
+    """Runs this process's command line; its exit code is what `invoke` returns, UNREAD where nobody reads the output,
+    or BAD_OPTIONS where it cannot be written, as on a full disk."""
+    open_standard_streams()
     try:
         code = invoke(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
         _discard(sys.stdout)
         code = exit_codes.UNREAD
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # of rich, which prints help pages
+            raise
+        code = exit_codes.UNREAD
+    except OSError as error:
+        _discard(sys.stdout)
+        say_error(Path(sys.argv[0]).name, f"standard output cannot be written: {error.strerror or error}.")
+        code = exit_codes.BAD_OPTIONS
     sys.exit(code)
+
+
+def open_standard_streams() -> None:
+    """Opens /dev/null in place of the standard streams that are closed. Otherwise the next file or socket would take
+    such a number, and what is meant for a stream would go there. Child processes inherit them."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+    sys.stdin = sys.stdin or open(0)  # noqa: SIM115  of the process, for all its life
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
 
 
 def _discard(stream: TextIO) -> None:

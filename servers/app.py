@@ -1,7 +1,7 @@
 """The embedded server as a command: `python -m servers`, and `loadgen serve`.
 
 It prints one JSON line on stdout once it listens, `{"url": ..., "dialect": ..., "emulated": true}`, and nothing after
-that. SIGINT and SIGTERM end it with exit code 0.
+that. SIGINT, SIGTERM and SIGHUP, which are its only end, end it with exit code 0; SIGHUP does not under nohup.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from loadgen import exit_codes
 from loadgen.config import ConfigError
 from loadgen.option_types import Whole, mistake, option
 from loadgen.rundir.emulation import Emulation
+from loadgen.terminal import open_standard_streams, say
 from servers.dialects.lightllm import LightLLM
 from servers.dialects.openai import OpenAI
 from servers.dialects.tgi import TGI
@@ -148,7 +149,7 @@ def serve(
             f"cannot listen on {options.host} port {options.port}: {why}; choose another --port or --host."
         ) from None
     for note in server.emulation.notes if server.emulation is not None else ():
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}")
     _run(server, options.exit_with_stdin)
 
 
@@ -196,6 +197,7 @@ def _simulated(options: ServeOptions, hardware: Hardware, struck: faults.Faults)
 
 def main() -> None:
     """The command line of `python -m servers`."""
+    open_standard_streams()
     app = App(name="python -m servers", result_action="return_value", version_flags=())
     app.default(serve)
     try:
@@ -211,8 +213,9 @@ def main() -> None:
 
 def _run(server: Server, exit_with_stdin: bool) -> None:
     """Prints that it listens, and serves until a signal or the end of standard input."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: server.stop())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: server.stop())
     if exit_with_stdin:
         try:
             server.stop_at_end_of(sys.stdin.fileno())

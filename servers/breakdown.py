@@ -11,7 +11,7 @@ from backends.launch import LaunchError
 from loadgen import cli, exit_codes, rundir
 from loadgen.breakdown import measure, tables
 from loadgen.config import LOAD, OUTPUT, Config, ConfigError, LaunchOptions, ModelledOptions, PlacementOptions
-from loadgen.event_loop import run_loop
+from loadgen.event_loop import Stop, run_loop
 from loadgen.option_types import Whole, names, offers, option
 from loadgen.probe import ServerError
 from loadgen.run import Stopped
@@ -58,11 +58,13 @@ def breakdown(
         print(measure.dry_run(measure.load(config), directory, run_id))
         return exit_codes.OK
     made = rundir.create(directory, private=config.dataset is not None)
+    stop = Stop()
     try:
         if config.where == "embedded":
             result = modelled(config, preset, directory, run_id)
         else:
-            result = run_loop(measure.measure(measure.load(config), steps, directory, run_id, say))
+            with stop:
+                result = run_loop(measure.measure(measure.load(config), steps, directory, run_id, say, stop))
     except (ServerError, TransportError, LaunchError) as error:
         return cli.backend_failed(error)
     except TraceError as error:
@@ -70,7 +72,7 @@ def breakdown(
         return exit_codes.INVALID
     except Stopped as error:
         say_error("loadgen", error)
-        return exit_codes.STOPPED
+        return stop.exit_code or exit_codes.STOPPED
     finally:
         rundir.remove_if_empty(directory, made)
     return cli.show_breakdown(directory, result if preset is None else tables.beside_paper(result))

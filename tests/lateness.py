@@ -1,4 +1,4 @@
-"""How late this machine wakes a process that sleeps: what a test that bounds a time must allow for."""
+"""How late this machine is for whoever sleeps and then has a little to do: what a test of times must allow for."""
 
 from __future__ import annotations
 
@@ -6,30 +6,47 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-STEP_S = 0.002
+from loadgen.rundir import records
+
+SLEEP_S, WORK_S = 0.004, 0.0005
 # Findings that a machine which is busy with other work may cause; every other one is the client's or the server's.
 OF_A_BUSY_MACHINE = {"SEND_LAG", "LOOP_LAG", "RECEIVE_LAG", "CLIENT_CPU"}
 
 
 class Lateness:
-    """Milliseconds by which each of many short sleeps was too long, from those of the machine and nobody else."""
+    """By how many milliseconds short sleeps with a little work behind each took too long: what the machine did to them,
+    and nobody else. Of the whole block, or of the time in which a run had requests under way."""
 
     def __init__(self) -> None:
+        self._at_ns: list[int] = []
         self._late_ms: list[float] = []
         self._over = threading.Event()
 
     def watch(self) -> None:
         while not self._over.is_set():
-            begun = time.monotonic()
-            time.sleep(STEP_S)
-            self._late_ms.append((time.monotonic() - begun - STEP_S) * 1000)
+            begun_ns, cpu_ns = time.monotonic_ns(), time.thread_time_ns()
+            time.sleep(SLEEP_S)
+            while time.thread_time_ns() - cpu_ns < WORK_S * 1e9:
+                pass
+            now_ns = time.monotonic_ns()
+            self._at_ns.append(now_ns)
+            self._late_ms.append((now_ns - begun_ns) / 1e6 - 1000 * (SLEEP_S + WORK_S))
 
     def end(self) -> None:
         self._over.set()
+
+    def during(self, run: Path) -> Lateness:
+        """That of the time between t = 0 of a run on this machine and its last reply."""
+        t0_ns = records.read_header(run).t0_monotonic_ns
+        end_ns = t0_ns + int(records.read(run)[0].done_ns.max())
+        part = Lateness()
+        part._late_ms = [ms for at, ms in zip(self._at_ns, self._late_ms, strict=True) if t0_ns <= at <= end_ns]
+        return part
 
     @property
     def mean_ms(self) -> float:
@@ -57,7 +74,7 @@ def measured_lateness() -> Iterator[Lateness]:
 
 
 def assert_valid_unless_the_machine_was_late(report: dict[str, Any], lateness: Lateness) -> None:
-    """A verdict of invalid is the machine's fault only as far as sleeping processes were as late as the client."""
+    """A verdict of invalid is the machine's fault only as far as the machine was as late as the client."""
     invalid = {each["code"] for each in report["verdict"]["findings"] if each["severity"] == "invalid"}
     assert invalid <= OF_A_BUSY_MACHINE, report["verdict"]
     if invalid:

@@ -2,9 +2,10 @@
 results.
 
 Exit codes: 0 ok, 2 bad options, 3 a cell or point crashed or hung, 4 a cell's losses make its speed meaningless, or a
-collective gave a wrong result, 130 stopped, 141 standard output was not read to its end. Out of memory is a result, and
-so is a cell that is unsupported or predicted not to fit. A user's mistake is one sentence on standard error. Only what
-a command needs is imported; torch never is: it belongs to the processes that measure.
+collective gave a wrong result, 129, 130, 143 stopped by SIGHUP, Ctrl-C, SIGTERM, 141 standard output was not read to
+its end. Out of memory is a result, and so is a cell that is unsupported or predicted not to fit. A user's mistake is
+one sentence on standard error. Only what a command needs is imported; torch never is: it belongs to the processes that
+measure.
 """
 
 from __future__ import annotations

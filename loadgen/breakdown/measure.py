@@ -26,6 +26,7 @@ from loadgen.client.engine import START_MARGIN_NS, Client, build_client
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
 from loadgen.config import Config
+from loadgen.event_loop import Stop
 from loadgen.plan import Plan
 from loadgen.probe import ServerError
 from loadgen.run import Run, Say, stoppable
@@ -75,11 +76,11 @@ class Watched(msgspec.Struct, frozen=True):
     context_tokens: float
 
 
-async def measure(config: Config, wanted: int, directory: Path, run_id: str, say: Say) -> Breakdown:
+async def measure(config: Config, wanted: int, directory: Path, run_id: str, say: Say, stop: Stop) -> Breakdown:
     """Starts the server, profiles `wanted` steps, and ends it; manifest, records and trace lie in `directory`. Raises
     the errors of its parts, each one sentence."""
-    run = Run(config, directory, run_id, say)
-    with stoppable("before the breakdown was done"):
+    run = Run(config, directory, run_id, say, stop)
+    with stoppable(stop, "before the breakdown was done"):
         async with run.served(profiled=True) as served:
             server = served.managed
             assert server is not None and server.launch.adapter.profiler is not None

@@ -17,7 +17,7 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ from backends.protocol import Backend, HttpRequest
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import FastTransport, Transport
 from loadgen.clock import Alarm, now_ns
-from loadgen.event_loop import every_second, on_stop
+from loadgen.event_loop import Stop, every_second
 from loadgen.load import arrivals
 from loadgen.load.prompts import Workload
 from loadgen.plan import Job, Plan
+from loadgen.rundir import WriteError
 from loadgen.rundir.records import ClientFacts, RecordsFile
+from loadgen.target import TransportError
 
 SLICE_NS = 1_000_000  # longest work between two looks at the sockets
 TICK_NS = 10_000_000  # how often the loop's own lag is taken
@@ -46,6 +48,24 @@ FAILED_WAIT_S = 0.05  # before a closed loop replaces a request that failed: a d
 SPARE_CONNECTIONS = 64  # opened ahead for arrivals at a rate
 DRAIN_S = 5.0  # how long a stopped run waits for replies
 START_MARGIN_NS = 20_000_000  # from the moment that all clients are ready to t = 0
+
+
+class WarmUp(msgspec.Struct, kw_only=True):
+    """What became of one client process' warm-up. error: of the first request that failed."""
+
+    sent: int
+    failed: int
+    error: str | None
+
+
+def check_warm_up(clients: Sequence[WarmUp]) -> None:
+    """Raises TransportError when there was a warm-up and nothing of it succeeded."""
+    sent, failed = sum(each.sent for each in clients), sum(each.failed for each in clients)
+    if sent and failed == sent:
+        error = next(each.error for each in clients if each.error is not None)
+        raise TransportError(
+            f"the run did not begin, because every warm-up request failed ({failed}); the first: {error}"
+        )
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
@@ -98,10 +118,10 @@ class Client:
         self._next = 0
         self._t0_ns = 0
         self._file: RecordsFile | None = None
-        self._disk_error: OSError | None = None
+        self._write_error: WriteError | None = None
         self._health = Health()
 
-    async def prepare(self) -> None:
+    async def prepare(self) -> WarmUp:
         """Draws what is due first, warms the server up, and opens connections. Raises TransportError."""
         await self.transport.open(1)  # before any work, since nobody may be there
         at_zero = self.job.streams or sum(due == 0 for due in self.due_ns)
@@ -116,14 +136,15 @@ class Client:
                 break
             bytes_ahead += size if made >= at_zero else 0
             made += 1
-        await self._warm_up()
+        warm_up = await self._warm_up()
         # Last, because servers close connections that stay idle.
         await self.transport.open(max(at_zero, min(len(self.due_ns), SPARE_CONNECTIONS)))
         gc.collect()  # now, since it takes tens of milliseconds; off until the run ends, which makes no cycles
         gc.freeze()
         gc.disable()
+        return warm_up
 
-    async def _warm_up(self) -> None:
+    async def _warm_up(self) -> WarmUp:
         self._t0_ns = now_ns()
         for number in itertools.takewhile(lambda n: n < self.job.warmup, self.job.numbers()):
             exchange, prepared = self._make("warmup", number, self.workload.output_tokens(0))
@@ -135,6 +156,8 @@ class Client:
         self._finished.clear()
         self.done = self.failed = self.events = 0
         self._recent_ttft_ms.clear()
+        errors = [f"{each.outcome}, {each.error}" for each in self._warmed if each.outcome != "ok"]
+        return WarmUp(sent=len(self._warmed), failed=len(errors), error=next(iter(errors), None))
 
     def _make(self, phase: str, number: int, output_tokens: int) -> tuple[Exchange, bytes | HttpRequest]:
         prompt = self.workload.prompt(phase, number)
@@ -160,12 +183,14 @@ class Client:
         return len(prepared if isinstance(prepared, bytes) else prepared.body)
 
     async def run(self, t0_ns: int, path: Path) -> ClientFacts:
-        """Sends the schedule from monotonic `t0_ns` on, waits for the replies, and completes the records at `path`."""
+        """Sends the schedule from monotonic `t0_ns` on, waits for the replies, and completes the records at `path`.
+        Raises WriteError."""
         loop = asyncio.get_running_loop()
-        self._file = RecordsFile(path, self.job.run_id, self.job.version, t0_ns)
-        for exchange in self._warmed:
-            self._file.write(exchange.record(t0_ns, self.job.sampling.stream))
         self._t0_ns = t0_ns
+        with _written():
+            self._file = RecordsFile(path, self.job.run_id, self.job.version, t0_ns)
+            for exchange in self._warmed:
+                self._file.write(exchange.record(t0_ns, self.job.sampling.stream))
         alarm = Alarm(loop, self._open_loop if not self.closed_loop else self._closed_loop)
         self._alarm = alarm
         self._health.start(loop)
@@ -179,11 +204,14 @@ class Client:
             alarm.close()
             self._flusher.cancel()
             facts = self._health.stop(self, "interrupted" if self.stopping else "complete")
-        if self._disk_error is not None:
-            raise self._disk_error
-        while self._finished:
-            self._write_one()
-        self._file.close(facts)
+        self.check_file()
+        if self._write_error is not None:
+            self._file.abandon()
+            raise self._write_error
+        with _written():
+            while self._finished:
+                self._write_one()
+            self._file.close(facts)
         return facts
 
     # Sending.
@@ -301,14 +329,24 @@ class Client:
         loop = asyncio.get_running_loop()
         slice_end = now_ns() + SLICE_NS // 2
         try:
-            while self._finished and now_ns() < slice_end:
-                self._write_one()
-        except OSError as error:  # the disk is full: nothing more can be kept, so nothing more is sent
-            self._disk_error = error
-            self.stop(0.0)
+            with _written():
+                while self._finished and now_ns() < slice_end:
+                    self._write_one()
+        except WriteError as error:
+            self._keep_no_more(error)
             return
         behind = len(self._finished) > MANY_FINISHED or not self.in_flight
         self._flusher = loop.call_later(0.001 if behind else FLUSH_S / 4 if self._finished else FLUSH_S, self._flush)
+
+    def check_file(self) -> None:
+        """Stops the load where somebody has removed the records."""
+        if self._file is not None and self._write_error is None and self._file.is_removed():
+            self._keep_no_more(WriteError("it was removed"))
+
+    def _keep_no_more(self, error: WriteError) -> None:
+        """Nothing more can be kept, so nothing more is sent."""
+        self._write_error = error
+        self.stop(0.0)
 
     def snapshot(self) -> Snapshot:
         in_flight_events = sum(len(exchange.times) for exchange in self.in_flight)
@@ -321,6 +359,15 @@ class Client:
             elapsed_s=max(0.0, (now_ns() - self._t0_ns) / 1e9),
             ttft_ms=list(self._recent_ttft_ms),
         )
+
+
+@contextlib.contextmanager
+def _written() -> Iterator[None]:
+    """What is written within the block is on disk afterwards. Raises WriteError."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(error.strerror or str(error)) from None
 
 
 def build_client(plan: Plan) -> Client:
@@ -345,20 +392,25 @@ def build_transport(plan: Plan, backend: Backend) -> Transport:
 
 
 async def run_here(
-    plan: Plan, directory: Path, progress: Progress, warm: Warm | None = None, stoppable: bool = True
+    plan: Plan, directory: Path, progress: Progress, warm: Warm | None = None, stop: Stop | None = None
 ) -> None:
     """Sends the plan's load from this process and leaves `requests.jsonl` in `directory`. warm: awaited between warm-up
-    and t = 0. From then on signals are the client's, which drains; before, they are the caller's. Raises
-    TransportError."""
+    and t = 0. stop: from then on its signals are the client's, which drains; before, they are the caller's. Raises
+    TransportError, and WriteError."""
     client = build_client(plan)
     loop = asyncio.get_running_loop()
     try:
-        await client.prepare()
+        check_warm_up([await client.prepare()])
         if warm is not None:
             await warm()
-        if stoppable:
-            on_stop(lambda: client.stop(DRAIN_S))
-        ticker = loop.create_task(every_second(lambda: progress([client.snapshot()])))
+        if stop is not None:
+            stop.on_signal(lambda: client.stop(DRAIN_S), hurry=lambda: client.stop(0.0))
+
+        def beat() -> None:
+            client.check_file()
+            progress([client.snapshot()])
+
+        ticker = loop.create_task(every_second(beat))
         try:
             await client.run(now_ns() + START_MARGIN_NS, directory / "requests.jsonl")
         finally:

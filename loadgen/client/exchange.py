@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import UNSET
 
 from backends.protocol import TOKEN, Decoder, Delta, ProtocolError, Truncated
-from backends.replies import printable
+from backends.untrusted import printable
 from loadgen.rundir.records import Record
 
 ERROR_BODY_BYTES = 65_536

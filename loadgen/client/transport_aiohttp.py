@@ -19,7 +19,7 @@ from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
 from backends.protocol import HttpRequest
-from backends.replies import printable
+from backends.untrusted import printable
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
 from loadgen.plan import Timeouts

@@ -1,7 +1,8 @@
 """One load shared among client processes, where one core is too few.
 
 A worker process reports when it is ready, gets the common t = 0, and writes its own part of the records; the parts are
-joined line for line at the end, so the result is exact. A worker whose parent is gone stops by itself.
+joined line for line at the end, so the result is exact. A worker dies with its parent, at once and without its last
+line, so that the report says that the run was killed.
 """
 
 from __future__ import annotations
@@ -9,60 +10,81 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import signal
+from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from loadgen import child_env
-from loadgen.client.engine import DRAIN_S, START_MARGIN_NS, Progress, Snapshot, Warm, build_client
+from loadgen.client.engine import (
+    DRAIN_S,
+    START_MARGIN_NS,
+    Progress,
+    Snapshot,
+    Warm,
+    WarmUp,
+    build_client,
+    check_warm_up,
+)
 from loadgen.client.limits import make_room
 from loadgen.clock import now_ns
-from loadgen.event_loop import every_second, on_stop, run_loop
+from loadgen.event_loop import Stop, every_second, run_loop
 from loadgen.load.prompts import WorkloadError
 from loadgen.plan import Plan
-from loadgen.rundir import records
+from loadgen.rundir import WriteError
 from loadgen.target import TransportError
 
-READY, DONE = "ready", "done"  # messages of a worker; any other is why it failed
+
+class Done(NamedTuple):
+    """The last message of a worker. problem: why it failed; empty: it did not. writing: its records can be kept no
+    more."""
+
+    problem: str = ""
+    writing: bool = False
+
+
 DIED = "the process died"  # in place of the last message of a worker that was killed
 
 
 async def run_in_workers(
-    plan: Plan, workers: int, directory: Path, progress: Progress, warm: Warm | None = None
+    plan: Plan, workers: int, directory: Path, progress: Progress, warm: Warm | None = None, stop: Stop | None = None
 ) -> None:
-    """Sends the plan's load from `workers` processes and leaves `requests.jsonl` in `directory`, as `run_here` does
-    from this one. Raises TransportError."""
+    """Sends the plan's load from `workers` processes and leaves their parts of the records in `directory`; otherwise as
+    `run_here`. Raises TransportError, and WriteError."""
     context = multiprocessing.get_context("spawn")
     with child_env.spawning():
         shards = [_Shard(context, plan.share(shard, workers), directory) for shard in range(workers)]
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
+    def stop_all() -> None:
         for shard in shards:
             shard.stop()
 
     try:
-        for shard in shards:
-            await shard.ready()
+        check_warm_up([await shard.ready() for shard in shards])
         if warm is not None:
             await warm()
-        on_stop(stop)
+        if stop is not None:
+            stop.on_signal(stop_all, hurry=stop_all)
         t0_ns = now_ns() + START_MARGIN_NS
         for shard in shards:
             shard.start(t0_ns)
         ticker = loop.create_task(every_second(lambda: progress([s.snapshot for s in shards if s.snapshot])))
-        failures = [failure for shard in shards if (failure := await shard.over())]
+        ends = await asyncio.gather(*(shard.over(stop_all) for shard in shards))
         ticker.cancel()
         progress([s.snapshot for s in shards if s.snapshot])
     finally:
         for shard in shards:
             shard.end()
-    if failures:
-        raise TransportError(f"a worker process failed: {failures[0]}; {directory} keeps what was written.")
-    records.merge(directory)
+    for end in ends:
+        if end.writing:
+            raise WriteError(end.problem)
+        if end.problem and end.problem != DIED:
+            raise TransportError(f"a worker process failed: {end.problem}; {directory} keeps what was written.")
 
 
 def _send(pipe: Pipe, message: object) -> None:
@@ -82,7 +104,7 @@ class _Shard:
         self.process = context.Process(target=_work, args=(theirs, msgspec.msgpack.encode(plan), str(path)))
         self.process.start()
         theirs.close()
-        self._messages: asyncio.Queue[str] = asyncio.Queue()
+        self._messages: asyncio.Queue[WarmUp | Done] = asyncio.Queue()
         asyncio.get_running_loop().add_reader(self.pipe.fileno(), self._receive)
 
     def _receive(self) -> None:
@@ -90,17 +112,18 @@ class _Shard:
             message = self.pipe.recv()
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(self.pipe.fileno())
-            self._messages.put_nowait(DIED)
+            self._messages.put_nowait(Done(DIED))
             return
         if isinstance(message, Snapshot):
             self.snapshot = message
         else:
             self._messages.put_nowait(message)
 
-    async def ready(self) -> None:
+    async def ready(self) -> WarmUp:
         message = await self._messages.get()
-        if message != READY:
-            raise TransportError(f"a worker process could not begin: {message}")
+        if isinstance(message, Done):
+            raise TransportError(f"a worker process could not begin: {message.problem}")
+        return message
 
     def start(self, t0_ns: int) -> None:
         self.started = True
@@ -109,16 +132,19 @@ class _Shard:
     def stop(self) -> None:
         _send(self.pipe, "stop")
 
-    async def over(self) -> str:
-        """Waits until it is done, or has died: what it wrote counts, and the report says that it was killed. Returns
-        why it had to give up, such as a full disk; empty where it had not."""
+    async def over(self, stop_all: Callable[[], None]) -> Done:
+        """Waits until it is done, or has died: what it wrote counts, and the report says that it was killed. Where it
+        failed, as on a full disk, it does `stop_all`."""
         message = await self._messages.get()
-        return "" if message in (DONE, DIED) else message
+        assert isinstance(message, Done)
+        if message.problem and message.problem != DIED:
+            stop_all()
+        return message
 
     def end(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             asyncio.get_running_loop().remove_reader(self.pipe.fileno())
-        self.pipe.close()  # a worker whose parent is gone stops by itself
+        self.pipe.close()
         if self.started:
             self.process.join(2 * DRAIN_S)
         self.process.kill()
@@ -127,42 +153,43 @@ class _Shard:
 
 def _work(pipe: Pipe, encoded: bytes, path: str) -> None:
     """A worker process: ready, t = 0, snapshots every second, done."""
+    child_env.die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole group: the parent gets them too, and passes them on
     try:
         run_loop(_work_loop(pipe, msgspec.msgpack.decode(encoded, type=Plan), Path(path)))
+    except WriteError as error:
+        _send(pipe, Done(str(error), writing=True))
     except (TransportError, WorkloadError, OSError) as error:
-        _send(pipe, getattr(error, "strerror", None) or str(error))
+        _send(pipe, Done(getattr(error, "strerror", None) or str(error)))
 
 
 async def _work_loop(pipe: Pipe, plan: Plan, path: Path) -> None:
     make_room(plan, plan.job.shards)
     client = build_client(plan)
     loop = asyncio.get_running_loop()
-    t0: asyncio.Future[int | None] = loop.create_future()
+    t0_ns: asyncio.Future[int] = loop.create_future()
 
     def receive() -> None:
         try:
             message = pipe.recv()
         except (EOFError, OSError):
-            loop.remove_reader(pipe.fileno())
-            message = "stop"
+            os._exit(1)  # the parent is gone, and nothing here may look as if the run had ended well
         if message == "stop":
             client.stop(DRAIN_S)
-            if not t0.done():
-                t0.set_result(None)  # the parent is gone before it began
         else:
-            t0.set_result(message)
+            t0_ns.set_result(message)
 
-    await client.prepare()
+    def beat() -> None:
+        client.check_file()
+        _send(pipe, client.snapshot())
+
     loop.add_reader(pipe.fileno(), receive)
-    _send(pipe, READY)
-    start = await t0
-    if start is None:
-        return
-    ticker = loop.create_task(every_second(lambda: _send(pipe, client.snapshot())))
-    await client.run(start, path)
+    _send(pipe, await client.prepare())
+    start_ns = await t0_ns
+    ticker = loop.create_task(every_second(beat))
+    await client.run(start_ns, path)
     ticker.cancel()
     _send(pipe, client.snapshot())
-    _send(pipe, DONE)
+    _send(pipe, Done())
     await client.transport.close()

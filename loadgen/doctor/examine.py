@@ -20,7 +20,7 @@ import backends
 from backends import docker, gpus
 from backends.gpus import Gpu, Inventory
 from backends.launch import Adapter, LaunchError
-from backends.replies import printable
+from backends.untrusted import printable
 from loadgen import models
 from loadgen.config import Config, ConfigError
 from loadgen.doctor.machine import Check, Observation, State, client_checks, guarded

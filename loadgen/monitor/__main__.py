@@ -1,8 +1,9 @@
 """The monitoring sidecar's process (see `sidecar`): reads messages from its standard input, and runs the parts.
 
 The parts do not disturb each other: the server is sampled in this thread, within time limits; each reading of the GPUs
-has a thread that may hang; snapshots, and the page that shows them, are written in others. When standard input ends, as
-it does when the run dies, there is a last sample and then a last snapshot. The exit code is 0 when that is written.
+has a thread that may hang; snapshots, and the page that shows them, are written in others. At the end of the run there
+is a last sample and then a last snapshot; when standard input ends before, the run was killed, and there is a last
+snapshot only, which waits for no server. The exit code is 0 when that is written.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from backends.untrusted import UNDECODABLE
-from loadgen.monitor.messages import Begin, Begun, Live, Order, Prepare, Reply, SampleTaken, TakeSample
+from loadgen.monitor.messages import Begin, Begun, End, Live, Order, Prepare, Reply, SampleTaken, TakeSample
 from loadgen.monitor.sampler import Sampler
 from loadgen.monitor.snapshots import Snapshots
 
@@ -56,8 +57,9 @@ async def _work() -> bool:
                 if sampler is not None:
                     await sampler.take()
                 _send(SampleTaken(order.number))
-    if sampler is not None:
-        await sampler.end()
+            case End():
+                if sampler is not None:
+                    await sampler.end()
     return snapshots is None or snapshots.end()
 
 

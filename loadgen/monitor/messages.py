@@ -44,7 +44,6 @@ class Live(msgspec.Struct, tag=True):
 
     planned: int | None
     in_flight: int
-    clients: int = 1  # client processes
     events: int = 0  # also of requests in flight
 
 
@@ -52,6 +51,10 @@ class TakeSample(msgspec.Struct, tag=True):
     """Take one more sample now."""
 
     number: int
+
+
+class End(msgspec.Struct, tag=True):
+    """The run is over. Where standard input ends without it, the run was killed."""
 
 
 class Begun(msgspec.Struct, tag=True):
@@ -66,5 +69,5 @@ class SampleTaken(msgspec.Struct, tag=True):
     number: int
 
 
-Order = Prepare | Begin | Live | TakeSample
+Order = Prepare | Begin | Live | TakeSample | End
 Reply = Begun | SampleTaken

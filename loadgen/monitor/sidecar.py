@@ -20,7 +20,18 @@ import msgspec
 
 from backends.untrusted import UNDECODABLE
 from loadgen import child_env
-from loadgen.monitor.messages import Begin, Begun, Live, MetricsSource, Order, Prepare, Reply, SampleTaken, TakeSample
+from loadgen.monitor.messages import (
+    Begin,
+    Begun,
+    End,
+    Live,
+    MetricsSource,
+    Order,
+    Prepare,
+    Reply,
+    SampleTaken,
+    TakeSample,
+)
 from loadgen.monitor.server_view import FILE, Header
 
 START_TIMEOUT_S = 10.0
@@ -140,6 +151,7 @@ class Monitor:
         process = self._process
         if process is None or process.stdin is None or process.returncode is not None:
             return
+        self.send(End())
         process.stdin.close()
         await child_env.ended(process, STOP_TIMEOUT_S)
 

@@ -24,8 +24,6 @@ from loadgen.monitor.totals import Record, Totals
 from loadgen.rundir import Family, Manifest, MetricSample, RunError, Snapshot, parts, read_manifest, write_snapshot
 from loadgen.rundir.parts import OF_THE_RUN, Part
 
-ORPHANS_S = 6.0  # a little more than workers whose parent was killed wait for replies
-
 
 class Recorder:
     """Follows one run's directory."""
@@ -40,7 +38,7 @@ class Recorder:
 
     def write(self, over: bool = False) -> None:
         """Brings the snapshot up to date. over: nobody writes any more."""
-        clients = 1 if self.live is None else self.live.clients
+        clients = self._manifest.client_processes or 1
         writers = {part.worker for part in self._tails}
         if over and OF_THE_RUN not in writers and len(writers) < clients:
             # A file came and was joined with the others between two looks: from the beginning, which is not long ago.
@@ -56,12 +54,6 @@ class Recorder:
             families=families,
         )  # fmt: skip
         write_snapshot(self._directory, snapshot)
-
-    def orphans(self) -> bool:
-        """Whether workers go on writing whose parent was killed: it would have joined their files."""
-        self._follow_records()
-        joined = any(part.worker == OF_THE_RUN for part in parts.find(self._directory))
-        return not joined and len(self._totals.clients) < len({part.worker for part in self._tails})
 
     def _follow_records(self) -> None:
         found = [part for part in parts.find(self._directory) if not part.packed]
@@ -169,9 +161,6 @@ class Snapshots:
         while not self._over.wait(max(0.0, due - time.monotonic())):
             due = max(due + PERIOD_S, time.monotonic())
             self._write(recorder)
-        until = time.monotonic() + ORPHANS_S
-        while recorder.orphans() and time.monotonic() < until:
-            time.sleep(0.1)
         self._write(recorder, over=True)
         self._up_to_date = True
 

@@ -97,7 +97,7 @@ def build(
         gpus=_gpus(seen, tokens.output),
         errors=_errors(measured),
     )
-    listed = findings.find(numbers, measured, facts, manifest)
+    listed = findings.find(numbers, table, facts, manifest)
     verdict = schema.Verdict(all(finding.severity != "invalid" for finding in listed), listed)
     return Report(**msgspec.structs.asdict(numbers), verdict=verdict)
 
@@ -243,8 +243,8 @@ def write(directory: Path, report: Report, table: Table) -> None:
     """Writes report.json, report.md, cdf.png and cdf.svg, replacing earlier ones. Raises ReportError."""
     text = msgspec.json.format(msgspec.json.encode(report), indent=2)
     try:
-        (directory / "report.json").write_bytes(text + b"\n")
-        (directory / "report.md").write_text(markdown(report), encoding="utf-8")
+        rundir.replace(directory / "report.json", text + b"\n")
+        rundir.replace(directory / "report.md", markdown(report).encode())
         from loadgen.report import figures  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
 
         title = f"{name_of(report)}, {report.arrival}, {report.requests.ok} requests{_lost(report)}"

@@ -53,11 +53,13 @@ OWN_PROMPTS_ADVICE = "Turn the server's prefix cache off, or quote ttft as that 
 PERCENTILE_MISS_PROBABILITY = 0.025
 
 
-def find(numbers: Numbers, measured: Table, facts: Sequence[ClientFacts], manifest: Manifest) -> list[Finding]:
+def find(numbers: Numbers, table: Table, facts: Sequence[ClientFacts], manifest: Manifest) -> list[Finding]:
     """Everything that a reader of `numbers` must know, worst first."""
+    measured = table.measured()
     listed = [
         *_server_ended(numbers.launch),
-        *_completeness(numbers.requests.planned, measured, facts),
+        *_completeness(manifest, measured, facts),
+        *_warm_up(table),
         *_failures(measured),
         *client_findings.find(numbers, facts),
         *_events(measured),
@@ -104,10 +106,10 @@ def _count(measured: Table, *outcomes: str) -> int:
     return int(np.isin(measured.outcome, [OUTCOMES.index(outcome) for outcome in outcomes]).sum())
 
 
-def _completeness(planned: int | None, measured: Table, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
-    interrupted = any(fact.state == "interrupted" for fact in facts)
+def _completeness(manifest: Manifest, measured: Table, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
+    planned, interrupted = manifest.requests_planned, any(fact.state == "interrupted" for fact in facts)
     missing = 0 if interrupted or planned is None else max(0, planned - len(measured))
-    if not facts or missing:
+    if len(facts) < (manifest.client_processes or 1) or missing:
         lost = f"{missing} of {planned} planned requests left no record" if missing else "how many it lost is unknown"
         yield Finding(
             code="KILLED",
@@ -118,7 +120,7 @@ def _completeness(planned: int | None, measured: Table, facts: Sequence[ClientFa
     if interrupted:
         yield Finding(
             code="INTERRUPTED",
-            severity="warning",
+            severity="invalid",
             message=f"The run was stopped early: {len(measured)} requests recorded"
             + (f" of {planned} planned." if planned is not None else "."),
             advice="The numbers describe what finished; run to the end for numbers to publish.",
@@ -130,6 +132,19 @@ def _completeness(planned: int | None, measured: Table, facts: Sequence[ClientFa
             severity="invalid" if dropped > LOST_INVALID_RATIO * len(measured) else "warning",
             message=f"{dropped} of {len(measured)} requests were due but never sent; the load was lighter than asked.",
             advice="Lower the rate, raise the limit on open files, or add --workers.",
+        )
+
+
+def _warm_up(table: Table) -> Iterator[Finding]:
+    sent = len(table) - len(table.measured())
+    failed = sent - int(table.ok[:sent].sum())
+    if failed:
+        first = f"; the first: {table.warmup_error}" if table.warmup_error else ""
+        yield Finding(
+            code="WARMUP",
+            severity="warning",
+            message=f"{failed} of {sent} warm-up requests failed{first}.",
+            advice="Read the error and the server's log; what failed in the warm-up may fail in the load.",
         )
 
 

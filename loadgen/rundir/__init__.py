@@ -29,6 +29,10 @@ class RunError(Exception):
     """A run directory that cannot be used. The message says which and what to do."""
 
 
+class WriteError(Exception):
+    """Nothing more can be kept in a run directory. A clause: why."""
+
+
 class Ceiling(msgspec.Struct, kw_only=True):
     """What this client can take on this machine, measured on the embedded server with the run's own shape."""
 
@@ -62,6 +66,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     emulated: bool
     server_version: str | None = None
     requests_planned: int | None = None  # None: as many as the duration holds
+    client_processes: int | None = None  # None: of a version that did not write it, or of no load
     arrival: str
     max_total_tokens: int | None = None
     machine: Machine
@@ -155,8 +160,12 @@ def create(directory: Path, *, private: bool = False) -> Path | None:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Raises RunError."""
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-    (directory / "manifest.json").write_bytes(text + b"\n")
+    try:
+        replace(directory / "manifest.json", text + b"\n")
+    except OSError as error:
+        raise RunError(f"cannot write to {directory}: {error.strerror or error}; name another --out.") from None
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -184,10 +193,21 @@ class _Marked(msgspec.Struct):
 
 
 def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
-    """Replaces the snapshot of a run directory; a reader finds the old one or the new one, never a part."""
-    part = directory / (SNAPSHOT_FILE + ".part")
-    part.write_bytes(msgspec.json.encode(snapshot) + b"\n")
-    part.replace(directory / SNAPSHOT_FILE)
+    """Replaces the snapshot of a run directory. Raises OSError."""
+    replace(directory / SNAPSHOT_FILE, msgspec.json.encode(snapshot) + b"\n")
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Writes a file of a run directory; a reader finds the old one or the new one, never a part. Raises OSError, and
+    then the old one stays."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
 
 
 def remove_if_empty(directory: Path, made: Path | None) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import lzma
+import os
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -129,6 +130,7 @@ class Table:
     itl_us: NDArray[np.uint32]
     itl_offsets: NDArray[np.int64]
     errors: dict[int, str]  # id of a measured request -> what went wrong
+    warmup_error: str | None = None  # outcome and error of the first warm-up request that failed
     retried: frozenset[int] = frozenset()  # ids of measured requests that were sent twice
 
     def __len__(self) -> int:
@@ -158,7 +160,14 @@ class Table:
         errors = {key: self.errors[key] for key in kept if key in self.errors}
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
         retried = self.retried.intersection(kept)
-        return Table(**columns, itl_us=itl_us, itl_offsets=itl_offsets, errors=errors, retried=retried)
+        return Table(
+            **columns,
+            itl_us=itl_us,
+            itl_offsets=itl_offsets,
+            errors=errors,
+            retried=retried,
+            warmup_error=self.warmup_error,
+        )
 
     def blocks(self) -> Iterator[Table]:
         """The rows in views of a few thousand, for work whose arrays would be larger than the gaps themselves."""
@@ -210,6 +219,7 @@ class _Columns:
         self._gaps = [array("I")]  # blocks, so that growing never copies and ordering can free them one by one
         self._gap_counts = array("I")
         self._errors: dict[int, str] = {}
+        self._warmup_error: str | None = None
         self._retried: list[int] = []
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
@@ -233,6 +243,8 @@ class _Columns:
         self._gap_counts.append(len(record.itl_us))
         self._outcome.append(_OUTCOME_CODE[record.outcome])
         self._phase.append(_PHASE_CODE[record.phase])
+        if record.phase == "warmup" and record.outcome != "ok" and self._warmup_error is None:
+            self._warmup_error = f"{record.outcome}, {record.error}"
         if record.error and record.phase == "measured":
             self._errors[record.id] = self._texts.setdefault(record.error, record.error)
         if record.retried is True and record.phase == "measured":
@@ -258,6 +270,7 @@ class _Columns:
             itl_us=gaps,
             itl_offsets=offsets,
             errors=self._errors,
+            warmup_error=self._warmup_error,
             retried=frozenset(self._retried),
         )
 
@@ -320,6 +333,15 @@ class RecordsFile:
         self._size_bytes = 0
         self._line(self._header)
         unfinished.rename(path)
+
+    def is_removed(self) -> bool:
+        """Whether somebody has removed it: what is written goes nowhere then."""
+        return os.fstat(self._file.fileno()).st_nlink == 0
+
+    def abandon(self) -> None:
+        """Gives it up after an OSError."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def write(self, record: Record) -> None:
         if self._size_bytes >= parts.PART_BYTES:

@@ -18,8 +18,7 @@ import yaml
 
 from backends import docker, gpus
 from backends.launch import Mount
-from backends.replies import printable
-from backends.untrusted import escaped
+from backends.untrusted import escaped, printable
 from loadgen.config import Config, ConfigError
 from loadgen.server.launch import MODEL_DIR, Launch, plan_launch
 

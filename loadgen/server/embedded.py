@@ -19,6 +19,7 @@ from backends import catalog
 from loadgen import child_env, exit_codes
 from loadgen.config import Config, ConfigError
 from loadgen.rundir.emulation import Emulation
+from loadgen.terminal import say
 
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
 DIALECTS = {"vllm": "vllm", "openai": "openai", "openai-chat": "openai", "lightllm": "lightllm", "tgi": "tgi"}
@@ -124,8 +125,7 @@ async def serving(*options: str) -> AsyncIterator[Serving]:
         async for line in stderr:
             text = line.decode(errors="replace").rstrip()
             if listening:
-                with contextlib.suppress(OSError):
-                    print(text, file=sys.stderr)
+                say(text)
             else:
                 lines_before.append(text)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from backends.launch import LaunchError, Running, died, explain, last_lines
-from backends.replies import printable
+from backends.launch import LaunchError, Running, died, excerpt, explain, last_lines
+from backends.untrusted import printable
 from loadgen import models
 from loadgen.client.limits import raise_fd_limit
 from loadgen.server.launch import Launch, write_files
@@ -57,7 +57,7 @@ class ManagedServer:
             except LaunchError as error:  # the Docker engine went away
                 return error
             if exit is not None:
-                log = await asyncio.to_thread(self.running.log_tail)
+                log = await asyncio.to_thread(self.running.log_tail, WHOLE_LOG_LINES)
                 return died(self.launch.backend.name, exit, log, self.launch.adapter.failures)
             if time.monotonic() >= give_up:
                 return None
@@ -127,7 +127,7 @@ async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -
     while True:
         exit = await asyncio.to_thread(running.poll)
         if exit is not None:
-            raise died(name, exit, running.log_tail(), failures)
+            raise died(name, exit, running.log_tail(WHOLE_LOG_LINES), failures)
         for url in running.urls:
             if await asyncio.to_thread(_healthy, url, launch.adapter.ready_path):
                 return url
@@ -137,7 +137,7 @@ async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -
         if now - began > timeout_s:
             log = running.log_tail(WHOLE_LOG_LINES)
             reason, advice = explain(log, failures) or _never_ready(launch, log)
-            raise LaunchError(f"{name} was not ready within {timeout_s:g} s: {reason}; {advice}.", last_lines(log))
+            raise LaunchError(f"{name} was not ready within {timeout_s:g} s: {reason}; {advice}.", excerpt(log))
         if now - last_message > SAY_EVERY_S:
             last_message = now
             last = last_lines(running.log_tail(20), 1)
@@ -154,7 +154,7 @@ def _stuck(launch: Launch, running: Running) -> LaunchError | None:
     if explanation is None:
         return None
     reason, advice = explanation
-    return LaunchError(f"{launch.backend.name} will never be ready: {reason}; {advice}.", last_lines(log))
+    return LaunchError(f"{launch.backend.name} will never be ready: {reason}; {advice}.", excerpt(log))
 
 
 def _never_ready(launch: Launch, log: str) -> tuple[str, str]:

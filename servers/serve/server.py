@@ -13,10 +13,10 @@ import random
 import select
 import selectors
 import socket
-import sys
 from collections import deque
 from time import monotonic_ns
 
+from loadgen.terminal import say
 from servers.schedulers import Rejected
 from servers.serve.faults import AT_ONCE, NO_FAULTS, Fault, Faults
 from servers.serve.http import Connection, Request
@@ -125,7 +125,7 @@ class Server:
 
     @staticmethod
     def log(sentence: str) -> None:
-        print(f"llm-dissect server: {sentence}", file=sys.stderr, flush=True)
+        say(f"llm-dissect server: {sentence}")
 
     def _page(self, request: Request) -> Page | None:
         """The whole answer to a request, or None: it asks for a generation."""

@@ -57,8 +57,9 @@ class Hardware(ModelledOptions):
             kinds = ", ".join(dict.fromkeys(name.partition("@")[0] for name in SCHEDULERS))
             raise EmulationError(f"a server of kind '{backend}' is not modelled; modelled are {kinds}.")
         if scheduler.partition("@")[0] != backend:
+            own = [name for name in SCHEDULERS if name.partition("@")[0] == backend]
             raise EmulationError(
-                f"--scheduler {scheduler} is no server of kind '{backend}'; there are {', '.join(SCHEDULERS)}."
+                f"--scheduler {scheduler} is no server of kind '{backend}'; there are {', '.join(own or SCHEDULERS)}."
             )
         spec = catalog.find(model)
         if spec is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import backends
-from backends.launch import Adapter, Exit, LaunchError, Settings, died, explain, version_in
+from backends.launch import Adapter, Exit, LaunchError, Settings, died, excerpt, explain, first_error, version_in
 from backends.untrusted import UNDECODABLE
 
 STARTED = [name for name in backends.available() if backends.get(name).adapter is not None]
@@ -188,6 +189,8 @@ LOGS = [
     ("vllm", "ValueError: To serve at least one request with the model's max seq len (4096), (2.00 GiB KV cache is "
      "needed, which is larger than ... the estimated maximum model length is 3072.", "--max-model-len 3072"),
     ("vllm", "ValueError: World size (4) is larger than the number of available GPUs (2)", "fewer than 4 GPUs"),
+    ("vllm", "RuntimeError: Insufficient space in /dev/shm for shared-memory allocation: 160 MiB required, 64 MiB "
+     "free. Increase /dev/shm (e.g. --shm-size or --ipc=host).", "needs 160 MiB, 64 MiB are free"),
     ("vllm", "RuntimeError: NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "--p2p off"),
     ("vllm", "usage: vllm serve\nvllm: error: unrecognized arguments: --frobnicate",
      "does not know an argument (unrecognized arguments: --frobnicate)"),
@@ -223,9 +226,60 @@ def test_failures_are_recognised(name: str, log: str, told: str) -> None:
     assert error.log.endswith("more lines")
 
 
+# vLLM 0.32 for the CPU with an empty libnuma.so.1, cut: the lines in between told of no failure.
+NESTED = Path(__file__).with_name("vllm_without_libnuma.log").read_text()
+
+
+def test_the_innermost_process_tells_why_a_server_died() -> None:
+    error = died("vllm", Exit(1), NESTED, ())
+    told = "AttributeError: '_OpNamespace' '_C' object has no attribute 'init_cpu_memory_env'"
+    assert str(error) == f"vllm ended with exit code 1: {told}; read its log."
+    first, _, end = error.log.partition("\n...\n")
+    assert first.splitlines()[-1] == told
+    assert "torch.ops._C.init_cpu_memory_env([memory_node])" in first and "EngineCore" not in first
+    assert end.splitlines()[-1].startswith("RuntimeError: Engine core initialization failed.")
+    assert len(error.log.splitlines()) <= 21
+
+
+def test_a_library_that_vllm_lacks() -> None:
+    error = died("vllm", Exit(1), NESTED, adapter("vllm").failures)
+    assert "it cannot load libnuma.so.1; install that library (on Debian, libnuma.so.1 is in libnuma1)" in str(error)
+    assert "init_cpu_memory_env" in error.log
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    main()\n'
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        ("", ""),
+        ("no error\nat all", ""),
+        (TRACEBACK, ""),  # cut off
+        (f"start\n{TRACEBACK}KeyError: 'x'\nmore", "KeyError: 'x'"),
+        (f"{TRACEBACK}KeyboardInterrupt\n", "KeyboardInterrupt"),
+        (f"{TRACEBACK}a.b.OddError: it\n  goes on\n\n  here\nINFO later", "a.b.OddError: it goes on"),
+        (f"{TRACEBACK}ValueError: first\n{TRACEBACK}RuntimeError: second\n", "ValueError: first"),
+        ("(W pid=2) Traceback (most recent call last):\n(E pid=1) OSError: other\n(W pid=2)   File\n(W pid=2) Own: it.",
+         "Own: it"),
+        (f"{TRACEBACK}(E pid=1) OSError: other\nINFO:     up\nTypeError: mine", "TypeError: mine"),
+        (f"{TRACEBACK}ValueError: \x1b[31m red", "ValueError: \\x1b[31m red"),
+        (f"{TRACEBACK}ValueError: {'x' * 1000}", f"ValueError: {'x' * 285}..."),
+    ],
+)  # fmt: skip
+def test_first_error(log: str, told: str) -> None:
+    assert first_error(log) == told
+
+
+def test_a_log_that_ends_with_its_first_error_is_shown_from_its_end() -> None:
+    lines = [f"line {number}" for number in range(30)]
+    log = "\n".join([*lines, TRACEBACK + "KeyError: 'x'"])
+    assert excerpt(log) == "\n".join(log.splitlines()[-20:])
+
+
 def test_nothing_recognised() -> None:
     assert explain("all is well", ()) is None
-    assert str(died("vllm", Exit(7), "", ())) == "vllm ended with exit code 7; read the end of its log."
+    assert str(died("vllm", Exit(7), "", ())) == "vllm ended with exit code 7; read its log."
     assert "signal 9" in str(died("vllm", Exit(-9), "", ()))
     assert "host memory" in str(died("vllm", Exit(137, oom_killed=True), "", ()))
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from backends import replies
 from backends.protocol import Delta, ProtocolError, Truncated
-from backends.replies import WholeReply, error_message, error_text, printable
+from backends.replies import WholeReply, error_message, error_text
+from backends.untrusted import printable
 
 LONG = "This model's maximum context length is 4096 tokens. However, your prompt contains 9000 input tokens."
 

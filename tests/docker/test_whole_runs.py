@@ -3,8 +3,10 @@ servers would, and servers that fail in every way. Afterwards there is never a c
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -164,9 +166,9 @@ def test_stopped(number: signal.Signals, behaviour: str, model: Path, tmp_path: 
     process.send_signal(number)
     out, said = process.communicate(timeout=60)
     if behaviour:
-        assert process.returncode == 130 and "stopped before the load began" in said.splitlines()[-1]
+        assert process.returncode == 128 + number and "stopped before the load began" in said.splitlines()[-1]
     else:
-        assert process.returncode in MEASURED, said
+        assert process.returncode == 128 + number, said
         codes = {finding["code"] for finding in json.loads(out.splitlines()[-1])["verdict"]["findings"]}
         assert "INTERRUPTED" in codes and "SERVER_ENDED" not in codes
     assert ours(engine) == before
@@ -196,6 +198,29 @@ def test_killed_and_cleaned(model: Path, tmp_path: Path, engine: sdk.DockerClien
     _, said = run(*LOADGEN, "clean", expect=0)
     assert "removed the container llm-dissect-vllm-" in said
     assert ours(engine) == before
+
+
+def test_killed_at_random_times(model: Path, tmp_path: Path, engine: sdk.DockerClient) -> None:
+    """Ten of the kills of tests/kills: whatever loadgen was doing, no container is left after `loadgen clean`, and a
+    run whose records are not whole is said to be killed."""
+    seed = int(os.environ.get("KILLS_SEED", "20"))
+    rng, before = random.Random(seed), ours(engine)
+    for number in range(10):
+        directory = tmp_path / str(number)
+        argv = command("vllm", model, directory, "--arrival", "constant:100", requests=200)
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        after_s = rng.uniform(0, 6)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(after_s)
+        process.kill()
+        process.wait()
+        when = f"KILLS_SEED={seed}, killed after {after_s:.3f} s"
+        run(*LOADGEN, "clean", expect=0)
+        assert ours(engine) == before, when
+        if (directory / "requests.jsonl").exists():
+            report, _ = run(*LOADGEN, "report", str(directory), expect=MEASURED)
+            codes = {finding["code"] for finding in report["verdict"]["findings"]}
+            assert ("KILLED" in codes) == (sum(report["requests"]["by_outcome"].values()) < 200), when
 
 
 def wait(true: Any) -> None:

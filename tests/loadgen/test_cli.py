@@ -59,6 +59,9 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "kernel_timestamps": ([], True),
     "metrics_port": (["9464"], 9464),
     "api_key_env": (["KEY"], "KEY"),
+    "header": (["X-Team=search"], ("X-Team=search",)),
+    "ca": (["ca.pem"], Path("ca.pem")),
+    "insecure": ([], True),
     "connect_timeout": (["1.5"], 1.5),
     "first_byte_timeout": (["1.5"], 1.5),
     "idle_timeout": (["1.5"], 1.5),
@@ -96,6 +99,8 @@ SWITCHES = {
 NEEDS = {
     "duration": ["--concurrency", "2"],
     "repeat_dataset": ["--dataset", "d.jsonl"],
+    "ca": ["--url", "https://127.0.0.1:8000"],
+    "insecure": ["--url", "https://127.0.0.1:8000"],
     "server_python": ["--launch", "process"],
     "image": ["--launch", "docker"],
     "dry_run": ["--backend", "vllm"],

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ LOADGEN = [sys.executable, "-c", "from loadgen.cli import main; main()"]
 FAST = ["--no-calibrate", "--warmup", "0"]
 BURST_MS = 60  # in which the slowest machine that runs these tests reads forty requests, and as many events
 CLIENT_MS = 10  # in which it does what one request needs
+WAITS = 5  # for a core: the server's read and timer, the client's read, and others before each
 
 
 def loadgen(*argv: str, expect: int | tuple[int, ...] = (0, 4)) -> tuple[dict[str, Any], str]:
@@ -59,11 +61,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["vllm", "openai", "openai-chat", "lightllm", "tgi"])
 def test_the_main_job(backend: str, tmp_path: Path) -> None:
-    with measured_lateness() as lateness:
+    with measured_lateness() as watched:
         report, said = loadgen(
             "run", "--launch", "embedded", "--backend", backend, "--requests", "40", "--output-tokens", "8",
             "--out", str(tmp_path / "run"),
         )  # fmt: skip
+    lateness = watched.during(tmp_path / "run")
     assert_valid_unless_the_machine_was_late(report, lateness)
     names = {"manifest.json", "requests.jsonl", "report.json", "report.md", "cdf.png", "cdf.svg", "snapshot.json"}
     if backends.get(backend).server_metrics:
@@ -93,11 +96,10 @@ def last_snapshot(directory: Path) -> tuple[str, int]:
 
 
 def assert_within(metric: dict[str, float], least_ms: float, most_ms: float, lateness: Lateness) -> None:
-    """No reply is early. Late is what the machine was: a reply waits for the server's timer, for the client's loop, and
-    for a core in between."""
+    """No reply is early. Late is what the machine was, as often as a reply waits for it. The last tenth may have met a
+    stall that struck where nobody looked."""
     assert metric["min"] >= least_ms
-    assert metric["p50"] <= most_ms + 3 * lateness.percentile_ms(90)
-    assert metric["max"] <= most_ms + 3 * lateness.worst_ms
+    assert metric["p90"] <= most_ms + WAITS * lateness.worst_ms
 
 
 @pytest.mark.processes
@@ -109,11 +111,12 @@ def test_both_transports_and_workers_agree(server: str, tmp_path: Path) -> None:
         "fast": [], "kernel": ["--kernel-timestamps"], "aiohttp": ["--transport", "aiohttp"],
         "workers": ["--workers", "2"], "fresh": ["--connect", "fresh"],
     }.items():  # fmt: skip
-        with measured_lateness() as lateness:
+        with measured_lateness() as watched:
             report, _ = loadgen(
-                "run", "--url", server, *FAST, "--requests", "30", "--output-tokens", "9", "--arrival", "poisson:200",
+                "run", "--url", server, *FAST, "--requests", "30", "--output-tokens", "9", "--arrival", "poisson:50",
                 "--out", str(tmp_path / name), *options,
             )  # fmt: skip
+        lateness = watched.during(tmp_path / name)
         assert_valid_unless_the_machine_was_late(report, lateness)
         assert report["requests"]["ok"] == 30
         assert report["tokens"] == {"prompt": 30 * 512, "output": 30 * 9}
@@ -135,8 +138,12 @@ def start(*argv: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+def severities(report: dict[str, Any]) -> dict[str, str]:
+    return {finding["code"]: finding["severity"] for finding in report["verdict"]["findings"]}
+
+
 def wait_for_rows(directory: Path, least: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
             if len(records.read(directory)[0]) >= least:
@@ -145,6 +152,13 @@ def wait_for_rows(directory: Path, least: int) -> None:
             pass
         time.sleep(0.05)
     raise AssertionError(f"{directory} never had {least} rows")
+
+
+def wait_for_headers(directory: Path, clients: int) -> None:
+    deadline = time.monotonic() + 60
+    while len([path for path in directory.glob("requests*.jsonl") if path.stat().st_size]) < clients:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.processes
@@ -159,11 +173,50 @@ def test_stopped_run_still_reports(server: str, tmp_path: Path, number: signal.S
     os.killpg(process.pid, number)  # as a terminal does
     out, said = process.communicate(timeout=30)
     report = json.loads(out.splitlines()[-1])
-    assert process.returncode in (0, 4), said
+    assert process.returncode == 128 + number, said
     assert 20 <= report["requests"]["ok"] < 2000
-    assert "INTERRUPTED" in {finding["code"] for finding in report["verdict"]["findings"]}
+    assert severities(report)["INTERRUPTED"] == "invalid" and "KILLED" not in severities(report)
     assert (tmp_path / "cdf.png").exists() and (tmp_path / "report.json").exists()
     assert last_snapshot(tmp_path) == ("stopped", report["requests"]["ok"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_second_signal_ends_the_replies_under_way(tmp_path: Path, workers: str) -> None:
+    with serving("--ttft-ms", "600000") as url:
+        process = start(
+            "run", "--url", url, *FAST, "--requests", "20", "--workers", workers, "--out", str(tmp_path),
+            "--no-server-metrics",
+        )  # fmt: skip
+        wait_for_headers(tmp_path, int(workers))
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)  # closer together, they would be one
+        process.send_signal(signal.SIGTERM)
+        out, said = process.communicate(timeout=60)
+    report = json.loads(out.splitlines()[-1])
+    assert process.returncode == 143, said
+    assert report["requests"]["by_outcome"] == {"cancelled": 20}
+
+
+@pytest.mark.processes
+def test_a_second_signal_ends_what_cannot_be_hurried(tmp_path: Path) -> None:
+    """Here the end of a server that heeds no signal, for which the run would wait."""
+    code = (
+        "import signal, os; from loadgen.event_loop import Stop\n"
+        "with Stop() as stop:\n"
+        "    stop.on_signal(lambda: print('first', flush=True))\n"
+        "    print('ready', flush=True)\n"
+        "    while True: signal.pause()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "first\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    process.stdout.close()
 
 
 @pytest.mark.processes
@@ -221,7 +274,7 @@ def test_killed_run_keeps_what_finished(server: str, tmp_path: Path, workers: st
     report, _ = loadgen("report", str(tmp_path), expect=(0, 4))
     assert report["requests"]["ok"] >= 20
     codes = {finding["code"] for finding in report["verdict"]["findings"]}
-    assert codes & ({"KILLED"} if workers == "1" else {"KILLED", "INTERRUPTED"})  # workers outlive their parent briefly
+    assert "KILLED" in codes and "INTERRUPTED" not in codes and not report["verdict"]["valid"]
     for _ in range(100):
         if (tmp_path / "snapshot.json").exists() and last_snapshot(tmp_path)[0] == "stopped":
             break
@@ -238,10 +291,47 @@ def test_a_full_disk_is_one_sentence_and_what_is_written_stays(server: str, tmp_
          "--no-server-metrics", "--out", str(tmp_path)],
         capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
     )  # fmt: skip
-    assert run.returncode in (2, 3) and "File too large" in run.stderr
-    assert "Traceback" not in run.stderr
+    assert run.returncode == 2 and "Traceback" not in run.stderr
     table, _ = records.read(tmp_path)
+    assert run.stderr.splitlines()[-1] == (
+        f"loadgen: the load was stopped: {tmp_path} cannot be written: File too large; it holds {len(table)} finished "
+        f"requests, which `loadgen report {tmp_path}` shows."
+    )
     assert len(table) > 20 and not (tmp_path / "requests.jsonl.part").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_directory_that_is_removed_stops_the_load(server: str, tmp_path: Path, workers: str) -> None:
+    directory = tmp_path / "run"
+    process = start(
+        "run", "--url", server, *FAST, "--requests", "5000", "--output-tokens", "4", "--arrival", "constant:50",
+        "--workers", workers, "--out", str(directory),
+    )  # fmt: skip
+    wait_for_rows(directory, 10)
+    while directory.exists():  # a snapshot may come in between
+        shutil.rmtree(directory, ignore_errors=True)
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert said.splitlines()[-1] == (
+        f"loadgen: the load was stopped: {directory} cannot be written: it was removed; it holds no request of this "
+        "run."
+    )
+
+
+@pytest.mark.processes
+def test_a_report_that_cannot_be_written_is_printed(server: str, tmp_path: Path) -> None:
+    loadgen("run", "--url", server, *FAST, "--requests", "10", "--output-tokens", "2", "--out", str(tmp_path))
+    kept = (tmp_path / "report.json").read_bytes()
+    report = subprocess.run(
+        [*LOADGEN, "report", str(tmp_path)], capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+    )  # fmt: skip
+    assert report.returncode in (0, 4) and "Traceback" not in report.stderr
+    assert json.loads(report.stdout)["requests"]["ok"] == 10
+    assert f"loadgen: cannot write the report to {tmp_path}: File too large." in report.stderr.splitlines()
+    assert (tmp_path / "report.json").read_bytes() == kept
+    assert not list(tmp_path.glob("*.part"))
 
 
 def processes_of(run: subprocess.Popen[str], module: str) -> list[int]:

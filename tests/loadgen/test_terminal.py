@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -74,3 +77,51 @@ def test_how_it_ends_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_defect_and_a_closed_pipe_are_not_hidden(error: Exception) -> None:
     with pytest.raises(type(error)):
         invoke("program", raising(error), exit_code_of)
+
+
+PROGRAMS = {name: f"from {name}.cli import main; main()" for name in ("loadgen", "training_probe")}
+QUICK = [
+    ("loadgen", "--help"), ("loadgen", "backends"), ("loadgen", "doctor"),
+    ("training_probe", "letters"), ("training_probe", "sweep", "--dry-run"),
+]  # fmt: skip
+CLOSED = [(0,), (1,), (2,), (0, 1, 2)]
+
+
+def closing(*fds: int) -> Callable[[], None]:
+    def close() -> None:
+        for fd in fds:
+            os.close(fd)
+
+    return close
+
+
+def ended(program: str, *argv: str, closed: tuple[int, ...] = (), stdout: int = subprocess.PIPE) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAMS[program], *argv], stdin=subprocess.DEVNULL, stdout=stdout,
+        stderr=subprocess.PIPE, text=True, timeout=120, preexec_fn=closing(*closed),
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", QUICK, ids=" ".join)
+def test_standard_streams_that_are_closed(command: tuple[str, ...]) -> None:
+    code, _ = ended(*command)
+    assert [ended(*command, closed=closed)[0] for closed in CLOSED] == [code] * len(CLOSED)
+
+
+@pytest.mark.parametrize("command", QUICK, ids=" ".join)
+def test_output_that_nobody_reads(command: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert ended(*command, stdout=writer)[0] == exit_codes.UNREAD
+    finally:
+        os.close(writer)
+
+
+def test_output_that_cannot_be_written() -> None:
+    with open("/dev/full", "wb") as full:  # noqa: PTH123
+        code, said = ended("loadgen", "backends", stdout=full.fileno())
+    assert code == exit_codes.BAD_OPTIONS and said.endswith("No space left on device\n")

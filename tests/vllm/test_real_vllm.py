@@ -97,7 +97,7 @@ def measure(server: Server, transport: str, directory: Path) -> Measured:
     """A burst through one transport, between two looks at the server's metrics."""
     out = directory / "run"
     before = server.sums()
-    with measured_lateness() as lateness:
+    with measured_lateness() as watched:
         done = loadgen(
             server, out, backend="vllm", requests=REQUESTS, input_tokens=INPUT_TOKENS, output_tokens=OUTPUT_TOKENS,
             transport=transport,
@@ -113,7 +113,7 @@ def measure(server: Server, transport: str, directory: Path) -> Measured:
     assert gained["vllm:prompt_tokens_total"] == table.prompt_tokens.sum()
     assert gained["vllm:generation_tokens_total"] == table.output_tokens.sum()
     return Measured(
-        lateness,
+        watched.during(out),
         table,
         float(ttft_ms.mean()),
         gained["vllm:time_to_first_token_seconds_sum"] / len(table) * 1e3,

@@ -15,10 +15,11 @@ from msgspec.structs import replace
 
 from backends.untrusted import UNDECODABLE, read_json_lines
 from loadgen import exit_codes, trace
+from loadgen.event_loop import Stop
 from training_probe.breakdown.attribution import Attribution, attribute
 from training_probe.grid import Cell, GridError
 from training_probe.launch import runner
-from training_probe.launch.runner import Limits, MemoryReturn, StoppedError, stopped_by_signals
+from training_probe.launch.runner import Limits, MemoryReturn, StoppedError
 from training_probe.protocol import PROFILE_FILE, TRACE_FILE, Profile
 from training_probe.results import BREAKDOWN_FILE, Outcome, ResultsError
 from training_probe.sweep import run
@@ -60,13 +61,15 @@ def check(cells: Sequence[Cell]) -> None:
 def breakdown(
     cells: Sequence[Cell], settings: Settings, directory: Path, say: Say, around: Surroundings | None = None
 ) -> int:
-    """Traces the cells into a new directory; the exit code, 130 when it was stopped. Raises RunError, RunnerError."""
+    """Traces the cells into a new directory; the exit code. Raises RunError, RunnerError."""
     around = around or Surroundings()
     manifest = run.begin(cells, settings, directory, around)
     cancelled = threading.Event()
     memory = MemoryReturn(around.probe, manifest.gpu_ids)
+    stop = Stop()
     try:
-        with stopped_by_signals(cancelled), (directory / BREAKDOWN_FILE).open("ab", buffering=0) as file:
+        with stop, (directory / BREAKDOWN_FILE).open("ab", buffering=0) as file:
+            stop.on_signal(cancelled.set)
             for number, cell in enumerate(manifest.cells, 1):
                 say(f"tracing cell {number} of {len(manifest.cells)}: {cell.name}")
                 memory.wait(cancelled)
@@ -76,7 +79,7 @@ def breakdown(
                     say(f"{cell.name}: {result.outcome}: {result.reason}")
     except StoppedError:
         say(f"stopped; what is done is in {directory}")
-        return exit_codes.STOPPED
+        return stop.exit_code or exit_codes.STOPPED
     finally:
         memory.close()
     return exit_codes.OK

@@ -20,7 +20,7 @@ from cyclopts import App, Group, Parameter
 
 from loadgen import exit_codes
 from loadgen.option_types import option
-from loadgen.terminal import say, width
+from loadgen.terminal import say, say_error, width
 from training_probe import options
 from training_probe.grid import Device
 from training_probe.micro import presets
@@ -247,7 +247,12 @@ def finished(directory: Path, page: Page, outcomes: Set[str], code: int) -> int:
     not one yet."""
     import json
 
-    page.write(directory)
+    from training_probe.report.page import ReportError
+
+    try:
+        page.write(directory)
+    except ReportError as error:  # it is printed all the same
+        say_error("training_probe", error)
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     print(json.dumps(msgspec.to_builtins(page.report)))
     if code != exit_codes.OK or outcomes.isdisjoint(("crashed", "timeout", "wrong", "invalid")):

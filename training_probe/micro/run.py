@@ -25,10 +25,11 @@ from backends import process
 from backends.launch import WITHOUT_P2P, LaunchError, Start
 from backends.untrusted import UNDECODABLE, read_json, read_json_lines
 from loadgen import exit_codes, rundir
+from loadgen.event_loop import Stop
 from loadgen.rundir import Machine, this_machine
 from training_probe.launch import runner
 from training_probe.launch.outcome import Evidence, judge
-from training_probe.launch.runner import Limits, RunnerError, StoppedError, stopped_by_signals
+from training_probe.launch.runner import Limits, RunnerError, StoppedError
 from training_probe.points import (
     ABOUT_FILE,
     LOG_FILE,
@@ -97,7 +98,7 @@ class _Launch:
 
 
 def measure(manifest: MicroManifest, directory: Path, say: Say, command: Command | None = None) -> int:
-    """Measures into a new directory; the exit code, 130 when it was stopped. Raises RunError, RunnerError."""
+    """Measures into a new directory; the exit code. Raises RunError, RunnerError."""
     if sys.platform != "linux":
         raise RunnerError("measurements are started on Linux only; use a Linux machine.")
     rundir.create(directory)
@@ -105,7 +106,8 @@ def measure(manifest: MicroManifest, directory: Path, say: Say, command: Command
     write_atomically(directory / MANIFEST_FILE, manifest, indent=2)
     cancelled = threading.Event()
     (directory / RESULTS_FILE).touch()
-    with stopped_by_signals(cancelled), (directory / RESULTS_FILE).open("ab", buffering=0) as results:
+    with Stop() as stop, (directory / RESULTS_FILE).open("ab", buffering=0) as results:
+        stop.on_signal(cancelled.set)
 
         def keep(result: Measured) -> None:
             results.write(msgspec.json.encode(result) + b"\n")
@@ -116,7 +118,7 @@ def measure(manifest: MicroManifest, directory: Path, say: Say, command: Command
                 _run(manifest, points, command or Command(), cancelled)
         except StoppedError:
             say(f"stopped; what was measured is in {directory}")
-            return exit_codes.STOPPED
+            return stop.exit_code or exit_codes.STOPPED
     return exit_codes.OK
 
 

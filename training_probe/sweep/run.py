@@ -25,9 +25,10 @@ import msgspec
 
 from backends import process
 from loadgen import exit_codes, rundir
+from loadgen.event_loop import Stop
 from training_probe import results
 from training_probe.grid import Cell, impossible
-from training_probe.launch.runner import MemoryReturn, StoppedError, start_of, stopped_by_signals
+from training_probe.launch.runner import MemoryReturn, StoppedError, start_of
 from training_probe.protocol import Trial, deepspeed_config, write_atomically
 from training_probe.results import GIB, CellResult, of_cell
 from training_probe.sweep import manifests
@@ -42,7 +43,7 @@ Say = Callable[[str], None]
 def sweep(
     cells: Sequence[Cell], settings: Settings, directory: Path, say: Say, around: Surroundings | None = None
 ) -> int:
-    """Measures the cells into a new directory; the exit code, 130 when it was stopped. Raises RunError, RunnerError."""
+    """Measures the cells into a new directory; the exit code. Raises RunError, RunnerError."""
     around = around or Surroundings()
     manifest = begin(cells, settings, directory, around)
     with _alone(directory):
@@ -121,8 +122,10 @@ def _measure(
         memory=MemoryReturn(around.probe, manifest.gpu_ids), cancelled=threading.Event(),
     )  # fmt: skip
     state: Literal["finished", "stopped"] = "stopped"
+    stop = Stop()
     try:
-        with stopped_by_signals(context.cancelled):
+        with stop:
+            stop.on_signal(context.cancelled.set)
             for cell in cells:
                 shutil.rmtree(directory / "trials" / cell.name, ignore_errors=True)
                 why = refused[cell.name]
@@ -141,7 +144,7 @@ def _measure(
         state = "finished"
     except StoppedError:
         say(f"stopped; what is done is in {directory}, and a resumed sweep goes on from there")
-        return exit_codes.STOPPED
+        return stop.exit_code or exit_codes.STOPPED
     finally:
         progress.end(state)
         context.memory.close()

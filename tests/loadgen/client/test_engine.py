@@ -19,10 +19,10 @@ from loadgen.clock import now_ns
 from loadgen.event_loop import run_loop
 from loadgen.load import arrivals
 from loadgen.plan import Plan, PromptSource, Timeouts
-from loadgen.rundir import records
+from loadgen.rundir import WriteError, records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table
-from loadgen.target import Target
+from loadgen.target import Target, TransportError
 from tests.loadgen.scripted import CLOSE, STREAM_HEAD, Scripted, chunk, event, scripted, tokens
 
 
@@ -51,6 +51,7 @@ def ran(world_script, tmp_path: Path, workers: int = 1, transport: str = "fast",
                 await run_here(the_plan, tmp_path, lambda snapshots: None)
             else:
                 await run_in_workers(the_plan, workers, tmp_path, lambda snapshots: None)
+                records.merge(tmp_path)
             return world
 
     world = run_loop(story())
@@ -167,8 +168,44 @@ def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
             finally:
                 await client.transport.close()
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(WriteError, match=r"^No space left on device$"):
         run_loop(story())
+
+
+def test_records_that_somebody_removes_end_the_run(tmp_path: Path) -> None:
+    async def story() -> Scripted:
+        async with scripted(lambda n: tokens(3)) as world:
+            remove = (tmp_path / "requests.jsonl").unlink
+            with pytest.raises(WriteError, match=r"^it was removed$"):
+                # after a second, when the first snapshots come
+                await run_here(plan(world.url, "constant:100", requests=2000), tmp_path, lambda _: remove(True))
+            return world
+
+    assert len(run_loop(story()).requests) < 1500
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_whose_warm_up_fails_does_not_begin(tmp_path: Path, workers: int) -> None:
+    with pytest.raises(TransportError) as raised:
+        ran(lambda n: [CLOSE], tmp_path, workers=workers, warmup=4)
+    message = str(raised.value)
+    assert message.startswith("the run did not begin, because every warm-up request failed (4); the first: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_warm_up_that_fails_in_part_is_kept_with_its_first_error(tmp_path: Path) -> None:
+    """Each worker has two of the four requests. That all of one worker's fail is no reason not to begin."""
+    refused = b"HTTP/1.1 500 No\r\nContent-Type: text/plain\r\nContent-Length: 4\r\n\r\noops"
+    seen: list[int] = []
+
+    def script(number: int) -> list[object]:
+        seen.append(number)
+        return [refused] if len(seen) <= 2 else tokens(3)
+
+    _, table, _ = ran(script, tmp_path, workers=2, warmup=4)
+    warm_up = table.rows(0, len(table) - len(table.measured()))
+    assert outcomes(warm_up) == {"ok": 2, "http_error": 2} and outcomes(table.measured()) == {"ok": 20}
+    assert table.warmup_error is not None and table.warmup_error.startswith("http_error, ")
 
 
 def _full(client: Client, tmp_path: Path) -> Path:

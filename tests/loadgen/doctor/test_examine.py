@@ -260,7 +260,10 @@ def test_a_check_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"model": "nosuch"}, "unknown model"), ({"backend": "openai", "model": "7b"}, "cannot start a 'openai'")],
+    [
+        ({"model": "nosuch"}, "unknown model"),
+        ({"backend": "openai", "model": "7b"}, "cannot start a server of kind 'openai'"),
+    ],
 )
 def test_options_that_make_no_run_anywhere(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -16,10 +16,11 @@ RUN = "20261121-120000-abc123"
 FACTS: dict[str, Any] = dict.fromkeys(ClientFacts.__struct_fields__, 0) | {"state": "complete"}
 
 
-def write_manifest(directory: Path, run_id: str = RUN) -> Manifest:
+def write_manifest(directory: Path, run_id: str = RUN, clients: int = 1) -> Manifest:
     manifest = Manifest(
         run_id=run_id, version="1", started_unix_s=0.0, argv=[], config={}, backend="vllm", model="m", url="http://h",
         emulated=True, requests_planned=50, arrival="burst", machine=rundir.this_machine(),
+        client_processes=clients,
     )  # fmt: skip
     rundir.write_manifest(directory, manifest)
     return manifest

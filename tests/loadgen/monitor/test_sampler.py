@@ -80,7 +80,8 @@ class Process:
         raise AssertionError(self.lines())
 
     def end(self) -> list[Any]:
-        """Closes its standard input and gives every line of samples that it wrote."""
+        """Ends it as its run does, and gives every line of samples that it wrote."""
+        self.send(type="End")
         self.process.communicate(timeout=20)
         assert self.process.returncode == 0
         return self.lines()
@@ -103,6 +104,16 @@ def test_first_sample_before_ready_last_one_at_the_end(tmp_path: Path, script: S
         assert last["metrics"] == {"running": 5.0} and last["at_ns"] > before_ns
     assert {request["path"] for request in script.seen} == {"/metrics"}
     assert "authorization" not in script.seen[0]
+
+
+def test_a_run_that_was_killed_waits_for_no_server(tmp_path: Path, script: Script) -> None:
+    with Process(tmp_path, script.url, period_s=60) as process:
+        seen = len(script.seen)
+        process.process.communicate(timeout=20)
+        assert process.process.returncode == 0
+        header, first = process.lines()
+        assert header["run_id"] == RUN and first["error"] is None and len(script.seen) == seen
+    assert json.loads((tmp_path / "snapshot.json").read_bytes())["state"] == "stopped"
 
 
 def test_samples_keep_to_their_schedule(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_workers_that_have_said_nothing_yet_are_not_counted() -> None:
     report = _both(lambda clients: None, Kept())  # type: ignore[arg-type]
     report([])
     report([Seen(planned=3, done=0, failed=0, in_flight=2, events=5, elapsed_s=1.0, ttft_ms=[])] * 2)
-    assert lives == [Live(planned=6, in_flight=4, clients=2, events=10)]
+    assert lives == [Live(planned=6, in_flight=4, events=10)]
 
 
 def test_the_process_beside_a_run_writes_a_last_snapshot_when_it_is_let_go(tmp_path: Path) -> None:

@@ -134,8 +134,7 @@ def parts(directory: Path, numbers: list[list[int]]) -> list[RecordsFile]:
 
 def test_what_workers_wrote_last_is_read_though_their_parts_are_joined_and_gone(tmp_path: Path) -> None:
     files = parts(tmp_path, [[1, 3], [2, 4]])
-    recorder = Recorder(tmp_path, write_manifest(tmp_path))
-    recorder.live = Live(planned=50, in_flight=2, clients=2)
+    recorder = Recorder(tmp_path, write_manifest(tmp_path, clients=2))
     recorder.write()
     for number, file in enumerate(files, 5):
         file.write(record(number))
@@ -148,20 +147,18 @@ def test_what_workers_wrote_last_is_read_though_their_parts_are_joined_and_gone(
 
 def test_a_part_that_was_never_seen_counts_when_it_is_joined(tmp_path: Path) -> None:
     (first,) = parts(tmp_path, [[1]])
-    recorder = Recorder(tmp_path, write_manifest(tmp_path))
+    recorder = Recorder(tmp_path, write_manifest(tmp_path, clients=2))
     recorder.write()
     first.close(ClientFacts(**FACTS))
     write_records(tmp_path / "requests.1.jsonl", [record(2), record(3)])
     records.merge(tmp_path)
-    recorder.live = Live(planned=50, in_flight=0, clients=2)
     recorder.write(over=True)
     assert value(read(tmp_path), "bench_requests", outcome="ok") == 3 and read(tmp_path).state == "finished"
 
 
 def test_a_run_of_which_a_worker_died_is_stopped(tmp_path: Path) -> None:
     alive, _ = parts(tmp_path, [[1], [2]])
-    recorder = Recorder(tmp_path, write_manifest(tmp_path))
-    recorder.live = Live(planned=50, in_flight=0, clients=2)
+    recorder = Recorder(tmp_path, write_manifest(tmp_path, clients=2))
     recorder.write()
     alive.close(ClientFacts(**FACTS))
     records.merge(tmp_path)

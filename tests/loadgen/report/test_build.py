@@ -58,6 +58,7 @@ def test_the_schema_key_by_key() -> None:
         "goodput",
         "burst",
         "connect_ms",
+        "retried_connections",
         "client",
         "ceiling",
         "emulation",

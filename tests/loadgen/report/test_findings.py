@@ -278,13 +278,16 @@ def test_cached_tokens() -> None:
 
 def test_interrupted() -> None:
     stopped = facts(state="interrupted")
-    assert severities(clients=[facts(), stopped], run=manifest(requests_planned=5000)) == {"INTERRUPTED": "warning"}
+    assert severities(clients=[facts(), stopped], run=manifest(requests_planned=5000)) == {"INTERRUPTED": "invalid"}
 
 
 def test_killed() -> None:
     assert severities(clients=[]) == {"KILLED": "invalid"}
     assert severities(run=manifest(requests_planned=CLEAN + 1)) == {"KILLED": "invalid"}  # one of several workers
     assert severities(run=manifest(requests_planned=CLEAN)) == {}
+    of_two = manifest(requests_planned=None, client_processes=2)
+    assert severities(clients=[facts()], run=of_two) == {"KILLED": "invalid"}  # how many it was to send nobody knows
+    assert severities(clients=[facts(), facts()], run=of_two) == {}
 
 
 def test_headroom() -> None:

@@ -236,7 +236,7 @@ def test_limits_are_read() -> None:
         (("--model", "8x99b"), "unknown model '8x99b'"),
         (("--model", "some/model"), "the size of 'some/model' is not known here"),
         (("--backend", "openai"), "a server of kind 'openai' is not modelled"),
-        (("--scheduler", "tgi@0"), "--scheduler tgi@0 is no vllm server"),
+        (("--scheduler", "tgi@0"), "--scheduler tgi@0 is no server of kind 'vllm'"),
         (("--max-gpus", "0"), "--max-gpus is 0; it must be at least 1."),
         (("--max-running", "0"), "--max-running is 0; it must be at least 1."),
         (("--requests", "0"), "--requests is 0; it must be at least 1."),

@@ -100,12 +100,12 @@ def test_the_wire_gives_the_times_of_virtual_time(backend: str, tmp_path: Path) 
     flags = f"--backend {backend} --gpu h200 --requests 40 --arrival poisson:20 --output-tokens 60 --warmup 0"
     command = [sys.executable, "-c", "from loadgen.cli import main; main()", "run", *flags.split()]
     command += ["--no-calibrate", "--no-server-metrics", "--out", str(run)]
-    with measured_lateness() as lateness:
+    with measured_lateness() as watched:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["emulated"] is True and report["requests"]["ok"] == 40, done.stderr
     assert report["emulation"]["scheduler"].startswith(backend)
-    table = records.read(run)[0].measured()
+    table, lateness = records.read(run)[0].measured(), watched.during(run)
     sent_s = (table.sent_ns - table.sent_ns[0]) / 1e9
     outcomes = virtual.simulate(emulated(backend), [(at, 512, 60) for at in sent_s.tolist()])
     e2el_ms = (table.last_token_ns - table.sent_ns) / 1e6
@@ -130,7 +130,7 @@ def test_kv_capacity_as_vllm_logged_it(model: str, gpus: int, tokens: int) -> No
         ({"gpu": "rtx4090", "model": "70b", "gpus": 4}, r"does not fit: .* on 4 x .*--tp 8 would fit"),
         ({"tp": 3, "gpus": 4}, r"32 attention heads, which --tp 3 does not divide"),
         ({"tp": 8, "gpus": 4}, "--tp 8 needs 8 GPUs and --gpus says 4"),
-        ({"scheduler": "tgi@3"}, "is no vllm server"),
+        ({"scheduler": "tgi@3"}, "is no server of kind 'vllm'; there are vllm@v1, vllm@0.2[.]"),
         ({"backend": "openai"}, "a server of kind 'openai' is not modelled"),
         ({"model": "gpt-5"}, "the size of 'gpt-5' is not known here"),
     ],
@@ -202,7 +202,7 @@ def test_predict_writes_a_run_that_reports(tmp_path: Path, capsys: pytest.Captur
         ([], "name the GPU to predict for"),
         (["--gpu", "h200", "--gpus", "0,1"], "with --gpu it is how many"),
         (["--gpu", "h200", "--launch", "docker"], "--gpu models hardware in the embedded server"),
-        (["--kv-tokens", "5"], "--kv-tokens is for modelled hardware"),
+        (["--kv-tokens", "500"], "--kv-tokens is for modelled hardware"),
         (["--gpu", "h200", "--profile", "/nonexistent.json"], "cannot read /nonexistent.json"),
         (["--gpu", "h200", "--workers", "4"], "--workers is for real requests, and predict sends none; leave it out."),
         (["--gpu", "h200", "--no-stream"], "--no-stream is for real requests"),

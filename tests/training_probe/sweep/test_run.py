@@ -334,12 +334,12 @@ def test_a_killed_sweep_is_resumed(tmp_path: Path) -> None:
     assert (directory / "results.jsonl").read_bytes() == content
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_sweep_keeps_what_is_done(tmp_path: Path, number: signal.Signals) -> None:
     directory = tmp_path / "sweep"
     running = in_third_cell(directory)
     running.send_signal(number)
-    assert running.wait(LONG_S) == 130
+    assert running.wait(LONG_S) == 128 + number
     assert not left_over(directory)
     assert [row.model for row in results.read(directory)] == ["ok", "oom"]
     assert snapshot(directory)["state"] == {"stopped": 1}
