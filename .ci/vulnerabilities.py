@@ -1,6 +1,6 @@
-"""What pip-audit found, from its JSON (`make audit`): `vulnerabilities.py FILE EXIT_CODE`. The exit code is 1 for a known
-vulnerability. pip-audit itself calls a package that its service does not know of, or not answer for, no finding: here
-such packages are named."""
+"""What pip-audit found, from its JSON (`make audit`): `vulnerabilities.py FILE EXIT_CODE`. The exit code is 1 for a
+known vulnerability. pip-audit itself calls a package that its service does not know of, or not answer for, no finding:
+here such packages are named."""
 
 from __future__ import annotations
 
