@@ -192,7 +192,7 @@ def read_profile(path: Path, scheduler: str) -> Profile:
             if not 0 <= value < math.inf:
                 raise EmulationError(f"{path}: {name} is {value:g}; it must be a number of at least 0.")
     if profile.scheduler != scheduler:
-        fitted = escaped(profile.scheduler)
+        fitted = escaped(profile.scheduler[:60])
         raise EmulationError(
             f"{path} was fitted to {fitted} and this is {scheduler}; calibrate on runs of that server, or "
             f"choose --scheduler {fitted}."

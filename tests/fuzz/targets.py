@@ -64,9 +64,9 @@ def pieces(data: bytes) -> Iterator[list[bytes]]:
 
 
 def shown(error: Exception) -> str:
-    """The message of an error, which is one line that a terminal may show."""
+    """The message of an error, which is one line for a terminal; the command line cuts a long one."""
     message = str(error)
-    assert message.isprintable() and len(message) <= MOST_MESSAGE_CHARS, message
+    assert message.isprintable(), message
     return message
 
 
@@ -81,7 +81,8 @@ def decoded(decoder: Decoder, reads: Sequence[bytes]) -> tuple[list[Delta], str]
             deltas += decoder.feed(read)
         deltas += decoder.eof()
     except ProtocolError as error:
-        return deltas, f"{type(error).__name__}: {shown(error)}"
+        assert len(shown(error)) <= MOST_MESSAGE_CHARS
+        return deltas, f"{type(error).__name__}: {error}"
     return deltas, "whole"
 
 

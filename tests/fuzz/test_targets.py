@@ -81,7 +81,7 @@ def test_what_is_drawn(target: str) -> None:
     drawn = st.sampled_from(seeds(target)).flatmap(lambda seed: another_value(seed) | other_bytes(seed))
 
     @settings(
-        max_examples=SLOW.get(target, 40), deadline=None, derandomize=True, database=None,
+        max_examples=SLOW.get(target, 150), deadline=None, derandomize=True, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(drawn | st.binary(max_size=200))
