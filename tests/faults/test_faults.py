@@ -28,6 +28,7 @@ def _is_case(item: pytest.Item) -> bool:
     return getattr(item, "originalname", "") == test_faults.__name__ and item.path.samefile(__file__)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("play", truth.PLAYS, ids=lambda play: f"{play[0].name}-{play[1].backend}-{play[2]}")
 def test_faults(play: tuple[Case, Protocol, str], played: Played) -> None:
     case, protocol, transport = play
