@@ -14,6 +14,7 @@ import numpy as np
 from loadgen.rundir import records
 
 SLEEP_S, WORK_S = 0.004, 0.0005
+STALL_MS = 40.0  # a few turns of other processes, which may strike a client of many threads and miss the one here
 # Findings that a machine which is busy with other work may cause; every other one is the client's or the server's.
 OF_A_BUSY_MACHINE = {"SEND_LAG", "LOOP_LAG", "RECEIVE_LAG", "CLIENT_CPU"}
 
@@ -78,4 +79,4 @@ def assert_valid_unless_the_machine_was_late(report: dict[str, Any], lateness: L
     invalid = {each["code"] for each in report["verdict"]["findings"] if each["severity"] == "invalid"}
     assert invalid <= OF_A_BUSY_MACHINE, report["verdict"]
     if invalid:
-        assert report["client"]["loop_lag_p99_ms"] <= 3 * lateness.worst_ms, (report["client"], lateness.worst_ms)
+        assert report["client"]["loop_lag_p99_ms"] <= STALL_MS + 3 * lateness.worst_ms, report["client"]
