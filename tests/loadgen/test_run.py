@@ -131,11 +131,9 @@ def test_both_transports_and_workers_agree(server: str, tmp_path: Path) -> None:
 
 
 def start(*argv: str) -> subprocess.Popen[str]:
-    """As a terminal starts it: a test that runs under nohup would hand on that SIGHUP is ignored."""
     return subprocess.Popen(
-        [*LOADGEN, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-    )  # fmt: skip
+        [*LOADGEN, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def severities(report: dict[str, Any]) -> dict[str, str]:
