@@ -205,9 +205,9 @@ class Run:
             url=plan.target.url,
             emulated=self.emulated,
             server_version=self.info.version,
-            requests_planned=plan.requests_planned,
+            requests_planned=plan.job.load.planned,
             client_processes=worker_count(self.config, plan),
-            arrival=self.config.arrival_text,
+            arrival=plan.job.load.when,
             max_total_tokens=self.info.max_total_tokens,
             machine=rundir.this_machine(),
             dataset_prompts=len(read_dataset(self.config, self.backend)) if self.config.repeat_dataset else None,
@@ -313,7 +313,7 @@ def dry_run(config: Config, directory: Path, run_id: str) -> str:
     backend = launch.backend
     target = Target(f"http://127.0.0.1:{launch.start.port}")
     plan = plan_run(config, backend, target, ServerInfo(launch.settings.served_name), run_id, launch.model)
-    prompt = plan.prompts.build(backend, plan.job.seed, 0).prompt("measured", 0)
+    prompt = plan.prompts.build(backend, plan.job.load, 0).prompt("measured", 0)
     request = backend.encode(plan.job.model, prompt, plan.job.sampling)
     parts = [launch.text()]
     for path, content in launch.files.items():

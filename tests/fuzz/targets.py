@@ -31,7 +31,8 @@ from loadgen import cli, rundir, trace
 from loadgen.client.connection import Connection
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import FastTransport
-from loadgen.load.prompts import Dataset, WorkloadError
+from loadgen.load.lengths import WorkloadError
+from loadgen.load.prompts import Dataset
 from loadgen.monitor import server_view
 from loadgen.monitor.exporter import Exporter
 from loadgen.monitor.prometheus import Series, Unreadable
@@ -195,7 +196,7 @@ def dataset(data: bytes) -> None:
             continue
         prompts.longest_tokens()
         for number in range(len(prompts)):
-            sampling = Sampling(max_tokens=prompts.output_tokens(number))
+            sampling = Sampling(max_tokens=prompts.shape(number).output_tokens)
             assert backend.encode(MODEL, prompts.prompt("measured", number), sampling).body
 
 

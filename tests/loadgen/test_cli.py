@@ -60,6 +60,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "metrics_port": (["9464"], 9464),
     "api_key_env": (["KEY"], "KEY"),
     "header": (["X-Team=search"], ("X-Team=search",)),
+    "prefix": (["4:64"], "4:64"),
     "ca": (["ca.pem"], Path("ca.pem")),
     "insecure": ([], True),
     "connect_timeout": (["1.5"], 1.5),
