@@ -97,6 +97,17 @@ class LoadOptions:
         str | None,
         _load("Prompts of a group begin alike: GROUPS:TOKENS, or GROUPS:TOKENS:zipf=A; TOKENS of --input-tokens."),
     ] = None
+    trace: Annotated[
+        Path | None,
+        _load("Arrivals, lengths and shared prompts of real traffic: a Mooncake, Azure, BurstGPT or Bailian file."),
+    ] = None
+    trace_format: Annotated[
+        Literal["mooncake", "azure", "burstgpt", "bailian"] | None,
+        _load("The trace's format (default: as its first line tells)."),
+    ] = None
+    trace_speed: Annotated[float, _load("Play the trace so many times as fast.")] = 1.0
+    trace_limit: Annotated[Whole | None, _load("Play at most this many of its requests.")] = None
+    trace_from: Annotated[float, _load("Begin so many seconds after its first request.")] = 0.0
     warmup: Annotated[Whole, _load("Requests with other prompts, sent before the measurement.")] = 8
     dataset: Annotated[
         Path | None, _load('Your own prompts, one JSON object a line: {"prompt": text or ids, "output_tokens": n}.')
@@ -269,7 +280,7 @@ class Config(
         for name, least in (
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
             ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1),
-            ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1),
+            ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1), ("trace_limit", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
@@ -277,7 +288,8 @@ class Config(
         if self.requests is not None and self.requests > MOST_REQUESTS:
             raise ConfigError(f"--requests is {self.requests}; it must be at most {MOST_REQUESTS}, or several runs.")
         for name in (
-            "duration", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "ready_timeout",
+            "duration", "trace_speed", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout",
+            "ready_timeout",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -311,6 +323,7 @@ class Config(
             raise ConfigError(
                 f"{flag(drawn[0])} is for prompts that are drawn, and --dataset has its own; leave one out."
             )
+        self._check_trace()
         if self.repeat_dataset and self.dataset is None:
             raise ConfigError("--repeat-dataset is for the prompts of a --dataset; name one or leave it out.")
         if self.kernel_timestamps and sys.platform != "linux":
@@ -322,6 +335,19 @@ class Config(
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._check_load(self.load)
+
+    def _check_trace(self) -> None:
+        if self.trace is None:
+            given = self.given(("trace_format", "trace_speed", "trace_limit", "trace_from"))
+            if given:
+                raise ConfigError(f"{flag(given[0])} is for a --trace; name one or leave it out.")
+            return
+        given = self.given(("dataset", "input_tokens", "output_tokens", "arrival", "prefix", "requests", "duration"))
+        if given:
+            instead = "; --trace-limit says how many" if given[0] == "requests" else ""
+            raise ConfigError(f"--trace decides what is sent and when; leave {flag(given[0])} out{instead}.")
+        if not 0 <= self.trace_from < float("inf"):
+            raise ConfigError(f"--trace-from is {self.trace_from:g}; it must be at least 0.")
 
     def _check_load(self, load: "Load") -> None:
         if self.duration is None:
@@ -436,12 +462,12 @@ class Config(
     def load(self) -> "Load":
         """What is sent, and when; of a dataset all but its prompts. Raises ConfigError."""
         from loadgen.load import arrivals, lengths  # not before the options are read
-        from loadgen.load.load import Load
+        from loadgen.load.load import Load, TraceSource
         from loadgen.load.shapes import parse_prefix
 
         try:
             arrival = arrivals.parse(self.arrival or "burst")
-            open_end = self.duration is None and arrival.lasts_s is None
+            open_end = self.duration is None and arrival.lasts_s is None and self.trace is None
             return Load(
                 arrival=arrival,
                 input_tokens=lengths.parse(self.input_tokens),
@@ -450,6 +476,15 @@ class Config(
                 duration_s=self.duration,
                 streams=None if self.concurrency is None else arrivals.parse_streams(self.concurrency),
                 prefix=None if self.prefix is None else parse_prefix(self.prefix),
+                trace=None
+                if self.trace is None
+                else TraceSource(
+                    path=str(self.trace.absolute()),
+                    format=self.trace_format,
+                    speed=self.trace_speed,
+                    limit=self.trace_limit,
+                    from_s=self.trace_from,
+                ),
                 seed=self.seed,
             )
         except ValueError as error:

@@ -183,10 +183,10 @@ def plan_run(
 def _load(config: Config, backend: Backend, limit: int | None) -> Load:
     """The load as a server with that limit on prompt and reply can take it. Raises ConfigError or WorkloadError."""
     load = msgspec.structs.replace(config.load, requests=most_requests(config, backend))
+    if load.trace is not None:
+        return load.within(limit)
     if config.dataset is not None:
         return load
-    if load.trace is not None:
-        return msgspec.structs.replace(load, trace=msgspec.structs.replace(load.trace, longest_tokens=limit))
     longest = load.longest_tokens()
     if limit is not None and longest > limit:
         raise ConfigError(

@@ -100,7 +100,7 @@ class Run:
             embedded.dialect(self.backend.name)
             if config.gpu is not None:
                 embedded.check(config)
-            info = ServerInfo(embedded.model_name(config), max_total_tokens=config.max_model_len or embedded.MODEL_LEN)
+            info = ServerInfo(embedded.model_name(config), max_total_tokens=embedded.model_len(config))
             plan = plan_run(config, self.backend, Target(""), info, self.run_id)
         else:
             plan = plan_run(config, self.backend, Target(""), ServerInfo(config.model or "unknown"), self.run_id)
@@ -180,6 +180,8 @@ class Run:
         model = served.managed.launch.model if served.managed is not None else None
         plan = plan_run(self.config, self.backend, served.target, self.info, self.run_id, model)
         make_room(plan, worker_count(self.config, plan))
+        if plan.job.load.left_out:
+            self.say(f"note: of the trace these are not sent: {plan.job.load.left_out}.")
         return await fit_text(plan)
 
     async def ceiling(self, plan: Plan) -> Ceiling | None:
@@ -208,6 +210,8 @@ class Run:
             requests_planned=plan.job.load.planned,
             client_processes=worker_count(self.config, plan),
             arrival=plan.job.load.when,
+            left_out=plan.job.load.left_out,
+            phases=tuple(plan.job.load.phases()),
             max_total_tokens=self.info.max_total_tokens,
             machine=rundir.this_machine(),
             dataset_prompts=len(read_dataset(self.config, self.backend)) if self.config.repeat_dataset else None,

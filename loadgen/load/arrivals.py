@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from backends.untrusted import escaped
+from loadgen.rundir import Phase
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     import numpy as np
@@ -17,14 +18,6 @@ if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
 Kind = Literal["burst", "constant", "poisson", "gamma", "ramp", "steps"]
 FORMS = "burst, constant:R, poisson:R, gamma:R:CV, ramp:R0:R1:SECONDS or steps:R@S,R@S,..."
 RAMP_PHASES = 5  # that a ramp is reported in
-
-
-class Phase(msgspec.Struct, frozen=True):
-    """A part of a load that is reported by itself; seconds since t = 0. end_s: None for the last, which has no end."""
-
-    name: str
-    start_s: float
-    end_s: float | None
 
 
 class Stretch(msgspec.Struct, frozen=True):

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from loadgen.load import arrivals
-from loadgen.load.arrivals import Arrival, Phase, Streams
+from loadgen.load.arrivals import Arrival, Streams
 from loadgen.load.lengths import Law, Lengths, Stream, WorkloadError
 from loadgen.load.shapes import DrawnShapes, Prefix, Shapes, TraceShapes
+from loadgen.rundir import Phase
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     import numpy as np
@@ -73,6 +74,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
             return f"concurrency:{self.streams}"
         return str(self.arrival) if self.trace is None else f"trace:{self.trace.read().format}"
 
+    def within(self, longest_tokens: int | None) -> Load:
+        """Of a load with a trace: without the requests that are longer, and with its number of requests. Raises
+        WorkloadError."""
+        assert self.trace is not None
+        trace = msgspec.structs.replace(self.trace, longest_tokens=longest_tokens)
+        return msgspec.structs.replace(self, trace=trace, requests=len(trace.read()))
+
     def due_ns(self) -> NDArray[np.int64]:
         """When each request is due, ns since t = 0, ascending; empty for a closed loop, where replies decide."""
         import numpy as np
@@ -87,10 +95,15 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def planned(self) -> int | None:
         """How many requests it has; None where that hangs on the server."""
         if self.trace is not None:
-            return len(self.trace.read().line)
+            return len(self.trace.read())
         if self.streams is not None:
             return self.requests if self.duration_s is None else None
         return len(self.due_ns())
+
+    @property
+    def left_out(self) -> str:
+        """How many requests of the trace are not sent, and why, as a clause; empty for none."""
+        return "" if self.trace is None else str(self.trace.read().left_out)
 
     @property
     def at_once(self) -> int:

@@ -14,9 +14,6 @@ from backends.untrusted import escaped
 from loadgen.load.lengths import Law, Lengths, WorkloadError
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
-    import numpy as np
-    from numpy.typing import NDArray
-
     from loadgen.load.traces import Trace
 
 MOST_GROUPS = 1_000_000
@@ -135,41 +132,16 @@ class TraceShapes:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._shared = _shared_tokens(trace).tolist()
+        self._shared = trace.shared_tokens().tolist()
 
     def shape(self, number: int) -> Shape:
         trace = self._trace
         prompt_tokens = int(trace.input_tokens[number])
-        begin, end = trace.hash_offsets[number : number + 2].tolist()
         block = trace.block_tokens
         segments = tuple(
-            (key, min(block, prompt_tokens - place * block))
-            for place, key in enumerate(trace.hash_ids[begin:end].tolist())
+            (key, min(block, prompt_tokens - place * block)) for place, key in enumerate(trace.blocks(number).tolist())
         )
         return Shape(prompt_tokens, int(trace.output_tokens[number]), segments, self._shared[number])
 
     def id(self, number: int) -> int:
         return int(self._trace.line[number])
-
-
-def _shared_tokens(trace: Trace) -> NDArray[np.int64]:
-    """How many tokens at the beginning of each prompt an earlier one has had, in whole blocks of the trace; (n,). A
-    block is the same only after the same block, so the one before it is compared too."""
-    import numpy as np
-
-    n = len(trace.input_tokens)
-    if not len(trace.hash_ids):
-        return np.zeros(n, np.int64)
-    begins, counts = trace.hash_offsets[:-1], np.diff(trace.hash_offsets)
-    before = np.concatenate(([-1], trace.hash_ids[:-1]))
-    before[begins[counts > 0]] = -1
-    _, first, which = np.unique(trace.hash_ids, return_index=True, return_inverse=True)
-    first = first[which]
-    seen = (first < np.repeat(begins, counts)) & (before[first] == before)
-    # how many blocks from its beginning on: up to the first that was not seen
-    place = np.arange(len(seen)) - np.repeat(begins, counts)
-    unseen = np.where(seen, np.repeat(counts, counts), place)
-    blocks = np.zeros(n, np.int64)
-    blocks[counts > 0] = np.minimum.reduceat(unseen, begins[counts > 0])
-    shared: NDArray[np.int64] = np.minimum(blocks * trace.block_tokens, trace.input_tokens)
-    return shared

@@ -27,7 +27,8 @@ from servers.simulator.virtual import Outcome, manifest, simulate
 
 @offers(
     "backend", "model", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency", "warmup",
-    "dataset", "repeat_dataset", "seed", "goodput", "out", *names(PlacementOptions),
+    "prefix", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from", "dataset", "repeat_dataset", "seed",
+    "goodput", "out", *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
 class PredictOptions(Config):
@@ -117,6 +118,8 @@ def draw(config: Config) -> list[tuple[float, int, int]]:
         raise ConfigError("a closed loop is predicted for a number of requests; give --requests and no --duration.")
     backend = backends.get(config.kind)
     load = msgspec.structs.replace(config.load, requests=most_requests(config, backend))
+    if load.trace is not None:
+        load = load.within(config.max_model_len or models.find(config.model or "7b").max_position)
     requests = load.planned
     assert requests is not None
     times_s = (load.due_ns() / 1e9).tolist() if load.streams is None else [0.0] * requests

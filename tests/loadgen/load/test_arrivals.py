@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.load.arrivals import Arrival, Phase, draw, parse, parse_streams
+from loadgen.load.arrivals import Arrival, draw, parse, parse_streams
+from loadgen.rundir import Phase
 
 
 def test_burst_is_all_at_zero() -> None:

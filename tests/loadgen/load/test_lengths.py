@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -61,7 +61,10 @@ laws = st.one_of(
 @given(laws, st.integers(0, 99), st.integers(0, 9000))
 @settings(deadline=None, max_examples=50)
 def test_lengths_hang_on_seed_and_number_only(text: str, seed: int, number: int) -> None:
-    law = parse(text)
+    try:
+        law = parse(text)
+    except WorkloadError:  # its bounds may be beyond all of it
+        reject()
     lengths = Lengths(law, seed, "output")
     one = lengths.at(number)
     assert lengths.at(0) == Lengths(law, seed, "output").first(1)[0]
