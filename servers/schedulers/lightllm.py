@@ -389,7 +389,8 @@ class CachingLightLLMNow(LightLLMNow):
     takes over when it comes back from a pause is not counted here; the real server's counter then holds that instead.
 
     Source: lightllm/server/router/dynamic_prompt/radix_cache.py, model_infer/infer_batch.py and generic_pre_process.py
-    of 87881ae7. Nodes are never merged, as without LIGHTLLM_RADIX_TREE_MERGE_ENABLE. No real scheduler was run beside.
+    of 87881ae7. Nodes are never merged, as without LIGHTLLM_RADIX_TREE_MERGE_ENABLE. Beside the real RadixCache none of
+    36,000 random matches, insertions, releases and evictions differs; no real router was run beside.
     """
 
     def __init__(self, kv_tokens: int, settings: LightLLMNow.Settings) -> None:

@@ -20,7 +20,8 @@ _unshared: Callable[[], int] = itertools.count(-3, -1).__next__  # hash() gives 
 
 def chains(sequence: Sequence) -> Iterator[tuple[int, int]]:
     """(chain, tokens) of each piece of the prompt and the reply. What `segments` leave of the prompt is a piece that
-    nobody shares, and so is a reply without a key; its own keys are new with every call."""
+    nobody shares, and so is a reply without a key; their own keys are new with every call. Raises ValueError where the
+    segments are longer than the prompt."""
     chain = before = 0
     left = sequence.prompt
     for key, tokens in sequence.segments:
@@ -29,6 +30,8 @@ def chains(sequence: Sequence) -> Iterator[tuple[int, int]]:
             before = tokens
             left -= tokens
             yield chain, tokens
+    if left < 0:
+        raise ValueError(f"the segments hold {-left} tokens more than the prompt, which has {sequence.prompt}")
     if left > 0:
         chain, before = hash((chain, before, _unshared())), left
         yield chain, left

@@ -305,9 +305,8 @@ class Tgi3(_Router):
 
 class CachingTgi3(Tgi3):
     """With its prefix cache, a radix trie of blocks (on by default there with flashinfer and flashdecoding): a request
-    whose blocks come free leaves those of its prompt in the trie, and one that is taken from the queue gets what the
-    trie has of its prompt; its reply is in no later prompt's cache. Its last token is computed again where all is
-    known.
+    whose blocks come free leaves those of its prompt in the trie, but not those of its reply, and one that is taken
+    from the queue gets what the trie has of its prompt. The last token is computed again where all are known.
 
     A quirk is kept: the first of the queue gets its blocks before the room in the prefill is looked at. Where there is
     none it stays in the queue, and its blocks come free like others: its prompt is then in the trie although nobody has
@@ -315,7 +314,9 @@ class CachingTgi3(Tgi3):
     whose first eight fill a prefill of 4096, and with whatever waits while a prompt is prefilled in chunks.
     Where blocks are short, what was given up for a request that then does not fit is given up all the same.
 
-    Source: backends/v3/src/{radix,block_allocator,queue}.rs of v3.3.7. No real allocator was run beside.
+    Source: backends/v3/src/{radix,block_allocator,queue}.rs of db931fcf (after v3.3.7). Beside the real RadixAllocator
+    none of 45,000 random allocations, of which 7138 fail, and releases differs; no real router was run beside. TGI
+    counts no hits: `cached_tokens` are counted here when a request is first taken.
     """
 
     def __init__(self, kv_tokens: int, settings: Tgi3.Settings) -> None:

@@ -145,7 +145,9 @@ class CachingVllmV1(VllmV1):
     known yet. A preempted request looks its own blocks up when it comes back, and that is not counted.
 
     Source: vllm/v1/core/{kv_cache_manager,single_type_kv_cache_manager,block_pool}.py and sched/{scheduler,
-    async_scheduler}.py of 0.32.
+    async_scheduler}.py of 0.32. Beside vLLM's own classes, sync and async, none of 80148 steps of 132 workloads with
+    1428 preemptions and 591,968 cached tokens differs, nor how much can be found after each of them
+    (tests/vllm/test_scheduler_v1.py).
     """
 
     def __init__(self, kv_tokens: int, settings: VllmV1.Settings, depth: int = 2) -> None:

@@ -136,6 +136,7 @@ CACHED_SHAPES = {
     "sessions, KV for 4": [sessions(4 * 90 + 1)],
     "60 drawn ones that share": [sharing(seed) for seed in range(60)],
 }
+KV_OF_SESSIONS = ("ample KV", "KV for 4")
 SHAPES_OF_BOTH = SHAPES | CACHED_SHAPES
 
 
@@ -315,3 +316,20 @@ def test_the_workloads_are_hard_enough(theirs: dict[str, list[Told]]) -> None:
     # some lost their blocks while their last token was on the way, and so ended in the queue
     pairs = itertools.chain.from_iterable(itertools.pairwise(workload) for workload in theirs.values())
     assert any(set(before["finished"]) & set(step["preempted"]) for before, step in pairs)
+
+
+def test_the_workloads_with_caching_are_hard_enough(theirs: dict[str, list[Told]]) -> None:
+    cached = {
+        workload["name"]: theirs[workload["name"]]
+        for shape in CACHED_SHAPES
+        for asynchronous in (False, True)
+        for workload in with_scheduling(asynchronous, shape)
+    }
+    steps = [step for workload in cached.values() for step in workload]
+    pairs = list(itertools.chain.from_iterable(itertools.pairwise(workload) for workload in cached.values()))
+    assert preemptions(steps) > 1000
+    assert sum(step["cached"] for step in steps) > 500_000
+    assert sum(after["findable"] < before["findable"] for before, after in pairs) > 3000  # contents were lost
+    # with KV for few, sessions lost what they would have found
+    found = {shape: sum(step["cached"] for step in cached[f"sessions, {shape}, sync, 0"]) for shape in KV_OF_SESSIONS}
+    assert 0 < 2 * found["KV for 4"] < found["ample KV"]
