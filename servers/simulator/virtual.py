@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from loadgen import rundir
 from loadgen.config import Config
+from loadgen.load.arrivals import Streams
+from loadgen.load.load import Load
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated, EmulationError
 
@@ -45,22 +47,24 @@ class Outcome:
 
 
 def simulate(
-    emulated: Emulated, arrivals: Iterable[Arrival | tuple[float, int, int]], concurrency: int | None = None
+    emulated: Emulated, arrivals: Iterable[Arrival | tuple[float, int, int]], streams: Streams | None = None
 ) -> list[Outcome]:
-    """Runs all of `arrivals`, or (seconds, prompt tokens, output tokens), in order of time. With `concurrency` their
-    times do not matter: so many are under way, and the next is sent when one has ended. A token has come when the
-    server sent it; the way to the client is a part of the front end's latency. Raises EmulationError where the server
-    keeps a request and never ends it."""
+    """Runs all of `arrivals`, or (seconds, prompt tokens, output tokens), in order of time. In a closed loop of
+    `streams` their times do not matter: the next is sent when one has ended, or when a ramp begins a stream. A token
+    has come when the server sent it; the way to the client is a part of the front end's latency. Raises EmulationError
+    where the server keeps a request and never ends it."""
     outcomes: list[Outcome] = []
     feed = (Arrival(*arrival) for arrival in arrivals)
-    freed: list[float] = [0.0] * (concurrency or 0)
+    # when each stream of a closed loop is free: an ascending list is a heap
+    freed = [] if streams is None else [streams.start_s(stream) for stream in range(streams.most)]
+    going = len(freed)
 
     def deliver(emits: list[Sequence], at_s: float, gap_s: float) -> None:
         for sequence in emits:
             outcomes[sequence.index].times_s.append(at_s)
             if sequence.emitted == sequence.output:
                 outcomes[sequence.index].cached_tokens = sequence.cached
-                if concurrency is not None:
+                if streams is not None:
                     heapq.heappush(freed, at_s)
             at_s += gap_s
 
@@ -74,19 +78,24 @@ def simulate(
             engine.submit(sequence, at_s)
         except Rejected as refused:
             outcome.status = refused.status
-            if concurrency is not None:
+            if streams is not None:
                 heapq.heappush(freed, at_s)
 
-    if concurrency is None:
+    if streams is None:
         for arrival in feed:
             send(arrival.at_s, arrival)
     else:
         for arrival in feed:
-            while not freed or engine.next_s() < freed[0]:
-                if engine.next_s() == math.inf:
-                    raise _stuck(outcomes)
-                engine.advance(engine.next_s())
-            send(max(heapq.heappop(freed), engine.now_s), arrival)
+            while True:
+                while not freed or engine.next_s() < freed[0]:
+                    if engine.next_s() == math.inf:
+                        raise _stuck(outcomes)
+                    engine.advance(engine.next_s())
+                at_s = max(heapq.heappop(freed), engine.now_s)
+                if streams.last >= streams.first or going <= streams.at(at_s):
+                    break
+                going -= 1  # the ramp goes down, and this stream ends
+            send(at_s, arrival)
     engine.advance(math.inf)
     if any(map(_lacks, outcomes)):
         raise _stuck(outcomes)
@@ -114,9 +123,9 @@ def bounds(outcomes: Iterable[Outcome]) -> Iterator[tuple[float, float, float]]:
 
 
 def manifest(
-    config: Config, emulated: Emulated, run_id: str, requests: int, dataset_prompts: int | None = None
+    config: Config, load: Load, emulated: Emulated, run_id: str, requests: int, dataset_prompts: int | None = None
 ) -> rundir.Manifest:
-    """Of the command that is running, for what `emulated` would do with so many requests."""
+    """Of the command that is running, for what `emulated` would do with so many requests of `load`."""
     return rundir.Manifest(
         run_id=run_id,
         version=rundir.package_version(),
@@ -129,7 +138,9 @@ def manifest(
         emulated=True,
         server_version=emulated.setup.scheduler,
         requests_planned=requests,
-        arrival=config.load.when,
+        arrival=load.when,
+        left_out=load.left_out,
+        phases=tuple(load.phases()),
         machine=rundir.this_machine(),
         dataset_prompts=dataset_prompts,
         emulation=emulated.facts,
