@@ -99,8 +99,9 @@ def last_snapshot(directory: Path) -> tuple[str, int]:
 
 def assert_within(metric: dict[str, float], least_ms: float, most_ms: float, lateness: Lateness) -> None:
     """No reply is early. Late is what the machine was, as often as a reply waits for it. The last tenth may have met a
-    stall that struck where nobody looked."""
-    assert metric["min"] >= least_ms
+    stall that struck where nobody looked. One of all replies met no stall: a client that is always late shows in it,
+    however busy the machine is."""
+    assert least_ms <= metric["min"] <= most_ms + lateness.percentile_ms(90)
     assert metric["p90"] <= most_ms + WAITS * lateness.worst_ms
 
 
