@@ -35,7 +35,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Token(msgspec.Struct, gc=False):
-    text: str | None = None  # not needed, but bytes that are no text are a breach
+    text: str | None = None  # decoded because bytes that are no text are a breach
     count_output_tokens: Count = 0
     prompt_tokens: Count | None = None
 
@@ -58,8 +58,6 @@ class _Stream(EventReply):
     def read(self, data: bytes) -> Sequence[Delta]:
         try:
             event = _decode(data)
-            if not data.isascii():  # the text is skipped, and with it whether it is one
-                data.decode()
         except UNDECODABLE as error:
             return self.unreadable(data, error)
         token = event.token

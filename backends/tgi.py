@@ -26,9 +26,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Token(msgspec.Struct, gc=False):
-    """Nothing of it is needed but that it is there, with a text that is one."""
+    """Nothing of it is needed but that it is there."""
 
-    text: str | None = None
+    text: str | None = None  # decoded because bytes that are no text are a breach
 
 
 class _Details(msgspec.Struct, gc=False):
@@ -53,8 +53,6 @@ class _Stream(EventReply):
     def read(self, data: bytes) -> Sequence[Delta]:
         try:
             event = _decode(data)
-            if not data.isascii():  # the text is skipped, and with it whether it is one
-                data.decode()
         except UNDECODABLE as error:
             return self.unreadable(data, error)
         if event.token is None:
