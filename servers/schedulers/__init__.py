@@ -25,7 +25,7 @@ class Sequence:
 
     `segments`: (key, tokens) pieces of the prompt. Equal keys mean equal tokens from the piece's beginning on, however
     long the piece is in each request. What they leave of the prompt nobody shares. `reply_key`: the key under which
-    later prompts may hold the reply; None: none does. Keys are whole numbers of at least 0, and below 2^60.
+    later prompts may hold the reply; None: none does. Keys are whole numbers of 64 bits.
     """
 
     __slots__ = (

@@ -15,7 +15,7 @@ from servers.schedulers import Sequence
 
 Position = tuple[int, int]
 
-_unshared: Callable[[], int] = itertools.count(-3, -1).__next__  # hash() gives -1 and -2 the same
+_unshared: Callable[[], int] = itertools.count().__next__
 
 
 def chains(sequence: Sequence) -> Iterator[tuple[int, int]]:
@@ -26,7 +26,7 @@ def chains(sequence: Sequence) -> Iterator[tuple[int, int]]:
     left = sequence.prompt
     for key, tokens in sequence.segments:
         if tokens > 0:
-            chain = hash((chain, before, key))
+            chain = _chain(chain, before, key)
             before = tokens
             left -= tokens
             yield chain, tokens
@@ -35,8 +35,15 @@ def chains(sequence: Sequence) -> Iterator[tuple[int, int]]:
     if left > 0:
         chain, before = hash((chain, before, _unshared())), left
         yield chain, left
-    reply_key = _unshared() if sequence.reply_key is None else sequence.reply_key
-    yield hash((chain, before, reply_key)), sequence.output
+    if sequence.reply_key is None:
+        yield hash((chain, before, _unshared())), sequence.output
+    else:
+        yield _chain(chain, before, sequence.reply_key), sequence.output
+
+
+def _chain(chain: int, before: int, key: int) -> int:
+    # in halves, since Python's hash of one number gives -1 and -2 the same, and those 2^61 - 1 apart
+    return hash((chain, before, key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF))
 
 
 def block_ends(sequence: Sequence, block_tokens: int) -> list[Position]:

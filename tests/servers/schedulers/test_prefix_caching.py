@@ -223,6 +223,8 @@ def test_pieces_that_differ_have_chains_that_differ() -> None:
     firsts = {(draw.randrange(1000), draw.randrange(1, 1000), draw.randrange(1000)) for _ in range(200_000)}
     seen = {tuple(chains(named((a, tokens), (b, 5))))[1][0] for a, tokens, b in firsts}
     assert len(seen) == len(firsts)
+    keys = [0, -1, -2, -3, 1, 2**61 - 1, 2**61, 2**32, -(2**32), 2**63 - 1, -(2**63)]
+    assert len({next(chains(named((key, 5))))[0] for key in keys}) == len(keys)
 
 
 # vLLM V1
