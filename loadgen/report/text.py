@@ -250,9 +250,9 @@ def render(report: Report) -> str:
         cells = "".join(f"{cell:>9}" for cell in _cells(summary))
         lines.append(f"{name.removesuffix('_ms'):<22}{cells}" + (f"  {off[name]}" if off else ""))
     if report.phases:
-        lines += ["", f"{'by phase':<22}" + "".join(f"{column:>14}" for column in _PHASE_COLUMNS)]
+        lines += ["", f"{'by phase, latency ms':<22}" + "".join(f"{column:>11}" for column in _PHASE_COLUMNS)]
     for phase in report.phases:
-        lines.append(f"{escaped(phase.name):<22}" + "".join(f"{cell:>14}" for cell in _phase_cells(phase)))
+        lines.append(f"{escaped(phase.name):<22}" + "".join(f"{cell:>11}" for cell in _phase_cells(phase)))
     if report.convention != "loadgen":
         lines += ["", f"By the definitions of {report.convention_differs}"]
     lines += ["", f"Verdict: {_verdict_line(report)}"]
@@ -283,7 +283,11 @@ def _phase_table(report: Report) -> Iterator[str]:
     """Rates and latencies in ms of the requests due in each phase of the load; nothing without phases."""
     if not report.phases:
         return
-    yield from ("", "| phase | " + " | ".join(_PHASE_COLUMNS) + " |", "|---" * (len(_PHASE_COLUMNS) + 1) + "|")
+    yield from (
+        "",
+        "| phase, latency ms | " + " | ".join(_PHASE_COLUMNS) + " |",
+        "|---" * (len(_PHASE_COLUMNS) + 1) + "|",
+    )
     for phase in report.phases:
         yield f"| {markdown_text(phase.name)} | {' | '.join(_phase_cells(phase))} |"
 

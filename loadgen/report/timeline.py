@@ -26,6 +26,7 @@ MOST_BUCKETS = 700  # of points: as many as a panel has columns of pixels, each 
 MOST_OTHERS = 4000  # points beside the extremes of their bucket
 QUEUE = {"running": "running", "waiting": "waiting", "paused": "paused"}
 KV_CACHE = "kv_cache_usage_ratio"
+NAMED_RATIO = 0.04  # of the run: a shorter phase has no room for its name
 STALL, PHASES = "#D55E00", ("#EEF3F7", "#FFFFFF")
 
 Values = NDArray[np.float64]
@@ -47,10 +48,10 @@ def draw(report: Report, measured: Table, sampled: Sampled, title: str, path: Pa
         _in_flight(axes[1], measured)
         _ttft(axes[2], report, measured)
         _server(axes[3:], inside)
+        axes[0].set_xlim(0, end_s)
         _shade(axes, report)
         for axis in axes:
             axis.set_ylim(bottom=0)
-            axis.set_xlim(0, end_s)
             handles, labels = axis.get_legend_handles_labels()
             if labels:
                 axis.legend(handles, labels, loc="best", ncols=len(labels), fontsize=8, frameon=True)
@@ -147,7 +148,8 @@ def _server(axes: Sequence[Axes], inside: Sampled) -> None:
     if queue:
         axis = next(remaining)
         for number, (label, points) in enumerate(queue.items()):
-            axis.plot(*zip(*points, strict=True), ".-", label=label, color=COLOURS[number], linestyle=DASHES[number],
+            at_s, counts = zip(*points, strict=True)
+            axis.plot(at_s, counts, label=label, color=COLOURS[number], linestyle=DASHES[number], marker=".",
                       markersize=3, linewidth=1.2)  # fmt: skip
         axis.set_ylabel("server's\nrequests")
     used = _points(inside, KV_CACHE)
@@ -162,12 +164,14 @@ def _points(inside: Sampled, name: str) -> list[tuple[float, float]]:
 
 
 def _shade(axes: Sequence[Axes], report: Report) -> None:
-    """Phases behind everything, with their names in the first panel, and stalls."""
+    """Phases behind everything, named above the first panel where they are long enough, and stalls."""
     for number, phase in enumerate(report.phases):
         for axis in axes:
             axis.axvspan(phase.start_s, phase.end_s, color=PHASES[number % len(PHASES)], zorder=-2, linewidth=0)
-        name = axes[0].text(phase.start_s, 1.0, f" {escaped(phase.name)}", transform=axes[0].get_xaxis_transform(),
-                            ha="left", va="bottom", fontsize=8, clip_on=True)  # fmt: skip
+        if phase.end_s - phase.start_s < NAMED_RATIO * axes[0].get_xlim()[1]:
+            continue
+        name = axes[0].text(phase.start_s, 1.0, escaped(phase.name), transform=axes[0].get_xaxis_transform(),
+                            va="bottom", fontsize=8)  # fmt: skip
         name.set_parse_math(False)
     for number, stall in enumerate(report.stalls):
         for axis in axes:

@@ -48,7 +48,7 @@ def test_phases_in_texts_and_in_json_and_nothing_without_them(tmp_path: Path) ->
     assert msgspec.json.decode(msgspec.json.encode(built), type=Report) == built
     terminal, page = texts.render(built), texts.markdown(built)
     assert "phase" not in texts.render(without) + texts.markdown(without)
-    assert "by phase" in terminal and "| phase | from s | to s |" in page and "\x1b" not in terminal + page
+    assert "by phase" in terminal and "| phase, latency ms | from s | to s |" in page and "\x1b" not in terminal + page
     head, row = (
         next(line for line in page.splitlines() if line.startswith(start)) for start in ("| phase", "| to 8/s")
     )

@@ -76,7 +76,7 @@ def test_what_stands_on_the_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     figure = drawn(monkeypatch, tmp_path, report, run, sampled, "run")
     assert figure._suptitle.get_text().startswith("INVALID") and "EMULATED" in figure._suptitle.get_text()  # type: ignore[attr-defined]
     rate, flying, ttft, queue, kv = figure.axes
-    assert [text.get_text() for text in rate.texts] == [" 4/s", " $8$/s"]
+    assert [text.get_text() for text in rate.texts] == ["4/s", "$8$/s"]
     spans = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in flying.patches]  # type: ignore[attr-defined]
     assert spans == [(0.0, 2.0), (2.0, 4.0), (1.0, 2.5), (3.0, 3.5)]
     assert ttft.lines[0].get_ydata() == pytest.approx(30.0)
