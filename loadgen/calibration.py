@@ -15,7 +15,10 @@ import numpy as np
 
 from loadgen.client.engine import run_here
 from loadgen.client.limits import OPEN_FILES_BESIDES
-from loadgen.plan import Plan
+from loadgen.load.arrivals import Streams
+from loadgen.load.lengths import fixed
+from loadgen.load.load import Load
+from loadgen.plan import Plan, PromptSource
 from loadgen.rundir import Ceiling, records
 from loadgen.server import embedded
 from loadgen.target import Target
@@ -30,23 +33,28 @@ async def calibrate(plan: Plan) -> Ceiling | None:
     dialect = embedded.DIALECTS.get(plan.backend)
     if dialect is None:
         return None
-    streams = min(max(plan.streams_at_once, 16), 512)
-    tokens = min(plan.prompts.output_tokens, max(4, CALIBRATION_EVENTS // streams))
+    load = plan.job.load
+    streams = min(max(load.at_once, 16), 512)
+    prompt_tokens, reply_tokens = load.typical_tokens()
+    tokens = min(reply_tokens, max(4, CALIBRATION_EVENTS // streams))
     itl_ms = max(1.0, streams * 1000 / CALIBRATION_EVENTS)
     requests = min(max(streams, CALIBRATION_EVENTS // tokens), 8 * streams)
     with tempfile.TemporaryDirectory(prefix="loadgen-calibrate-") as scratch:
         directory, stamps = Path(scratch) / "run", Path(scratch) / "stamps.npz"
         directory.mkdir()
         options = ("--dialect", dialect, "--stamps", str(stamps), "--ttft-ms", "30", "--itl-ms", f"{itl_ms:g}")
-        length = plan.prompts.input_tokens + tokens + OPEN_FILES_BESIDES
+        length = prompt_tokens + tokens + OPEN_FILES_BESIDES
         async with embedded.serving(*options, "--max-model-len", str(length)) as serving:
-            job = msgspec.structs.replace(
-                plan.job, model="llama-2-7b", requests=requests, duration_s=None, concurrency=streams, warmup=0
+            like = Load(
+                arrival=load.arrival,
+                input_tokens=fixed(prompt_tokens),
+                output_tokens=fixed(tokens),
+                requests=requests,
+                streams=Streams(streams, streams),
+                seed=load.seed,
             )
-            prompts = msgspec.structs.replace(
-                plan.prompts, output_tokens=tokens, dataset=None, tokenizer=None, vocab_size=None, offset=0
-            )
-            short = msgspec.structs.replace(plan, job=job, target=Target(serving.url), prompts=prompts)
+            job = msgspec.structs.replace(plan.job, model="llama-2-7b", load=like, warmup=0)
+            short = msgspec.structs.replace(plan, job=job, target=Target(serving.url), prompts=PromptSource())
             await run_here(short, directory, lambda snapshots: None)
         return await asyncio.to_thread(ceiling, directory, stamps, requests, tokens)
 

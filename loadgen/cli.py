@@ -301,7 +301,7 @@ def _exit_code_of(error: Exception) -> int | None:
     most commands never fail."""
     from backends import UnknownBackend
     from backends.launch import LaunchError
-    from loadgen.load.prompts import WorkloadError
+    from loadgen.load.lengths import WorkloadError
     from loadgen.report.build import ReportError
     from loadgen.rundir.records import RecordsError
     from loadgen.target import TransportError

@@ -6,6 +6,7 @@ evaluated here: in a subclass of another module cyclopts would look for their na
 """
 
 import dataclasses
+import functools
 import math
 import re
 import sys
@@ -18,10 +19,10 @@ from urllib.parse import urlsplit
 
 from cyclopts import Group
 
-from loadgen.option_types import Whole, names, option
+from loadgen.option_types import Whole, WholeOrText, names, option
 
 if TYPE_CHECKING:
-    from loadgen.load.arrivals import Arrival
+    from loadgen.load.load import Load
 
 __all__ = ["Config", "ConfigError"]
 
@@ -71,12 +72,42 @@ class LoadOptions:
 
     requests: Annotated[Whole | None, _load("How many requests (default 1000, or the dataset's length).")] = None
     duration: Annotated[float | None, _load("Send for this many seconds, then wait for the replies.")] = None
-    input_tokens: Annotated[Whole, _load("Length of every prompt, as the server counts it.")] = 512
-    output_tokens: Annotated[Whole, _load("Length of every reply, forced where the server can.")] = 128
+    input_tokens: Annotated[
+        WholeOrText,
+        _load(
+            "Length of every prompt, as the server counts it: a number, uniform:MIN:MAX, normal:MEAN:SD[:MIN:MAX], "
+            "lognormal:MEDIAN:SIGMA[:MIN:MAX] or file:PATH (a prompt and a reply length a line)."
+        ),
+    ] = 512
+    output_tokens: Annotated[
+        WholeOrText, _load("Length of every reply, forced where the server can; the same laws.")
+    ] = 128
     arrival: Annotated[
-        str | None, _load("burst (default), constant:R, poisson:R or gamma:R:CV; R in requests per second.")
+        str | None,
+        _load(
+            "burst (default), constant:R, poisson:R, gamma:R:CV, ramp:R0:R1:SECONDS or steps:R@S,R@S,...; R in "
+            "requests per second."
+        ),
     ] = None
-    concurrency: Annotated[Whole | None, _load("Closed loop instead: keep this many requests in flight.")] = None
+    concurrency: Annotated[
+        WholeOrText | None,
+        _load("Closed loop instead: keep this many requests in flight; FIRST:LAST:SECONDS for a ramp."),
+    ] = None
+    prefix: Annotated[
+        str | None,
+        _load("Prompts of a group begin alike: GROUPS:TOKENS, or GROUPS:TOKENS:zipf=A; TOKENS of --input-tokens."),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        _load("Arrivals, lengths and shared prompts of real traffic: a Mooncake, Azure, BurstGPT or Bailian file."),
+    ] = None
+    trace_format: Annotated[
+        Literal["mooncake", "azure", "burstgpt", "bailian"] | None,
+        _load("The trace's format (default: as its first line tells)."),
+    ] = None
+    trace_speed: Annotated[float, _load("Play the trace so many times as fast.")] = 1.0
+    trace_limit: Annotated[Whole | None, _load("Play at most this many of its requests.")] = None
+    trace_from: Annotated[float, _load("Begin so many seconds after its first request.")] = 0.0
     warmup: Annotated[Whole, _load("Requests with other prompts, sent before the measurement.")] = 8
     dataset: Annotated[
         Path | None, _load('Your own prompts, one JSON object a line: {"prompt": text or ids, "output_tokens": n}.')
@@ -249,15 +280,16 @@ class Config(
         for name, least in (
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
             ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1),
-            ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1),
+            ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1), ("trace_limit", 1),
         ):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and value < least:
+            if isinstance(value, int) and value < least:
                 raise ConfigError(f"{flag(name)} is {value}; it must be at least {least}.")
         if self.requests is not None and self.requests > MOST_REQUESTS:
             raise ConfigError(f"--requests is {self.requests}; it must be at most {MOST_REQUESTS}, or several runs.")
         for name in (
-            "duration", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "ready_timeout",
+            "duration", "trace_speed", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout",
+            "ready_timeout",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -286,11 +318,12 @@ class Config(
         if self.concurrency is not None and self.arrival is not None:
             raise ConfigError("--concurrency is a closed loop and --arrival an open one; give one of them.")
         self._check_wire()
-        drawn = self.given(("input_tokens", "tokenizer", "vocab_size"))
+        drawn = self.given(("input_tokens", "prefix", "tokenizer", "vocab_size"))
         if drawn and self.dataset is not None:
             raise ConfigError(
                 f"{flag(drawn[0])} is for prompts that are drawn, and --dataset has its own; leave one out."
             )
+        self._check_trace()
         if self.repeat_dataset and self.dataset is None:
             raise ConfigError("--repeat-dataset is for the prompts of a --dataset; name one or leave it out.")
         if self.kernel_timestamps and sys.platform != "linux":
@@ -298,12 +331,32 @@ class Config(
         if self.kernel_timestamps and (self.transport != "fast" or (self.url or "").startswith("https:")):
             raise ConfigError("--kernel-timestamps needs --transport fast and a plain http:// server.")
         try:
-            law = self.law
             self.slos  # noqa: B018
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if self.duration is not None and law.kind == "burst" and self.concurrency is None:
+        self._check_load(self.load)
+
+    def _check_trace(self) -> None:
+        if self.trace is None:
+            given = self.given(("trace_format", "trace_speed", "trace_limit", "trace_from"))
+            if given:
+                raise ConfigError(f"{flag(given[0])} is for a --trace; name one or leave it out.")
+            return
+        given = self.given(("dataset", "input_tokens", "output_tokens", "arrival", "prefix", "requests", "duration"))
+        if given:
+            instead = "; --trace-limit says how many" if given[0] == "requests" else ""
+            raise ConfigError(f"--trace decides what is sent and when; leave {flag(given[0])} out{instead}.")
+        if not 0 <= self.trace_from < float("inf"):
+            raise ConfigError(f"--trace-from is {self.trace_from:g}; it must be at least 0.")
+
+    def _check_load(self, load: "Load") -> None:
+        if self.duration is None:
+            return
+        if load.arrival.kind == "burst" and load.streams is None:
             raise ConfigError("--duration needs --concurrency or an --arrival with a rate; a burst has no duration.")
+        ends_s = load.arrival.lasts_s
+        if ends_s is not None and self.duration > ends_s:
+            raise ConfigError(f"--duration is {self.duration:g} and --arrival {self.arrival} ends after {ends_s:g} s.")
 
     def _check_wire(self) -> None:
         for name in self.given(("ca", "insecure")):
@@ -329,9 +382,11 @@ class Config(
             raise ConfigError(f"--gpus is '{self.gpus}'; with --gpu it is how many of them there are.")
         if self.tp == "all" and self.gpus is None:
             raise ConfigError("--tp all uses every GPU there is; say with --gpus how many of them there are.")
-        length = self.input_tokens + self.output_tokens
-        if self.kv_tokens is not None and self.dataset is None and length > self.kv_tokens:
-            raise ConfigError(f"--kv-tokens is {self.kv_tokens} and every request has {length} tokens; name more.")
+        if self.kv_tokens is not None and self.dataset is None:
+            longest = self.longest_tokens()
+            if longest > self.kv_tokens:
+                one = "every" if self.load.is_plain else "the longest"
+                raise ConfigError(f"--kv-tokens is {self.kv_tokens} and {one} request has {longest} tokens; name more.")
         if not 0 < self.speed < float("inf"):
             raise ConfigError(f"--speed is {self.speed:g}; it must be above 0.")
 
@@ -403,16 +458,50 @@ class Config(
         """Name of the backend."""
         return "vllm" if self.backend is None else self.backend
 
-    @property
-    def law(self) -> "Arrival":
-        """When requests are sent. Raises ValueError."""
-        from loadgen.load import arrivals  # with numpy, which a command line does not wait for
+    @functools.cached_property
+    def load(self) -> "Load":
+        """What is sent, and when; of a dataset all but its prompts. Raises ConfigError."""
+        from loadgen.load import arrivals, lengths  # not before the options are read
+        from loadgen.load.load import Load, TraceSource
+        from loadgen.load.shapes import parse_prefix
 
-        return arrivals.parse(self.arrival or "burst")
+        try:
+            arrival = arrivals.parse(self.arrival or "burst")
+            open_end = self.duration is None and arrival.lasts_s is None and self.trace is None
+            return Load(
+                arrival=arrival,
+                input_tokens=lengths.parse(self.input_tokens),
+                output_tokens=lengths.parse(self.output_tokens),
+                requests=DEFAULT_REQUESTS if self.requests is None and open_end else self.requests,
+                duration_s=self.duration,
+                streams=None if self.concurrency is None else arrivals.parse_streams(self.concurrency),
+                prefix=None if self.prefix is None else parse_prefix(self.prefix),
+                trace=None
+                if self.trace is None
+                else TraceSource(
+                    path=str(self.trace.absolute()),
+                    format=self.trace_format,
+                    speed=self.trace_speed,
+                    limit=self.trace_limit,
+                    from_s=self.trace_from,
+                ),
+                seed=self.seed,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
-    @property
-    def arrival_text(self) -> str:
-        return f"concurrency:{self.concurrency}" if self.concurrency is not None else str(self.law)
+    def longest_tokens(self) -> int:
+        """Prompt and reply of the longest request that is drawn. Raises ConfigError."""
+        try:
+            return self.load.longest_tokens()
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def lengths_text(self, longest: int) -> str:
+        """The lengths as a sentence begins with them; `longest`: prompt and reply of the longest request."""
+        if self.load.is_plain and self.load.output_tokens.kind == "fixed":
+            return f"{self.input_tokens} input and {self.output_tokens} output tokens"
+        return f"the {longest} tokens of the longest request"
 
     @property
     def slos(self) -> dict[str, float]:

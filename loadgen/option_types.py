@@ -30,7 +30,17 @@ def _whole(kind: Any, tokens: Sequence[Token]) -> int:
     raise ValueError(f"'{token.value}' is not a whole number.")
 
 
+def _whole_or_text(kind: Any, tokens: Sequence[Token]) -> int | str:
+    """A whole number where a number was typed, else the text, for laws such as uniform:1:9. Raises ValueError."""
+    try:
+        float(tokens[0].value)
+    except ValueError:
+        return tokens[0].value
+    return _whole(kind, tokens)
+
+
 Whole = Annotated[int, Parameter(converter=_whole)]
+WholeOrText = Annotated[int | str, Parameter(converter=_whole_or_text)]
 
 
 def mistake(error: CycloptsError) -> str:

@@ -16,8 +16,8 @@ import msgspec
 from backends import catalog
 from backends.protocol import Backend, Sampling, ServerInfo
 from loadgen import rundir
-from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
-from loadgen.load import arrivals
+from loadgen.config import Config, ConfigError
+from loadgen.load.load import Load
 from loadgen.load.prompts import Dataset, Text, TokenIds, Workload, tokenizer_count
 from loadgen.models import Model
 from loadgen.target import Target
@@ -59,46 +59,52 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     model: str
     sampling: Sampling
-    requests: int | None
-    duration_s: float | None
-    concurrency: int | None  # of the whole run; None: open loop
+    load: Load
     warmup: int
-    seed: int
     timeouts: Timeouts
     shard: int = 0
     shards: int = 1
 
     @property
     def streams(self) -> int:
-        """How many requests of a closed loop this process keeps in flight."""
-        return len(range(self.shard, self.concurrency or 0, self.shards))
+        """How many requests of a closed loop this process keeps in flight at the most."""
+        return 0 if self.load.streams is None else len(range(self.shard, self.load.streams.most, self.shards))
+
+    def streams_at(self, elapsed_ns: int) -> int:
+        """How many requests of a closed loop this process keeps in flight then."""
+        assert self.load.streams is not None
+        return len(range(self.shard, self.load.streams.at(elapsed_ns / 1e9), self.shards))
+
+    def stream_start_ns(self, stream: int) -> int:
+        """When the process' stream `stream` (from 0) sends its first request, since t = 0."""
+        assert self.load.streams is not None
+        return round(self.load.streams.start_s(self.shard + stream * self.shards) * 1e9)
 
     def numbers(self) -> Iterator[int]:
         """The numbers of its requests, ascending, without end."""
-        cycle = self.concurrency or self.shards
+        cycle = self.shards if self.load.streams is None else self.load.streams.most
         return (number for number in itertools.count() if number % cycle % self.shards == self.shard)
 
 
 class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
-    """How to build the workload; `repeat`: whether prompts of the dataset may be sent more
-    than once; `offset`: tokens that the server adds to a text prompt."""
+    """How to build the workload of a load. repeat: whether prompts of the dataset may be sent more than once. offset:
+    tokens that the server adds to a text prompt."""
 
-    input_tokens: int
-    output_tokens: int
     vocab_size: int | None = None
     dataset: str | None = None
     repeat: bool = False
     tokenizer: str | None = None
     offset: int = 0
 
-    def build(self, backend: Backend, job_seed: int, warmup: int) -> Workload:
+    def build(self, backend: Backend, load: Load, warmup: int) -> Workload:
+        """Raises WorkloadError."""
         if self.dataset is not None:
-            return Dataset(Path(self.dataset), self.output_tokens, backend.prompt_kind, warmup, repeat=self.repeat)
+            return Dataset(
+                Path(self.dataset), load.output_tokens.least, backend.prompt_kind, warmup, repeat=self.repeat
+            )
         if backend.prompt_kind == "token_ids":
-            sizes = () if self.vocab_size is None else (self.vocab_size,)
-            return TokenIds(job_seed, self.input_tokens, self.output_tokens, *sizes)
-        count = None if self.tokenizer is None else tokenizer_count(self.tokenizer)
-        text = Text(job_seed, self.input_tokens, self.output_tokens, count)
+            return TokenIds(load) if self.vocab_size is None else TokenIds(load, self.vocab_size)
+        text = Text(load, None if self.tokenizer is None else tokenizer_count(self.tokenizer))
         text.offset = self.offset
         return text
 
@@ -112,24 +118,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     fresh: bool
     kernel_timestamps: bool
-    arrival: arrivals.Arrival
     prompts: PromptSource
-
-    @property
-    def streams_at_once(self) -> int:
-        """Streams open together at the least: the burst, or the closed loop's concurrency."""
-        job = self.job
-        if job.concurrency is not None:
-            return min(job.concurrency, job.requests or job.concurrency)
-        return (job.requests or 0) if self.arrival.kind == "burst" else 1
-
-    @property
-    def requests_planned(self) -> int | None:
-        """How many requests the run will send; None when that depends on the server."""
-        job = self.job
-        if job.concurrency is not None:
-            return job.requests if job.duration_s is None else None
-        return len(arrivals.draw(self.arrival, job.requests, job.duration_s, job.seed))
 
     def share(self, shard: int, shards: int) -> Plan:
         """The part of one of `shards` processes."""
@@ -162,17 +151,10 @@ def plan_run(
 ) -> Plan:
     """Everything about the run that does not need the network. `started`: the model of a server that loadgen started.
     Raises ConfigError or WorkloadError."""
-    limit = info.max_total_tokens
-    if config.dataset is None and limit is not None and config.input_tokens + config.output_tokens > limit:
-        raise ConfigError(
-            f"{config.input_tokens} input and {config.output_tokens} output tokens are more than the server's limit "
-            f"of {limit}; lower --input-tokens or --output-tokens."
-        )
     _check_drawn(config, backend)
+    load = _load(config, backend, info.max_total_tokens)
     spec = started.spec if started is not None else catalog.find(config.model or info.model or "")
     source = PromptSource(
-        input_tokens=config.input_tokens,
-        output_tokens=config.output_tokens,
         vocab_size=config.vocab_size or (spec.vocab_size if spec else None),
         dataset=str(config.dataset) if config.dataset else None,
         repeat=config.repeat_dataset,
@@ -182,12 +164,9 @@ def plan_run(
         run_id=run_id,
         version=rundir.package_version(),
         model=started.name if started is not None else choose_model(config, info),
-        sampling=Sampling(config.output_tokens, config.ignore_eos, seed=config.seed, stream=config.stream),
-        requests=most_requests(config, backend),
-        duration_s=config.duration,
-        concurrency=config.concurrency,
+        sampling=Sampling(load.output_tokens.least, config.ignore_eos, seed=config.seed, stream=config.stream),
+        load=load,
         warmup=config.warmup,
-        seed=config.seed,
         timeouts=Timeouts(config.connect_timeout, config.first_byte_timeout, config.idle_timeout, config.total_timeout),
     )
     return Plan(
@@ -197,9 +176,24 @@ def plan_run(
         transport=config.transport,
         fresh=config.connect == "fresh",
         kernel_timestamps=config.kernel_timestamps,
-        arrival=config.law,
         prompts=source,
     )
+
+
+def _load(config: Config, backend: Backend, limit: int | None) -> Load:
+    """The load as a server with that limit on prompt and reply can take it. Raises ConfigError or WorkloadError."""
+    load = msgspec.structs.replace(config.load, requests=most_requests(config, backend))
+    if load.trace is not None:
+        return load.within(limit)
+    if config.dataset is not None:
+        return load
+    longest = load.longest_tokens()
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"{config.lengths_text(longest)} are more than the server's limit of {limit}; lower --input-tokens or "
+            "--output-tokens."
+        )
+    return load
 
 
 def _check_drawn(config: Config, backend: Backend) -> None:
@@ -218,16 +212,15 @@ def _check_drawn(config: Config, backend: Backend) -> None:
 def read_dataset(config: Config, backend: Backend) -> Dataset:
     """The prompts of --dataset. Raises WorkloadError."""
     assert config.dataset is not None
-    return Dataset(
-        config.dataset, config.output_tokens, backend.prompt_kind, config.warmup, repeat=config.repeat_dataset
-    )
+    reply = config.load.output_tokens.least
+    return Dataset(config.dataset, reply, backend.prompt_kind, config.warmup, repeat=config.repeat_dataset)
 
 
 def most_requests(config: Config, backend: Backend) -> int | None:
     """Requests at the most: --requests, or as many prompts as the dataset has beside the warm-up's. None: time ends
     the run. Raises ConfigError or WorkloadError."""
     if config.dataset is None or (config.repeat_dataset and config.duration is not None):
-        return DEFAULT_REQUESTS if config.requests is None and config.duration is None else config.requests
+        return config.load.requests
     available = len(read_dataset(config, backend))
     if config.requests is not None and config.requests > available and not config.repeat_dataset:
         raise ConfigError(
@@ -248,6 +241,7 @@ def _own_tokenizer(backend: Backend, started: Model | None) -> str | None:
 
 def worker_count(config: Config, plan: Plan) -> int:
     """How many client processes share the load."""
+    load = plan.job.load
     if config.workers != "auto":
-        return min(int(config.workers), plan.job.concurrency or int(config.workers))
-    return max(1, min(len(rundir.usable_cpus()), -(-plan.streams_at_once // STREAMS_PER_WORKER)))
+        return min(int(config.workers), int(config.workers) if load.streams is None else load.streams.most)
+    return max(1, min(len(rundir.usable_cpus()), -(-load.at_once // STREAMS_PER_WORKER)))

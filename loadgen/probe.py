@@ -51,16 +51,18 @@ async def fit_text(plan: Plan) -> Plan:
     source = plan.prompts
     if source.dataset is not None or backend.prompt_kind != "text":
         return plan
-    workload = source.build(backend, plan.job.seed + 1, 0)
+    load = plan.job.load
+    workload = source.build(backend, msgspec.structs.replace(load, seed=load.seed + 1), 0)
     assert isinstance(workload, Text)
     transport = build_transport(plan, backend)
     await transport.open(1)
     try:
         for _ in range(2):
-            prompt_tokens = await _counted_by_server(plan, backend, transport, workload.prompt("warmup", 0))
-            if prompt_tokens is None or prompt_tokens == source.input_tokens:
+            prompt = workload.prompt("warmup", 0)
+            prompt_tokens = await _counted_by_server(plan, backend, transport, prompt)
+            if prompt_tokens is None or prompt_tokens == prompt.n_tokens:
                 break
-            workload.fit_offset(prompt_tokens)
+            workload.fit_offset(prompt.n_tokens, prompt_tokens)
     finally:
         await transport.close()
     return msgspec.structs.replace(plan, prompts=msgspec.structs.replace(source, offset=workload.offset))

@@ -100,7 +100,7 @@ class Run:
             embedded.dialect(self.backend.name)
             if config.gpu is not None:
                 embedded.check(config)
-            info = ServerInfo(embedded.model_name(config), max_total_tokens=config.max_model_len or embedded.MODEL_LEN)
+            info = ServerInfo(embedded.model_name(config), max_total_tokens=embedded.model_len(config))
             plan = plan_run(config, self.backend, Target(""), info, self.run_id)
         else:
             plan = plan_run(config, self.backend, Target(""), ServerInfo(config.model or "unknown"), self.run_id)
@@ -180,6 +180,8 @@ class Run:
         model = served.managed.launch.model if served.managed is not None else None
         plan = plan_run(self.config, self.backend, served.target, self.info, self.run_id, model)
         make_room(plan, worker_count(self.config, plan))
+        if plan.job.load.left_out:
+            self.say(f"note: of the trace these are not sent: {plan.job.load.left_out}.")
         return await fit_text(plan)
 
     async def ceiling(self, plan: Plan) -> Ceiling | None:
@@ -205,9 +207,11 @@ class Run:
             url=plan.target.url,
             emulated=self.emulated,
             server_version=self.info.version,
-            requests_planned=plan.requests_planned,
+            requests_planned=plan.job.load.planned,
             client_processes=worker_count(self.config, plan),
-            arrival=self.config.arrival_text,
+            arrival=plan.job.load.when,
+            left_out=plan.job.load.left_out,
+            phases=tuple(plan.job.load.phases()),
             max_total_tokens=self.info.max_total_tokens,
             machine=rundir.this_machine(),
             dataset_prompts=len(read_dataset(self.config, self.backend)) if self.config.repeat_dataset else None,
@@ -313,7 +317,7 @@ def dry_run(config: Config, directory: Path, run_id: str) -> str:
     backend = launch.backend
     target = Target(f"http://127.0.0.1:{launch.start.port}")
     plan = plan_run(config, backend, target, ServerInfo(launch.settings.served_name), run_id, launch.model)
-    prompt = plan.prompts.build(backend, plan.job.seed, 0).prompt("measured", 0)
+    prompt = plan.prompts.build(backend, plan.job.load, 0).prompt("measured", 0)
     request = backend.encode(plan.job.model, prompt, plan.job.sampling)
     parts = [launch.text()]
     for path, content in launch.files.items():

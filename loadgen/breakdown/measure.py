@@ -63,8 +63,9 @@ def that_fit(config: Config, cache_tokens: int | None, wanted: int) -> Config:
     request beyond that."""
     if cache_tokens is None or config.output_tokens != LONG_REPLY_TOKENS:
         return config
-    room = int(CACHE_RATIO * cache_tokens) // (config.concurrency or 1) - config.input_tokens
-    reply = min(room, config.output_tokens)
+    load = config.load
+    room = int(CACHE_RATIO * cache_tokens) // load.at_once - load.input_tokens.least
+    reply = min(room, load.output_tokens.least)
     return dataclasses.replace(config, output_tokens=reply) if reply >= LEAST_REPLIES * wanted else config
 
 
@@ -98,12 +99,12 @@ def _assembled(decoded: steps.Steps, watched: Watched, launch: Launch, config: C
     names = dict.fromkeys(gpu.name for gpu in launch.inventory.gpus if gpu.index in launch.gpu_indices)
     version = f" {'.'.join(map(str, launch.settings.version))}" if launch.settings.version else ""
     return Breakdown(
-        **_trace_fields(decoded, config.concurrency or 0, watched.before_ms, watched.during_ms),
+        **_trace_fields(decoded, config.load.at_once, watched.before_ms, watched.during_ms),
         emulated=emulated,
         backend=f"{launch.backend.name}{version}",
         model=launch.model.name,
         hardware=f"{launch.settings.tp} x {', '.join(names)}" if names else "the CPU",
-        prompt_tokens=config.input_tokens,
+        prompt_tokens=config.load.input_tokens.least,
         context_tokens=watched.context_tokens,
         client_ms=watched.during_ms,
         client_before_ms=watched.before_ms,
@@ -175,12 +176,12 @@ async def drive(plan: Plan, profiler: Profiler, wanted: int, directory: Path, sa
                 await running
     finally:
         await client.transport.close()
-    return Watched(before_ms, during_ms, plan.prompts.input_tokens + context)
+    return Watched(before_ms, during_ms, plan.job.load.input_tokens.least + context)
 
 
 async def _steady(client: Client, running: asyncio.Future[Any], plan: Plan) -> list[Exchange]:
     """All streams, once each has its first token and none its last. Raises ServerError."""
-    wanted = plan.job.concurrency or 0
+    wanted = plan.job.load.at_once
     began, limit_s = now_ns(), min(UNQUEUED_S, plan.job.timeouts.first_byte_s)
     while True:
         await asyncio.sleep(POLL_S)

@@ -111,9 +111,15 @@ def batch_of(config: Config) -> int:
         raise ConfigError("a breakdown starts the server itself, with its profiler; give --launch instead of --url.")
     if config.arrival is not None or config.duration is not None or config.requests is not None:
         raise ConfigError("a breakdown keeps one batch in decode; --concurrency says how large, nothing else.")
-    if config.dataset is not None or not config.stream:
-        raise ConfigError("a breakdown needs prompts of one length and streams; leave --dataset and --no-stream out.")
-    batch = config.concurrency or DEFAULT_BATCH
+    one_length = config.load.is_plain and config.load.output_tokens.kind == "fixed"
+    if config.dataset is not None or not one_length or not config.stream:
+        raise ConfigError(
+            "a breakdown needs unrelated prompts of one length and streams; leave --dataset, --prefix, laws of lengths "
+            "and --no-stream out."
+        )
+    if config.load.phases():
+        raise ConfigError("a breakdown keeps one batch in decode; give --concurrency one number.")
+    batch = DEFAULT_BATCH if config.load.streams is None else config.load.streams.most
     if batch > config.max_running:
         raise ConfigError(f"--concurrency {batch} is more than --max-running {config.max_running}; raise that.")
     if config.workers != "1":

@@ -31,7 +31,6 @@ from loadgen.client.exchange import Exchange
 from loadgen.client.transport import FastTransport, Transport
 from loadgen.clock import Alarm, now_ns
 from loadgen.event_loop import Stop, every_second
-from loadgen.load import arrivals
 from loadgen.load.prompts import Workload
 from loadgen.plan import Job, Plan
 from loadgen.rundir import WriteError
@@ -101,10 +100,10 @@ class Client:
         self.workload = workload
         self.transport = transport
         self.due_ns = array("q", due_ns[job.shard :: job.shards].tobytes())  # a list takes five times the memory
-        self.closed_loop = job.concurrency is not None
+        self.closed_loop = job.load.streams is not None
         self.planned: int | None = len(self.due_ns)
         if self.closed_loop:
-            limit = job.requests
+            limit = job.load.requests
             self.planned = (
                 None if limit is None else sum(1 for _ in itertools.takewhile(lambda n: n < limit, job.numbers()))
             )
@@ -116,6 +115,7 @@ class Client:
         self._recent_ttft_ms: deque[float] = deque(maxlen=256)
         self._idle = asyncio.Event()
         self._next = 0
+        self._streams = 0  # of a closed loop: how many have begun
         self._t0_ns = 0
         self._file: RecordsFile | None = None
         self._write_error: WriteError | None = None
@@ -147,7 +147,7 @@ class Client:
     async def _warm_up(self) -> WarmUp:
         self._t0_ns = now_ns()
         for number in itertools.takewhile(lambda n: n < self.job.warmup, self.job.numbers()):
-            exchange, prepared = self._make("warmup", number, self.workload.output_tokens(0))
+            exchange, prepared = self._make("warmup", number)
             exchange.scheduled_ns = now_ns()
             self.in_flight.add(exchange)
             self.transport.send(exchange, prepared)
@@ -159,19 +159,20 @@ class Client:
         errors = [f"{each.outcome}, {each.error}" for each in self._warmed if each.outcome != "ok"]
         return WarmUp(sent=len(self._warmed), failed=len(errors), error=next(iter(errors), None))
 
-    def _make(self, phase: str, number: int, output_tokens: int) -> tuple[Exchange, bytes | HttpRequest]:
-        prompt = self.workload.prompt(phase, number)
-        sampling = msgspec.structs.replace(self.job.sampling, max_tokens=output_tokens)
+    def _make(self, phase: str, number: int) -> tuple[Exchange, bytes | HttpRequest]:
+        prompt, shape = self.workload.prompt(phase, number), self.workload.shape(number)
+        sampling = msgspec.structs.replace(self.job.sampling, max_tokens=shape.output_tokens)
         request = self.backend.encode(self.job.model, prompt, sampling)
-        exchange = Exchange(
-            number, phase, -1, prompt.n_tokens, output_tokens, self.backend.decoder(sampling.stream), self._on_done
-        )
-        request_id = f"{self.job.run_id}-{'w' if phase == 'warmup' else ''}{number}"
+        id = self.workload.id(number) if phase == "measured" else number
+        decoder = self.backend.decoder(sampling.stream)
+        exchange = Exchange(id, phase, -1, prompt.n_tokens, shape.output_tokens, decoder, self._on_done)
+        exchange.shared_tokens = shape.shared_tokens if phase == "measured" else 0
+        request_id = f"{self.job.run_id}-{'w' if phase == 'warmup' else ''}{id}"
         return exchange, self.transport.prepare(request, request_id)
 
     def _requests(self) -> Iterator[tuple[Exchange, bytes | HttpRequest]]:
         for number in itertools.islice(self.job.numbers(), self.planned):
-            yield self._make("measured", number, self.workload.output_tokens(number))
+            yield self._make("measured", number)
 
     def _prepare_one(self) -> int:
         """Bytes of one more request that is ready to be sent; 0 when there are no more."""
@@ -232,23 +233,30 @@ class Client:
             self._send_next(scheduled)
 
     def _closed_loop(self) -> None:
-        """Fills the loop up to its concurrency; from then on every reply sends the next request."""
+        """Begins the streams of the loop, those of a ramp one after the other; from then on every reply sends the next
+        request."""
         slice_end = now_ns() + SLICE_NS
-        wanted = self.job.streams
-        while len(self.in_flight) < wanted and self._may_send():
-            self._send_next(self._t0_ns if self._next < wanted else now_ns())
-            if now_ns() > slice_end:
+        while self._streams < self.job.streams and self._may_send():
+            scheduled = self._t0_ns + self.job.stream_start_ns(self._streams)
+            now = now_ns()
+            if scheduled > now:
+                self._alarm.set(scheduled)
+                return
+            if now > slice_end:
                 asyncio.get_running_loop().call_soon(self._closed_loop)
                 return
+            self._streams += 1
+            self._send_next(scheduled)
 
     def _replace(self, due: int) -> None:
-        if len(self.in_flight) < self.job.streams and self._may_send():
+        if len(self.in_flight) < self.job.streams_at(due - self._t0_ns) and self._may_send():
             self._send_next(due)
 
     def _may_send(self) -> bool:
         if self.stopping or (self.planned is not None and self._next >= self.planned):
             return False
-        return self.job.duration_s is None or now_ns() - self._t0_ns < self.job.duration_s * 1e9
+        duration_s = self.job.load.duration_s
+        return duration_s is None or now_ns() - self._t0_ns < duration_s * 1e9
 
     def _send_next(self, scheduled: int) -> None:
         if not self._prepared:
@@ -374,11 +382,8 @@ def build_client(plan: Plan) -> Client:
     """The client of the plan's share of the load, with everything drawn that is drawn at once."""
     backend = backends.get(plan.backend)
     job = plan.job
-    due = np.empty(0, np.int64)
-    if job.concurrency is None:
-        due = arrivals.draw(plan.arrival, job.requests, job.duration_s, job.seed)
-    workload = plan.prompts.build(backend, job.seed, job.warmup)
-    return Client(job, backend, workload, build_transport(plan, backend), due)
+    workload = plan.prompts.build(backend, job.load, job.warmup)
+    return Client(job, backend, workload, build_transport(plan, backend), job.load.due_ns())
 
 
 def build_transport(plan: Plan, backend: Backend) -> Transport:

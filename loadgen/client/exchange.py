@@ -26,7 +26,7 @@ class Exchange:
     __slots__ = (
         "abort", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "decoder", "done_ns", "error", "error_body",
         "feed", "headers_ns", "id", "last_read_ns", "location", "on_done", "outcome", "output_tokens", "phase", "plain",
-        "prompt_tokens", "retried", "scheduled_ns", "sent_ns", "status", "times",
+        "prompt_tokens", "retried", "scheduled_ns", "sent_ns", "shared_tokens", "status", "times",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +55,7 @@ class Exchange:
         self.error: str | None = None
         self.error_body = b""
         self.location = ""  # where a redirect points
+        self.shared_tokens = 0  # of the prompt's beginning that an earlier request of the load has sent
         self.retried = False  # sent again after its reused connection had died
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
@@ -166,5 +167,6 @@ class Exchange:
             phase=self.phase,
             error=self.error,
             retried=True if self.retried else UNSET,
+            shared_tokens=self.shared_tokens or UNSET,
             itl_us=np.diff((np.frombuffer(times, np.int64) - t0_ns) // 1000).tolist(),
         )

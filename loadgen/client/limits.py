@@ -62,7 +62,7 @@ def _memory_bytes() -> int | None:
 
 def make_room(plan: Plan, workers: int) -> None:
     """Raises the limit on open files, or TransportError when this machine cannot hold the streams."""
-    streams = plan.streams_at_once
+    streams = plan.job.load.at_once
     if streams > ephemeral_ports():
         raise TransportError(
             f"{streams} connections to one address need as many local ports and this machine has {ephemeral_ports()}; "

@@ -33,7 +33,7 @@ from loadgen.client.engine import (
 from loadgen.client.limits import make_room
 from loadgen.clock import now_ns
 from loadgen.event_loop import Stop, every_second, run_loop
-from loadgen.load.prompts import WorkloadError
+from loadgen.load.lengths import WorkloadError
 from loadgen.plan import Plan
 from loadgen.rundir import WriteError
 from loadgen.target import TransportError

@@ -51,7 +51,8 @@ def guarded(name: str, check: Callable[[], Observation]) -> Check:
 
 def client_checks(config: Config) -> Iterator[Check]:
     """What the client needs, for the load that these options ask for."""
-    burst = config.concurrency or config.requests or DEFAULT_REQUESTS
+    load = config.load
+    burst = (load.requests or DEFAULT_REQUESTS) if load.streams is None else load.streams.most
     yield guarded("open files", lambda: _open_files(burst + OPEN_FILES_BESIDES))
     if config.where != "url":  # the backlog that counts is that of the server's machine
         yield guarded("listen backlog", lambda: _backlog(burst))

@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 from backends.protocol import Prompt
 from backends.untrusted import UNDECODABLE, reason
+from loadgen.load.lengths import MOST_TOKENS, WorkloadError
+from loadgen.load.load import Load
+from loadgen.load.shapes import Shape
 
 BLOCK_TOKENS = 1 << 17  # prompts are drawn some at a time: at most 256, fewer when they are long
 FIRST_ID = 1000  # below lie special and byte tokens in the vocabularies of Llama, Mistral, Qwen and Gemma
 UNKNOWN_VOCABULARY = 4000  # ids below this exist in nearly every model
-MOST_TOKENS = (1 << 31) - 1  # servers count a request's tokens in 32 bits
 
 # Frequent English words: each is one token, with the space before it, in byte-pair vocabularies trained on the web.
 _WORDS_TEXT = """
@@ -41,19 +43,17 @@ WORDS = _WORDS_TEXT.split()
 FILLERS = (" a", " I", " 1", ".", ",", "!", "?", "\n", " .")  # one of them is one token more in any vocabulary
 
 
-class WorkloadError(Exception):
-    """A dataset or tokenizer that cannot be used. One sentence, the line numbered."""
-
-
 class Workload(Protocol):
-    """`prompt(phase, number)` and the output length asked for with it."""
+    """The requests of a run: what each asks for, its prompt, and its id in the records."""
+
+    def shape(self, number: int) -> Shape: ...
 
     def prompt(self, phase: str, number: int) -> Prompt: ...
 
-    def output_tokens(self, number: int) -> int: ...
+    def id(self, number: int) -> int: ...
 
 
-class _Drawn:
+class _Rows:
     """Rows of random integers in [low, high), one a request, drawn in blocks from (seed, phase, block)."""
 
     def __init__(self, seed: int, length: int, low: int, high: int) -> None:
@@ -72,50 +72,92 @@ class _Drawn:
         return row
 
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every bit of the result hangs on every bit given."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def hashed(seed: int, segments: Sequence[tuple[int, int, int]], low: int, high: int) -> NDArray[np.int64]:
+    """Integers in [low, high) for segments of (domain, key, tokens), one after the other. The k-th of a segment hangs
+    on nothing but (seed, domain, key, k), so segments of the same key begin alike whatever their lengths."""
+    lengths = np.array([tokens for _, _, tokens in segments], np.int64)
+    names = np.array([(domain, key & (1 << 64) - 1) for domain, key, _ in segments], np.uint64).reshape(-1, 2)
+    with np.errstate(over="ignore"):
+        start = _mixed(np.array([seed & (1 << 64) - 1], np.uint64) + _GOLDEN)
+        starts = _mixed(_mixed(names[:, 0] * _GOLDEN + start) ^ names[:, 1])
+        place = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        drawn = _mixed(np.repeat(starts, lengths) + (place.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    integers: NDArray[np.int64] = (low + ((drawn >> np.uint64(32)) * np.uint64(high - low) >> np.uint64(32))).astype(
+        np.int64
+    )
+    return integers
+
+
+_SHARED, _OWN, _WARMUP = range(3)  # domains of keys
+
+
+class _Content:
+    """Integers in [low, high) for every token of every prompt."""
+
+    def __init__(self, load: Load, low: int, high: int) -> None:
+        self.shapes = load.shapes()
+        self._seed, self._low, self._high = load.seed, low, high
+        self._rows = _Rows(load.seed, load.input_tokens.least, low, high) if load.is_plain else None
+
+    def row(self, phase: str, number: int) -> list[int]:
+        """Of one prompt. A prompt of the warm-up shares nothing with any other."""
+        if self._rows is not None:
+            return self._rows.row(phase, number)
+        shape = self.shapes.shape(number)
+        if phase == "warmup":
+            segments = [(_WARMUP, number, shape.prompt_tokens)]
+        else:
+            own = shape.prompt_tokens - sum(tokens for _, tokens in shape.segments)
+            segments = [*((_SHARED, key, tokens) for key, tokens in shape.segments), (_OWN, number, own)]
+        row: list[int] = hashed(self._seed, segments, self._low, self._high).tolist()
+        return row
+
+
 class TokenIds:
     """Uniformly random token ids in [FIRST_ID, vocab_size)."""
 
-    def __init__(self, seed: int, input_tokens: int, output_tokens: int, vocab_size: int = UNKNOWN_VOCABULARY) -> None:
-        low = FIRST_ID if vocab_size > 2 * FIRST_ID else 0
-        self._drawn = _Drawn(seed, input_tokens, low, vocab_size)
-        self._output_tokens = output_tokens
+    def __init__(self, load: Load, vocab_size: int = UNKNOWN_VOCABULARY) -> None:
+        self._content = _Content(load, FIRST_ID if vocab_size > 2 * FIRST_ID else 0, vocab_size)
+        self.shape, self.id = self._content.shapes.shape, self._content.shapes.id
 
     def prompt(self, phase: str, number: int) -> Prompt:
-        ids = self._drawn.row(phase, number)
+        ids = self._content.row(phase, number)
         return Prompt(n_tokens=len(ids), token_ids=ids)
-
-    def output_tokens(self, number: int) -> int:
-        return self._output_tokens
 
 
 class Text:
-    """Random words that make up `input_tokens` tokens together with the `offset` tokens that the server adds.
+    """Random words that make up a prompt's tokens together with the `offset` tokens that the server adds.
 
     All begin with the same word, because how many tokens a first word is may depend on what the server puts before it.
     count(text) is the given tokenizer's number of tokens without special ones; without one a word counts as a token.
     """
 
-    def __init__(
-        self, seed: int, input_tokens: int, output_tokens: int, count: Callable[[str], int] | None = None
-    ) -> None:
-        self._input_tokens = input_tokens
-        self._output_tokens = output_tokens
+    def __init__(self, load: Load, count: Callable[[str], int] | None = None) -> None:
+        self._content = _Content(load, 0, len(WORDS))
+        self._least_tokens = load.input_tokens.least
         self._count = count
-        self._drawn = _Drawn(seed, input_tokens, 0, len(WORDS))
+        self.shape, self.id = self._content.shapes.shape, self._content.shapes.id
         self.offset = 0
 
     def prompt(self, phase: str, number: int) -> Prompt:
-        words = [WORDS[0], *(WORDS[index] for index in self._drawn.row(phase, number)[1:])]
-        wanted = self._input_tokens - self.offset
-        return Prompt(n_tokens=self._input_tokens, text=exact_text(words, wanted, self._count))
+        row = self._content.row(phase, number)
+        words = [WORDS[0], *(WORDS[index] for index in row[1:])]
+        return Prompt(n_tokens=len(row), text=exact_text(words, len(row) - self.offset, self._count))
 
-    def output_tokens(self, number: int) -> int:
-        return self._output_tokens
-
-    def fit_offset(self, server_prompt_tokens: int) -> None:
+    def fit_offset(self, asked_tokens: int, server_tokens: int) -> None:
         """Takes the server's count of a prompt built with the present offset. Raises WorkloadError if none is left."""
-        self.offset += server_prompt_tokens - self._input_tokens
-        if self.offset >= self._input_tokens:
+        self.offset += server_tokens - asked_tokens
+        if self.offset >= self._least_tokens:
             raise WorkloadError(
                 f"the server adds {self.offset} tokens of its own to a prompt; --input-tokens must be above that."
             )
@@ -223,8 +265,13 @@ class Dataset:
             return Prompt(n_tokens=line.prompt_tokens or 0, text=line.prompt)
         return Prompt(n_tokens=len(line.prompt), token_ids=line.prompt)
 
-    def output_tokens(self, number: int) -> int:
-        return self._lines[number % len(self._lines)].output_tokens or self._output_tokens
+    def shape(self, number: int) -> Shape:
+        line = self._lines[number % len(self._lines)]
+        known = line.prompt_tokens or 0 if isinstance(line.prompt, str) else len(line.prompt)
+        return Shape(known, line.output_tokens or self._output_tokens)
+
+    def id(self, number: int) -> int:
+        return number
 
 
 def _prompts(count: int) -> str:

@@ -44,6 +44,14 @@ class Ceiling(msgspec.Struct, kw_only=True):
     output_tokens: int
 
 
+class Phase(msgspec.Struct, frozen=True):
+    """A part of a load that is reported by itself; seconds since t = 0. end_s: None for the last, which has no end."""
+
+    name: str
+    start_s: float
+    end_s: float | None
+
+
 class Machine(msgspec.Struct, kw_only=True):
     platform: str
     python: str
@@ -70,6 +78,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     arrival: str
     max_total_tokens: int | None = None
     machine: Machine
+    left_out: str = ""  # how many requests of a trace were not sent, and why, as a clause
+    phases: tuple[Phase, ...] = ()  # parts of the load that are reported by themselves
     dataset_prompts: int | None = None  # of a dataset whose prompts may be sent again: how many it has
     ceiling: Ceiling | None = None
     emulation: Emulation | None = None  # what was modelled where no real server ran

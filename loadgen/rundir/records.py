@@ -61,6 +61,7 @@ class Record(msgspec.Struct, kw_only=True):
     phase: str = "measured"
     error: str | None = None
     retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
+    shared_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of the prompt, sent before by an earlier request
     itl_us: Sequence[int] = ()
 
 

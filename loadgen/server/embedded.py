@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from backends import catalog
-from loadgen import child_env, exit_codes
+from loadgen import child_env, exit_codes, models
 from loadgen.config import Config, ConfigError
 from loadgen.rundir.emulation import Emulation
 from loadgen.terminal import say
@@ -60,9 +60,10 @@ def check(config: Config) -> None:
 def options(config: Config, dialect: str, model: str) -> list[str]:
     """The embedded server's flags for a run: fixed times, or those of modelled GPUs."""
     chosen = ["--dialect", dialect, "--model", model, "--seed", str(config.seed)]
+    chosen += ["--max-model-len", str(model_len(config))]
     if config.gpu is None:
         return [*chosen, *RUN_TIMING]
-    flags = modelled(config) | {"max_model_len": config.max_model_len}
+    flags = modelled(config)
     for name, value in flags.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -71,6 +72,17 @@ def options(config: Config, dialect: str, model: str) -> list[str]:
             several = value if isinstance(value, tuple) else () if value is None else (value,)
             chosen += [word for each in several for word in (f"--{flag}", str(each))]
     return chosen
+
+
+def model_len(config: Config) -> int:
+    """Its --max-model-len: what the options say, or what is usual, or what the load needs where the model takes that.
+    Raises ConfigError or WorkloadError."""
+    if config.max_model_len is not None:
+        return config.max_model_len
+    most = models.find(config.model or "7b").max_position
+    if most is None or config.dataset is not None:
+        return MODEL_LEN
+    return max(MODEL_LEN, min(most, config.longest_tokens()))
 
 
 def modelled(config: Config) -> dict[str, Any]:

@@ -175,14 +175,15 @@ def _inherited_notes() -> list[str]:
 def _longest(config: Config, backend: Backend) -> int | None:
     """Tokens of the run's longest prompt and its reply; None where the prompts' lengths are unknown."""
     if config.dataset is None:
-        return config.input_tokens + config.output_tokens
+        return config.longest_tokens()
     return read_dataset(config, backend).longest_tokens()
 
 
 def _at_once(config: Config, plan: Plan) -> int:
     """Requests that the server may have at once, running or waiting: all of an open loop if it is slow. Not fewer than
     a usual burst: a compose file's server may be measured with other options."""
-    most = config.concurrency or plan.requests_planned or 0
+    load = plan.job.load
+    most = load.planned or 0 if load.streams is None else load.streams.most
     return max(most, config.warmup, DEFAULT_REQUESTS)
 
 

@@ -29,7 +29,7 @@ def model_length(config: Config, model: Model, needed: int | None, notes: list[s
                 "another length with --max-model-len."
             )
     if needed is not None and needed > length:
-        those = f"{config.input_tokens} input and {config.output_tokens} output tokens"
+        those = config.lengths_text(needed)
         if config.dataset is not None:
             those = f"the {needed} tokens of a prompt in {config.dataset} and its reply"
         if config.max_model_len is None:

@@ -44,7 +44,7 @@ def modelled(config: Config, preset: str | None, directory: Path, run_id: str) -
             "name the GPU to model, such as --gpu a800, or start a server: --launch process or --launch docker."
         )
     batch = batch_of(config)
-    prompt, reply = config.input_tokens, config.output_tokens
+    prompt, reply = config.load.input_tokens.least, config.load.output_tokens.least
     try:
         hardware = Hardware(**embedded.modelled(config))
         model = models.find(config.model or "7b")

@@ -15,7 +15,6 @@ from cyclopts import Parameter
 import backends
 from loadgen import cli, exit_codes, models, rundir, terminal
 from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, PlacementOptions, flag
-from loadgen.load import arrivals
 from loadgen.option_types import names, offers, option
 from loadgen.plan import most_requests, read_dataset
 from loadgen.rundir import records
@@ -28,7 +27,8 @@ from servers.simulator.virtual import Outcome, manifest, simulate
 
 @offers(
     "backend", "model", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency", "warmup",
-    "dataset", "repeat_dataset", "seed", "goodput", "out", *names(PlacementOptions),
+    "prefix", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from", "dataset", "repeat_dataset", "seed",
+    "goodput", "out", *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
 class PredictOptions(Config):
@@ -79,7 +79,7 @@ def predict(
             terminal.say(f"note: {note}")
         made = rundir.create(directory, private=config.dataset is not None)
         try:
-            outcomes = simulate(emulated, load, config.concurrency)
+            outcomes = simulate(emulated, load, None if config.load.streams is None else config.load.streams.most)
         except EmulationError:
             rundir.remove_if_empty(directory, made)
             raise
@@ -117,21 +117,20 @@ def draw(config: Config) -> list[tuple[float, int, int]]:
     if config.concurrency is not None and config.duration is not None:
         raise ConfigError("a closed loop is predicted for a number of requests; give --requests and no --duration.")
     backend = backends.get(config.kind)
-    requests = most_requests(config, backend)
-    if config.concurrency is not None and requests is not None:
-        times_s = [0.0] * requests
-    else:
-        times_s = (arrivals.draw(config.law, requests, config.duration, config.seed) / 1e9).tolist()
-    if config.dataset is None:
-        return [(at_s, config.input_tokens, config.output_tokens) for at_s in times_s]
-    dataset = read_dataset(config, backend)
-    prompts = [dataset.prompt("measured", number).n_tokens for number in range(len(times_s))]
-    unknown = prompts.count(0)
+    load = msgspec.structs.replace(config.load, requests=most_requests(config, backend))
+    if load.trace is not None:
+        load = load.within(config.max_model_len or models.find(config.model or "7b").max_position)
+    requests = load.planned
+    assert requests is not None
+    times_s = (load.due_ns() / 1e9).tolist() if load.streams is None else [0.0] * requests
+    shapes = load.shapes() if config.dataset is None else read_dataset(config, backend)
+    drawn = [shapes.shape(number) for number in range(requests)]
+    unknown = sum(shape.prompt_tokens == 0 for shape in drawn)
     if unknown:
         raise ConfigError(
             f"{unknown} prompts of the dataset are text, whose length is not known; give token ids or prompt_tokens."
         )
-    return [(at_s, prompts[number], dataset.output_tokens(number)) for number, at_s in enumerate(times_s)]
+    return [(at_s, shape.prompt_tokens, shape.output_tokens) for at_s, shape in zip(times_s, drawn, strict=True)]
 
 
 def _model(config: Config) -> str:

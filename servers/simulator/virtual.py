@@ -114,7 +114,7 @@ def manifest(
         emulated=True,
         server_version=emulated.setup.scheduler,
         requests_planned=requests,
-        arrival=config.arrival_text,
+        arrival=config.load.when,
         machine=rundir.this_machine(),
         dataset_prompts=dataset_prompts,
         emulation=emulated.facts,

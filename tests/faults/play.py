@@ -19,13 +19,13 @@ from loadgen.client.exchange import Exchange
 from loadgen.client.transport import Transport
 from loadgen.clock import now_ns
 from loadgen.event_loop import run_loop
-from loadgen.load import arrivals
 from loadgen.plan import Job, Plan, PromptSource, Timeouts
 from loadgen.rundir.records import Record
 from loadgen.target import Target
 from tests.faults.case import Case
 from tests.faults.protocols import OUTPUT_TOKENS, PROMPT_TOKENS, Protocol
 from tests.faults.server import BESIDE, LAST, STRUCK, Server, Stage, serving
+from tests.loadgen.load.loads import load
 
 TRANSPORTS = ("fast", "aiohttp")
 PATIENT_S, SHORT_S = 30.0, 2.5  # a timeout that a case is not about, and the one that it is about
@@ -110,8 +110,8 @@ def _plan(case: Case, protocol: Protocol, transport: str, url: str) -> Plan:
     limits = [SHORT_S if case.limit == name else PATIENT_S for name in ("first byte", "idle", "total")]
     job = Job(
         run_id="case", version="0", model="m", sampling=Sampling(OUTPUT_TOKENS, stream=not case.whole),
-        requests=LAST + 1, duration_s=None, concurrency=2, warmup=0, seed=1,
-        timeouts=Timeouts(PATIENT_S, *limits),
+        load=load(requests=LAST + 1, concurrency=2, seed=1, input_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS),
+        warmup=0, timeouts=Timeouts(PATIENT_S, *limits),
     )  # fmt: skip
     return Plan(
         job=job,
@@ -120,8 +120,7 @@ def _plan(case: Case, protocol: Protocol, transport: str, url: str) -> Plan:
         transport=transport,
         fresh=bool(case.way),
         kernel_timestamps=False,
-        arrival=arrivals.parse("burst"),
-        prompts=PromptSource(input_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS),
+        prompts=PromptSource(),
     )
 
 

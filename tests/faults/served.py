@@ -10,12 +10,12 @@ import msgspec
 
 from loadgen.client.engine import run_here
 from loadgen.event_loop import run_loop
-from loadgen.load import arrivals
 from loadgen.plan import Job, Plan, PromptSource, Sampling, Timeouts
 from loadgen.rundir.records import Record
 from loadgen.target import Target
 from tests.faults.case import OK, Expected
 from tests.faults.protocols import OUTPUT_TOKENS
+from tests.loadgen.load.loads import load
 
 HALF = OUTPUT_TOKENS // 2
 STRUCK, REQUESTS = 2, 6  # the third request, one after the other on one connection
@@ -52,13 +52,13 @@ EXPECTED = {
 def ask(url: str, backend: str, directory: Path) -> dict[int, Record]:
     """The records of six requests, sent one after the other."""
     job = Job(
-        run_id="served", version="0", model="m", sampling=Sampling(OUTPUT_TOKENS), requests=REQUESTS, duration_s=None,
-        concurrency=1, warmup=0, seed=1, timeouts=Timeouts(PATIENT_S, PATIENT_S, IDLE_S, PATIENT_S),
+        run_id="served", version="0", model="m", sampling=Sampling(OUTPUT_TOKENS), warmup=0,
+        load=load(requests=REQUESTS, concurrency=1, seed=1, input_tokens=16, output_tokens=OUTPUT_TOKENS),
+        timeouts=Timeouts(PATIENT_S, PATIENT_S, IDLE_S, PATIENT_S),
     )  # fmt: skip
-    prompts = PromptSource(input_tokens=16, output_tokens=OUTPUT_TOKENS, offset=_added(backend))
     plan = Plan(
         job=job, backend=backend, target=Target(url), transport="fast", fresh=False, kernel_timestamps=False,
-        arrival=arrivals.parse("burst"), prompts=prompts,
+        prompts=PromptSource(offset=_added(backend)),
     )  # fmt: skip
 
     async def story() -> None:

@@ -31,7 +31,9 @@ from loadgen import cli, rundir, trace
 from loadgen.client.connection import Connection
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import FastTransport
-from loadgen.load.prompts import Dataset, WorkloadError
+from loadgen.load import traces
+from loadgen.load.lengths import MOST_TOKENS, WorkloadError
+from loadgen.load.prompts import Dataset
 from loadgen.monitor import server_view
 from loadgen.monitor.exporter import Exporter
 from loadgen.monitor.prometheus import Series, Unreadable
@@ -195,8 +197,26 @@ def dataset(data: bytes) -> None:
             continue
         prompts.longest_tokens()
         for number in range(len(prompts)):
-            sampling = Sampling(max_tokens=prompts.output_tokens(number))
+            sampling = Sampling(max_tokens=prompts.shape(number).output_tokens)
             assert backend.encode(MODEL, prompts.prompt("measured", number), sampling).body
+
+
+def traffic(data: bytes) -> None:
+    """A trace of real traffic: requests in order that can be sent, each hash id of a block in its place."""
+    path = _file("traffic", data)
+    for name in (None, *traces.FORMATS):
+        try:
+            played = traces.read(path, name, speed=0.5)
+        except WorkloadError as error:
+            shown(error)
+            continue
+        assert len(played) and played.due_ns[0] == 0 and (played.due_ns[1:] >= played.due_ns[:-1]).all()
+        assert (played.line[1:] > played.line[:-1]).all()
+        lengths = (played.input_tokens, played.output_tokens)
+        assert all(((length >= 1) & (length <= MOST_TOKENS)).all() for length in lengths)
+        blocks = -(-played.input_tokens // played.block_tokens) if played.block_tokens else 0 * played.line
+        assert ((played.hash_offsets[1:] - played.hash_offsets[:-1]) == blocks).all()
+        assert len(played.hash_ids) == played.hash_offsets[-1] and (played.hash_ids >= 0).all()
 
 
 def traced(data: bytes) -> None:
@@ -289,6 +309,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "config": config,
     "dataset": dataset,
     "trace": traced,
+    "traffic": traffic,
     "run_directory": run_directory,
     "snapshot": snapshot,
     "profile": profile,

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,29 +18,35 @@ from loadgen.client.engine import Client, Job, build_client, run_here
 from loadgen.client.workers import run_in_workers
 from loadgen.clock import now_ns
 from loadgen.event_loop import run_loop
-from loadgen.load import arrivals
 from loadgen.plan import Plan, PromptSource, Timeouts
 from loadgen.rundir import WriteError, records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table
 from loadgen.target import Target, TransportError
+from tests.loadgen.load.loads import load
 from tests.loadgen.scripted import CLOSE, STREAM_HEAD, Scripted, chunk, event, scripted, tokens
 
+OF_THE_LOAD = ("requests", "duration", "concurrency", "input_tokens", "output_tokens", "prefix")
 
-def plan(url: str, arrival: str = "burst", **job: object) -> Plan:
+
+def plan(url: str, arrival: str = "burst", **options: Any) -> Plan:
+    """Some options are of the load, as on the command line; the others of the job."""
+    described = {"requests": 20, "input_tokens": 4, "output_tokens": 3, "seed": 1}
+    described |= {name: options.pop(name) for name in OF_THE_LOAD if name in options}
+    if described.get("concurrency") is None:
+        described["arrival"] = arrival
     values = Job(
-        run_id="r", version="0", model="m", sampling=Sampling(3), requests=20, duration_s=None, concurrency=None,
-        warmup=0, seed=1, timeouts=Timeouts(2.0, 2.0, 2.0, 5.0),
+        run_id="r", version="0", model="m", sampling=Sampling(3), load=load(**described), warmup=0,
+        timeouts=Timeouts(2.0, 2.0, 2.0, 5.0),
     )  # fmt: skip
     return Plan(
-        job=msgspec.structs.replace(values, **job),
+        job=msgspec.structs.replace(values, **options),
         backend="vllm",
         target=Target(url),
         transport="fast",
         fresh=False,
         kernel_timestamps=False,
-        arrival=arrivals.parse(arrival),
-        prompts=PromptSource(input_tokens=4, output_tokens=3),
+        prompts=PromptSource(),
     )
 
 
@@ -104,7 +111,7 @@ def test_closed_loop_keeps_its_concurrency(tmp_path: Path) -> None:
 
 def test_duration_ends_sending_not_replies(tmp_path: Path) -> None:
     _, table, _ = ran(
-        lambda n: [STREAM_HEAD, 0.15, *tokens(2)[1:]], tmp_path, concurrency=2, requests=None, duration_s=0.4
+        lambda n: [STREAM_HEAD, 0.15, *tokens(2)[1:]], tmp_path, concurrency=2, requests=None, duration=0.4
     )
     assert set(outcomes(table)) == {"ok"}
     assert 2 <= len(table) <= 8
@@ -139,6 +146,47 @@ def test_workers_share_the_streams_of_a_closed_loop(tmp_path: Path, streams: int
     assert outcomes(table.measured()) == {"ok": 17}
     assert table.measured().id.tolist() == list(range(17))
     assert len(ids(world)) == 22
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_closed_loop_grows_along_its_ramp(tmp_path: Path, workers: int) -> None:
+    """Replies take 50 ms: what is in flight follows the straight line from 2 to 8 in 0.6 s."""
+    slow = [STREAM_HEAD, 0.05, *tokens(3)[1:]]
+    _, table, _ = ran(lambda n: slow, tmp_path, workers=workers, concurrency="2:8:0.6", requests=None, duration=0.9)
+    starts = sorted(table.scheduled_ns.tolist())
+    line = [0, 0, *(int(1e8 * stream) for stream in range(1, 7))]
+    assert set(line) <= set(starts)  # the first request of each stream is due when the line passes its number
+    for at_ns in range(50_000_000, 900_000_000, 50_000_000):
+        in_flight = int(((table.sent_ns <= at_ns) & (table.done_ns > at_ns)).sum())
+        assert in_flight <= min(8, 2 + at_ns // 100_000_000)
+
+
+def test_a_closed_loop_shrinks_along_its_ramp(tmp_path: Path) -> None:
+    slow = [STREAM_HEAD, 0.05, *tokens(3)[1:]]
+    _, table, _ = ran(lambda n: slow, tmp_path, concurrency="6:1:0.4", requests=None, duration=0.8)
+    after = table.scheduled_ns > 400_000_000
+    assert table.scheduled_ns[~after].tolist()[:6] == [0] * 6
+    gaps = np.diff(np.sort(table.scheduled_ns[after]))
+    assert len(gaps) >= 3 and (gaps >= 50_000_000).all()  # one at a time
+
+
+def test_lengths_and_shared_prefixes_are_recorded(tmp_path: Path) -> None:
+    options = {"input_tokens": "uniform:20:40", "output_tokens": "uniform:1:9", "prefix": "2:8"}
+    world, table, _ = ran(lambda n: tokens(3), tmp_path, requests=50, **options)
+    shapes = load(seed=1, requests=50, **options).shapes()
+    drawn = [shapes.shape(number) for number in range(50)]
+    assert table.asked_prompt_tokens.tolist() == [shape.prompt_tokens for shape in drawn]
+    assert table.asked_tokens.tolist() == [shape.output_tokens for shape in drawn]
+    bodies = [msgspec.json.decode(body) for _, _, body in world.requests]
+    assert sorted(len(body["prompt"]) for body in bodies) == sorted(shape.prompt_tokens for shape in drawn)
+    assert len({tuple(body["prompt"][:8]) for body in bodies}) == 2
+    assert {line["id"]: line.get("shared_tokens", 0) for line in lines_of(tmp_path)} == {
+        number: shape.shared_tokens for number, shape in enumerate(drawn)
+    }
+
+
+def lines_of(directory: Path) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(line) for line in (directory / "requests.jsonl").read_bytes().splitlines()[1:-1]]
 
 
 def test_fresh_connections_are_opened_inside(tmp_path: Path) -> None:

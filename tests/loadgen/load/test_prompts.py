@@ -10,22 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from loadgen.load.lengths import WorkloadError
 from loadgen.load.prompts import (
     FIRST_ID,
     WORDS,
     Dataset,
     Text,
     TokenIds,
-    WorkloadError,
     exact_text,
     tokenizer_count,
 )
+from tests.loadgen.load.loads import plain
 
 
 @given(st.integers(0, 9), st.integers(1, 700), st.integers(2, 50_000), st.sampled_from(["warmup", "measured"]))
 @settings(deadline=None, max_examples=40)
 def test_token_ids_have_their_length_and_range(seed: int, length: int, vocab: int, phase: str) -> None:
-    ids = TokenIds(seed, length, 1, vocab).prompt(phase, 300).token_ids
+    ids = TokenIds(plain(seed, length), vocab).prompt(phase, 300).token_ids
     assert ids is not None and len(ids) == length
     assert max(ids) < vocab
     assert min(ids) >= (FIRST_ID if vocab > 2 * FIRST_ID else 0)
@@ -33,35 +34,35 @@ def test_token_ids_have_their_length_and_range(seed: int, length: int, vocab: in
 
 def test_no_two_prompts_share_a_block() -> None:
     """Prefix caches work in blocks of 16 tokens or more: no first block may appear twice, warm-up included."""
-    source = TokenIds(0, 32, 1)
+    source = TokenIds(plain(0, 32))
     firsts = {tuple((source.prompt(p, n).token_ids or ())[:16]) for p in ("warmup", "measured") for n in range(2000)}
     assert len(firsts) == 4000
 
 
 def test_prompts_depend_on_seed_and_number_only() -> None:
-    source = TokenIds(5, 8, 1)
+    source = TokenIds(plain(5, 8))
     forward = [source.prompt("measured", n).token_ids for n in range(600)]
-    backward = [TokenIds(5, 8, 1).prompt("measured", n).token_ids for n in reversed(range(600))]
+    backward = [TokenIds(plain(5, 8)).prompt("measured", n).token_ids for n in reversed(range(600))]
     assert forward == backward[::-1]
-    assert forward[0] != TokenIds(6, 8, 1).prompt("measured", 0).token_ids
+    assert forward[0] != TokenIds(plain(6, 8)).prompt("measured", 0).token_ids
 
 
 def test_text_counts_words_without_a_tokenizer() -> None:
-    text = Text(1, 512, 1).prompt("measured", 3)
+    text = Text(plain(1, 512)).prompt("measured", 3)
     assert len((text.text or "").split()) == 512
 
 
 @pytest.mark.parametrize("added", [0, 1, 7])
 def test_text_makes_room_for_what_the_server_adds(added: int) -> None:
-    source = Text(1, 100, 1)
+    source = Text(plain(1, 100))
     for _ in range(2):
-        source.fit_offset(len((source.prompt("warmup", 0).text or "").split()) + added)
+        source.fit_offset(100, len((source.prompt("warmup", 0).text or "").split()) + added)
     assert len((source.prompt("measured", 0).text or "").split()) + added == 100
 
 
 def test_server_that_adds_more_than_the_prompt() -> None:
     with pytest.raises(WorkloadError, match="--input-tokens"):
-        Text(1, 5, 1).fit_offset(50)
+        Text(plain(1, 5)).fit_offset(5, 50)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(deadline=None, max_examples=30)
 def test_text_is_exact_by_the_given_tokenizer(tokenizer_dir: Path, length: int, number: int) -> None:
     count = tokenizer_count(str(tokenizer_dir))
-    text = Text(2, length, 1, count).prompt("measured", number).text
+    text = Text(plain(2, length), count).prompt("measured", number).text
     assert text is not None
     assert count(text) == length
 
@@ -107,7 +108,7 @@ def test_dataset(tmp_path: Path) -> None:
     assert len(data) == 2
     assert data.prompt("measured", 0).text == "a b"
     assert data.prompt("measured", 1).token_ids == [1, 2, 3]
-    assert (data.output_tokens(0), data.output_tokens(1)) == (5, 9)
+    assert (data.shape(0).output_tokens, data.shape(1).output_tokens) == (5, 9)
     assert data.prompt("warmup", 0).text == "last"
 
 
@@ -137,7 +138,7 @@ def test_bad_dataset_line_is_named(tmp_path: Path, row: object, message: str) ->
 @pytest.mark.parametrize("length", [1, (1 << 31) - 1, None])
 def test_dataset_lengths_that_can_be_are_taken(tmp_path: Path, length: int | None) -> None:
     data = Dataset(lines(tmp_path, {"prompt": "a", "prompt_tokens": length, "output_tokens": length}), 5, "text", 0)
-    assert (data.prompt("measured", 0).n_tokens, data.output_tokens(0)) == (length or 0, length or 5)
+    assert (data.prompt("measured", 0).n_tokens, data.shape(0).output_tokens) == (length or 0, length or 5)
 
 
 def test_dataset_too_short_or_missing(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_dataset_is_repeated_when_asked(tmp_path: Path) -> None:
     data = Dataset(path, 5, "text", 8, repeat=True)
     assert len(data) == 2
     assert [data.prompt("measured", number).text for number in range(5)] == ["a", "b", "a", "b", "a"]
-    assert [data.output_tokens(number) for number in range(4)] == [5, 9, 5, 9]
+    assert [data.shape(number).output_tokens for number in range(4)] == [5, 9, 5, 9]
     assert [data.prompt("warmup", number).text for number in range(3)] == ["b", "a", "b"]
     path.write_text("\n")
     with pytest.raises(WorkloadError, match="holds no prompts"):

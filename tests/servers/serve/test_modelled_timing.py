@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from loadgen.cli import invoke, main
 from loadgen.config import Config, ConfigError
-from loadgen.load.prompts import WorkloadError
+from loadgen.load.lengths import WorkloadError
 from loadgen.report import text as texts
 from loadgen.report.schema import Report
 from loadgen.rundir import records

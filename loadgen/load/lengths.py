@@ -1,0 +1,209 @@
+"""How long prompts and replies are: laws, drawn by seed and the request's number before the clock starts. Pure.
+
+A length depends on nothing but (seed, stream, number), so any worker can draw any request, and a shorter run is the
+beginning of a longer one. Between bounds the normal and the lognormal law are drawn again, not cut off: no length
+gathers at a bound.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import msgspec
+
+from backends.untrusted import escaped, printable
+
+if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
+    import numpy as np
+    from numpy.typing import NDArray
+
+MOST_TOKENS = (1 << 31) - 1  # servers count a request's tokens in 32 bits
+BLOCK = 4096  # lengths that are drawn at once
+FAR = 8.0  # standard deviations from the middle, where nothing of a law is left
+
+Stream = Literal["input", "output"]
+_STREAMS = {"input": 0x1E91, "output": 0x1E92, "file": 0x1E93}  # a file's pairs stay pairs: both draw the same line
+_FORMS = "a number, uniform:MIN:MAX, normal:MEAN:SD[:MIN:MAX], lognormal:MEDIAN:SIGMA[:MIN:MAX] or file:PATH"
+
+
+class WorkloadError(ValueError):
+    """A load that cannot be sent: a law that makes no sense, a file or a tokenizer that cannot be used. One sentence,
+    the line of a file numbered."""
+
+
+class Law(msgspec.Struct, frozen=True, kw_only=True):
+    """kind: fixed or uniform draw whole numbers from `least` to `most`; normal has mean and standard deviation `a` and
+    `b`, lognormal the median `a` and the standard deviation `b` of the logarithm, rounded to whole tokens; file
+    draws lines of `path`. most: None where the law has no upper bound. text: as it was typed."""
+
+    kind: str
+    text: str
+    least: int = 1
+    most: int | None = None
+    a: float = 0.0
+    b: float = 0.0
+    path: str | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def fixed(tokens: int) -> Law:
+    """Every length the same."""
+    return Law(kind="fixed", text=str(tokens), least=tokens, most=tokens)
+
+
+def parse(text: str | int) -> Law:
+    """A law from its text, as an option has it. Raises WorkloadError."""
+    if isinstance(text, int):
+        text = str(text)
+    kind, *words = text.split(":")
+    if kind == "file" and any(words):
+        return Law(kind="file", text=text, path=text.removeprefix("file:"))
+    numbers = [_number(word, text) for word in (words if words else [kind])]
+    if not words:
+        return fixed(_tokens(numbers[0], text))
+    bounds = [_tokens(number, text) for number in (numbers if kind == "uniform" else numbers[2:])]
+    if kind == "uniform" and len(numbers) == 2:
+        law = Law(kind="uniform", text=text, least=bounds[0], most=bounds[1])
+    elif kind in ("normal", "lognormal") and len(numbers) in (2, 4):
+        least, most = bounds or (1, None)
+        law = Law(kind=kind, text=text, least=least, most=most, a=numbers[0], b=numbers[1])
+        if not (0 < law.a <= MOST_TOKENS and 0 <= law.b <= MOST_TOKENS):
+            middle, width = ("mean", "standard deviation") if kind == "normal" else ("median", "sigma")
+            raise WorkloadError(f"the length '{escaped(text)}' needs a {middle} above zero and no negative {width}.")
+    else:
+        _not_understood(text)
+    if law.most is not None and law.least > law.most:
+        raise WorkloadError(f"the length '{escaped(text)}' has a minimum above its maximum; swap them.")
+    if kind in ("normal", "lognormal") and not _within_reach(law):
+        raise WorkloadError(f"the length '{escaped(text)}' has its bounds too far from its middle; move them.")
+    return law
+
+
+def _number(word: str, text: str) -> float:
+    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", word):
+        _not_understood(text)
+    return float(word)
+
+
+def _tokens(number: float, text: str) -> int:
+    if not (number.is_integer() and 1 <= number <= MOST_TOKENS):
+        raise WorkloadError(
+            f"the length '{escaped(text)}' has {number:g} as a number of tokens; it must be a whole number from 1 to "
+            f"{MOST_TOKENS}."
+        )
+    return int(number)
+
+
+def _not_understood(text: str) -> NoReturn:
+    raise WorkloadError(f"the length '{escaped(text)}' is not understood; use {_FORMS}.")
+
+
+class Lengths:
+    """What a law gives for each request of a run. Raises WorkloadError where its file cannot be used."""
+
+    def __init__(self, law: Law, seed: int, stream: Stream) -> None:
+        self.law = law
+        self._seed = seed
+        self._stream = _STREAMS["file" if law.kind == "file" else stream]
+        self._values = () if law.path is None else _read(law.path)[stream == "output"]
+        self._block = -1
+        self._drawn: list[int] = []
+
+    def at(self, number: int) -> int:
+        """Tokens of request `number`."""
+        if self.law.kind == "fixed":
+            return self.law.least
+        block, within = divmod(number, BLOCK)
+        if block != self._block:
+            self._drawn, self._block = self._draw(block).tolist(), block
+        return self._drawn[within]
+
+    def first(self, requests: int) -> NDArray[np.int64]:
+        """Tokens of the first `requests` requests; shape (requests,)."""
+        import numpy as np
+
+        if self.law.kind == "fixed":
+            return np.full(requests, self.law.least)
+        blocks = [self._draw(block) for block in range(-(-requests // BLOCK))]
+        return np.concatenate([np.empty(0, np.int64), *blocks])[:requests]
+
+    def most(self, requests: int | None) -> int | None:
+        """The longest of the first `requests`, or of all that the law can give; None where it has no bound."""
+        if requests is not None:
+            return int(self.first(requests).max(initial=0))
+        return max(self._values) if self._values else self.law.most
+
+    def _draw(self, block: int) -> NDArray[np.int64]:
+        import numpy as np
+
+        rng = np.random.default_rng((self._seed, self._stream, block))
+        law = self.law
+        if law.kind == "uniform":
+            assert law.most is not None
+            return rng.integers(law.least, law.most, BLOCK, endpoint=True)
+        if law.kind == "file":
+            return np.asarray(self._values, np.int64)[rng.integers(0, len(self._values), BLOCK)]
+        return _between(law, rng.random(BLOCK))
+
+
+def _within_reach(law: Law) -> bool:
+    return _deviations(law, law.least) < FAR and _deviations(law, law.most or MOST_TOKENS) > -FAR
+
+
+def _deviations(law: Law, tokens: float) -> float:
+    """Where a length stands in a normal or lognormal law, in standard deviations from the middle."""
+    if law.b == 0:
+        return 0.0 if tokens == law.a else math.copysign(math.inf, tokens - law.a)
+    return math.log(tokens / law.a) / law.b if law.kind == "lognormal" else (tokens - law.a) / law.b
+
+
+def _between(law: Law, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Normal and lognormal lengths from uniform numbers, by the inverse of the law's distribution between its bounds
+    (half a token beyond them, since lengths are rounded)."""
+    import numpy as np
+    from scipy.special import ndtr, ndtri
+
+    most = law.most or MOST_TOKENS
+    if law.b == 0:
+        return np.full(len(uniform), round(law.a))
+    below, above = _deviations(law, law.least - 0.5), _deviations(law, most + 0.5)
+    if below > 0:  # the upper tail: its mirror image has more digits
+        deviations = -ndtri(ndtr(-above) + uniform * (ndtr(-below) - ndtr(-above)))
+    else:
+        deviations = ndtri(ndtr(below) + uniform * (ndtr(above) - ndtr(below)))
+    drawn = law.a * np.exp(law.b * deviations) if law.kind == "lognormal" else law.a + law.b * deviations
+    lengths: NDArray[np.int64] = np.clip(np.rint(drawn), law.least, most).astype(np.int64)
+    return lengths
+
+
+@functools.lru_cache(maxsize=2)
+def _read(path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Prompt and reply lengths of a file: two whole numbers a line, parted by a blank, a comma or a tab."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise WorkloadError(f"cannot read the lengths in {printable(path)}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise WorkloadError(f"the lengths in {printable(path)} are not text; give one pair a line.") from None
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        words = line.replace(",", " ").split()
+        if not words:
+            continue
+        values = [int(word) for word in words if word.isascii() and word.isdecimal() and len(word) < 11]
+        if len(words) != 2 or len(values) != 2 or not all(1 <= value <= MOST_TOKENS for value in values):
+            raise WorkloadError(
+                f"{printable(path)} line {number} is not a pair of lengths; give prompt and reply tokens, such as "
+                "512 128."
+            )
+        pairs.append((values[0], values[1]))
+    if not pairs:
+        raise WorkloadError(f"{printable(path)} holds no lengths; give one pair a line, such as 512 128.")
+    prompts, replies = zip(*pairs, strict=True)
+    return prompts, replies

@@ -1,0 +1,154 @@
+"""One description of a load, for a run, a prediction, a plan and a manifest alike: what is sent, and when. Pure."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from loadgen.load import arrivals
+from loadgen.load.arrivals import Arrival, Streams
+from loadgen.load.lengths import Law, Lengths, Stream, WorkloadError
+from loadgen.load.shapes import DrawnShapes, Prefix, Shapes, TraceShapes
+from loadgen.rundir import Phase
+
+if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from loadgen.load.traces import Trace
+
+TYPICAL = 1000  # requests that show what is usual
+
+
+class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests as somebody had them, from a file; options as `traces.read` has them. longest_tokens: what prompt and
+    reply may be together; longer requests are left out, and counted."""
+
+    path: str
+    format: str | None = None
+    speed: float = 1.0
+    limit: int | None = None
+    from_s: float = 0.0
+    longest_tokens: int | None = None
+
+    def read(self) -> Trace:
+        """Raises WorkloadError."""
+        return _read(self)
+
+
+@functools.lru_cache(maxsize=1)
+def _read(source: TraceSource) -> Trace:
+    from loadgen.load import traces
+
+    trace = traces.read(Path(source.path), source.format, source.speed, source.limit, source.from_s)
+    return trace if source.longest_tokens is None else trace.up_to(source.longest_tokens)
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """requests: how many at the most; duration_s: until when they are sent; None: no such limit. streams: a closed loop
+    instead of `arrival`. trace: arrivals and lengths as somebody had them; in a closed loop its lengths alone. The same
+    seed gives the same requests at the same times."""
+
+    arrival: Arrival
+    input_tokens: Law
+    output_tokens: Law
+    requests: int | None = None
+    duration_s: float | None = None
+    streams: Streams | None = None
+    prefix: Prefix | None = None
+    trace: TraceSource | None = None
+    seed: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all prompts have one length and share nothing."""
+        return self.input_tokens.kind == "fixed" and self.prefix is None and self.trace is None
+
+    @property
+    def when(self) -> str:
+        """The arrivals in a word, as manifests and reports have it."""
+        if self.streams is not None:
+            return f"concurrency:{self.streams}"
+        return str(self.arrival) if self.trace is None else f"trace:{self.trace.read().format}"
+
+    def within(self, longest_tokens: int | None) -> Load:
+        """Of a load with a trace: without the requests that are longer, and with its number of requests. Raises
+        WorkloadError."""
+        assert self.trace is not None
+        trace = msgspec.structs.replace(self.trace, longest_tokens=longest_tokens)
+        return msgspec.structs.replace(self, trace=trace, requests=len(trace.read()))
+
+    def due_ns(self) -> NDArray[np.int64]:
+        """When each request is due, ns since t = 0, ascending; empty for a closed loop, where replies decide."""
+        import numpy as np
+
+        if self.streams is not None:
+            return np.empty(0, np.int64)
+        if self.trace is not None:
+            return self.trace.read().due_ns
+        return arrivals.draw(self.arrival, self.requests, self.duration_s, self.seed)
+
+    @property
+    def planned(self) -> int | None:
+        """How many requests it has; None where that hangs on the server."""
+        if self.trace is not None:
+            return len(self.trace.read())
+        if self.streams is not None:
+            return self.requests if self.duration_s is None else None
+        return len(self.due_ns())
+
+    @property
+    def left_out(self) -> str:
+        """How many requests of the trace are not sent, and why, as a clause; empty for none."""
+        return "" if self.trace is None else str(self.trace.read().left_out)
+
+    @property
+    def at_once(self) -> int:
+        """Requests in flight together at the least: the burst, or the closed loop's most."""
+        if self.streams is not None:
+            return min(self.streams.most, self.requests or self.streams.most)
+        return (self.requests or 0) if self.arrival.kind == "burst" and self.trace is None else 1
+
+    def shapes(self) -> Shapes:
+        """What each request asks for. Raises WorkloadError."""
+        if self.trace is not None:
+            return TraceShapes(self.trace.read())
+        return DrawnShapes(self.input_tokens, self.output_tokens, self.prefix, self.seed)
+
+    def typical_tokens(self) -> tuple[int, int]:
+        """Prompt and reply of a request as most are: the medians of the first ones. Raises WorkloadError."""
+        import numpy as np
+
+        shapes = self.shapes()
+        first = [shapes.shape(number) for number in range(min(self.planned or TYPICAL, TYPICAL))]
+        prompt, reply = np.median([each[:2] for each in first], axis=0) if first else (1, 1)
+        return int(prompt), int(reply)
+
+    def longest_tokens(self) -> int:
+        """Prompt and reply of the longest request, at the most. Raises WorkloadError where nothing bounds it."""
+        if self.trace is not None:
+            trace = self.trace.read()
+            return int((trace.input_tokens + trace.output_tokens).max(initial=0))
+        return self._most("input") + self._most("output")
+
+    def _most(self, name: Stream) -> int:
+        law = self.input_tokens if name == "input" else self.output_tokens
+        if law.kind == "fixed":
+            return law.least
+        planned = self.planned if self.streams is None or self.duration_s is None else self.requests
+        most = Lengths(law, self.seed, name).most(planned)
+        if most is None:
+            raise WorkloadError(
+                f"how many requests a closed loop sends in --duration is not known, so --{name}-tokens {law} needs "
+                "bounds: add :MIN:MAX."
+            )
+        return most
+
+    def phases(self) -> list[Phase]:
+        """The parts of the load that are reported by themselves; none where it is the same throughout."""
+        if self.streams is not None:
+            return self.streams.phases()
+        return self.arrival.phases() if self.trace is None else []
