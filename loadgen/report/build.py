@@ -24,7 +24,7 @@ from loadgen.monitor.server_view import ServerView
 from loadgen.report import findings, metrics, schema, slices, stalls
 from loadgen.report.finding import share
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
-from loadgen.report.schema import SCHEMA, Numbers, Phase, Report
+from loadgen.report.schema import SCHEMA, Numbers, Report
 from loadgen.report.text import markdown, name_of
 from loadgen.rundir import Manifest, records
 from loadgen.rundir.outcomes import OUTCOMES
@@ -50,12 +50,11 @@ def build(
     slos: Mapping[str, float] | None = None,
     convention: str = "loadgen",
     seen: ServerView | None = None,
-    phases: Sequence[Phase] = (),
 ) -> Report:
     """The report of a run from its records (`table`) and the facts of each client process.
 
-    slos: limits in milliseconds by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. phases: those of
-    the load. Raises ReportError for an unknown limit or convention.
+    slos: limits in milliseconds by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. Raises
+    ReportError for an unknown limit or convention.
     """
     if convention not in CONVENTIONS:
         raise ReportError(f"Unknown convention {convention!r}; use one of {', '.join(CONVENTIONS)}.")
@@ -96,7 +95,7 @@ def build(
         asked_prompt_tokens=slices.lengths(measured.asked_prompt_tokens),
         asked_output_tokens=slices.lengths(measured.asked_tokens),
         ttft_by_prompt=slices.ttft_by_prompt(measured, rules),
-        phases=slices.by_phase(measured, phases, rules),
+        phases=slices.by_phase(measured, manifest.phases, rules),
         stalls=stalls.find(measured, _worst(facts, "loop_lag_max_ms")),
     )
     listed = findings.find(numbers, table, facts, manifest)

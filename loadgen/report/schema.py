@@ -98,18 +98,14 @@ class Stall(msgspec.Struct, frozen=True):
     end_s: float
 
 
-class Phase(msgspec.Struct, frozen=True):
-    """A part of the load, from `start_s` to before `end_s` seconds of the run."""
+class PhaseStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the load, from `start_s` to before `end_s` seconds of the run. requests: those due in it; metrics:
+    their ttft, tpot and e2el, of those that ended ok, by the names of METRICS. offered: requests due a second;
+    finished: requests that ended ok a second, whenever they were due."""
 
     name: str
     start_s: float
     end_s: float
-
-
-class PhaseStats(Phase, frozen=True, kw_only=True):
-    """requests: those due in the phase; metrics: their ttft, tpot and e2el, of those that ended ok, by the names of
-    METRICS. offered: requests due a second; finished: requests that ended ok a second, whenever they were due."""
-
     requests: int
     offered_requests_per_s: float
     finished_requests_per_s: float

@@ -6,6 +6,7 @@ a dataset without a tokenizer), the server's count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 
 from loadgen.report import metrics
 from loadgen.report.metrics import Convention
-from loadgen.report.schema import Lengths, Phase, PhaseStats, PromptQuartile
+from loadgen.report.schema import Lengths, PhaseStats, PromptQuartile
+from loadgen.rundir import Phase
 from loadgen.rundir.records import Table
 
 # Prompts differ in length when there are many lengths or the longest is a tenth longer than the shortest: a token or
@@ -23,19 +25,23 @@ PHASE_METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 
 
 def by_phase(measured: Table, phases: Iterable[Phase], rules: Convention) -> list[PhaseStats]:
-    """The numbers of each phase, in the order of `phases`. A phase that has no length has no rates: left out."""
-    return [_phase(measured, phase, rules) for phase in phases if phase.end_s > phase.start_s]
+    """The numbers of each phase, in the order of `phases`. One without an end lasts to the last reply; a phase that has
+    no length has no rates, and is left out."""
+    last_s = float(measured.done_ns.max(initial=0)) / 1e9
+    ends = [(phase, last_s if phase.end_s is None else phase.end_s) for phase in phases]
+    return [_phase(measured, phase, end_s, rules) for phase, end_s in ends if end_s > phase.start_s]
 
 
-def _phase(measured: Table, phase: Phase, rules: Convention) -> PhaseStats:
-    start_ns, end_ns, seconds = phase.start_s * 1e9, phase.end_s * 1e9, phase.end_s - phase.start_s
+def _phase(measured: Table, phase: Phase, end_s: float, rules: Convention) -> PhaseStats:
+    start_ns, seconds = phase.start_s * 1e9, end_s - phase.start_s
+    end_ns = math.inf if phase.end_s is None else phase.end_s * 1e9
     due = (measured.scheduled_ns >= start_ns) & (measured.scheduled_ns < end_ns)
     done_ns = measured.done_ns[measured.ok]
     columns = {name: metrics.column(measured, name, rules)[due & measured.ok] for name in PHASE_METRICS}
     return PhaseStats(
         name=phase.name,
         start_s=phase.start_s,
-        end_s=phase.end_s,
+        end_s=end_s,
         requests=int(due.sum()),
         offered_requests_per_s=int(due.sum()) / seconds,
         finished_requests_per_s=int(((done_ns >= start_ns) & (done_ns < end_ns)).sum()) / seconds,

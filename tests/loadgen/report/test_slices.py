@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from loadgen.report import build, slices
 from loadgen.report import text as texts
 from loadgen.report.metrics import CONVENTIONS
-from loadgen.report.schema import Lengths, Phase, Report
+from loadgen.report.schema import Lengths, Report
+from loadgen.rundir import Phase
 from loadgen.rundir.records import Record, table
 from tests.loadgen.tables import facts, failure, manifest, request, write_run
 
@@ -43,7 +44,7 @@ def test_phases_in_texts_and_in_json_and_nothing_without_them(tmp_path: Path) ->
     run = write_run(tmp_path / "run", rows, manifest(), facts())
     without = build.build(manifest(), table(rows), [facts()])
     hostile = Phase("to 8/s | \x1b[31m<b>", 2.0, 4.0)
-    built = build.build(manifest(), table(rows), [facts()], phases=[Phase("4/s", 0.0, 2.0), hostile])
+    built = build.build(manifest(phases=(Phase("4/s", 0.0, 2.0), hostile)), table(rows), [facts()])
     assert not NEW & msgspec.to_builtins(without).keys() and msgspec.to_builtins(built)["phases"][1]["requests"] == 200
     assert msgspec.json.decode(msgspec.json.encode(built), type=Report) == built
     terminal, page = texts.render(built), texts.markdown(built)
@@ -60,8 +61,16 @@ def test_phases_in_texts_and_in_json_and_nothing_without_them(tmp_path: Path) ->
 def test_an_empty_phase_has_rates_and_no_latency() -> None:
     (empty,) = slices.by_phase(table([]), [Phase("none", 0.0, 2.0), Phase("no length", 2.0, 2.0)], OURS)
     assert empty.offered_requests_per_s == 0 and empty.metrics["ttft_ms"].n == 0
-    built = build.build(manifest(), table([]), [], phases=[Phase("none", 0.0, 2.0)])
-    assert "none" in texts.render(built)
+    built = build.build(manifest(phases=(Phase("none", 0.0, 2.0), Phase("after", 2.0, None))), table([]), [])
+    assert "none" in texts.render(built) and "after" not in texts.render(built)  # it never began
+
+
+def test_the_last_phase_lasts_to_the_last_reply() -> None:
+    rows = [due(0, 100, 0), due(1000, 500, 1), due(2500, 700, 2)]
+    first, last = slices.by_phase(table(rows), [Phase("ramp", 0.0, 1.0), Phase("after", 1.0, None)], OURS)
+    assert (first.requests, last.requests) == (1, 2)
+    assert (last.start_s, last.end_s) == (1.0, 3.26)  # 700 ms and three gaps of 20 ms after 2.5 s
+    assert last.offered_requests_per_s == last.finished_requests_per_s == pytest.approx(2 / 2.26)
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=30), st.lists(st.floats(0, 100), max_size=4))

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 
 from loadgen.monitor.server_view import Header, ServerSample
 from loadgen.report import build, timeline
-from loadgen.report.schema import Phase, Stall
+from loadgen.report.schema import Stall
+from loadgen.rundir import Phase
 from loadgen.rundir.records import table
 from tests.loadgen.report.test_build import HOSTILE
 from tests.loadgen.tables import facts, failure, manifest, request, write_run
@@ -70,8 +71,8 @@ def test_what_stands_on_the_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     sampled = [
         (at_s, {"running": 3.0, "waiting": 40.0, "kv_cache_usage_ratio": at_s / 10}) for at_s in (-1.0, 0.5, 2.0, 99.0)
     ]
-    phases = [Phase("4/s", 0.0, 2.0), Phase("$8$/s", 2.0, 4.0)]
-    report = build.build(manifest(emulated=True), run, [facts(state="interrupted")], phases=phases)
+    phases = (Phase("4/s", 0.0, 2.0), Phase("$8$/s", 2.0, 4.0))
+    report = build.build(manifest(emulated=True, phases=phases), run, [facts(state="interrupted")])
     report = msgspec.structs.replace(report, stalls=[Stall(1.0, 2.5), Stall(3.0, 3.5)])
     figure = drawn(monkeypatch, tmp_path, report, run, sampled, "run")
     assert figure._suptitle.get_text().startswith("INVALID") and "EMULATED" in figure._suptitle.get_text()  # type: ignore[attr-defined]
