@@ -147,7 +147,7 @@ def invoke(settings: Settings) -> Invocation:
         "--hostname", settings.host,
         "--port", str(settings.port),
     ]  # fmt: skip
-    env = {"PREFIX_CACHING": "0", "TGI_WIGGLE_ROOM": f"{settings.memory_ratio:g}"}
+    env = {"PREFIX_CACHING": str(int(settings.prefix_caching)), "TGI_WIGGLE_ROOM": f"{settings.memory_ratio:g}"}
     if not settings.p2p:
         env |= WITHOUT_P2P
     return Invocation(arguments=(*arguments, *settings.extra), env=env)

@@ -26,9 +26,9 @@ from servers.simulator.virtual import Outcome, manifest, simulate
 
 
 @offers(
-    "backend", "model", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency", "warmup",
-    "prefix", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from", "dataset", "repeat_dataset", "seed",
-    "goodput", "out", *names(PlacementOptions),
+    "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
+    "prefix", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from", "warmup", "dataset",
+    "repeat_dataset", "seed", "goodput", "out", *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
 class PredictOptions(Config):

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from loadgen import rundir
 from loadgen.config import Config
@@ -19,9 +20,20 @@ from servers.simulator.build import Emulated, EmulationError
 URL = "virtual time"  # in the place of an address
 
 
+class Arrival(NamedTuple):
+    """A request that is sent at `at_s`. `segments`, `reply_key`: what it shares, as of servers.schedulers.Sequence."""
+
+    at_s: float
+    prompt: int
+    output: int
+    segments: tuple[tuple[int, int], ...] = ()
+    reply_key: int | None = None
+
+
 @dataclass(slots=True)
 class Outcome:
-    """One request. `times_s`: when each of its tokens came; empty when the server refused it with `status`."""
+    """One request. `times_s`: when each of its tokens came; empty when the server refused it with `status`.
+    `cached_tokens`: of its prompt, what the prefix cache had when it was first scheduled."""
 
     index: int
     prompt: int
@@ -29,31 +41,34 @@ class Outcome:
     sent_s: float
     times_s: array[float] = field(default_factory=lambda: array("d"))
     status: int = 200
+    cached_tokens: int = 0
 
 
 def simulate(
-    emulated: Emulated, arrivals: Iterable[tuple[float, int, int]], concurrency: int | None = None
+    emulated: Emulated, arrivals: Iterable[Arrival | tuple[float, int, int]], concurrency: int | None = None
 ) -> list[Outcome]:
-    """Runs all of `arrivals`, (seconds, prompt tokens, output tokens) in order of time. With `concurrency` their times
-    do not matter: so many are under way, and the next is sent when one has ended. A token has come when the server sent
-    it; the way to the client is a part of the front end's latency. Raises EmulationError where the server keeps a
-    request and never ends it."""
+    """Runs all of `arrivals`, or (seconds, prompt tokens, output tokens), in order of time. With `concurrency` their
+    times do not matter: so many are under way, and the next is sent when one has ended. A token has come when the
+    server sent it; the way to the client is a part of the front end's latency. Raises EmulationError where the server
+    keeps a request and never ends it."""
     outcomes: list[Outcome] = []
-    feed = iter(arrivals)
+    feed = (Arrival(*arrival) for arrival in arrivals)
     freed: list[float] = [0.0] * (concurrency or 0)
 
     def deliver(emits: list[Sequence], at_s: float, gap_s: float) -> None:
         for sequence in emits:
             outcomes[sequence.index].times_s.append(at_s)
-            if sequence.emitted == sequence.output and concurrency is not None:
-                heapq.heappush(freed, at_s)
+            if sequence.emitted == sequence.output:
+                outcomes[sequence.index].cached_tokens = sequence.cached
+                if concurrency is not None:
+                    heapq.heappush(freed, at_s)
             at_s += gap_s
 
     engine = emulated.engine(deliver)
 
-    def send(at_s: float, prompt: int, output: int) -> None:
-        sequence = Sequence(len(outcomes), prompt, output)
-        outcome = Outcome(sequence.index, prompt, output, at_s)
+    def send(at_s: float, arrival: Arrival) -> None:
+        sequence = Sequence(len(outcomes), *arrival[1:])
+        outcome = Outcome(sequence.index, sequence.prompt, sequence.output, at_s)
         outcomes.append(outcome)
         try:
             engine.submit(sequence, at_s)
@@ -63,15 +78,15 @@ def simulate(
                 heapq.heappush(freed, at_s)
 
     if concurrency is None:
-        for at_s, prompt, output in feed:
-            send(at_s, prompt, output)
+        for arrival in feed:
+            send(arrival.at_s, arrival)
     else:
-        for _, prompt, output in feed:
+        for arrival in feed:
             while not freed or engine.next_s() < freed[0]:
                 if engine.next_s() == math.inf:
                     raise _stuck(outcomes)
                 engine.advance(engine.next_s())
-            send(max(heapq.heappop(freed), engine.now_s), prompt, output)
+            send(max(heapq.heappop(freed), engine.now_s), arrival)
     engine.advance(math.inf)
     if any(map(_lacks, outcomes)):
         raise _stuck(outcomes)
