@@ -48,6 +48,7 @@ CACHED_INVALID_RATIO = 0.1
 PREEMPTIONS_WARNING_RATIO = 0.01
 # A server under load may miss a sample now and then; beyond a tenth, its largest values may have been missed.
 SAMPLES_FAILED_RATIO = 0.1
+STALLS_NAMED = 3
 OWN_PROMPTS_ADVICE = "Turn the server's prefix cache off, or quote ttft as that of a warm cache."
 # Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
 PERCENTILE_MISS_PROBABILITY = 0.025
@@ -67,6 +68,7 @@ def find(numbers: Numbers, table: Table, facts: Sequence[ClientFacts], manifest:
         *_counts(measured),
         *_repeated(measured, manifest),
         *_cached(measured, manifest),
+        *_stalls(numbers),
         *_server(numbers, manifest),
         *_insecure(manifest),
         *_samples(numbers.requests.ok),
@@ -292,6 +294,25 @@ def _cached(measured: Table, manifest: Manifest) -> Iterator[Finding]:
         message=f"The server took {share(cached, prompt)} of the prompt tokens from its prefix cache; ttft and "
         "throughput are those of a warm cache.",
         advice=OWN_PROMPTS_ADVICE if meant else "Use another --seed, restart the server, or turn its prefix cache off.",
+    )
+
+
+def _stalls(numbers: Numbers) -> Iterator[Finding]:
+    """What a stall is stands in stalls.py."""
+    if not numbers.stalls:
+        return
+    count, total_s = len(numbers.stalls), sum(stall.end_s - stall.start_s for stall in numbers.stalls)
+    named = [f"{stall.end_s - stall.start_s:.1f} s at {stall.start_s:.1f} s" for stall in numbers.stalls[:STALLS_NAMED]]
+    times = f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
+    run = f", {share(total_s, numbers.duration_s)} of the run" if numbers.duration_s else ""
+    yield Finding(
+        code="SERVER_STALL",
+        severity="warning",
+        message=f"No stream got anything for {times}"
+        + (f" (the first {STALLS_NAMED} of {count} times)" if count > STALLS_NAMED else "")
+        + f", far longer than a step, though replies were under way: {total_s:.1f} s in all{run}.",
+        advice="A server that compiles kernels does this in its first seconds: let the same load run unmeasured first "
+        "with --warmup-load. Where it comes back, read the server's log.",
     )
 
 
