@@ -55,7 +55,7 @@ def test_the_facts_say_whether_there_was_a_cache() -> None:
 
 @pytest.mark.parametrize("scheduler", sorted(set(SCHEDULERS) - set(CACHING)))
 def test_a_server_without_a_cache_cannot_have_it_on(scheduler: str) -> None:
-    with pytest.raises(EmulationError, match=f"{scheduler} has no prefix cache; leave it off, or choose one of"):
+    with pytest.raises(EmulationError, match=f"{scheduler} has no prefix cache; give --prefix-caching off, or"):
         emulate(setup(scheduler))
 
 
