@@ -113,8 +113,9 @@ class PhaseStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of the measured requests."""
+    """Token counts of the measured requests. law: what they were drawn from; empty where that is no law."""
 
+    law: str = ""
     mean: float
     p10: float
     p50: float

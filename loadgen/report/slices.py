@@ -49,13 +49,14 @@ def _phase(measured: Table, phase: Phase, end_s: float, rules: Convention) -> Ph
     )
 
 
-def lengths(asked_tokens: NDArray[np.int64]) -> Lengths | None:
-    """Of the lengths that were asked (n,), 0 being none; None where they are all one."""
+def lengths(asked_tokens: NDArray[np.int64], law: object = None) -> Lengths | None:
+    """Of the lengths that were asked (n,), 0 being none; None where they are all one. law: of the options."""
     known = asked_tokens[asked_tokens > 0]
     if len(known) == 0 or known.min() == known.max():
         return None
     p10, p50, p90, p99 = (float(value) for value in np.percentile(known, (10, 50, 90, 99)))
-    return Lengths(mean=float(known.mean()), p10=p10, p50=p50, p90=p90, p99=p99, max=int(known.max()))
+    text = law if isinstance(law, str) else ""
+    return Lengths(law=text, mean=float(known.mean()), p10=p10, p50=p50, p90=p90, p99=p99, max=int(known.max()))
 
 
 def prompts(measured: Table, rules: Convention) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:

@@ -98,8 +98,10 @@ def _summary_lines(report: Report) -> list[str]:
         )
     for what, lengths in (("prompt", report.asked_prompt_tokens), ("output", report.asked_output_tokens)):
         if lengths is not None:
-            shown = ", ".join(f"{name} {number(getattr(lengths, name))}" for name in Lengths.__struct_fields__)
-            lines.append(f"Asked {what} tokens: {shown}.")
+            names = (name for name in Lengths.__struct_fields__ if name != "law")
+            shown = ", ".join(f"{name} {number(getattr(lengths, name))}" for name in names)
+            law = f", drawn from {escaped(lengths.law)}" if lengths.law else ""
+            lines.append(f"Asked {what} tokens{law}: {shown}.")
     if report.retried_connections:
         lines.append(
             f"Retried connections: {number(report.retried_connections)} requests met one that had been closed."
