@@ -33,6 +33,7 @@ from watch import Watched, watch
 
 CLIENT_TIMEOUT_S = 240.0
 LAG_LIMIT_MS = 6.0  # receive lag p99 up to which a rate counts as sustained
+LONGEST_TOKENS = 131_072  # a prompt and a reply of a trace
 ON_PACE = 0.97  # the server must deliver this part of the asked rate for it to count
 
 A = Shape(requests=1000, output_tokens=128, ttft_ms=200, gap_ms=20)
@@ -84,9 +85,11 @@ class Failed(Exception):
 @contextlib.contextmanager
 def embedded_server(shape: Shape, core: int, stamps: Path) -> Iterator[str]:
     """Runs the embedded server on one core while the block lasts; gives its URL. `stamps` is there afterwards."""
+    longest = max(4096, shape.input_tokens + shape.output_tokens) if shape.trace is None else LONGEST_TOKENS
     process = subprocess.Popen(
         [
             "taskset", "-c", str(core), sys.executable, "-m", "servers", "--dialect", "vllm", "--port", "0",
+            "--max-model-len", str(longest),
             "--ttft-ms", f"{shape.ttft_ms:g}", "--itl-ms", f"{shape.gap_ms:g}", "--stamps", str(stamps),
             "--exit-with-stdin",
         ],
