@@ -8,7 +8,8 @@
 # make test-prometheus  dashboards and rules asked of a real Prometheus (unpacks Debian's package when none is there)
 # make fuzz        a coverage-guided fuzzer (atheris) over all that reads foreign bytes -> tests/fuzz/results.jsonl
 # make audit       known vulnerabilities (pip-audit) and licences of what llm-dissect stands on
-# make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> benchmarks/client_overhead.md
+# make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> benchmarks/client_overhead.md;
+#                  what a trace costs beside fixed lengths -> benchmarks/trace_overhead.md
 # make compose     writes compose/*.yaml, for a machine without GPUs and models of its own, and the dashboards anew
 # make up          Prometheus and Grafana in Docker, on 127.0.0.1 (Linux); make down stops them
 PYTHON ?= python3
@@ -66,6 +67,7 @@ audit: .venv/installed-dev
 bench: .venv/installed-dev
 	benchmarks/peers.sh
 	$(BIN)/python benchmarks/client_overhead.py
+	$(BIN)/python benchmarks/trace_overhead.py
 
 compose: .venv/installed-dev
 	for name in vllm lightllm tgi; do \

@@ -33,6 +33,7 @@ from watch import Watched, watch
 
 CLIENT_TIMEOUT_S = 240.0
 LAG_LIMIT_MS = 6.0  # receive lag p99 up to which a rate counts as sustained
+LONGEST_TOKENS = 131_072  # a prompt and a reply of a trace
 ON_PACE = 0.97  # the server must deliver this part of the asked rate for it to count
 
 A = Shape(requests=1000, output_tokens=128, ttft_ms=200, gap_ms=20)
@@ -84,9 +85,11 @@ class Failed(Exception):
 @contextlib.contextmanager
 def embedded_server(shape: Shape, core: int, stamps: Path) -> Iterator[str]:
     """Runs the embedded server on one core while the block lasts; gives its URL. `stamps` is there afterwards."""
+    longest = max(4096, shape.input_tokens + shape.output_tokens) if shape.trace is None else LONGEST_TOKENS
     process = subprocess.Popen(
         [
             "taskset", "-c", str(core), sys.executable, "-m", "servers", "--dialect", "vllm", "--port", "0",
+            "--max-model-len", str(longest),
             "--ttft-ms", f"{shape.ttft_ms:g}", "--itl-ms", f"{shape.gap_ms:g}", "--stamps", str(stamps),
             "--exit-with-stdin",
         ],
@@ -150,7 +153,7 @@ def pacing_ms(truth: Truth, reported: Reported, shape: Shape) -> dict[str, float
     if reported.send_lag_ms is not None and reported.sent_ns is not None:
         found["own_send_lag_p99_ms"] = float(np.percentile(reported.send_lag_ms, 99))
         found["own_send_lag_max_ms"] = float(reported.send_lag_ms.max())
-        if shape.law == "poisson":
+        if shape.law != "constant":
             due_ns = np.sort(reported.sent_ns - reported.send_lag_ms * 1e6)
     late_ns = truth.received_ns - truth.received_ns[0] - (due_ns - due_ns[0])
     deviation_ms = np.abs(late_ns - np.median(late_ns)) / 1e6
@@ -161,7 +164,8 @@ def pacing_ms(truth: Truth, reported: Reported, shape: Shape) -> dict[str, float
 def judge(watched: Watched, truth: Truth, reported: Reported, shape: Shape) -> Row:
     first_ns, last_ns = truth.window_ns
     gaps_ms = reported.gaps_ms
-    stream_ms = float(np.median([each[-1] - each[0] for each in truth.events])) / 1e6
+    streamed = [each for each in truth.events if len(each) > 1]
+    paces = [(len(each) - 1) * shape.gap_ms * 1e6 / (each[-1] - each[0]) for each in streamed]
     return Row(
         cpu_us=watched.cpu_between_ns(first_ns, last_ns) / 1e3 / truth.tokens,
         life_cpu_us=watched.life_cpu_ns / 1e3 / truth.tokens,
@@ -175,7 +179,7 @@ def judge(watched: Watched, truth: Truth, reported: Reported, shape: Shape) -> R
         true_gap_p99_ms=float(np.percentile(truth.gaps_ms, 99)),
         short_gaps_percent=NAN if gaps_ms is None else float((gaps_ms < 1).mean()) * 100,
         true_short_gaps_percent=float((truth.gaps_ms < 1).mean()) * 100,
-        server_pace=(shape.output_tokens - 1) * shape.gap_ms / stream_ms,
+        server_pace=float(np.median(paces)),
         **errors_ms(truth, reported),
         **pacing_ms(truth, reported, shape),
     )

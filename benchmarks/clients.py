@@ -30,7 +30,8 @@ Floats = NDArray[np.float64]
 class Shape:
     """What is asked of a client and of the server. `rate_per_s` None is a burst; TTFT and gap are the server's.
 
-    `law` (constant or poisson) is for a client that offers both; the others send at a constant rate.
+    `law` (constant or poisson) is for a client that offers both; the others send at a constant rate. `trace`: a file in
+    Mooncake's format, with `requests` lines, that loadgen plays instead; lengths and rate are then its means.
     """
 
     requests: int
@@ -40,10 +41,13 @@ class Shape:
     rate_per_s: float | None = None
     law: str = "constant"
     input_tokens: int = 512
+    trace: str | None = None
 
     @property
     def tokens(self) -> int:
-        return self.requests * self.output_tokens
+        if self.trace is None:
+            return self.requests * self.output_tokens
+        return sum(json.loads(line)["output_length"] for line in Path(self.trace).read_text().splitlines())
 
     @property
     def events_per_s(self) -> float:
@@ -106,12 +110,15 @@ def _loadgen(*extra: str, program: Path = ROOT / ".venv/bin/loadgen") -> Callabl
     def command(work: Work) -> list[str]:
         shape = work.shape
         arrival = [] if shape.rate_per_s is None else ["--arrival", f"{shape.law}:{shape.rate_per_s:g}"]
-        return [
-            str(program), "run", "--backend", "vllm", "--url", work.url,
+        drawn = [
             "--requests", str(shape.requests), "--input-tokens", str(shape.input_tokens),
-            "--output-tokens", str(shape.output_tokens), "--no-calibrate", "--warmup", "0",
+            "--output-tokens", str(shape.output_tokens), *arrival,
+        ]  # fmt: skip
+        load = drawn if shape.trace is None else ["--trace", shape.trace]
+        return [
+            str(program), "run", "--backend", "vllm", "--url", work.url, *load, "--no-calibrate", "--warmup", "0",
             "--no-server-metrics",  # other clients do not look at the server or its GPUs either
-            "--out", str(work.directory / "run"), *arrival, *extra,
+            "--out", str(work.directory / "run"), *extra,
         ]  # fmt: skip
 
     return command

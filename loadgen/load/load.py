@@ -35,16 +35,27 @@ class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
     longest_tokens: int | None = None
 
     def read(self) -> Trace:
-        """Raises WorkloadError."""
-        return _read(self)
+        """Raises WorkloadError. The file is read once, though its length is looked at before the server's is known."""
+        if self.longest_tokens is None:
+            return _file(self)
+        return _fitting(msgspec.structs.replace(self, longest_tokens=None), self.longest_tokens)
 
 
 @functools.lru_cache(maxsize=1)
-def _read(source: TraceSource) -> Trace:
+def _file(source: TraceSource) -> Trace:
     from loadgen.load import traces
 
-    trace = traces.read(Path(source.path), source.format, source.speed, source.limit, source.from_s)
-    return trace if source.longest_tokens is None else trace.up_to(source.longest_tokens)
+    return traces.read(Path(source.path), source.format, source.speed, source.limit, source.from_s)
+
+
+@functools.lru_cache(maxsize=1)
+def _fitting(source: TraceSource, longest_tokens: int) -> Trace:
+    return _file(source).up_to(longest_tokens)
+
+
+@functools.lru_cache(maxsize=1)
+def _trace_shapes(source: TraceSource) -> TraceShapes:
+    return TraceShapes(source.read())
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +131,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def shapes(self) -> Shapes:
         """What each request asks for. Raises WorkloadError."""
         if self.trace is not None:
-            return TraceShapes(self.trace.read())
+            return _trace_shapes(self.trace)
         return DrawnShapes(self.input_tokens, self.output_tokens, self.prefix, self.seed)
 
     def typical_tokens(self) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from loadgen import rundir
 from loadgen.config import Config, ConfigError
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
-from loadgen.report import findings, metrics, schema, slices, stalls
+from loadgen.report import findings, metrics, schema, sharing, slices, stalls
 from loadgen.report.finding import share
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.schema import SCHEMA, Numbers, Report
@@ -82,6 +82,7 @@ def build(
         throughput=_throughput(n_ok, tokens, duration_s),
         metrics={name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS},
         goodput=_goodput(measured, slos, rules, duration_s),
+        sharing=sharing.build(measured, seen.server if seen is not None else None, rules),
         burst=_burst(measured),
         connect_ms=_connecting(facts),
         retried_connections=len(measured.retried),

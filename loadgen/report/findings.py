@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from msgspec import UNSET
 
-from loadgen.report import client_findings
+from loadgen.report import client_findings, sharing
 from loadgen.report.finding import Finding, Severity, share, worst_first
-from loadgen.report.metrics import PERCENTILES, total
+from loadgen.report.metrics import PERCENTILES
 from loadgen.report.schema import Numbers
 from loadgen.rundir import Manifest
 from loadgen.rundir.launch_facts import LaunchFacts
@@ -40,16 +40,11 @@ SURVIVORS_SHIFT_RATIO = 0.01
 # A token or two of template or BOS changes little; a workload shorter by a tenth is another workload, and flatters.
 LENGTH_WARNING_RATIO = 0.01
 SHORTER_INVALID_RATIO = 0.1
-# A block or two of a shared template is cached by any server. Above one percent ttft is that of a warm cache; when a
-# tenth of the prompt tokens was never computed although every prompt is meant to be new, prefill was not measured.
-CACHED_WARNING_RATIO = 0.01
-CACHED_INVALID_RATIO = 0.1
 # A preempted request computes its prompt again: when more than a hundredth are, p99 of ttft and tpot is theirs.
 PREEMPTIONS_WARNING_RATIO = 0.01
 # A server under load may miss a sample now and then; beyond a tenth, its largest values may have been missed.
 SAMPLES_FAILED_RATIO = 0.1
 STALLS_NAMED = 3
-OWN_PROMPTS_ADVICE = "Turn the server's prefix cache off, or quote ttft as that of a warm cache."
 # Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
 PERCENTILE_MISS_PROBABILITY = 0.025
 
@@ -67,9 +62,9 @@ def find(numbers: Numbers, table: Table, facts: Sequence[ClientFacts], manifest:
         *_lengths(measured),
         *_counts(measured),
         *_repeated(measured, manifest),
-        *_cached(measured, manifest),
+        *sharing.find(measured, numbers, manifest),
         *_stalls(numbers),
-        *_server(numbers, manifest),
+        *_server(numbers),
         *_insecure(manifest),
         *_samples(numbers.requests.ok),
     ]
@@ -282,21 +277,6 @@ def _repeated(measured: Table, manifest: Manifest) -> Iterator[Finding]:
         )
 
 
-def _cached(measured: Table, manifest: Manifest) -> Iterator[Finding]:
-    ok = measured.ok & (measured.cached_tokens != -1)
-    cached, prompt = total(measured.cached_tokens[ok]), total(measured.prompt_tokens[ok])
-    if not cached or not prompt or cached <= CACHED_WARNING_RATIO * prompt:
-        return
-    meant = manifest.config.get("dataset") is not None  # one's own prompts may share what they like
-    yield Finding(
-        code="CACHED_TOKENS",
-        severity="invalid" if cached > CACHED_INVALID_RATIO * prompt and not meant else "warning",
-        message=f"The server took {share(cached, prompt)} of the prompt tokens from its prefix cache; ttft and "
-        "throughput are those of a warm cache.",
-        advice=OWN_PROMPTS_ADVICE if meant else "Use another --seed, restart the server, or turn its prefix cache off.",
-    )
-
-
 def _stalls(numbers: Numbers) -> Iterator[Finding]:
     """What a stall is stands in stalls.py."""
     if not numbers.stalls:
@@ -316,23 +296,11 @@ def _stalls(numbers: Numbers) -> Iterator[Finding]:
     )
 
 
-def _server(numbers: Numbers, manifest: Manifest) -> Iterator[Finding]:
+def _server(numbers: Numbers) -> Iterator[Finding]:
     server, requests = numbers.server, numbers.requests
     if server is None:
         return
-    hits, queries, preemptions = server.prefix_cache_hits, server.prefix_cache_queries, server.preemptions
-    if hits:
-        meant = manifest.config.get("dataset") is not None
-        yield Finding(
-            code="PREFIX_CACHE",
-            severity="warning" if meant else "invalid",
-            message=f"The server counted {hits} prompt tokens found in its prefix cache"
-            + (f" ({share(hits, queries)} of those looked up)" if queries else "")
-            + ("; ttft is that of a warm cache." if meant else ", although every prompt is meant to be new."),
-            advice=OWN_PROMPTS_ADVICE
-            if meant
-            else "Use another --seed, restart the server, or turn its prefix cache off; let nobody else use it.",
-        )
+    preemptions = server.preemptions
     preempted = preemptions or server.paused_max
     if preempted:
         many = preempted > PREEMPTIONS_WARNING_RATIO * (requests.ok + requests.failed)

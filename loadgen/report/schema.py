@@ -4,6 +4,8 @@ what the records, or the server, do not define.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from loadgen.monitor.server_view import GpuStats, ServerStats
@@ -45,6 +47,23 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     slos_ms: dict[str, float]
     good: int
     request_goodput: float | None
+
+
+class Sharing(msgspec.Struct, frozen=True, kw_only=True):
+    """A load whose prompts begin alike; tokens of the requests that ended ok. shareable_tokens: what an earlier request
+    of the load has sent. cached_tokens: what the server took from its prefix cache, by its replies or, where those do
+    not tell, by its own counters; None where neither does. Warm is a request with some of that, by its reply or, where
+    replies do not tell, with something to share; cold is every other."""
+
+    prompt_tokens: int | None
+    shareable_tokens: int
+    cached_tokens: int | None
+    cached_by: Literal["replies", "server"] | None
+    cached_of_prompt_ratio: float | None
+    cached_of_shareable_ratio: float | None
+    warm_by: Literal["cached_tokens", "shared_tokens"]
+    ttft_cold_ms: Summary
+    ttft_warm_ms: Summary
 
 
 class Burst(msgspec.Struct, frozen=True):
@@ -152,7 +171,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     of METRICS. offered_requests_per_s: the rate at which requests were due, as it was drawn; None without a rate.
     retried_connections: requests that were sent again because the server had closed the connection that they reused.
     Left out where they say nothing: asked lengths that are all one, ttft by prompt length where the prompts' lengths
-    are about one, phases of a load that has none, stalls of a run without any."""
+    are about one, phases of a load that has none, stalls of a run without any, sharing where nothing is shared."""
 
     schema: str
     version: str
@@ -171,6 +190,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     throughput: Throughput
     metrics: dict[str, Summary]
     goodput: Goodput | None
+    sharing: Sharing | None = None
     burst: Burst | None
     connect_ms: Connecting | None
     retried_connections: int

@@ -14,8 +14,9 @@ from msgspec import UNSET, UnsetType
 
 from backends.untrusted import escaped
 from loadgen.monitor.server_view import ServerStats
+from loadgen.report.finding import share
 from loadgen.report.metrics import Summary
-from loadgen.report.schema import GpuUse, Lengths, PhaseStats, Report
+from loadgen.report.schema import GpuUse, Lengths, PhaseStats, Report, Sharing
 from loadgen.rundir.emulation import Emulation, HeldOut
 from loadgen.rundir.launch_facts import LaunchFacts
 
@@ -91,6 +92,8 @@ def _summary_lines(report: Report) -> list[str]:
     if goodput is not None:
         limits = ", ".join(f"{name} <= {number(limit)} ms" for name, limit in goodput.slos_ms.items())
         lines.append(f"Goodput: {number(goodput.request_goodput)} requests/s within {limits}.")
+    if report.sharing is not None:
+        lines.append(_sharing_line(report.sharing))
     if burst is not None:
         first = "Burst" if report.arrival == "burst" else "Start"
         lines.append(
@@ -122,6 +125,29 @@ def _summary_lines(report: Report) -> list[str]:
     if report.gpus is not None:
         lines += _gpu_lines(report.gpus)
     return [*lines, *map(escaped, _emulation_lines(report.emulation))]
+
+
+def _sharing_line(sharing: Sharing) -> str:
+    """How much of what prompts share came from the server's prefix cache."""
+    shareable = f"{number(sharing.shareable_tokens)} prompt tokens that could be shared"
+    if sharing.cached_tokens is None:
+        return f"Shared prefixes: {shareable}; the server does not tell what it took from its prefix cache."
+    cached = sharing.cached_tokens
+    ratios = [share(cached, sharing.shareable_tokens)] if sharing.shareable_tokens else []
+    ratios += [f"{share(cached, sharing.prompt_tokens)} of all prompt tokens"] if sharing.prompt_tokens else []
+    counted = "the replies' count" if sharing.cached_by == "replies" else "the server's counters"
+    return f"Shared prefixes: {number(cached)} of the {shareable} came from the prefix cache by {counted}" + (
+        f" ({', '.join(ratios)})." if ratios else "."
+    )
+
+
+def _latencies(report: Report) -> Iterator[tuple[str, Summary]]:
+    """The rows of the table; where prompts share something, ttft of cold and warm requests too."""
+    for name, summary in report.metrics.items():
+        yield name.removesuffix("_ms"), summary
+        if name == "ttft_ms" and report.sharing is not None:
+            yield "ttft, cold", report.sharing.ttft_cold_ms
+            yield "ttft, warm", report.sharing.ttft_warm_ms
 
 
 def _launch_line(launch: LaunchFacts) -> str:
@@ -182,13 +208,14 @@ def _off(held_out: Sequence[HeldOut], name: str) -> str:
 
 
 def _off_by_metric(report: Report) -> dict[str, str]:
-    """For each latency of a prediction, how far off its distribution was on real runs; empty for what was measured."""
+    """By row of the table: how far off a predicted distribution was on real runs; empty for what was measured."""
     held_out = _held_out(report)
     if not held_out:
         return {}
     return {
-        name: _off(held_out, f"{base}_w1") if (base := name.partition("_")[0]) in ("ttft", "tpot", "e2el") else "-"
+        name.removesuffix("_ms"): _off(held_out, f"{base}_w1")
         for name in report.metrics
+        if (base := name.partition("_")[0]) in ("ttft", "tpot", "e2el")
     }
 
 
@@ -248,9 +275,9 @@ def render(report: Report) -> str:
     lines.append(
         f"{'latency, ms':<22}" + "".join(f"{name:>9}" for name in _SHOWN) + ("  held out, off by" if off else "")
     )
-    for name, summary in report.metrics.items():
+    for name, summary in _latencies(report):
         cells = "".join(f"{cell:>9}" for cell in _cells(summary))
-        lines.append(f"{name.removesuffix('_ms'):<22}{cells}" + (f"  {off[name]}" if off else ""))
+        lines.append(f"{name:<22}{cells}" + (f"  {off.get(name, '-')}" if off else ""))
     if report.phases:
         lines += ["", f"{'by phase, latency ms':<22}" + "".join(f"{column:>11}" for column in _PHASE_COLUMNS)]
     for phase in report.phases:
@@ -320,9 +347,9 @@ def markdown(report: Report) -> str:
     shown = [*_SHOWN, "held out, off by"] if off else _SHOWN
     lines.append("| latency, ms | " + " | ".join(shown) + " |")
     lines.append("|---" * (len(shown) + 1) + "|")
-    for name, summary in report.metrics.items():
-        cells = " | ".join([*_cells(summary), *([off[name]] if off else [])])
-        lines.append(f"| `{name.removesuffix('_ms')}` | {cells} |")
+    for name, summary in _latencies(report):
+        cells = " | ".join([*_cells(summary), *([off.get(name, "-")] if off else [])])
+        lines.append(f"| `{name}` | {cells} |")
     lines += [*_phase_table(report), *_prompt_table(report)]
     lines += ["", f"Definitions: {markdown_text(report.convention_differs)}", ""]
     if report.verdict.findings:

@@ -5,7 +5,7 @@ back, so `loadgen report` on the same directory, or on what a killed run left, g
 monotonic nanoseconds since the start of the run (t = 0 is when the schedule begins); null, and -1 in the columns, means
 that it never happened.
 
-Reading is incremental and never holds the records as objects: a table is 122 bytes a request and 4 bytes a gap, and
+Reading is incremental and never holds the records as objects: a table is 130 bytes a request and 4 bytes a gap, and
 reading one that finished nearly in order takes little more.
 """
 
@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -34,6 +34,8 @@ from loadgen.rundir.parts import JOINED, OF_THE_RUN, Part
 SCHEMA = "loadgen.requests/1"
 
 PHASES = ("warmup", "measured")
+
+_Shared = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -61,7 +63,7 @@ class Record(msgspec.Struct, kw_only=True):
     phase: str = "measured"
     error: str | None = None
     retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
-    shared_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of the prompt, sent before by an earlier request
+    shared_tokens: _Shared | msgspec.UnsetType = msgspec.UNSET  # of the prompt, sent before by an earlier request
     itl_us: Sequence[int] = ()
 
 
@@ -124,6 +126,7 @@ class Table:
     asked_prompt_tokens: NDArray[np.int64]
     asked_tokens: NDArray[np.int64]
     cached_tokens: NDArray[np.int64]
+    shared_tokens: NDArray[np.int64]  # 0 where the record has none
     events: NDArray[np.int64]
     status: NDArray[np.int64]
     outcome: NDArray[np.int8]  # index into OUTCOMES
@@ -188,7 +191,7 @@ class Table:
 
 _INTEGERS = (
     "id", "scheduled_ns", "sent_ns", "headers_ns", "first_token_ns", "last_token_ns", "done_ns", "prompt_tokens",
-    "output_tokens", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "events", "status",
+    "output_tokens", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "shared_tokens", "events", "status",
 )  # fmt: skip
 COLUMNS = (*_INTEGERS, "outcome", "phase")
 _OUTCOME_CODE = {name: code for code, name in enumerate(OUTCOMES)}
@@ -238,7 +241,7 @@ class _Columns:
             self._gaps[-1].extend(record.itl_us)
             for name, column in self._integers.items():
                 value = getattr(record, name)
-                column.append(-1 if value is None else value)
+                column.append(-1 if value is None else 0 if value is msgspec.UNSET else value)
         except OverflowError as error:
             raise ValueError(f"a number is out of range: {error}") from None
         self._gap_counts.append(len(record.itl_us))

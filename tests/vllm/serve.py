@@ -2,7 +2,8 @@
 
     python tests/vllm/serve.py [PORT]      until Ctrl-C; its log is in build/vllm/server.log
 
-Needs .venv-vllm (install.sh). Prefix caching is off, so that every prompt token is really computed. vLLM takes every
+Needs .venv-vllm (install.sh). Prefix caching is off, so that every prompt token is really computed, unless a test is of
+the cache; then replies tell too what came from it. vLLM takes every
 core there is, so it runs at a lower priority: a client beside it would measure its own wait for a core otherwise.
 """
 
@@ -24,6 +25,7 @@ import tiny_model
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = ROOT / ".venv-vllm/bin/python"
 START_TIMEOUT_S = 300
+BLOCK_TOKENS = 32  # of the cache, where it is on: the least that vLLM's attention on CPUs takes (16 on GPUs)
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
@@ -48,12 +50,13 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def real_vllm(directory: Path, port: int = 0) -> Iterator[str]:
+def real_vllm(directory: Path, port: int = 0, *, prefix_caching: bool = False) -> Iterator[str]:
     """Serves while the block lasts; gives the URL. The model is left in `directory`/tiny, the log beside it."""
     if not (PYTHON.parent.parent / "installed").exists():
         raise VllmError("vLLM is not installed; run tests/vllm/install.sh.")
     tiny_model.write(directory / "tiny")
     url = f"http://127.0.0.1:{port or free_port()}"
+    caching = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--block-size", str(BLOCK_TOKENS)]
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(
             [
@@ -62,7 +65,7 @@ def real_vllm(directory: Path, port: int = 0) -> Iterator[str]:
                 "--dtype", "bfloat16", "--disable-uvicorn-access-log",
                 "--max-model-len", str(tiny_model.MAX_MODEL_LEN), "--max-num-seqs", "256",
                 "--host", "127.0.0.1", "--port", url.rpartition(":")[2],
-                "--no-enable-prefix-caching", "--enforce-eager",
+                "--enforce-eager", *(caching if prefix_caching else ["--no-enable-prefix-caching"]),
             ],
             env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=subprocess.STDOUT, cwd=directory,
             start_new_session=True,  # Ctrl-C is for the parent, which then ends it in good order

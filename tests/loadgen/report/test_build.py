@@ -56,6 +56,7 @@ def test_the_schema_key_by_key() -> None:
         "throughput",
         "metrics",
         "goodput",
+        "sharing",
         "burst",
         "connect_ms",
         "retried_connections",

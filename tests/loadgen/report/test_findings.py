@@ -338,6 +338,58 @@ def test_a_prefix_cache_that_found_anything() -> None:
     assert built.verdict.valid is False
 
 
+def shared(tokens: int, cached: int | None = None) -> Table:
+    """The clean run with prompts of 1000 tokens: the second half of the requests shares so many of theirs, and took so
+    many from the cache by its replies. Those of the first half tell nothing, as vLLM's do where that is 0."""
+    half = np.arange(CLEAN) >= CLEAN // 2
+    thousand = np.full(CLEAN, 1000)
+    return replace(
+        clean(), prompt_tokens=thousand, asked_prompt_tokens=thousand, shared_tokens=np.where(half, tokens, 0),
+        cached_tokens=np.full(CLEAN, -1) if cached is None else np.where(half, cached, -1),
+    )  # fmt: skip
+
+
+def test_hits_that_the_load_allows_explain_and_others_count_as_ever() -> None:
+    # 2000 requests share 500 of 1000 tokens: a million; 1 % of all prompt tokens are 40,000, and 10 % are 400,000
+    assert severities(shared(500)) == {}  # nobody tells
+    assert severities(shared(500, cached=500)) == {"CACHED_TOKENS": "info"}
+    assert severities(shared(500, cached=0)) == {"CACHED_TOKENS": "info"}
+    assert severities(shared(500, cached=520)) == {"CACHED_TOKENS": "info"}
+    assert severities(shared(500, cached=521)) == {"CACHED_TOKENS": "warning"}
+    assert severities(shared(500, cached=700)) == {"CACHED_TOKENS": "warning"}
+    assert severities(shared(500, cached=701)) == {"CACHED_TOKENS": "invalid"}
+    for hits, severity in ((0, "info"), (16, "info"), (1_000_000, "info"), (1_000_001, "invalid")):
+        assert severities(shared(500), server=own_view(prefix_cache_hits=hits)) == {"PREFIX_CACHE": severity}
+    assert severities(shared(500), server=own_view(prefix_cache_hits=None)) == {}
+    unseen = own_view(covered=False)  # the hits may have come where nobody looked
+    assert severities(shared(500), server=unseen) == {"SERVER_METRICS": "info"}
+
+
+def test_what_a_shared_load_says() -> None:
+    def first(records: Table, hits: int | None = None) -> findings.Finding:
+        seen = ServerView(server=own_view(prefix_cache_hits=hits))
+        return build.build(manifest(), records, [facts()], seen=seen).verdict.findings[0]
+
+    took = "The server took 960000 of the 1000000 prompt tokens that could be shared from its prefix cache (96.0 %)."
+    assert first(shared(500, cached=480)).message == took == first(shared(500), 960_000).message
+    none = "The server found none of the 1000000 prompt tokens that could be shared in its prefix cache."
+    assert first(shared(500, cached=0)).message == none == first(shared(500), 0).message
+    assert "off or too small" in first(shared(500), 0).advice
+    assert "40.0 % of the prompt tokens from its prefix cache, of which the load shares 25.0 %" in (
+        first(shared(500, cached=800)).message
+    )
+    assert "although no more than 1000000 could be shared." in first(shared(500), 1_000_001).message
+
+
+def test_what_was_not_sent_could_not_be_shared() -> None:
+    sent = clean().sent_ns.copy()
+    sent[-1] = -1
+    records = replace(with_outcome("dropped", 1, shared(500)), sent_ns=sent)
+    found = severities(records, server=own_view(prefix_cache_hits=999_501))
+    assert found["PREFIX_CACHE"] == "invalid"
+    assert severities(records, server=own_view(prefix_cache_hits=999_500))["PREFIX_CACHE"] == "info"
+
+
 def test_preemptions_against_the_requests() -> None:
     assert severities(server=own_view(preemptions=1)) == {"PREEMPTIONS": "info"}
     assert severities(server=own_view(preemptions=40)) == {"PREEMPTIONS": "info"}  # 1 % of 4000

@@ -1,0 +1,131 @@
+"""Prompts that begin alike: how much of them a server could have kept from earlier requests, and how much it did. Pure.
+
+What could be shared is known from the load alone: each record has the tokens of its prompt's beginning that an earlier
+request of the load has sent. No order of the requests makes the sum of these larger, so a server that took more from
+its cache has met some of the prompts before the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.monitor.server_view import ServerStats
+from loadgen.report import metrics
+from loadgen.report.finding import Finding, share
+from loadgen.report.metrics import Convention, Distribution, Summary, total
+from loadgen.report.schema import Numbers, Sharing
+from loadgen.rundir import Manifest
+from loadgen.rundir.records import Table
+
+# A block or two of a shared template is cached by any server. Above one percent ttft is that of a warm cache; when a
+# tenth of the prompt tokens was never computed although every prompt is meant to be new, prefill was not measured.
+# Where prompts begin alike, both are of the tokens beyond those that the load shares.
+CACHED_WARNING_RATIO = 0.01
+CACHED_INVALID_RATIO = 0.1
+OWN_PROMPTS_ADVICE = "Turn the server's prefix cache off, or quote ttft as that of a warm cache."
+
+
+def shareable_tokens(measured: Table) -> int:
+    """The most tokens that a server can take from its cache when it had none of these prompts before; 0 for a load that
+    shares nothing."""
+    return int(measured.shared_tokens[measured.sent_ns != -1].sum())
+
+
+def build(measured: Table, server: ServerStats | None, rules: Convention) -> Sharing | None:
+    """None for a load that shares nothing."""
+    if not shareable_tokens(measured):
+        return None
+    ok = measured.ok
+    told = bool((measured.cached_tokens[ok] != -1).any())  # vLLM leaves the count out of a reply where it is 0
+    hits = None if server is None else server.prefix_cache_hits
+    cached = total(measured.cached_tokens[ok]) if told else hits
+    prompt, shareable = total(measured.prompt_tokens[ok]), int(measured.shared_tokens[ok].sum())
+    warm = (measured.cached_tokens if told else measured.shared_tokens) > 0
+    return Sharing(
+        prompt_tokens=prompt,
+        shareable_tokens=shareable,
+        cached_tokens=cached,
+        cached_by=None if cached is None else "replies" if told else "server",
+        cached_of_prompt_ratio=None if cached is None or not prompt else cached / prompt,
+        cached_of_shareable_ratio=None if cached is None or not shareable else cached / shareable,
+        warm_by="cached_tokens" if told else "shared_tokens",
+        ttft_cold_ms=_ttft(measured, ok & ~warm, rules),
+        ttft_warm_ms=_ttft(measured, ok & warm, rules),
+    )
+
+
+def _ttft(measured: Table, chosen: NDArray[np.bool_], rules: Convention) -> Summary:
+    ttft_ms = metrics.column(measured, "ttft_ms", rules)[chosen]
+    return metrics.summary(Distribution(np.sort(ttft_ms[~np.isnan(ttft_ms)]), 1.0), rules.percentile)
+
+
+def find(measured: Table, numbers: Numbers, manifest: Manifest) -> Iterator[Finding]:
+    """What the replies (CACHED_TOKENS) and the server's counters (PREFIX_CACHE) tell of its prefix cache."""
+    meant = manifest.config.get("dataset") is not None  # one's own prompts may share what they like
+    yield from _by_replies(measured, meant)
+    if numbers.server is not None:
+        yield from _by_server(measured, numbers.server, meant)
+
+
+def _by_replies(measured: Table, meant: bool) -> Iterator[Finding]:
+    ok = measured.ok & (measured.cached_tokens != -1)
+    cached, shareable = total(measured.cached_tokens[ok]), shareable_tokens(measured)
+    prompt = total(measured.prompt_tokens[measured.ok if shareable else ok])
+    if cached is None or not prompt:
+        return
+    beyond = cached - shareable
+    if beyond <= CACHED_WARNING_RATIO * prompt:
+        if shareable:
+            yield _as_the_load_allows("CACHED_TOKENS", cached, shareable)
+        return
+    allowed = f", of which the load shares {share(shareable, prompt)}" if shareable else ""
+    yield Finding(
+        code="CACHED_TOKENS",
+        severity="invalid" if beyond > CACHED_INVALID_RATIO * prompt and not meant else "warning",
+        message=f"The server took {share(cached, prompt)} of the prompt tokens from its prefix cache{allowed}; ttft "
+        "and throughput are those of a warm cache.",
+        advice=OWN_PROMPTS_ADVICE if meant else "Use another --seed, restart the server, or turn its prefix cache off.",
+    )
+
+
+def _by_server(measured: Table, server: ServerStats, meant: bool) -> Iterator[Finding]:
+    hits, queries, shareable = server.prefix_cache_hits, server.prefix_cache_queries, shareable_tokens(measured)
+    if hits is None:
+        return
+    if shareable and hits <= shareable:
+        if hits or server.covered:  # else the hits may be where there are no samples
+            yield _as_the_load_allows("PREFIX_CACHE", hits, shareable)
+        return
+    if not hits:
+        return
+    meaning = f"no more than {shareable} could be shared" if shareable else "every prompt is meant to be new"
+    yield Finding(
+        code="PREFIX_CACHE",
+        severity="warning" if meant else "invalid",
+        message=f"The server counted {hits} prompt tokens found in its prefix cache"
+        + (f" ({share(hits, queries)} of those looked up)" if queries else "")
+        + ("; ttft is that of a warm cache." if meant else f", although {meaning}."),
+        advice=OWN_PROMPTS_ADVICE
+        if meant
+        else "Use another --seed, restart the server, or turn its prefix cache off; let nobody else use it.",
+    )
+
+
+def _as_the_load_allows(code: str, cached: int, shareable: int) -> Finding:
+    if not cached:
+        return Finding(
+            code=code,
+            severity="info",
+            message=f"The server found none of the {shareable} prompt tokens that could be shared in its prefix cache.",
+            advice="Its prefix cache is off or too small, or its blocks are longer than what prompts share.",
+        )
+    return Finding(
+        code=code,
+        severity="info",
+        message=f"The server took {cached} of the {shareable} prompt tokens that could be shared from its prefix cache "
+        f"({share(cached, shareable)}).",
+        advice="Read ttft of cold and warm requests apart: that of all together holds for this sharing alone.",
+    )
