@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -94,3 +96,11 @@ def test_the_shortest_prompt_that_is_drawn_must_be_longer_than_the_prefix() -> N
         load(seed=3, input_tokens=law, prefix=f"2:{shortest - 1}", requests=300, warmup=100_000)
     with pytest.raises(ConfigError, match="no shorter than the shortest prompt, of 40 tokens"):
         load(input_tokens="lognormal:500:1:40:4000", prefix="2:40", concurrency=2, duration=5.0)
+
+
+def test_a_warm_up_longer_than_its_trace_begins_again(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("Timestamp,Request tokens,Response tokens\n0,30,20\n1,40,20\n")
+    source = TokenIds(load(trace=tmp_path / "t.csv"), 1000)
+    warmup = [source.prompt("warmup", number).token_ids or [] for number in range(5)]
+    assert [len(prompt) for prompt in warmup] == [30, 40, 30, 40, 30]
+    assert common(warmup[0], warmup[2]) < 5

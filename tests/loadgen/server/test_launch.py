@@ -14,6 +14,7 @@ from backends.gpus import Gpu, Inventory
 from backends.launch import LaunchError, Mount
 from loadgen import models
 from loadgen.config import Config, ConfigError
+from loadgen.load.lengths import WorkloadError
 from loadgen.server.launch import UNDERFLOW, Launch, plan_launch, write_files
 
 GIB = 1 << 30
@@ -159,6 +160,15 @@ def test_the_manifest_keeps_the_environment_of_a_process(tmp_path: Path, monkeyp
     assert isinstance(kept, dict) and kept["OMP_NUM_THREADS"] == "7" and "s3cret" not in str(made.facts())
     assert [note for note in made.notes if note.startswith("NCCL_P2P_DISABLE=1 is set here")]
     assert planned(tmp_path, model="70b").facts().environment == {}  # a container gets none of it
+
+
+def test_what_a_trace_has_beyond_the_model_does_not_lengthen_the_server(tmp_path: Path) -> None:
+    """llama-2-7b takes 4096 tokens: the second request is left out, as the run's plan has it."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("Timestamp,Request tokens,Response tokens\n0,300,20\n1,9000,20\n2,4000,90\n")
+    assert planned(tmp_path, trace=trace).settings.max_model_len == 4096
+    with pytest.raises(WorkloadError, match="every request of the trace has more tokens than the 200 that"):
+        planned(tmp_path, trace=trace, max_model_len=200)
 
 
 def test_dummy_weights_in_float16_are_told(tmp_path: Path) -> None:
