@@ -62,6 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     dummy_weights: bool = False
     p2p: bool = True
+    prefix_caching: bool = False  # whether the KV of a prompt is kept for later ones that begin alike
     host: str
     port: int
     config_dir: str

@@ -3,7 +3,8 @@
 One event a token, `data:` without a space, no [DONE]: the event with `finished: true` is the last. Every event
 carries the number of output tokens so far; what it carried itself is the difference to the one before.
 `input_usage` tells text from image tokens and nothing about the prefix cache, so there are no cached tokens here; the
-request keeps its prompt out of that cache instead (servers before 1.2 ignore the field).
+request keeps its prompt out of that cache instead, unless the load shares prompts (servers before 1.2 ignore the
+field).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Token(msgspec.Struct, gc=False):
-    text: str | None = None  # not needed, but bytes that are no text are a breach
+    text: str | None = None  # decoded because bytes that are no text are a breach
     count_output_tokens: Count = 0
     prompt_tokens: Count | None = None
 
@@ -57,8 +58,6 @@ class _Stream(EventReply):
     def read(self, data: bytes) -> Sequence[Delta]:
         try:
             event = _decode(data)
-            if not data.isascii():  # the text is skipped, and with it whether it is one
-                data.decode()
         except UNDECODABLE as error:
             return self.unreadable(data, error)
         token = event.token
@@ -117,7 +116,7 @@ def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
         "ignore_eos": sampling.ignore_eos,
         "do_sample": sampling.temperature > 0,
         "add_special_tokens": False,
-        "disable_prompt_cache": True,
+        "disable_prompt_cache": not sampling.prefix_caching,
     }
     if sampling.temperature > 0:
         parameters["temperature"] = sampling.temperature
@@ -161,8 +160,10 @@ def invoke(settings: Settings) -> Invocation:
         "--host", settings.host,
         "--port", str(settings.port),
     ]  # fmt: skip
-    if version >= (1, 1):
+    if version >= (1, 1) and not settings.prefix_caching:
         arguments.append("--disable_dynamic_prompt_cache")
+    if version < (1, 1) and settings.prefix_caching:
+        arguments.append("--use_dynamic_prompt_cache")
     files = {}
     if not old:
         files["hypercorn.toml"] = _HYPERCORN

@@ -33,13 +33,15 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How the output is drawn. `ignore_eos` asks for exactly `max_tokens` tokens where the server can do that."""
+    """How the output is drawn. `ignore_eos` asks for exactly `max_tokens` tokens where the server can do that.
+    `prefix_caching`: whether the prompt may be taken from the server's prefix cache, where a request can say that."""
 
     max_tokens: int
     ignore_eos: bool = True
     temperature: float = 0.0
     seed: int = 0
     stream: bool = True
+    prefix_caching: bool = False
 
 
 class HttpRequest(msgspec.Struct, frozen=True):

@@ -44,7 +44,10 @@ def error_text(body: bytes) -> str:
 
 
 def error_in(body: bytes) -> str | None:
-    """One line for a body that is JSON with an error in one of those shapes, else None; never raises."""
+    """One line for a body that is JSON with an error in one of those shapes, else None; never raises. A body of more
+    than MAX_ERROR_BYTES is not looked into and gives None."""
+    if len(body) > MAX_ERROR_BYTES:
+        return None
     try:
         fields = msgspec.json.decode(body, type=dict[str, object])
     except UNDECODABLE:

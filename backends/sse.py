@@ -3,9 +3,9 @@
 Nearly every call of `feed` gets exactly one event, `data: {...}` and an empty line: that has a short way. The long
 way takes all that the standard allows: LF, CRLF and CR line ends, a byte order mark, comments (keep-alives),
 `event:`, `id:` and `retry:` lines, data over several lines, and cuts between reads anywhere. It is stricter than the
-standard in three ways, because a measurement must notice: a line with any other field means that this is no stream of
-events, and so are an event after the end of the reply and an event that the end of the body cuts off errors. A body
-that is no stream but a JSON document with an error is that error.
+standard in three ways, because a measurement must notice: a line with any other field is an error, because then this
+is no stream of events; so is an event after the end of the reply; so is an event that the end of the body cuts off. A
+body that is no stream but a JSON document with an error is that error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ _BOM = b"\xef\xbb\xbf"
 _CR = 0x0D
 _TOO_LONG = f"an event is longer than {MAX_BYTES} bytes"
 _DONE = b"[DONE]"
-_FIELDS = (b"data", b"event", b"id", b"retry")
 _IGNORED_FIELDS = (b"", b"event", b"id", b"retry")  # a comment has an empty name
-
+_FIELDS = (b"data", *_IGNORED_FIELDS)
 
 PLAIN = (TOKEN,)  # for `read` to return, itself, when nothing of the event but that there is some text made it a token
 

@@ -26,9 +26,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Token(msgspec.Struct, gc=False):
-    """Nothing of it is needed but that it is there, with a text that is one."""
+    """Nothing of it is needed but that it is there."""
 
-    text: str | None = None
+    text: str | None = None  # decoded because bytes that are no text are a breach
 
 
 class _Details(msgspec.Struct, gc=False):
@@ -53,8 +53,6 @@ class _Stream(EventReply):
     def read(self, data: bytes) -> Sequence[Delta]:
         try:
             event = _decode(data)
-            if not data.isascii():  # the text is skipped, and with it whether it is one
-                data.decode()
         except UNDECODABLE as error:
             return self.unreadable(data, error)
         if event.token is None:
@@ -147,7 +145,7 @@ def invoke(settings: Settings) -> Invocation:
         "--hostname", settings.host,
         "--port", str(settings.port),
     ]  # fmt: skip
-    env = {"PREFIX_CACHING": "0", "TGI_WIGGLE_ROOM": f"{settings.memory_ratio:g}"}
+    env = {"PREFIX_CACHING": str(int(settings.prefix_caching)), "TGI_WIGGLE_ROOM": f"{settings.memory_ratio:g}"}
     if not settings.p2p:
         env |= WITHOUT_P2P
     return Invocation(arguments=(*arguments, *settings.extra), env=env)

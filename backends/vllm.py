@@ -25,10 +25,10 @@ def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
 def invoke(settings: Settings) -> Invocation:
     """Arguments of `vllm serve`, which `python -m vllm.entrypoints.openai.api_server` takes as well.
 
-    Prefix caching is off and so are sampling defaults from the model's directory: both would change the work between
-    runs. `--model` rather than the positional, because images before 0.9 know nothing else. CUDA graphs are its own
-    choice, up to a batch of 512 (1024 on a data centre's Blackwell): ending them earlier would make it slower, and only
-    where it chooses does it add the largest batch to the sizes.
+    Sampling defaults from the model's directory are off: they would change the work between runs. `--model` rather than
+    the positional, because images before 0.9 know nothing else. CUDA graphs are its own choice, up to a batch of 512
+    (1024 on a data centre's Blackwell): ending them earlier would make it slower, and only where it chooses does it add
+    the largest batch to the sizes.
     """
     arguments = [
         "--model", settings.model,
@@ -38,7 +38,7 @@ def invoke(settings: Settings) -> Invocation:
         "--max-model-len", str(settings.max_model_len),
         "--max-num-seqs", str(settings.max_running),
         "--gpu-memory-utilization", f"{settings.memory_ratio:g}",
-        "--no-enable-prefix-caching",
+        "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching",
         "--generation-config", "vllm",
         "--seed", str(settings.seed),
         "--disable-uvicorn-access-log",

@@ -212,9 +212,14 @@ def export(
 ) -> int:
     """Serve the metrics of every run in a directory to Prometheus, until it is stopped.
 
+    Ctrl-C, SIGTERM and SIGHUP, which are its only end, end it with exit code 0; SIGHUP does not under nohup.
+
     It may be started before, while or after something runs: runs write their snapshots once a second, and it reads them
     when it is asked. compose/ has a Prometheus and a Grafana that ask.
     """
+    import threading
+
+    from loadgen.event_loop import Stop
     from loadgen.monitor.exporter import Exporter, address, serve
 
     if not keep_days > 0:
@@ -226,7 +231,9 @@ def export(
     host = host.removeprefix("[").removesuffix("]")  # as a URL has it
     if not host:  # as an unset variable gives it: a socket would listen on every address of this machine
         raise ConfigError("--host is empty; name an address to listen on, or leave it out for 127.0.0.1.")
-    with serve(Exporter(runs_directory, keep_days * 86400), host, port) as server:
+    with serve(Exporter(runs_directory, keep_days * 86400), host, port) as server, Stop() as stop:
+        # `shutdown` waits for the end of `serve_forever`, which goes on in this thread when the handler has returned.
+        stop.on_signal(threading.Thread(target=server.shutdown, daemon=True).start)
         say(f"metrics of the runs in {runs_directory}/: http://{address(host, server.server_port)}/metrics")
         server.serve_forever()
     return exit_codes.OK

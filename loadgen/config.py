@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 
 from cyclopts import Group
 
+from loadgen.load import workloads
+from loadgen.load.workloads import WorkloadName
 from loadgen.option_types import Whole, WholeOrText, names, option
 
 if TYPE_CHECKING:
@@ -70,6 +72,10 @@ class ServerOptions:
 class LoadOptions:
     """What is sent, and when. Units: tokens, seconds, requests per second."""
 
+    workload: Annotated[
+        WorkloadName | None,
+        _load(f"A load by its name: options that may be given beside it. {workloads.text()}", show_choices=False),
+    ] = None
     requests: Annotated[Whole | None, _load("How many requests (default 1000, or the dataset's length).")] = None
     duration: Annotated[float | None, _load("Send for this many seconds, then wait for the replies.")] = None
     input_tokens: Annotated[
@@ -222,6 +228,12 @@ class PlacementOptions:
     ] = None
     max_running: MaxRunningOption = 1024
     memory_ratio: MemoryRatioOption = 0.9
+    prefix_caching: Annotated[
+        Literal["on", "off"] | None,
+        _settings(
+            "Whether it keeps the KV of prompts for later ones (default: on where the load's prompts begin alike)."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +289,7 @@ class Config(
     """All options of `loadgen run`, checked. Raises ConfigError."""
 
     def __post_init__(self) -> None:
+        self._take_workload()
         for name, least in (
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
             ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1),
@@ -299,6 +312,15 @@ class Config(
         self._check_together()
         self._check_launch()
         self._check_modelled()
+
+    def _take_workload(self) -> None:
+        """The options that a workload's name stands for, where they are not given. A closed loop takes the place of its
+        arrivals, and the other way round."""
+        options = {} if self.workload is None else workloads.OPTIONS[self.workload]
+        for name, value in options.items():
+            other = {"arrival": "concurrency", "concurrency": "arrival"}.get(name)
+            if not self.given([name]) and (other is None or not self.given([other])):
+                object.__setattr__(self, name, value)
 
     def _check_together(self) -> None:
         if self.url is not None:
@@ -430,6 +452,11 @@ class Config(
         if self.gpu is not None:
             return "embedded"
         return "embedded" if self.backend is None and self.model is None else "docker"
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether a server that is started or modelled has its prefix cache on. Raises WorkloadError."""
+        return self.load.shares if self.prefix_caching is None else self.prefix_caching == "on"
 
     @property
     def headers(self) -> list[tuple[str, str, str | None]]:

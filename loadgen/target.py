@@ -165,9 +165,7 @@ def _speaks_http(target: Target) -> bool:
 
 def _speaks_tls(target: Target) -> bool:
     """Whether a TLS handshake succeeds on the target's port, with whatever certificate."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
+    context = Target(target.url, insecure=True).tls_context()
     try:
         with socket.create_connection((target.host, target.port), HANDSHAKE_S) as sock, context.wrap_socket(sock):
             return True

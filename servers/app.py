@@ -140,7 +140,8 @@ def serve(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _raise_file_limit()
-    wire = DIALECTS[options.dialect](Settings(options.model, options.max_model_len))
+    caching = timing.facts is not None and timing.facts.prefix_caching
+    wire = DIALECTS[options.dialect](Settings(options.model, options.max_model_len, caching))
     try:
         server = Server(wire, timing, options.host, options.port, struck, stamps_file, api_key)
     except (OSError, UnicodeError) as error:  # the latter: no name of a host can be so long

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from backends.catalog import ModelSpec
+from loadgen.rundir import replace
 from training_probe.grid import Cell, Method
 
 TRIAL_FILE, STEPS_FILE, LOG_FILE = "trial.json", "steps.jsonl", "log.txt"
@@ -119,10 +120,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_atomically(path: Path, value: object, indent: int = -1) -> None:
-    """All of it or nothing, whenever the process dies. indent: of lines, in spaces; -1: one line."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n")
-    part.replace(path)
+    """All of it or nothing, whenever the process dies. indent: of lines, in spaces; -1: one line. Raises OSError."""
+    replace(path, msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n")
 
 
 # What every engine trains with.

@@ -179,6 +179,9 @@ class Connection(asyncio.Protocol):
         elif self.exchange is not None:  # the decoder knows whether what came is a whole reply
             self.exchange.eof(now_ns(), self.owner.error_message)
         self.exchange = None
+        # both know this connection: while a run has the garbage collector off, a cycle would stay
+        del self.parser
+        self.transport = None
 
     def broken(self, reason: str) -> None:
         """The connection died. A server may close an idle one just when it is used again: a request that met such a

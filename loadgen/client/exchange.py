@@ -14,10 +14,9 @@ import numpy as np
 from msgspec import UNSET
 
 from backends.protocol import TOKEN, Decoder, Delta, ProtocolError, Truncated
+from backends.replies import MAX_ERROR_BYTES
 from backends.untrusted import printable
 from loadgen.rundir.records import Record
-
-ERROR_BODY_BYTES = 65_536
 
 
 class Exchange:
@@ -88,7 +87,7 @@ class Exchange:
         return True
 
     def _keep_error(self, data: bytes) -> Sequence[Delta]:
-        if len(self.error_body) < ERROR_BODY_BYTES:
+        if len(self.error_body) < MAX_ERROR_BYTES:
             self.error_body += data
         return ()
 

@@ -79,6 +79,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return self.input_tokens.kind == "fixed" and self.prefix is None and self.trace is None
 
     @property
+    def shares(self) -> bool:
+        """Whether prompts begin like earlier ones, as far as the load says so."""
+        return self.prefix is not None or (self.trace is not None and self.trace.read().block_tokens > 0)
+
+    @property
     def when(self) -> str:
         """The arrivals in a word, as manifests and reports have it."""
         if self.streams is not None:

@@ -133,6 +133,15 @@ def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | 
     return view
 
 
+def samples(directory: Path, run_id: str) -> list[ServerSample]:
+    """The good samples of that run in `server.jsonl`, as far as they can be read; none without it."""
+    try:
+        lines = (directory / FILE).read_bytes().splitlines(keepends=True)
+    except OSError:
+        return []
+    return [sample for sample in _decode(lines, run_id)[1] if sample.good]
+
+
 def _decode(lines: Sequence[bytes], run_id: str) -> tuple[Header | None, list[ServerSample], str | None]:
     """Header and samples as far as they can be read, and what is wrong. A last line cut in two is left out."""
     samples: list[ServerSample] = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 16  # of 1 MiB, each left a hole in the heap: the sidecar of a long run grew by megabytes
 
 
 class Tail:

@@ -1,4 +1,5 @@
-"""From a run directory to its report: numbers (report.json), text (report.md) and the CDF figures.
+"""From a run directory to its report: numbers (report.json), text (report.md) and the figures: the latencies' CDF, the
+run over time, and ttft by prompt length where lengths differ.
 
 `build` is pure; the same records and manifest always give the same report. The word `emulated` must stand in every
 output of an emulated run.
@@ -20,7 +21,7 @@ from loadgen import rundir
 from loadgen.config import Config, ConfigError
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
-from loadgen.report import findings, metrics, schema, sharing
+from loadgen.report import findings, metrics, schema, sharing, slices, stalls
 from loadgen.report.finding import share
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.schema import SCHEMA, Numbers, Report
@@ -63,8 +64,8 @@ def build(
     n_ok = int(ok.sum())
     duration_s = metrics.duration_s(measured, rules)
     tokens = schema.TokenCounts(metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok]))
-    by_outcome = Counter(measured.outcome.tolist())
     numbers = Numbers(
+        schema=SCHEMA,
         version=manifest.version,
         run_id=manifest.run_id,
         backend=manifest.backend,
@@ -75,18 +76,12 @@ def build(
         convention=convention,
         convention_differs=rules.differs,
         offered_requests_per_s=_offered(manifest, measured),
-        requests=schema.Requests(
-            planned=manifest.requests_planned,
-            ok=n_ok,
-            failed=len(measured) - n_ok,
-            by_outcome={OUTCOMES[code]: by_outcome[code] for code in sorted(by_outcome)},
-        ),
+        requests=_requests(manifest, measured),
         tokens=tokens,
         duration_s=duration_s,
         throughput=_throughput(n_ok, tokens, duration_s),
         metrics={name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS},
         goodput=_goodput(measured, slos, rules, duration_s),
-        sharing=sharing.build(measured, seen.server if seen is not None else None, rules),
         burst=_burst(measured),
         connect_ms=_connecting(facts),
         retried_connections=len(measured.retried),
@@ -97,10 +92,27 @@ def build(
         server=seen.server if seen is not None else None,
         gpus=_gpus(seen, tokens.output),
         errors=_errors(measured),
+        asked_prompt_tokens=slices.lengths(measured.asked_prompt_tokens, manifest.config.get("input_tokens")),
+        asked_output_tokens=slices.lengths(measured.asked_tokens, manifest.config.get("output_tokens")),
+        ttft_by_prompt=slices.ttft_by_prompt(measured, rules),
+        sharing=sharing.build(measured, seen.server if seen is not None else None, rules),
+        phases=slices.by_phase(measured, manifest.phases, rules),
+        stalls=stalls.find(measured, _worst(facts, "loop_lag_max_ms")),
     )
     listed = findings.find(numbers, table, facts, manifest)
     verdict = schema.Verdict(all(finding.severity != "invalid" for finding in listed), listed)
     return Report(**msgspec.structs.asdict(numbers), verdict=verdict)
+
+
+def _requests(manifest: Manifest, measured: Table) -> schema.Requests:
+    by_outcome = Counter(measured.outcome.tolist())
+    ok = int(measured.ok.sum())
+    return schema.Requests(
+        planned=manifest.requests_planned,
+        ok=ok,
+        failed=len(measured) - ok,
+        by_outcome={OUTCOMES[code]: by_outcome[code] for code in sorted(by_outcome)},
+    )
 
 
 def _throughput(ok: int, tokens: schema.TokenCounts, duration_s: float | None) -> schema.Throughput:
@@ -241,17 +253,30 @@ def to_json(report: Report) -> str:
 
 
 def write(directory: Path, report: Report, table: Table) -> None:
-    """Writes report.json, report.md, cdf.png and cdf.svg, replacing earlier ones. Raises ReportError."""
+    """Writes report.json, report.md, cdf.png, cdf.svg and timeline.png, and ttft_by_prompt.png where the lengths of
+    prompts differ, replacing earlier ones. Raises ReportError."""
     text = msgspec.json.format(msgspec.json.encode(report), indent=2)
     try:
         rundir.replace(directory / "report.json", text + b"\n")
         rundir.replace(directory / "report.md", markdown(report).encode())
-        from loadgen.report import figures  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
+        from loadgen.report import figures, timeline  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
 
-        title = f"{name_of(report)}, {report.arrival}, {report.requests.ok} requests{_lost(report)}"
-        figures.draw([_curves(report, table)], escaped(title), [directory / "cdf.png", directory / "cdf.svg"])
+        title = escaped(f"{name_of(report)}, {report.arrival}, {report.requests.ok} requests{_lost(report)}")
+        figures.draw([_curves(report, table)], title, [directory / "cdf.png", directory / "cdf.svg"])
+        measured = table.measured()
+        timeline.draw(report, measured, _sampled(directory, report.run_id), title, directory / "timeline.png")
+        prompts = slices.prompts(measured, CONVENTIONS[report.convention])
+        if prompts is not None:
+            timeline.draw_prompts(report, *prompts, title, directory / "ttft_by_prompt.png")
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
+
+
+def _sampled(directory: Path, run_id: str) -> list[tuple[float, Mapping[str, float]]]:
+    """What the server showed of itself, and at what second of the run; nothing where it was not sampled."""
+    samples = server_view.samples(directory, run_id)
+    t0_ns = records.read_header(directory).t0_monotonic_ns if samples else 0
+    return [((sample.at_ns - t0_ns) / 1e9, sample.metrics) for sample in samples]
 
 
 def overlay(directories: Sequence[Path], out_path: Path, convention: str = "loadgen") -> list[Report]:

@@ -1,5 +1,5 @@
-"""The latency CDF: one panel a metric, one line a run, exact steps; and the bars of a breakdown. Only this and
-servers/predict/paper_figures.py import matplotlib: import them when a figure is wanted (0.7 s, 70 MB), not before.
+"""The latency CDF: one panel a metric, one line a run, exact steps; and the bars of a breakdown. Only this, timeline.py
+and servers/predict/paper_figures.py import matplotlib: import them when a figure is wanted (0.7 s, 70 MB), not before.
 
 It must never smooth, extrapolate or hide that a run is emulated.
 """
@@ -128,15 +128,20 @@ def legend_below(figure: Figure, axis: Axes, columns: int) -> None:
         legend.remove()
 
 
-def _figure(title: str, runs: Sequence[Curves]) -> Figure:
-    emulated = sum(run.emulated for run in runs)
+def marked(title: str, emulated: int, invalid: int, runs: int) -> tuple[str, str]:
+    """The title of a figure of so many runs, with what a reader must know first of those of them that are emulated or
+    invalid; and its colour."""
     if emulated:
-        which = "EMULATED" if emulated == len(runs) else "PARTLY EMULATED"
+        which = "EMULATED" if emulated == runs else "PARTLY EMULATED"
         title = f"{which} (modelled hardware, no real server){GAP}{title}"
-    invalid = sum(run.invalid for run in runs)
     if invalid:
-        title = f"{'INVALID' if invalid == len(runs) else 'PARTLY INVALID'}{GAP}{title}"
-    return titled(10.5, 3.9 if len(runs) == 1 else 4.2, title, "#B00020" if emulated or invalid else INK)
+        title = f"{'INVALID' if invalid == runs else 'PARTLY INVALID'}{GAP}{title}"
+    return title, "#B00020" if emulated or invalid else INK
+
+
+def _figure(title: str, runs: Sequence[Curves]) -> Figure:
+    emulated, invalid = sum(run.emulated for run in runs), sum(run.invalid for run in runs)
+    return titled(10.5, 3.9 if len(runs) == 1 else 4.2, *marked(title, emulated, invalid, len(runs)))
 
 
 def _panel(axis: Axes, metric: str, name: str, runs: Sequence[Curves]) -> None:

@@ -44,6 +44,7 @@ SHORTER_INVALID_RATIO = 0.1
 PREEMPTIONS_WARNING_RATIO = 0.01
 # A server under load may miss a sample now and then; beyond a tenth, its largest values may have been missed.
 SAMPLES_FAILED_RATIO = 0.1
+STALLS_NAMED = 3
 # Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
 PERCENTILE_MISS_PROBABILITY = 0.025
 
@@ -62,6 +63,7 @@ def find(numbers: Numbers, table: Table, facts: Sequence[ClientFacts], manifest:
         *_counts(measured),
         *_repeated(measured, manifest),
         *sharing.find(measured, numbers, manifest),
+        *_stalls(numbers),
         *_server(numbers),
         *_insecure(manifest),
         *_samples(numbers.requests.ok),
@@ -273,6 +275,25 @@ def _repeated(measured: Table, manifest: Manifest) -> Iterator[Finding]:
             advice="Turn the server's prefix cache off, or give a prompt for each request; else quote ttft as that of "
             "a warm cache.",
         )
+
+
+def _stalls(numbers: Numbers) -> Iterator[Finding]:
+    """What a stall is stands in stalls.py."""
+    if not numbers.stalls:
+        return
+    count, total_s = len(numbers.stalls), sum(stall.end_s - stall.start_s for stall in numbers.stalls)
+    named = [f"{stall.end_s - stall.start_s:.1f} s at {stall.start_s:.1f} s" for stall in numbers.stalls[:STALLS_NAMED]]
+    times = f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
+    run = f", {share(total_s, numbers.duration_s)} of the run" if numbers.duration_s else ""
+    yield Finding(
+        code="SERVER_STALL",
+        severity="warning",
+        message=f"No stream got anything for {times}"
+        + (f" (the first {STALLS_NAMED} of {count} times)" if count > STALLS_NAMED else "")
+        + f", far longer than a step, though replies were under way: {total_s:.1f} s in all{run}.",
+        advice="A server that compiles kernels does this in its first seconds: send the same load once more. Where the "
+        "stall comes back, read the server's log.",
+    )
 
 
 def _server(numbers: Numbers) -> Iterator[Finding]:

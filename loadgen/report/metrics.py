@@ -90,7 +90,8 @@ def _pooled_gaps(table: Table) -> Distribution:
     return Distribution(gaps, 1e-3)
 
 
-def _defined(values: Column) -> Distribution:
+def defined(values: Column) -> Distribution:
+    """The values that are not NaN, in milliseconds."""
     return Distribution(np.sort(values[~np.isnan(values)]), 1.0)
 
 
@@ -152,7 +153,7 @@ CONVENTIONS: dict[str, Convention] = {
             name="aiperf",
             tpot=lambda t: np.full(len(t), np.nan),
             e2el=_between("sent_ns", "last_token_ns"),
-            itl=lambda t: _defined(_decode_ms(t)[t.ok]),  # one mean gap an ok request
+            itl=lambda t: defined(_decode_ms(t)[t.ok]),  # one mean gap an ok request
             differs=(
                 "aiperf: itl is what others call tpot, one mean a request; there is no tpot; e2el (request "
                 "latency) ends at the last event with output. Not reproducible: its token counts, made by its own "
@@ -194,7 +195,7 @@ def sample(measured: Table, metric: str, convention: Convention) -> Distribution
     """The defined values of a metric over the requests that ended ok."""
     if metric == "itl_ms":
         return convention.itl(measured)
-    return _defined(column(measured, metric, convention)[measured.ok])
+    return defined(column(measured, metric, convention)[measured.ok])
 
 
 def percentile(values: NDArray[Any], thousandths: int, method: PercentileMethod) -> float:
@@ -289,11 +290,16 @@ def peak_events_per_s(measured: Table) -> float | None:
     return float(counts.max())
 
 
+def event_times_us(table: Table, since_ns: int = 0) -> NDArray[np.int64]:
+    """When each event of each reply arrived, in microseconds since `since_ns`, one reply's after another's but for the
+    first events, which come first; shape (all events,)."""
+    begin_us = (table.first_token_ns - since_ns) // 1000
+    walked = np.concatenate(([0], np.cumsum(table.itl_us, dtype=np.int64)))
+    later_us = walked[1:] + np.repeat(begin_us - walked[table.itl_offsets[:-1]], np.diff(table.itl_offsets))
+    return np.concatenate((begin_us[table.first_token_ns != -1], later_us))
+
+
 def _events_by_second(table: Table, first_ns: int, seconds: int) -> NDArray[np.int64]:
     """How many events fall into each second since `first_ns` (seconds,)."""
-    begin_us = (table.first_token_ns - first_ns) // 1000
-    gaps = np.diff(table.itl_offsets)
-    walked = np.concatenate(([0], np.cumsum(table.itl_us, dtype=np.int64)))
-    later_us = walked[1:] + np.repeat(begin_us - walked[table.itl_offsets[:-1]], gaps)
-    times_us = np.concatenate((begin_us[table.first_token_ns != -1], later_us))
+    times_us = event_times_us(table, first_ns)
     return np.bincount(np.clip(times_us // 1_000_000, 0, seconds - 1), minlength=seconds)

@@ -109,6 +109,48 @@ class GpuUse(GpuStats, kw_only=True):
     j_per_output_token: float | None
 
 
+class Stall(msgspec.Struct, frozen=True):
+    """When no event of any reply arrived, though replies were under way, for far longer than a step; seconds of the
+    run."""
+
+    start_s: float
+    end_s: float
+
+
+class PhaseStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the load, from `start_s` to before `end_s` seconds of the run. requests: those due in it; metrics:
+    their ttft, tpot and e2el, of those that ended ok, by the names of METRICS. offered: requests due a second;
+    finished: requests that ended ok a second, whenever they were due."""
+
+    name: str
+    start_s: float
+    end_s: float
+    requests: int
+    offered_requests_per_s: float
+    finished_requests_per_s: float
+    metrics: dict[str, Summary]
+
+
+class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of the measured requests. law: what they were drawn from; empty where that is no law."""
+
+    law: str = ""
+    mean: float
+    p10: float
+    p50: float
+    p90: float
+    p99: float
+    max: int
+
+
+class PromptQuartile(msgspec.Struct, frozen=True, kw_only=True):
+    """A quarter of the requests that ended ok, by prompt length: from and to how many tokens."""
+
+    from_tokens: int
+    to_tokens: int
+    ttft_ms: Summary
+
+
 class ErrorCount(msgspec.Struct, frozen=True):
     """How many requests ended with one outcome and message."""
 
@@ -124,13 +166,14 @@ class Verdict(msgspec.Struct, frozen=True):
     findings: list[Finding]
 
 
-class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A report before its verdict. convention_differs: what to expect of that tool's definitions. metrics: by the names
     of METRICS. offered_requests_per_s: the rate at which requests were due, as it was drawn; None without a rate.
-    sharing: None where nothing is shared. retried_connections: requests that were sent again because the server had
-    closed the connection that they reused."""
+    retried_connections: requests that were sent again because the server had closed the connection that they reused.
+    Left out where they say nothing: asked lengths that are all one, ttft by prompt length where the prompts' lengths
+    are about one, sharing where prompts share nothing, phases of a load that has none, stalls of a run without any."""
 
-    schema: str = SCHEMA
+    schema: str
     version: str
     run_id: str
     backend: str
@@ -147,7 +190,6 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     throughput: Throughput
     metrics: dict[str, Summary]
     goodput: Goodput | None
-    sharing: Sharing | None = None
     burst: Burst | None
     connect_ms: Connecting | None
     retried_connections: int
@@ -158,6 +200,12 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerStats | None
     gpus: GpuUse | None
     errors: list[ErrorCount]
+    asked_prompt_tokens: Lengths | None = None
+    asked_output_tokens: Lengths | None = None
+    ttft_by_prompt: list[PromptQuartile] = []
+    sharing: Sharing | None = None
+    phases: list[PhaseStats] = []
+    stalls: list[Stall] = []
 
 
 class Report(Numbers, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from backends.untrusted import escaped
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report.finding import share
 from loadgen.report.metrics import Summary
-from loadgen.report.schema import GpuUse, Report, Sharing
+from loadgen.report.schema import GpuUse, Lengths, PhaseStats, Report, Sharing
 from loadgen.rundir.emulation import Emulation, HeldOut
 from loadgen.rundir.launch_facts import LaunchFacts
 
@@ -99,6 +99,12 @@ def _summary_lines(report: Report) -> list[str]:
         lines.append(
             f"{first}: {number(burst.requests)} requests due at t = 0, sent within {number(burst.send_spread_ms)} ms."
         )
+    for what, lengths in (("prompt", report.asked_prompt_tokens), ("output", report.asked_output_tokens)):
+        if lengths is not None:
+            names = (name for name in Lengths.__struct_fields__ if name != "law")
+            shown = ", ".join(f"{name} {number(getattr(lengths, name))}" for name in names)
+            law = f", drawn from {escaped(lengths.law)}" if lengths.law else ""
+            lines.append(f"Asked {what} tokens{law}: {shown}.")
     if report.retried_connections:
         lines.append(
             f"Retried connections: {number(report.retried_connections)} requests met one that had been closed."
@@ -272,6 +278,10 @@ def render(report: Report) -> str:
     for name, summary in _latencies(report):
         cells = "".join(f"{cell:>9}" for cell in _cells(summary))
         lines.append(f"{name:<22}{cells}" + (f"  {off.get(name, '-')}" if off else ""))
+    if report.phases:
+        lines += ["", f"{'by phase, latency ms':<22}" + "".join(f"{column:>11}" for column in _PHASE_COLUMNS)]
+    for phase in report.phases:
+        lines.append(f"{escaped(phase.name):<22}" + "".join(f"{cell:>11}" for cell in _phase_cells(phase)))
     if report.convention != "loadgen":
         lines += ["", f"By the definitions of {report.convention_differs}"]
     lines += ["", f"Verdict: {_verdict_line(report)}"]
@@ -284,6 +294,44 @@ def render(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
+_PHASE_COLUMNS = (
+    "from s", "to s", "requests", "offered/s", "finished/s",
+    *(f"{name} {statistic}" for name in ("ttft", "tpot", "e2el") for statistic in ("p50", "p99")),
+)  # fmt: skip
+
+
+def _phase_cells(phase: PhaseStats) -> list[str]:
+    values = [
+        phase.start_s, phase.end_s, phase.requests, phase.offered_requests_per_s, phase.finished_requests_per_s,
+        *(value for summary in phase.metrics.values() for value in (summary.p50, summary.p99)),
+    ]  # fmt: skip
+    return [number(value) for value in values]
+
+
+def _phase_table(report: Report) -> Iterator[str]:
+    """Rates and latencies in ms of the requests due in each phase of the load; nothing without phases."""
+    if not report.phases:
+        return
+    yield from (
+        "",
+        "| phase, latency ms | " + " | ".join(_PHASE_COLUMNS) + " |",
+        "|---" * (len(_PHASE_COLUMNS) + 1) + "|",
+    )
+    for phase in report.phases:
+        yield f"| {markdown_text(phase.name)} | {' | '.join(_phase_cells(phase))} |"
+
+
+def _prompt_table(report: Report) -> Iterator[str]:
+    """ttft by quartile of prompt length; nothing where prompts have about one length."""
+    if not report.ttft_by_prompt:
+        return
+    yield from ("", "| ttft, ms, by prompt tokens | " + " | ".join(_SHOWN) + " |", "|---" * (len(_SHOWN) + 1) + "|")
+    for quarter in report.ttft_by_prompt:
+        tokens = f"{number(quarter.from_tokens)} to {number(quarter.to_tokens)}"
+        yield f"| {tokens} | {' | '.join(_cells(quarter.ttft_ms))} |"
+    yield from ("", "![ttft by prompt length](ttft_by_prompt.png)")
+
+
 def markdown(report: Report) -> str:
     """report.md: the same numbers as a page, with the figure."""
     title = f"# {markdown_text(name_of(report))}, {markdown_text(report.arrival)}"
@@ -294,7 +342,7 @@ def markdown(report: Report) -> str:
     lines += [f"- {line}" for line in _summary_lines(report)]
     if report.launch is not None:
         lines += [f"- {markdown_text(_launch_line(report.launch))}", "", f"      {escaped(report.launch.command)}"]
-    lines += ["", "![Latency CDF](cdf.svg)", ""]
+    lines += ["", "![Latency CDF](cdf.svg)", "", "![The run over time](timeline.png)", ""]
     off = _off_by_metric(report)
     shown = [*_SHOWN, "held out, off by"] if off else _SHOWN
     lines.append("| latency, ms | " + " | ".join(shown) + " |")
@@ -302,6 +350,7 @@ def markdown(report: Report) -> str:
     for name, summary in _latencies(report):
         cells = " | ".join([*_cells(summary), *([off.get(name, "-")] if off else [])])
         lines.append(f"| `{name}` | {cells} |")
+    lines += [*_phase_table(report), *_prompt_table(report)]
     lines += ["", f"Definitions: {markdown_text(report.convention_differs)}", ""]
     if report.verdict.findings:
         lines += ["## Findings", ""]

@@ -9,9 +9,10 @@ import platform
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
@@ -208,11 +209,19 @@ def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Writes a file of a run directory; a reader finds the old one or the new one, never a part. Raises OSError, and
-    then the old one stays."""
+    """Writes a file at once, as `replacing` does. Raises OSError."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to be written; a reader finds the old one or the new one, never a part, whenever the process dies. Raises
+    OSError, also for one in its block, and then the old one stays."""
     part = path.with_name(path.name + ".part")
     try:
-        part.write_bytes(content)
+        with part.open("wb") as file:
+            yield file
         part.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

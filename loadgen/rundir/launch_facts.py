@@ -34,6 +34,7 @@ class LaunchFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_running: int
     memory_ratio: float
+    prefix_caching: bool | UnsetType = UNSET
     gpus: list[LaunchedGpu]
     driver: str | None
     p2p: LaunchedP2p

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.untrusted import UNDECODABLE, reason
-from loadgen.rundir import parts
+from loadgen.rundir import parts, replace, replacing
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.parts import JOINED, OF_THE_RUN, Part
 
@@ -332,11 +332,10 @@ class RecordsFile:
         self._file.close()
         self._number += 1
         path = parts.following(self._path, self._number)
-        unfinished = path.with_name(path.name + ".part")
-        self._file = unfinished.open("xb")
-        self._size_bytes = 0
-        self._line(self._header)
-        unfinished.rename(path)
+        header = self._encode(self._header) + b"\n"
+        replace(path, header)
+        self._file = path.open("ab")
+        self._size_bytes = len(header)
 
     def is_removed(self) -> bool:
         """Whether somebody has removed it: what is written goes nowhere then."""
@@ -472,19 +471,13 @@ def merge(directory: Path) -> None:
         raise RecordsError(f"{chosen[0].path} is there already; nothing was merged.")
     if sum(part.path.stat().st_size for part in chosen) > parts.PART_BYTES:
         return
-    unfinished = directory / f"{JOINED}.part"
-    try:
-        with unfinished.open("wb") as out:
-            for number, part in enumerate(chosen):
-                with part.path.open("rb") as file:
-                    header = file.readline()
-                    if number == 0:
-                        out.write(header)
-                    # a line that a kill cut in two would run into the next worker's first
-                    out.writelines(line for line in file if line.endswith(b"\n"))
-        unfinished.rename(directory / JOINED)
-    except OSError:  # a full disk: the files are still whole
-        unfinished.unlink(missing_ok=True)
-        raise
+    with replacing(directory / JOINED) as out:  # on a full disk it raises, and the files are still whole
+        for number, part in enumerate(chosen):
+            with part.path.open("rb") as file:
+                header = file.readline()
+                if number == 0:
+                    out.write(header)
+                # a line that a kill cut in two would run into the next worker's first
+                out.writelines(line for line in file if line.endswith(b"\n"))
     for part in chosen:
         part.path.unlink()

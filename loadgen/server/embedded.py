@@ -101,6 +101,7 @@ def modelled(config: Config) -> dict[str, Any]:
         "max_running": config.max_running,
         "max_requests": UNREFUSED,
         "memory_ratio": config.memory_ratio,
+        "prefix_caching": "on" if config.caches_prefixes else "off",
         "profile": config.profile,
         "speed": config.speed,
     }

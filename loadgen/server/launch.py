@@ -85,6 +85,7 @@ class Launch:
             max_model_len=self.settings.max_model_len,
             max_running=self.settings.max_running,
             memory_ratio=self.settings.memory_ratio,
+            prefix_caching=self.settings.prefix_caching,
             gpus=[LaunchedGpu(gpu.index, gpu.name, gpu.memory_bytes, gpu.power_limit_w) for gpu in gpus_used],
             driver=self.inventory.driver,
             p2p=LaunchedP2p(self.p2p.enabled, self.p2p.reason, [list(row) for row in self.inventory.p2p]),
@@ -129,6 +130,7 @@ def plan_launch(
         seed=config.seed,
         dummy_weights=config.dummy_weights,
         p2p=p2p.enabled,
+        prefix_caching=config.caches_prefixes,
         extra=config.server_arg,
     )
     local = _local(adapter, model, config, notes)

@@ -23,6 +23,7 @@ from backends import catalog
 from backends.launch import version_in
 from backends.untrusted import UNDECODABLE, reason
 from loadgen import rundir
+from loadgen.load.arrivals import parse_streams
 from loadgen.rundir import records
 from loadgen.rundir.emulation import HeldOut
 from loadgen.server import embedded
@@ -64,7 +65,7 @@ class RunFacts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dtype: Dtype | None = None
     kv_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_running: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    concurrency: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] | str | None = None
     options: dict[str, int] | None = None
     source: str = ""
 
@@ -89,7 +90,7 @@ class Observed:
 
     name: str
     setup: Setup
-    concurrency: int | None
+    concurrency: int | str | None  # as --concurrency has it
     send_s: Floats
     first_s: Floats
     end_s: Floats
@@ -112,7 +113,8 @@ class Observed:
         """The same load through the model."""
         emulated = self.emulated.with_profile(profile)
         load = zip(self.send_s.tolist(), self.prompt.tolist(), self.output.tolist(), strict=True)
-        times = np.array(list(virtual.bounds(virtual.simulate(emulated, load, self.concurrency))))
+        streams = None if self.concurrency is None else parse_streams(self.concurrency)
+        times = np.array(list(virtual.bounds(virtual.simulate(emulated, load, streams))))
         if len(times) < len(self.send_s):
             raise ObservationError(f"{self.name}: the emulated server refuses requests that the real one served.")
         sent, first, last = times.T

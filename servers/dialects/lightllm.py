@@ -89,7 +89,9 @@ class LightLLM:
         if n_prompt + max_new_tokens > limit:
             message = f"the input prompt token len {n_prompt} + max_new_tokens {max_new_tokens} > {limit}"
             raise Refusal(self.error(400, message))
-        return LightLLMWire(body.stream if streaming is None else streaming, n_prompt, max_new_tokens)
+        reply = LightLLMWire(body.stream if streaming is None else streaming, n_prompt, max_new_tokens)
+        reply.segments = wire.segments(self._settings, body.inputs, 1)
+        return reply
 
 
 def _missing(raw: bytes) -> str:

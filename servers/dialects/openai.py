@@ -68,6 +68,8 @@ class ChatBody(Body):
 
 
 _decode_completion = msgspec.json.Decoder(CompletionBody).decode
+BLOCK_TOKENS = 16  # of vLLM's prefix cache
+
 _decode_prompt_list = msgspec.json.Decoder(PromptListBody).decode
 _decode_chat = msgspec.json.Decoder(ChatBody).decode
 
@@ -123,7 +125,9 @@ class OpenAI:
         n_prompt = wire.count_tokens(prompt)
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         n_output = self._admitted(body, n_prompt, max_tokens)
-        return OpenAIWire(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
+        reply = OpenAIWire(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
+        reply.segments = wire.segments(self._settings, prompt, BLOCK_TOKENS)
+        return reply
 
     def _one_of_list(self, raw: bytes, error: msgspec.ValidationError) -> tuple[Body, str | list[int]]:
         try:
@@ -149,7 +153,10 @@ class OpenAI:
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         max_tokens = self._settings.max_model_len - n_prompt if max_tokens is None else max_tokens
         n_output = self._admitted(body, n_prompt, max_tokens)
-        return OpenAIWire(CHAT, body, n_prompt, n_output, self._settings.model, request_id)
+        reply = OpenAIWire(CHAT, body, n_prompt, n_output, self._settings.model, request_id)
+        # as if the template stood in front: in the real one its tokens lie around every message
+        reply.segments = wire.segments(self._settings, " ".join(texts), 1, wire.CHAT_TEMPLATE_TOKENS)
+        return reply
 
     def _admitted(self, body: Body, n_prompt: int, max_tokens: int) -> int:
         """How many tokens will be generated. Raises Refusal where vLLM refuses."""

@@ -114,9 +114,11 @@ class TGI:
         if wrong:
             page = self.error(422, f"Input validation error: {wrong}")
             raise Refusal(Page(200, _frame(page.body), content_type=_EVENT_STREAM) if streaming else page)
-        return TGIWire(
+        reply = TGIWire(
             body.parameters, streaming, n_prompt, limit - n_prompt if max_new_tokens is None else max_new_tokens
         )
+        reply.segments = wire.segments(self._settings, body.inputs, 1, BOS_TOKENS)
+        return reply
 
 
 class Details(msgspec.Struct):

@@ -57,7 +57,7 @@ def modelled(config: Config, preset: str | None, directory: Path, run_id: str) -
             f"{batch} requests of {prompt} + {reply} tokens do not fit into the KV cache of {emulated.kv_tokens} "
             f"tokens; lower --concurrency to {emulated.kv_tokens // (prompt + reply)}, or raise --tp."
         )
-    rundir.write_manifest(directory, manifest(config, emulated, run_id, requests=0))
+    rundir.write_manifest(directory, manifest(config, config.load, emulated, run_id, requests=0))
     return decode_step(emulated, batch, prompt, reply)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,20 +16,22 @@ from cyclopts import Parameter
 import backends
 from loadgen import cli, exit_codes, models, rundir, terminal
 from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, PlacementOptions, flag
+from loadgen.load.load import Load
+from loadgen.load.shapes import Shapes
 from loadgen.option_types import names, offers, option
 from loadgen.plan import most_requests, read_dataset
 from loadgen.rundir import records
 from loadgen.server import embedded
-from servers.simulator.build import Emulated, EmulationError, emulate
+from servers.simulator.build import EmulationError, emulate
 from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware
-from servers.simulator.virtual import Outcome, manifest, simulate
+from servers.simulator.virtual import Arrival, Outcome, manifest, simulate
 
 
 @offers(
-    "backend", "model", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency", "warmup",
-    "prefix", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from", "dataset", "repeat_dataset", "seed",
-    "goodput", "out", *names(PlacementOptions),
+    "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
+    "prefix", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from", "warmup", "dataset",
+    "repeat_dataset", "seed", "goodput", "out", *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
 class PredictOptions(Config):
@@ -69,24 +72,27 @@ def predict(
     if given:
         raise ConfigError(f"{flag(given[0])} is for real requests, and predict sends none; leave it out.")
     began = time.perf_counter()
-    load = draw(config)
+    load, shapes = drawn(config)
+    if load.left_out:
+        terminal.say(f"note: of the trace these are not sent: {load.left_out}.")
+    sent = requests(load, shapes)
     run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id
     try:
         hardware = Hardware(**embedded.modelled(config))
-        emulated = emulate(hardware.setup(config.kind, _model(config), _length(config, load)))
+        emulated = emulate(hardware.setup(config.kind, _model(config), _length(config, sent)))
         for note in emulated.facts.notes:
             terminal.say(f"note: {note}")
         made = rundir.create(directory, private=config.dataset is not None)
         try:
-            outcomes = simulate(emulated, load, None if config.load.streams is None else config.load.streams.most)
+            outcomes = simulate(emulated, sent, load.streams)
         except EmulationError:
             rundir.remove_if_empty(directory, made)
             raise
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
-    terminal.say(f"{len(load)} requests in {time.perf_counter() - began:.2f} s of computing")
-    write(directory, run_id, config, emulated, outcomes)
+    terminal.say(f"{len(sent)} requests in {time.perf_counter() - began:.2f} s of computing")
+    write(directory, manifest(config, load, emulated, run_id, len(outcomes), _prompts(config)), shapes, outcomes)
     return cli.report_one(directory, "loadgen")
 
 
@@ -111,26 +117,30 @@ def _paper(config: PredictOptions) -> int:
     return exit_codes.OK
 
 
-def draw(config: Config) -> list[tuple[float, int, int]]:
-    """The load that a run with these options would send: seconds, prompt and output tokens of each request. Raises
-    ConfigError or WorkloadError."""
+def drawn(config: Config) -> tuple[Load, Shapes]:
+    """The load that a run with these options would send, and what its requests ask for. Raises ConfigError or
+    WorkloadError."""
     if config.concurrency is not None and config.duration is not None:
         raise ConfigError("a closed loop is predicted for a number of requests; give --requests and no --duration.")
     backend = backends.get(config.kind)
     load = msgspec.structs.replace(config.load, requests=most_requests(config, backend))
     if load.trace is not None:
         load = load.within(config.max_model_len or models.find(config.model or "7b").max_position)
-    requests = load.planned
-    assert requests is not None
-    times_s = (load.due_ns() / 1e9).tolist() if load.streams is None else [0.0] * requests
-    shapes = load.shapes() if config.dataset is None else read_dataset(config, backend)
-    drawn = [shapes.shape(number) for number in range(requests)]
-    unknown = sum(shape.prompt_tokens == 0 for shape in drawn)
+    if config.dataset is None:
+        return load, load.shapes()
+    dataset = read_dataset(config, backend)
+    unknown = sum(dataset.shape(number).prompt_tokens == 0 for number in range(load.planned or 0))
     if unknown:
         raise ConfigError(
             f"{unknown} prompts of the dataset are text, whose length is not known; give token ids or prompt_tokens."
         )
-    return [(at_s, shape.prompt_tokens, shape.output_tokens) for at_s, shape in zip(times_s, drawn, strict=True)]
+    return load, dataset
+
+
+def requests(load: Load, shapes: Shapes) -> list[Arrival]:
+    """Every request of a load, in the order in which they are sent; in a closed loop their times do not matter."""
+    times_s = (load.due_ns() / 1e9).tolist() if load.streams is None else [0.0] * (load.planned or 0)
+    return [Arrival(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(times_s)]
 
 
 def _model(config: Config) -> str:
@@ -138,8 +148,8 @@ def _model(config: Config) -> str:
     return model.spec.name if model.spec is not None else model.name
 
 
-def _length(config: Config, load: list[tuple[float, int, int]]) -> int:
-    longest = max((prompt + output for _, prompt, output in load), default=0)
+def _length(config: Config, sent: Sequence[Arrival]) -> int:
+    longest = max((arrival.prompt + arrival.output for arrival in sent), default=0)
     if config.max_model_len is not None and longest > config.max_model_len:
         raise ConfigError(f"--max-model-len is {config.max_model_len} and the longest request has {longest} tokens.")
     limit = models.find(config.model or "7b").max_position
@@ -148,13 +158,16 @@ def _length(config: Config, load: list[tuple[float, int, int]]) -> int:
     return config.max_model_len or max(4096, longest)
 
 
-def write(directory: Path, run_id: str, config: Config, emulated: Emulated, outcomes: list[Outcome]) -> None:
+def _prompts(config: Config) -> int | None:
+    return len(read_dataset(config, backends.get(config.kind))) if config.repeat_dataset else None
+
+
+def write(directory: Path, described: rundir.Manifest, shapes: Shapes, outcomes: list[Outcome]) -> None:
     """The run directory: manifest and records."""
-    prompts = len(read_dataset(config, backends.get(config.kind))) if config.repeat_dataset else None
-    rundir.write_manifest(directory, manifest(config, emulated, run_id, len(outcomes), prompts))
-    file = records.RecordsFile(directory / "requests.jsonl", run_id, rundir.package_version(), 0)
+    rundir.write_manifest(directory, described)
+    file = records.RecordsFile(directory / "requests.jsonl", described.run_id, described.version, 0)
     for outcome in outcomes:
-        file.write(_record(outcome))
+        file.write(_record(outcome, shapes))
     file.close(
         records.ClientFacts(
             state="complete",
@@ -171,14 +184,15 @@ def write(directory: Path, run_id: str, config: Config, emulated: Emulated, outc
     )
 
 
-def _record(outcome: Outcome) -> records.Record:
-    sent_ns = int(outcome.sent_s * 1e9)
+def _record(outcome: Outcome, shapes: Shapes) -> records.Record:
+    sent_ns = round(outcome.sent_s * 1e9)
     record = records.Record(
-        id=outcome.index,
+        id=shapes.id(outcome.index),
         scheduled_ns=sent_ns,
         sent_ns=sent_ns,
         asked_prompt_tokens=outcome.prompt,
         asked_tokens=outcome.output,
+        shared_tokens=shapes.shape(outcome.index).shared_tokens or msgspec.UNSET,
         status=outcome.status,
         outcome="ok" if outcome.status == 200 else "http_error",
         error=None if outcome.status == 200 else f"status {outcome.status} (emulated)",
@@ -193,6 +207,7 @@ def _record(outcome: Outcome) -> records.Record:
         last_token_ns=int(micros[-1]) * 1000,
         done_ns=int(micros[-1]) * 1000,
         prompt_tokens=outcome.prompt,
+        cached_tokens=outcome.cached_tokens if outcome.cached_tokens else None,
         output_tokens=len(micros),
         events=len(micros),
         itl_us=np.diff(micros).tolist(),

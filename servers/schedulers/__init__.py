@@ -21,14 +21,32 @@ class Rejected(Exception):
 
 
 class Sequence:
-    """One request as a scheduler sees it. Lengths in tokens; `output` is what it will have generated in the end."""
+    """One request as a scheduler sees it. Lengths in tokens; `output` is what it will have generated in the end.
 
-    __slots__ = ("blocks", "computed", "done", "emitted", "index", "output", "preemptions", "prompt", "sampled")
+    `segments`: (key, tokens) pieces of the prompt. Equal keys mean equal tokens from the piece's beginning on, however
+    long the piece is in each request. What they leave of the prompt nobody shares. `reply_key`: the key under which
+    later prompts may hold the reply; None: none does. Keys are whole numbers of 64 bits.
+    """
 
-    def __init__(self, index: int, prompt: int, output: int) -> None:
+    __slots__ = (
+        "blocks", "cached", "computed", "done", "emitted", "index", "output", "preemptions", "prompt", "reply_key",
+        "sampled", "segments",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        index: int,
+        prompt: int,
+        output: int,
+        segments: tuple[tuple[int, int], ...] = (),
+        reply_key: int | None = None,
+    ) -> None:
         self.index = index
         self.prompt = prompt
         self.output = output
+        self.segments = segments
+        self.reply_key = reply_key
+        self.cached = 0  # tokens that the prefix cache had when it was first scheduled
         self.computed = 0  # tokens whose keys and values are, or are about to be, in the cache
         self.sampled = 0  # output tokens that scheduled steps will have given
         self.emitted = 0  # output tokens that finished steps have given
@@ -63,6 +81,7 @@ class Queues:
     def __init__(self, kv_tokens: int) -> None:
         self.kv_tokens = kv_tokens
         self.preemptions = 0
+        self.queried_tokens = self.cached_tokens = 0
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
 
@@ -97,11 +116,14 @@ class Paged(Queues):
 
 
 class Scheduler(Protocol):
-    """`waiting` and `running` are counts, `used_tokens` what the KV cache holds, of `kv_tokens`."""
+    """`waiting` and `running` are counts, `used_tokens` what the KV cache holds for requests that have not ended, of
+    `kv_tokens`. `queried_tokens` were looked up in the prefix cache and `cached_tokens` found, as the server counts."""
 
     depth: int
     kv_tokens: int
     preemptions: int
+    queried_tokens: int
+    cached_tokens: int
 
     @property
     def waiting(self) -> int: ...

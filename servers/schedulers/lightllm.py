@@ -9,6 +9,7 @@ from bisect import insort
 import msgspec
 
 from servers.schedulers import Queues, Rejected, Sequence, Step
+from servers.schedulers.radix import Node, RadixTree, Stretch, cut, stretch
 
 
 def _peak(requests: list[tuple[int, int]]) -> int:
@@ -313,8 +314,7 @@ class LightLLMNow(_Estimated):
                 self._pausing.add(sequence)
         for sequence in (*freed, *pausing):
             self._hopeless = 0
-            self.used_tokens -= sequence.blocks
-            sequence.blocks = sequence.computed = 0
+            self._free(sequence)
             if not sequence.done:
                 sequence.preemptions += 1
                 self.preemptions += 1
@@ -333,6 +333,14 @@ class LightLLMNow(_Estimated):
                 if room < 0:
                     return
                 self._paused.remove(sequence)
+                self._look_up(sequence)
+
+    def _look_up(self, sequence: Sequence) -> None:
+        """What a prompt cache has of a request that is let in, or comes back."""
+
+    def _free(self, sequence: Sequence) -> None:
+        self.used_tokens -= sequence.blocks
+        sequence.blocks = sequence.computed = 0
 
     def _run(self, decodes: list[Sequence], prefills: list[tuple[Sequence, int]]) -> Step | None:
         if decodes and not self._settings.aggressive and (self._left_decodes or not prefills):
@@ -370,3 +378,57 @@ class LightLLMNow(_Estimated):
         output = max(64, output)
         self._mean_output = max(64, int(self._mean_output * (1 - self._mean_weight) + output * self._mean_weight))
         self._mean_weight = max(0.04, self._mean_weight * 0.8)
+
+
+class CachingLightLLMNow(LightLLMNow):
+    """With its prompt cache, a radix tree (on by default there): a request that ends or pauses leaves its tokens in the
+    tree, prompt and reply, and one that is let in takes over what the tree has of it, to the token, except the last.
+
+    `used_tokens` are those that requests have for themselves and those of the tree that they hold; the rest of the tree
+    is given up when a step needs the room. The estimate that lets requests in knows nothing of the tree. What a request
+    takes over when it comes back from a pause is not counted here; the real server's counter then holds that instead.
+
+    Source: lightllm/server/router/dynamic_prompt/radix_cache.py, model_infer/infer_batch.py and generic_pre_process.py
+    of 87881ae7. Nodes are never merged, as without LIGHTLLM_RADIX_TREE_MERGE_ENABLE. Beside the real RadixCache none of
+    36,000 random matches, insertions, releases and evictions differs; no real router was run beside.
+    """
+
+    def __init__(self, kv_tokens: int, settings: LightLLMNow.Settings) -> None:
+        super().__init__(kv_tokens, settings)
+        self.tree = RadixTree()
+        self._content: dict[Sequence, Stretch] = {}
+        self._taken_over: dict[Sequence, tuple[Node, int]] = {}
+
+    def _pass(self) -> Step | None:
+        for sequence in self._running:
+            if sequence not in self._content:  # let in since the last
+                self._content[sequence] = stretch(sequence)
+                self._look_up(sequence)
+                sequence.cached = sequence.computed
+                self.queried_tokens += sequence.prompt
+                self.cached_tokens += sequence.cached
+        return super()._pass()
+
+    def _look_up(self, sequence: Sequence) -> None:
+        held_tokens = self.tree.held_tokens
+        known = cut(self._content[sequence], sequence.prompt + sequence.sampled - 1)[0]
+        node, sequence.computed = self.tree.match(known)
+        self.tree.hold(node)
+        self._taken_over[sequence] = node, sequence.computed
+        self.used_tokens += self.tree.held_tokens - held_tokens
+
+    def _free(self, sequence: Sequence) -> None:
+        taken_over = self._taken_over.pop(sequence, None)
+        if taken_over is not None:
+            held_tokens = self.tree.held_tokens
+            self.tree.insert(cut(self._content[sequence], sequence.computed)[0])
+            self.tree.release(taken_over[0])
+            self.used_tokens += self.tree.held_tokens - held_tokens
+        super()._free(sequence)
+        if sequence.done:
+            self._content.pop(sequence, None)
+
+    def _run(self, decodes: list[Sequence], prefills: list[tuple[Sequence, int]]) -> Step | None:
+        step = super()._run(decodes, prefills)
+        self.tree.evict(self.used_tokens + self.tree.idle_tokens - self.kv_tokens)
+        return step

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 import msgspec
 
 from servers.schedulers import Paged, Rejected, Sequence, Step
+from servers.schedulers.radix import BlockTree, Node, Stretch, cut, stretch
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,8 +108,9 @@ class _Router(Paged, ABC):
             return None
         step = Step(batch)
         for sequence in batch:
-            sequence.computed = sequence.prompt + sequence.sampled
-            step.prefill(sequence.computed, 0)
+            length, cached = sequence.prompt + sequence.sampled, sequence.computed
+            step.prefill(length - cached, cached)
+            sequence.computed = length
             sequence.sampled += 1
         self._running += batch
         self._waited = 1
@@ -212,7 +214,8 @@ class Tgi3(_Router):
         if not self._settings.chunking and longest > self._padded(self._settings.max_batch_prefill_tokens):
             raise Rejected(422, f"`inputs` must have at most {self._settings.max_batch_prefill_tokens} tokens.")
 
-    def _take(self, least: int) -> list[Sequence]:
+    def _limits(self, least: int) -> tuple[int, int, int | None] | None:
+        """The fewest requests that are taken, the tokens of their prefill, the most requests; None: none are taken."""
         budget = self._settings.max_batch_prefill_tokens
         most = self._settings.max_batch_size
         if self._running and self._settings.chunking:
@@ -220,9 +223,17 @@ class Tgi3(_Router):
             budget -= len(self._running) - len(self._chunks) + sum(self._chunks.values())
         elif self._running and most is not None:
             most = max(0, most - len(self._running))
-        if budget <= 0 or most == 0 or len(self._waiting) < least:
+        if most == 0 or len(self._waiting) < least:
+            return None
+        return least, self._padded(max(0, budget)), most
+
+    def _take(self, least: int) -> list[Sequence]:
+        limits = self._limits(least)
+        if limits is None:
             return []
-        budget = self._padded(budget)
+        least, budget, most = limits
+        if not budget:
+            return []
         batch: list[Sequence] = []
         free = self._free
         while self._waiting and len(batch) != most:
@@ -290,3 +301,100 @@ class Tgi3(_Router):
     def _blocks(self, length: int, output: int) -> int:
         """For a request that has `length` tokens when it comes and may generate another segment, or its output."""
         return -(-(length + min(output, self._SEGMENT_TOKENS) - 1) // self._block_tokens)
+
+
+class CachingTgi3(Tgi3):
+    """With its prefix cache, a radix trie of blocks (on by default there with flashinfer and flashdecoding): a request
+    whose blocks come free leaves those of its prompt in the trie, but not those of its reply, and one that is taken
+    from the queue gets what the trie has of its prompt. The last token is computed again where all are known.
+
+    A quirk is kept: the first of the queue gets its blocks before the room in the prefill is looked at. Where there is
+    none it stays in the queue, and its blocks come free like others: its prompt is then in the trie although nobody has
+    computed it, and next time only its last token is computed. So it is with the ninth of a burst of 512-token prompts,
+    whose first eight fill a prefill of 4096, and with whatever waits while a prompt is prefilled in chunks.
+    Where blocks are short, what was given up for a request that then does not fit is given up all the same.
+
+    Source: backends/v3/src/{radix,block_allocator,queue}.rs of db931fcf (after v3.3.7). Beside the real RadixAllocator
+    none of 45,000 random allocations, of which 7138 fail, and releases differs; no real router was run beside. TGI
+    counts no hits: `cached_tokens` are counted here when a request is first taken.
+    """
+
+    def __init__(self, kv_tokens: int, settings: Tgi3.Settings) -> None:
+        super().__init__(kv_tokens, settings)
+        self.tree = BlockTree(settings.block_tokens)
+        self._blank = self._total  # blocks that are neither in the trie nor any request's
+        self._content: dict[Sequence, Stretch] = {}
+        self._taken_over: dict[Sequence, tuple[Node, int, int]] = {}  # how many tokens, of how many known ones
+
+    def _take(self, least: int) -> list[Sequence]:
+        limits = self._limits(least)
+        if limits is None:
+            return []
+        least, budget, most = limits
+        batch: list[Sequence] = []
+        while self._waiting and len(batch) != most:
+            sequence = self._waiting[0]
+            if sequence.done:
+                self._waiting.popleft()
+                self._content.pop(sequence, None)
+                continue
+            if not self._allocate(sequence):
+                break
+            rest = sequence.prompt + sequence.sampled - sequence.computed
+            if rest > budget and not (budget and self._settings.chunking):
+                self._release(sequence)
+                break
+            batch.append(self._waiting.popleft())
+            if self._settings.chunking:
+                self._chunks[sequence] = min(rest, budget)
+            if rest > budget:
+                break
+            budget -= rest
+        if len(batch) < least:
+            for sequence in reversed(batch):
+                self._waiting.appendleft(sequence)
+                self._release(sequence)
+            return []
+        for sequence in batch:
+            if not sequence.sampled:
+                sequence.cached = sequence.computed
+                self.queried_tokens += sequence.prompt
+                self.cached_tokens += sequence.cached
+        return batch
+
+    def _allocate(self, sequence: Sequence) -> bool:
+        """Its blocks, those of the trie among them; False: there are not enough."""
+        if sequence not in self._content:
+            self._content[sequence] = stretch(sequence)
+        known = sequence.prompt + sequence.sampled
+        node, found = self.tree.match(cut(self._content[sequence], known)[0])
+        self.tree.hold(node)
+        blocks = self._blocks(known, sequence.output)
+        own = blocks - found // self._block_tokens
+        if self._blank < own:
+            self._blank += self.tree.evict((own - self._blank) * self._block_tokens) // self._block_tokens
+        fits = self._blank >= own
+        if fits:
+            self._blank -= own
+            sequence.blocks = blocks
+            sequence.computed = min(found, known - 1)
+            self._taken_over[sequence] = node, found, known
+        else:
+            self.tree.release(node)
+        self._count()
+        return fits
+
+    def _release(self, sequence: Sequence) -> None:
+        node, found, known = self._taken_over.pop(sequence)
+        self.tree.release(node)
+        if known > found:
+            kept = self.tree.insert(cut(self._content[sequence], known // self._block_tokens * self._block_tokens)[0])
+            self._blank += (kept - found) // self._block_tokens  # others have brought the same meanwhile
+        self._blank += sequence.blocks - known // self._block_tokens
+        sequence.blocks = sequence.computed = 0
+        self._count()
+        if sequence.done:
+            del self._content[sequence]
+
+    def _count(self) -> None:
+        self._free = self._blank + self.tree.idle_tokens // self._block_tokens

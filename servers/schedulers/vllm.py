@@ -7,6 +7,7 @@ from collections import deque
 import msgspec
 
 from servers.schedulers import Paged, Rejected, Sequence, Step
+from servers.schedulers.blocks import BlockCache
 
 BLOCK_TOKENS = 16
 
@@ -87,15 +88,15 @@ class VllmV1(_Recomputing):
             if tokens > budget:
                 tokens = budget
             missing = (computed + tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS - sequence.blocks
-            if missing > self._free:
-                preempted = True
-                while missing > self._free and running[-1] is not sequence:
-                    self._preempt()
-                if missing > self._free:  # it is the last itself
-                    self._preempt()
-                    break
-            self._free -= missing
-            sequence.blocks += missing
+            if missing:
+                if missing > self._free:
+                    preempted = True
+                    while missing > self._free and running[-1] is not sequence:
+                        self._preempt()
+                    if missing > self._free:  # it is the last itself
+                        self._preempt()
+                        break
+                self._take(sequence, missing)
             sequence.computed = computed = computed + tokens
             budget -= tokens
             if tokens == 1 and computed > sequence.prompt:
@@ -109,11 +110,15 @@ class VllmV1(_Recomputing):
             index += 1
         step.decode_rows = rows
         step.decode_context = context
-        if not preempted:
-            self._admit(step, budget)
+        self._admit(step, 0 if preempted else budget)
         return step if rows or step.prefill_rows else None
 
+    def _take(self, sequence: Sequence, blocks: int) -> None:
+        self._free -= blocks
+        sequence.blocks += blocks
+
     def _admit(self, step: Step, budget: int) -> None:
+        """Lets waiting requests in, as many tokens as are left of the step's budget."""
         while self._waiting and budget > 0 and len(self._running) < self._settings.max_running:
             sequence = self._waiting[0]
             whole = sequence.prompt + sequence.sampled
@@ -127,6 +132,79 @@ class VllmV1(_Recomputing):
             budget -= tokens
             step.prefill(tokens, 0)
             if tokens == whole:
+                sequence.sampled += 1
+                step.emits.append(sequence)
+            self._running.append(sequence)
+
+
+class CachingVllmV1(VllmV1):
+    """With automatic prefix caching: a request takes over the blocks that hold the beginning of its tokens.
+
+    Only whole blocks are taken over, and one token at least is computed. A block can be found from when the step that
+    fills it is scheduled, also one that a reply fills; with a step under way, the token that this step samples is not
+    known yet. A preempted request looks its own blocks up when it comes back, and that is not counted.
+
+    Source: vllm/v1/core/{kv_cache_manager,single_type_kv_cache_manager,block_pool}.py and sched/{scheduler,
+    async_scheduler}.py of 0.32. Beside vLLM's own classes, sync and async, none of 80148 steps of 132 workloads with
+    1428 preemptions and 591,968 cached tokens differs, nor how much can be found after each of them
+    (tests/vllm/test_scheduler_v1.py).
+    """
+
+    def __init__(self, kv_tokens: int, settings: VllmV1.Settings, depth: int = 2) -> None:
+        super().__init__(kv_tokens, settings, depth)
+        self.cache = BlockCache(self._total, BLOCK_TOKENS)
+
+    def cancel(self, sequence: Sequence) -> None:
+        super().cancel(sequence)
+        self.cache.forget(sequence)
+
+    def finish(self, step: Step) -> None:
+        for sequence in step.emits:
+            if sequence.blocks and not sequence.done:
+                self.cache.publish(sequence, sequence.computed + sequence.emitted + 1 - sequence.sampled)
+        super().finish(step)
+        for sequence in step.emits:
+            if sequence.done:
+                self.cache.forget(sequence)
+
+    def _take(self, sequence: Sequence, blocks: int) -> None:
+        super()._take(sequence, blocks)
+        self.cache.take(sequence, blocks)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._free += self.cache.release(sequence)
+        sequence.blocks = 0
+
+    def _admit(self, step: Step, budget: int) -> None:
+        cache = self.cache
+        for sequence in step.emits:
+            cache.publish(sequence, min(sequence.computed, sequence.prompt + sequence.emitted))
+        for sequence in self._running:
+            if sequence.sampled == sequence.emitted:  # a part of its prompt
+                cache.publish(sequence, sequence.computed)
+        while self._waiting and budget > 0 and len(self._running) < self._settings.max_running:
+            sequence = self._waiting[0]
+            whole = sequence.prompt + sequence.sampled
+            found = cache.find(sequence, (whole - 1) // BLOCK_TOKENS)
+            idle = sum(not block.holders for block in found)
+            if -(-whole // BLOCK_TOKENS) - len(found) + idle > self._free:
+                return
+            self._waiting.popleft()
+            cache.hold(sequence, found)
+            self._free -= idle
+            sequence.blocks = len(found)
+            cached = len(found) * BLOCK_TOKENS
+            if not sequence.preemptions:
+                sequence.cached = cached
+                self.queried_tokens += whole
+                self.cached_tokens += cached
+            tokens = min(whole - cached, budget)
+            sequence.computed = cached + tokens
+            self._take(sequence, -(-sequence.computed // BLOCK_TOKENS) - len(found))
+            cache.publish(sequence, sequence.computed)
+            budget -= tokens
+            step.prefill(tokens, cached)
+            if sequence.computed == whole:
                 sequence.sampled += 1
                 step.emits.append(sequence)
             self._running.append(sequence)

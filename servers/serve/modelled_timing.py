@@ -40,7 +40,7 @@ class SimulatedTiming:
         """Raises Rejected."""
         if self._start_ns is None:
             self._start_ns = reply.received_ns
-        sequence = Sequence(reply.index, reply.n_prompt_tokens, reply.n_tokens)
+        sequence = Sequence(reply.index, reply.n_prompt_tokens, reply.n_tokens, reply.segments)
         self._now_s = max(self._now_s, self._modelled_s(reply.received_ns))
         self._engine.submit(sequence, self._now_s)
         self._replies[reply.index] = reply, sequence
@@ -80,6 +80,8 @@ class SimulatedTiming:
         at_ns = self._real_ns(at_s)
         gap_ns = gap_s * self._ns_per_s
         for k, sequence in enumerate(emits):
+            if sequence.emitted == 1 and sequence.cached and sequence.index in self._replies:
+                self._replies[sequence.index][0].found(sequence.cached)
             heapq.heappush(self._out, (at_ns + int(k * gap_ns)) << INDEX_BITS | sequence.index)
 
     def _modelled_s(self, at_ns: int) -> float:

@@ -46,6 +46,7 @@ class Reply:
         self.received_ns = connection.received_ns
         self.n_prompt_tokens = wire.prompt_tokens
         self.n_cached_tokens = 0
+        self.segments = wire.segments
         self.max_tokens = self.n_tokens = wire.output_tokens
         self.count = 0
         self.first_ns = self.last_ns = 0
@@ -86,6 +87,10 @@ class Reply:
             now_ns = monotonic_ns()
         self._observe_itl(now_ns - self.last_ns)
         self.last_ns = now_ns
+
+    def found(self, cached_tokens: int) -> None:
+        """So many tokens of the prompt were in the prefix cache."""
+        self.n_cached_tokens = self._wire.cached_tokens = cached_tokens
 
     def abandon(self) -> None:
         """The client has left."""

@@ -21,12 +21,17 @@ from servers.schedulers import Scheduler
 
 
 class TimedReply(Protocol):
-    """What is scheduled; `index` numbers the requests and is below 2**32. Fixed times ignore the prompt's length."""
+    """What is scheduled; `index` numbers the requests and is below 2**32. Fixed times ignore the prompt's length.
+    segments: what the prompt begins with, for a prefix cache."""
 
     index: int
     received_ns: int
     n_prompt_tokens: int
     n_tokens: int
+    segments: tuple[tuple[int, int], ...]
+
+    def found(self, cached_tokens: int) -> None:
+        """So many tokens of the prompt were in the prefix cache; said before the first token."""
 
     def emit(self) -> None:
         """Sends the next token."""

@@ -49,17 +49,20 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What is served: the model's name and the most tokens that prompt and output may hold together."""
+    """What is served: the model's name and the most tokens that prompt and output may hold together. prefix_caching:
+    whether prompts are compared, for a modelled prefix cache."""
 
     model: str
     max_model_len: int
+    prefix_caching: bool = False
 
 
 class Wire(ABC):
     """One accepted request, and its reply as the server writes it.
 
     `output_tokens` is what will be generated, limits applied; `prompt_tokens` and `cached_tokens` are what the reply
-    reports. The three may be changed before the first call below. Tokens are counted from 1.
+    reports. The three may be changed before the first call below. Tokens are counted from 1. `segments`: what the
+    prompt begins with, as of servers.schedulers.Sequence; empty where nobody compares prompts.
     """
 
     content_type = "text/event-stream; charset=utf-8"
@@ -71,6 +74,7 @@ class Wire(ABC):
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = 0
         self.output_tokens = output_tokens
+        self.segments: tuple[tuple[int, int], ...] = ()
 
     @abstractmethod
     def token(self, count: int) -> bytes:
@@ -136,6 +140,19 @@ def models_page(settings: Settings, created_s: int, owned_by: str, **more: objec
 def count_tokens(prompt: str | list[int]) -> int:
     """Of token ids, or of text: the embedded servers' tokenizer takes a word between spaces for a token."""
     return len(prompt.split() if isinstance(prompt, str) else prompt)
+
+
+def segments(
+    settings: Settings, prompt: str | list[int], block_tokens: int, before: int = 0
+) -> tuple[tuple[int, int], ...]:
+    """The prompt in pieces of `block_tokens`, behind `before` tokens that every prompt begins with; a piece's key
+    stands for its tokens. Empty where nobody compares prompts."""
+    if not settings.prefix_caching:
+        return ()
+    tokens = prompt.split() if isinstance(prompt, str) else prompt
+    pieces = (tuple(tokens[at : at + block_tokens]) for at in range(0, len(tokens), block_tokens))
+    keyed = tuple((hash(piece) & (1 << 60) - 1, len(piece)) for piece in pieces)
+    return ((0, before), *keyed) if before else keyed
 
 
 def output_text(count: int) -> str:

@@ -20,9 +20,9 @@ from backends.untrusted import escaped, read_json
 from loadgen.config import LEAST_KV_TOKENS
 from loadgen.rundir.emulation import Emulation, HeldOut
 from servers.schedulers import Rejected, Scheduler, Sequence
-from servers.schedulers.lightllm import LightLLM2310, LightLLMNow
-from servers.schedulers.tgi import Tgi1, Tgi3
-from servers.schedulers.vllm import Vllm02, VllmV1
+from servers.schedulers.lightllm import CachingLightLLMNow, LightLLM2310, LightLLMNow
+from servers.schedulers.tgi import CachingTgi3, Tgi1, Tgi3
+from servers.schedulers.vllm import CachingVllmV1, Vllm02, VllmV1
 from servers.simulator import hardware
 from servers.simulator.cost import Gpu, Overheads, StepCost
 from servers.simulator.engine import Engine, FrontEnd
@@ -67,7 +67,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """gpus: how many may be used. tp: how many share the model; None: the least power of two of them that holds it; the
     others do nothing, as where loadgen starts a server. kv_tokens: the KV cache's capacity over all GPUs; None: what
     memory leaves. max_requests: how many the server may hold at once, running and waiting, before it refuses (servers
-    that do). options: settings of the scheduler by their names there, beyond those above."""
+    that do). prefix_caching: whether it keeps prompts for later ones that begin alike (servers that can). options:
+    settings of the scheduler by their names there, beyond those above."""
 
     scheduler: str
     model: ModelSpec
@@ -83,6 +84,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 4096
     memory_ratio: float = 0.9
     profile: Path | None = None
+    prefix_caching: bool = False
     options: tuple[tuple[str, int], ...] = ()
 
 
@@ -121,7 +123,9 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 
 def _scheduler(emulated: Emulated) -> Scheduler:
     kind = _SCHEDULERS[emulated.setup.scheduler]
-    return kind.make(emulated.kv_tokens, kind.settings(**emulated.settings))
+    make = kind.caching if emulated.setup.prefix_caching else kind.make
+    assert make is not None
+    return make(emulated.kv_tokens, kind.settings(**emulated.settings))
 
 
 def _v1_budget_tokens(gpu: Gpu) -> int:
@@ -135,16 +139,20 @@ def _v1_budget_tokens(gpu: Gpu) -> int:
 @dataclass(frozen=True)
 class _Kind:
     """How a scheduler is made: `make` from KV tokens and `settings`, which `chosen` takes from a setup where the user
-    gives none."""
+    gives none. `caching`: the same with its prefix cache; None: it has none, or not here."""
 
     make: Callable[..., Scheduler]
     settings: type[msgspec.Struct]
     chosen: Callable[[Setup, Gpu], dict[str, int]]
+    caching: Callable[..., Scheduler] | None = None
 
 
 _SCHEDULERS = {
     "vllm@v1": _Kind(
-        VllmV1, VllmV1.Settings, lambda s, gpu: {"max_running": s.max_running, "budget_tokens": _v1_budget_tokens(gpu)}
+        VllmV1,
+        VllmV1.Settings,
+        lambda s, gpu: {"max_running": s.max_running, "budget_tokens": _v1_budget_tokens(gpu)},
+        CachingVllmV1,
     ),
     "vllm@0.2": _Kind(
         Vllm02,
@@ -155,6 +163,7 @@ _SCHEDULERS = {
         Tgi3,
         Tgi3.Settings,
         lambda s, _: {"max_concurrent_requests": s.max_requests, "max_batch_size": s.max_running},
+        CachingTgi3,
     ),
     "tgi@1": _Kind(
         Tgi1,
@@ -165,7 +174,12 @@ _SCHEDULERS = {
             "max_total_tokens": s.max_model_len,
         },
     ),
-    "lightllm@1.2": _Kind(LightLLMNow, LightLLMNow.Settings, lambda s, _: {"running_max_req_size": s.max_running}),
+    "lightllm@1.2": _Kind(
+        LightLLMNow,
+        LightLLMNow.Settings,
+        lambda s, _: {"running_max_req_size": s.max_running},
+        CachingLightLLMNow,
+    ),
     "lightllm@2310": _Kind(LightLLM2310, LightLLM2310.Settings, lambda s, _: {"running_max_req_size": s.max_running}),
 }
 SCHEDULERS = tuple(_SCHEDULERS)
@@ -204,6 +218,9 @@ def emulate(setup: Setup) -> Emulated:
     """Raises EmulationError or HardwareError."""
     if setup.scheduler not in _SCHEDULERS:
         raise EmulationError(f"there is no scheduler '{setup.scheduler}'; there are {', '.join(SCHEDULERS)}.")
+    if setup.prefix_caching and _SCHEDULERS[setup.scheduler].caching is None:
+        able = ", ".join(name for name, kind in _SCHEDULERS.items() if kind.caching is not None)
+        raise EmulationError(f"{setup.scheduler} has no prefix cache; leave it off, or choose one of {able}.")
     _check_options(setup)
     gpu = hardware.find(setup.gpu)
     usable = gpu.memory_bytes * setup.memory_ratio
@@ -245,6 +262,7 @@ def _facts(setup: Setup, gpu: Gpu, tp: int, topology: str, kv_tokens: int, profi
         profile_assumed=bool(measured) and not any(_same(gpu, setup.gpu, name) for name in measured),
         held_out=profile.held_out,
         notes=tuple(_notes(setup, tp, kv_tokens)),
+        prefix_caching=setup.prefix_caching,
     )
 
 

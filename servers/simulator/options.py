@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from backends import catalog
 from loadgen.config import (
@@ -49,6 +49,9 @@ class Hardware(ModelledOptions):
         Whole, option(SETTINGS, "Most requests that it holds, running or waiting, before it refuses more (tgi).")
     ] = 1024
     memory_ratio: MemoryRatioOption = 0.9
+    prefix_caching: Annotated[
+        Literal["on", "off"], option(SETTINGS, "Whether it keeps the KV of prompts for later ones that begin alike.")
+    ] = "off"
 
     def setup(self, backend: str, model: str, max_model_len: int) -> Setup:
         """What to emulate. Raises EmulationError for what cannot be."""
@@ -72,7 +75,7 @@ class Hardware(ModelledOptions):
             scheduler=scheduler, model=spec, gpu=self.gpu, gpus=self.gpus or self.tp or 1, tp=self.tp,
             topology=self._topology(), p2p=self.p2p is not False, dtype=self.dtype, kv_tokens=self.kv_tokens,
             max_running=self.max_running, max_requests=self.max_requests, max_model_len=max_model_len,
-            memory_ratio=self.memory_ratio, profile=self.profile,
+            memory_ratio=self.memory_ratio, profile=self.profile, prefix_caching=self.prefix_caching == "on",
             options=tuple(_option(text) for text in self.scheduler_arg),
         )  # fmt: skip
 

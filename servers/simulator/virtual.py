@@ -10,18 +10,32 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from loadgen import rundir
 from loadgen.config import Config
+from loadgen.load.arrivals import Streams
+from loadgen.load.load import Load
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated, EmulationError
 
 URL = "virtual time"  # in the place of an address
 
 
+class Arrival(NamedTuple):
+    """A request that is sent at `at_s`. `segments`, `reply_key`: what it shares, as of servers.schedulers.Sequence."""
+
+    at_s: float
+    prompt: int
+    output: int
+    segments: tuple[tuple[int, int], ...] = ()
+    reply_key: int | None = None
+
+
 @dataclass(slots=True)
 class Outcome:
-    """One request. `times_s`: when each of its tokens came; empty when the server refused it with `status`."""
+    """One request. `times_s`: when each of its tokens came; empty when the server refused it with `status`.
+    `cached_tokens`: of its prompt, what the prefix cache had when it was first scheduled."""
 
     index: int
     prompt: int
@@ -29,49 +43,59 @@ class Outcome:
     sent_s: float
     times_s: array[float] = field(default_factory=lambda: array("d"))
     status: int = 200
+    cached_tokens: int = 0
 
 
 def simulate(
-    emulated: Emulated, arrivals: Iterable[tuple[float, int, int]], concurrency: int | None = None
+    emulated: Emulated, arrivals: Iterable[Arrival | tuple[float, int, int]], streams: Streams | None = None
 ) -> list[Outcome]:
-    """Runs all of `arrivals`, (seconds, prompt tokens, output tokens) in order of time. With `concurrency` their times
-    do not matter: so many are under way, and the next is sent when one has ended. A token has come when the server sent
-    it; the way to the client is a part of the front end's latency. Raises EmulationError where the server keeps a
-    request and never ends it."""
+    """Runs all of `arrivals`, or (seconds, prompt tokens, output tokens), in order of time. In a closed loop of
+    `streams` their times do not matter: the next is sent when one has ended, or when a ramp begins a stream. A token
+    has come when the server sent it; the way to the client is a part of the front end's latency. Raises EmulationError
+    where the server keeps a request and never ends it."""
     outcomes: list[Outcome] = []
-    feed = iter(arrivals)
-    freed: list[float] = [0.0] * (concurrency or 0)
+    feed = (Arrival(*arrival) for arrival in arrivals)
+    # when each stream of a closed loop is free: an ascending list is a heap
+    freed = [] if streams is None else [streams.start_s(stream) for stream in range(streams.most)]
+    going = len(freed)
 
     def deliver(emits: list[Sequence], at_s: float, gap_s: float) -> None:
         for sequence in emits:
             outcomes[sequence.index].times_s.append(at_s)
-            if sequence.emitted == sequence.output and concurrency is not None:
-                heapq.heappush(freed, at_s)
+            if sequence.emitted == sequence.output:
+                outcomes[sequence.index].cached_tokens = sequence.cached
+                if streams is not None:
+                    heapq.heappush(freed, at_s)
             at_s += gap_s
 
     engine = emulated.engine(deliver)
 
-    def send(at_s: float, prompt: int, output: int) -> None:
-        sequence = Sequence(len(outcomes), prompt, output)
-        outcome = Outcome(sequence.index, prompt, output, at_s)
+    def send(at_s: float, arrival: Arrival) -> None:
+        sequence = Sequence(len(outcomes), *arrival[1:])
+        outcome = Outcome(sequence.index, sequence.prompt, sequence.output, at_s)
         outcomes.append(outcome)
         try:
             engine.submit(sequence, at_s)
         except Rejected as refused:
             outcome.status = refused.status
-            if concurrency is not None:
+            if streams is not None:
                 heapq.heappush(freed, at_s)
 
-    if concurrency is None:
-        for at_s, prompt, output in feed:
-            send(at_s, prompt, output)
+    if streams is None:
+        for arrival in feed:
+            send(arrival.at_s, arrival)
     else:
-        for _, prompt, output in feed:
-            while not freed or engine.next_s() < freed[0]:
-                if engine.next_s() == math.inf:
-                    raise _stuck(outcomes)
-                engine.advance(engine.next_s())
-            send(max(heapq.heappop(freed), engine.now_s), prompt, output)
+        for arrival in feed:
+            while True:
+                while not freed or engine.next_s() < freed[0]:
+                    if engine.next_s() == math.inf:
+                        raise _stuck(outcomes)
+                    engine.advance(engine.next_s())
+                at_s = max(heapq.heappop(freed), engine.now_s)
+                if streams.last >= streams.first or going <= streams.at(at_s):
+                    break
+                going -= 1  # the ramp goes down, and this stream ends
+            send(at_s, arrival)
     engine.advance(math.inf)
     if any(map(_lacks, outcomes)):
         raise _stuck(outcomes)
@@ -99,9 +123,9 @@ def bounds(outcomes: Iterable[Outcome]) -> Iterator[tuple[float, float, float]]:
 
 
 def manifest(
-    config: Config, emulated: Emulated, run_id: str, requests: int, dataset_prompts: int | None = None
+    config: Config, load: Load, emulated: Emulated, run_id: str, requests: int, dataset_prompts: int | None = None
 ) -> rundir.Manifest:
-    """Of the command that is running, for what `emulated` would do with so many requests."""
+    """Of the command that is running, for what `emulated` would do with so many requests of `load`."""
     return rundir.Manifest(
         run_id=run_id,
         version=rundir.package_version(),
@@ -114,7 +138,9 @@ def manifest(
         emulated=True,
         server_version=emulated.setup.scheduler,
         requests_planned=requests,
-        arrival=config.load.when,
+        arrival=load.when,
+        left_out=load.left_out,
+        phases=tuple(load.phases()),
         machine=rundir.this_machine(),
         dataset_prompts=dataset_prompts,
         emulation=emulated.facts,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from backends import replies
 from backends.protocol import Delta, ProtocolError, Truncated
-from backends.replies import WholeReply, error_message, error_text
+from backends.replies import WholeReply, error_in, error_message, error_text
 from backends.untrusted import printable
 
 LONG = "This model's maximum context length is 4096 tokens. However, your prompt contains 9000 input tokens."
@@ -84,6 +84,8 @@ def test_an_error_without_end_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(replies, "MAX_ERROR_BYTES", 30)
     assert error_text(b'{"error": "not too long"}') == "not too long"
     assert error_text(b'{"error": "a", "values": [[], []]}') == '{"error": "a", "values": [[], []]}'
+    assert error_in(b'{"error": "not too long"}') == "not too long"
+    assert error_in(b'{"error": "a", "values": [[], []]}') is None
 
 
 def test_lone_surrogates_can_be_written() -> None:

@@ -1,5 +1,7 @@
 """Bad command lines of both programs: each ends in one sentence and exit code 2 (options) or 3 (the machine, the
-server), starts nothing and overwrites nothing. The tables beside this file hold them, one a line:
+server), starts nothing and overwrites nothing. Each runs within this process, and in one of its own that is forked from
+an interpreter which has imported the commands (`warm`); one of each command is started as a user starts it. The tables
+beside this file hold them, one a line:
 
     EXIT COMMAND LINE => part of the sentence
 """
@@ -21,6 +23,7 @@ import pytest
 
 from backends import gpus
 from loadgen import cli as loadgen
+from tests.bad_commands import warm
 from training_probe import cli as training_probe
 
 PROGRAMS = {"loadgen": loadgen, "training_probe": training_probe}
@@ -59,6 +62,9 @@ def table() -> Iterator[Case]:
 
 
 CASES = list(table())
+FIRST = list(
+    {(case.program, case.line.partition(" ")[0]): case for case in reversed(CASES)}.values()
+)  # of each command
 each_case = pytest.mark.parametrize("case", CASES, ids=[f"{case.program} {case.line}" for case in CASES])
 
 
@@ -115,9 +121,28 @@ def test_in_this_process(
     assert held(place) == before
 
 
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[warm.Interpreter]:
+    with warm.interpreter(ENVIRONMENT) as ready:
+        yield ready
+
+
 @pytest.mark.processes
 @each_case
-def test_as_a_process(case: Case, place: Path) -> None:
+def test_as_a_process(case: Case, place: Path, tmp_path_factory: pytest.TempPathFactory,
+                      interpreter: warm.Interpreter) -> None:  # fmt: skip
+    before, said = held(place), tmp_path_factory.mktemp("said")
+    line = warm.Line(case.program, shlex.split(case.line), str(place), str(said), TIMEOUT_S)
+    ended, out, err = interpreter.run(line)
+    check(case, ended.exit_code, out, err)
+    assert held(place) == before
+    assert living_in(place) == []
+    assert ended.cpu_s < MOST_CPU_S
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", FIRST, ids=[f"{case.program} {case.line}" for case in FIRST])
+def test_as_a_user_starts_it(case: Case, place: Path) -> None:
     before, used = held(place), resource.getrusage(resource.RUSAGE_CHILDREN)
     program = [sys.executable, "-c", f"from {case.program}.cli import main; main()"]
     ended = subprocess.run(

@@ -108,6 +108,7 @@ def test_pacing_finds_the_one_late_request() -> None:
 
 
 @needs_linux
+@pytest.mark.processes
 @pytest.mark.skipif(not shutil.which("gcc") or CORES < 2, reason="needs gcc and two cores")
 def test_quick_benchmark_measures_us_and_the_floor(tmp_path: Path) -> None:
     out = tmp_path / "table.md"

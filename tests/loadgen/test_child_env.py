@@ -16,6 +16,7 @@ ROOT = Path(child_env.__file__).resolve().parents[1]
 LOADGEN = [sys.executable, "-c", "import sys; sys.path.remove(''); from loadgen.cli import main; main()"]
 
 
+@pytest.mark.processes
 def test_modules_of_the_working_directory_are_not_run(tmp_path: Path) -> None:
     """Every process of a run is started: the embedded server, sampling, snapshots, workers and what they hang on."""
     for name in ("json", "socket", "pickle", "selectors", "loadgen", "servers", "multiprocessing"):

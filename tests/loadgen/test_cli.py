@@ -30,6 +30,7 @@ from loadgen.config import (
     ModelledOptions,
     PlacementOptions,
 )
+from loadgen.load import workloads
 from loadgen.option_types import names
 from loadgen.plan import choose_model
 from loadgen.target import Target
@@ -61,6 +62,8 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "api_key_env": (["KEY"], "KEY"),
     "header": (["X-Team=search"], ("X-Team=search",)),
     "prefix": (["4:64"], "4:64"),
+    "prefix_caching": (["on"], "on"),
+    "workload": (["paper"], "paper"),
     "trace": (["t.jsonl"], Path("t.jsonl")),
     "trace_format": (["azure"], "azure"),
     "trace_speed": (["2"], 2.0),
@@ -388,3 +391,20 @@ def test_gpus_of_a_server_that_runs_here_are_those_that_are_named(monkeypatch: p
     assert served.gpu_indices(Config(url="http://elsewhere:9")) == ()
     with pytest.raises(ConfigError, match="there is no GPU 9 here"):
         served.gpu_indices(Config(url=here, gpus="9"))
+
+
+@pytest.mark.parametrize("name", workloads.OPTIONS)
+def test_a_workload_is_the_options_it_stands_for(name: str, configs: list[Config]) -> None:
+    options = workloads.OPTIONS[name]  # type: ignore[index]
+    words = [word for option, value in options.items() for word in (f"--{option.replace('_', '-')}", str(value))]
+    assert cli.invoke(["run", "--workload", name]) == 0 == cli.invoke(["run", *words])
+    by_name, typed = configs
+    assert by_name.load == typed.load
+    assert dataclasses.replace(by_name, workload=None) == typed
+
+
+def test_options_beside_a_workload_win(configs: list[Config]) -> None:
+    assert cli.invoke(["run", "--workload", "llm-perf", "--input-tokens", "99", "--arrival", "poisson:2"]) == 0
+    (config,) = configs
+    assert (config.input_tokens, config.output_tokens, config.concurrency) == (99, 1000, None)
+    assert str(config.load.arrival) == "poisson:2"

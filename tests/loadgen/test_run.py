@@ -8,10 +8,12 @@ import contextlib
 import json
 import os
 import resource
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ FAST = ["--no-calibrate", "--warmup", "0"]
 BURST_MS = 60  # in which the slowest machine that runs these tests reads forty requests, and as many events
 CLIENT_MS = 10  # in which it does what one request needs
 WAITS = 5  # for a core: the server's read and timer, the client's read, and others before each
+pytestmark = pytest.mark.processes
 
 
 def loadgen(*argv: str, expect: int | tuple[int, ...] = (0, 4)) -> tuple[dict[str, Any], str]:
@@ -58,7 +61,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["vllm", "openai", "openai-chat", "lightllm", "tgi"])
 def test_the_main_job(backend: str, tmp_path: Path) -> None:
     with measured_lateness() as watched:
@@ -69,6 +71,7 @@ def test_the_main_job(backend: str, tmp_path: Path) -> None:
     lateness = watched.during(tmp_path / "run")
     assert_valid_unless_the_machine_was_late(report, lateness)
     names = {"manifest.json", "requests.jsonl", "report.json", "report.md", "cdf.png", "cdf.svg", "snapshot.json"}
+    names.add("timeline.png")
     if backends.get(backend).server_metrics:
         names.add("server.jsonl")
     assert {path.name for path in (tmp_path / "run").iterdir()} == names
@@ -97,12 +100,12 @@ def last_snapshot(directory: Path) -> tuple[str, int]:
 
 def assert_within(metric: dict[str, float], least_ms: float, most_ms: float, lateness: Lateness) -> None:
     """No reply is early. Late is what the machine was, as often as a reply waits for it. The last tenth may have met a
-    stall that struck where nobody looked."""
-    assert metric["min"] >= least_ms
+    stall that struck where nobody looked. One of all replies met no stall: a client that is always late shows in it,
+    however busy the machine is."""
+    assert least_ms <= metric["min"] <= most_ms + lateness.percentile_ms(90)
     assert metric["p90"] <= most_ms + WAITS * lateness.worst_ms
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("server", [("--ttft-ms", "50")], indirect=True)
 def test_both_transports_and_workers_agree(server: str, tmp_path: Path) -> None:
     """The truth is 50 ms and 10 ms: every client reports it, and all send the same load."""
@@ -159,7 +162,6 @@ def wait_for_headers(directory: Path, clients: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_run_still_reports(server: str, tmp_path: Path, number: signal.Signals, workers: str) -> None:
@@ -178,7 +180,6 @@ def test_stopped_run_still_reports(server: str, tmp_path: Path, number: signal.S
     assert last_snapshot(tmp_path) == ("stopped", report["requests"]["ok"])
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_second_signal_ends_the_replies_under_way(tmp_path: Path, workers: str) -> None:
     with serving("--ttft-ms", "600000") as url:
@@ -197,7 +198,6 @@ def test_a_second_signal_ends_the_replies_under_way(tmp_path: Path, workers: str
     assert report["requests"]["by_outcome"] == {"cancelled": 20}
 
 
-@pytest.mark.processes
 def test_a_second_signal_ends_what_cannot_be_hurried(tmp_path: Path) -> None:
     """Here the end of a server that heeds no signal, for which the run would wait."""
     code = (
@@ -217,7 +217,6 @@ def test_a_second_signal_ends_what_cannot_be_hurried(tmp_path: Path) -> None:
     process.stdout.close()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_stopped_before_the_load(tmp_path: Path, workers: str) -> None:
     """Its warm-up takes longer than anybody waits."""
@@ -234,7 +233,6 @@ def test_stopped_before_the_load(tmp_path: Path, workers: str) -> None:
     assert not list(tmp_path.glob("requests*"))
 
 
-@pytest.mark.processes
 def test_nohup_is_heeded(server: str, tmp_path: Path) -> None:
     argv = ["run", "--url", server, *FAST, "--requests", "100", "--output-tokens", "4", "--arrival", "constant:100"]
     process = subprocess.Popen(["nohup", *LOADGEN, *argv, "--out", str(tmp_path)],
@@ -245,7 +243,6 @@ def test_nohup_is_heeded(server: str, tmp_path: Path) -> None:
     assert json.loads(out.splitlines()[-1])["requests"]["ok"] == 100, said
 
 
-@pytest.mark.processes
 def test_a_run_that_nobody_reads(server: str, tmp_path: Path) -> None:
     """What is said goes nowhere, and the run goes on; that its report was not read shows in the exit code."""
     argv = [*LOADGEN, "run", "--url", server, *FAST, "--requests", "20", "--output-tokens", "2"]
@@ -259,7 +256,6 @@ def test_a_run_that_nobody_reads(server: str, tmp_path: Path) -> None:
     assert (tmp_path / "a/report.json").exists() and (tmp_path / "b/report.json").exists()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_killed_run_keeps_what_finished(server: str, tmp_path: Path, workers: str) -> None:
     process = start(
@@ -281,7 +277,6 @@ def test_killed_run_keeps_what_finished(server: str, tmp_path: Path, workers: st
     assert last_snapshot(tmp_path) == ("stopped", int(table.measured().ok.sum()))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_full_disk_is_one_sentence_and_what_is_written_stays(server: str, tmp_path: Path, workers: str) -> None:
     run = subprocess.run(
@@ -298,7 +293,81 @@ def test_a_full_disk_is_one_sentence_and_what_is_written_stays(server: str, tmp_
     assert len(table) > 20 and not (tmp_path / "requests.jsonl.part").exists()
 
 
-@pytest.mark.processes
+def mount(place: Path, options: str) -> None:
+    """A disk of its own below a directory, or a skipped test where this machine does not let us mount one."""
+    if sys.platform != "linux":
+        pytest.skip("a tmpfs is Linux's")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount(place, "size=64k")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), (disk / "full").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"0" * 4096)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_disk_that_fills_up_stops_the_load_and_keeps_what_is_written(server: str, disk: Path, workers: str) -> None:
+    directory = disk / "run"
+    run = subprocess.run(
+        [*LOADGEN, "run", "--url", server, *FAST, "--requests", "2000", "--output-tokens", "16", "--workers", workers,
+         "--arrival", "constant:400", "--out", str(directory)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
+    table, _ = records.read(directory)
+    assert f"loadgen: the load was stopped: {directory} cannot be written: No space left on device; it holds " in (
+        run.stderr
+    )
+    assert f"it holds {len(table)} finished requests" in run.stderr
+    assert 20 < len(table) < 2000 and not list(directory.glob("*.part"))
+    fill(disk)
+    shown = subprocess.run([*LOADGEN, "report", str(directory)], capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 4 and json.loads(shown.stdout)["requests"]["ok"] == len(table)
+    assert f"cannot write the report to {directory}: No space left on device." in shown.stderr
+
+
+def test_no_run_begins_on_a_full_disk(server: str, disk: Path) -> None:
+    (disk / "run").mkdir()
+    fill(disk)
+    run = subprocess.run(
+        [*LOADGEN, "run", "--url", server, *FAST, "--requests", "5", "--out", str(disk / "run")],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (2, "") and "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1] == (
+        f"loadgen: cannot write to {disk / 'run'}: No space left on device; name another --out."
+    )
+
+
+def test_a_disk_that_is_only_read(server: str, tmp_path: Path, disk: Path) -> None:
+    """A run that is on it is shown, and none begins there."""
+    first, _ = loadgen(
+        "run", "--url", server, *FAST, "--requests", "10", "--output-tokens", "2", "--out", str(tmp_path / "run")
+    )
+    subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+    shutil.copytree(tmp_path / "run", disk / "run")
+    kept = {path.name: path.read_bytes() for path in (disk / "run").iterdir()}
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    shown, said = loadgen("report", str(disk / "run"))
+    assert shown == first
+    assert f"cannot write the report to {disk / 'run'}: Read-only file system." in said
+    assert {path.name: path.read_bytes() for path in (disk / "run").iterdir()} == kept
+    _, said = loadgen("run", "--url", server, *FAST, "--requests", "5", "--out", str(disk / "new"), expect=2)
+    assert said == f"loadgen: cannot write to {disk / 'new'}: Read-only file system; name another --out.\n"
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_directory_that_is_removed_stops_the_load(server: str, tmp_path: Path, workers: str) -> None:
     directory = tmp_path / "run"
@@ -317,7 +386,6 @@ def test_a_directory_that_is_removed_stops_the_load(server: str, tmp_path: Path,
     )
 
 
-@pytest.mark.processes
 def test_a_report_that_cannot_be_written_is_printed(server: str, tmp_path: Path) -> None:
     loadgen("run", "--url", server, *FAST, "--requests", "10", "--output-tokens", "2", "--out", str(tmp_path))
     kept = (tmp_path / "report.json").read_bytes()
@@ -338,7 +406,6 @@ def processes_of(run: subprocess.Popen[str], module: str) -> list[int]:
     return [pid for pid in pids if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
 
 
-@pytest.mark.processes
 def test_a_run_whose_snapshots_end_says_so_and_goes_on(server: str, tmp_path: Path) -> None:
     process = start(
         "run", "--url", server, *FAST, "--requests", "100", "--output-tokens", "4", "--arrival", "constant:50",
@@ -381,13 +448,11 @@ def test_a_server_that_is_not_up_yet(server: str, tmp_path: Path) -> None:
     assert failures(server, tmp_path) == {"http_error": 20}
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("server", [("--fault", "http_error:429:@3", "--fault", "stream_error:@5")], indirect=True)
 def test_single_requests_that_fail(server: str, tmp_path: Path) -> None:
     assert failures(server, tmp_path) == {"http_error": 1, "stream_error": 1, "ok": 18}
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("server", [("--fault", "http_error:503:25%", "--seed", "1")], indirect=True)
 def test_a_share_of_requests_that_fail(server: str, tmp_path: Path) -> None:
     failed = failures(server, tmp_path / "a", 200)["http_error"]
@@ -412,7 +477,6 @@ def test_what_the_server_counted_is_of_the_load_alone(workers: str, server: str,
     assert (report["server"]["prompt_tokens"], report["server"]["generation_tokens"]) == (20 * 50, 20 * 7)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("server", [SMALL_CACHE], indirect=True)
 def test_preemptions_that_storm_are_found(server: str, tmp_path: Path) -> None:
     report, _ = loadgen("run", "--url", server, *FAST, "--requests", "30", "--output-tokens", "60", "--out",
@@ -422,7 +486,6 @@ def test_preemptions_that_storm_are_found(server: str, tmp_path: Path) -> None:
     assert "PREEMPTIONS" in {finding["code"] for finding in report["verdict"]["findings"]}
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("factor", [(), ("--fault", "slow_rank:4")])
 def test_a_slow_rank_shows_in_every_token(factor: tuple[str, ...], tmp_path: Path) -> None:
     with serving("--gpu", "h200", "--gpus", "2", "--tp", "2", "--model", "llama-2-7b", *factor) as url:
@@ -430,16 +493,70 @@ def test_a_slow_rank_shows_in_every_token(factor: tuple[str, ...], tmp_path: Pat
     assert (report["metrics"]["tpot_ms"]["min"] > 10) == bool(factor)
 
 
-def test_api_key_goes_to_the_server_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEST_SERVER_KEY", "s3cret-token")
-    with serving("--api-key-env", "TEST_SERVER_KEY") as url:
-        _, said = loadgen("run", "--url", url, *FAST, "--requests", "2", "--out", str(tmp_path / "no"), expect=3)
-        assert "--api-key-env" in said
-        argv = ["run", "--url", url, *FAST, "--requests", "5", "--out", str(tmp_path / "yes")]
-        report, said = loadgen(*argv, "--api-key-env", "TEST_SERVER_KEY")
-    assert report["requests"]["ok"] == 5
-    written = b"".join(path.read_bytes() for path in (tmp_path / "yes").iterdir()) + said.encode()
-    assert b"s3cret-token" not in written
+class Arguments:
+    """The arguments of every process of this machine, read again and again while the block lasts: its own thread reads,
+    so that what the test itself waits for goes on."""
+
+    def __init__(self) -> None:
+        self.seen: set[bytes] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def _read(self) -> None:
+        while not self._over.wait(0.02):
+            for process in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):  # it has ended
+                    self.seen.add((process / "cmdline").read_bytes())
+
+    def __enter__(self) -> Arguments:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def written_below(directory: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("own_server", [False, True], ids=["url", "embedded"])
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_secrets_go_to_the_server_and_nowhere_else(
+    workers: str, own_server: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not into files, nor standard output and error, nor the arguments of any process: of a run that ends well and of
+    one whose key is refused."""
+    key, value, wrong = (f"k{secrets.token_hex(16)}" for _ in range(3))
+    for name, secret in {"TEST_SERVER_KEY": key, "TEST_WRONG_KEY": wrong, "TEST_HEADER": value}.items():
+        monkeypatch.setenv(name, secret)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    argv = ["run", *FAST, "--requests", "40", "--output-tokens", "4", "--arrival", "constant:40", "--workers", workers,
+            "--header", "X-Gateway-Key=env:TEST_HEADER"]  # fmt: skip
+    with Arguments() as arguments:
+        if own_server:
+            report, said = loadgen(*argv, "--api-key-env", "TEST_SERVER_KEY", "--launch", "embedded", "--out", "run")
+        else:
+            with serving("--api-key-env", "TEST_SERVER_KEY") as url:
+                bare, refused = loadgen(*argv, "--url", url, "--out", "bare", expect=3)
+                argv += ["--url", url]
+                _, denied = loadgen(*argv, "--api-key-env", "TEST_WRONG_KEY", "--out", "denied", expect=3)
+                report, said = loadgen(*argv, "--api-key-env", "TEST_SERVER_KEY", "--out", "run")
+            assert bare == {} and "--api-key-env" in refused
+            said += refused + denied
+    again, said_again = loadgen("report", "run")
+    assert report["requests"]["ok"] == 40 and again == report
+    manifest = (tmp_path / "run" / "manifest.json").read_text()
+    assert "TEST_SERVER_KEY" in manifest and "env:TEST_HEADER" in manifest  # so that the run can be done again
+    started = [line for line in arguments.seen if str(sys.executable).encode() in line]
+    assert any(b"loadgen.monitor" in line for line in started)
+    assert any(b"multiprocessing" in line for line in started) == (workers == "2")
+    told = (json.dumps(report) + said + said_again).encode() + written_below(tmp_path) + b"".join(arguments.seen)
+    for secret in (key, value, wrong):
+        assert secret.encode() not in told
 
 
 def test_dataset(server: str, tmp_path: Path) -> None:
@@ -488,7 +605,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("server", [("--ttft-ms", "0", "--itl-ms", "0", "--model", "m")], indirect=True)
 def test_memory_stays_flat_over_many_requests(server: str) -> None:
     """Three times the requests may not keep anything of them in the client: what is finished is on disk."""

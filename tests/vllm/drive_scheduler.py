@@ -5,14 +5,15 @@
 Scheduler, configuration and the loop around them (EngineCore.step and step_with_batch_queue) are vLLM's; only the
 executor is not. It gives one token to each request whose known tokens are all computed by the end of the step.
 
-In: a list of objects {"name", "asynchronous", "blocks", "max_running", "budget_tokens", "requests"}, where a request is
-[prompt tokens, output tokens, comes, leaves]: it is added once `comes` steps have been scheduled, or earlier if nothing
-else is left to do, and aborted once `leaves` have been, unless that is null.
+In: a list of workload.Workload. A request is added once `comes` steps have been scheduled, or earlier if nothing else
+is left to do, and aborted once `leaves` have been, unless that is null. Its tokens are made up so that two are equal
+exactly if key of the segment and offset in it are; the reply's, which the executor gives, likewise.
 
 Out: for each step that has work, in the order in which steps end, a line {"workload", "tokens", "preempted",
-"free_blocks", "running", "waiting", "emitted", "finished"}. "tokens" are [request, tokens] that the step computes; a
-request is named by its index; counts are those after the step was scheduled. Preemptions of a schedule that came out
-empty are told with the next step that has work.
+"free_blocks", "running", "waiting", "queried", "cached", "findable", "emitted", "finished"}. "tokens" are [request,
+tokens] that the step computes; a request is named by its index; counts are those after the step was scheduled:
+"queried" and "cached" tokens by vLLM's own counters, "findable" the contents in its map of cached blocks. Preemptions
+of a schedule that came out empty are told with the next step that has work.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ import tiny_model
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -46,7 +49,6 @@ from workload import Workload
 
 BLOCK_TOKENS = 16
 MAX_MODEL_LEN = 4096
-SOME_TOKEN = 7
 
 
 @dataclass
@@ -56,6 +58,9 @@ class Step:
     free_blocks: int
     running: int
     waiting: int
+    queried: int
+    cached: int
+    findable: int
     emitted: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
 
@@ -68,7 +73,7 @@ def scheduler_for(workload: Workload, model: Path) -> tuple[Scheduler, int]:
         skip_tokenizer_init=True,
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_TOKENS,
-        enable_prefix_caching=False,
+        enable_prefix_caching=workload["caching"],
         max_num_seqs=workload["max_running"],
         max_num_batched_tokens=workload["budget_tokens"],
     ).create_engine_config()
@@ -84,6 +89,7 @@ def scheduler_for(workload: Workload, model: Path) -> tuple[Scheduler, int]:
         kv_cache_config=KVCacheConfig(workload["blocks"], [], [KVCacheGroupSpec(["layer"], layer)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_TOKENS,
+        log_stats=True,
     )
     return scheduler, config.max_concurrent_batches
 
@@ -91,8 +97,9 @@ def scheduler_for(workload: Workload, model: Path) -> tuple[Scheduler, int]:
 class StubbedExecutor:
     """Knows what the scheduler has told it, as a worker does, and computes at once. `steps`: that had work."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, replies: dict[str, list[int]]) -> None:
         self.steps: list[Step] = []
+        self._replies = replies  # the tokens that each request will be given
         self._scheduler = scheduler
         self._prompts: dict[str, int] = {}
         self._preempted: list[int] = []
@@ -114,14 +121,21 @@ class StubbedExecutor:
         ):
             known[name] = (computed, self._prompts[name] + outputs)
         names = list(scheduled.num_scheduled_tokens)
-        sampled = [
-            [SOME_TOKEN] if known[name][0] + scheduled.num_scheduled_tokens[name] >= known[name][1] else []
-            for name in names
-        ]
+        sampled = []
+        for name in names:
+            computed = known[name][0] + scheduled.num_scheduled_tokens[name]
+            sampled.append([self._replies[name][computed - self._prompts[name]]] if computed >= known[name][1] else [])
         self._output = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled)
         tokens = [(int(name), count) for name, count in scheduled.num_scheduled_tokens.items()]
-        free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        self.steps.append(Step(tokens, self._preempted, free, *self._scheduler.get_request_counts()))
+        manager = self._scheduler.kv_cache_manager
+        looked_up = manager.make_prefix_cache_stats()
+        self.steps.append(
+            Step(
+                tokens, self._preempted, manager.block_pool.get_num_free_blocks(),
+                *self._scheduler.get_request_counts(), looked_up.queries, looked_up.hits,
+                len(manager.block_pool.cached_block_hash_to_block),
+            )
+        )  # fmt: skip
         self._preempted = []
         done.set_result(None)
         return done
@@ -162,13 +176,21 @@ class Core(EngineCore):
         pass
 
 
+def made_up(key: int, tokens: int) -> list[int]:
+    """No two of them are equal, and none is equal to one of another key."""
+    return [key * MAX_MODEL_LEN + offset for offset in range(tokens)]
+
+
 def has_work(core: Core) -> bool:
     return bool(core.scheduler.has_requests() or core.batch_queue)
 
 
 def run(workload: Workload, model: Path) -> list[Step]:
     scheduler, depth = scheduler_for(workload, model)
-    executor = StubbedExecutor(scheduler)
+    replies: dict[str, list[int]] = {}
+    executor = StubbedExecutor(scheduler, replies)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    init_none_hash(sha256)
     update_from_output = scheduler.update_from_output
     ended = 0
 
@@ -190,9 +212,12 @@ def run(workload: Workload, model: Path) -> list[Step]:
     leaving: list[tuple[int, str]] = []
     while True:
         while coming and (coming[0][1][2] <= len(executor.steps) or not has_work(core)):
-            index, (prompt, output, _, leaves) = coming.popleft()
+            index, (prompt, output, _, leaves, segments, reply_key) = coming.popleft()
             sampling = SamplingParams(max_tokens=output, ignore_eos=True)
-            scheduler.add_request(Request(str(index), [SOME_TOKEN] * prompt, sampling, None))
+            tokens = [token for key, length in segments for token in made_up(key, length)]
+            tokens += made_up(-2 - 2 * index, prompt - len(tokens))
+            replies[str(index)] = made_up(-3 - 2 * index if reply_key is None else reply_key, output)
+            scheduler.add_request(Request(str(index), tokens, sampling, None, block_hasher=hasher))
             if leaves is not None:
                 leaving.append((leaves, str(index)))
         gone = [index for leaves, index in leaving if leaves <= len(executor.steps)]

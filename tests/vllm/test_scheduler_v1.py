@@ -1,4 +1,4 @@
-"""The simulated V1 scheduler beside vLLM's own, step by step, with synchronous and asynchronous scheduling.
+"""The simulated V1 scheduler beside vLLM's own, step by step: synchronous and asynchronous, without and with caching.
 
 Both get the same requests; drive_scheduler.py says how vLLM's is run and what is told of each step. Run by
 `make test-vllm`, well under a minute.
@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import serve
-from workload import Workload
+from workload import Request, Workload
 
 from servers.schedulers import Sequence, Step
-from servers.schedulers.vllm import BLOCK_TOKENS, VllmV1
+from servers.schedulers.blocks import Block
+from servers.schedulers.vllm import BLOCK_TOKENS, CachingVllmV1, VllmV1
 
 pytestmark = pytest.mark.vllm
 
@@ -30,22 +31,22 @@ DRIVER = Path(__file__).parent / "drive_scheduler.py"
 Told = dict[str, Any]  # of one step; drive_scheduler.py says what
 
 
-def burst(blocks: int) -> Workload:
-    requests: list[tuple[int, int, int, int | None]] = [(512, 64, 0, None)] * 200
+def workload(blocks: int, max_running: int, budget_tokens: int, requests: list[Request]) -> Workload:
     return Workload(
-        name="burst", asynchronous=False, blocks=blocks, max_running=1024, budget_tokens=8192, requests=requests
-    )
+        name="", asynchronous=False, caching=False, blocks=blocks, max_running=max_running,
+        budget_tokens=budget_tokens, requests=requests,
+    )  # fmt: skip
+
+
+def burst(blocks: int) -> Workload:
+    return workload(blocks, 1024, 8192, [Request(512, 64)] * 200)
 
 
 def mixed(blocks: int) -> Workload:
     """Prompts longer than what is left of a step's budget, so that they are computed in chunks."""
     draw = random.Random(4)
-    requests: list[tuple[int, int, int, int | None]] = [
-        (draw.randint(1, 2000), draw.randint(1, 300), 10 * (index // 4), None) for index in range(150)
-    ]
-    return Workload(
-        name="mixed", asynchronous=False, blocks=blocks, max_running=64, budget_tokens=2048, requests=requests
-    )
+    requests = [Request(draw.randint(1, 2000), draw.randint(1, 300), 10 * (index // 4)) for index in range(150)]
+    return workload(blocks, 64, 2048, requests)
 
 
 def drawn(seed: int) -> Workload:
@@ -55,17 +56,67 @@ def drawn(seed: int) -> Workload:
     gaps = draw.choice([[0], [0, 0, 0, 1], [0, 1, 2, 40]])
     aborted_ratio = draw.choice([0, 0, 0.1, 0.4])
     comes = 0
-    requests: list[tuple[int, int, int, int | None]] = []
+    requests: list[Request] = []
     for _ in range(40):
         comes += draw.choice(gaps)
         leaves = comes + draw.randint(0, 100) if draw.random() < aborted_ratio else None
-        requests.append((draw.randint(1, longest), draw.randint(1, most), comes, leaves))
-    blocks = max(-(-(prompt + output) // BLOCK_TOKENS) for prompt, output, _, _ in requests)
+        requests.append(Request(draw.randint(1, longest), draw.randint(1, most), comes, leaves))
     max_running = draw.choice([4, 16, 128])
-    return Workload(
-        name="drawn", asynchronous=False, blocks=1 + int(blocks * draw.choice([1, 1.5, 2.5, 6])),
-        max_running=max_running, budget_tokens=max_running + longest // draw.choice([1, 4, 30]), requests=requests,
-    )  # fmt: skip
+    budget_tokens = max_running + longest // draw.choice([1, 4, 30])
+    return workload(scarce(draw, requests), max_running, budget_tokens, requests)
+
+
+def scarce(draw: random.Random, requests: list[Request]) -> int:
+    """Blocks for one to six of the longest requests, and the null block."""
+    longest = max(-(-(request.prompt + request.output) // BLOCK_TOKENS) for request in requests)
+    return 1 + int(longest * draw.choice([1, 1.5, 2.5, 6]))
+
+
+def prefixed(blocks: int) -> Workload:
+    """Four prefixes, of whole blocks or not, before prompts of their own; one prompt in ten is nothing but a prefix."""
+    draw = random.Random(7)
+    requests: list[Request] = []
+    for index in range(200):
+        key = draw.choice([0, 0, 0, 1, 1, 2, 3])
+        shared = (256, 300, 512, 1000)[key]
+        own = draw.choice([0, *[draw.randint(1, 400)] * 9])
+        requests.append(Request(shared + own, draw.randint(1, 80), 2 * (index // 3), None, ((key, shared),)))
+    return workload(blocks, 64, 2048, requests)
+
+
+def sessions(blocks: int) -> Workload:
+    """Turns that begin with all that was said before, the replies too; sometimes the last reply is not through yet, and
+    a quarter of the sessions share their first words."""
+    draw = random.Random(8)
+    requests: list[Request] = []
+    key = itertools.count(1)
+    for session in range(30):
+        said = [(0, 200)] if session % 4 == 0 else []
+        comes = 3 * session
+        for _ in range(6):
+            said.append((next(key), draw.randint(5, 150)))
+            output, reply = draw.randint(1, 90), next(key)
+            leaves = comes + draw.randint(0, 60) if draw.random() < 0.1 else None
+            requests.append(Request(sum(tokens for _, tokens in said), output, comes, leaves, tuple(said), reply))
+            said.append((reply, draw.choice([output, output, max(1, output - 7)])))
+            comes += draw.randint(output, 2 * output + 40)
+    requests.sort(key=lambda request: request.comes)
+    return workload(blocks, 32, 1024, requests)
+
+
+def sharing(seed: int) -> Workload:
+    """As `drawn`, and prompts are walks through a small tree of pieces; a reply may be a piece of later prompts."""
+    draw = random.Random(1000 + seed)
+    base = drawn(seed)
+    piece = draw.choice([8, 16, 40, 90])
+    requests: list[Request] = []
+    for request in base["requests"]:
+        keys = [(depth * 4 + draw.randint(0, draw.choice([0, 1, 3]))) for depth in range(draw.randint(0, 5))]
+        shared = [(key, piece if draw.random() < 0.8 else draw.randint(1, piece)) for key in keys]
+        prompt = sum(tokens for _, tokens in shared) + draw.choice([0, request.prompt % 50, request.prompt])
+        reply_key = draw.choice([None, *range(20)])
+        requests.append(request._replace(prompt=max(1, prompt), segments=tuple(shared), reply_key=reply_key))
+    return workload(scarce(draw, requests), base["max_running"], base["budget_tokens"], requests)
 
 
 SHAPES = {
@@ -75,13 +126,32 @@ SHAPES = {
     "mixed, KV for 20": [mixed(20 * 72 + 1)],
     "20 drawn ones": [drawn(seed) for seed in range(20)],
 }
+# these with prefix caching
+CACHED_SHAPES = {
+    "burst, KV for 60, cache": [burst(60 * 36 + 1)],
+    "mixed, KV for 20, cache": [mixed(20 * 72 + 1)],
+    "prefixes, ample KV": [prefixed(200 * 100)],
+    "prefixes, KV for 6": [prefixed(6 * 90 + 1)],
+    "sessions, ample KV": [sessions(180 * 100)],
+    "sessions, KV for 4": [sessions(4 * 90 + 1)],
+    "60 drawn ones that share": [sharing(seed) for seed in range(60)],
+}
+KV_OF_SESSIONS = ("ample KV", "KV for 4")
+SHAPES_OF_BOTH = SHAPES | CACHED_SHAPES
 
 
 def with_scheduling(asynchronous: bool, shape: str) -> list[Workload]:
     kind = "async" if asynchronous else "sync"
     return [
-        Workload({**workload, "name": f"{shape}, {kind}, {number}", "asynchronous": asynchronous})
-        for number, workload in enumerate(SHAPES[shape])
+        Workload(
+            {
+                **workload,
+                "name": f"{shape}, {kind}, {number}",
+                "asynchronous": asynchronous,
+                "caching": shape in CACHED_SHAPES,
+            }
+        )
+        for number, workload in enumerate(SHAPES_OF_BOTH[shape])
     ]
 
 
@@ -92,7 +162,7 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.skip("needs a real vLLM; run `make test-vllm`")
     if not (serve.PYTHON.parent.parent / "installed").exists():
         raise serve.VllmError("vLLM is not installed; run tests/vllm/install.sh.")
-    workloads = [each for kind in (False, True) for shape in SHAPES for each in with_scheduling(kind, shape)]
+    workloads = [each for kind in (False, True) for shape in SHAPES_OF_BOTH for each in with_scheduling(kind, shape)]
     done = subprocess.run(
         [str(serve.PYTHON), str(DRIVER), str(tmp_path_factory.mktemp("model"))],
         input=json.dumps(workloads), env={**os.environ, **serve.ENVIRONMENT},
@@ -109,11 +179,14 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def ours(workload: Workload) -> list[Told]:
     """What VllmV1 does with it, called in the order in which the simulated engine calls it."""
-    scheduler = VllmV1(
+    scheduler = (CachingVllmV1 if workload["caching"] else VllmV1)(
         workload["blocks"] * BLOCK_TOKENS,
         VllmV1.Settings(max_running=workload["max_running"], budget_tokens=workload["budget_tokens"]),
         depth=2 if workload["asynchronous"] else 1,
     )
+    taken_over: dict[int, int] = {}  # tokens, by requests that have been let in
+    if isinstance(scheduler, CachingVllmV1):
+        note_taken_over(scheduler, taken_over)
     coming = deque(enumerate(workload["requests"]))
     present: dict[int, Sequence] = {}
     leaving: dict[int, int] = {}
@@ -124,8 +197,8 @@ def ours(workload: Workload) -> list[Told]:
     while coming or present or under_way:
         while len(under_way) < scheduler.depth:
             while coming and (coming[0][1][2] <= scheduled or not (present or under_way)):
-                index, (prompt, output, _, leaves) = coming.popleft()
-                present[index] = Sequence(index, prompt, output)
+                index, (prompt, output, _, leaves, segments, reply_key) = coming.popleft()
+                present[index] = Sequence(index, prompt, output, segments, reply_key)
                 scheduler.admit(present[index])
                 scheduler.add(present[index])
                 if leaves is not None:
@@ -135,12 +208,17 @@ def ours(workload: Workload) -> list[Told]:
                 if index in present:
                     scheduler.cancel(present.pop(index))
             before = [(sequence, sequence.computed, sequence.preemptions) for sequence in present.values()]
+            queried, cached = scheduler.queried_tokens, scheduler.cached_tokens
             step = scheduler.schedule()
             preempted += sorted(s.index for s, _, preemptions in before if s.preemptions > preemptions)
             if step is None:
                 break
             scheduled += 1
-            tokens = {s.index: s.computed - computed for s, computed, _ in before if s.computed > computed}
+            tokens = {
+                s.index: s.computed - computed - taken_over.pop(s.index, 0)
+                for s, computed, _ in before
+                if s.computed > computed
+            }
             assert step.decode_rows + step.prefill_rows == len(tokens)
             assert step.decode_rows + step.prefill_tokens == sum(tokens.values())
             about: Told = {
@@ -149,6 +227,9 @@ def ours(workload: Workload) -> list[Told]:
                 "free_blocks": workload["blocks"] - 1 - scheduler.used_tokens // BLOCK_TOKENS,
                 "running": scheduler.running,
                 "waiting": scheduler.waiting,
+                "queried": scheduler.queried_tokens - queried,
+                "cached": scheduler.cached_tokens - cached,
+                "findable": scheduler.cache.findable if isinstance(scheduler, CachingVllmV1) else 0,
             }
             under_way.append((step, about))
             preempted = []
@@ -165,6 +246,17 @@ def ours(workload: Workload) -> list[Told]:
     assert scheduler.used_tokens == 0
     assert scheduler.preemptions == preemptions(told) + len(preempted)
     return told
+
+
+def note_taken_over(scheduler: CachingVllmV1, taken_over: dict[int, int]) -> None:
+    cache = scheduler.cache
+    hold = cache.hold
+
+    def noted(sequence: Sequence, found: list[Block]) -> None:
+        taken_over[sequence.index] = len(found) * BLOCK_TOKENS
+        hold(sequence, found)
+
+    cache.hold = noted  # type: ignore[method-assign]
 
 
 def preemptions(steps: list[Told]) -> int:
@@ -190,7 +282,7 @@ def first_difference(mine: list[Told], other: list[Told]) -> str:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES_OF_BOTH)
 def test_no_step_differs(shape: str, asynchronous: bool, theirs: dict[str, list[Told]]) -> None:
     counts: Counter[str] = Counter()
     differences = []
@@ -205,7 +297,9 @@ def test_no_step_differs(shape: str, asynchronous: bool, theirs: dict[str, list[
         counts["first tokens that differ"] += sum(mine_first.get(i) != other_first.get(i) for i in requests)
         counts["last tokens that differ"] += sum(mine_last.get(i) != other_last.get(i) for i in requests)
         counts["preemptions, ours"] += preemptions(mine)
-        counts["vLLM's"] += preemptions(other)
+        counts["preemptions, vLLM's"] += preemptions(other)
+        counts["cached tokens, ours"] += sum(step["cached"] for step in mine)
+        counts["cached tokens, vLLM's"] += sum(step["cached"] for step in other)
         counts["aborted"] += len(requests) - sum(len(step["finished"]) for step in other)
         if mine != other:
             differences.append(f"{workload['name']}: {first_difference(mine, other)}")
@@ -222,3 +316,20 @@ def test_the_workloads_are_hard_enough(theirs: dict[str, list[Told]]) -> None:
     # some lost their blocks while their last token was on the way, and so ended in the queue
     pairs = itertools.chain.from_iterable(itertools.pairwise(workload) for workload in theirs.values())
     assert any(set(before["finished"]) & set(step["preempted"]) for before, step in pairs)
+
+
+def test_the_workloads_with_caching_are_hard_enough(theirs: dict[str, list[Told]]) -> None:
+    cached = {
+        workload["name"]: theirs[workload["name"]]
+        for shape in CACHED_SHAPES
+        for asynchronous in (False, True)
+        for workload in with_scheduling(asynchronous, shape)
+    }
+    steps = [step for workload in cached.values() for step in workload]
+    pairs = list(itertools.chain.from_iterable(itertools.pairwise(workload) for workload in cached.values()))
+    assert preemptions(steps) > 1000
+    assert sum(step["cached"] for step in steps) > 500_000
+    assert sum(after["findable"] < before["findable"] for before, after in pairs) > 3000  # contents were lost
+    # with KV for few, sessions lost what they would have found
+    found = {shape: sum(step["cached"] for step in cached[f"sessions, {shape}, sync, 0"]) for shape in KV_OF_SESSIONS}
+    assert 0 < 2 * found["KV for 4"] < found["ample KV"]

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
+
+
+class Request(NamedTuple):
+    """`comes`, `leaves`: steps that are scheduled before it comes, before it is aborted. `segments`, `reply_key`: as of
+    servers.schedulers.Sequence."""
+
+    prompt: int
+    output: int
+    comes: int = 0
+    leaves: int | None = None
+    segments: tuple[tuple[int, int], ...] = ()
+    reply_key: int | None = None
 
 
 class Workload(TypedDict):
-    """`requests` are (prompt tokens, output tokens, steps that are scheduled before it comes, before it is aborted)."""
+    """`requests` are those above, as lists once they have been JSON."""
 
     name: str
     asynchronous: bool
     blocks: int
     max_running: int
     budget_tokens: int
-    requests: list[tuple[int, int, int, int | None]]
+    caching: bool
+    requests: list[Request]

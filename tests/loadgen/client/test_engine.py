@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from backends.protocol import Sampling
 from loadgen.client import engine
+from loadgen.client.connection import Connection
 from loadgen.client.engine import Client, Job, build_client, run_here
 from loadgen.client.workers import run_in_workers
 from loadgen.clock import now_ns
@@ -204,6 +206,40 @@ def test_fresh_connections_are_opened_inside(tmp_path: Path) -> None:
             return opened, fact.connections
 
     run_loop(story())
+
+
+@pytest.mark.parametrize("stamped", [False, True])
+def test_closed_connections_are_freed_while_the_garbage_collector_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stamped: bool
+) -> None:
+    opened: weakref.WeakSet[Connection] = weakref.WeakSet()
+    begin = Connection.__init__
+
+    def counted(self: Connection, owner: Any, sock: Any) -> None:
+        opened.add(self)
+        begin(self, owner, sock)
+
+    monkeypatch.setattr(Connection, "__init__", counted)
+    most = 0
+
+    async def story() -> None:
+        async with scripted(lambda n: tokens(3)) as world:
+            one = plan(world.url, requests=200, concurrency=2)
+            client = build_client(msgspec.structs.replace(one, fresh=True, kernel_timestamps=stamped))
+            await client.prepare()
+            write = client._write_one
+
+            def counting() -> None:
+                nonlocal most
+                most = max(most, len(opened))
+                write()
+
+            monkeypatch.setattr(client, "_write_one", counting)
+            await client.run(now_ns(), tmp_path / "requests.jsonl")
+            await client.transport.close()
+
+    run_loop(story())
+    assert 0 < most < 20  # of 200
 
 
 def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:

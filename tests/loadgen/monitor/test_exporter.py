@@ -271,4 +271,19 @@ def test_export_says_where_it_listens(host: str, tmp_path: Path) -> None:
         with urllib.request.urlopen(url, timeout=10) as answer:
             assert b'run_id="a"' in answer.read()
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130 and process.stderr.read() == ""
+        assert process.wait(10) == 0 and process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_export_ends_in_good_order(number: signal.Signals, tmp_path: Path) -> None:
+    """Also while somebody who says nothing is connected."""
+    words = [sys.executable, "-c", "from loadgen.cli import main; main()", "export", "--runs", tmp_path, "--port", "0"]
+    env = {**os.environ, "PYTHONPATH": str(Path(exporter.__file__).parents[2])}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stderr is not None
+        port = int(process.stderr.readline().split()[-1].removesuffix("/metrics").rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), 10):
+            process.send_signal(number)
+            assert (process.communicate(timeout=10), process.returncode) == (("", ""), 0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 10)

@@ -56,7 +56,6 @@ def test_the_schema_key_by_key() -> None:
         "throughput",
         "metrics",
         "goodput",
-        "sharing",
         "burst",
         "connect_ms",
         "retried_connections",
@@ -67,6 +66,7 @@ def test_the_schema_key_by_key() -> None:
         "server",
         "gpus",
         "errors",
+        "asked_output_tokens",  # these requests asked for 4, 2 and 1
         "verdict",
     ]
     assert built["schema"] == "loadgen.report/1"
@@ -287,7 +287,9 @@ def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
         build.write(run, built, rows)
         outputs.append({path.name: path.read_bytes() for path in run.iterdir()})
     assert outputs[0] == outputs[1]
-    assert sorted(outputs[0]) == ["cdf.png", "cdf.svg", "manifest.json", "report.json", "report.md", "requests.jsonl"]
+    assert sorted(outputs[0]) == [
+        "cdf.png", "cdf.svg", "manifest.json", "report.json", "report.md", "requests.jsonl", "timeline.png"
+    ]  # fmt: skip
     assert json.loads(outputs[0]["report.json"]) == msgspec.to_builtins(built)
     assert outputs[0]["cdf.png"].startswith(b"\x89PNG")
     ElementTree.fromstring(outputs[0]["cdf.svg"])

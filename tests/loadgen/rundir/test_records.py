@@ -206,7 +206,7 @@ def test_of_several_files_any_may_be_packed_and_a_plain_one_comes_before_its_cop
 def test_a_kill_while_the_next_file_is_begun_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 1)
     file = RecordsFile(tmp_path / "requests.jsonl", "run", "0.1.0", 0)
-    monkeypatch.setattr(Path, "rename", lambda self, target: 1 / 0)
+    monkeypatch.setattr(Path, "replace", lambda self, target: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         file.write(request(0))
     assert len(records.read(tmp_path)[0]) == 0

@@ -54,6 +54,8 @@ class Request(NamedTuple):
     output: int
     gap: int
     leaves: int | None
+    segments: tuple[tuple[int, int], ...] = ()
+    reply_key: int | None = None
 
 
 class Run:
@@ -73,7 +75,7 @@ class Run:
             assert now < 20_000, "somebody starves"
             while coming and coming[0][0] <= now:
                 _, index, request = coming.popleft()
-                sequence = Sequence(index, request.prompt, request.output)
+                sequence = Sequence(index, request.prompt, request.output, request.segments, request.reply_key)
                 try:
                     scheduler.admit(sequence)
                 except Rejected:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from loadgen.cli import invoke, main
 from loadgen.config import Config, ConfigError
+from loadgen.load.arrivals import Streams, parse_streams
 from loadgen.load.lengths import WorkloadError
 from loadgen.report import text as texts
 from loadgen.report.schema import Report
@@ -42,7 +43,12 @@ def emulated(backend: str = "vllm", model: str = "7b", **options: Any) -> Any:
 class FakeReply:
     def __init__(self, index: int, received_ns: int, prompt: int, output: int) -> None:
         self.index, self.received_ns, self.n_prompt_tokens, self.n_tokens = index, received_ns, prompt, output
+        self.segments: tuple[tuple[int, int], ...] = ()
+        self.cached_tokens = 0
         self.at_ns: list[int] = []
+
+    def found(self, cached_tokens: int) -> None:
+        self.cached_tokens = cached_tokens
 
 
 loads = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 900), st.integers(1, 40)), min_size=1, max_size=40)
@@ -234,28 +240,63 @@ def dataset(path: Path, rows: list[dict[str, Any]]) -> Config:
     return Config(gpu="h200", dataset=path)
 
 
+@pytest.mark.parametrize("scheduler", ["vllm@v1", "tgi@3", "lightllm@1.2"])
+def test_the_prefix_cache_behind_the_wire_finds_what_virtual_time_finds(scheduler: str) -> None:
+    """Prompts of 3 groups, one every 200 ms: the wire's timing is told of the same pieces."""
+    world = emulated(scheduler.partition("@")[0], scheduler=scheduler, prefix_caching="on", kv_tokens=20_000)
+    load = [virtual.Arrival(0.2 * n, 300, 4, ((n % 3, 160),)) for n in range(12)]
+    outcomes = virtual.simulate(world, load)
+    assert [each.cached_tokens for each in outcomes] == [0] * 3 + [160] * 9
+    timing = SimulatedTiming(world)
+    replies = [FakeReply(n, 1000 + int(2e8 * n), 300, 4) for n in range(12)]
+    for reply, arrival in zip(replies, load, strict=True):
+        reply.segments = arrival.segments
+        timing.submit(reply)
+        while (due := timing.next_due_ns()) is not None:
+            timing.pop(due)
+    assert [reply.cached_tokens for reply in replies] == [each.cached_tokens for each in outcomes]
+
+
+def test_a_closed_loop_in_virtual_time_follows_its_ramp() -> None:
+    world = emulated("vllm")
+    outcomes = virtual.simulate(world, [(0.0, 64, 20)] * 200, parse_streams("1:8:2"))
+    for stream in range(8):
+        start_s = 2 * stream / 7
+        assert any(abs(each.sent_s - start_s) < 1e-9 for each in outcomes)
+        in_flight = sum(each.sent_s <= start_s < each.times_s[-1] for each in outcomes)
+        assert in_flight <= stream + 1
+    down = virtual.simulate(world, [(0.0, 64, 20)] * 200, parse_streams("8:1:1"))
+    late = sorted(each.sent_s for each in down if each.sent_s > 1.5)
+    ends = sorted(each.times_s[-1] for each in down if each.sent_s > 1.5)
+    assert len(late) > 5 and all(end <= sent for end, sent in zip(ends, late[1:], strict=False))  # one at a time
+
+
+def drawn(config: Config) -> list[virtual.Arrival]:
+    return predict.requests(*predict.drawn(config))
+
+
 def test_a_dataset_is_predicted_as_it_is_run(tmp_path: Path) -> None:
     """Less what serves the warm-up, and never less than was asked for."""
     rows = [{"prompt": list(range(10 + n)), "output_tokens": 2 + n} for n in range(12)]
     config = dataset(tmp_path / "prompts.jsonl", rows)
-    assert predict.draw(config) == [(0.0, 10 + n, 2 + n) for n in range(4)]
-    assert len(predict.draw(dataclasses.replace(config, warmup=0))) == 12
-    assert len(predict.draw(dataclasses.replace(config, warmup=2, requests=9, concurrency=3))) == 9
+    assert [request[:3] for request in drawn(config)] == [(0.0, 10 + n, 2 + n) for n in range(4)]
+    assert len(drawn(dataclasses.replace(config, warmup=0))) == 12
+    assert len(drawn(dataclasses.replace(config, warmup=2, requests=9, concurrency=3))) == 9
     timed = dataclasses.replace(config, warmup=2, arrival="constant:1", duration=3.5)
-    assert [prompt for _, prompt, _ in predict.draw(timed)] == [10, 11, 12, 13]
+    assert [request.prompt for request in drawn(timed)] == [10, 11, 12, 13]
     with pytest.raises(ConfigError, match="the dataset has 4 prompts for 5 requests"):
-        predict.draw(dataclasses.replace(config, requests=5))
+        drawn(dataclasses.replace(config, requests=5))
     with pytest.raises(WorkloadError, match="--warmup 12 takes as many"):
-        predict.draw(dataclasses.replace(config, warmup=12))
+        drawn(dataclasses.replace(config, warmup=12))
 
 
 def test_text_of_unknown_length_is_not_predicted(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"prompt": "a b"}, {"prompt": "a b", "prompt_tokens": 7}, {"prompt": [1, 2, 3]}]
     config = dataclasses.replace(dataset(tmp_path / "prompts.jsonl", rows), warmup=0)
     with pytest.raises(ConfigError, match="1 prompts of the dataset are text, whose length is not known"):
-        predict.draw(config)
+        drawn(config)
     config = dataclasses.replace(dataset(tmp_path / "prompts.jsonl", rows[1:]), warmup=0)
-    assert [prompt for _, prompt, _ in predict.draw(config)] == [7, 3]
+    assert [request.prompt for request in drawn(config)] == [7, 3]
 
 
 @pytest.mark.parametrize(
@@ -307,10 +348,10 @@ def test_no_setting_of_a_scheduler_makes_it_fall_or_hang(scheduler: str) -> None
         with pytest.raises(EmulationError, match=f"--scheduler-arg {name} has 5000 digits"):
             emulated(backend, scheduler=scheduler, scheduler_arg=(f"{name}={'9' * 5000}",))
         for value in (0, 1, 2, 999_999_999):
-            for concurrency in (None, 2):
+            for streams in (None, Streams(2, 2)):
                 try:
                     world = emulated(backend, scheduler=scheduler, scheduler_arg=(f"{name}={value}",), kv_tokens=9000)
-                    outcomes = virtual.simulate(world, [(0.0, 700, 9)] * 5, concurrency)
+                    outcomes = virtual.simulate(world, [(0.0, 700, 9)] * 5, streams)
                 except EmulationError:
                     continue
                 assert all(len(each.times_s) == 9 for each in outcomes if each.status == 200)
@@ -333,13 +374,13 @@ def test_settings_that_no_scheduler_can_have(backend: str, setting: str, said: s
         emulated(backend, scheduler_arg=(setting,))
 
 
-@pytest.mark.parametrize("concurrency", [None, 2])
-def test_a_server_that_never_ends_a_request(concurrency: int | None) -> None:
+@pytest.mark.parametrize("streams", [None, Streams(2, 2)])
+def test_a_server_that_never_ends_a_request(streams: Streams | None) -> None:
     """Its chunks are larger than a batch may be: such a prompt is never prefilled."""
     world = emulated("lightllm", scheduler_arg=("batch_max_tokens=64", "chunked_prefill_size=100"))
     assert virtual.simulate(world, [(0.0, 50, 3)])[0].times_s
     with pytest.raises(EmulationError, match=r"never ends \d of the requests, such as 200 tokens in and 3 out"):
-        virtual.simulate(world, [(0.0, 200, 3)] * 2 + [(0.0, 50, 3)], concurrency)
+        virtual.simulate(world, [(0.0, 200, 3)] * 2 + [(0.0, 50, 3)], streams)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""A run by parts: by phase of its load, and by length of its prompts. Pure: the table in, numbers out.
+
+A request belongs to the phase in which it was due. Its prompt's length is what was asked; where nothing was (a text of
+a dataset without a tokenizer), the server's count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.report import metrics
+from loadgen.report.metrics import Convention
+from loadgen.report.schema import Lengths, PhaseStats, PromptQuartile
+from loadgen.rundir import Phase
+from loadgen.rundir.records import Table
+
+# Prompts differ in length when there are many lengths or the longest is a tenth longer than the shortest: a token or
+# two of a template or of drawn words says nothing about ttft.
+MANY_LENGTHS, LENGTHS_RATIO = 10, 1.1
+PHASE_METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
+
+
+def by_phase(measured: Table, phases: Iterable[Phase], rules: Convention) -> list[PhaseStats]:
+    """The numbers of each phase, in the order of `phases`. One without an end lasts to the last reply; a phase that has
+    no length has no rates, and is left out."""
+    last_s = float(measured.done_ns.max(initial=0)) / 1e9
+    ends = [(phase, last_s if phase.end_s is None else phase.end_s) for phase in phases]
+    return [_phase(measured, phase, end_s, rules) for phase, end_s in ends if end_s > phase.start_s]
+
+
+def _phase(measured: Table, phase: Phase, end_s: float, rules: Convention) -> PhaseStats:
+    start_ns, seconds = phase.start_s * 1e9, end_s - phase.start_s
+    end_ns = math.inf if phase.end_s is None else phase.end_s * 1e9
+    due = (measured.scheduled_ns >= start_ns) & (measured.scheduled_ns < end_ns)
+    done_ns = measured.done_ns[measured.ok]
+    columns = {name: metrics.column(measured, name, rules)[due & measured.ok] for name in PHASE_METRICS}
+    return PhaseStats(
+        name=phase.name,
+        start_s=phase.start_s,
+        end_s=end_s,
+        requests=int(due.sum()),
+        offered_requests_per_s=int(due.sum()) / seconds,
+        finished_requests_per_s=int(((done_ns >= start_ns) & (done_ns < end_ns)).sum()) / seconds,
+        metrics={name: metrics.summary(metrics.defined(values), rules.percentile) for name, values in columns.items()},
+    )
+
+
+def lengths(asked_tokens: NDArray[np.int64], law: object = None) -> Lengths | None:
+    """Of the lengths that were asked (n,), 0 being none; None where they are all one. law: of the options."""
+    known = asked_tokens[asked_tokens > 0]
+    if len(known) == 0 or known.min() == known.max():
+        return None
+    p10, p50, p90, p99 = (float(value) for value in np.percentile(known, (10, 50, 90, 99)))
+    text = law if isinstance(law, str) else ""
+    return Lengths(law=text, mean=float(known.mean()), p10=p10, p50=p50, p90=p90, p99=p99, max=int(known.max()))
+
+
+def prompts(measured: Table, rules: Convention) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
+    """Prompt length in tokens and ttft in milliseconds of the requests that ended ok and have both (n,) each, where
+    their lengths differ (`MANY_LENGTHS`, `LENGTHS_RATIO`); else None."""
+    tokens = np.where(measured.asked_prompt_tokens > 0, measured.asked_prompt_tokens, measured.prompt_tokens)
+    ttft_ms = metrics.column(measured, "ttft_ms", rules)
+    known = measured.ok & (tokens > 0) & ~np.isnan(ttft_ms)
+    tokens, ttft_ms = tokens[known], ttft_ms[known]
+    if len(tokens) == 0:
+        return None
+    differ = len(np.unique(tokens)) >= MANY_LENGTHS or tokens.max() > LENGTHS_RATIO * tokens.min()
+    return (tokens, ttft_ms) if differ else None
+
+
+def ttft_by_prompt(measured: Table, rules: Convention) -> list[PromptQuartile]:
+    """ttft by quartile of prompt length, shortest first; fewer than four where many prompts share a length. Empty
+    where prompts do not differ."""
+    found = prompts(measured, rules)
+    if found is None:
+        return []
+    tokens, ttft_ms = found
+    quarter = np.searchsorted(np.percentile(tokens, (25, 50, 75)), tokens, side="left")
+    return [
+        PromptQuartile(
+            from_tokens=int(tokens[quarter == number].min()),
+            to_tokens=int(tokens[quarter == number].max()),
+            ttft_ms=metrics.summary(metrics.defined(ttft_ms[quarter == number]), rules.percentile),
+        )
+        for number in np.unique(quarter)
+    ]

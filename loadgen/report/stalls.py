@@ -1,0 +1,119 @@
+"""When the server stalled: no event of any reply arrived for far longer than its steps take, while replies were under
+way. Pure: the stamps of the records in, stalls out.
+
+A reply is under way from its first event to its last. A silence is the time between two neighbouring events of all
+replies together, at a time when at least one reply was under way; waiting for a first token alone is a queue, no
+silence. It is a stall when it is longer than `FLOOR_US` and than `STALL_RATIO` times what this run's own steps take:
+
+    step      the silence that halves the time under way: half of it is in longer ones. The events of one step come with
+              short silences among them, which are many and no steps. A silence counts for at most `FLOOR_US` of that
+              time, so that few long stalls are not taken for the steps
+    prefill   the upper quartile of the silences, from a step on, that ended with first tokens: a step that computes
+              prompts is longer, and a server that computes whole prompts alone makes every other stream wait. In
+              proportion to the tokens of the prompts that began at its end, or next, where they were more than usual
+
+and longer still by the client's own worst lag, since a late client hears nothing either. A stall is never known without
+that lag. Of silences within a cell of `CELL_US` only the sum is known: memory is bounded by the cells, not the events.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.report.metrics import event_times_us
+from loadgen.report.schema import Stall
+from loadgen.rundir.records import Table
+
+CELL_US, MOST_CELLS = 10_000, 1 << 20  # wider cells from three hours on
+# A kernel that is compiled takes a second or more. Of the 20 runs of real servers whose records are kept in benchmarks/
+# the longest silence was 1.6 s, a step of that server; of those that are well over a step, it was 0.7 s.
+FLOOR_US = 1_000_000
+# In the same runs no silence of half a second was over 2.9 times as long as expected, and none of a second over 1.1.
+STALL_RATIO = 4
+PREFILL_PERCENT = 75  # a quarter of the silent prefills may be stalls themselves
+
+
+class _Silences(NamedTuple):
+    """Silences between cells in order: from when to when, in microseconds of the run (n,); the time within cells."""
+
+    begin_us: NDArray[np.int64]
+    end_us: NDArray[np.int64]
+    short_us: int
+
+
+def find(measured: Table, lag_ms: float | None) -> list[Stall]:
+    """The stalls of a run in order. lag_ms: how late its client was at worst; None when nobody knows: then none."""
+    begun = measured.first_token_ns != -1
+    if lag_ms is None or not begun.any():
+        return []
+    silences = _under_way(_silences(measured), measured)
+    length_us = silences.end_us - silences.begin_us
+    if not len(length_us):
+        return []
+    limit_us = np.maximum(FLOOR_US, STALL_RATIO * _expected_us(silences, measured)) + 1000 * lag_ms
+    stalled = length_us > limit_us
+    begin_s, end_s = silences.begin_us[stalled] / 1e6, silences.end_us[stalled] / 1e6
+    return [Stall(begin, end) for begin, end in zip(begin_s.tolist(), end_s.tolist(), strict=True)]
+
+
+def _expected_us(silences: _Silences, measured: Table) -> NDArray[np.float64]:
+    """How long each silence (n >= 1,) may be if it is a step, by this run's own steps."""
+    length_us = silences.end_us - silences.begin_us
+    step_us = _step_us(length_us, silences.short_us)
+    rows = np.flatnonzero(measured.first_token_ns != -1)
+    rows = rows[np.argsort(measured.first_token_ns[rows], kind="stable")]
+    first_us, sent_us = measured.first_token_ns[rows] // 1000, measured.sent_ns[rows] // 1000
+    counted, asked = measured.prompt_tokens[rows], measured.asked_prompt_tokens[rows]
+    walked = np.concatenate(([0], np.cumsum(np.maximum(np.where(counted >= 0, counted, asked), 0))))
+    begins = np.searchsorted(first_us, silences.end_us, side="left")
+    within_us = round(step_us / 2)  # the events of one step come one after another, but before those of the next
+    ends = np.searchsorted(first_us, silences.end_us + within_us, side="right")
+    prefilled = walked[ends] - walked[begins]
+    prefills = (prefilled > 0) & (length_us >= step_us)
+    if not prefills.any():
+        return np.full(len(length_us), step_us)
+    usual_us = float(np.percentile(length_us[prefills], PREFILL_PERCENT))
+    usual_tokens = float(np.percentile(prefilled[prefills], PREFILL_PERCENT))
+    # The prompt that begins next may be computed in pieces, of which this silence is one.
+    following = np.minimum(ends, len(rows) - 1)
+    in_hand = (ends < len(rows)) & (sent_us[following] < silences.end_us)
+    prefilled = np.where(in_hand, walked[following + 1], walked[ends]) - walked[begins]
+    return np.maximum(step_us, usual_us * np.maximum(1.0, prefilled / usual_tokens))
+
+
+def _step_us(length_us: NDArray[np.int64], short_us: int) -> float:
+    ascending = np.sort(length_us)
+    silent_us = short_us + np.cumsum(np.minimum(ascending, FLOOR_US))
+    return float(ascending[np.searchsorted(silent_us, silent_us[-1] / 2)])
+
+
+def _silences(measured: Table) -> _Silences:
+    """Between the last event of a cell of time and the first of the next cell that has any: every silence longer than
+    a cell is one of these, exactly."""
+    started = measured.first_token_ns != -1
+    origin_us = int(measured.first_token_ns[started].min()) // 1000
+    span_us = max(0, int(measured.last_token_ns.max()) // 1000 - origin_us)
+    width_us = max(CELL_US, -(-(span_us + 1) // MOST_CELLS))
+    cells = span_us // width_us + 1
+    earliest_us, latest_us = np.full(cells, span_us + 1), np.full(cells, -1)
+    for part in measured.blocks():
+        times_us = np.clip(event_times_us(part) - origin_us, 0, span_us)
+        cell = times_us // width_us
+        np.minimum.at(earliest_us, cell, times_us)
+        np.maximum.at(latest_us, cell, times_us)
+    heard = np.flatnonzero(latest_us >= 0)
+    short_us = int((latest_us[heard] - earliest_us[heard]).sum())
+    return _Silences(latest_us[heard[:-1]] + origin_us, earliest_us[heard[1:]] + origin_us, short_us)
+
+
+def _under_way(silences: _Silences, measured: Table) -> _Silences:
+    """The silences within a reply."""
+    begun = measured.first_token_ns != -1
+    first_us, last_us = np.sort(measured.first_token_ns[begun]) // 1000, np.sort(measured.last_token_ns[begun]) // 1000
+    before = np.searchsorted(first_us, silences.begin_us, side="right")
+    over = np.searchsorted(last_us, silences.end_us, side="left")
+    within = before > over  # no reply begins or ends in a silence
+    return _Silences(silences.begin_us[within], silences.end_us[within], silences.short_us)
