@@ -25,6 +25,7 @@ from loadgen.option_types import Whole, WholeOrText, names, option
 
 if TYPE_CHECKING:
     from loadgen.load.load import Load
+    from loadgen.load.shapes import Prefix
 
 __all__ = ["Config", "ConfigError"]
 
@@ -364,7 +365,9 @@ class Config(
             if given:
                 raise ConfigError(f"{flag(given[0])} is for a --trace; name one or leave it out.")
             return
-        given = self.given(("dataset", "input_tokens", "output_tokens", "arrival", "prefix", "requests", "duration"))
+        given = self.given(
+            ("workload", "dataset", "input_tokens", "output_tokens", "arrival", "prefix", "requests", "duration")
+        )
         if given:
             instead = "; --trace-limit says how many" if given[0] == "requests" else ""
             raise ConfigError(f"--trace decides what is sent and when; leave {flag(given[0])} out{instead}.")
@@ -372,13 +375,35 @@ class Config(
             raise ConfigError(f"--trace-from is {self.trace_from:g}; it must be at least 0.")
 
     def _check_load(self, load: "Load") -> None:
+        mean = sum(each.requests for each in load.arrival.stretches) or load.arrival.rate * (self.duration or 0)
+        if mean > MOST_REQUESTS and self.requests is None:
+            raise ConfigError(
+                f"--arrival {self.arrival} has over {MOST_REQUESTS} requests; lower its rate or its time, or give "
+                "--requests."
+            )
+        if load.prefix is not None:
+            self._check_prefix(load, load.prefix)
         if self.duration is None:
             return
         if load.arrival.kind == "burst" and load.streams is None:
             raise ConfigError("--duration needs --concurrency or an --arrival with a rate; a burst has no duration.")
         ends_s = load.arrival.lasts_s
         if ends_s is not None and self.duration > ends_s:
-            raise ConfigError(f"--duration is {self.duration:g} and --arrival {self.arrival} ends after {ends_s:g} s.")
+            raise ConfigError(
+                f"--duration is {self.duration:g} and --arrival {self.arrival} ends after {ends_s:g} s; leave "
+                "--duration out, or lower it."
+            )
+
+    def _check_prefix(self, load: "Load", prefix: "Prefix") -> None:
+        try:
+            shortest = load.shortest_prompt_tokens(self.warmup)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if prefix.tokens >= shortest:
+            raise ConfigError(
+                f"--prefix {prefix} is no shorter than the shortest prompt, of {shortest} tokens; lengthen "
+                "--input-tokens (a law may have a minimum), or shorten the prefix."
+            )
 
     def _check_wire(self) -> None:
         for name in self.given(("ca", "insecure")):

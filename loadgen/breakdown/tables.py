@@ -114,8 +114,8 @@ def batch_of(config: Config) -> int:
     one_length = config.load.is_plain and config.load.output_tokens.kind == "fixed"
     if config.dataset is not None or not one_length or not config.stream:
         raise ConfigError(
-            "a breakdown needs unrelated prompts of one length and streams; leave --dataset, --prefix, laws of lengths "
-            "and --no-stream out."
+            "a breakdown needs unrelated prompts of one length and streams; leave --dataset, --trace, --prefix, laws "
+            "of lengths and --no-stream out."
         )
     if config.load.phases():
         raise ConfigError("a breakdown keeps one batch in decode; give --concurrency one number.")

@@ -139,6 +139,12 @@ class Lengths:
             return int(self.first(requests).max(initial=0))
         return max(self._values) if self._values else self.law.most
 
+    def least(self, requests: int | None) -> int:
+        """The shortest of the first `requests`, or of all that the law can give."""
+        if requests is not None:
+            return int(self.first(requests).min(initial=MOST_TOKENS))
+        return min(self._values) if self._values else self.law.least
+
     def _draw(self, block: int) -> NDArray[np.int64]:
         import numpy as np
 
@@ -188,7 +194,9 @@ def _read(path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise WorkloadError(f"cannot read the lengths in {printable(path)}: {error.strerror}.") from None
+        raise WorkloadError(
+            f"cannot read the lengths in {printable(path)}: {error.strerror}; name another file."
+        ) from None
     except UnicodeDecodeError:
         raise WorkloadError(f"the lengths in {printable(path)} are not text; give one pair a line.") from None
     pairs = []

@@ -150,12 +150,24 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
             return int((trace.input_tokens + trace.output_tokens).max(initial=0))
         return self._most("input") + self._most("output")
 
+    def shortest_prompt_tokens(self, warmup: int) -> int:
+        """Of the prompts that are drawn, at the least; `warmup` requests take the lengths of the first. Raises
+        WorkloadError."""
+        if self.input_tokens.kind == "fixed":
+            return self.input_tokens.least
+        drawn = self._drawn
+        return Lengths(self.input_tokens, self.seed, "input").least(None if drawn is None else max(drawn, warmup))
+
+    @property
+    def _drawn(self) -> int | None:
+        """Requests whose lengths may be drawn, at the most; None where that hangs on the server."""
+        return self.planned if self.streams is None or self.duration_s is None else self.requests
+
     def _most(self, name: Stream) -> int:
         law = self.input_tokens if name == "input" else self.output_tokens
         if law.kind == "fixed":
             return law.least
-        planned = self.planned if self.streams is None or self.duration_s is None else self.requests
-        most = Lengths(law, self.seed, name).most(planned)
+        most = Lengths(law, self.seed, name).most(self._drawn)
         if most is None:
             raise WorkloadError(
                 f"how many requests a closed loop sends in --duration is not known, so --{name}-tokens {law} needs "

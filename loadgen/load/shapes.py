@@ -135,7 +135,9 @@ class TraceShapes:
         self._shared = trace.shared_tokens().tolist()
 
     def shape(self, number: int) -> Shape:
+        """Beyond its end, for a warm-up that has more requests, the trace begins again."""
         trace = self._trace
+        number %= len(trace)
         prompt_tokens = int(trace.input_tokens[number])
         block = trace.block_tokens
         segments = tuple(

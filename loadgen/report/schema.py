@@ -171,7 +171,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     of METRICS. offered_requests_per_s: the rate at which requests were due, as it was drawn; None without a rate.
     retried_connections: requests that were sent again because the server had closed the connection that they reused.
     Left out where they say nothing: asked lengths that are all one, ttft by prompt length where the prompts' lengths
-    are about one, sharing where prompts share nothing, phases of a load that has none, stalls of a run without any."""
+    are about one, phases of a load that has none, stalls of a run without any, sharing where nothing is shared."""
 
     schema: str
     version: str

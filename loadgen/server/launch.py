@@ -109,7 +109,7 @@ def plan_launch(
     notes = [adapter.profiler.note] if profiled and adapter.profiler and adapter.profiler.note else []
     if config.dummy_weights and config.dtype == "float16":
         notes.append(UNDERFLOW)
-    length = model_length(config, model, _longest(config, backend), notes)
+    length = model_length(config, model, _longest(config, backend, model), notes)
     if inventory is None:
         inventory = gpus.read()
     pool = gpu_pool(config, inventory, notes)
@@ -174,8 +174,11 @@ def _inherited_notes() -> list[str]:
     ]
 
 
-def _longest(config: Config, backend: Backend) -> int | None:
-    """Tokens of the run's longest prompt and its reply; None where the prompts' lengths are unknown."""
+def _longest(config: Config, backend: Backend, model: Model) -> int | None:
+    """Tokens of the run's longest prompt and its reply; None where the prompts' lengths are unknown. What a trace has
+    beyond the server's length is left out. Raises ConfigError or WorkloadError."""
+    if config.trace is not None:
+        return config.load.within(config.max_model_len or model.max_position).longest_tokens()
     if config.dataset is None:
         return config.longest_tokens()
     return read_dataset(config, backend).longest_tokens()

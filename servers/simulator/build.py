@@ -220,7 +220,9 @@ def emulate(setup: Setup) -> Emulated:
         raise EmulationError(f"there is no scheduler '{setup.scheduler}'; there are {', '.join(SCHEDULERS)}.")
     if setup.prefix_caching and _SCHEDULERS[setup.scheduler].caching is None:
         able = ", ".join(name for name, kind in _SCHEDULERS.items() if kind.caching is not None)
-        raise EmulationError(f"{setup.scheduler} has no prefix cache; leave it off, or choose one of {able}.")
+        raise EmulationError(
+            f"{setup.scheduler} has no prefix cache; give --prefix-caching off, or choose one of {able}."
+        )
     _check_options(setup)
     gpu = hardware.find(setup.gpu)
     usable = gpu.memory_bytes * setup.memory_ratio

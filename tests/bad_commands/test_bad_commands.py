@@ -29,6 +29,14 @@ from training_probe import cli as training_probe
 PROGRAMS = {"loadgen": loadgen, "training_probe": training_probe}
 LEAST_CASES = 250
 MOST_CPU_S, TIMEOUT_S = 3.0, 60.0
+
+
+def mooncake(timestamp_ms: int, input_tokens: int, hash_ids: str) -> str:
+    """A line of a trace."""
+    lengths = f'"input_length": {input_tokens}, "output_length": 5'
+    return f'{{"timestamp": {timestamp_ms}, {lengths}, "hash_ids": {hash_ids}}}\n'
+
+
 # What the command lines name; each runs in a directory of its own that holds these.
 FILES = {
     "empty/x": "", "file": "", "full/report.json": "precious",
@@ -41,6 +49,14 @@ FILES = {
     "bad.json": "{", "damaged/manifest.json": '{"schema":7}', "damaged/results.jsonl": "{]\n",
     "half/manifest.json": '{"schema": "loadgen.man', "loadgen_run/manifest.json": '{"schema": "loadgen.manifest/1"}',
     "training/manifest.json": '{"platform": "GPU", "schema": "training_probe.manifest/1"}',
+    "pairs.txt": "512 128\n512\n",
+    "trace.jsonl": mooncake(0, 600, "[1, 2]") + mooncake(90, 600, "[1, 3]"),
+    "backwards.jsonl": mooncake(90, 6, "[1]") + mooncake(0, 6, "[1]"),
+    "negative.jsonl": mooncake(0, 6, "[1]") + mooncake(3, -6, "[1]"), "few_ids.jsonl": mooncake(0, 1200, "[1, 2]"),
+    "long.jsonl": mooncake(0, 9999, str(list(range(20)))), "broken.jsonl": mooncake(0, 6, "[1]") + '{"timestamp": \n',
+    "heading.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n", "notzip.jsonl.gz": "{}\n",
+    "fields.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n2023-11-16 18:15:50,396\n",
+    "failures.csv": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,0,0,0,x\n",
 }  # fmt: skip
 ENVIRONMENT = {"LOADGEN_TEST_BAD_KEY": "s3cret\n", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}
 

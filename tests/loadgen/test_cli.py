@@ -159,6 +159,38 @@ def test_config_file_is_the_flags_and_flags_win(tmp_path: Path, configs: list[Co
 
 
 @pytest.mark.parametrize(
+    ("file", "flags"),
+    [
+        (
+            'input_tokens = "lognormal:300:0.5:32:900"\noutput_tokens = "uniform:4:40"\narrival = "steps:5@2,9@3"\n'
+            'prefix = "4:16:zipf=1.2"\nprefix_caching = "on"\ngpu = "h200"\n',
+            "--input-tokens lognormal:300:0.5:32:900 --output-tokens uniform:4:40 --arrival steps:5@2,9@3 "
+            "--prefix 4:16:zipf=1.2 --prefix-caching on --gpu h200",
+        ),
+        (
+            'input_tokens = 99\narrival = "ramp:1:8:5"\nduration = 4\n',
+            "--input-tokens 99 --arrival ramp:1:8:5 --duration 4",
+        ),
+        ('concurrency = "1:64:120"\nrequests = 9\n', "--concurrency 1:64:120 --requests 9"),
+        ("concurrency = 64\n", "--concurrency 64"),
+        (
+            'trace = "t.csv"\ntrace_format = "azure"\ntrace_speed = 2\ntrace_limit = 9\ntrace_from = 1.5\n',
+            "--trace t.csv --trace-format azure --trace-speed 2 --trace-limit 9 --trace-from 1.5",
+        ),
+        ('workload = "inferencemax:1k8k"\n', "--workload inferencemax:1k8k"),
+    ],
+)
+def test_a_load_in_a_config_file_is_that_of_the_flags(
+    file: str, flags: str, tmp_path: Path, configs: list[Config]
+) -> None:
+    (tmp_path / "c.toml").write_text(file)
+    assert cli.invoke(["run", "--config", str(tmp_path / "c.toml")]) == 0 == cli.invoke(["run", *flags.split()])
+    of_the_file, of_the_flags = configs
+    assert of_the_file == of_the_flags != Config()
+    assert of_the_file.load == of_the_flags.load
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("requets = 6", "Did you mean --requests"),

@@ -142,6 +142,31 @@ def test_workers_send_the_same_load(tmp_path: Path) -> None:
     assert sorted(path.name for path in many.iterdir()) == ["requests.jsonl"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"input_tokens": "lognormal:60:0.5:30:200", "output_tokens": "uniform:1:9", "prefix": "3:16:zipf=1"},
+        {"input_tokens": "normal:60:20:1:99", "arrival": "steps:200@0.1,400@0.1", "requests": None},
+        {"input_tokens": "uniform:20:60", "prefix": "2:8", "concurrency": 3},
+    ],
+)
+def test_workers_send_the_same_drawn_lengths_and_prefixes(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Byte by byte, by the request's id; the warm-up's too."""
+    sent, measured = [], []
+    for workers in (1, 2):
+        directory = tmp_path / str(workers)
+        directory.mkdir()
+        world, table, _ = ran(lambda n: tokens(3), directory, workers=workers, warmup=3, **options)
+        sent.append({head["x-request-id"]: body for _, head, body in world.requests})
+        measured.append(table.measured())
+    assert sent[0] == sent[1] and len(sent[0]) == 3 + len(measured[0])
+    for name in ("id", "asked_prompt_tokens", "asked_tokens"):
+        assert getattr(measured[0], name).tolist() == getattr(measured[1], name).tolist()
+    assert len(set(measured[0].asked_prompt_tokens.tolist())) > 5
+    if "concurrency" not in options:
+        assert measured[0].scheduled_ns.tolist() == measured[1].scheduled_ns.tolist()
+
+
 @pytest.mark.parametrize(("streams", "workers"), [(1, 1), (3, 2), (4, 3)])
 def test_workers_share_the_streams_of_a_closed_loop(tmp_path: Path, streams: int, workers: int) -> None:
     world, table, _ = ran(lambda n: tokens(3), tmp_path, workers=workers, concurrency=streams, requests=17, warmup=5)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.config import Config, ConfigError
-from loadgen.load.lengths import WorkloadError
+from loadgen.load.lengths import Lengths, WorkloadError, fixed, parse
 from loadgen.load.prompts import Text, TokenIds, hashed
-from loadgen.load.shapes import parse_prefix
+from loadgen.load.shapes import DrawnShapes, Prefix, parse_prefix
 from tests.loadgen.load.loads import load
 
 
@@ -77,4 +77,20 @@ def test_prefixes_that_make_no_sense(text: str) -> None:
 
 def test_a_prefix_longer_than_a_prompt() -> None:
     with pytest.raises(WorkloadError, match="--prefix 2:64 is no shorter than the 64 tokens of request 0; lengthen"):
-        load(prefix="2:64", input_tokens=64).shapes().shape(0)
+        DrawnShapes(fixed(64), fixed(1), Prefix(2, 64), 0).shape(0)
+    with pytest.raises(ConfigError, match="--prefix 2:64 is no shorter than the shortest prompt, of 64 tokens; leng"):
+        Config(prefix="2:64", input_tokens=64)
+
+
+def test_the_shortest_prompt_that_is_drawn_must_be_longer_than_the_prefix() -> None:
+    """Those that are drawn, the warm-up's too, and not those that the law could have given besides."""
+    law, requests = "lognormal:500:1", {"requests": 300, "warmup": 0}
+    shortest = int(Lengths(parse(law), 3, "input").first(300).min())
+    shapes = load(seed=3, input_tokens=law, prefix=f"2:{shortest - 1}", **requests).shapes()
+    assert min(shapes.shape(number).prompt_tokens for number in range(300)) == shortest > 2
+    with pytest.raises(ConfigError, match=f"no shorter than the shortest prompt, of {shortest} tokens"):
+        load(seed=3, input_tokens=law, prefix=f"2:{shortest}", **requests)
+    with pytest.raises(ConfigError, match="no shorter than the shortest prompt, of "):
+        load(seed=3, input_tokens=law, prefix=f"2:{shortest - 1}", requests=300, warmup=100_000)
+    with pytest.raises(ConfigError, match="no shorter than the shortest prompt, of 40 tokens"):
+        load(input_tokens="lognormal:500:1:40:4000", prefix="2:40", concurrency=2, duration=5.0)

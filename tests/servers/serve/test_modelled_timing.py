@@ -121,6 +121,44 @@ def test_the_wire_gives_the_times_of_virtual_time(backend: str, tmp_path: Path) 
     assert off_ms <= 0.02 * model_ms.mean() + 4 * lateness.mean_ms, (off_ms, model_ms.mean(), lateness.mean_ms)
 
 
+@pytest.mark.processes
+def test_a_trace_is_played_as_it_is_predicted(tmp_path: Path) -> None:
+    """Request by request: what is asked, when, and what the prefix cache holds of it; and when it is done, but for the
+    wire, which sends and receives as late as the machine is. A moment's lateness can move a request into the next step,
+    or a block into the cache too late."""
+    trace, maker = tmp_path / "trace.jsonl", Path(__file__).parents[3] / "benchmarks" / "make_trace.py"
+    made = f"--requests 45 --rate 2 --input-tokens 3000 --output-tokens 60 --most-tokens 4096 --out {trace}"
+    subprocess.run([sys.executable, str(maker), *made.split()], check=True, capture_output=True, timeout=60)
+    flags = f"--gpu h200 --trace {trace} --trace-speed 3 --trace-limit 40".split()
+    program = [sys.executable, "-c", "from loadgen.cli import main; main()"]
+    run, prediction = tmp_path / "run", tmp_path / "prediction"
+    here = ["--no-calibrate", "--no-server-metrics", "--out", str(run)]
+    with measured_lateness() as watched:
+        done = subprocess.run([*program, "run", *flags, *here], capture_output=True, text=True, timeout=120)
+    assert (run / "report.json").exists(), done.stderr
+    assert invoke(["predict", *flags, "--out", str(prediction)]) in (0, 4)  # both have a verdict of their own
+    played, modelled = measured_lines(run), measured_lines(prediction)
+    assert len(played) == 40 and {line["outcome"] for line in played + modelled} == {"ok"}
+    for name in ("id", "scheduled_ns", "asked_prompt_tokens", "asked_tokens", "prompt_tokens", "output_tokens",
+                 "shared_tokens"):  # fmt: skip
+        assert [line.get(name) for line in played] == [line.get(name) for line in modelled], name
+    assert sum("shared_tokens" in line for line in modelled) >= 10
+    cached = [(one["cached_tokens"], other["cached_tokens"]) for one, other in zip(played, modelled, strict=True)]
+    assert sum(one == other for one, other in cached) >= 38, cached
+    lateness = watched.during(run)
+    pairs = zip(played, modelled, strict=True)
+    late_ms = np.array([one["done_ns"] - other["done_ns"] for one, other in pairs]) / 1e6
+    taken_ms = float(np.mean([line["done_ns"] - line["scheduled_ns"] for line in modelled])) / 1e6
+    assert np.median(late_ms) >= -0.02 * taken_ms  # a later step can hold more, never all of them
+    assert np.abs(late_ms).mean() <= 0.02 * taken_ms + 4 * lateness.mean_ms, (late_ms, taken_ms, lateness.mean_ms)
+
+
+def measured_lines(directory: Path) -> list[dict[str, Any]]:
+    """The records of a run as they are on disk, by id."""
+    lines = [json.loads(line) for line in (directory / "requests.jsonl").read_text().splitlines()]
+    return sorted((line for line in lines if line.get("phase") == "measured"), key=lambda line: int(line["id"]))
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "tokens"), [("7b", 1, 229_904), ("7b", 2, 485_264), ("7b", 4, 996_768), ("70b", 4, 1_211_232)]
 )

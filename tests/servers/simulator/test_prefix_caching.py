@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backends import catalog
+from loadgen.load.arrivals import Streams
 from servers.simulator.build import SCHEDULERS, EmulationError, Setup, emulate
 from servers.simulator.virtual import Arrival, simulate
 
@@ -42,8 +43,8 @@ def test_a_session_finds_what_was_said(scheduler: str) -> None:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_without_the_cache_what_is_shared_changes_nothing(scheduler: str) -> None:
     world = emulate(setup(scheduler, False))
-    plain = simulate(world, [(0.1 * number, 300, 20) for number in range(50)], 8)
-    sharing = simulate(world, [Arrival(0.1 * number, 300, 20, ((1, 300),), 2) for number in range(50)], 8)
+    plain = simulate(world, [(0.1 * number, 300, 20) for number in range(50)], Streams(8, 8))
+    sharing = simulate(world, [Arrival(0.1 * number, 300, 20, ((1, 300),), 2) for number in range(50)], Streams(8, 8))
     assert [outcome.times_s for outcome in plain] == [outcome.times_s for outcome in sharing]
     assert [outcome.cached_tokens for outcome in sharing] == [0] * 50
 
@@ -55,7 +56,7 @@ def test_the_facts_say_whether_there_was_a_cache() -> None:
 
 @pytest.mark.parametrize("scheduler", sorted(set(SCHEDULERS) - set(CACHING)))
 def test_a_server_without_a_cache_cannot_have_it_on(scheduler: str) -> None:
-    with pytest.raises(EmulationError, match=f"{scheduler} has no prefix cache; leave it off, or choose one of"):
+    with pytest.raises(EmulationError, match=f"{scheduler} has no prefix cache; give --prefix-caching off, or"):
         emulate(setup(scheduler))
 
 
