@@ -82,7 +82,6 @@ def build(
         throughput=_throughput(n_ok, tokens, duration_s),
         metrics={name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS},
         goodput=_goodput(measured, slos, rules, duration_s),
-        sharing=sharing.build(measured, seen.server if seen is not None else None, rules),
         burst=_burst(measured),
         connect_ms=_connecting(facts),
         retried_connections=len(measured.retried),
@@ -96,6 +95,7 @@ def build(
         asked_prompt_tokens=slices.lengths(measured.asked_prompt_tokens, manifest.config.get("input_tokens")),
         asked_output_tokens=slices.lengths(measured.asked_tokens, manifest.config.get("output_tokens")),
         ttft_by_prompt=slices.ttft_by_prompt(measured, rules),
+        sharing=sharing.build(measured, seen.server if seen is not None else None, rules),
         phases=slices.by_phase(measured, manifest.phases, rules),
         stalls=stalls.find(measured, _worst(facts, "loop_lag_max_ms")),
     )

@@ -190,7 +190,6 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     throughput: Throughput
     metrics: dict[str, Summary]
     goodput: Goodput | None
-    sharing: Sharing | None = None
     burst: Burst | None
     connect_ms: Connecting | None
     retried_connections: int
@@ -204,6 +203,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     asked_prompt_tokens: Lengths | None = None
     asked_output_tokens: Lengths | None = None
     ttft_by_prompt: list[PromptQuartile] = []
+    sharing: Sharing | None = None
     phases: list[PhaseStats] = []
     stalls: list[Stall] = []
 

@@ -142,10 +142,11 @@ def _sharing_line(sharing: Sharing) -> str:
 
 
 def _latencies(report: Report) -> Iterator[tuple[str, Summary]]:
-    """The rows of the table; where prompts share something, ttft of cold and warm requests too."""
+    """The rows of the table; ttft of cold and warm requests too, where prompts begin alike and the server did not count
+    that it kept nothing."""
     for name, summary in report.metrics.items():
         yield name.removesuffix("_ms"), summary
-        if name == "ttft_ms" and report.sharing is not None:
+        if name == "ttft_ms" and report.sharing is not None and report.sharing.cached_tokens != 0:
             yield "ttft, cold", report.sharing.ttft_cold_ms
             yield "ttft, warm", report.sharing.ttft_warm_ms
 

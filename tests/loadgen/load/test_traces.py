@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from loadgen.load import traces
 from loadgen.load.prompts import MOST_TOKENS, WorkloadError
 from loadgen.load.traces import LeftOut, Trace, read
+from tests.loadgen.load.loads import load
 
 MAKE_TRACE = Path(__file__).parents[3] / "benchmarks" / "make_trace.py"
 
@@ -126,6 +127,21 @@ def test_a_part_of_a_trace(tmp_path: Path) -> None:
     assert plain(read(path, speed=4, limit=2)) == [(0, 0, 472, 18, []), (1, 10**10, 1087, 230, [])]
     assert plain(read(path, from_s=40)) == [(1, 0, 1087, 230, []), (2, 73 * 10**9, 417, 276, [])]
     assert plain(read(path, from_s=40.5)) == [(2, 0, 417, 276, [])]
+
+
+def test_the_file_is_read_once_and_its_sharing_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length of the trace is looked at before the server says what it takes, and often afterwards."""
+    done: list[str] = []
+    reading, sharing = traces.read, Trace.shared_tokens
+    monkeypatch.setattr(traces, "read", lambda *options: done.append("read") or reading(*options))
+    monkeypatch.setattr(Trace, "shared_tokens", lambda self: done.append("shared") or sharing(self))
+    asked = load(trace=written(tmp_path, MOONCAKE))
+    for longest, requests in ((None, 3), (2000, 2), (None, 3), (2000, 2)):
+        limited = asked.within(longest)
+        assert limited.planned == requests == len(limited.due_ns())
+    assert [limited.shapes().shape(number).shared_tokens for number in (0, 1)] == [0, 512]
+    assert limited.typical_tokens() == (984, 190)
+    assert done == ["read", "shared"]
 
 
 def test_what_lies_behind_the_last_request_is_not_read(tmp_path: Path) -> None:

@@ -88,7 +88,10 @@ def test_what_the_text_says() -> None:
     )
     assert "| `ttft, warm` | 2 | 40.00 |" in text.markdown(report(records))
     assert "by the server's counters (40.0 %," in text.render(report([asked(0, 9), asked(1, 9, 80)], hits=32))
-    assert "the server does not tell" in text.render(report([asked(0, 9), asked(1, 9, 80)]))
+    untold = text.render(report([asked(0, 9), asked(1, 9, 80)]))
+    assert "the server does not tell" in untold and "ttft, warm" in untold
+    off = text.render(report([asked(0, 9), asked(1, 9, 80)], hits=0))
+    assert "0 of the 80 prompt tokens" in off and "ttft, warm" not in off  # nothing was warm
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.randoms(use_true_random=False), st.integers(0, 9))
