@@ -31,7 +31,7 @@ lint: .venv/installed-dev
 	$(BIN)/lint-imports
 
 unit: .venv/installed-dev
-	$(BIN)/python -m pytest -m 'not processes and not prometheus'
+	$(BIN)/python -m pytest -m 'not processes and not prometheus' --numprocesses auto --dist loadfile
 
 test-processes: .venv/installed-dev
 	$(BIN)/python -m pytest -m processes
