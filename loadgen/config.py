@@ -116,6 +116,9 @@ class LoadOptions:
     trace_limit: Annotated[Whole | None, _load("Play at most this many of its requests.")] = None
     trace_from: Annotated[float, _load("Begin so many seconds after its first request.")] = 0.0
     warmup: Annotated[Whole, _load("Requests with other prompts, sent before the measurement.")] = 8
+    warmup_load: Annotated[
+        bool, _load("Warm up with the load's own first seconds too, until step times settle.", show_default=False)
+    ] = False
     dataset: Annotated[
         Path | None, _load('Your own prompts, one JSON object a line: {"prompt": text or ids, "output_tokens": n}.')
     ] = None
@@ -347,6 +350,8 @@ class Config(
                 f"{flag(drawn[0])} is for prompts that are drawn, and --dataset has its own; leave one out."
             )
         self._check_trace()
+        if self.warmup_load and self.dataset is not None:
+            raise ConfigError("--warmup-load draws prompts of its own, and --dataset has no others; leave one out.")
         if self.repeat_dataset and self.dataset is None:
             raise ConfigError("--repeat-dataset is for the prompts of a --dataset; name one or leave it out.")
         if self.kernel_timestamps and sys.platform != "linux":

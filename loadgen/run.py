@@ -21,7 +21,7 @@ import numpy as np
 import backends
 from backends import gpus
 from backends.protocol import ServerInfo
-from loadgen import rundir
+from loadgen import rundir, warmup
 from loadgen.calibration import calibrate
 from loadgen.client.engine import Progress, Snapshot, run_here
 from loadgen.client.limits import check_workers, make_room
@@ -120,6 +120,8 @@ class Run:
                 served = await stack.enter_async_context(self.served())
                 plan = await self.plan(served)
                 ceiling = await self.ceiling(plan)
+                if self.config.warmup_load:
+                    await warmup.play(plan, worker_count(self.config, plan), self.say)
                 manifest = self.write_manifest(plan, served, ceiling)
                 await self._send(plan, served, monitor, progress)
                 if served.managed is not None:

@@ -104,17 +104,18 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         if self.streams is not None:
             return np.empty(0, np.int64)
         if self.trace is not None:
-            return self.trace.read().due_ns
+            due_ns = self.trace.read().due_ns
+            return due_ns if self.duration_s is None else due_ns[due_ns < self.duration_s * 1e9]
         return arrivals.draw(self.arrival, self.requests, self.duration_s, self.seed)
 
     @property
     def planned(self) -> int | None:
         """How many requests it has; None where that hangs on the server."""
-        if self.trace is not None:
-            return len(self.trace.read())
-        if self.streams is not None:
-            return self.requests if self.duration_s is None else None
-        return len(self.due_ns())
+        if self.streams is None:
+            return len(self.due_ns())
+        if self.duration_s is not None:
+            return None
+        return self.requests if self.trace is None else len(self.trace.read())
 
     @property
     def left_out(self) -> str:

@@ -291,8 +291,8 @@ def _stalls(numbers: Numbers) -> Iterator[Finding]:
         message=f"No stream got anything for {times}"
         + (f" (the first {STALLS_NAMED} of {count} times)" if count > STALLS_NAMED else "")
         + f", far longer than a step, though replies were under way: {total_s:.1f} s in all{run}.",
-        advice="A server that compiles kernels does this in its first seconds: send the same load once more. Where the "
-        "stall comes back, read the server's log.",
+        advice="A server that compiles kernels does this in its first seconds: let the same load warm it up first "
+        "with --warmup-load. Where the stall comes back, read the server's log.",
     )
 
 

@@ -39,8 +39,8 @@ class PredictOptions(Config):
 
 
 CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has none of them
-    "tokenizer", "vocab_size", "stream", "workers", "transport", "connect", "kernel_timestamps", "api_key_env",
-    "header", "ca", "insecure", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout",
+    "tokenizer", "vocab_size", "warmup_load", "stream", "workers", "transport", "connect", "kernel_timestamps",
+    "api_key_env", "header", "ca", "insecure", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout",
     "metrics_port", "speed",
 )  # fmt: skip
 

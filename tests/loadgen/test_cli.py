@@ -63,6 +63,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "header": (["X-Team=search"], ("X-Team=search",)),
     "prefix": (["4:64"], "4:64"),
     "prefix_caching": (["on"], "on"),
+    "warmup_load": ([], True),
     "workload": (["paper"], "paper"),
     "trace": (["t.jsonl"], Path("t.jsonl")),
     "trace_format": (["azure"], "azure"),

@@ -174,7 +174,7 @@ def test_the_finding_says_when_how_long_and_what_to_do() -> None:
     built = build.build(manifest(), run, [facts()])
     assert built.stalls[0] == Stall(2.1, 5.1) and len(built.stalls) == 4
     finding = next(finding for finding in built.verdict.findings if finding.code == "SERVER_STALL")
-    assert finding.severity == "warning" and "send the same load once more" in finding.advice
+    assert finding.severity == "warning" and "--warmup-load" in finding.advice
     assert finding.message == (
         "No stream got anything for 3.0 s at 2.1 s, 2.0 s at 6.1 s and 4.0 s at 9.1 s (the first 3 of 4 times), far "
         "longer than a step, though replies were under way: 10.5 s in all, 63.3 % of the run."
