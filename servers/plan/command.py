@@ -24,16 +24,18 @@ from loadgen.config import (
     LOAD,
     SERVER,
     SETTINGS,
+    Config,
     ConfigError,
     DtypeOption,
     MemoryRatioOption,
     ProfileOption,
     SchedulerOption,
 )
-from loadgen.option_types import Whole, option
+from loadgen.load.load import Load
+from loadgen.option_types import Whole, WholeOrText, option
 from loadgen.report import text
 from loadgen.server import embedded
-from servers.plan.sizing import METRICS, Limits, Load, NotMet, SizedServer, Trial
+from servers.plan.sizing import METRICS, STRETCH, Demand, Limits, NotMet, SizedServer, Trial
 from servers.simulator import hardware
 from servers.simulator.build import Emulated, EmulationError, Profile, Setup, emulate, profiles, read_profile
 from servers.simulator.hardware import HardwareError
@@ -130,23 +132,23 @@ def price(prices: Prices, gpu: str) -> float | None:
 
 
 def judge(
-    candidate: Candidate, emulation: Callable[[Candidate], Emulated], load: Load, limits: Limits, prices: Prices,
+    candidate: Candidate, emulation: Callable[[Candidate], Emulated], demand: Demand, limits: Limits, prices: Prices,
     max_gpus: int,
 ) -> Row | Unmet:  # fmt: skip
     """What one kind of server needs for the whole load. `emulation` raises EmulationError or HardwareError for what
     cannot be."""
     try:
         emulated = emulation(candidate)
-        server = SizedServer(emulated, load, limits)
+        server = SizedServer(emulated, demand, limits)
         highest, bound = server.highest()
-        servers = math.ceil(load.rate / highest)
+        servers = math.ceil(demand.rate / highest)
         while True:
             if servers * candidate.tp > max_gpus:
                 raise NotMet(
                     f"needs {servers} servers of {highest:.3g} requests/s (limited by {bound}), "
                     f"{servers * candidate.tp} GPUs; --max-gpus is {max_gpus}"
                 )
-            share = server.at(load.rate / servers)
+            share = server.at(demand.rate / servers)
             if share.missed is None:
                 break
             servers += 1  # missed at less than the highest: rare, where a percentile hangs on a few requests
@@ -206,7 +208,7 @@ def _table(rows: list[Row], limits: Limits) -> list[str]:
     ]
 
 
-def _commands(row: Row, load: Load, limits: Limits) -> Iterator[str]:
+def _commands(row: Row, demand: Demand, limits: Limits) -> Iterator[str]:
     """What looks closer at one server's share of the load, and what starts such a server."""
     setup = row.emulated.setup
     words = ["--backend", setup.scheduler.partition("@")[0], "--model", setup.model.name, "--tp", str(row.candidate.tp)]
@@ -214,8 +216,11 @@ def _commands(row: Row, load: Load, limits: Limits) -> Iterator[str]:
     words += [f"{setup.memory_ratio:g}", *([] if setup.p2p else ["--p2p", "off"])]
     modelled = ["--gpu", row.candidate.gpu, "--gpus", str(row.candidate.tp), "--scheduler", setup.scheduler]
     modelled += [] if setup.profile is None else ["--profile", str(setup.profile)]
-    load_flags = ["--arrival", f"poisson:{load.rate / row.servers:.4f}", "--input-tokens", str(load.input_tokens)]
-    load_flags += ["--output-tokens", str(load.output_tokens), "--goodput"]
+    load = demand.load
+    load_flags = ["--arrival", f"poisson:{demand.rate / row.servers:.4f}", "--input-tokens", str(load.input_tokens)]
+    load_flags += ["--output-tokens", str(load.output_tokens)]
+    load_flags += [] if load.prefix is None else ["--prefix", str(load.prefix)]
+    load_flags += ["--goodput"]
     load_flags += [f"{name}:{1e3 * limit_s:g}" for name, limit_s in limits.seconds.items()]
     yield f"Look closer at the first: {shlex.join(['loadgen', 'predict', *words, *modelled, *load_flags])}"
     yield f"Start one of its servers: {shlex.join(['loadgen', 'compose', *words])}"
@@ -231,13 +236,20 @@ def _reliability(profile: Profile, gpus: Iterable[str]) -> Iterator[str]:
         yield f"Operators of {gpu}, how far off: {hardware.find(gpu).error}."
 
 
-def render(rows: list[Row], unmet: list[Unmet], load: Load, limits: Limits, prices: Prices, profile: Profile) -> str:
+def _lengths(load: Load) -> str:
+    shared = "" if load.prefix is None else f", prompts of a group alike: {load.prefix}"
+    return f"{load.input_tokens} tokens in, {load.output_tokens} out{shared}"
+
+
+def render(
+    rows: list[Row], unmet: list[Unmet], demand: Demand, limits: Limits, prices: Prices, profile: Profile
+) -> str:
     """For people: the table, what will not do, and how far to trust it."""
     candidates: list[Row | Unmet] = [*rows, *unmet]
     wanted = ", ".join(f"{name} <= {1e3 * limit_s:g} ms" for name, limit_s in limits.seconds.items())
     lines = [
         "PREDICTIONS: emulated, computed by a model of the hardware; nothing was measured.",
-        f"{load.rate:g} requests/s (Poisson, {load.input_tokens} tokens in, {load.output_tokens} out); "
+        f"{demand.rate:g} requests/s (Poisson, {_lengths(demand.load)}); "
         f"{limits.percentile:g} % of the requests within {wanted}.",
         "",
     ]
@@ -247,7 +259,7 @@ def render(rows: list[Row], unmet: list[Unmet], load: Load, limits: Limits, pric
             "",
             "req/s each: the highest rate at which one server keeps the limits (found within 10 %), and what is in the "
             "way of more. Latencies and requests in flight: predicted at one server's share of the load.",
-            *_commands(rows[0], load, limits),
+            *_commands(rows[0], demand, limits),
         ]
         if any(row.emulated.facts.topology == "pcie" for row in rows):
             lines.append(
@@ -275,8 +287,9 @@ class PlanOptions:
     rate: Annotated[float, option(LOAD, "Requests per second over all servers (Poisson).")]
     model: Annotated[str, option(SERVER, "Model: 7b, 13b, 70b, ..., or a Hugging Face id that is known.")] = "7b"
     backend: Annotated[str, option(SERVER, "Kind of server: vllm, tgi or lightllm.")] = "vllm"
-    input_tokens: Annotated[Whole, option(LOAD, "Length of every prompt.")] = 512
-    output_tokens: Annotated[Whole, option(LOAD, "Length of every reply.")] = 128
+    input_tokens: Annotated[WholeOrText, option(LOAD, "Length of every prompt, or a law, as of run.")] = 512
+    output_tokens: Annotated[WholeOrText, option(LOAD, "Length of every reply, or a law.")] = 128
+    prefix: Annotated[str | None, option(LOAD, "Prompts of a group begin alike, as of run: GROUPS:TOKENS.")] = None
     percentile: Annotated[float, option(LOAD, "How many percent of the requests keep each limit.")] = 99.0
     gpu: Annotated[
         tuple[str, ...],
@@ -309,17 +322,26 @@ class PlanOptions:
             ("--requests", self.requests), ("--max-gpus", self.max_gpus),
             *(("--max-running", each) for each in self.max_running),
         ):  # fmt: skip
-            if value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
 
-    def setup(self, candidate: Candidate, model: str) -> Setup:
+    def demand(self) -> Demand:
+        """Raises ConfigError."""
+        load = Config(
+            input_tokens=self.input_tokens, output_tokens=self.output_tokens, prefix=self.prefix,
+            requests=STRETCH * self.requests,
+        ).load  # fmt: skip
+        return Demand(rate=self.rate, load=load, requests=self.requests)
+
+    def setup(self, candidate: Candidate, model: str, load: Load) -> Setup:
         """Raises EmulationError."""
         hardware = Hardware(
             gpu=candidate.gpu, gpus=candidate.tp, tp=candidate.tp, p2p=False if self.p2p == "off" else None,
             scheduler=self.scheduler, dtype=self.dtype, max_running=candidate.max_running,
             max_requests=embedded.UNREFUSED, memory_ratio=self.memory_ratio, profile=self.profile,
+            prefix_caching="on" if load.shares else "off",
         )  # fmt: skip
-        return hardware.setup(self.backend, model, max(4096, self.input_tokens + self.output_tokens))
+        return hardware.setup(self.backend, model, max(4096, load.longest_tokens()))
 
 
 def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
@@ -330,37 +352,37 @@ def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
     """
     limits = parse_slo(options.slo, options.percentile)
     options.check()
-    load = Load(
-        rate=options.rate, input_tokens=options.input_tokens, output_tokens=options.output_tokens,
-        requests=options.requests,
-    )  # fmt: skip
+    demand = options.demand()
     spec = models.find(options.model).spec
-    _check(load, limits, spec)
+    _check(demand, limits, spec)
     prices = read_prices(options.prices)
     model = options.model if spec is None else spec.name
     kinds = options.gpu or tuple(hardware.known())
     try:  # what is wrong with every candidate is the user's mistake and no reason against one
         for kind in kinds:
             hardware.find(kind)
-        scheduler = options.setup(Candidate(gpu=kinds[0], tp=1), model).scheduler
+        scheduler = options.setup(Candidate(gpu=kinds[0], tp=1), model, demand.load).scheduler
         profile = profiles()[scheduler] if options.profile is None else read_profile(options.profile, scheduler)
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
     rows, unmet = ranked([
-        judge(candidate, lambda each: emulate(options.setup(each, model)), load, limits, prices, options.max_gpus)
+        judge(
+            candidate, lambda each: emulate(options.setup(each, model, demand.load)), demand, limits, prices,
+            options.max_gpus,
+        )
         for candidate in _candidates(kinds, min(LARGEST_TP, options.max_gpus), options.max_running)
     ])  # fmt: skip
-    print(render(rows, unmet, load, limits, prices, profile))
+    print(render(rows, unmet, demand, limits, prices, profile))
     return exit_codes.OK
 
 
-def _check(load: Load, limits: Limits, spec: ModelSpec | None) -> None:
+def _check(demand: Demand, limits: Limits, spec: ModelSpec | None) -> None:
     """Raises ConfigError for a load that no server could take."""
-    if not 0 < load.rate <= MOST_RATE:
-        raise ConfigError(f"--rate is {load.rate:g}; it must be above 0 and at most {MOST_RATE:g}.")
-    if "tpot" in limits.seconds and load.output_tokens == 1:
+    if not 0 < demand.rate <= MOST_RATE:
+        raise ConfigError(f"--rate is {demand.rate:g}; it must be above 0 and at most {MOST_RATE:g}.")
+    if "tpot" in limits.seconds and demand.load.output_tokens.most == 1:
         raise ConfigError("--slo limits tpot_ms and replies of one token have none; leave it out.")
-    tokens = load.input_tokens + load.output_tokens
+    tokens = demand.load.longest_tokens()
     if spec is not None and tokens > spec.max_position:
         raise ConfigError(
             f"{spec.name} takes {spec.max_position} tokens in all; --input-tokens and --output-tokens make {tokens}."

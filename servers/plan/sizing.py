@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadgen.load import arrivals as schedule
+from loadgen.load.load import Load
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated
-from servers.simulator.virtual import bounds, simulate
+from servers.simulator.virtual import Arrival, bounds, simulate
 
 METRICS = ("ttft", "tpot", "e2el")
 BURST = 512  # most requests of the burst that shows how fast a server can work off what it has
@@ -43,19 +44,20 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
-    """Requests of one length that come at random, `rate` in a second. `requests`: how many a run has at least."""
+class Demand:
+    """A load that comes at random, `rate` requests a second. `requests`: how many a run has at least."""
 
     rate: float
-    input_tokens: int = 512
-    output_tokens: int = 128
+    load: Load
     requests: int = 400
 
     @functools.cached_property
-    def arrivals(self) -> list[float]:
-        """Poisson arrivals of one a second: every rate and every server meets the same, faster or slower."""
+    def arrivals(self) -> list[Arrival]:
+        """Poisson arrivals of one a second: every rate and every server meets the same, faster or slower. Raises
+        WorkloadError."""
         drawn = schedule.draw(schedule.Arrival("poisson", 1.0), STRETCH * self.requests, None, 0)
-        return [float(at_ns) / 1e9 for at_ns in drawn]
+        shapes = self.load.shapes()
+        return [Arrival(float(at_ns) / 1e9, *shapes.shape(number)[:3]) for number, at_ns in enumerate(drawn)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class Trial:
     in_flight: int
 
 
-def trial(emulated: Emulated, load: Load, limits: Limits, rate: float, settled_s: float) -> Trial:
+def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settled_s: float) -> Trial:
     """One server at `rate` requests/s. It ends early when more have missed a limit than may. Those that come before
     `settled_s` are served and not judged: the server is not yet as full as it will be."""
     first_s: dict[int, float] = {}
@@ -76,16 +78,15 @@ def trial(emulated: Emulated, load: Load, limits: Limits, rate: float, settled_s
     values: dict[str, list[float]] = {name: [] for name in METRICS}
     misses = dict.fromkeys(limits.seconds, 0)
     may_miss = 1 - limits.percentile / 100
-    output = load.output_tokens
     judged = ended = most = 0
     lives_s = 0.0
 
     def miss(name: str) -> None:
         misses[name] += 1
-        if misses[name] > may_miss * max(judged, load.requests) + 1e-9:
+        if misses[name] > may_miss * max(judged, demand.requests) + 1e-9:
             raise _Missed(name)
 
-    def end(index: int, at_s: float) -> None:
+    def end(index: int, output: int, at_s: float) -> None:
         nonlocal ended, lives_s
         sent, first = sent_s[index], first_s.pop(index)
         ended += 1
@@ -102,21 +103,21 @@ def trial(emulated: Emulated, load: Load, limits: Limits, rate: float, settled_s
         for sequence in emits:
             if sequence.emitted == 1:
                 first_s[sequence.index] = at_s
-            if sequence.emitted == output:
-                end(sequence.index, at_s)
+            if sequence.emitted == sequence.output:
+                end(sequence.index, sequence.output, at_s)
             at_s += gap_s
 
     engine = emulated.engine(deliver)
     missed = None
     try:
-        for index, unit in enumerate(load.arrivals):
-            at_s = unit / rate
-            if judged >= load.requests and ended and at_s >= LIVES * lives_s / ended:
+        for index, arrival in enumerate(demand.arrivals):
+            at_s = arrival.at_s / rate
+            if judged >= demand.requests and ended and at_s >= LIVES * lives_s / ended:
                 break
             sent_s.append(at_s)
             judged += at_s >= settled_s
             try:
-                engine.submit(Sequence(index, load.input_tokens, output), at_s)
+                engine.submit(Sequence(index, *arrival[1:]), at_s)
             except Rejected:
                 ended += 1
                 if at_s >= settled_s:
@@ -135,28 +136,30 @@ def _percentile(values: list[float], percent: float) -> float:
 
 
 class SizedServer:
-    """One server's limits. Raises NotMet where a single request alone is too much for it."""
+    """One server's limits. Raises NotMet where the longest request, or one of usual length, is too much for it."""
 
-    def __init__(self, emulated: Emulated, load: Load, limits: Limits) -> None:
+    def __init__(self, emulated: Emulated, demand: Demand, limits: Limits) -> None:
         self._emulated = emulated
-        self._load = load
+        self._demand = demand
         self._limits = limits
-        shape = (0.0, load.input_tokens, load.output_tokens)
-        alone = simulate(emulated, [shape])[0]
-        if alone.status != 200:
+        longest = max(demand.arrivals, key=lambda each: each.prompt + each.output)
+        if simulate(emulated, [longest])[0].status != 200:
             raise NotMet(f"refuses a request of this length (KV cache of {emulated.kv_tokens} tokens)")
+        prompt, output = demand.load.typical_tokens()
+        alone = simulate(emulated, [(0.0, prompt, output)])[0]
         first_s, last_s = alone.times_s[0], alone.times_s[-1]
         self._alone_s = last_s
-        took = (first_s, (last_s - first_s) / max(load.output_tokens - 1, 1), last_s)
+        took = (first_s, (last_s - first_s) / max(output - 1, 1), last_s)
         for name, value in zip(METRICS, took, strict=True):
             if value > limits.seconds.get(name, math.inf):
                 raise NotMet(f"{name} is {1e3 * value:.3g} ms for a request that is alone")
-        burst = min(BURST, emulated.setup.max_running, max(1, emulated.kv_tokens // sum(shape[1:])))
-        served = list(bounds(simulate(emulated, [shape] * burst)))
+        burst = min(BURST, emulated.setup.max_running, max(1, emulated.kv_tokens // (prompt + output)))
+        together = [each._replace(at_s=0.0) for each in demand.arrivals[:burst]]
+        served = list(bounds(simulate(emulated, together)))
         self.capacity = len(served) / max(last_s for _, _, last_s in served)  # requests/s
 
     def at(self, rate: float) -> Trial:
-        return trial(self._emulated, self._load, self._limits, rate, 2 * self._alone_s)
+        return trial(self._emulated, self._demand, self._limits, rate, 2 * self._alone_s)
 
     def highest(self) -> tuple[float, str]:
         """The highest rate, requests/s, within the limits, and what is in the way of a higher one. Raises NotMet."""

@@ -7,14 +7,15 @@ import math
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loadgen import cli
-from loadgen.config import ConfigError
+from loadgen.config import Config, ConfigError
 from servers.plan import command
 from servers.plan.command import Candidate, Prices, Row, Unmet, judge, parse_slo, ranked
-from servers.plan.sizing import Limits, Load, SizedServer, trial
+from servers.plan.sizing import STRETCH, Demand, Limits, SizedServer, trial
 from servers.simulator import hardware
 from servers.simulator.build import Emulated, emulate
 from servers.simulator.options import Hardware
@@ -32,8 +33,9 @@ def emulation(candidate: Candidate, model: str = "7b", **more: object) -> Emulat
     return emulate(options.setup("vllm", model, 4096))
 
 
-def load(rate: float = 1.0, **more: int) -> Load:
-    return Load(rate=rate, **{"output_tokens": 32, "requests": 120, **more})
+def load(rate: float = 1.0, requests: int = 120, **more: Any) -> Demand:
+    described = Config(**{"output_tokens": 32, "requests": STRETCH * requests, **more}).load
+    return Demand(rate=rate, load=described, requests=requests)
 
 
 def highest(gpu: str, tp: int, limits: Limits = LIMITS) -> float:
@@ -76,10 +78,23 @@ def test_a_trial_agrees_with_the_virtual_run_of_the_same_load() -> None:
     asked = load(requests=200)
     rate = 4.0
     seen = trial(emulated, asked, parse_slo("ttft_ms=1e6", 90.0), rate, 0.0)
-    arrivals = [(at / rate, asked.input_tokens, asked.output_tokens) for at in asked.arrivals[:200]]
+    arrivals = [each._replace(at_s=each.at_s / rate) for each in asked.arrivals[:200]]
     ttft = sorted(first - sent for sent, first, _ in bounds(simulate(emulated, arrivals)))
     assert seen.missed is None
     assert seen.percentiles["ttft"] == pytest.approx(ttft[179], rel=0.001)
+
+
+def test_laws_and_shared_prompts_are_planned_for() -> None:
+    emulated = emulation(Candidate(gpu="h100", tp=1), prefix_caching="on")
+    limits = parse_slo("ttft_ms=300,tpot_ms=40", 90.0)
+
+    def highest_of(**more: Any) -> float:
+        return SizedServer(emulated, load(**more), limits).highest()[0]
+
+    fixed = highest_of(input_tokens=1024)
+    assert highest_of(input_tokens="normal:1024:0") == fixed  # the same lengths by another name
+    assert highest_of(input_tokens="lognormal:1024:0.8:16:4000") < fixed  # longer in the mean, and uneven
+    assert highest_of(input_tokens=1024, prefix="2:960") > 1.5 * fixed  # nearly all of each prompt is known
 
 
 def test_what_is_sustained_is_sustained_for_long() -> None:
@@ -87,7 +102,7 @@ def test_what_is_sustained_is_sustained_for_long() -> None:
     emulated = emulation(Candidate(gpu="rtx4090", tp=1))
     limits = parse_slo("e2el_ms=8000", 95.0)
     rate, _ = SizedServer(emulated, load(), limits).highest()
-    arrivals = [(at / (0.9 * rate), 512, 32) for at in load(requests=400).arrivals]
+    arrivals = [(each.at_s / (0.9 * rate), 512, 32) for each in load(requests=400).arrivals]
     served = list(bounds(simulate(emulated, arrivals)))
     assert len(served) == 4000
     assert sum(last - sent <= 8.0 for sent, _, last in served) >= 0.95 * 4000
