@@ -4,9 +4,10 @@
         [--before CHECKOUT]
 
 The embedded server runs on one core and stamps every event as it sends it; each client in turn runs on another core and
-is watched from outside. Clients take turns within a round, because the level of a shared machine drifts between rounds:
-ratios are taken within a round. Medians of rounds are written to benchmarks/client_overhead.md, every row to the JSON
-file beside it. No number of a client's cost comes from that client. Linux with two free cores, gcc and taskset.
+is watched from outside. Clients take turns within a round, in an order that turns around with every round, because the
+level of a shared machine drifts: ratios are taken within a round. Medians of rounds are written to
+benchmarks/client_overhead.md, every row to the JSON file beside it. No number of a client's cost comes from that
+client. Linux with two free cores, gcc and taskset.
 """
 
 from __future__ import annotations
@@ -308,10 +309,11 @@ def main() -> None:
     for number in range(1 if options.quick else options.rounds):
         for name, shape, clients in plan:
             label = f"round {number + 1} {name}"
+            turns = clients[::-1] if number % 2 else clients  # whoever comes second meets a warmer machine
             if name == "A":
-                found = bench.marginal_round(clients, shape, A_SHORT, label)
+                found = bench.marginal_round(turns, shape, A_SHORT, label)
             else:
-                found = bench.round(clients, shape, label)
+                found = bench.round(turns, shape, label)
             rounds.setdefault(name, []).append({**found, **(missing if clients is there else {})})
     ceiling = []
     if not options.quick:
