@@ -110,7 +110,8 @@ def text(fixed: Shape, trace: Shape, rounds: Sequence[tuple[Row, Row]], starts: 
         pairs = [(cost(first), cost(second)) for first, second in rounds]
         ratio = float(np.median([second / first if first else np.nan for first, second in pairs]))
         medians = np.median(pairs, axis=0)
-        lines.append(f"| {name} | {medians[0]:.2f} | {medians[1]:.2f} | {ratio:.2f} |")
+        shown = "-" if np.isnan(ratio) else f"{ratio:.2f}"
+        lines.append(f"| {name} | {medians[0]:.2f} | {medians[1]:.2f} | {shown} |")
     start_s = float(np.median([start.start_s for start in starts]))
     rss_mb = max(start.rss_life_mb for start in starts)
     held = "held" if start_s < START_LIMIT_S and rss_mb < RSS_LIMIT_MB else "NOT held"
