@@ -380,6 +380,8 @@ class Config(
             raise ConfigError(f"--trace-from is {self.trace_from:g}; it must be at least 0.")
 
     def _check_load(self, load: "Load") -> None:
+        if self.dataset is not None and load.output_tokens.kind != "fixed":
+            raise ConfigError("--output-tokens is one number beside --dataset; give each line its own output_tokens.")
         mean = sum(each.requests for each in load.arrival.stretches) or load.arrival.rate * (self.duration or 0)
         if mean > MOST_REQUESTS and self.requests is None:
             raise ConfigError(
