@@ -14,12 +14,12 @@ from tests.loadgen.scripted import STREAM_HEAD, scripted, tokens
 
 
 def played(slow: int, **options: Any) -> tuple[list[str], list[tuple[int, ...]]]:
-    """What was said, and the prompts that were sent, of a server whose first `slow` replies take 40 ms a token."""
+    """What was said, and the prompts that were sent, of a server whose first `slow` replies take 80 ms a token."""
     said: list[str] = []
     prompts: list[tuple[int, ...]] = []
 
     def script(number: int) -> list[Any]:
-        wait_s = 0.04 if number < slow else 0.01
+        wait_s = 0.08 if number < slow else 0.01
         return [STREAM_HEAD, *(part for token in tokens(3)[1:] for part in (wait_s, token))]
 
     async def story() -> None:
@@ -32,7 +32,7 @@ def played(slow: int, **options: Any) -> tuple[list[str], list[tuple[int, ...]]]
 
 
 def test_it_ends_when_steps_settle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "SETTLED_RATIO", 0.25)
+    monkeypatch.setattr(warmup, "SETTLED_RATIO", 0.5)
     said, prompts = played(20, requests=20)
     assert 3 <= len(said) < warmup.MOST_PLAYS and len(prompts) == 20 * len(said)  # one is slow, and two fast ones agree
     assert len(set(prompts)) == len(prompts)  # no prompt twice: a prefix cache finds nothing
