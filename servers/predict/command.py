@@ -162,10 +162,11 @@ def _prompts(config: Config) -> int | None:
     return len(read_dataset(config, backends.get(config.kind))) if config.repeat_dataset else None
 
 
-def write(directory: Path, described: rundir.Manifest, shapes: Shapes, outcomes: list[Outcome]) -> None:
+def write(directory: Path, run_manifest: rundir.Manifest, shapes: Shapes, outcomes: list[Outcome]) -> None:
     """The run directory: manifest and records."""
-    rundir.write_manifest(directory, described)
-    file = records.RecordsFile(directory / "requests.jsonl", described.run_id, described.version, 0)
+    rundir.write_manifest(directory, run_manifest)
+    path = directory / "requests.jsonl"
+    file = records.RecordsFile(path, run_manifest.run_id, run_manifest.version, 0)
     for outcome in outcomes:
         file.write(_record(outcome, shapes))
     file.close(

@@ -31,7 +31,7 @@ class TimedReply(Protocol):
     segments: tuple[tuple[int, int], ...]
 
     def found(self, cached_tokens: int) -> None:
-        """So many tokens of the prompt were in the prefix cache; said before the first token."""
+        """So many tokens of the prompt were in the prefix cache; called before the first token."""
 
     def emit(self) -> None:
         """Sends the next token."""

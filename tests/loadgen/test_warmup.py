@@ -14,8 +14,8 @@ from tests.loadgen.scripted import STREAM_HEAD, scripted, tokens
 
 
 def played(slow: int, **options: Any) -> tuple[list[str], list[tuple[int, ...]]]:
-    """What was said, and the prompts that were sent, of a server whose first `slow` replies take 80 ms a token."""
-    said: list[str] = []
+    """What was shown, and the prompts that were sent, of a server whose first `slow` replies take 80 ms a token."""
+    lines: list[str] = []
     prompts: list[tuple[int, ...]] = []
 
     def script(number: int) -> list[Any]:
@@ -24,25 +24,26 @@ def played(slow: int, **options: Any) -> tuple[list[str], list[tuple[int, ...]]]
 
     async def story() -> None:
         async with scripted(script) as world:
-            await warmup.play(plan(world.url, **options), 1, said.append)
+            await warmup.play(plan(world.url, **options), 1, lines.append)
             prompts.extend(tuple(msgspec.json.decode(body)["prompt"]) for _, _, body in world.requests)
 
     run_loop(story())
-    return said, prompts
+    return lines, prompts
 
 
 def test_it_ends_when_steps_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "SETTLED_RATIO", 0.5)
-    said, prompts = played(20, requests=20)
-    assert 3 <= len(said) < warmup.MOST_PLAYS and len(prompts) == 20 * len(said)  # one is slow, and two fast ones agree
+    lines, prompts = played(20, requests=20)
+    assert 3 <= len(lines) < warmup.MOST_PLAYS  # one is slow, and two fast ones agree
+    assert len(prompts) == 20 * len(lines)
     assert len(set(prompts)) == len(prompts)  # no prompt twice: a prefix cache finds nothing
 
 
 def test_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "SETTLED_RATIO", -1.0)
     monkeypatch.setattr(warmup, "MOST_PLAYS", 3)
-    said, prompts = played(0, requests=4)
-    assert said[-1].startswith("note: step times did not settle") and len(prompts) == 12
+    lines, prompts = played(0, requests=4)
+    assert lines[-1].startswith("note: step times did not settle") and len(prompts) == 12
 
 
 def test_a_lasting_load_is_played_for_its_first_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
