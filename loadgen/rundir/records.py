@@ -64,6 +64,8 @@ class Record(msgspec.Struct, kw_only=True):
     error: str | None = None
     retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
     shared_tokens: _Shared | msgspec.UnsetType = msgspec.UNSET  # of the prompt, sent before by an earlier request
+    session: _Shared | msgspec.UnsetType = msgspec.UNSET  # of a conversation, and which turn of it, the first being 1
+    turn: Annotated[int, msgspec.Meta(ge=1)] | msgspec.UnsetType = msgspec.UNSET
     itl_us: Sequence[int] = ()
 
 
