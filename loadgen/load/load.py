@@ -199,5 +199,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def phases(self) -> list[Phase]:
         """The parts of the load that are reported by themselves; none where it is the same throughout."""
         if self.streams is not None:
-            return self.streams.phases()
-        return self.arrival.phases() if self.trace is None else []
+            return self.streams.phases() if self.sessions is None else self.streams.phases("sessions")
+        if self.trace is not None:
+            return []
+        return self.arrival.phases() if self.sessions is None else self.arrival.phases("sessions")

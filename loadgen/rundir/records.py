@@ -35,6 +35,7 @@ SCHEMA = "loadgen.requests/1"
 
 PHASES = ("warmup", "measured")
 
+MOST_TURNS = 1 << 31  # of a session
 _Shared = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -65,7 +66,7 @@ class Record(msgspec.Struct, kw_only=True):
     retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
     shared_tokens: _Shared | msgspec.UnsetType = msgspec.UNSET  # of the prompt, sent before by an earlier request
     session: _Shared | msgspec.UnsetType = msgspec.UNSET  # of a conversation, and which turn of it, the first being 1
-    turn: Annotated[int, msgspec.Meta(ge=1)] | msgspec.UnsetType = msgspec.UNSET
+    turn: Annotated[int, msgspec.Meta(ge=1, le=MOST_TURNS)] | msgspec.UnsetType = msgspec.UNSET
     itl_us: Sequence[int] = ()
 
 
