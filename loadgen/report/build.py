@@ -62,10 +62,7 @@ def build(
     rules = CONVENTIONS[convention]
     measured = table.measured()
     ok = measured.ok
-    n_ok = int(ok.sum())
     duration_s = metrics.duration_s(measured, rules)
-    planned, has_turns = manifest.requests_planned, bool((measured.turn > 0).any())
-    offered_per_s = _offered(manifest, sessions.opened(measured).begin_ns if has_turns else measured.scheduled_ns)
     tokens = schema.TokenCounts(metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok]))
     numbers = Numbers(
         schema=SCHEMA,
@@ -78,11 +75,11 @@ def build(
         emulated=manifest.emulated,
         convention=convention,
         convention_differs=rules.differs,
-        offered_requests_per_s=None if has_turns else offered_per_s,
+        offered_requests_per_s=_offered(manifest, measured.scheduled_ns[measured.turn == 0]),
         requests=_requests(manifest, measured),
         tokens=tokens,
         duration_s=duration_s,
-        throughput=_throughput(n_ok, tokens, duration_s),
+        throughput=_throughput(int(ok.sum()), tokens, duration_s),
         metrics={name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS},
         goodput=_goodput(measured, slos, rules, duration_s),
         burst=_burst(measured),
@@ -101,7 +98,7 @@ def build(
         sharing=sharing.build(measured, seen.server if seen is not None else None, rules),
         phases=slices.by_phase(measured, manifest.phases, rules),
         stalls=stalls.find(measured, _worst(facts, "loop_lag_max_ms")),
-        sessions=sessions.build(measured, rules, offered_per_s, planned is None or len(measured) >= planned),
+        sessions=_sessions(manifest, measured, rules),
         turns=sessions.by_turn(measured, rules),
     )
     listed = findings.find(numbers, table, measured, facts, manifest)
@@ -157,6 +154,12 @@ def _offered(manifest: Manifest, due_ns: NDArray[np.int64]) -> float | None:
     if manifest.arrival.partition(":")[0] not in RATES or len(due_ns) < 2:
         return None
     return _per_s(len(due_ns) - 1, float(due_ns.max() - due_ns.min()) / 1e9 or None)  # at 1e9/s all may be due at once
+
+
+def _sessions(manifest: Manifest, measured: Table, rules: Convention) -> schema.SessionStats | None:
+    planned = manifest.requests_planned
+    offered_per_s = _offered(manifest, sessions.opened(measured).begin_ns)
+    return sessions.build(measured, rules, offered_per_s, planned is None or len(measured) >= planned)
 
 
 def _connecting(facts: Sequence[ClientFacts]) -> schema.Connecting | None:

@@ -110,7 +110,7 @@ def rates(at_ns: NDArray[np.int64], end_s: float) -> tuple[Values, Values]:
 
 def _rates(axis: Axes, measured: Table, end_s: float) -> None:
     due = "due" if (measured.turn > 0).any() else "offered"  # when a later turn is due hangs on replies
-    follows = (measured.turn > 1) & (measured.sent_ns == -1)  # a turn that had failed, and was due to nobody
+    follows = (measured.turn > 1) & (measured.sent_ns == -1)  # after a turn that failed: never really due
     lines = {due: measured.scheduled_ns[~follows], "finished": measured.done_ns[measured.ok]}
     if len(measured) and not measured.scheduled_ns.any():
         del lines[due]  # endless for an instant: beside it the rate of what finished would be flat

@@ -209,6 +209,14 @@ def test_phases_are_of_sessions_where_sessions_arrive() -> None:
     assert phases(concurrency="2:4:10")[-1] == "4 sessions"
 
 
+def test_sessions_that_never_come_to_be_due_are_not_planned() -> None:
+    """A report would call the run killed."""
+    few: Load = load(sessions=50, turns="3", arrival="steps:2@5")
+    assert few.planned == 3 * len(few.due_ns()) < 3 * 50
+    for options in ({}, {"arrival": "poisson:2"}, {"concurrency": "1:4:5"}):
+        assert load(sessions=50, turns="3", **options).planned == 150
+
+
 def test_turns_that_were_never_sent_have_their_cause() -> None:
     found = findings_of(report(hand()))["DROPPED"]
     assert found.severity == "invalid"
