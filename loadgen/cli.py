@@ -1,7 +1,8 @@
 """The command line: `loadgen run`, `report`, `compare`, what looks at a machine or prepares it (`doctor`, `compose`,
 `backends`, `clean`), and what other packages add through entry points.
 
-Exit codes: 0 ok, 2 bad configuration, 3 the backend failed, 4 the measurement is invalid; 129, 130, 143 stopped by
+Exit codes: 0 ok, 2 bad configuration, 3 the backend failed, 4 the measurement is invalid, 5 a limit of `compare
+--fail-if` is broken; 129, 130, 143 stopped by
 SIGHUP, Ctrl-C, SIGTERM; 141 standard output was not read to its end. A user's mistake is one sentence on standard
 error, never a traceback. Only what a command needs is imported: a run never waits for matplotlib.
 """
@@ -24,6 +25,7 @@ from loadgen.terminal import say, say_error
 
 if TYPE_CHECKING:
     from loadgen.breakdown.tables import Breakdown
+    from loadgen.report.schema import Report
 
 ConventionName = Literal["loadgen", "vllm", "guidellm", "aiperf", "mlperf"]
 
@@ -36,9 +38,11 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     underscores.
     """
     from backends.launch import LaunchError
+    from loadgen import repeat
     from loadgen.event_loop import Stop, run_loop
     from loadgen.probe import ServerError
     from loadgen.progress import ProgressLine
+    from loadgen.report import repeats
     from loadgen.run import Run, Stopped, dry_run
     from loadgen.server.embedded import EmbeddedError
     from loadgen.target import TransportError
@@ -53,20 +57,25 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     one_run.check()
     made = rundir.create(directory, private=config.dataset is not None)
     progress = ProgressLine()
+    repeated = config.repeat > 1
+    code = None
     with Stop() as stop:
         one_run.stop = stop
         try:
-            run_loop(one_run.measure(progress))
+            run_loop(repeat.measure(one_run, progress, _shown) if repeated else one_run.measure(progress))
         except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
             code = backend_failed(error)
-            return stop.exit_code or code
         except Stopped as error:
             say_error("loadgen", error)
-            return stop.exit_code or exit_codes.STOPPED
+            code = exit_codes.STOPPED
         finally:
             progress.end()
             rundir.remove_if_empty(directory, made)
-        code = report_one(directory, "loadgen")
+        if repeated and repeats.is_repeated(directory):
+            of_runs = report_repeats(directory)
+            code = of_runs if code is None else code
+        elif code is None:
+            code = report_one(directory, "loadgen")
     return stop.exit_code or code
 
 
@@ -92,8 +101,8 @@ def report(
         "cdf.png"
     ),
 ) -> int:
-    """Redo the report of a run from its records (also of a killed one), or of a breakdown from its trace; or draw
-    several runs in one figure."""
+    """Redo the report of a run from its records (also of a killed one), of a directory of `run --repeat`, or of a
+    breakdown from its trace; or draw several runs in one figure."""
     from loadgen.breakdown.tables import FILE as BREAKDOWN
 
     if len(directories) == 1 and (directories[0] / BREAKDOWN).exists():
@@ -102,6 +111,12 @@ def report(
         if convention != "loadgen":
             raise ConfigError("a breakdown has no latencies that another --convention would define; leave it out.")
         return show_breakdown(directories[0], measure.again(directories[0]))
+    from loadgen.report import repeats
+
+    if len(directories) == 1 and repeats.is_repeated(directories[0]):
+        if convention != "loadgen":
+            raise ConfigError("several runs are summed up by our own definitions alone; leave --convention out.")
+        return report_repeats(directories[0])
     if len(directories) == 1:
         return report_one(directories[0], convention)
     from loadgen.report import build as reports
@@ -131,6 +146,15 @@ def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
 def report_one(directory: Path, convention: ConventionName) -> int:
     """Another tool's definitions are only shown: report.json keeps ours."""
     from loadgen.report import build as reports
+
+    result = _shown(directory, convention)
+    _last_words(directory, reports.to_json(result))
+    return exit_codes.OK if result.verdict.valid else exit_codes.INVALID
+
+
+def _shown(directory: Path, convention: ConventionName = "loadgen") -> Report:
+    """Prints a run's report and writes its files."""
+    from loadgen.report import build as reports
     from loadgen.report import text
 
     result, table = reports.from_directory(directory, convention=convention)
@@ -140,8 +164,22 @@ def report_one(directory: Path, convention: ConventionName) -> int:
             reports.write(directory, result, table)
         except reports.ReportError as error:  # it is printed all the same
             say_error("loadgen", error)
-    _last_words(directory, reports.to_json(result))
-    return exit_codes.OK if result.verdict.valid else exit_codes.INVALID
+    return result
+
+
+def report_repeats(directory: Path) -> int:
+    """Prints what several runs of one server gave together, and writes repeat.json; the exit code."""
+    from loadgen.report import build as reports
+    from loadgen.report import repeats
+
+    repeated = repeats.read(directory)
+    say(repeats.render(repeated))
+    try:
+        repeats.write(directory, repeated)
+    except reports.ReportError as error:  # it is printed all the same
+        say_error("loadgen", error)
+    _last_words(directory, repeats.to_json(repeated))
+    return exit_codes.OK if all(run.valid for run in repeated.runs) else exit_codes.INVALID
 
 
 def _last_words(directory: Path, json: str) -> None:
@@ -150,15 +188,41 @@ def _last_words(directory: Path, json: str) -> None:
 
 
 def compare(
-    a: Annotated[Path, Parameter(help="Run directory.")],
-    b: Annotated[Path, Parameter(help="Run directory to compare with it.")],
+    a: Annotated[Path, Parameter(help="Run directory, or directory of run --repeat.")],
+    b: Annotated[Path, Parameter(help="Run directory, or directory of repeats, to compare with it.")],
     /,
+    *,
+    fail_if: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help="Limit on how much worse B may be, repeatable: 'ttft_p99>+5%', 'output_tokens_per_s<-3%', "
+            "'tpot_mean>+2ms'.",
+            negative=(),
+        ),
+    ] = (),
+    junit: Annotated[Path | None, Parameter(help="Write what came of each limit as JUnit XML.")] = None,
+    summary: Annotated[
+        Path | None, Parameter(help="Add what came of each limit to this Markdown file, as to $GITHUB_STEP_SUMMARY.")
+    ] = None,
 ) -> int:
-    """Print how run B differs from run A, with bootstrap 95 % confidence intervals."""
-    from loadgen.report import compare as comparison
+    """Print how run B differs from run A, with 95 % confidence intervals: between runs where there are repeats, else by
+    bootstrap within the two runs.
 
-    print(comparison.render(comparison.compare(a, b)))
-    return exit_codes.OK
+    With --fail-if it is a gate. The exit code is 5 where B is worse than a limit by more than the interval explains, 4
+    where a run is INVALID or a limit cannot be judged, and 0 otherwise.
+    """
+    from loadgen.report import compare as comparison
+    from loadgen.report import gate, limits
+
+    gate.check_options(fail_if, junit, summary)
+    asked = limits.parse(fail_if, comparison.LIMITED)
+    compared = comparison.compare(a, b)
+    print(comparison.render(compared))
+    if not asked:
+        return exit_codes.OK
+    checks, warnings = comparison.judged(compared, asked), comparison.warnings(compared)
+    print(gate.render(checks, warnings), end="", flush=True)
+    return gate.finish(checks, warnings, "loadgen", junit, summary)
 
 
 @offers(

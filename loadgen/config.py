@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Config", "ConfigError"]
 
 DEFAULT_REQUESTS = 1000
+MOST_REPEATS = 1000
 MOST_SESSIONS, MOST_TURNS = 10**6, 10**7  # their lengths are held in memory
 DEFAULT_TURNS, DEFAULT_THINK_TIME = 4, 1  # seconds
 MOST_REQUESTS = 10**8  # their times are drawn beforehand, 8 bytes each
@@ -200,6 +201,13 @@ class OutputOptions:
         ),
     ] = ()
     out: Annotated[Path | None, _output("Run directory to create (default runs/<run id>).")] = None
+    repeat: Annotated[
+        Whole,
+        _output(
+            "So many runs on one start of the server, with seeds apart, in 1, 2, ... of the directory; with the noise "
+            "between them."
+        ),
+    ] = 1
     server_metrics: Annotated[
         bool, _output("Sample the server's /metrics and local GPUs once a second.", negative="--no-server-metrics")
     ] = True
@@ -311,7 +319,7 @@ class Config(
         for name, least in (
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
             ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1),
-            ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1), ("trace_limit", 1), ("sessions", 1),
+            ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1), ("trace_limit", 1), ("sessions", 1), ("repeat", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
@@ -365,6 +373,7 @@ class Config(
             )
         self._check_trace()
         self._check_sessions()
+        self._check_repeat()
         if self.warmup_load and self.dataset is not None:
             raise ConfigError("--warmup-load draws prompts of its own, and --dataset has no others; leave one out.")
         if self.repeat_dataset and self.dataset is None:
@@ -378,6 +387,19 @@ class Config(
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._check_load(self.load)
+
+    def _check_repeat(self) -> None:
+        if self.repeat == 1:
+            return
+        if self.repeat > MOST_REPEATS:
+            raise ConfigError(f"--repeat is {self.repeat}; it must be at most {MOST_REPEATS}.")
+        if self.dry_run:
+            raise ConfigError("--dry-run starts nothing, so there is nothing to --repeat; leave one out.")
+        if self.dataset is not None and not self.repeat_dataset:
+            raise ConfigError(
+                "--repeat sends the prompts of a --dataset again, to a server that may have kept them; add "
+                "--repeat-dataset if it is to, or leave one out."
+            )
 
     def _check_trace(self) -> None:
         if self.trace is None:

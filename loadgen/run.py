@@ -116,16 +116,24 @@ class Run:
         """All of it: starts the server where there is none, sends the load, and leaves the records."""
         with stoppable(self.stop):
             async with contextlib.AsyncExitStack() as stack:
-                monitor = await stack.enter_async_context(sidecar(self.config.metrics_port, self.config.server_metrics))
+                monitor = await stack.enter_async_context(self.sidecar())
                 served = await stack.enter_async_context(self.served())
-                plan = await self.plan(served)
-                ceiling = await self.ceiling(plan)
-                if self.config.warmup_load:
-                    await warmup.play(plan, worker_count(self.config, plan), self.say)
-                manifest = self.write_manifest(plan, served, ceiling)
-                await self._send(plan, served, monitor, progress)
-                if served.managed is not None:
-                    await self._inspect(served.managed, manifest)
+                await self.measure_on(served, monitor, progress)
+
+    def sidecar(self) -> contextlib.AbstractAsyncContextManager[Monitor]:
+        """The process that watches this run from beside."""
+        return sidecar(self.config.metrics_port, self.config.server_metrics)
+
+    async def measure_on(self, served: Served, monitor: Monitor, progress: Progress) -> None:
+        """Sends the load to a server that is there, and leaves the records."""
+        plan = await self.plan(served)
+        ceiling = await self.ceiling(plan)
+        if self.config.warmup_load:
+            await warmup.play(plan, worker_count(self.config, plan), self.say)
+        manifest = self.write_manifest(plan, served, ceiling)
+        await self._send(plan, served, monitor, progress)
+        if served.managed is not None:
+            await self._inspect(served.managed, manifest)
 
     @contextlib.asynccontextmanager
     async def served(self, *, profiled: bool = False) -> AsyncIterator[Served]:

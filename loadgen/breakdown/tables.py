@@ -109,7 +109,13 @@ def batch_of(config: Config) -> int:
     """How many requests are to be in decode. Raises ConfigError where the options ask for anything but one batch."""
     if config.url is not None:
         raise ConfigError("a breakdown starts the server itself, with its profiler; give --launch instead of --url.")
-    if config.arrival is not None or config.duration is not None or config.requests is not None or config.warmup_load:
+    if (
+        config.arrival is not None
+        or config.duration is not None
+        or config.requests is not None
+        or config.warmup_load
+        or config.repeat > 1
+    ):
         raise ConfigError("a breakdown keeps one batch in decode; --concurrency says how large, nothing else.")
     one_length = config.load.is_plain and config.load.output_tokens.kind == "fixed"
     if config.dataset is not None or not one_length or not config.stream:

@@ -1,17 +1,21 @@
-"""How run B differs from run A: differences and ratios with bootstrap 95 % confidence intervals. Pure but for reading.
+"""How run B differs from run A: differences and ratios with 95 % confidence intervals. Pure but for reading.
 
-Percentile bootstrap over requests: each resample draws as many requests as the run had, with replacement, and the
-interval holds the middle 95 % of the differences (or ratios) of `RESAMPLES` pairs of resamples. Gaps (itl) are drawn
-with the requests that they belong to, since gaps of one request are alike. For means and gaps, a run of more than
-`MAX_UNITS` requests is drawn in that many units of neighbours, which costs no accuracy to speak of. An interval says
-how far the choice of requests within these two runs can move the number. It must never pass for the noise between one
-run and the next, and the output says so.
+Where a side is a directory of repeats, the intervals are between runs (`contrast`). Of one run on each side they are
+within the runs, by percentile bootstrap over requests: each resample draws as many requests as the run had, with
+replacement, and the interval holds the middle 95 % of the differences (or ratios) of `RESAMPLES` pairs of resamples.
+Gaps (itl) are drawn with the requests that they belong to, since gaps of one request are alike. For means and gaps, a
+run of more than `MAX_UNITS` requests is drawn in that many units of neighbours, which costs no accuracy to speak of. A
+resample's throughput follows from Little's law, L = X W: with the number of requests in flight taken as it was, the
+rate is in proportion to what the drawn requests gave, over the sum of their latencies. Such an interval says how far
+the choice of requests within these two runs can move the number. It must never pass for the noise between one run and
+the next, and the output says so.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +25,64 @@ from numpy.typing import NDArray
 
 from backends.untrusted import escaped
 from loadgen import rundir
-from loadgen.report import metrics
+from loadgen.report import build as reports
+from loadgen.report import metrics, repeats
+from loadgen.report.contrast import CONFIDENCE, Bounds, Contrast, contrast, of_runs
+from loadgen.report.limits import Check, Limit, Measure, judge
 from loadgen.report.metrics import CONVENTIONS, METRICS
+from loadgen.report.repeats import GOODPUT, RunVerdict
+from loadgen.report.schema import Report
 from loadgen.report.text import EMULATED, number
-from loadgen.rundir import Manifest, records
+from loadgen.rundir import Manifest
 from loadgen.rundir.records import Table
 
 SCHEMA = "loadgen.compare/1"
 SEED = 20231107  # fixed: the same two runs always give the same intervals
 RESAMPLES = 2000
-CONFIDENCE = 0.95
-QUANTILES = {"p50": 500, "p99": 990}
+QUANTILES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}
 GRID = 51  # candidate values at which a resample's share of gaps is counted
 GRID_REACH = 5.0  # of the standard error that the quantile would have if every request had one single gap
 MAX_UNITS = 4096  # of neighbouring requests, drawn together: the standard error is known to 1 / sqrt(2 * 4096) = 1 %
 BLOCK = 1_000_000  # weights held at once
-SAME = "no difference shown"
+LATENCY = "latency"  # of what each request gave, the last column
 
 NOTES = (
     "An interval covers the chance in which requests were measured, not the noise from run to run, which is often "
-    "larger: repeat both runs before believing a small difference.",
+    "larger: repeat both runs before believing a small difference (loadgen run --repeat 5).",
     "The bootstrap takes requests as independent. Requests of one burst wait in one queue and are not, so the interval "
     "of a burst may be too narrow or too wide. Nor are the turns of a session.",
-    "Throughput is one number a run: two runs give no interval for its difference.",
+    "Throughput is one number a run: its interval takes the number of requests in flight as it was (Little's law), and "
+    "is wide for a burst.",
+)
+REPEATED_NOTES = (
+    "95 % CI: Welch's t over one value a run. It covers the noise between runs of one server, not that between two "
+    "days or two starts of a machine.",
+)
+ONE_SIDED_NOTE = "One side has a single run: the spread of the other side's runs serves for both."
+WITHIN_RUN = (
+    "the intervals are within one run on each side and do not hold the noise from run to run; compare directories of "
+    "loadgen run --repeat."
 )
 
 Array = NDArray[np.float64]
-Bounds = tuple[float, float]
 _RULES = CONVENTIONS["loadgen"]
 
 
+# What a limit may be on: all of the latencies but for the client's own lag, and throughput.
+LIMITED: dict[str, Measure] = {
+    **{
+        f"{name.removesuffix('_ms')}_{statistic}": Measure(lower_is_better=True, unit="ms")
+        for name in METRICS
+        if name != "send_lag_ms"
+        for statistic in repeats.STATISTICS
+    },
+    **{name: Measure(lower_is_better=False) for name in (*repeats.THROUGHPUT, GOODPUT)},
+}
+
+
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """Which run; requests: those that were measured."""
+    """Which runs. run_id: of the first. requests: those that were measured, of all runs. runs: each run's verdict;
+    empty where it is not known."""
 
     run_id: str
     backend: str
@@ -60,23 +90,12 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     emulated: bool
     requests: int
     ok: int
-
-
-class Contrast(msgspec.Struct, frozen=True, kw_only=True):
-    """Both values, their difference (B - A) and ratio (B / A); from resamples of both the intervals of the two, and
-    what the difference's shows. None where it is not defined."""
-
-    a: float | None
-    b: float | None
-    difference: float | None
-    difference_ci: Bounds | None
-    ratio: float | None
-    ratio_ci: Bounds | None
-    shows: str | None
+    runs: list[RunVerdict] = []
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """metrics: by name and statistic. configuration: what was set differently, [A, B] by name."""
+    """metrics: by name and statistic. configuration: what was set differently, [A, B] by name. between_runs: whether
+    the intervals are; else they are of `resamples` within one run on each side."""
 
     schema: str = SCHEMA
     a: Side
@@ -85,21 +104,146 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     failure_ratio: Contrast
     throughput: dict[str, Contrast]
     configuration: dict[str, list[Any]]
+    between_runs: bool = False
     resamples: int = RESAMPLES
     confidence: float = CONFIDENCE
     notes: tuple[str, ...] = NOTES
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """One side as it was read. table: of the first run."""
+
+    directories: list[Path]
+    reports: list[Report]
+    manifest: Manifest
+    table: Table
+
+    def side(self) -> Side:
+        first = self.reports[0]
+        return Side(
+            run_id=first.run_id,
+            backend=first.backend,
+            model=first.model,
+            emulated=any(report.emulated for report in self.reports),
+            requests=sum(report.requests.ok + report.requests.failed for report in self.reports),
+            ok=sum(report.requests.ok for report in self.reports),
+            runs=[repeats.verdict(*each) for each in zip(self.directories, self.reports, strict=True)],
+        )
+
+
 def compare(a: Path, b: Path) -> Comparison:
-    """Reads two run directories and compares them. Raises RunError or RecordsError."""
-    manifest_a, manifest_b = rundir.read_manifest(a), rundir.read_manifest(b)
-    return build(manifest_a, records.read(a)[0], manifest_b, records.read(b)[0])
+    """Reads two run directories, or directories of repeats, and compares them. Raises RunError, RecordsError or
+    ReportError."""
+    of_a, of_b = _read(a), _read(b)
+    if len(of_a.reports) == len(of_b.reports) == 1:
+        made = build(of_a.manifest, of_a.table, of_b.manifest, of_b.table, _shared_slos(of_a, of_b))
+        return msgspec.structs.replace(made, a=of_a.side(), b=of_b.side())
+    return _between(of_a, of_b)
 
 
-def build(manifest_a: Manifest, table_a: Table, manifest_b: Manifest, table_b: Table) -> Comparison:
+def _read(directory: Path) -> _Runs:
+    directories = repeats.directories(directory)
+    manifest = rundir.read_manifest(directories[0])
+    report, table = reports.from_directory(directories[0])
+    others = [reports.from_directory(path)[0] for path in directories[1:]]
+    return _Runs(directories, [report, *others], manifest, table)
+
+
+def _shared_slos(a: _Runs, b: _Runs) -> Mapping[str, float]:
+    """The limits of goodput that all runs were started with; none where they differ."""
+    goodputs = [report.goodput for report in (*a.reports, *b.reports)]
+    slos = [{} if goodput is None else goodput.slos_ms for goodput in goodputs]
+    return slos[0] if all(each == slos[0] for each in slos) else {}
+
+
+def _between(a: _Runs, b: _Runs) -> Comparison:
+    """One value a run, and intervals between runs."""
+    goodput = bool(_shared_slos(a, b))
+    values_a, values_b = ([repeats.values(report) for report in side.reports] for side in (a, b))
+
+    def over(name: str) -> Contrast:
+        return _of_known([run[name] for run in values_a], [run[name] for run in values_b])
+
+    failed_a, failed_b = ([_failed_ratio(report) for report in side.reports] for side in (a, b))
+    lone = min(len(a.reports), len(b.reports)) == 1
+    return Comparison(
+        a=a.side(),
+        b=b.side(),
+        metrics={
+            name: {statistic: over(f"{name.removesuffix('_ms')}_{statistic}") for statistic in repeats.STATISTICS}
+            for name in METRICS
+        },
+        failure_ratio=_of_known(failed_a, failed_b),
+        throughput={name: over(name) for name in (*repeats.THROUGHPUT, *([GOODPUT] if goodput else []))},
+        configuration=differing(a.manifest, b.manifest),
+        between_runs=True,
+        resamples=0,
+        notes=(*REPEATED_NOTES, *([ONE_SIDED_NOTE] if lone else [])),
+    )
+
+
+def _of_known(a: Sequence[float | None], b: Sequence[float | None]) -> Contrast:
+    """Nothing where a run does not define it."""
+    known_a, known_b = ([value for value in runs if value is not None] for runs in (a, b))
+    if len(known_a) < len(a) or len(known_b) < len(b):
+        return contrast(None, None)
+    return of_runs(known_a, known_b)
+
+
+def _failed_ratio(report: Report) -> float | None:
+    requests = report.requests.ok + report.requests.failed
+    return report.requests.failed / requests if requests else None
+
+
+def changes(comparison: Comparison) -> dict[str, Contrast]:
+    """By the names that limits have."""
+    latencies = {
+        f"{name.removesuffix('_ms')}_{statistic}": row
+        for name, rows in comparison.metrics.items()
+        for statistic, row in rows.items()
+    }
+    return {**latencies, **comparison.throughput}
+
+
+def judged(comparison: Comparison, limits: Sequence[Limit]) -> list[Check]:
+    """The verdict of each run, since a gate must not pass on what cannot be trusted, and what came of each limit."""
+    found = changes(comparison)
+    checks = [
+        Check(
+            "run",
+            f"{side}: {run.directory} is VALID",
+            "ok" if run.valid else "unknown",
+            "The run is VALID." if run.valid else f"The run is INVALID. {' '.join(run.reasons)}",
+        )
+        for side, runs in (("A", comparison.a.runs), ("B", comparison.b.runs))
+        for run in runs
+    ]
+    for limit in limits:
+        checked = judge(limit, found.get(limit.metric, contrast(None, None)))
+        if limit.metric == GOODPUT and GOODPUT not in found:
+            why = "the runs have no --goodput, or not the same; give both the same limits."
+            checked = msgspec.structs.replace(checked, said=f"{checked.said} For goodput {why}")
+        checks.append(checked)
+    return checks
+
+
+def warnings(comparison: Comparison) -> list[str]:
+    """What a gate must say of its intervals."""
+    return [] if comparison.between_runs else [WITHIN_RUN]
+
+
+def build(
+    manifest_a: Manifest,
+    table_a: Table,
+    manifest_b: Manifest,
+    table_b: Table,
+    slos: Mapping[str, float] | None = None,
+) -> Comparison:
+    """Of one run on each side. slos: the limits of goodput, in ms, where both have the same."""
     rng = np.random.default_rng(SEED)
     measured_a, measured_b = table_a.measured(), table_b.measured()
-    drawn_a, drawn_b = _bootstrap(measured_a, rng), _bootstrap(measured_b, rng)
+    drawn_a, drawn_b = (_bootstrap(measured, rng, slos) for measured in (measured_a, measured_b))
     rows: dict[str, dict[str, Contrast]] = {}
     for name in METRICS:
         summary_a, summary_b = (
@@ -112,14 +256,18 @@ def build(manifest_a: Manifest, table_a: Table, manifest_b: Manifest, table_b: T
                 getattr(summary_b, statistic),
                 (drawn_a[name, statistic], drawn_b[name, statistic]),
             )
-            for statistic in ("mean", *QUANTILES)
+            for statistic in repeats.STATISTICS
         }
+    rates_a, rates_b = (_rates(measured, slos or {}) for measured in (measured_a, measured_b))
     return Comparison(
         a=_side(manifest_a, measured_a),
         b=_side(manifest_b, measured_b),
         metrics=rows,
         failure_ratio=_failures(measured_a, measured_b, rng),
-        throughput=_throughput(measured_a, measured_b),
+        throughput={
+            name: _contrast(rate, rates_b[name], (drawn_a["rate", name], drawn_b["rate", name]))
+            for name, rate in rates_a.items()
+        },
         configuration=differing(manifest_a, manifest_b),
     )
 
@@ -135,10 +283,13 @@ def _side(manifest: Manifest, measured: Table) -> Side:
     )
 
 
-# Resampling. (metric, statistic) -> (RESAMPLES,) values in milliseconds, NaN where a resample does not define it.
+# Resampling. (metric, statistic) -> (RESAMPLES,) values in milliseconds, NaN where a resample does not define it; of
+# ("rate", name) values a second.
 
 
-def _bootstrap(measured: Table, rng: np.random.Generator) -> dict[tuple[str, str], Array]:
+def _bootstrap(
+    measured: Table, rng: np.random.Generator, slos: Mapping[str, float] | None = None
+) -> dict[tuple[str, str], Array]:
     ok = measured.ok
     columns = {name: metrics.column(measured, name, _RULES)[ok] for name in METRICS if name != "itl_ms"}
     drawn: dict[tuple[str, str], Array] = {}
@@ -147,10 +298,16 @@ def _bootstrap(measured: Table, rng: np.random.Generator) -> dict[tuple[str, str
         for quantile, thousandths in QUANTILES.items():
             drawn[name, quantile] = quantile_resamples(values, thousandths, rng)
     grids = {quantile: _grid(measured, thousandths) for quantile, thousandths in QUANTILES.items()}
-    means, *shares = _weighted_sums([_means(measured, columns), *(counts for _, counts in grids.values())], rng)
+    work = _work(measured, slos or {})
+    tables = [_means(measured, columns), _units(np.column_stack(list(work.values()))), *(c for _, c in grids.values())]
+    means, worked, *shares = _weighted_sums(tables, rng)
     with np.errstate(invalid="ignore", divide="ignore"):
         for at, name in enumerate((*columns, "itl_ms")):
             drawn[name, "mean"] = means[:, 2 * at] / means[:, 2 * at + 1]
+        for at, (name, rate) in enumerate(_rates(measured, slos or {}).items()):
+            done, latency = work[name].sum(), work[LATENCY].sum()
+            as_measured = np.nan if rate is None else rate * latency / done
+            drawn["rate", name] = as_measured * worked[:, at] / worked[:, -1]
     for (quantile, (edges_us, _)), counts in zip(grids.items(), shares, strict=True):
         drawn["itl_ms", quantile] = _invert(edges_us, counts, means[:, -1] * (QUANTILES[quantile] / 1000)) / 1000
     return drawn
@@ -184,7 +341,24 @@ def _means(measured: Table, columns: Mapping[str, Array]) -> Array:
     elapsed_us = (
         measured.last_token_ns[ok] // 1000 - measured.first_token_ns[ok] // 1000
     )  # what a request's gaps add up to
-    each = np.column_stack([*parts, np.where(gaps > 0, elapsed_us / 1000, 0.0), gaps]).astype(np.float64)
+    return _units(np.column_stack([*parts, np.where(gaps > 0, elapsed_us / 1000, 0.0), gaps]).astype(np.float64))
+
+
+def _work(measured: Table, slos: Mapping[str, float]) -> dict[str, Array]:
+    """What each ok request gave to each rate (n,), by the names of `_rates`, and last its latency in ms."""
+    ok = measured.ok
+    prompt, output = (np.maximum(tokens[ok], 0) for tokens in (measured.prompt_tokens, measured.output_tokens))
+    gave: dict[str, NDArray[Any]] = {
+        "requests_per_s": np.ones(len(output)), "output_tokens_per_s": output, "total_tokens_per_s": prompt + output,
+    }  # fmt: skip
+    if slos:
+        gave[GOODPUT] = metrics.good(measured, slos, _RULES)[ok]
+    gave[LATENCY] = metrics.between_ms(measured, "sent_ns", "done_ns")[ok]
+    return {name: values.astype(np.float64) for name, values in gave.items()}
+
+
+def _units(each: Array) -> Array:
+    """The rows of the n ok requests, added up by unit."""
     return np.add.reduceat(each, _unit_starts(len(each)), axis=0) if len(each) else each
 
 
@@ -248,20 +422,11 @@ def _weighted_sums(tables: Sequence[Array], rng: np.random.Generator) -> list[Ar
 
 def _contrast(a: float | None, b: float | None, drawn: tuple[Array, Array] | None = None) -> Contrast:
     """drawn: resamples of both."""
-    known = a is not None and b is not None
     difference_ci = ratio_ci = None
-    if known and drawn is not None:
+    if a is not None and b is not None and drawn is not None:
         with np.errstate(invalid="ignore", divide="ignore"):
             difference_ci, ratio_ci = _interval(drawn[1] - drawn[0]), _interval(drawn[1] / drawn[0])
-    return Contrast(
-        a=a,
-        b=b,
-        difference=b - a if a is not None and b is not None else None,
-        difference_ci=difference_ci,
-        ratio=b / a if a and b is not None else None,
-        ratio_ci=ratio_ci,
-        shows=_shows(difference_ci) if difference_ci is not None else None,
-    )
+    return contrast(a, b, difference_ci, ratio_ci)
 
 
 def _interval(drawn: Array) -> Bounds | None:
@@ -271,12 +436,6 @@ def _interval(drawn: Array) -> Bounds | None:
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(drawn, (tail, 1 - tail))
     return float(low), float(high)
-
-
-def _shows(interval: Bounds) -> str:
-    if interval[0] <= 0 <= interval[1]:
-        return SAME
-    return "B is higher" if interval[0] > 0 else "B is lower"
 
 
 def _failures(a: Table, b: Table, rng: np.random.Generator) -> Contrast:
@@ -290,17 +449,15 @@ def _failures(a: Table, b: Table, rng: np.random.Generator) -> Contrast:
     return _contrast(failed_a, failed_b, (drawn_a, drawn_b))
 
 
-def _throughput(a: Table, b: Table) -> dict[str, Contrast]:
-    """Requests and output tokens a second: one number a run, so without an interval."""
-    rates_a, rates_b = _rates(a), _rates(b)
-    return {name: _contrast(rates_a[name], rates_b[name]) for name in rates_a}
-
-
-def _rates(measured: Table) -> dict[str, float | None]:
+def _rates(measured: Table, slos: Mapping[str, float]) -> dict[str, float | None]:
+    """Requests and tokens a second; requests within the limits too, where there are any."""
     ok, seconds = measured.ok, metrics.duration_s(measured, _RULES)
+    prompt, output = metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok])
     counts = {
         "requests_per_s": int(ok.sum()),
-        "output_tokens_per_s": metrics.total(measured.output_tokens[ok]),
+        "output_tokens_per_s": output,
+        "total_tokens_per_s": None if prompt is None or output is None else prompt + output,
+        **({GOODPUT: int(metrics.good(measured, slos, _RULES).sum())} if slos else {}),
     }
     return {name: None if seconds is None or n is None else n / seconds for name, n in counts.items()}
 
@@ -327,30 +484,30 @@ def render(comparison: Comparison) -> str:
     """The comparison for a terminal: plain text, nothing in it that a terminal obeys."""
     lines = []
     for letter, side in (("A", comparison.a), ("B", comparison.b)):
+        name = f"{len(side.runs)} runs" if len(side.runs) > 1 else side.run_id
         lines.append(
-            escaped(f"{letter}: {side.run_id}, {side.backend} {side.model}")
+            escaped(f"{letter}: {name}, {side.backend} {side.model}")
             + f", {side.ok} ok of {side.requests} requests"
             + (f"\n   {EMULATED}" if side.emulated else "")
         )
-    lines += ["", f"{'':<26}{'A':>10}{'B':>10}{'B - A':>10}   {'95 % CI':<20}{'B / A':>7}   {'95 % CI':<16}"]
-    for name, row in comparison.metrics.items():
-        lines += [
-            _line(f"{name.removesuffix('_ms')} {statistic}, ms", contrast)
-            for statistic, contrast in row.items()
-            if contrast.difference is not None
-        ]
+        lines += [escaped(f"   {said}") for said in repeats.verdict_lines([run for run in side.runs if not run.valid])]
+    lines += ["", f"{'':<32}{'A':>10}{'B':>10}{'B - A':>10}   {'95 % CI':<20}{'B / A':>7}   {'95 % CI':<16}"]
+    lines += [
+        _line(name if name in comparison.throughput else f"{name}, ms", change)
+        for name, change in changes(comparison).items()
+        if change.difference is not None
+    ]
     lines.append(_line("failed, ratio", comparison.failure_ratio))
-    lines += [_line(name.replace("_per_s", "/s"), contrast) for name, contrast in comparison.throughput.items()]
     if comparison.configuration:
         lines += ["", "Configured differently (A | B):"]
     lines += [escaped(f"  {name}: {a} | {b}") for name, (a, b) in comparison.configuration.items()]
     return "\n".join([*lines, "", *comparison.notes]) + "\n"
 
 
-def _line(label: str, contrast: Contrast) -> str:
+def _line(label: str, change: Contrast) -> str:
     def between(interval: Bounds | None) -> str:
         return f"[{number(interval[0])}, {number(interval[1])}]" if interval else "-"
 
-    cells = f"{label:<26}{number(contrast.a):>10}{number(contrast.b):>10}{number(contrast.difference):>10}"
-    cells += f"   {between(contrast.difference_ci):<20}{number(contrast.ratio):>7}"
-    return f"{cells}   {between(contrast.ratio_ci):<16}{contrast.shows or ''}".rstrip()
+    cells = f"{label:<32}{number(change.a):>10}{number(change.b):>10}{number(change.difference):>10}"
+    cells += f"   {between(change.difference_ci):<20}{number(change.ratio):>7}"
+    return f"{cells}   {between(change.ratio_ci):<16}{change.shows or ''}".rstrip()

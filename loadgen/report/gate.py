@@ -1,0 +1,94 @@
+"""What a gate leaves for a CI job: lines for its log, JUnit XML, a Markdown summary, and the exit code. Pure but for
+writing. Serves the comparisons of training_probe too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+from backends.untrusted import escaped
+from loadgen import exit_codes, rundir
+from loadgen.config import ConfigError
+from loadgen.report.limits import Check
+from loadgen.report.text import markdown_text
+
+_WORDS = {"ok": "ok", "beyond": "BEYOND", "unknown": "UNKNOWN"}
+
+
+def check_options(limits: Sequence[str], junit: Path | None, summary: Path | None) -> None:
+    """Raises ConfigError: a file without a limit, or one that could not be written at the end."""
+    for flag, path in (("--junit", junit), ("--summary", summary)):
+        if path is None:
+            continue
+        if not limits:
+            raise ConfigError(f"{flag} says what came of limits; name one with --fail-if, or leave it out.")
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {flag} {path}; name a file in a directory that is there.")
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """INVALID where a run cannot be trusted, then BEYOND_LIMIT, then INVALID where a limit could not be judged."""
+    if any(check.group == "run" and check.state != "ok" for check in checks):
+        return exit_codes.INVALID
+    if any(check.state == "beyond" for check in checks):
+        return exit_codes.BEYOND_LIMIT
+    return exit_codes.INVALID if any(check.state == "unknown" for check in checks) else exit_codes.OK
+
+
+def headline(checks: Sequence[Check]) -> str:
+    code = exit_code(checks)
+    if code == exit_codes.OK:
+        return "no limit is broken"
+    if code == exit_codes.BEYOND_LIMIT:
+        return "B is worse than A by more than a limit allows"
+    return "nothing is shown: the limits cannot be judged on these measurements"
+
+
+def render(checks: Sequence[Check], warnings: Sequence[str]) -> str:
+    """For a terminal: plain text, nothing in it that a terminal obeys."""
+    lines = [f"Gate: {headline(checks)} (exit code {exit_code(checks)})"]
+    lines += [escaped(f"  {_WORDS[check.state]:<8}{check.name}: {check.said}") for check in checks]
+    return "\n".join([*lines, *(escaped(f"warning: {warning}") for warning in warnings)]) + "\n"
+
+
+def junit(checks: Sequence[Check], program: str) -> bytes:
+    """A suite with a test case for each check: `failure` where a limit is broken, `error` where nothing is known."""
+    broken, unknown = (sum(check.state == state for check in checks) for state in ("beyond", "unknown"))
+    counts = {"tests": str(len(checks)), "failures": str(broken), "errors": str(unknown), "time": "0"}
+    suites = ElementTree.Element("testsuites", counts)
+    suite = ElementTree.SubElement(suites, "testsuite", {"name": f"{program} compare", "skipped": "0", **counts})
+    for check in checks:
+        of = {"classname": f"{program}.compare.{check.group}", "name": escaped(check.name), "time": "0"}
+        case = ElementTree.SubElement(suite, "testcase", of)
+        said = escaped(check.said)
+        if check.state == "ok":
+            ElementTree.SubElement(case, "system-out").text = said
+        else:
+            element = "failure" if check.state == "beyond" else "error"
+            ElementTree.SubElement(case, element, {"message": said, "type": check.state}).text = said
+    ElementTree.indent(suites)
+    text: str = ElementTree.tostring(suites, encoding="unicode")
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'.encode()
+
+
+def markdown(checks: Sequence[Check], warnings: Sequence[str], title: str) -> str:
+    """A section for a page that may hold others."""
+    lines = [f"## {markdown_text(title)}", "", f"**Gate: {headline(checks)}.**", "", "| | check | what was seen |"]
+    lines += ["|---|---|---|"]
+    lines += [f"| {_WORDS[c.state]} | {markdown_text(c.name)} | {markdown_text(c.said)} |" for c in checks]
+    lines += ["", *(f"- {markdown_text(warning)}" for warning in warnings)] if warnings else []
+    return "\n".join(lines) + "\n\n"
+
+
+def finish(
+    checks: Sequence[Check], warnings: Sequence[str], program: str, junit_file: Path | None, summary: Path | None
+) -> int:
+    """Writes what was asked for; the exit code. The summary is added at the end of its file, since the file of a CI
+    job's summary may hold what came before. Raises OSError."""
+    if junit_file is not None:
+        rundir.replace(junit_file, junit(checks, program))
+    if summary is not None:
+        with summary.open("a", encoding="utf-8") as file:
+            file.write(markdown(checks, warnings, f"{program} compare"))
+    return exit_code(checks)

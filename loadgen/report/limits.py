@@ -1,0 +1,116 @@
+"""Limits of a gate, such as `ttft_p99>+5%`, and whether a comparison is beyond them. Pure.
+
+A limit names how much worse B may be than A. It is broken where the near end of the 95 % interval lies beyond it: where
+the noise that the interval covers cannot explain the loss. A better B breaks none, and none can be written that a
+better B would break. What has no value, or no interval, is not known and must never pass.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from backends.untrusted import nearest
+from loadgen.config import ConfigError
+from loadgen.report.contrast import Contrast
+from loadgen.report.text import number
+
+_LIMIT = re.compile(r"\s*([^\s<>]+)\s*([<>])\s*([+-]?)\s*(\d+(?:\.\d*)?|\.\d+)\s*(\S*)\s*", re.ASCII)
+EXAMPLES = "'ttft_p99>+5%' or 'output_tokens_per_s<-3%'"
+
+
+class Measure(NamedTuple):
+    """What a limit may be on. unit: of an absolute limit; empty where only % makes sense."""
+
+    lower_is_better: bool
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """amount: how much worse B may be, above 0; in `unit`, or as a ratio where that is %."""
+
+    text: str
+    metric: str
+    measure: Measure
+    amount: float
+    unit: str
+
+
+class Check(msgspec.Struct, frozen=True):
+    """What came of one limit, or of one run's verdict. unknown: nothing could be judged. said: a sentence or two."""
+
+    group: Literal["limit", "run"]
+    name: str
+    state: Literal["ok", "beyond", "unknown"]
+    said: str
+
+
+def parse(texts: Sequence[str], known: Mapping[str, Measure], examples: str = EXAMPLES) -> list[Limit]:
+    """known: by name. Raises ConfigError."""
+    return [_parse(text, known, examples) for text in dict.fromkeys(texts)]
+
+
+def _parse(text: str, known: Mapping[str, Measure], examples: str) -> Limit:
+    match = _LIMIT.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--fail-if is '{text}', which is no limit; write such as {examples}.")
+    name, sign, direction, digits, unit = match.groups()
+    if name not in known:
+        raise ConfigError(f"--fail-if: there is no metric '{name}'; {_suggestion(name, known)}.")
+    measure = known[name]
+    units = "% or " + measure.unit if measure.unit else "%"
+    rises = ">+" if measure.lower_is_better else "<-"
+    unit = next((each for each in ("%", measure.unit) if each and each.lower() == unit.lower()), unit)
+    if not unit:
+        raise ConfigError(f"--fail-if '{text}' has no unit; write '{name}{rises}{digits}%', or in {units}.")
+    if unit not in ("%", measure.unit):
+        raise ConfigError(f"--fail-if '{text}' is in '{unit}'; write it in {units}, as in '{name}{rises}5%'.")
+    if (sign, direction or rises[1]) != (rises[0], rises[1]):
+        less = "less" if measure.lower_is_better else "more"
+        raise ConfigError(
+            f"--fail-if '{text}' would fail a better run, since {less} of {name} is better; write "
+            f"'{name}{rises}{digits}{unit}'."
+        )
+    amount = float(digits) / (100 if unit == "%" else 1)
+    if unit == "%" and not measure.lower_is_better and amount >= 1:
+        raise ConfigError(f"--fail-if '{text}' can never fail, since nothing falls by more than 100%; write less.")
+    return Limit(f"{name}{rises}{digits}{unit}", name, measure, amount, unit)
+
+
+def _suggestion(name: str, known: Mapping[str, Measure]) -> str:
+    of_it = [each for each in known if each.startswith(f"{name}_")]
+    if of_it:
+        return f"say which of it: {', '.join(of_it)}"
+    meant = nearest(name.replace("/", "_per_"), known)
+    return f"did you mean '{meant}'?".removesuffix("?") if meant else f"there are {', '.join(known)}"
+
+
+def judge(limit: Limit, change: Contrast, subject: str = "") -> Check:
+    """Whether B is worse than A by more than the limit. subject: what was compared, where there are several."""
+    name = f"{subject}: {limit.text}" if subject else limit.text
+    missing = [side for side, value in (("A", change.a), ("B", change.b)) if value is None]
+    if missing:
+        return Check("limit", name, "unknown", f"{limit.metric} has no value in {' and '.join(missing)}.")
+    relative = limit.unit == "%"
+    point, interval = (change.ratio, change.ratio_ci) if relative else (change.difference, change.difference_ci)
+    if point is None or interval is None:
+        return Check("limit", name, "unknown", f"{limit.metric} has no interval: too little was measured of it.")
+    origin = 1.0 if relative else 0.0
+    low, high = interval[0] - origin, interval[1] - origin
+    beyond = low > limit.amount if limit.measure.lower_is_better else high < -limit.amount
+    worse = point - origin if limit.measure.lower_is_better else origin - point
+    said = (
+        f"{limit.metric} is {number(change.a)} in A and {number(change.b)} in B, {_amount(point - origin, limit.unit)} "
+        f"(95 % CI {_amount(low, limit.unit)} to {_amount(high, limit.unit)})"
+    )
+    said += ": beyond the limit" if beyond else ": not shown to be beyond the limit" if worse > limit.amount else ""
+    return Check("limit", name, "beyond" if beyond else "ok", said + ".")
+
+
+def _amount(value: float, unit: str) -> str:
+    return f"{100 * value:+.1f} %" if unit == "%" else f"{value:+.4g} {unit}"

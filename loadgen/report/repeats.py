@@ -1,0 +1,178 @@
+"""Several runs of one server, in DIR/1, DIR/2, ...: the mean of each metric over the runs, and its 95 % interval
+between runs (Student's t over one value a run: its mean, its percentile, its throughput).
+
+`repeat.json` (schema `loadgen.repeat/1`) holds them. It is made of the runs alone, and can be made again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import msgspec
+
+from backends.untrusted import escaped
+from loadgen import rundir
+from loadgen.report import build
+from loadgen.report.contrast import CONFIDENCE, Bounds, mean_interval
+from loadgen.report.metrics import METRICS
+from loadgen.report.schema import Report
+from loadgen.report.text import EMULATED, number
+
+SCHEMA, FILE = "loadgen.repeat/1", "repeat.json"
+STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+LESSER = tuple(name.removesuffix("ms") for name in METRICS if "schedule" in name or "lag" in name)  # in the JSON alone
+UNFINISHED = ("INTERRUPTED", "KILLED")
+THROUGHPUT = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
+GOODPUT = "goodput_requests_per_s"
+NOTE = "An interval is that of the mean of such runs, one value a run (Student's t): the noise between runs is in it."
+INVALID_NOTE = "Runs that are INVALID count as the others do; do not quote these numbers."
+UNFINISHED_NOTE = "A run that did not come to its end is in none of these numbers."
+ONE_NOTE = "One run has no noise between runs, so there are no intervals."
+
+
+class RunVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. directory: as it was named. finished: whether it came to its end. reasons: its findings that are
+    `invalid`."""
+
+    directory: str
+    run_id: str
+    valid: bool
+    finished: bool
+    reasons: list[str]
+
+
+class Repeat(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric over the runs. runs: a value each; None where it is not defined, and then the others are too, but for
+    std and the interval that need two runs. std divides by n - 1."""
+
+    runs: list[float | None]
+    mean: float | None
+    std: float | None
+    ci: Bounds | None
+
+
+class Repeated(msgspec.Struct, frozen=True, kw_only=True):
+    """repeat.json. planned: how many runs were asked for. metrics: by name, as `compare --fail-if` names them, over
+    the runs that finished (all where none did); latencies in milliseconds."""
+
+    schema: str = SCHEMA
+    version: str
+    backend: str
+    model: str
+    emulated: bool
+    planned: int
+    runs: list[RunVerdict]
+    confidence: float = CONFIDENCE
+    metrics: dict[str, Repeat]
+
+
+def directories(directory: Path) -> list[Path]:
+    """A run directory itself, or the runs in a directory of repeats, by number."""
+    if not (directory / "manifest.json").exists() and directory.is_dir():
+        numbered = (path for path in directory.iterdir() if path.name.isdecimal())
+        begun = (path for path in numbered if (path / "manifest.json").exists() and any(path.glob("requests*")))
+        runs = sorted(begun, key=lambda path: int(path.name))
+        if runs:
+            return runs
+    return [directory]
+
+
+def is_repeated(directory: Path) -> bool:
+    return directories(directory) != [directory]
+
+
+def values(report: Report) -> dict[str, float | None]:
+    """Each metric of a run by its name, such as ttft_p99 (ms) and output_tokens_per_s; None where it is not defined."""
+    latencies = {
+        f"{name.removesuffix('_ms')}_{statistic}": getattr(report.metrics[name], statistic)
+        for name in METRICS
+        for statistic in STATISTICS
+    }
+    rates = {name: getattr(report.throughput, name) for name in THROUGHPUT}
+    return {**latencies, **rates, GOODPUT: None if report.goodput is None else report.goodput.request_goodput}
+
+
+def verdict(directory: Path, report: Report) -> RunVerdict:
+    reasons = [f"{each.code}: {each.message}" for each in report.verdict.findings if each.severity == "invalid"]
+    finished = not any(each.code in UNFINISHED for each in report.verdict.findings)
+    return RunVerdict(
+        directory=str(directory), run_id=report.run_id, valid=report.verdict.valid, finished=finished, reasons=reasons
+    )
+
+
+def read(directory: Path) -> Repeated:
+    """Of the runs in a directory of repeats, from their records. Raises RunError, ReportError or RecordsError."""
+    paths = directories(directory)
+    planned = rundir.read_manifest(paths[0]).config.get("repeat")
+    reports = [build.from_directory(path)[0] for path in paths]
+    return of_reports(paths, reports, planned if isinstance(planned, int) else len(paths))
+
+
+def of_reports(paths: Sequence[Path], reports: Sequence[Report], planned: int) -> Repeated:
+    """At least one report."""
+    runs = [verdict(path, report) for path, report in zip(paths, reports, strict=True)]
+    finished = [report for run, report in zip(runs, reports, strict=True) if run.finished]
+    by_run = [values(report) for report in finished or reports]
+    return Repeated(
+        version=reports[0].version,
+        backend=reports[0].backend,
+        model=reports[0].model,
+        emulated=any(report.emulated for report in reports),
+        planned=planned,
+        runs=runs,
+        metrics={name: _over([each[name] for each in by_run]) for name in by_run[0]},
+    )
+
+
+def _over(runs: list[float | None]) -> Repeat:
+    known = [value for value in runs if value is not None]
+    if len(known) < len(runs):
+        return Repeat(runs=runs, mean=None, std=None, ci=None)
+    std = stdev(known) if len(known) > 1 else None
+    return Repeat(runs=runs, mean=fmean(known), std=std, ci=mean_interval(known))
+
+
+def write(directory: Path, repeated: Repeated) -> None:
+    """Writes repeat.json. Raises ReportError."""
+    try:
+        rundir.replace(directory / FILE, msgspec.json.format(msgspec.json.encode(repeated), indent=2) + b"\n")
+    except OSError as error:
+        raise build.ReportError(f"cannot write {directory / FILE}: {error.strerror or error}.") from None
+
+
+def to_json(repeated: Repeated) -> str:
+    """One line, ASCII."""
+    builtins: Any = msgspec.to_builtins(repeated)
+    return json.dumps(builtins)
+
+
+def render(repeated: Repeated) -> str:
+    """For a terminal: plain text, nothing in it that a terminal obeys."""
+    count = len(repeated.runs)
+    lines = [EMULATED, ""] if repeated.emulated else []
+    of = f" of {repeated.planned}" if count != repeated.planned else ""
+    lines += [escaped(f"{count}{of} runs of {repeated.backend} {repeated.model}"), ""]
+    lines += [f"{'':<32}{'mean':>10}{'std':>10}   {'95 % CI':<22}runs"]
+    for name, over in repeated.metrics.items():
+        if over.mean is None or name.startswith(LESSER):
+            continue
+        unit = "" if name.endswith("_per_s") else ", ms"
+        interval = f"[{number(over.ci[0])}, {number(over.ci[1])}]" if over.ci else "-"
+        runs = " ".join(map(number, over.runs))
+        lines.append(f"{name + unit:<32}{number(over.mean):>10}{number(over.std):>10}   {interval:<22}{runs}")
+    lines += ["", *map(escaped, verdict_lines(repeated.runs)), "", NOTE if count > 1 else ONE_NOTE]
+    if not all(run.finished for run in repeated.runs):
+        lines.append(UNFINISHED_NOTE)
+    if not all(run.valid for run in repeated.runs):
+        lines.append(INVALID_NOTE)
+    return "\n".join(lines) + "\n"
+
+
+def verdict_lines(runs: Sequence[RunVerdict]) -> list[str]:
+    return [
+        f"{run.directory}: VALID" if run.valid else f"{run.directory}: INVALID: {' '.join(run.reasons)}" for run in runs
+    ]
