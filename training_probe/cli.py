@@ -2,10 +2,10 @@
 results.
 
 Exit codes: 0 ok, 2 bad options, 3 a cell or point crashed or hung, 4 a cell's losses make its speed meaningless, or a
-collective gave a wrong result, 129, 130, 143 stopped by SIGHUP, Ctrl-C, SIGTERM, 141 standard output was not read to
-its end. Out of memory is a result, and so is a cell that is unsupported or predicted not to fit. A user's mistake is
-one sentence on standard error. Only what a command needs is imported; torch never is: it belongs to the processes that
-measure.
+collective gave a wrong result, 5 a limit of `compare --fail-if` is broken, 129, 130, 143 stopped by SIGHUP, Ctrl-C,
+SIGTERM, 141 standard output was not read to its end. Out of memory is a result, and so is a cell that is unsupported or
+predicted not to fit. A user's mistake is one sentence on standard error. Only what a command needs is imported; torch
+never is: it belongs to the processes that measure.
 """
 
 from __future__ import annotations
@@ -255,15 +255,39 @@ def report(directory: Annotated[Path, Parameter(help="Directory of a sweep, a br
 
 
 def compare(
-    a: Annotated[Path, Parameter(help="Directory of a sweep.")],
-    b: Annotated[Path, Parameter(help="Directory of the sweep to compare with it.")],
+    a: Annotated[Path, Parameter(help="Directory of a sweep, a breakdown or a micro.")],
+    b: Annotated[Path, Parameter(help="Directory to compare with it.")],
     /,
+    *,
+    fail_if: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help="Limit on how much worse any cell or point of B may be, repeatable: 'tokens_per_s<-3%', "
+            "'mfu_ratio<-3%', 'peak_memory_gb>+0.5GiB'; of a micro 'median_ms>+5%', of a breakdown 'step_ms>+5%'.",
+            negative=(),
+        ),
+    ] = (),
+    junit: Annotated[Path | None, Parameter(help="Write what came of each limit as JUnit XML.")] = None,
+    summary: Annotated[
+        Path | None, Parameter(help="Add what came of each limit to this Markdown file, as to $GITHUB_STEP_SUMMARY.")
+    ] = None,
 ) -> int:
-    """Print how sweep B differs from sweep A, cell by cell."""
-    from training_probe.report import compare as comparison
+    """Print how B differs from A, cell by cell, or point by point of micro-benchmarks.
 
-    print(comparison.compare(a, b, width(sys.stdout)))
-    return exit_codes.OK
+    With --fail-if it is a gate. The exit code is 5 where a cell of B is worse than a limit by more than the interval
+    explains, or failed that did not in A; 4 where a cell is invalid or a limit cannot be judged; and 0 otherwise.
+    """
+    from loadgen.report import gate
+    from training_probe.compare import compare as compared
+
+    gate.check_options(fail_if, junit, summary)
+    comparison = compared(a, b, width(sys.stdout))
+    checks = comparison.judged(fail_if) if fail_if else []
+    print(comparison.text)
+    if not checks:
+        return exit_codes.OK
+    print(gate.render(checks, comparison.warnings), end="", flush=True)
+    return gate.finish(checks, comparison.warnings, "training_probe", junit, summary)
 
 
 def letters() -> int:

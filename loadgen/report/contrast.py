@@ -56,9 +56,8 @@ def contrast(
 def as_it_is(a: float | None, b: float | None) -> Contrast:
     """Of two values without noise: each interval is the value itself."""
     plain = contrast(a, b)
-    if plain.difference is None or plain.ratio is None:
-        return plain
-    return contrast(a, b, (plain.difference, plain.difference), (plain.ratio, plain.ratio))
+    difference, ratio = ((value, value) if value is not None else None for value in (plain.difference, plain.ratio))
+    return contrast(a, b, difference, ratio)
 
 
 def of_runs(a: Sequence[float], b: Sequence[float]) -> Contrast:

@@ -29,7 +29,7 @@ def check_options(limits: Sequence[str], junit: Path | None, summary: Path | Non
 
 def exit_code(checks: Sequence[Check]) -> int:
     """INVALID where a run cannot be trusted, then BEYOND_LIMIT, then INVALID where a limit could not be judged."""
-    if any(check.group == "run" and check.state != "ok" for check in checks):
+    if any(check.group == "run" and check.state == "unknown" for check in checks):
         return exit_codes.INVALID
     if any(check.state == "beyond" for check in checks):
         return exit_codes.BEYOND_LIMIT

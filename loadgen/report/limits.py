@@ -61,7 +61,7 @@ def _parse(text: str, known: Mapping[str, Measure], examples: str) -> Limit:
         raise ConfigError(f"--fail-if is '{text}', which is no limit; write such as {examples}.")
     name, sign, direction, digits, unit = match.groups()
     if name not in known:
-        raise ConfigError(f"--fail-if: there is no metric '{name}'; {_suggestion(name, known)}.")
+        raise ConfigError(f"--fail-if: there is no metric '{name}'; {_suggestion(name, known)}")
     measure = known[name]
     units = "% or " + measure.unit if measure.unit else "%"
     rises = ">+" if measure.lower_is_better else "<-"
@@ -83,11 +83,11 @@ def _parse(text: str, known: Mapping[str, Measure], examples: str) -> Limit:
 
 
 def _suggestion(name: str, known: Mapping[str, Measure]) -> str:
-    of_it = [each for each in known if each.startswith(f"{name}_")]
+    of_it = [each for each in known if re.fullmatch(f"{re.escape(name)}_[a-z0-9]+", each)]
     if of_it:
-        return f"say which of it: {', '.join(of_it)}"
+        return f"say which of it: {', '.join(of_it)}."
     meant = nearest(name.replace("/", "_per_"), known)
-    return f"did you mean '{meant}'?".removesuffix("?") if meant else f"there are {', '.join(known)}"
+    return f"did you mean '{meant}'?" if meant else f"there are {', '.join(known)}."
 
 
 def judge(limit: Limit, change: Contrast, subject: str = "") -> Check:
@@ -104,10 +104,9 @@ def judge(limit: Limit, change: Contrast, subject: str = "") -> Check:
     low, high = interval[0] - origin, interval[1] - origin
     beyond = low > limit.amount if limit.measure.lower_is_better else high < -limit.amount
     worse = point - origin if limit.measure.lower_is_better else origin - point
-    said = (
-        f"{limit.metric} is {number(change.a)} in A and {number(change.b)} in B, {_amount(point - origin, limit.unit)} "
-        f"(95 % CI {_amount(low, limit.unit)} to {_amount(high, limit.unit)})"
-    )
+    said = f"{limit.metric} is {number(change.a)} in A and {number(change.b)} in B, "
+    said += _amount(point - origin, limit.unit)
+    said += f" (95 % CI {_amount(low, limit.unit)} to {_amount(high, limit.unit)})" if low < high else ""
     said += ": beyond the limit" if beyond else ": not shown to be beyond the limit" if worse > limit.amount else ""
     return Check("limit", name, "beyond" if beyond else "ok", said + ".")
 

@@ -1,31 +1,20 @@
 """How sweep B differs from sweep A, cell by cell: the same cells on other software, another day or another machine.
 
 Cells are the same when their names are, number of GPUs included. The ratio of two speeds has a 95 % interval by Welch's
-t over the runs of each cell, on logarithms: log m has the variance s^2 / (n m^2), so the ratio B / A lies within
-exp(+-t sqrt(a + b)) of what was measured, t with (a + b)^2 / (a^2 / (n_A - 1) + b^2 / (n_B - 1)) degrees of freedom
-(Welch 1947). It covers the noise between runs of one sweep and nothing else, and the output says so.
+t over the runs of each cell, on logarithms (`loadgen.report.contrast`). It covers the noise between runs of one sweep
+and nothing else, and the output says so.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from statistics import fmean, variance
 
 from backends.untrusted import escaped
+from loadgen.report.contrast import SAME, ratio_interval
 from loadgen.report.text import number
 from training_probe.report.layout import Column, Table, text
 from training_probe.results import CellResult
-from training_probe.results import read as read_results
 
-SAME = "no difference shown"
-# Student's t, 97.5 %, of 1 to 30 degrees of freedom; beyond, the normal distribution's is at most 4 % too small.
-T_975 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-NORMAL_975 = 1.96
 NOTES = (
     "95 % CI: Welch's t over the runs of each cell (on logarithms). It covers the noise between the runs of a sweep, "
     "not that between two days or two starts of a machine.",
@@ -42,32 +31,16 @@ COLUMNS = (
 )
 
 
-def compare(a: Path, b: Path, width: int) -> str:
-    """Reads two sweeps' directories, or files of results, and compares them. Raises ResultsError."""
-    return render(read_results(a), read_results(b), str(a), str(b), width)
-
-
 def speed_ratio(a: CellResult, b: CellResult) -> tuple[float | None, list[float] | None]:
     """B / A of tokens/s and its 95 % interval; None where a mean, or a spread, is not known."""
     if not a.tokens_per_s or not b.tokens_per_s:
         return None, None
     ratio = b.tokens_per_s / a.tokens_per_s
     runs_a, runs_b = a.tokens_per_s_runs, b.tokens_per_s_runs
-    if min(len(runs_a), len(runs_b)) < 2 or min(*runs_a, *runs_b) <= 0:
+    if min(len(runs_a), len(runs_b)) < 2:
         return ratio, None
-    parts = [(variance(runs) / (len(runs) * fmean(runs) ** 2), len(runs) - 1) for runs in (runs_a, runs_b)]
-    total = sum(part for part, _ in parts)
-    if total == 0:
-        return ratio, [ratio, ratio]
-    freedom = total**2 / sum(part**2 / free for part, free in parts)
-    reach = _t(freedom) * math.sqrt(total)
-    return ratio, [ratio * math.exp(-reach), ratio * math.exp(reach)]
-
-
-def _t(freedom: float) -> float:
-    """Rounded down to whole degrees of freedom, so the interval is too wide rather than too narrow."""
-    whole = max(1, math.floor(freedom + 1e-9))  # n - 1 may come out a rounding error short
-    return T_975[whole - 1] if whole <= len(T_975) else NORMAL_975
+    interval = ratio_interval(runs_a, runs_b)
+    return ratio, None if interval is None else list(interval)
 
 
 def _shows(interval: Sequence[float]) -> str:
