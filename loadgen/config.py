@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Config", "ConfigError"]
 
 DEFAULT_REQUESTS = 1000
-MOST_REPEATS = 1000
+MOST_REPEATS = 10_000
 MOST_SESSIONS, MOST_TURNS = 10**6, 10**7  # their lengths are held in memory
 DEFAULT_TURNS, DEFAULT_THINK_TIME = 4, 1  # seconds
 MOST_REQUESTS = 10**8  # their times are drawn beforehand, 8 bytes each

@@ -6,7 +6,11 @@ replacement, and the interval holds the middle 95 % of the differences (or ratio
 Gaps (itl) are drawn with the requests that they belong to, since gaps of one request are alike. For means and gaps, a
 run of more than `MAX_UNITS` requests is drawn in that many units of neighbours, which costs no accuracy to speak of. A
 resample's throughput follows from Little's law, L = X W: with the number of requests in flight taken as it was, the
-rate is in proportion to what the drawn requests gave, over the sum of their latencies. Such an interval says how far
+rate is in proportion to what the drawn requests gave, over the sum of their latencies. Two things move a rate besides:
+how the last requests happen to end (half of the latencies' standard deviation, on the whole time; not in a burst, all
+of which is an end), and drawn arrivals (gaps of a coefficient of variation c: c / sqrt(n)).
+Requests that waited in one queue are alike, and a bootstrap does not see that. So no interval is narrower than Welch's
+over `PARTS` parts of each run, by when requests were sent (batch means). Such an interval says how far
 the choice of requests within these two runs can move the number. It must never pass for the noise between one run and
 the next, and the output says so.
 """
@@ -27,7 +31,7 @@ from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.report import build as reports
 from loadgen.report import metrics, repeats
-from loadgen.report.contrast import CONFIDENCE, Bounds, Contrast, contrast, of_runs
+from loadgen.report.contrast import CONFIDENCE, Bounds, Contrast, contrast, of_runs, widened
 from loadgen.report.limits import Check, Limit, Measure, judge
 from loadgen.report.metrics import CONVENTIONS, METRICS
 from loadgen.report.repeats import GOODPUT, RunVerdict
@@ -40,6 +44,7 @@ SCHEMA = "loadgen.compare/1"
 SEED = 20231107  # fixed: the same two runs always give the same intervals
 RESAMPLES = 2000
 QUANTILES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}
+PARTS, LEAST_IN_PART = 10, 5  # of a run, for batch means; requests that ended ok
 GRID = 51  # candidate values at which a resample's share of gaps is counted
 GRID_REACH = 5.0  # of the standard error that the quantile would have if every request had one single gap
 MAX_UNITS = 4096  # of neighbouring requests, drawn together: the standard error is known to 1 / sqrt(2 * 4096) = 1 %
@@ -50,7 +55,8 @@ NOTES = (
     "An interval covers the chance in which requests were measured, not the noise from run to run, which is often "
     "larger: repeat both runs before believing a small difference (loadgen run --repeat 5).",
     "The bootstrap takes requests as independent. Requests of one burst wait in one queue and are not, so the interval "
-    "of a burst may be too narrow or too wide. Nor are the turns of a session.",
+    "of a burst may be too narrow or too wide. Nor are the turns of a session. No interval is narrower than that over "
+    "ten parts of each run.",
     "Throughput is one number a run: its interval takes the number of requests in flight as it was (Little's law), and "
     "is wide for a burst.",
 )
@@ -243,7 +249,9 @@ def build(
     """Of one run on each side. slos: the limits of goodput, in ms, where both have the same."""
     rng = np.random.default_rng(SEED)
     measured_a, measured_b = table_a.measured(), table_b.measured()
-    drawn_a, drawn_b = (_bootstrap(measured, rng, slos) for measured in (measured_a, measured_b))
+    drawn_a = _bootstrap(measured_a, rng, slos, manifest_a.arrival)
+    drawn_b = _bootstrap(measured_b, rng, slos, manifest_b.arrival)
+    parts_a, parts_b = (_by_part(measured, slos or {}) for measured in (measured_a, measured_b))
     rows: dict[str, dict[str, Contrast]] = {}
     for name in METRICS:
         summary_a, summary_b = (
@@ -251,10 +259,14 @@ def build(
             for measured in (measured_a, measured_b)
         )
         rows[name] = {
-            statistic: _contrast(
-                getattr(summary_a, statistic),
-                getattr(summary_b, statistic),
-                (drawn_a[name, statistic], drawn_b[name, statistic]),
+            statistic: widened(
+                _contrast(
+                    getattr(summary_a, statistic),
+                    getattr(summary_b, statistic),
+                    (drawn_a[name, statistic], drawn_b[name, statistic]),
+                ),
+                parts_a.get((name, statistic), ()),
+                parts_b.get((name, statistic), ()),
             )
             for statistic in repeats.STATISTICS
         }
@@ -265,7 +277,11 @@ def build(
         metrics=rows,
         failure_ratio=_failures(measured_a, measured_b, rng),
         throughput={
-            name: _contrast(rate, rates_b[name], (drawn_a["rate", name], drawn_b["rate", name]))
+            name: widened(
+                _contrast(rate, rates_b[name], (drawn_a["rate", name], drawn_b["rate", name])),
+                parts_a.get(("rate", name), ()),
+                parts_b.get(("rate", name), ()),
+            )
             for name, rate in rates_a.items()
         },
         configuration=differing(manifest_a, manifest_b),
@@ -288,7 +304,7 @@ def _side(manifest: Manifest, measured: Table) -> Side:
 
 
 def _bootstrap(
-    measured: Table, rng: np.random.Generator, slos: Mapping[str, float] | None = None
+    measured: Table, rng: np.random.Generator, slos: Mapping[str, float] | None = None, arrival: str = ""
 ) -> dict[tuple[str, str], Array]:
     ok = measured.ok
     columns = {name: metrics.column(measured, name, _RULES)[ok] for name in METRICS if name != "itl_ms"}
@@ -304,10 +320,11 @@ def _bootstrap(
     with np.errstate(invalid="ignore", divide="ignore"):
         for at, name in enumerate((*columns, "itl_ms")):
             drawn[name, "mean"] = means[:, 2 * at] / means[:, 2 * at + 1]
+        moved = 1 + _rate_noise(measured, arrival) * rng.standard_normal(RESAMPLES)
         for at, (name, rate) in enumerate(_rates(measured, slos or {}).items()):
             done, latency = work[name].sum(), work[LATENCY].sum()
             as_measured = np.nan if rate is None else rate * latency / done
-            drawn["rate", name] = as_measured * worked[:, at] / worked[:, -1]
+            drawn["rate", name] = as_measured * worked[:, at] / worked[:, -1] * moved
     for (quantile, (edges_us, _)), counts in zip(grids.items(), shares, strict=True):
         drawn["itl_ms", quantile] = _invert(edges_us, counts, means[:, -1] * (QUANTILES[quantile] / 1000)) / 1000
     return drawn
@@ -355,6 +372,39 @@ def _work(measured: Table, slos: Mapping[str, float]) -> dict[str, Array]:
         gave[GOODPUT] = metrics.good(measured, slos, _RULES)[ok]
     gave[LATENCY] = metrics.between_ms(measured, "sent_ns", "done_ns")[ok]
     return {name: values.astype(np.float64) for name, values in gave.items()}
+
+
+def _by_part(measured: Table, slos: Mapping[str, float]) -> dict[tuple[str, str], list[float]]:
+    """Each statistic in `PARTS` parts of the requests that ended ok, by when they were sent, by the keys of
+    `_bootstrap`; of a rate in proportion to it. Left out where a part does not define it, or parts are too small."""
+    ok = np.flatnonzero(measured.ok)
+    found: dict[tuple[str, str], list[float]] = {}
+    if len(ok) < PARTS * LEAST_IN_PART:
+        return found
+    for rows in np.array_split(ok[np.argsort(measured.sent_ns[ok], kind="stable")], PARTS):
+        part = measured.select(np.isin(np.arange(len(measured)), rows))
+        for name in METRICS:
+            summary = metrics.summary(metrics.sample(part, name, _RULES), _RULES.percentile)
+            for statistic in repeats.STATISTICS:
+                if (value := getattr(summary, statistic)) is not None:
+                    found.setdefault((name, statistic), []).append(value)
+        work = _work(part, slos)
+        for name in work:
+            found.setdefault(("rate", name), []).append(float(work[name].sum() / work[LATENCY].sum()))
+    return {key: values for key, values in found.items() if len(values) == PARTS}
+
+
+def _rate_noise(measured: Table, arrival: str) -> float:
+    """Standard deviation of a rate, as a ratio to it, by the run's end and by arrivals that were drawn."""
+    seconds, latency_ms = metrics.duration_s(measured, _RULES), _work(measured, {})[LATENCY]
+    if seconds is None or len(latency_ms) < 2:
+        return 0.0
+    sent_ns, due_ns = measured.sent_ns[measured.ok], np.sort(measured.scheduled_ns)
+    is_burst = (sent_ns.max() - sent_ns.min()) / 1e6 < latency_ms.mean()
+    by_end = 0.0 if is_burst else float(latency_ms.std(ddof=1)) / 2000 / seconds
+    gaps = np.diff(due_ns) if arrival.partition(":")[0] in reports.RATES else np.empty(0)
+    by_arrivals = float(gaps.std() / gaps.mean()) / math.sqrt(len(gaps)) if len(gaps) and gaps.any() else 0.0
+    return math.hypot(by_end, by_arrivals)
 
 
 def _units(each: Array) -> Array:

@@ -73,10 +73,27 @@ def ratio_interval(a: Sequence[float], b: Sequence[float]) -> Bounds | None:
     if min(*a, *b) <= 0:
         return None
     reach = _reach(a, b, fmean(a), fmean(b))
-    if reach is None:
-        return None
-    ratio = fmean(b) / fmean(a)
+    return None if reach is None else _times(fmean(b) / fmean(a), reach)
+
+
+def _times(ratio: float, reach: float) -> Bounds:
     return ratio * math.exp(-reach), ratio * math.exp(reach)
+
+
+def widened(of: Contrast, a: Sequence[float], b: Sequence[float]) -> Contrast:
+    """With intervals no narrower than Welch's over parts of A and of B (at least two each), about the same values."""
+    if of.difference is None or of.difference_ci is None or min(len(a), len(b)) < 2:
+        return of
+    apart = _reach(a, b, 1.0, 1.0) or 0.0
+    difference_ci = _union(of.difference_ci, (of.difference - apart, of.difference + apart))
+    ratio_ci = of.ratio_ci
+    if of.ratio is not None and ratio_ci is not None and of.ratio > 0 and min(*a, *b) > 0:
+        ratio_ci = _union(ratio_ci, _times(of.ratio, _reach(a, b, fmean(a), fmean(b)) or 0.0))
+    return contrast(of.a, of.b, difference_ci, ratio_ci)
+
+
+def _union(a: Bounds, b: Bounds) -> Bounds:
+    return min(a[0], b[0]), max(a[1], b[1])
 
 
 def _reach(a: Sequence[float], b: Sequence[float], unit_a: float, unit_b: float) -> float | None:

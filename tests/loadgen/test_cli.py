@@ -81,6 +81,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "total_timeout": (["1.5"], 1.5),
     "goodput": (["ttft:5", "e2el:9"], ("ttft:5", "e2el:9")),
     "out": (["dir"], Path("dir")),
+    "repeat": (["5"], 5),
     "tp": (["all"], "all"),
     "gpus": (["0,1"], "0,1"),
     "dtype": (["bfloat16"], "bfloat16"),

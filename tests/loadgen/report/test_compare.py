@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_a_run_does_not_differ_from_itself() -> None:
     one = drawn(1)
     compared = compare.build(manifest(), one, manifest(), one)
     lines = [line for row in compared.metrics.values() for line in row.values()]
-    assert len(lines) == 3 * len(METRICS)
+    assert len(lines) == 5 * len(METRICS)
     for line in [*lines, compared.failure_ratio]:
         assert line.difference == 0
         assert line.difference_ci is not None and line.difference_ci[0] <= 0 <= line.difference_ci[1]
@@ -100,7 +101,8 @@ def test_failures_and_throughput_by_hand() -> None:
     rates = compared.throughput
     assert rates["requests_per_s"].a == rates["requests_per_s"].b == 3 / 0.505
     assert rates["output_tokens_per_s"].a == 7 / 0.505
-    assert rates["requests_per_s"].difference_ci is None and rates["requests_per_s"].shows is None
+    assert rates["total_tokens_per_s"].a == 37 / 0.505
+    assert rates["output_tokens_per_s"].shows == "no difference shown"
 
 
 def test_nothing_to_compare_is_no_error() -> None:
@@ -139,6 +141,48 @@ def test_the_text_is_honest_and_safe() -> None:
     assert "not the noise from run to run" in text
     assert "Requests of one burst wait in one queue" in text
     assert "config.note: None | \\x1b]0;hi\\x07" in text
+
+
+# Throughput of one run: the number in flight as it was, and what the requests gave over their latencies.
+
+
+def closed_loop(seed: int, slower: float = 1.0, n: int = 400, slots: int = 16) -> Table:
+    """A server on which `slots` requests are always in flight; each request's pace is its own."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(20, 200, n)
+    e2el_ns = (slower * rng.normal(1, 0.15, n).clip(0.5) * (100 + 10 * tokens) * 1e6).astype(np.int64)
+    free, sent = [0] * slots, []
+    for lasts_ns in e2el_ns.tolist():
+        at = heapq.heappop(free)
+        sent.append(at)
+        heapq.heappush(free, at + lasts_ns)
+    began = np.array(sent, np.int64)
+    made = columns(e2el_ns / 1e6, np.zeros((n, 0), np.int64))
+    return replace(
+        made, scheduled_ns=began, sent_ns=began, first_token_ns=began + 100, last_token_ns=began + e2el_ns,
+        done_ns=began + e2el_ns, output_tokens=tokens,
+    )  # fmt: skip
+
+
+def rate(a: Table, b: Table) -> compare.Contrast:
+    return compare.build(manifest(), a, manifest(), b).throughput["output_tokens_per_s"]
+
+
+def test_the_interval_of_a_closed_loops_throughput_covers_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "RESAMPLES", 400)
+    hits, wide = [], []
+    for pair in range(60):
+        change = rate(closed_loop(2 * pair), closed_loop(2 * pair + 1, 1 / 0.9))
+        assert change.ratio_ci is not None
+        hits.append(change.ratio_ci[0] <= 0.9 <= change.ratio_ci[1])
+        wide.append(change.ratio_ci[1] - change.ratio_ci[0])
+    assert coverage(hits) >= 0.9
+    assert np.mean(wide) < 0.1  # and is no wider than helps: a loss of 10 % shows
+
+
+def test_throughput_of_a_run_that_gave_nothing_has_no_interval() -> None:
+    change = rate(closed_loop(1), replace(closed_loop(2), output_tokens=np.full(400, -1)))
+    assert (change.b, change.difference_ci) == (None, None)
 
 
 # The resampling itself.
