@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.training_probe.measured import HOSTILE, result
+from training_probe import compare as measurements
 from training_probe.report import compare
 from training_probe.results import CellResult, ResultsError, append
 
@@ -106,6 +107,6 @@ def test_versions_that_differ_are_said() -> None:
 
 def test_directories_are_read_and_a_missing_one_is_a_sentence(tmp_path: Path) -> None:
     append(tmp_path, of_runs(1, 2))
-    assert f"A: {tmp_path}, 1 cells" in compare.compare(tmp_path, tmp_path, 200)
+    assert f"A: {tmp_path}, 1 cells" in measurements.compare(tmp_path, tmp_path, 200).text
     with pytest.raises(ResultsError, match="cannot read"):
-        compare.compare(tmp_path, tmp_path / "none", 80)
+        measurements.compare(tmp_path, tmp_path / "none", 80)

@@ -1,0 +1,180 @@
+"""Gates over training: what breaks a limit by hand, what fails only in B, micro-benchmarks and breakdowns."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.training_probe.measured import result
+from training_probe import cli
+from training_probe import compare as comparison
+from training_probe.breakdown.attribution import PASSES, Attribution, Window
+from training_probe.breakdown.run import Breakdown
+from training_probe.grid import cell
+from training_probe.points import Collective, Copy, Gemm, Measured, Point, measured
+from training_probe.results import BREAKDOWN_FILE, CellResult, ResultsError, append
+
+
+def swept(directory: Path, *results: CellResult) -> Path:
+    directory.mkdir()
+    for each in results:
+        append(directory, each)
+    return directory
+
+
+def of_runs(*runs: float, method: str = "Z3", **said: Any) -> CellResult:
+    return result(
+        method, float(np.mean(runs)), runs=list(runs), said={"mfu_ratio": float(np.mean(runs)) / 2000, **said}
+    )
+
+
+def gate(a: Path, b: Path, *limits: str, junit: Path | None = None) -> int:
+    words = [word for limit in limits for word in ("--fail-if", limit)]
+    return cli.invoke(["compare", str(a), str(b), *words, *(["--junit", str(junit)] if junit else [])])
+
+
+def test_speed_mfu_and_memory_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = swept(tmp_path / "a", of_runs(990, 1000, 1010))
+    b = swept(tmp_path / "b", of_runs(890, 900, 910))
+    c = swept(tmp_path / "c", of_runs(985, 1000, 1015, peak_memory_gb=32.5))
+    assert gate(a, b, "tokens_per_s<-3%") == gate(a, b, "mfu_ratio<-3%") == 5
+    assert gate(a, b, "tokens_per_s<-15%", "mfu_ratio<-15%") == 0
+    assert gate(b, a, "tokens_per_s<-0%", "mfu_ratio<-0%") == 0  # faster
+    assert gate(a, c, "tokens_per_s<-3%") == 0
+    assert gate(a, c, "peak_memory_gb>+1.5GiB", "peak_memory_gb>+4%") == 0
+    capsys.readouterr()
+    junit = tmp_path / "junit.xml"
+    assert gate(a, c, "peak_memory_gb>+0.5GiB", "peak_memory_gb>+2%", junit=junit) == 5
+    assert "peak_memory_gb is 31.50 in A and 32.50 in B, +1 GiB: beyond the limit." in capsys.readouterr().out
+    (suite,) = ElementTree.parse(junit).getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "2", "0")
+
+
+def test_mfu_has_the_interval_of_the_speed() -> None:
+    speed = comparison._speed(of_runs(990, 1000, 1010), of_runs(890, 900, 910))
+    mfu = comparison._in_proportion(speed, 0.5, 0.45)
+    assert mfu.ratio_ci == pytest.approx(speed.ratio_ci)
+    assert comparison._in_proportion(speed, None, 0.45).ratio_ci is None
+
+
+def test_one_run_has_the_noise_of_its_steps_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = {"runs": 1, "steps": 100, "step_ms": 500.0, "step_ms_std": 25.0}
+    a, b = (of_runs(speed, **said) for speed in (1000.0, 980.0))
+    reach = 1.96 * math.sqrt(2) * 0.05 / 10
+    expected = [0.98 * math.exp(-reach), 0.98 * math.exp(reach)]
+    assert comparison._speed(a, b).ratio_ci == pytest.approx(expected)
+    of_a, of_b = swept(tmp_path / "a", a), swept(tmp_path / "b", b)
+    assert gate(of_a, of_b, "tokens_per_s<-1%") == 0 and gate(of_a, of_b, "tokens_per_s<-0.5%") == 5
+    assert f"warning: {comparison.ONE_RUN}" in capsys.readouterr().out
+    silent = swept(tmp_path / "c", result(tokens_per_s=900.0))
+    assert gate(silent, silent, "tokens_per_s<-1%") == 4  # nothing says how noisy it is
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "code"),
+    [
+        ({}, {"outcome": "oom", "reason": "no room"}, 5), ({}, {"outcome": "crashed"}, 5),
+        ({}, {"said": {"valid": False}}, 4), ({"said": {"valid": False}}, {}, 4),
+        ({"outcome": "oom"}, {"outcome": "oom"}, 0), ({"outcome": "oom"}, {}, 0), ({}, None, 4),
+    ],
+)  # fmt: skip
+def test_how_cells_ended(of_a: dict[str, Any], of_b: dict[str, Any] | None, code: int, tmp_path: Path) -> None:
+    kept = of_runs(990, 1000, 1010)
+    a = swept(tmp_path / "a", kept, result("Z2", **of_a))
+    b = swept(tmp_path / "b", kept, *([] if of_b is None else [result("Z2", **of_b)]))
+    assert gate(a, b, "peak_memory_gb>+1%") == code
+
+
+def test_nothing_in_common_does_not_pass(tmp_path: Path) -> None:
+    a, b = swept(tmp_path / "a", result("Z2", outcome="oom")), swept(tmp_path / "b", result("Z3"))
+    assert gate(a, b, "tokens_per_s<-3%") == 4
+
+
+# Micro-benchmarks.
+
+
+def points(directory: Path, *results: Measured) -> Path:
+    directory.mkdir()
+    (directory / "micro.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in results))
+    return directory
+
+
+def timed(point: Point, mean_s: float, seed: int = 0, correct: bool | None = None) -> Measured:
+    return measured(point, np.random.default_rng(seed).normal(mean_s, 0.02 * mean_s, 50).tolist(), 3, correct)
+
+
+GEMM = Gemm(m=64, n=64, k=64, dtype="bf16")
+COPY = Copy(route="h2d", pinned=True, size_bytes=1 << 20)
+REDUCE = Collective(name="allreduce", size_bytes=1 << 20, ranks=4, p2p=True)
+
+
+@pytest.mark.parametrize("point", [GEMM, COPY, REDUCE])
+def test_micro_benchmarks(point: Point, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, same = points(tmp_path / "a", timed(point, 1e-3)), points(tmp_path / "b", timed(point, 1e-3, 1))
+    slower = points(tmp_path / "c", timed(point, 1.11e-3, 2))
+    rate = comparison.RATES[type(point)]
+    assert gate(a, same, "median_ms>+3%", f"{rate}<-3%") == 0
+    assert comparison.WITHIN in capsys.readouterr().out
+    assert (
+        gate(a, slower, "median_ms>+3%") == gate(a, slower, f"{rate}<-3%") == gate(a, slower, "median_ms>+0.05ms") == 5
+    )
+    assert gate(slower, a, "median_ms>+0%", f"{rate}<-0%") == 0
+    other = "bytes_per_s" if rate == "flops_per_s" else "flops_per_s"
+    assert gate(a, same, f"{other}<-3%") == 2
+
+
+def test_the_interval_of_medians_covers_the_truth() -> None:
+    covered = 0
+    for at in range(500):
+        interval = comparison._median(timed(GEMM, 1e-3, 2 * at), timed(GEMM, 1.1e-3, 2 * at + 1)).ratio_ci
+        assert interval is not None
+        covered += interval[0] <= 1.1 <= interval[1]
+    assert 0.92 <= covered / 500 <= 0.98
+
+
+def test_a_wrong_result_does_not_pass(tmp_path: Path) -> None:
+    a = points(tmp_path / "a", timed(REDUCE, 1e-3))
+    assert gate(a, points(tmp_path / "b", timed(REDUCE, 1e-3, correct=False)), "median_ms>+50%") == 4
+    assert gate(a, points(tmp_path / "c", Measured(point=REDUCE, outcome="crashed")), "median_ms>+50%") == 5
+
+
+# Breakdowns.
+
+
+def traced(directory: Path, step_s: float, backward_s: float) -> Path:
+    rest = (step_s - backward_s) / 2
+    windows = [
+        Window(
+            phase=phase, overall_s=seconds, compute_s=seconds, exposed_communication_s=0, exposed_memcpy_s=0, idle_s=0,
+            communication_s=0, memcpy_s=0,
+        )
+        for phase, seconds in zip(PASSES, (rest, backward_s, rest), strict=True)
+    ]  # fmt: skip
+    attribution = Attribution(device="cuda", steps=3, step_s=step_s, windows=windows, shares=[])
+    asked = cell("Z3", model="7b", gpus=8, micro_batch=2)
+    made = Breakdown(cell=asked, platform="NVIDIA H200", outcome="ok", attribution=attribution)
+    directory.mkdir()
+    (directory / BREAKDOWN_FILE).write_bytes(msgspec.json.encode(made) + b"\n")
+    return directory
+
+
+def test_breakdowns_are_compared_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = traced(tmp_path / "a", 1.0, 0.5), traced(tmp_path / "b", 1.02, 0.6)
+    assert gate(a, b, "step_ms>+3%", "forward_ms>+1%") == 0
+    assert gate(a, b, "backward_ms>+19%") == gate(a, b, "backward_ms>+90ms") == 5
+    out = capsys.readouterr().out
+    assert f"warning: {comparison.POINT}" in out
+    assert "backward_ms is 500.0 in A and 600.0 in B, +20.0 %: beyond the limit." in out
+    assert cli.invoke(["compare", str(a), str(b)]) == 0
+    assert "backward_ms" in capsys.readouterr().out
+
+
+def test_kinds_are_not_mixed(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match="hold different measurements"):
+        comparison.compare(traced(tmp_path / "a", 1, 0.5), points(tmp_path / "b", timed(GEMM, 1)), 100)
