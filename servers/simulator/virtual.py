@@ -23,13 +23,12 @@ URL = "virtual time"  # in the place of an address
 
 
 class Arrival(NamedTuple):
-    """A request that is sent at `at_s`. `segments`, `reply_key`: what it shares, as of servers.schedulers.Sequence."""
+    """A request that is sent at `at_s`. `segments`: what it shares, as of servers.schedulers.Sequence."""
 
     at_s: float
     prompt: int
     output: int
     segments: tuple[tuple[int, int], ...] = ()
-    reply_key: int | None = None
 
 
 @dataclass(slots=True)
