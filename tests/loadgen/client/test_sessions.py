@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ import pytest
 from backends.protocol import Sampling
 from loadgen.client.engine import build_client, run_here
 from loadgen.client.workers import run_in_workers
+from loadgen.clock import now_ns
 from loadgen.event_loop import run_loop
 from loadgen.plan import Job, Plan, PromptSource, Timeouts
 from loadgen.rundir import records
@@ -138,7 +141,7 @@ def test_turns_follow_each_other(arrival: dict[str, Any], tmp_path: Path) -> Non
     assert {row["outcome"] for row in rows} == {"ok"} and len(world.requests) == turns.total > 10
     for session, of_it in sessions_of(rows).items():
         assert [row["turn"] for row in of_it] == list(range(1, turns.count(session) + 1))
-        for earlier, later in zip(of_it, of_it[1:], strict=False):
+        for earlier, later in itertools.pairwise(of_it):
             think_ns = turns.think_ns(later["id"])
             assert 10_000_000 <= think_ns <= 50_000_000
             assert later["scheduled_ns"] == earlier["done_ns"] + think_ns <= later["sent_ns"]
@@ -242,9 +245,6 @@ def test_a_stopped_run_sends_no_more_turns(tmp_path: Path) -> None:
         async with scripted(reply) as world:
             client = build_client(plan(world.url, sessions=3, turns=5, think_time=30))
             await client.prepare()
-            import asyncio
-
-            from loadgen.clock import now_ns
 
             asyncio.get_running_loop().call_later(0.5, client.stop, 1.0)
             await client.run(now_ns(), tmp_path / "requests.jsonl")
