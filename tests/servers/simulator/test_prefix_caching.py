@@ -44,7 +44,9 @@ def test_a_session_finds_what_was_said(scheduler: str) -> None:
 def test_without_the_cache_what_is_shared_changes_nothing(scheduler: str) -> None:
     world = emulate(setup(scheduler, False))
     plain = simulate(world, [(0.1 * number, 300, 20) for number in range(50)], Streams(8, 8))
-    sharing = simulate(world, [Arrival(0.1 * number, 300, 20, ((1, 300), (2, 20))) for number in range(50)], Streams(8, 8))
+    sharing = simulate(
+        world, [Arrival(0.1 * number, 300, 20, ((1, 300), (2, 20))) for number in range(50)], Streams(8, 8)
+    )
     assert [outcome.times_s for outcome in plain] == [outcome.times_s for outcome in sharing]
     assert [outcome.cached_tokens for outcome in sharing] == [0] * 50
 
