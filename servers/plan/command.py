@@ -7,6 +7,7 @@ What cannot do it stands below with the reason; no candidate is left out.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,10 +33,10 @@ from loadgen.config import (
     SchedulerOption,
 )
 from loadgen.load.load import Load
-from loadgen.option_types import Whole, WholeOrText, option
+from loadgen.option_types import NumberOrText, Whole, WholeOrText, option
 from loadgen.report import text
 from loadgen.server import embedded
-from servers.plan.sizing import METRICS, STRETCH, Demand, Limits, NotMet, SizedServer, Trial
+from servers.plan.sizing import METRICS, STRETCH, Demand, Limits, NotMet, SizedServer, Trial, trace_rate
 from servers.simulator import hardware
 from servers.simulator.build import Emulated, EmulationError, Profile, Setup, emulate, profiles, read_profile
 from servers.simulator.hardware import HardwareError
@@ -145,7 +146,7 @@ def judge(
         while True:
             if servers * candidate.tp > max_gpus:
                 raise NotMet(
-                    f"needs {servers} servers of {highest:.3g} requests/s (limited by {bound}), "
+                    f"needs {servers} servers of {highest:.3g} {demand.what} (limited by {bound}), "
                     f"{servers * candidate.tp} GPUs; --max-gpus is {max_gpus}"
                 )
             share = server.at(demand.rate / servers)
@@ -178,10 +179,10 @@ def ranked(judged: Iterable[Row | Unmet]) -> tuple[list[Row], list[Unmet]]:
     return rows, [each for each in candidates if isinstance(each, Unmet)]
 
 
-def _table(rows: list[Row], limits: Limits) -> list[str]:
+def _table(rows: list[Row], limits: Limits, what: str) -> list[str]:
     cells = [
         (
-            "$/hour", "GPUs", "servers", "each on", "joined by", "max-running", "req/s each", "limited by",
+            "$/hour", "GPUs", "servers", "each on", "joined by", "max-running", f"{what} each", "limited by",
             *(f"p{limits.percentile:g} {name} ms" for name in METRICS), "in flight",
         )
     ]  # fmt: skip
@@ -217,13 +218,27 @@ def _commands(row: Row, demand: Demand, limits: Limits) -> Iterator[str]:
     modelled = ["--gpu", row.candidate.gpu, "--gpus", str(row.candidate.tp), "--scheduler", setup.scheduler]
     modelled += [] if setup.profile is None else ["--profile", str(setup.profile)]
     load = demand.load
-    load_flags = ["--arrival", f"poisson:{demand.rate / row.servers:.4f}", "--input-tokens", str(load.input_tokens)]
-    load_flags += ["--output-tokens", str(load.output_tokens)]
-    load_flags += [] if load.prefix is None else ["--prefix", str(load.prefix)]
-    load_flags += ["--goodput"]
+    load_flags = [*_load_flags(load, demand.rate / row.servers), "--goodput"]
     load_flags += [f"{name}:{1e3 * limit_s:g}" for name, limit_s in limits.seconds.items()]
     yield f"Look closer at the first: {shlex.join(['loadgen', 'predict', *words, *modelled, *load_flags])}"
     yield f"Start one of its servers: {shlex.join(['loadgen', 'compose', *words])}"
+
+
+def _load_flags(load: Load, rate: float) -> list[str]:
+    """Of a load that comes at such a rate."""
+    if load.trace is not None:
+        trace = load.trace
+        flags = ["--trace", trace.path, "--trace-speed", f"{trace.speed * rate / trace_rate(load):.4f}"]
+        flags += [] if trace.format is None else ["--trace-format", trace.format]
+        flags += [] if trace.limit is None else ["--trace-limit", str(trace.limit)]
+        return flags + ([] if trace.from_s == 0 else ["--trace-from", f"{trace.from_s:g}"])
+    flags = ["--arrival", f"poisson:{rate:.4f}", "--input-tokens", str(load.input_tokens)]
+    flags += ["--output-tokens", str(load.output_tokens)]
+    flags += [] if load.prefix is None else ["--prefix", str(load.prefix)]
+    if load.sessions is not None:
+        flags += ["--sessions", str(load.requests), "--turns", str(load.sessions.turns)]
+        flags += ["--think-time", str(load.sessions.think_time)]
+    return flags
 
 
 def _reliability(profile: Profile, gpus: Iterable[str]) -> Iterator[str]:
@@ -236,9 +251,14 @@ def _reliability(profile: Profile, gpus: Iterable[str]) -> Iterator[str]:
         yield f"Operators of {gpu}, how far off: {hardware.find(gpu).error}."
 
 
-def _lengths(load: Load) -> str:
+def _arriving(load: Load) -> str:
+    if load.trace is not None:
+        return f"as in {load.trace.path}, faster or slower"
     shared = "" if load.prefix is None else f", prompts of a group alike: {load.prefix}"
-    return f"{load.input_tokens} tokens in, {load.output_tokens} out{shared}"
+    lengths = f"Poisson, {load.input_tokens} tokens in, {load.output_tokens} out{shared}"
+    if load.sessions is None:
+        return lengths
+    return f"{lengths}, {load.sessions.turns} turns each, {load.sessions.think_time} s to think"
 
 
 def render(
@@ -249,16 +269,16 @@ def render(
     wanted = ", ".join(f"{name} <= {1e3 * limit_s:g} ms" for name, limit_s in limits.seconds.items())
     lines = [
         "PREDICTIONS: emulated, computed by a model of the hardware; nothing was measured.",
-        f"{demand.rate:g} requests/s (Poisson, {_lengths(demand.load)}); "
+        f"{demand.rate:g} {demand.what} ({_arriving(demand.load)}); "
         f"{limits.percentile:g} % of the requests within {wanted}.",
         "",
     ]
     if rows:
         lines += [
-            *_table(rows, limits),
+            *_table(rows, limits, demand.what),
             "",
-            "req/s each: the highest rate at which one server keeps the limits (found within 10 %), and what is in the "
-            "way of more. Latencies and requests in flight: predicted at one server's share of the load.",
+            f"{demand.what} each: the highest rate at which one server keeps the limits (found within 10 %), and what "
+            "is in the way of more. Latencies and requests in flight: predicted at one server's share of the load.",
             *_commands(rows[0], demand, limits),
         ]
         if any(row.emulated.facts.topology == "pcie" for row in rows):
@@ -284,15 +304,26 @@ class PlanOptions:
     """The load, its limits, and which servers may take it. Units: tokens, requests per second."""
 
     slo: Annotated[str, option(LOAD, "Limits in ms: ttft_ms=500,tpot_ms=50 and e2el_ms; at least one.")]
-    rate: Annotated[float, option(LOAD, "Requests per second over all servers (Poisson).")]
+    rate: Annotated[
+        float | None, option(LOAD, "Requests, or sessions, per second over all servers (default: a trace's own).")
+    ] = None
     model: Annotated[str, option(SERVER, "Model: 7b, 13b, 70b, ..., or a Hugging Face id that is known.")] = "7b"
     backend: Annotated[str, option(SERVER, "Kind of server: vllm, tgi or lightllm.")] = "vllm"
     input_tokens: Annotated[WholeOrText, option(LOAD, "Length of every prompt, or a law, as of run.")] = 512
     output_tokens: Annotated[WholeOrText, option(LOAD, "Length of every reply, or a law.")] = 128
     prefix: Annotated[str | None, option(LOAD, "Prompts of a group begin alike, as of run: GROUPS:TOKENS.")] = None
-    sessions: Annotated[str | None, Parameter(show=False)] = None  # these three are of run, and refused
-    turns: Annotated[str | None, Parameter(show=False)] = None
-    think_time: Annotated[str | None, Parameter(show=False)] = None
+    sessions: Annotated[
+        Whole | None, option(LOAD, "Conversations instead of single requests: about so many in a virtual run.")
+    ] = None
+    turns: Annotated[WholeOrText | None, option(LOAD, "Turns of each session, as of run.")] = None
+    think_time: Annotated[NumberOrText | None, option(LOAD, "Seconds until the next turn, as of run.")] = None
+    trace: Annotated[Path | None, option(LOAD, "Arrivals and lengths of real traffic, as of run.")] = None
+    trace_format: Annotated[
+        Literal["mooncake", "azure", "burstgpt", "bailian"] | None, option(LOAD, "The trace's format.")
+    ] = None
+    trace_speed: Annotated[float, option(LOAD, "The trace so many times as fast.")] = 1.0
+    trace_limit: Annotated[Whole | None, option(LOAD, "At most this many of its requests.")] = None
+    trace_from: Annotated[float, option(LOAD, "From so many seconds after its first request on.")] = 0.0
     percentile: Annotated[float, option(LOAD, "How many percent of the requests keep each limit.")] = 99.0
     gpu: Annotated[
         tuple[str, ...],
@@ -320,11 +351,12 @@ class PlanOptions:
 
     def check(self) -> None:
         """Raises ConfigError."""
-        if (self.sessions, self.turns, self.think_time) != (None, None, None):
+        if self.sessions is not None and self.requests != PlanOptions.requests:
             raise ConfigError(
-                "plan looks for a rate of single requests, and when a session's turns come hangs on the server; try "
-                "rates of sessions with loadgen predict --sessions N --arrival poisson:RATE."
+                "--requests does not go with --sessions, which say how long a virtual run is; leave it out."
             )
+        if self.rate is None and self.trace is None:
+            raise ConfigError("--rate is missing; say how many requests, or sessions, come in a second.")
         for name, value in (
             ("--input-tokens", self.input_tokens), ("--output-tokens", self.output_tokens),
             ("--requests", self.requests), ("--max-gpus", self.max_gpus),
@@ -335,11 +367,25 @@ class PlanOptions:
 
     def demand(self) -> Demand:
         """Raises ConfigError."""
-        load = Config(
+        single = self.sessions is None and self.trace is None
+        config = Config(
             input_tokens=self.input_tokens, output_tokens=self.output_tokens, prefix=self.prefix,
-            requests=STRETCH * self.requests,
-        ).load  # fmt: skip
-        return Demand(rate=self.rate, load=load, requests=self.requests)
+            requests=STRETCH * self.requests if single else None, sessions=self.sessions, turns=self.turns,
+            think_time=self.think_time, trace=self.trace, trace_format=self.trace_format,
+            trace_speed=self.trace_speed, trace_limit=self.trace_limit, trace_from=self.trace_from,
+        )  # fmt: skip
+        load = config.load
+        if load.trace is not None:
+            load = load.within(models.find(self.model).max_position)
+            if load.left_out:
+                terminal.say(f"note: of the trace these are left out: {load.left_out}.")
+            if not trace_rate(load):
+                raise ConfigError("the trace has no length in time; plan needs a rate, so name another --trace.")
+        rate = trace_rate(load) if self.rate is None else self.rate
+        demand = Demand(rate=rate, load=load, requests=self.requests)
+        if self.sessions is None:
+            return demand
+        return dataclasses.replace(demand, requests=round(self.sessions * demand.turns_each))
 
     def setup(self, candidate: Candidate, model: str, load: Load) -> Setup:
         """Raises EmulationError."""
