@@ -132,7 +132,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_out(self) -> str:
-        """How many requests of the trace are not sent, and why, as a clause; empty for none."""
+        """What of the trace, or of the conversations, is not sent, and why, as a clause; empty for none."""
+        if self.sessions is not None:
+            return self.sessions.left_out
         return "" if self.trace is None else str(self.trace.read().left_out)
 
     @property

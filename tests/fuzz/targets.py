@@ -32,8 +32,8 @@ from loadgen.client.connection import Connection
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import FastTransport
 from loadgen.load import traces
+from loadgen.load.datasets import Dataset
 from loadgen.load.lengths import MOST_TOKENS, WorkloadError
-from loadgen.load.prompts import Dataset
 from loadgen.monitor import server_view
 from loadgen.monitor.exporter import Exporter
 from loadgen.monitor.prometheus import Series, Unreadable

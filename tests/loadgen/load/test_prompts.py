@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from loadgen.load.datasets import Dataset
 from loadgen.load.lengths import WorkloadError
 from loadgen.load.prompts import (
     FIRST_ID,
     WORDS,
-    Dataset,
     Text,
     TokenIds,
     exact_text,
