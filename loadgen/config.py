@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Config", "ConfigError"]
 
 DEFAULT_REQUESTS = 1000
+MOST_SESSIONS, MOST_TURNS = 10**6, 10**7  # their lengths are held in memory
 DEFAULT_TURNS, DEFAULT_THINK_TIME = 4, 1  # seconds
 MOST_REQUESTS = 10**8  # their times are drawn beforehand, 8 bytes each
 LEAST_KV_TOKENS = 256  # of a modelled server: some blocks of its cache
@@ -323,11 +324,8 @@ class Config(
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise ConfigError(f"{flag(name)} is {value}; it must be at least {least}.")
-        for name in ("requests", "sessions"):
-            if (getattr(self, name) or 0) > MOST_REQUESTS:
-                raise ConfigError(
-                    f"{flag(name)} is {getattr(self, name)}; it must be at most {MOST_REQUESTS}, or several runs."
-                )
+        if self.requests is not None and self.requests > MOST_REQUESTS:
+            raise ConfigError(f"--requests is {self.requests}; it must be at most {MOST_REQUESTS}, or several runs.")
         for name in (
             "duration", "trace_speed", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout",
             "ready_timeout",
@@ -343,10 +341,10 @@ class Config(
 
     def _take_workload(self) -> None:
         """The options that a workload's name stands for, where they are not given. A closed loop takes the place of its
-        arrivals, and the other way round."""
+        arrivals, and the other way round; sessions that of its requests."""
         options = {} if self.workload is None else workloads.OPTIONS[self.workload]
         for name, value in options.items():
-            other = {"arrival": "concurrency", "concurrency": "arrival"}.get(name)
+            other = {"arrival": "concurrency", "concurrency": "arrival", "requests": "sessions"}.get(name)
             if not self.given([name]) and (other is None or not self.given([other])):
                 object.__setattr__(self, name, value)
 
@@ -422,6 +420,8 @@ class Config(
             if given:
                 raise ConfigError(f"{flag(given[0])} is for --sessions; say how many there are, or leave it out.")
             return
+        if self.sessions is not None and self.sessions > MOST_SESSIONS:
+            raise ConfigError(f"--sessions is {self.sessions}; it must be at most {MOST_SESSIONS}, or several runs.")
         of = "--sessions" if self.dataset is None else "the conversations of --dataset"
         how_many = "--sessions and --turns decide" if self.dataset is None else "--sessions says how many are held"
         for name, instead in (("requests", how_many), ("duration", "sessions end by themselves")):
@@ -429,8 +429,8 @@ class Config(
                 raise ConfigError(f"{flag(name)} does not go with {of}: {instead}; leave it out.")
 
     def _check_load(self, load: "Load") -> None:
-        if load.sessions is not None and (load.planned or 0) > MOST_REQUESTS:
-            raise ConfigError(f"--sessions {self.sessions} have over {MOST_REQUESTS} turns; lower their number.")
+        if load.sessions is not None and (load.planned or 0) > MOST_TURNS:
+            raise ConfigError(f"--sessions {self.sessions} have over {MOST_TURNS} turns; lower their number.")
         if self.dataset is not None and load.output_tokens.kind != "fixed":
             raise ConfigError("--output-tokens is one number beside --dataset; give each line its own output_tokens.")
         mean = sum(each.requests for each in load.arrival.stretches) or load.arrival.rate * (self.duration or 0)

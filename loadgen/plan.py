@@ -16,7 +16,7 @@ import msgspec
 from backends import catalog
 from backends.protocol import Backend, Sampling, ServerInfo
 from loadgen import rundir
-from loadgen.config import MOST_REQUESTS, Config, ConfigError
+from loadgen.config import MOST_TURNS, Config, ConfigError
 from loadgen.load.conversations import Conversations
 from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
@@ -253,8 +253,8 @@ def planned_load(config: Config, backend: Backend) -> Load:
     assert config.load.sessions is not None
     sessions = msgspec.structs.replace(config.load.sessions, counts=dataset.counts, left_out=str(dataset.left_out))
     load = msgspec.structs.replace(config.load, requests=dataset.sessions, sessions=sessions)
-    if (load.planned or 0) > MOST_REQUESTS:
-        raise ConfigError(f"--sessions {dataset.sessions} have over {MOST_REQUESTS} turns; lower their number.")
+    if (load.planned or 0) > MOST_TURNS:
+        raise ConfigError(f"--sessions {dataset.sessions} have over {MOST_TURNS} turns; lower their number.")
     return load
 
 

@@ -42,7 +42,7 @@ async def play(plan: Plan, workers: int, say: Callable[[str], None]) -> None:
 def _beginning(plan: Plan, number: int) -> Plan:
     """The plan of one play."""
     load = plan.job.load
-    lasts = load.streams is not None or load.trace is not None or load.arrival.kind != "burst"
+    lasts = load.streams or load.trace or load.sessions or load.arrival.kind != "burst"
     duration_s = min(load.duration_s or PLAY_S, PLAY_S) if lasts else None
     part = msgspec.structs.replace(load, seed=load.seed + number, duration_s=duration_s)
     return msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, load=part, warmup=0))

@@ -303,7 +303,8 @@ class Client:
         turns, number = self._turns, exchange.id
         if exchange.turn < 0 or turns is None or exchange.outcome == "dropped" or turns.is_last(number):
             return False
-        if self.stopping:
+        duration_s = self.job.load.duration_s
+        if self.stopping or (duration_s is not None and now_ns() - self._t0_ns >= duration_s * 1e9):
             return False
         if (reason := why_over(exchange)) is None:
             self._thinking += 1

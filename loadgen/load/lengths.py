@@ -79,7 +79,7 @@ def fixed(tokens: int) -> Law:
 def parse(text: str | int | float, quantity: Quantity = LENGTH) -> Law:
     """A law from its text, as an option has it; its numbers are in parts of the quantity's unit. Raises
     WorkloadError."""
-    text = f"{text:g}" if isinstance(text, float) else str(text)
+    text = f"{text:.12g}" if isinstance(text, float) else str(text)
     kind, *words = text.split(":")
     if kind == "file" and any(words) and quantity.has_files:
         return Law(kind="file", text=text, path=text.removeprefix("file:"))
