@@ -29,11 +29,10 @@ import backends
 from backends.protocol import Backend, HttpRequest, Prompt, Said
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import FastTransport, Transport
-from loadgen.client.turns import Waiting, why_over
+from loadgen.client.turns import Waiting, next_prompt, why_over
 from loadgen.clock import Alarm, now_ns
 from loadgen.event_loop import Stop, every_second
 from loadgen.load.prompts import Workload
-from loadgen.load.sessions import next_prompt
 from loadgen.plan import Job, Plan
 from loadgen.rundir import WriteError
 from loadgen.rundir.records import ClientFacts, RecordsFile

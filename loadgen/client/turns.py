@@ -6,7 +6,7 @@ import asyncio
 import heapq
 from collections.abc import Callable
 
-from backends.protocol import HttpRequest
+from backends.protocol import HttpRequest, Prompt, Said
 from loadgen.client.exchange import Exchange
 from loadgen.clock import Alarm, now_ns
 
@@ -55,3 +55,18 @@ def why_over(exchange: Exchange) -> str | None:
     if prompt.token_ids is not None and len(said.token_ids) != (exchange.output_tokens or len(exchange.times)):
         return NO_IDS
     return None
+
+
+def next_prompt(prompt: Prompt, said: Said, new: Prompt) -> Prompt:
+    """All that was said, and what is new. Of text the length is not known: only the server knows where its tokens
+    begin."""
+    if prompt.token_ids is not None and new.token_ids is not None:
+        ids = [*prompt.token_ids, *said.token_ids, *new.token_ids]
+        return Prompt(n_tokens=len(ids), token_ids=ids)
+    reply, text = "".join(said.texts), new.text or ""
+    earlier = prompt.messages or (("user", prompt.text or ""),)
+    return Prompt(
+        n_tokens=0,
+        text=f"{prompt.text}{reply}\n{text}",
+        messages=(*earlier, ("assistant", reply), *(new.messages or (("user", text),))),
+    )

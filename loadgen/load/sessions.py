@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from backends.protocol import Prompt, Said
 from loadgen.load.lengths import Law, Lengths
 from loadgen.load.shapes import Shape
 
@@ -128,18 +127,3 @@ def _said(number: int, tokens: int) -> tuple[int, int]:
 def reply_key(number: int) -> int:
     """The key under which later turns hold the reply of turn `number`."""
     return _OF_TURNS + 2 * number + 1
-
-
-def next_prompt(prompt: Prompt, said: Said, new: Prompt) -> Prompt:
-    """All that was said, and what is new. Of text the length is not known: only the server knows where its tokens
-    begin."""
-    if prompt.token_ids is not None and new.token_ids is not None:
-        ids = [*prompt.token_ids, *said.token_ids, *new.token_ids]
-        return Prompt(n_tokens=len(ids), token_ids=ids)
-    reply, text = "".join(said.texts), new.text or ""
-    earlier = prompt.messages or (("user", prompt.text or ""),)
-    return Prompt(
-        n_tokens=0,
-        text=f"{prompt.text}{reply}\n{text}",
-        messages=(*earlier, ("assistant", reply), *(new.messages or (("user", text),))),
-    )
