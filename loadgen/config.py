@@ -411,7 +411,8 @@ class Config(
         if self.turns is not None and self.dataset is not None:
             raise ConfigError("--turns is for sessions that are drawn, and --dataset has its own; leave one out.")
         given = self.given(("sessions", "think_time"))
-        if given and self.dataset is not None and self.dataset.is_file() and not self.plays_conversations:
+        if given and self.dataset is not None and not self.plays_conversations:
+            self._check_dataset()
             raise ConfigError(
                 f"{flag(given[0])} is for conversations, and {self.dataset} holds single prompts; leave it out."
             )
@@ -427,6 +428,15 @@ class Config(
         for name, instead in (("requests", how_many), ("duration", "sessions end by themselves")):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{flag(name)} does not go with {of}: {instead}; leave it out.")
+
+    def _check_dataset(self) -> None:
+        from loadgen.load.dataset_files import stamp
+
+        assert self.dataset is not None
+        try:
+            stamp(self.dataset)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def _check_load(self, load: "Load") -> None:
         if load.sessions is not None and (load.planned or 0) > MOST_TURNS:

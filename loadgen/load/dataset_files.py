@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, escaped
 from loadgen.load.lengths import WorkloadError
 
 BOM = b"\xef\xbb\xbf"  # editors of Windows begin a file of UTF-8 with it
@@ -28,13 +28,14 @@ def stamp(path: Path) -> Stamp:
     """Raises WorkloadError for a file that is not there."""
     try:
         found = path.stat()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name that holds a NUL
         raise unreadable(path, error) from None
     return Stamp(path, found.st_size, found.st_mtime_ns)
 
 
-def unreadable(path: Path, error: OSError) -> WorkloadError:
-    return WorkloadError(f"cannot read the dataset {path}: {error.strerror or error}; name another --dataset.")
+def unreadable(path: Path, error: OSError | ValueError) -> WorkloadError:
+    why = getattr(error, "strerror", None) or error
+    return WorkloadError(f"cannot read the dataset {escaped(str(path))}: {why}; name another --dataset.")
 
 
 def counted(number: int, what: str) -> str:
@@ -44,13 +45,19 @@ def counted(number: int, what: str) -> str:
 def holds_conversations(path: Path) -> bool:
     """Whether a file begins as one of conversations does: a JSON list, or a line that has `conversations` or `messages`
     and no `prompt`. A file that cannot be read does not."""
-    if not path.is_file():
-        return False
-    with contextlib.suppress(OSError, *UNDECODABLE), path.open("rb") as file:
+    with contextlib.suppress(OSError, ValueError):
+        return path.is_file() and _begins_conversations(path)
+    return False
+
+
+def _begins_conversations(path: Path) -> bool:
+    with path.open("rb") as file:
         if file.read(4096).removeprefix(BOM).lstrip().startswith(b"["):
             return True
         file.seek(0)
         first = next((text for line in file if (text := line.removeprefix(BOM).strip())), b"")
-        keys = msgspec.json.decode(first, type=dict[str, msgspec.Raw]).keys()
+        try:
+            keys = msgspec.json.decode(first, type=dict[str, msgspec.Raw]).keys()
+        except UNDECODABLE:  # of which kind the mistake is
+            return b'"conversations"' in first or b'"messages"' in first
         return "prompt" not in keys and not keys.isdisjoint(("conversations", "messages"))
-    return False

@@ -75,7 +75,8 @@ def predict(
     began = time.perf_counter()
     load, shapes = drawn(config)
     if load.left_out:
-        terminal.say(f"note: of the trace these are not sent: {load.left_out}.")
+        source = "dataset" if load.trace is None else "trace"
+        terminal.say(f"note: of the {source} these are not sent: {load.left_out}.")
     sent = requests(load, shapes)
     run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id
