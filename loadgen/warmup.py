@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from loadgen.client.engine import run_here
-from loadgen.client.workers import run_in_workers
+from loadgen.client.workers import send
 from loadgen.plan import Plan
 from loadgen.rundir import records
 
@@ -53,11 +52,7 @@ async def _played(plan: Plan, workers: int) -> float | None:
     request succeeded."""
     with tempfile.TemporaryDirectory(prefix="loadgen-warmup-") as scratch:
         directory = Path(scratch)
-        if workers == 1:
-            await run_here(plan, directory, lambda snapshots: None)
-        else:
-            await run_in_workers(plan, workers, directory, lambda snapshots: None)
-            records.merge(directory)
+        await send(plan, workers, directory, lambda snapshots: None)
         table = records.read(directory)[0].measured()
     served = table.select(table.ok)
     if not len(served):

@@ -123,7 +123,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def planned(self) -> int | None:
         """How many requests it has; None where that hangs on the server."""
         if (turns := self.turns()) is not None:
-            return turns.total
+            ends = self.arrival.stretches and self.streams is None  # perhaps before all sessions have begun
+            return int(turns.first[len(self.due_ns())]) if ends else turns.total
         if self.streams is None:
             return len(self.due_ns())
         if self.duration_s is not None:
@@ -204,5 +205,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def phases(self) -> list[Phase]:
         """The parts of the load that are reported by themselves; none where it is the same throughout."""
         if self.streams is not None:
-            return self.streams.phases()
-        return self.arrival.phases() if self.trace is None else []
+            return self.streams.phases() if self.sessions is None else self.streams.phases("sessions")
+        if self.trace is not None:
+            return []
+        return self.arrival.phases() if self.sessions is None else self.arrival.phases("sessions")

@@ -96,7 +96,7 @@ def check(url: str, out: Path, config: Config, *load: str) -> list[int]:
     assert report["sharing"]["shareable_tokens"] == sum(shape.shared_tokens for shape in drawn)
     assert report["sharing"]["ttft_warm_ms"]["n"] == sum(map(bool, hits))
     found = {each["code"]: each["severity"] for each in report["verdict"]["findings"]}
-    assert (found["CACHED_TOKENS"], found["PREFIX_CACHE"]) == ("info", "info")
+    assert found["CACHED_TOKENS"] == "info" and "PREFIX_CACHE" not in found  # the same, and said once
     return hits
 
 
