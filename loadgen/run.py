@@ -183,7 +183,8 @@ class Run:
         plan = plan_run(self.config, self.backend, served.target, self.info, self.run_id, model)
         make_room(plan, worker_count(self.config, plan))
         if plan.job.load.left_out:
-            self.say(f"note: of the trace these are not sent: {plan.job.load.left_out}.")
+            source = "dataset" if plan.job.load.trace is None else "trace"
+            self.say(f"note: of the {source} these are not sent: {plan.job.load.left_out}.")
         return await fit_text(plan)
 
     async def ceiling(self, plan: Plan) -> Ceiling | None:

@@ -7,12 +7,12 @@ number before the clock starts: turns are numbered session by session. Pure.
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from loadgen.load.lengths import Law, Lengths
-from loadgen.load.shapes import DrawnShapes, Shape
+from loadgen.load.shapes import Shape
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     import numpy as np
@@ -23,11 +23,12 @@ _OF_TURNS = 1 << 62  # keys of what turns add and what is replied begin here; gr
 
 class Sessions(msgspec.Struct, frozen=True, kw_only=True):
     """turns: how many each session has; None: as `counts` says, for conversations that somebody had. think_time: in
-    milliseconds."""
+    milliseconds. left_out: what of these conversations is not sent, as a clause."""
 
     turns: Law | None
     think_time: Law
     counts: tuple[int, ...] = ()
+    left_out: str = ""
 
     def drawn(self, sessions: int, seed: int) -> Turns:
         """The turns of so many sessions; where `counts` has fewer, they begin again."""
@@ -73,10 +74,20 @@ class Turns:
         return self._think_time_ms.at(number) * 1_000_000
 
 
+class Added(Protocol):
+    """What each turn adds to all that was said before it, by its number, as `DrawnShapes` has it."""
+
+    def lengths(self, number: int) -> Shape: ...
+
+    def shape(self, number: int, member: int | None = None) -> Shape: ...
+
+    def total_tokens(self, requests: int) -> NDArray[np.int64]: ...
+
+
 class SessionShapes:
     """What each turn asks for when every reply is as long as was asked: all that was said before it, and its own."""
 
-    def __init__(self, turns: Turns, own: DrawnShapes) -> None:
+    def __init__(self, turns: Turns, own: Added) -> None:
         self.turns = turns
         self._own = own
 

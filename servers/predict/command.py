@@ -18,12 +18,12 @@ from cyclopts import Parameter
 import backends
 from loadgen import cli, exit_codes, models, rundir, terminal
 from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, PlacementOptions, flag
+from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
-from loadgen.load.prompts import Dataset
 from loadgen.load.sessions import Turns
 from loadgen.load.shapes import Shapes
 from loadgen.option_types import names, offers, option
-from loadgen.plan import most_requests, read_dataset
+from loadgen.plan import planned_load, read_dataset
 from loadgen.rundir import records
 from loadgen.server import embedded
 from servers.simulator.build import Emulated, EmulationError, emulate
@@ -35,7 +35,7 @@ from servers.simulator.virtual import Arrival, Outcome, manifest, simulate, simu
 @offers(
     "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
     "prefix", "sessions", "turns", "think_time", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from",
-    "warmup", "dataset", "repeat_dataset", "seed", "goodput", "out", *names(PlacementOptions),
+    "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "out", *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
 class PredictOptions(Config):
@@ -43,7 +43,7 @@ class PredictOptions(Config):
 
 
 CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has none of them
-    "tokenizer", "vocab_size", "warmup_load", "stream", "workers", "transport", "connect", "kernel_timestamps",
+    "vocab_size", "warmup_load", "stream", "workers", "transport", "connect", "kernel_timestamps",
     "api_key_env", "header", "ca", "insecure", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout",
     "metrics_port", "speed",
 )  # fmt: skip
@@ -72,13 +72,14 @@ def predict(
         return _paper(config)
     if config.gpu is None:
         raise ConfigError("name the GPU to predict for, such as --gpu h200 (and --gpus 4).")
-    given = config.given(CLIENT_ONLY)
+    given = config.given(CLIENT_ONLY if config.plays_conversations else (*CLIENT_ONLY, "tokenizer"))
     if given:
         raise ConfigError(f"{flag(given[0])} is for real requests, and predict sends none; leave it out.")
     began = time.perf_counter()
     load, shapes = drawn(config)
     if load.left_out:
-        terminal.say(f"note: of the trace these are not sent: {load.left_out}.")
+        source = "dataset" if load.trace is None else "trace"
+        terminal.say(f"note: of the {source} these are not sent: {load.left_out}.")
     sent = requests(load, shapes)
     run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id
@@ -128,12 +129,18 @@ def drawn(config: Config) -> tuple[Load, Shapes]:
     """The load that a run with these options would send, and what its requests ask for. Raises ConfigError or
     WorkloadError."""
     backend = backends.get(config.kind)
-    load = msgspec.structs.replace(config.load, requests=most_requests(config, backend))
+    load = planned_load(config, backend)
     if load.trace is not None:
         load = load.within(config.max_model_len or models.find(config.model or "7b").max_position)
     if config.dataset is None:
         return load, load.shapes()
     dataset = read_dataset(config, backend)
+    if not isinstance(dataset, Dataset):
+        if not dataset.knows_lengths:
+            raise ConfigError("the dataset's conversations are text, whose length is not known; name a --tokenizer.")
+        turns = load.turns()
+        assert turns is not None
+        return load, dataset.played(turns)
     unknown = sum(dataset.shape(number).prompt_tokens == 0 for number in _looked_at(load, dataset))
     if unknown:
         raise ConfigError(

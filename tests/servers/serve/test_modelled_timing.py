@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from loadgen.cli import invoke, main
 from loadgen.config import Config, ConfigError
+from loadgen.load import conversations
 from loadgen.load.arrivals import Streams, parse_streams
 from loadgen.load.lengths import WorkloadError
 from loadgen.report import text as texts
@@ -377,6 +378,29 @@ def test_text_of_unknown_length_is_not_predicted(tmp_path: Path) -> None:
     sent = predict.requests(load, shapes)
     assert predict._longest_tokens(load, shapes, sent) == 7 + 128
     assert [request.prompt for request in itertools.islice(sent, 5)] == [7, 3, 7, 3, 7]
+
+
+def test_conversations_are_predicted_where_a_tokenizer_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {
+            "messages": [
+                {"role": role, "content": said} for role, said in zip(("user", "assistant") * 2, row, strict=True)
+            ]
+        }
+        for row in (("a b c", "d e", "f", "g h i"), ("j", "", "k l", "m"))
+    ]
+    config = dataclasses.replace(dataset(tmp_path / "chats.jsonl", rows), warmup=0, output_tokens=7)
+    with pytest.raises(ConfigError, match="whose length is not known; name a --tokenizer"):
+        predict.drawn(config)
+    monkeypatch.setattr(conversations, "tokenizer_count", lambda source: lambda text: len(text.split()))
+    load, shapes = predict.drawn(dataclasses.replace(config, tokenizer="words"))
+    assert (load.requests, load.planned) == (2, 4)
+    asked = [shapes.shape(number) for number in range(4)]
+    assert [(each.prompt_tokens, each.output_tokens, each.shared_tokens) for each in asked] == [
+        (3, 2, 0), (3 + 2 + 1, 3, 5), (1, 7, 0), (1 + 7 + 2, 1, 8),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
