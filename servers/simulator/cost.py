@@ -68,7 +68,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of GPU. memory_bytes: what a server sees of it. links: nvlink, nvlink-pairs, pcie,
-    host, where it has them; the usual one first."""
+    host, where it has them; the usual one first. gemm: in 16 bit; gemms: in other dtypes, by name ("fp8"), whose
+    compute_ratio is still of `flops`, the 16-bit peak."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -76,6 +77,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes_per_s: float
     memory_bytes: int
     gemm: Gemm
+    gemms: dict[str, Gemm] = {}
     attention: Attention
     elementwise: Elementwise
     links: dict[str, Link]
