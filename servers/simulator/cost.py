@@ -44,8 +44,8 @@ class Elementwise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """How GPUs reduce. Either `bytes` and `us` as measured among `ranks`, or alpha, beta and gamma. pair: between two,
-    where that is known by itself."""
+    """How GPUs reduce. Either `bytes` and `us` as measured among `ranks`, or alpha, beta and gamma. pair: among fewer,
+    at least two, where that is known by itself."""
 
     ranks: int = 0
     bytes: tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
         """Seconds until `ranks` GPUs all hold the sum of `size_bytes` from each."""
-        if ranks == 2 and self.pair is not None:
+        if self.pair is not None and ranks <= max(self.pair.ranks, 2):
             return self.pair.all_reduce_s(size_bytes, ranks)
         if not self.us:
             ring = 2 * (ranks - 1) / ranks * size_bytes / self.beta_bytes_per_s
