@@ -81,7 +81,7 @@ def test_the_papers_setting(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert found == json.loads((tmp_path / "run/breakdown.json").read_text())
     assert found["emulated"] is True and "emulated" in said
     assert (found["batch"], found["hardware"], found["backend"]) == (1024, "8 x NVIDIA A800 SXM 80 GB", "lightllm@2310")
-    assert found["step_ms"] == pytest.approx(51.11, rel=0.05)  # nothing of that GPU was fitted to it; the idle time is the profile's
+    assert found["step_ms"] == pytest.approx(51.11, rel=0.05)  # nothing here was fitted to it
     assert sum(found["kinds"].values()) == pytest.approx(found["step_ms"])
     assert sum(found["parts"].values()) == pytest.approx(found["step_ms"])
     report = (tmp_path / "run/report.md").read_text()
