@@ -14,6 +14,9 @@ from backends.untrusted import escaped
 from loadgen.load.lengths import Law, Lengths, WorkloadError
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
+    import numpy as np
+    from numpy.typing import NDArray
+
     from loadgen.load.traces import Trace
 
 MOST_GROUPS = 1_000_000
@@ -72,11 +75,20 @@ class DrawnShapes:
         self._output = Lengths(output_tokens, seed, "output")
         self._groups = None if prefix is None else _Groups(prefix, seed)
 
-    def shape(self, number: int) -> Shape:
-        prompt_tokens, output_tokens = self._input.at(number), self._output.at(number)
+    def lengths(self, number: int) -> Shape:
+        """Of a request that shares nothing."""
+        return Shape(self._input.at(number), self._output.at(number))
+
+    def total_tokens(self, requests: int) -> NDArray[np.int64]:
+        """Prompt and reply of the first ones together; shape (requests,)."""
+        return self._input.first(requests) + self._output.first(requests)
+
+    def shape(self, number: int, member: int | None = None) -> Shape:
+        """member: by which its group is drawn, where that is not its number."""
+        prompt_tokens, output_tokens, _, _ = lengths = self.lengths(number)
         if self._groups is None:
-            return Shape(prompt_tokens, output_tokens)
-        group, seen = self._groups.at(number)
+            return lengths
+        group, seen = self._groups.at(number if member is None else member)
         tokens = self._groups.prefix.tokens
         if tokens >= prompt_tokens:
             raise WorkloadError(
