@@ -25,6 +25,8 @@ Rows = dict[str, list[tuple[dict[str, str], float]]]
 Part = dict[str, float]
 Error = tuple[str, Floats, Floats]  # what, predicted, measured
 Fitted = tuple[Part, Floats, Floats]
+MOST_SOFTNESS = 20  # beyond, a roofline is as good as sharp, and its exponent arbitrary
+WIDTHS = {"fp8": 1.0, "nvfp4": 0.5 + 1 / 16}  # bytes of a value with its share of a block's scale
 
 
 def read(path: Path) -> Rows:
@@ -64,7 +66,7 @@ def fit(predicted: Callable[[Floats], Floats], measured: Floats, start: tuple[fl
     return np.exp(result.x)
 
 
-def products(rows: list[tuple[dict[str, str], float]], flops: float, bandwidth: float, width: int) -> Fitted:
+def products(rows: list[tuple[dict[str, str], float]], flops: float, bandwidth: float, width: float) -> Fitted:
     """width: bytes of a value of both operands; the product is in 16 bit."""
     t, n, k, us = columns(rows, "t", "n", "k")
 
@@ -73,7 +75,7 @@ def products(rows: list[tuple[dict[str, str], float]], flops: float, bandwidth: 
         most = np.maximum(a, b)
         return most * (1 + (np.minimum(a, b) / most) ** x[2]) ** (1 / x[2]) + x[3]
 
-    x = fit(gemm, us, (0.75, 0.9, 2.0, 4.0))
+    x = np.minimum(fit(gemm, us, (0.75, 0.9, 2.0, 4.0)), (np.inf, np.inf, MOST_SOFTNESS, np.inf))
     names = ("compute_ratio", "memory_ratio", "softness", "launch_us")
     return dict(zip(names, x.round(3).tolist(), strict=True)), gemm(x), us
 
@@ -147,11 +149,12 @@ def fitted(rows: Rows, flops: float, bandwidth: float, given: float) -> dict[str
     if "gemm" in rows:
         entry["gemm"], *of = products(rows["gemm"], flops, bandwidth, 2)
         errors.append(("GEMM", *of))
-    if "gemm_fp8" in rows:
-        ours = [row for row in rows["gemm_fp8"] if row[0]["by"] == "vllm"]
-        part, *of = products(ours or rows["gemm_fp8"], flops, bandwidth, 1)
-        entry["gemms"] = {"fp8": part}
-        errors.append(("GEMM in fp8", *of))
+    for dtype, width in WIDTHS.items():
+        if of_dtype := rows.get(f"gemm_{dtype}"):
+            by_vllm = [row for row in of_dtype if row[0]["by"] == "vllm"]
+            part, *of = products(by_vllm or of_dtype, flops, bandwidth, width)
+            entry.setdefault("gemms", {})[dtype] = part
+            errors.append((f"GEMM in {dtype}", *of))
     for name, kind, width in (("attention", "", 2), ("attention_fp8", "_fp8", 1)):
         if "decode" + kind in rows:
             entry[name], found = attention(rows, flops, bandwidth, kind, width)

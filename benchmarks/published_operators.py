@@ -5,7 +5,8 @@
     python benchmarks/published_operators.py vidur .../data/profiling/compute/a800/meta-llama/Llama-2-7b-hf OUT.csv
 
 `aic`: one GPU's tables of NVIDIA's aiconfigurator, made by vLLM's own kernels. Its products in fp8 begin with 16-bit
-activations and contain the kernels that quantize these; its tables of those kernels are taken off here. Sizes of
+activations and contain the kernels that quantize these; its tables of those kernels are taken off here. Those in nvfp4
+keep what they contain of that kind: there is no table of it. Sizes of
 all-reduces are its numbers of elements, times 2 bytes. Attention reads its cache again and again, so a cache that the
 GPU's L2 holds is left out unless it is small.
 
@@ -68,6 +69,8 @@ def products(directory: Path) -> Iterator[Row]:
             yield "gemm", f"t={m};n={n};k={k}", us
         elif row["gemm_dtype"] == "fp8":
             yield "gemm_fp8", f"t={m};n={n};k={k};by=vllm", us - quantizing[m, k]
+        elif row["gemm_dtype"] == "nvfp4":
+            yield "gemm_nvfp4", f"t={m};n={n};k={k};by=vllm", us
     for (m, k), us in quantizing.items():
         if m in TOKENS and k in {4096, 5120, 8192}:
             yield "quant", f"t={m};h={k}", us
