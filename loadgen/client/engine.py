@@ -300,7 +300,7 @@ class Client:
     def _goes_on(self, exchange: Exchange) -> bool:
         """Whether another turn follows the one that has ended. Turns that cannot be sent any more have failed."""
         turns, number = self._turns, exchange.id
-        if exchange.turn < 0 or turns is None or exchange.outcome == "dropped" or turns.is_last(number):
+        if turns is None or exchange.prompt is None or turns.is_last(number):
             return False
         duration_s = self.job.load.duration_s
         if self.stopping or (duration_s is not None and now_ns() - self._t0_ns >= duration_s * 1e9):

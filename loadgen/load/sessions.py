@@ -86,17 +86,18 @@ class SessionShapes:
         return self._own.lengths(number) if turn else self._own.shape(number, session)
 
     def shape(self, number: int) -> Shape:
+        """Its segments go on into the reply, which is the beginning of later prompts."""
         turn = self.turns.place(number)[1]
         own = self.own(number - turn)
         tokens, shared, output = own.prompt_tokens, own.shared_tokens, own.output_tokens
         segments = [*own.segments, _said(number - turn, tokens - sum(size for _, size in own.segments))]
         for earlier in range(number - turn + 1, number + 1):
-            segments.append((reply_key(earlier - 1), output))
+            segments.append(_replied(earlier - 1, output))
             shared = tokens + output
             own = self.own(earlier)
             tokens, output = shared + own.prompt_tokens, own.output_tokens
             segments.append(_said(earlier, own.prompt_tokens))
-        return Shape(tokens, output, tuple(segments), shared)
+        return Shape(tokens, output, (*segments, _replied(number, output)), shared)
 
     def id(self, number: int) -> int:
         return number
@@ -113,6 +114,5 @@ def _said(number: int, tokens: int) -> tuple[int, int]:
     return _OF_TURNS + 2 * number, tokens
 
 
-def reply_key(number: int) -> int:
-    """The key under which later turns hold the reply of turn `number`."""
-    return _OF_TURNS + 2 * number + 1
+def _replied(number: int, tokens: int) -> tuple[int, int]:
+    return _OF_TURNS + 2 * number + 1, tokens
