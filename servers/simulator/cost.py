@@ -44,8 +44,8 @@ class Elementwise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """How GPUs reduce. Either `bytes` and `us` as measured among `ranks`, or alpha, beta and gamma. pair: between two,
-    where that is known by itself."""
+    """How GPUs reduce. Either `bytes` and `us` as measured among `ranks`, or alpha, beta and gamma. pair: among fewer,
+    at least two, where that is known by itself."""
 
     ranks: int = 0
     bytes: tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
         """Seconds until `ranks` GPUs all hold the sum of `size_bytes` from each."""
-        if ranks == 2 and self.pair is not None:
+        if self.pair is not None and ranks <= max(self.pair.ranks, 2):
             return self.pair.all_reduce_s(size_bytes, ranks)
         if not self.us:
             ring = 2 * (ranks - 1) / ranks * size_bytes / self.beta_bytes_per_s
@@ -68,7 +68,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of GPU. memory_bytes: what a server sees of it. links: nvlink, nvlink-pairs, pcie,
-    host, where it has them; the usual one first."""
+    host, where it has them; the usual one first. gemm: in 16 bit; gemms: in other dtypes, by name ("fp8"), whose
+    compute_ratio is still of `flops`, the 16-bit peak."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -76,6 +77,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes_per_s: float
     memory_bytes: int
     gemm: Gemm
+    gemms: dict[str, Gemm] = {}
     attention: Attention
     elementwise: Elementwise
     links: dict[str, Link]

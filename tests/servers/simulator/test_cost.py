@@ -174,6 +174,7 @@ def test_a_bridge_that_the_card_has_not() -> None:
         hardware.link(hardware.find("a40"), 4, "nvlink-pairs", True)  # a bridge joins two
 
 
+GEMM = {"compute_ratio": 0.7, "memory_ratio": 0.8, "softness": 3.0, "launch_us": 4.0}
 ONLY_HOST = {"host": {"beta_bytes_per_s": 1e10}}
 
 
@@ -193,6 +194,8 @@ def described(path: Path, change: dict[str, object]) -> hardware.Gpu:
         ({"memory_bytes": -1}, "memory_bytes is -1 and must be above 0"),
         ({"gemm.softness": 0}, "gemm.softness is 0 and must be above 0"),
         ({"gemm.softness": 1e-4}, "gemm.softness is 0.0001 and must be at least 0.1"),
+        ({"gemms": {"fp8": GEMM | {"softness": 0.01}}}, "gemms.fp8.softness is 0.01 and must be at least 0.1"),
+        ({"gemms": {"fp8": GEMM | {"compute_ratio": 0}}}, "gemms.fp8.compute_ratio is 0 and must be above 0"),
         ({"gemm.launch_us": -1}, "gemm.launch_us is -1 and must be at least 0"),
         ({"attention.mixed": 0}, "attention.mixed is 0 and must be above 0"),
         ({"elementwise.memory_ratio": 0}, "elementwise.memory_ratio is 0 and must be above 0"),
