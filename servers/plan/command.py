@@ -179,10 +179,15 @@ def ranked(judged: Iterable[Row | Unmet]) -> tuple[list[Row], list[Unmet]]:
     return rows, [each for each in candidates if isinstance(each, Unmet)]
 
 
+def _each(what: str) -> str:
+    """The heading of one server's rate."""
+    return f"{what.replace('requests', 'req')} each"
+
+
 def _table(rows: list[Row], limits: Limits, what: str) -> list[str]:
     cells = [
         (
-            "$/hour", "GPUs", "servers", "each on", "joined by", "max-running", f"{what} each", "limited by",
+            "$/hour", "GPUs", "servers", "each on", "joined by", "max-running", _each(what), "limited by",
             *(f"p{limits.percentile:g} {name} ms" for name in METRICS), "in flight",
         )
     ]  # fmt: skip
@@ -277,7 +282,7 @@ def render(
         lines += [
             *_table(rows, limits, demand.what),
             "",
-            f"{demand.what} each: the highest rate at which one server keeps the limits (found within 10 %), and what "
+            f"{_each(demand.what)}: the highest rate at which one server keeps the limits (found within 10 %), and what "
             "is in the way of more. Latencies and requests in flight: predicted at one server's share of the load.",
             *_commands(rows[0], demand, limits),
         ]

@@ -71,7 +71,7 @@ class Demand:
     @property
     def what(self) -> str:
         """What its rate counts."""
-        return "req/s" if self.load.sessions is None else "sessions/s"
+        return "requests/s" if self.load.sessions is None else "sessions/s"
 
     @functools.cached_property
     def turns_each(self) -> float:
