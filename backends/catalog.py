@@ -121,7 +121,7 @@ class _Fields:
 
 
 def _grouped(
-    biased: Callable[[_Fields], int], qk_norm: bool | str = False, head_dim: int | None = None, **more: bool
+    biased: Callable[[_Fields], int], qk_norm: bool | str = False, head_dim: int | None = None, sinks: bool = False
 ) -> Callable[[_Fields], Attention]:
     """How a family's attention is read. qk_norm: whether it has these norms, or the field that says so."""
 
@@ -142,7 +142,7 @@ def _grouped(
         normed = bool(fields.get(qk_norm)) if isinstance(qk_norm, str) else qk_norm
         return Attention(
             heads=heads, kv_heads=kv_heads, head_dim=fields.size("head_dim", usual), biased=biased(fields),
-            qk_norm=normed, **more,
+            qk_norm=normed, sinks=sinks,
         )  # fmt: skip
 
     return attention
@@ -403,7 +403,7 @@ def _quantization(fields: _Fields) -> tuple[str | None, bool]:
     if name not in QUANTIZATIONS:
         raise UnknownModel(f"quantization_config.quant_method '{printable(method, 40)}' is not known here")
     left_out = config.get("modules_to_not_convert") or config.get("ignore") or []
-    return name, any("self_attn" in str(each) and "*" in str(each) for each in left_out)
+    return name, isinstance(left_out, list) and any("self_attn" in str(each) and "*" in str(each) for each in left_out)
 
 
 def _compressed(config: Mapping[str, Any]) -> str | None:
@@ -413,6 +413,5 @@ def _compressed(config: Mapping[str, Any]) -> str | None:
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         return None
-    return {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "gptq", ("float", 4): "nvfp4"}.get(
-        (str(weights.get("type")), weights.get("num_bits"))
-    )
+    names = {"float8": "fp8", "int8": "int8", "int4": "gptq", "float4": "nvfp4"}
+    return names.get(f"{weights.get('type')}{weights.get('num_bits')}")

@@ -73,11 +73,11 @@ class Precision:
 
 
 class Product(NamedTuple):
-    """One matrix product of a token: `inputs` to `outputs` features, `count` of them side by side."""
+    """One matrix product of a token: `inputs` to `outputs` features, `copies` of them side by side."""
 
     outputs: float
     inputs: float
-    count: float = 1
+    copies: float = 1
 
 
 @dataclass(frozen=True, kw_only=True)

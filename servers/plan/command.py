@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from cyclopts import Group, Parameter
 
-from backends.catalog import ModelSpec
+from backends.decoder import ModelSpec
 from backends.untrusted import escaped, read_json
 from loadgen import exit_codes, models, terminal
 from loadgen.config import (

@@ -20,10 +20,10 @@ from backends.untrusted import escaped, read_json
 from loadgen.config import LEAST_KV_TOKENS
 from loadgen.rundir.emulation import Emulation, HeldOut
 from servers.schedulers import Rejected, Scheduler, Sequence
-from servers.schedulers.groups import Groups
+from servers.schedulers.groups import BLOCK_TOKENS, Groups
 from servers.schedulers.lightllm import CachingLightLLMNow, LightLLM2310, LightLLMNow
 from servers.schedulers.tgi import CachingTgi3, Tgi1, Tgi3
-from servers.schedulers.vllm import BLOCK_TOKENS, CachingVllmV1, Vllm02, VllmV1, WindowedVllmV1
+from servers.schedulers.vllm import CachingVllmV1, Vllm02, VllmV1, WindowedVllmV1
 from servers.simulator import hardware
 from servers.simulator.cost import Gpu, Overheads, StepCost, arithmetic
 from servers.simulator.engine import Engine, FrontEnd
@@ -139,6 +139,7 @@ def _scheduler(emulated: Emulated) -> Scheduler:
     settings = kind.settings(**emulated.settings)
     groups = _groups(setup, emulated.settings)
     if groups is not None and groups.windowed:
+        assert isinstance(settings, VllmV1.Settings)
         return WindowedVllmV1(emulated.kv_tokens, settings, groups)
     make = kind.caching if setup.prefix_caching else kind.make
     assert make is not None

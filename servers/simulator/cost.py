@@ -269,7 +269,7 @@ class StepCost:
         numbers = self._plain if self._precision.experts_only else self._quantized
 
         def product_s(each: Product) -> float:
-            return self.gemm_s(tokens * each.count, each.outputs, each.inputs, each.count, numbers)
+            return self.gemm_s(tokens * each.copies, each.outputs, each.inputs, each.copies, numbers)
 
         return sum(map(product_s, kind.attention.products(self._model.hidden, self._tp)))
 

@@ -68,9 +68,10 @@ def _config(trial: Trial) -> Any:
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_position,
         "tie_word_embeddings": spec.tied,
+        "head_dim": spec.head_dim,
     }
     if spec.experts == 1:
-        return LlamaConfig(**shape)
+        return LlamaConfig(**shape, attention_bias=spec.biases == 4)
     return MixtralConfig(**shape, num_local_experts=spec.experts, num_experts_per_tok=spec.active_experts)
 
 

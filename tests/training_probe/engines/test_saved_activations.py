@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from backends.catalog import ModelSpec
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell, cell
 from training_probe.memory.rank import layer_bytes, outside_bytes
+from training_probe.shapes import Shape
 
 torch: Any = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")
@@ -70,7 +70,7 @@ def test_a_layer_keeps_what_is_predicted(method: str, attention: str, kv_heads: 
     letters = f"F+{method}".removesuffix("+Naive") if attention == "flash" else method
     how = "math" if attention == "math" else "eager"
     each = cell(letters, model="small", task="finetune", seq_len=LENGTH, micro_batch=BATCH, attention=how)
-    spec = ModelSpec(
+    spec = Shape(
         name="small", hf_id="small", hidden=HIDDEN, layers=2, heads=HEADS, kv_heads=kv_heads,
         intermediate=INTERMEDIATE, vocab_size=VOCABULARY, max_position=2048,
     )  # fmt: skip
