@@ -5,6 +5,7 @@ Only looks at files; nothing is downloaded. The server downloads what it needs, 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ def _directory(path: Path) -> Model:
         raise ConfigError(f"{path} holds no config.json; name the directory of a model.")
     config = _read_config(path)
     spec, unknown = _spec(name, config)
+    spec = None if spec is None else dataclasses.replace(spec, hf_id=str(path))
     return Model(name, None, path, spec, _has_weights(path), _max_position(config), unknown)
 
 

@@ -31,7 +31,13 @@ RUN_TIMING = ("--jitter-ratio", "0.1")
 
 
 def model_name(config: Config) -> str:
-    """The name of the model to emulate, or its directory. Raises ConfigError for an unknown one."""
+    """The name of the model to emulate. Raises ConfigError for an unknown one."""
+    return models.find(config.model or "7b").name
+
+
+def model_place(config: Config) -> str:
+    """What the embedded server and the predictions find that model by: its name, or its directory. Raises
+    ConfigError."""
     model = models.find(config.model or "7b")
     return model.name if model.hf_id is not None else str(model.directory)
 
@@ -45,7 +51,7 @@ def dialect(backend: str) -> str:
 
 def check(config: Config) -> None:
     """Whether it would take its flags for this run. Raises ConfigError with its own sentence."""
-    flags = options(config, dialect(config.kind), model_name(config))
+    flags = options(config, dialect(config.kind), model_place(config))
     for entry in entry_points(group="llm_dissect.embedded", name="check"):
         entry.load()(flags)
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from backends import catalog
-from backends.catalog import ModelSpec
+from backends.decoder import ModelSpec, Precision
 from servers.schedulers import Sequence, Step
 from servers.simulator import hardware
 from servers.simulator.build import profiles
 from servers.simulator.cost import Link, Overheads, StepCost
 
 H200 = hardware.find("h200")
+F16 = Precision()
 OPERATORS = Path(__file__).parents[3] / "benchmarks" / "operators"
 
 
@@ -40,7 +41,7 @@ def prefill(*lengths: int, rows: int = 0, context: int = 0) -> Step:
 
 
 def cost(name: str = "7b", gpu: str = "h200", tp: int = 1, link: Link | None = None, **own: float) -> StepCost:
-    return StepCost(model(name), hardware.find(gpu), tp, link, "float16", Overheads(**own))
+    return StepCost(model(name), hardware.find(gpu), tp, link, F16, Overheads(**own))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_the_error_of_a_gpus_gemms_is_the_one_that_it_states(gpu: str) -> None:
 def test_a_decode_step_as_measured() -> None:
     """7B on an H200, vLLM 0.25.1, by the profile that ships: 32 rows of some 600 tokens took 7.2 ms, 278 took 31.4 ms
     (medians of real steps). Its interval for the software's part of a step is as wide as 0.5 and 2 % of these."""
-    shipped = StepCost(model("7b"), H200, 1, None, "float16", profiles()["vllm@v1"].overheads)
+    shipped = StepCost(model("7b"), H200, 1, None, F16, profiles()["vllm@v1"].overheads)
     assert shipped(decode(32, 600)) * 1e3 == pytest.approx(7.2, rel=0.05)
     assert shipped(decode(278, 650)) * 1e3 == pytest.approx(31.4, rel=0.04)
 
@@ -79,8 +80,11 @@ def test_parameters_read_once_bound_a_lone_token_from_below() -> None:
 
 
 def test_grouped_query_attention_reads_less() -> None:
-    many = dataclasses.replace(model("70b"), kv_heads=64)
-    full = StepCost(many, H200, 1, None, "float16", Overheads())
+    spec = model("70b")
+    (kind,) = spec.kinds
+    heads = dataclasses.replace(kind.attention, kv_heads=64)
+    many = dataclasses.replace(spec, kinds=(dataclasses.replace(kind, attention=heads),))
+    full = StepCost(many, H200, 1, None, F16, Overheads())
     step = decode(64, 4000)
     assert full(step) - full(decode(64, 1)) > 7 * (cost("70b")(step) - cost("70b")(decode(64, 1)))
 
@@ -123,7 +127,7 @@ def test_every_gpu_tells_its_source_and_error() -> None:
     for gpu in hardware.known().values():
         assert gpu.source and gpu.error
         assert "host" in gpu.links
-        assert StepCost(model("7b"), gpu, 1, None, "float16", Overheads())(decode(8, 500)) > 0
+        assert StepCost(model("7b"), gpu, 1, None, F16, Overheads())(decode(8, 500)) > 0
 
 
 def test_faster_memory_is_faster() -> None:
