@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from backends.decoder import LatentAttention, ModelSpec, Precision, PrecisionError
+from backends.decoder import LatentAttention, ModelSpec, Precision, PrecisionError, Quantization
 from backends.untrusted import escaped, read_json
 from loadgen.config import LEAST_KV_TOKENS
 from loadgen.rundir.emulation import Emulation, HeldOut
@@ -25,9 +25,9 @@ from servers.schedulers.lightllm import CachingLightLLMNow, LightLLM2310, LightL
 from servers.schedulers.tgi import CachingTgi3, Tgi1, Tgi3
 from servers.schedulers.vllm import CachingVllmV1, Vllm02, VllmV1, WindowedVllmV1
 from servers.simulator import hardware
-from servers.simulator.cost import Gpu, Overheads, StepCost, arithmetic
+from servers.simulator.cost import Arithmetic, Gpu, Overheads, StepCost, arithmetic
 from servers.simulator.engine import Engine, FrontEnd
-from servers.simulator.formats import computes, refused
+from servers.simulator.formats import refused
 from servers.simulator.hardware import HardwareError
 
 GIB = 1 << 30
@@ -351,15 +351,7 @@ def _assumptions(setup: Setup, gpu: Gpu) -> Iterator[str]:
     """What nobody has measured here, one sentence each."""
     precision = setup.precision()
     if precision.quantization is not None:
-        name, how = precision.quantization.name, arithmetic(gpu, precision)
-        if computes(gpu.name, precision.quantization.computes) is None:
-            why = "" if precision.quantization.computes is None else f"{gpu.name} does not compute in {name}: "
-            yield f"{why}weights in {name} are widened to 16 bit for every product (vLLM: Marlin), assumed at no cost."
-        elif how.assumed:
-            yield (
-                f"products in {name} were not measured on {gpu.name}: assumed at the efficiency of 16 bit, with "
-                f"{how.fit.compute_ratio / gpu.gemm.compute_ratio:g} times its FLOP/s."
-            )
+        yield _quantized_note(precision.quantization, gpu, arithmetic(gpu, precision))
     if precision.kv_cache_dtype != "auto":
         yield f"a KV cache in {precision.kv_cache_dtype} is assumed to be read at the efficiency of 16 bit."
     if any(isinstance(kind.attention, LatentAttention) for kind in setup.model.kinds):
@@ -367,6 +359,20 @@ def _assumptions(setup: Setup, gpu: Gpu) -> Iterator[str]:
     windowed = any(kind.attention.window is not None for kind in setup.model.kinds)
     if windowed and _groups(setup, _settings(setup, gpu)) is None:
         yield "layers with a window are taken to keep every token in the KV cache here."
+
+
+def _quantized_note(quantization: Quantization, gpu: Gpu, how: Arithmetic) -> str:
+    name = quantization.name
+    if how.fit is gpu.gemm:
+        lacks = "" if quantization.computes is None else f"{gpu.name} does not compute in {name}: "
+        return f"{lacks}weights in {name} are widened to 16 bit for every product (vLLM: Marlin), assumed at no cost."
+    if not how.assumed:
+        return f"weights are in {name}, and their products as measured on {gpu.name} in {name}."
+    times = how.fit.compute_ratio / gpu.gemm.compute_ratio
+    return (
+        f"products in {name} were not measured on {gpu.name}: assumed at the efficiency of 16 bit, with {times:g} times "
+        "its FLOP/s."
+    )
 
 
 def _measured(profile: Profile) -> tuple[str, ...]:
