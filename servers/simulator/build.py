@@ -370,8 +370,8 @@ def _quantized_note(quantization: Quantization, gpu: Gpu, how: Arithmetic) -> st
         return f"weights are in {name}, and their products as measured on {gpu.name} in {name}."
     times = how.fit.compute_ratio / gpu.gemm.compute_ratio
     return (
-        f"products in {name} were not measured on {gpu.name}: assumed at the efficiency of 16 bit, with {times:g} times "
-        "its FLOP/s."
+        f"products in {name} were not measured on {gpu.name}: assumed at the efficiency of 16 bit, with {times:g} "
+        "times its FLOP/s."
     )
 
 
