@@ -286,7 +286,7 @@ class Layers:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder. hf_id: of the hub, or the directory that it lies in. `hidden` is a width; `max_position` is the longest
+    """A decoder. hf_id: of the hub, or its directory. `hidden` is a width; `max_position` is the longest
     sequence, in tokens, that the model was made for. tied: input and output embeddings are one. norm_values: parameters
     of a norm, in widths: 2 with a bias. quantization: that of its published weights, by name; experts_only: their
     attention is not quantized. gated: they need a licence and a token of the hub. model_type: that of its config.json.

@@ -214,15 +214,8 @@ def _table(rows: list[Row], limits: Limits) -> list[str]:
 def _commands(row: Row, demand: Demand, limits: Limits) -> Iterator[str]:
     """What looks closer at one server's share of the load, and what starts such a server."""
     setup = row.emulated.setup
-    words = [
-        "--backend",
-        setup.scheduler.partition("@")[0],
-        "--model",
-        _place(setup.model),
-        "--tp",
-        str(row.candidate.tp),
-    ]
-    words += ["--dtype", setup.dtype]
+    words = ["--backend", setup.scheduler.partition("@")[0], "--model", _place(setup.model)]
+    words += ["--tp", str(row.candidate.tp), "--dtype", setup.dtype]
     words += [] if setup.quantization is None else ["--quantization", setup.quantization]
     words += [] if setup.kv_cache_dtype == "auto" else ["--kv-cache-dtype", setup.kv_cache_dtype]
     words += ["--max-running", str(setup.max_running), "--memory-ratio"]
