@@ -54,9 +54,8 @@ def of_the_catalog() -> Iterator[Case]:
         if isinstance(attention, Attention):
             layers = tuple((kind.count, kind.attention.window) for kind in model.kinds)
             for length in (4096, 32768, 131072):
-                yield Case(
-                    layers, attention.kv_heads, attention.head_dim, 40 << 30, min(length, model.max_position), 16384
-                )
+                most = min(length, model.max_position)
+                yield Case(layers, attention.kv_heads, attention.head_dim, 40 << 30, most, 16384)
 
 
 def random_ones() -> Iterator[Case]:
