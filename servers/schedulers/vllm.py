@@ -170,12 +170,15 @@ class WindowedVllmV1(VllmV1):
         return self._groups.asked(tokens)
 
 
-class _HeldInGroups:
+class _HeldInGroups(dict[int, int]):
+    """Worked out once for each length: looked up for every request in every step."""
+
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
-    def __getitem__(self, token_blocks: int, /) -> int:
-        return self._groups.held(token_blocks)
+    def __missing__(self, token_blocks: int) -> int:
+        held = self[token_blocks] = self._groups.held(token_blocks)
+        return held
 
 
 class CachingVllmV1(VllmV1):

@@ -328,13 +328,14 @@ def _added(terms: tuple[float, float, float, float, float, float]) -> float:
 def _context_seen(step: Step, window: Window | None) -> float:
     """Tokens that the step's decode rows see together. What each has is taken in proportion to the lengths of all that
     get a token: alone each is known only to the scheduler."""
-    if window is None or not step.decode_context:
+    if window is None or step.decode_context <= window.tokens:
         return step.decode_context
     lengths = [sequence.prompt + sequence.emitted for sequence in step.emits]
     scale = step.decode_context / step.decode_rows * len(lengths) / sum(lengths)
-    if not window.chunked and max(lengths) * scale <= window.tokens:
+    longest = max(lengths) * scale
+    if longest <= window.tokens:
         return step.decode_context
-    seen = sum(window.seen(round(length * scale)) for length in lengths)
+    seen = sum([window.seen(round(length * scale)) for length in lengths])
     return seen * step.decode_rows / len(lengths)
 
 
