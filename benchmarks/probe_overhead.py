@@ -18,7 +18,7 @@ import raw
 import torch
 import torch.distributed as dist
 
-from training_probe import grid, shapes
+from training_probe import grid, llama_shape
 from training_probe.options import TINY
 from training_probe.protocol import Trial
 from training_probe.worker import engines, measure, model
@@ -39,7 +39,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    spec = TINY if args.model == "tiny" else shapes.known(args.model)
+    spec = TINY if args.model == "tiny" else llama_shape.known(args.model)
     assert spec is not None
     cell = grid.cell(
         args.method, model=args.model, engine=args.engine, micro_batch=args.micro_batch, device=device.type,

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from training_probe.shapes import Shape
+from training_probe.llama_shape import LlamaShape
 
 Task = Literal["pretrain", "finetune"]
 Engine = Literal["deepspeed", "megatron", "fsdp2", "ddp"]
@@ -168,7 +168,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """What a cell's model name stands for: its shape where it is known, or a directory with a config.json. unknown: why
     there is no shape, a clause."""
 
-    spec: Shape | None = None
+    spec: LlamaShape | None = None
     directory: str | None = None
     unknown: str = ""
 
@@ -208,13 +208,13 @@ def grid(
     return list(dict.fromkeys(cells))
 
 
-def impossible(cell: Cell, spec: Shape | None, unknown: str = "") -> str | None:
+def impossible(cell: Cell, spec: LlamaShape | None, unknown: str = "") -> str | None:
     """Why the cell cannot be run anywhere, a clause; None when it can, as far as its shape shows. unknown: why there is
     no shape."""
     return next(_objections(cell, spec, unknown), None)
 
 
-def _objections(cell: Cell, spec: Shape | None, unknown: str) -> Iterator[str]:
+def _objections(cell: Cell, spec: LlamaShape | None, unknown: str) -> Iterator[str]:
     method, model_parallel = cell.letters, cell.tp * cell.pp * cell.cp
     yield from _of_engine(cell, method)
     if cell.gpus % model_parallel:

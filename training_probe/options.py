@@ -13,7 +13,7 @@ from cyclopts import Group
 from loadgen.option_types import names, offers, option
 from training_probe import grid
 from training_probe.grid import Cell, Engine, GridError, Method, Model, Task
-from training_probe.shapes import NoShape, Shape, shape_of
+from training_probe.llama_shape import LlamaShape, NoShape, shape_of
 
 if TYPE_CHECKING:  # a line of options is read in a moment; what it means may take longer
     from cyclopts import Token
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a line of options is read in a moment; what it means may ta
     from backends.gpus import Inventory
     from training_probe.sweep.manifests import Settings
 
-TINY = Shape(
+TINY = LlamaShape(
     name="tiny", hf_id="tiny", hidden=256, layers=4, heads=8, kv_heads=4, intermediate=688, vocab_size=2048,
     max_position=2048,
 )  # fmt: skip

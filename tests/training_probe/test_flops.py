@@ -11,10 +11,10 @@ import pytest
 from backends import catalog
 from training_probe.flops import flops_per_token, hfu, mfu, peak_flops
 from training_probe.grid import Cell, cell
-from training_probe.shapes import Shape, known
+from training_probe.llama_shape import LlamaShape, known
 
 
-def spec(name: str) -> Shape:
+def spec(name: str) -> LlamaShape:
     found = known(name)
     assert found is not None
     return found
@@ -101,7 +101,7 @@ def test_utilization_is_of_all_gpus() -> None:
 def test_a_published_utilization_is_found_again() -> None:
     """llm-foundry's table: MPT-7B, 8 H100, sequences of 2048, 10,643 tokens/s a GPU, 46.4 %. MPT is a GPT of 32 layers,
     4096 wide, with an MLP of 2 x 4h and tied tables of 50,432: a gated MLP of 8/3 h has as many parameters."""
-    mpt = Shape(
+    mpt = LlamaShape(
         name="mpt", hf_id="mpt", hidden=4096, layers=32, heads=32, kv_heads=32, intermediate=10923, vocab_size=50432,
         max_position=2048, tied=True,
     )  # fmt: skip

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training_probe import shapes
+from training_probe import llama_shape
 from training_probe.grid import ENGINES, LETTERS, NAIVE, Cell, GridError, Method, cell, grid, impossible
-from training_probe.shapes import Shape
+from training_probe.llama_shape import LlamaShape
 
 
-def spec(name: str) -> Shape:
-    found = shapes.known(name)
+def spec(name: str) -> LlamaShape:
+    found = llama_shape.known(name)
     assert found is not None
     return found
 

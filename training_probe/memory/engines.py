@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from training_probe.flops import weights
 from training_probe.grid import Cell
+from training_probe.llama_shape import LlamaShape
 from training_probe.memory.rank import (
     MASTER,
     STATES_FP32,
@@ -26,7 +27,6 @@ from training_probe.memory.rank import (
     with_bf16_states,
     with_new_gradients,
 )
-from training_probe.shapes import Shape
 
 # --- What is set or measured, and may need a new look with a new version ---
 # DeepSpeed's own defaults: reduce_bucket_size, sub_group_size, stage3_max_live_parameters; elements.
@@ -48,7 +48,7 @@ FOREACH_ADAM_BYTES = 4
 # --- ---
 
 
-def moments(cell: Cell, spec: Shape, batch: int) -> tuple[tuple[Moment, ...], tuple[Term, ...]]:
+def moments(cell: Cell, spec: LlamaShape, batch: int) -> tuple[tuple[Moment, ...], tuple[Term, ...]]:
     """The moments of a step on the worst rank, and the host's terms."""
     if cell.engine == "megatron":
         stages = [tuple(_megatron(rank)) for rank in _stages(cell, spec, batch)]
@@ -278,7 +278,7 @@ def _megatron(rank: Rank) -> Iterator[Moment]:
     yield Moment("optimizer step", (*held, roots))
 
 
-def _stages(cell: Cell, spec: Shape, batch: int) -> Iterator[Rank]:
+def _stages(cell: Cell, spec: LlamaShape, batch: int) -> Iterator[Rank]:
     """The first and the last rank of a pipeline; without one they are the same."""
     method = cell.letters
     whole = weights(spec, method)

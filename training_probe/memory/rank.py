@@ -18,7 +18,7 @@ import msgspec
 
 from training_probe.flops import Weights, adapted_linears
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell, Method
-from training_probe.shapes import Shape
+from training_probe.llama_shape import LlamaShape
 
 # --- What is set or measured, and may need a new look with a new version ---
 # Context, modules and NCCL's own memory are outside torch's allocator. About half a GiB; not measured here yet.
@@ -57,7 +57,7 @@ def tokens_in_model(cell: Cell) -> int:
     return cell.seq_len + (PROMPT_TOKENS if cell.letters.adapter == "PT" else 0)
 
 
-def layer_bytes(cell: Cell, spec: Shape, batch: int) -> LayerBytes:
+def layer_bytes(cell: Cell, spec: LlamaShape, batch: int) -> LayerBytes:
     """Of one layer and one micro batch of `batch` sequences on one GPU."""
     method, length = cell.letters, tokens_in_model(cell)
     tokens = batch * length
@@ -71,19 +71,19 @@ def layer_bytes(cell: Cell, spec: Shape, batch: int) -> LayerBytes:
     return LayerBytes(kept=round(tokens * kept), formula=formula, working=round(tokens * working))
 
 
-def outside_bytes(cell: Cell, spec: Shape, batch: int) -> int:
+def outside_bytes(cell: Cell, spec: LlamaShape, batch: int) -> int:
     """The last norm and the head's input, without logits."""
     coefficient = 4 if cell.letters.adapter else 8
     return batch * tokens_in_model(cell) * coefficient * spec.hidden
 
 
-def logits_bytes(cell: Cell, spec: Shape, batch: int) -> int:
+def logits_bytes(cell: Cell, spec: LlamaShape, batch: int) -> int:
     """At their largest, in the backward pass of the loss: log-probabilities, their gradient and that of the logits,
     each fp32 (at the end of the forward pass it is 10 bytes: bf16 logits, their fp32 copy, log-probabilities)."""
     return 12 * batch * tokens_in_model(cell) * spec.vocab_size // cell.tp
 
 
-def _saved(cell: Cell, spec: Shape, *, attention_recomputed: bool) -> tuple[float, str]:
+def _saved(cell: Cell, spec: LlamaShape, *, attention_recomputed: bool) -> tuple[float, str]:
     """Bytes per token of a layer, and the formula. Norms are whole on every rank of a tensor-parallel group, the rest
     is divided."""
     method = cell.letters
@@ -121,7 +121,7 @@ def _saved(cell: Cell, spec: Shape, *, attention_recomputed: bool) -> tuple[floa
     return per_token, formula
 
 
-def _transient(cell: Cell, spec: Shape, attention_square: int) -> float:
+def _transient(cell: Cell, spec: LlamaShape, attention_square: int) -> float:
     """Bytes per token of a layer's gradients at their largest, less what has been freed of it by then: in the MLP two
     wide gradients and two of the hidden state, in attention the gradients of probabilities and scores."""
     mlp = 4.0 * spec.active_experts * spec.intermediate / cell.tp + 4 * spec.hidden
@@ -159,7 +159,7 @@ class Rank:
     activations it holds at once (pipeline). head: whether it computes logits."""
 
     cell: Cell
-    spec: Shape
+    spec: LlamaShape
     method: Method
     counts: Weights
     batch: int

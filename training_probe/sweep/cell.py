@@ -20,10 +20,10 @@ from training_probe import flops, memory
 from training_probe.grid import Cell, impossible
 from training_probe.launch import runner
 from training_probe.launch.runner import Launching, Limits, MemoryReturn, TrialOutcome
+from training_probe.llama_shape import LlamaShape
 from training_probe.memory import Fit, Prediction
 from training_probe.protocol import TIMELINE_STEPS, Step, Trial
 from training_probe.results import GIB, Attempt, CellResult, Outcome, RunResult, loss_doubt, of_cell
-from training_probe.shapes import Shape
 from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.progress import Progress
 
@@ -36,9 +36,9 @@ SEARCH_WARMUP_STEPS, SEARCH_STEPS = 2, 3
 class Predictor(Protocol):
     """Predicts memory as training_probe.memory does."""
 
-    def predict(self, cell: Cell, spec: Shape, /) -> Prediction: ...
+    def predict(self, cell: Cell, spec: LlamaShape, /) -> Prediction: ...
     def fits(self, prediction: Prediction, device_memory_bytes: int, /) -> Fit: ...
-    def largest_micro_batch(self, cell: Cell, spec: Shape, device_memory_bytes: int, at_most: int, /) -> int: ...
+    def largest_micro_batch(self, cell: Cell, spec: LlamaShape, device_memory_bytes: int, at_most: int, /) -> int: ...
 
 
 class Predicted(TypedDict, total=False):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell, cell
+from training_probe.llama_shape import LlamaShape
 from training_probe.memory.rank import layer_bytes, outside_bytes
-from training_probe.shapes import Shape
 
 torch: Any = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")
@@ -70,7 +70,7 @@ def test_a_layer_keeps_what_is_predicted(method: str, attention: str, kv_heads: 
     letters = f"F+{method}".removesuffix("+Naive") if attention == "flash" else method
     how = "math" if attention == "math" else "eager"
     each = cell(letters, model="small", task="finetune", seq_len=LENGTH, micro_batch=BATCH, attention=how)
-    spec = Shape(
+    spec = LlamaShape(
         name="small", hf_id="small", hidden=HIDDEN, layers=2, heads=HEADS, kv_heads=kv_heads,
         intermediate=INTERMEDIATE, vocab_size=VOCABULARY, max_position=2048,
     )  # fmt: skip
@@ -89,7 +89,7 @@ def test_heads_of_a_width_of_their_own(method: str, attention: str) -> None:
     letters = f"F+{method}".removesuffix("+Naive") if attention == "flash" else method
     each = cell(letters, model="small", task="finetune", seq_len=LENGTH, micro_batch=BATCH)
     for head_dim in (32, 128):
-        spec = Shape(
+        spec = LlamaShape(
             name="small", hf_id="small", hidden=HIDDEN, layers=2, heads=HEADS, kv_heads=2, head_width=head_dim,
             intermediate=INTERMEDIATE, vocab_size=VOCABULARY, max_position=2048,
         )  # fmt: skip

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from backends import catalog
 from training_probe.flops import weights
 from training_probe.grid import Cell, cell
+from training_probe.llama_shape import LlamaShape, known
 from training_probe.memory import Prediction, fits, largest_micro_batch, predict
 from training_probe.memory.rank import CUDA_CONTEXT_BYTES, LIBRARIES_BYTES, Moment, layer_bytes
 from training_probe.results import GIB
-from training_probe.shapes import Shape, known
 
 N = 6_738_415_616  # Llama-2-7B
 
 
-def spec(name: str) -> Shape:
+def spec(name: str) -> LlamaShape:
     found = known(name)
     assert found is not None
     return found

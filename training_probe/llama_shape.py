@@ -2,7 +2,7 @@
 attention and MLP, grouped-query attention, a gated MLP or a mixture of such MLPs.
 
 What any config.json says is a `ModelSpec` (backends/decoder.py); `shape_of` takes from it what trains so, or says what
-does not. The JSON of a `Shape` is kept in manifests of sweeps, and only grows.
+does not. The JSON of a `LlamaShape` is kept in manifests of sweeps, and only grows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class NoShape(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class LlamaShape:
     """A decoder of the Llama family. `hidden` and `intermediate` are widths; `max_position` is the longest sequence, in
     tokens. A dense model has 1 expert, of which 1 is active. tied: input and output embeddings are one. head_width: of
     a head, where it is not hidden / heads. biases: of q, k, v and o, how many have one (0, 3 or 4)."""
@@ -65,7 +65,7 @@ class Shape:
         return self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
 
-def known(name: str) -> Shape | None:
+def known(name: str) -> LlamaShape | None:
     """That of a model of the catalog; None for one that is not there, or is not built so."""
     spec = catalog.find(name)
     if spec is None:
@@ -76,7 +76,7 @@ def known(name: str) -> Shape | None:
         return None
 
 
-def shape_of(spec: ModelSpec) -> Shape:
+def shape_of(spec: ModelSpec) -> LlamaShape:
     """Raises NoShape."""
     kind = spec.kinds[0]
     reason = next(_objections(spec, kind), None)
@@ -84,7 +84,7 @@ def shape_of(spec: ModelSpec) -> Shape:
         raise NoShape(f"{spec.name} (model_type {spec.model_type}) {reason}")
     attention, mlp = kind.attention, kind.mlp
     assert isinstance(attention, Attention)
-    return Shape(
+    return LlamaShape(
         name=spec.name, hf_id=spec.hf_id, hidden=spec.hidden, layers=spec.layers, heads=attention.heads,
         kv_heads=attention.kv_heads, intermediate=mlp.width, vocab_size=spec.vocab_size,
         max_position=spec.max_position, experts=mlp.experts, active_experts=mlp.active, tied=spec.tied,
