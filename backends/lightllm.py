@@ -25,7 +25,7 @@ from backends.launch import (
     Profiler,
     Settings,
 )
-from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
+from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Said, Sampling
 from backends.replies import GIVEN_UP, Count, WholeReply, error_message, error_text, given_up
 from backends.sse import EventReply
 from backends.untrusted import UNDECODABLE
@@ -35,6 +35,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Token(msgspec.Struct, gc=False):
+    id: Count | None = None
     text: str | None = None  # decoded because bytes that are no text are a breach
     count_output_tokens: Count = 0
     prompt_tokens: Count | None = None
@@ -51,8 +52,9 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class _Stream(EventReply):
-    def __init__(self) -> None:
+    def __init__(self, said: Said | None) -> None:
         super().__init__()
+        self._said = said
         self._count = 0  # output tokens so far
 
     def read(self, data: bytes) -> Sequence[Delta]:
@@ -66,6 +68,10 @@ class _Stream(EventReply):
                 raise ProtocolError(f"neither a token nor an error: {error_text(data)}")
             self.failed = True
             return (Delta(error=error_text(data)),)
+        if self._said is not None:
+            self._said.texts.append(token.text or "")
+            if token.id is not None:
+                self._said.token_ids.append(token.id)
         count = token.count_output_tokens or self._count + 1  # 0: this version does not count
         n_tokens = count - self._count
         if n_tokens < 0:
@@ -105,8 +111,9 @@ def _read_whole(body: bytes) -> Delta:
     return _last_delta(count, reply.finish_reason, reply.prompt_tokens, count)
 
 
-def decoder(stream: bool) -> Decoder:
-    return _Stream() if stream else WholeReply(_read_whole)
+def decoder(stream: bool, said: Said | None = None) -> Decoder:
+    """Without a stream there are no token ids, which the next prompt of a session needs: nothing is kept."""
+    return _Stream(said) if stream else WholeReply(_read_whole)
 
 
 def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
@@ -243,6 +250,7 @@ BACKEND = Backend(
     prompt_kind="token_ids",
     encode=encode,
     decoder=decoder,
+    keeper=decoder,
     error_message=error_message,
     info_paths=PATHS,
     read_info=read_as("lightllm"),

@@ -10,13 +10,14 @@ one. The total of the reply is the `usage` of its last event, which every reques
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from backends.identity import PATHS, read_any
 from backends.plain_tokens import PlainTokens
-from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
+from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Said, Sampling
 from backends.replies import GIVEN_UP, Count, WholeReply, error_in, error_message, error_text, given_up
 from backends.sse import PLAIN, EventReply
 from backends.untrusted import UNDECODABLE
@@ -62,6 +63,14 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     token_ids: list[Count] | None = None
 
+    def keep(self, said: Said) -> None:
+        """Adds what it says. Of a chat that is what a client would send back: no reasoning."""
+        message = self.delta or self.message
+        content = self.text if message is None else message.content
+        if isinstance(content, str):
+            said.texts.append(content)
+        said.token_ids += self.token_ids or ()
+
 
 class _Chunk(msgspec.Struct, gc=False):
     choices: list[_Choice] | None = None
@@ -75,9 +84,10 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 class _Stream(EventReply):
     ends_with_done = True
 
-    def __init__(self) -> None:
+    def __init__(self, said: Said | None) -> None:
         self._plain = PlainTokens()
-        super().__init__(self._plain)
+        super().__init__(self._plain if said is None else None)  # what is recognised is not read
+        self._said = said
         self._counted = 0  # output tokens so far that the server has counted
         self._silent_end = False  # the event with the finish reason was taken for none
 
@@ -87,6 +97,8 @@ class _Stream(EventReply):
         except UNDECODABLE as error:
             return self.unreadable(data, error)
         choices = chunk.choices
+        if choices and self._said is not None:
+            choices[0].keep(self._said)
         if choices and chunk.usage is None and chunk.error is None:
             choice = choices[0]
             if choice.finish_reason is None and choice.token_ids is None:
@@ -167,8 +179,10 @@ def _last_delta(n_tokens: int, finish: str | None, usage: _Usage | None) -> Delt
     )
 
 
-def _read_whole(body: bytes) -> Delta:
+def _read_whole(said: Said | None, body: bytes) -> Delta:
     reply = _decode(body)
+    if reply.choices and said is not None:
+        reply.choices[0].keep(said)
     if failure := _failure(reply, body):
         return Delta(error=failure)
     finish = reply.choices[0].finish_reason if reply.choices else None
@@ -182,8 +196,8 @@ def _has_output(choice: _Choice) -> bool:
     return bool(choice.text) or (choice.message is not None and choice.message.says_something)
 
 
-def decoder(stream: bool) -> Decoder:
-    return _Stream() if stream else WholeReply(_read_whole)
+def decoder(stream: bool, said: Said | None = None) -> Decoder:
+    return _Stream(said) if stream else WholeReply(partial(_read_whole, said))
 
 
 def request(path: str, model: str, sampling: Sampling, **input: object) -> HttpRequest:
@@ -207,7 +221,7 @@ def encode_completion(model: str, prompt: Prompt, sampling: Sampling) -> HttpReq
 
 
 def encode_chat(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
-    messages = [{"role": "user", "content": prompt.text}]
+    messages = [{"role": role, "content": content} for role, content in prompt.messages or (("user", prompt.text),)]
     return request("/v1/chat/completions", model, sampling, messages=messages)
 
 
@@ -216,6 +230,7 @@ COMPLETIONS = Backend(
     prompt_kind="text",
     encode=encode_completion,
     decoder=decoder,
+    keeper=decoder,
     error_message=error_message,
     info_paths=PATHS,
     read_info=read_any,
@@ -227,6 +242,7 @@ CHAT = Backend(
     prompt_kind="text",
     encode=encode_chat,
     decoder=decoder,
+    keeper=decoder,
     error_message=error_message,
     info_paths=PATHS,
     read_info=read_any,

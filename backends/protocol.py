@@ -25,16 +25,26 @@ class Truncated(ProtocolError):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One prompt: `token_ids` for servers that take them, else `text`, which tokenizes to `n_tokens`."""
+    """One prompt: `token_ids` for servers that take them, else `text`, which tokenizes to `n_tokens` (0: not known).
+    messages: the same text as (role, content), for a chat; empty: it is one message of the user's."""
 
     n_tokens: int
     token_ids: Sequence[int] | None = None
     text: str | None = None
+    messages: tuple[tuple[str, str], ...] = ()
+
+
+class Said(msgspec.Struct):
+    """What a reply has said, for a later prompt that repeats it: its text in pieces, and token ids where they came."""
+
+    texts: list[str] = []
+    token_ids: list[int] = []
 
 
 class Sampling(msgspec.Struct, frozen=True):
     """How the output is drawn. `ignore_eos` asks for exactly `max_tokens` tokens where the server can do that.
-    `prefix_caching`: whether the prompt may be taken from the server's prefix cache, where a request can say that."""
+    `prefix_caching`: whether the prompt may be taken from the server's prefix cache, where a request can say that.
+    `returns_token_ids`: asks for the reply's token ids too, where the server can give them."""
 
     max_tokens: int
     ignore_eos: bool = True
@@ -42,6 +52,7 @@ class Sampling(msgspec.Struct, frozen=True):
     seed: int = 0
     stream: bool = True
     prefix_caching: bool = False
+    returns_token_ids: bool = False
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
@@ -102,8 +113,9 @@ class ServerInfo(msgspec.Struct, frozen=True):
 class Backend:
     """One kind of server.
 
-    encode(model, prompt, sampling) builds the request; decoder(stream) reads a 200 reply; error_message(status, body)
-    makes one line of any other reply (never raises). `info_paths` are tried in order and the first that answers 200 is
+    encode(model, prompt, sampling) builds the request; decoder(stream) reads a 200 reply; keeper(stream, said) reads it
+    into `said` as well, for sessions (None: this server cannot be sent any); error_message(status, body) makes one line
+    of any other reply (never raises). `info_paths` are tried in order and the first that answers 200 is
     read: read_info(path, body) returns what it says, or raises ProtocolError when another kind of server answered.
     server_metrics maps a neutral name to the server's Prometheus series, for those that the server has; where versions
     differ, to several, newest first, with a space between. Histograms ttft_seconds, itl_seconds, e2el_seconds (without
@@ -122,3 +134,4 @@ class Backend:
     read_info: Callable[[str, bytes], ServerInfo]
     server_metrics: Mapping[str, str]
     adapter: Adapter | None = None
+    keeper: Callable[[bool, Said], Decoder] | None = None

@@ -10,13 +10,14 @@ token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from backends.identity import PATHS, read_as
 from backends.launch import GRAPH_BATCH, WITHOUT_P2P, Adapter, Failure, Invocation, LaunchError, Settings
-from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Sampling
+from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Said, Sampling
 from backends.replies import Count, WholeReply, error_message, error_text
 from backends.sse import EventReply
 from backends.untrusted import UNDECODABLE
@@ -26,8 +27,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Token(msgspec.Struct, gc=False):
-    """Nothing of it is needed but that it is there."""
-
     text: str | None = None  # decoded because bytes that are no text are a breach
 
 
@@ -50,6 +49,10 @@ _decode = msgspec.json.Decoder(_Reply).decode
 
 
 class _Stream(EventReply):
+    def __init__(self, said: Said | None) -> None:
+        super().__init__()
+        self._said = said
+
     def read(self, data: bytes) -> Sequence[Delta]:
         try:
             event = _decode(data)
@@ -60,6 +63,8 @@ class _Stream(EventReply):
                 raise ProtocolError(f"neither a token nor an error: {error_text(data)}")
             self.failed = True
             return (Delta(error=error_text(data)),)
+        if self._said is not None:
+            self._said.texts.append(event.token.text or "")
         if event.generated_text is None and event.details is None:
             return _ONE_TOKEN
         self.end()
@@ -77,18 +82,20 @@ def _last_delta(n_tokens: int, details: _Details | None) -> Delta:
     )
 
 
-def _read_whole(body: bytes) -> Delta:
+def _read_whole(said: Said | None, body: bytes) -> Delta:
     reply = _decode(body)
     if reply.generated_text is None:
         if not reply.error:
             raise ProtocolError(f"neither a text nor an error: {error_text(body)}")
         return Delta(error=error_text(body))
+    if said is not None:
+        said.texts.append(reply.generated_text)
     counted = reply.details.generated_tokens if reply.details is not None else None
     return _last_delta((1 if reply.generated_text else 0) if counted is None else counted, reply.details)
 
 
-def decoder(stream: bool) -> Decoder:
-    return _Stream() if stream else WholeReply(_read_whole)
+def decoder(stream: bool, said: Said | None = None) -> Decoder:
+    return _Stream(said) if stream else WholeReply(partial(_read_whole, said))
 
 
 def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
@@ -212,6 +219,7 @@ BACKEND = Backend(
     prompt_kind="text",
     encode=encode,
     decoder=decoder,
+    keeper=decoder,
     error_message=error_message,
     info_paths=("/info", *(path for path in PATHS if path != "/info")),  # says most, and every TGI has it
     read_info=read_as("tgi"),

@@ -18,8 +18,10 @@ from backends.replies import error_message
 
 def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
     """Token ids where the prompt has them, else its text."""
-    ids_or_text = prompt.text if prompt.token_ids is None else prompt.token_ids
-    return request("/v1/completions", model, sampling, prompt=ids_or_text)
+    if prompt.token_ids is None:
+        return request("/v1/completions", model, sampling, prompt=prompt.text)
+    more = {"return_token_ids": True} if sampling.returns_token_ids else {}
+    return request("/v1/completions", model, sampling, prompt=prompt.token_ids, **more)
 
 
 def invoke(settings: Settings) -> Invocation:
@@ -141,6 +143,7 @@ BACKEND = Backend(
     prompt_kind="token_ids",
     encode=encode,
     decoder=decoder,
+    keeper=decoder,
     error_message=error_message,
     info_paths=PATHS,
     read_info=read_as("vllm"),

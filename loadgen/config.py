@@ -21,7 +21,7 @@ from cyclopts import Group
 
 from loadgen.load import workloads
 from loadgen.load.workloads import WorkloadName
-from loadgen.option_types import Whole, WholeOrText, names, option
+from loadgen.option_types import NumberOrText, Whole, WholeOrText, names, option
 
 if TYPE_CHECKING:
     from loadgen.load.load import Load
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Config", "ConfigError"]
 
 DEFAULT_REQUESTS = 1000
+MOST_SESSIONS, MOST_TURNS = 10**6, 10**7  # their lengths are held in memory
+DEFAULT_TURNS, DEFAULT_THINK_TIME = 4, 1  # seconds
 MOST_REQUESTS = 10**8  # their times are drawn beforehand, 8 bytes each
 LEAST_KV_TOKENS = 256  # of a modelled server: some blocks of its cache
 
@@ -103,6 +105,18 @@ class LoadOptions:
     prefix: Annotated[
         str | None,
         _load("Prompts of a group begin alike: GROUPS:TOKENS, or GROUPS:TOKENS:zipf=A; TOKENS of --input-tokens."),
+    ] = None
+    sessions: Annotated[
+        Whole | None,
+        _load(
+            "Conversations instead of single requests: so many sessions, which --arrival or --concurrency begins. A "
+            "turn's prompt is all that was said before and --input-tokens more."
+        ),
+    ] = None
+    turns: Annotated[WholeOrText | None, _load("Turns of each session: a number (default 4), or a law.")] = None
+    think_time: Annotated[
+        NumberOrText | None,
+        _load("Seconds from the end of a reply to the session's next turn: a number (default 1), or a law."),
     ] = None
     trace: Annotated[
         Path | None,
@@ -308,7 +322,7 @@ class Config(
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
             ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1),
             ("max_batched_tokens", 1), ("port", 1),
-            ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1), ("trace_limit", 1),
+            ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1), ("trace_limit", 1), ("sessions", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
@@ -330,10 +344,10 @@ class Config(
 
     def _take_workload(self) -> None:
         """The options that a workload's name stands for, where they are not given. A closed loop takes the place of its
-        arrivals, and the other way round."""
+        arrivals, and the other way round; sessions that of its requests."""
         options = {} if self.workload is None else workloads.OPTIONS[self.workload]
         for name, value in options.items():
-            other = {"arrival": "concurrency", "concurrency": "arrival"}.get(name)
+            other = {"arrival": "concurrency", "concurrency": "arrival", "requests": "sessions"}.get(name)
             if not self.given([name]) and (other is None or not self.given([other])):
                 object.__setattr__(self, name, value)
 
@@ -361,6 +375,7 @@ class Config(
                 f"{flag(drawn[0])} is for prompts that are drawn, and --dataset has its own; leave one out."
             )
         self._check_trace()
+        self._check_sessions()
         if self.warmup_load and self.dataset is not None:
             raise ConfigError("--warmup-load draws prompts of its own, and --dataset has no others; leave one out.")
         if self.repeat_dataset and self.dataset is None:
@@ -382,15 +397,37 @@ class Config(
                 raise ConfigError(f"{flag(given[0])} is for a --trace; name one or leave it out.")
             return
         given = self.given(
-            ("workload", "dataset", "input_tokens", "output_tokens", "arrival", "prefix", "requests", "duration")
-        )
+            (
+                "workload", "dataset", "input_tokens", "output_tokens", "arrival", "prefix", "requests", "duration",
+                "sessions",
+            )
+        )  # fmt: skip
         if given:
             instead = "; --trace-limit says how many" if given[0] == "requests" else ""
             raise ConfigError(f"--trace decides what is sent and when; leave {flag(given[0])} out{instead}.")
         if not 0 <= self.trace_from < float("inf"):
             raise ConfigError(f"--trace-from is {self.trace_from:g}; it must be at least 0.")
 
+    def _check_sessions(self) -> None:
+        if self.sessions is None:
+            given = self.given(("turns", "think_time") if self.dataset is None else ("turns",))
+            if given:
+                raise ConfigError(f"{flag(given[0])} is for --sessions; say how many there are, or leave it out.")
+            return
+        if self.sessions > MOST_SESSIONS:
+            raise ConfigError(f"--sessions is {self.sessions}; it must be at most {MOST_SESSIONS}, or several runs.")
+        if self.turns is not None and self.dataset is not None:
+            raise ConfigError("--turns is for sessions that are drawn, and --dataset has its own; leave one out.")
+        for name, instead in (
+            ("requests", "--sessions and --turns decide"),
+            ("duration", "sessions end by themselves"),
+        ):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{flag(name)} does not go with --sessions: {instead}; leave it out.")
+
     def _check_load(self, load: "Load") -> None:
+        if load.sessions is not None and (load.planned or 0) > MOST_TURNS:
+            raise ConfigError(f"--sessions {self.sessions} have over {MOST_TURNS} turns; lower their number.")
         if self.dataset is not None and load.output_tokens.kind != "fixed":
             raise ConfigError("--output-tokens is one number beside --dataset; give each line its own output_tokens.")
         mean = sum(each.requests for each in load.arrival.stretches) or load.arrival.rate * (self.duration or 0)
@@ -533,16 +570,29 @@ class Config(
         """What is sent, and when; of a dataset all but its prompts. Raises ConfigError."""
         from loadgen.load import arrivals, lengths  # not before the options are read
         from loadgen.load.load import Load, TraceSource
+        from loadgen.load.sessions import Sessions
         from loadgen.load.shapes import parse_prefix
 
         try:
             arrival = arrivals.parse(self.arrival or "burst")
             open_end = self.duration is None and arrival.lasts_s is None and self.trace is None
+            requests = DEFAULT_REQUESTS if self.requests is None and open_end else self.requests
+            sessions = None
+            if self.sessions is not None or self.think_time is not None:
+                requests = self.sessions
+                sessions = Sessions(
+                    turns=lengths.parse(DEFAULT_TURNS if self.turns is None else self.turns, lengths.TURNS)
+                    if self.dataset is None
+                    else None,
+                    think_time=lengths.parse(
+                        DEFAULT_THINK_TIME if self.think_time is None else self.think_time, lengths.THINK_TIME
+                    ),
+                )
             return Load(
                 arrival=arrival,
                 input_tokens=lengths.parse(self.input_tokens),
                 output_tokens=lengths.parse(self.output_tokens),
-                requests=DEFAULT_REQUESTS if self.requests is None and open_end else self.requests,
+                requests=requests,
                 duration_s=self.duration,
                 streams=None if self.concurrency is None else arrivals.parse_streams(self.concurrency),
                 prefix=None if self.prefix is None else parse_prefix(self.prefix),
@@ -555,6 +605,7 @@ class Config(
                     limit=self.trace_limit,
                     from_s=self.trace_from,
                 ),
+                sessions=sessions,
                 seed=self.seed,
             )
         except ValueError as error:

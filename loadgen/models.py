@@ -138,7 +138,7 @@ def _from_hub(name: str, hf_id: str, spec: ModelSpec | None) -> Model:
     limit = spec.max_position if spec is not None else None
     if directory is None:
         advice = f"its config.json is not on this machine; `hf download {hf_id} config.json`, or name a directory"
-        return Model(name, hf_id, None, spec, max_position=limit, unknown=advice)
+        return Model(name, hf_id, None, spec, max_position=limit, unknown="" if spec else advice)
     config = _read_config(directory)
     unknown = ""
     if spec is None:

@@ -39,8 +39,17 @@ def _whole_or_text(kind: Any, tokens: Sequence[Token]) -> int | str:
     return _whole(kind, tokens)
 
 
+def _number_or_text(kind: Any, tokens: Sequence[Token]) -> float | str:
+    """A number where one was typed, else the text."""
+    try:
+        return float(tokens[0].value)
+    except ValueError:
+        return tokens[0].value
+
+
 Whole = Annotated[int, Parameter(converter=_whole)]
 WholeOrText = Annotated[int | str, Parameter(converter=_whole_or_text)]
+NumberOrText = Annotated[float | str, Parameter(converter=_number_or_text)]
 
 
 def mistake(error: CycloptsError) -> str:

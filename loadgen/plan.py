@@ -168,6 +168,7 @@ def plan_run(
             seed=config.seed,
             stream=config.stream,
             prefix_caching=config.caches_prefixes,
+            returns_token_ids=load.sessions is not None,
         ),
         load=load,
         warmup=config.warmup,

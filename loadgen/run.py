@@ -23,9 +23,9 @@ from backends import gpus
 from backends.protocol import ServerInfo
 from loadgen import rundir, warmup
 from loadgen.calibration import calibrate
-from loadgen.client.engine import Progress, Snapshot, run_here
+from loadgen.client.engine import Progress, Snapshot
 from loadgen.client.limits import check_workers, make_room
-from loadgen.client.workers import run_in_workers
+from loadgen.client.workers import send
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop
 from loadgen.load.prompts import tokenizer_count
@@ -236,10 +236,8 @@ class Run:
         workers = worker_count(self.config, plan)
         watched = _both(progress, monitor)
         try:
-            if workers == 1:
-                await run_here(plan, self.directory, watched, monitor.sample, self.stop)
-            else:
-                await run_in_workers(plan, workers, self.directory, watched, monitor.sample, self.stop)
+            await send(plan, workers, self.directory, watched, monitor.sample, self.stop)
+            if workers > 1:
                 self._join()
         except rundir.WriteError as error:
             raise rundir.RunError(_not_kept(self.directory, error)) from None

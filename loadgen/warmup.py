@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from loadgen.client.engine import run_here
-from loadgen.client.workers import run_in_workers
+from loadgen.client.workers import send
 from loadgen.plan import Plan
 from loadgen.rundir import records
 
@@ -42,7 +41,7 @@ async def play(plan: Plan, workers: int, say: Callable[[str], None]) -> None:
 def _beginning(plan: Plan, number: int) -> Plan:
     """The plan of one play."""
     load = plan.job.load
-    lasts = load.streams is not None or load.trace is not None or load.arrival.kind != "burst"
+    lasts = load.streams or load.trace or load.sessions or load.arrival.kind != "burst"
     duration_s = min(load.duration_s or PLAY_S, PLAY_S) if lasts else None
     part = msgspec.structs.replace(load, seed=load.seed + number, duration_s=duration_s)
     return msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, load=part, warmup=0))
@@ -53,11 +52,7 @@ async def _played(plan: Plan, workers: int) -> float | None:
     request succeeded."""
     with tempfile.TemporaryDirectory(prefix="loadgen-warmup-") as scratch:
         directory = Path(scratch)
-        if workers == 1:
-            await run_here(plan, directory, lambda snapshots: None)
-        else:
-            await run_in_workers(plan, workers, directory, lambda snapshots: None)
-            records.merge(directory)
+        await send(plan, workers, directory, lambda snapshots: None)
         table = records.read(directory)[0].measured()
     served = table.select(table.ok)
     if not len(served):

@@ -276,10 +276,9 @@ def _model(name: str) -> Model:
             spec = shape_of(model.spec)
         except NoShape as reason:
             unknown = str(reason)
-    if spec is not None and spec.biases != 3 and catalog.find(name) is not None:
+    if spec is not None and catalog.find(name) is not None:
         return Model(spec=spec)
     if model.directory is None:
-        unknown = unknown or f"{name} has biases of q, k and v alone"
         raise GridError(f"{unknown}, which is not built of a name; give a directory that holds its config.json.")
     return Model(spec=spec, directory=str(model.directory), unknown=unknown)
 

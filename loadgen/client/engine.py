@@ -26,9 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import backends
-from backends.protocol import Backend, HttpRequest
+from backends.protocol import Backend, HttpRequest, Prompt, Said
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import FastTransport, Transport
+from loadgen.client.turns import Waiting, next_prompt, why_over
 from loadgen.clock import Alarm, now_ns
 from loadgen.event_loop import Stop, every_second
 from loadgen.load.prompts import Workload
@@ -94,19 +95,24 @@ class Client:
         transport: Transport,
         due_ns: NDArray[np.int64],
     ) -> None:
-        """`due_ns` (n,): the whole run's schedule, ns since t = 0; empty for a closed loop."""
+        """`due_ns` (n,): the whole run's schedule, of requests or of sessions, ns since t = 0; empty for a closed
+        loop."""
         self.job = job
         self.backend = backend
         self.workload = workload
         self.transport = transport
         self.due_ns = array("q", due_ns[job.shard :: job.shards].tobytes())  # a list takes five times the memory
         self.closed_loop = job.load.streams is not None
-        self.planned: int | None = len(self.due_ns)
+        self._turns = workload.turns
+        self._begun_at_most: int | None = len(self.due_ns)  # requests, or sessions
         if self.closed_loop:
             limit = job.load.requests
-            self.planned = (
+            self._begun_at_most = (
                 None if limit is None else sum(1 for _ in itertools.takewhile(lambda n: n < limit, job.numbers()))
             )
+        self.planned = self._begun_at_most
+        if self._turns is not None:
+            self.planned = sum(map(self._turns.count, itertools.islice(job.numbers(), self._begun_at_most)))
         self.in_flight: set[Exchange] = set()
         self.done = self.failed = self.events = 0
         self.stopping = False
@@ -116,6 +122,8 @@ class Client:
         self._idle = asyncio.Event()
         self._next = 0
         self._streams = 0  # of a closed loop: how many have begun
+        self._thinking = 0  # sessions whose next turn is not due yet
+        self._waiting: Waiting | None = None
         self._t0_ns = 0
         self._file: RecordsFile | None = None
         self._write_error: WriteError | None = None
@@ -125,8 +133,8 @@ class Client:
         """Draws what is due first, warms the server up, and opens connections. Raises TransportError."""
         await self.transport.open(1)  # before any work, since nobody may be there
         at_zero = self.job.streams or sum(due == 0 for due in self.due_ns)
-        if self.planned is not None:
-            at_zero = min(at_zero, self.planned)
+        if self._begun_at_most is not None:
+            at_zero = min(at_zero, self._begun_at_most)
         self._source = self._requests()
         self._warmed: list[Exchange] = []
         bytes_ahead = made = 0
@@ -147,7 +155,7 @@ class Client:
     async def _warm_up(self) -> WarmUp:
         self._t0_ns = now_ns()
         for number in itertools.takewhile(lambda n: n < self.job.warmup, self.job.numbers()):
-            exchange, prepared = self._make("warmup", number)
+            exchange, prepared = self._make("warmup", self._first(number))
             exchange.scheduled_ns = now_ns()
             self.in_flight.add(exchange)
             self.transport.send(exchange, prepared)
@@ -159,20 +167,36 @@ class Client:
         errors = [f"{each.outcome}, {each.error}" for each in self._warmed if each.outcome != "ok"]
         return WarmUp(sent=len(self._warmed), failed=len(errors), error=next(iter(errors), None))
 
-    def _make(self, phase: str, number: int) -> tuple[Exchange, bytes | HttpRequest]:
+    def _first(self, number: int) -> int:
+        """The first request of what is begun `number`-th: a request, or a session."""
+        return number if self._turns is None else self._turns.begin(number)
+
+    def _make(self, phase: str, number: int, earlier: Exchange | None = None) -> tuple[Exchange, bytes | HttpRequest]:
+        """A request, ready to be sent; of a session's later turn with the turn before it."""
         prompt, shape = self.workload.prompt(phase, number), self.workload.shape(number)
+        shared_tokens = shape.shared_tokens if phase == "measured" else 0
+        if earlier is not None:
+            prompt, shared_tokens = _going_on(earlier, prompt)
         sampling = msgspec.structs.replace(self.job.sampling, max_tokens=shape.output_tokens)
         request = self.backend.encode(self.job.model, prompt, sampling)
         id = self.workload.id(number) if phase == "measured" else number
-        decoder = self.backend.decoder(sampling.stream)
+        said = None
+        if self._turns is None or phase == "warmup" or self.backend.keeper is None:
+            decoder = self.backend.decoder(sampling.stream)
+        else:
+            said = Said()
+            decoder = self.backend.keeper(sampling.stream, said)
         exchange = Exchange(id, phase, -1, prompt.n_tokens, shape.output_tokens, decoder, self._on_done)
-        exchange.shared_tokens = shape.shared_tokens if phase == "measured" else 0
+        exchange.shared_tokens = shared_tokens
+        if said is not None and self._turns is not None:
+            exchange.session, turn = self._turns.place(number)
+            exchange.prompt, exchange.said, exchange.turn = prompt, said, turn + 1
         request_id = f"{self.job.run_id}-{'w' if phase == 'warmup' else ''}{id}"
         return exchange, self.transport.prepare(request, request_id)
 
     def _requests(self) -> Iterator[tuple[Exchange, bytes | HttpRequest]]:
-        for number in itertools.islice(self.job.numbers(), self.planned):
-            yield self._make("measured", number)
+        for number in itertools.islice(self.job.numbers(), self._begun_at_most):
+            yield self._make("measured", self._first(number))
 
     def _prepare_one(self) -> int:
         """Bytes of one more request that is ready to be sent; 0 when there are no more."""
@@ -194,6 +218,7 @@ class Client:
                 self._file.write(exchange.record(t0_ns, self.job.sampling.stream))
         alarm = Alarm(loop, self._open_loop if not self.closed_loop else self._closed_loop)
         self._alarm = alarm
+        self._waiting = Waiting(loop, self._send_turn)
         self._health.start(loop)
         self._flusher = loop.call_later(FLUSH_S, self._flush)
         try:
@@ -203,6 +228,7 @@ class Client:
             gc.enable()
             gc.unfreeze()
             alarm.close()
+            self._waiting.close()
             self._flusher.cancel()
             facts = self._health.stop(self, "interrupted" if self.stopping else "complete")
         self.check_file()
@@ -249,11 +275,12 @@ class Client:
             self._send_next(scheduled)
 
     def _replace(self, due: int) -> None:
-        if len(self.in_flight) < self.job.streams_at(due - self._t0_ns) and self._may_send():
+        going = len(self.in_flight) + self._thinking
+        if going < self.job.streams_at(due - self._t0_ns) and self._may_send():
             self._send_next(due)
 
     def _may_send(self) -> bool:
-        if self.stopping or (self.planned is not None and self._next >= self.planned):
+        if self.stopping or (self._begun_at_most is not None and self._next >= self._begun_at_most):
             return False
         duration_s = self.job.load.duration_s
         return duration_s is None or now_ns() - self._t0_ns < duration_s * 1e9
@@ -268,6 +295,43 @@ class Client:
         self.transport.send(exchange, prepared)
         self._prepare_one()
 
+    # Sessions.
+
+    def _goes_on(self, exchange: Exchange) -> bool:
+        """Whether another turn follows the one that has ended. Turns that cannot be sent any more have failed."""
+        turns, number = self._turns, exchange.id
+        if turns is None or exchange.prompt is None or turns.is_last(number):
+            return False
+        duration_s = self.job.load.duration_s
+        if self.stopping or (duration_s is not None and now_ns() - self._t0_ns >= duration_s * 1e9):
+            return False
+        if (reason := why_over(exchange)) is None:
+            self._thinking += 1
+            asyncio.get_running_loop().call_soon(self._prepare_turn, exchange)  # not within a read
+            return True
+        for later in range(number + 1, turns.begin(exchange.session) + turns.count(exchange.session)):
+            dropped = Exchange(
+                later, "measured", exchange.done_ns, 0, self.workload.shape(later).output_tokens, exchange.decoder,
+                self._on_done,
+            )  # fmt: skip
+            dropped.session, dropped.turn = exchange.session, exchange.turn + later - number
+            dropped.fail("dropped", reason, now_ns())
+        return False
+
+    def _prepare_turn(self, earlier: Exchange) -> None:
+        assert self._turns is not None and self._waiting is not None
+        number = earlier.id + 1
+        exchange, prepared = self._make("measured", number, earlier)
+        earlier.prompt = earlier.said = None
+        exchange.scheduled_ns = earlier.done_ns + self._turns.think_ns(number)
+        self._waiting.add(exchange, prepared)
+
+    def _send_turn(self, exchange: Exchange, prepared: bytes | HttpRequest) -> None:
+        self._thinking -= 1
+        if not self.stopping:
+            self.in_flight.add(exchange)
+            self.transport.send(exchange, prepared)
+
     # Replies.
 
     def _on_done(self, exchange: Exchange) -> None:
@@ -281,6 +345,8 @@ class Client:
             self.failed += 1
         elif exchange.times:
             self._recent_ttft_ms.append((exchange.times[0] - exchange.sent_ns) / 1e6)
+        if self._goes_on(exchange):
+            return
         if self.closed_loop and exchange.phase == "measured" and self._may_send():
             loop = asyncio.get_running_loop()
             if exchange.outcome == "ok":  # due now, but sent from the loop: what fails at once must not recurse
@@ -291,6 +357,8 @@ class Client:
     def _all_sent(self) -> bool:
         if self.stopping:
             return True
+        if self._thinking:
+            return False
         return not self._may_send() if self.closed_loop else self._next >= len(self.due_ns)
 
     async def _drained(self, all_sent: Callable[[], bool]) -> None:
@@ -367,6 +435,15 @@ class Client:
             elapsed_s=max(0.0, (now_ns() - self._t0_ns) / 1e9),
             ttft_ms=list(self._recent_ttft_ms),
         )
+
+
+def _going_on(earlier: Exchange, new: Prompt) -> tuple[Prompt, int]:
+    """The prompt of a session's next turn, and how many of its first tokens the server has seen."""
+    prompt, said = earlier.prompt, earlier.said
+    assert prompt is not None and said is not None
+    if prompt.token_ids is not None:
+        return next_prompt(prompt, said, new), len(prompt.token_ids) + len(said.token_ids)
+    return next_prompt(prompt, said, new), (earlier.prompt_tokens or 0) + (earlier.output_tokens or 0)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec import UNSET
 
-from backends.protocol import TOKEN, Decoder, Delta, ProtocolError, Truncated
+from backends.protocol import TOKEN, Decoder, Delta, Prompt, ProtocolError, Said, Truncated
 from backends.replies import MAX_ERROR_BYTES
 from backends.untrusted import printable
 from loadgen.rundir.records import Record
@@ -25,7 +25,8 @@ class Exchange:
     __slots__ = (
         "abort", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "decoder", "done_ns", "error", "error_body",
         "feed", "headers_ns", "id", "last_read_ns", "location", "on_done", "outcome", "output_tokens", "phase", "plain",
-        "prompt_tokens", "retried", "scheduled_ns", "sent_ns", "shared_tokens", "status", "times",
+        "prompt", "prompt_tokens", "retried", "said", "scheduled_ns", "sent_ns", "session", "shared_tokens", "status",
+        "times", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +56,9 @@ class Exchange:
         self.error_body = b""
         self.location = ""  # where a redirect points
         self.shared_tokens = 0  # of the prompt's beginning that an earlier request of the load has sent
+        self.session = self.turn = -1  # of a session, the first turn being 1
+        self.prompt: Prompt | None = None  # with what was said to it: for the session's next turn
+        self.said: Said | None = None
         self.retried = False  # sent again after its reused connection had died
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
@@ -167,5 +171,7 @@ class Exchange:
             error=self.error,
             retried=True if self.retried else UNSET,
             shared_tokens=self.shared_tokens or UNSET,
+            session=self.session if self.turn > 0 else UNSET,
+            turn=self.turn if self.turn > 0 else UNSET,
             itl_us=np.diff((np.frombuffer(times, np.int64) - t0_ns) // 1000).tolist(),
         )

@@ -29,6 +29,7 @@ from loadgen.client.engine import (
     WarmUp,
     build_client,
     check_warm_up,
+    run_here,
 )
 from loadgen.client.limits import make_room
 from loadgen.clock import now_ns
@@ -48,6 +49,17 @@ class Done(NamedTuple):
 
 
 DIED = "the process died"  # in place of the last message of a worker that was killed
+
+
+async def send(
+    plan: Plan, workers: int, directory: Path, progress: Progress, warm: Warm | None = None, stop: Stop | None = None
+) -> None:
+    """Sends the plan's load from this process, or from several, and leaves the records, or their parts, in `directory`;
+    otherwise as `run_here`. Raises TransportError, and WriteError."""
+    if workers == 1:
+        await run_here(plan, directory, progress, warm, stop)
+    else:
+        await run_in_workers(plan, workers, directory, progress, warm, stop)
 
 
 async def run_in_workers(

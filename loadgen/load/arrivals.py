@@ -56,14 +56,14 @@ class Arrival(msgspec.Struct, frozen=True):
         """When the law itself ends; None where it goes on."""
         return sum(each.seconds for each in self.stretches) if self.stretches else None
 
-    def phases(self) -> list[Phase]:
-        """The parts in which a changing rate is reported; none where it is one law throughout."""
+    def phases(self, what: str = "requests") -> list[Phase]:
+        """The parts in which a changing rate is reported; none where it is one law throughout. what: arrives."""
         if self.kind == "ramp":
             (ramp,) = self.stretches
-            return _ramp_phases(ramp.first, ramp.last, ramp.seconds, "requests/s")
+            return _ramp_phases(ramp.first, ramp.last, ramp.seconds, f"{what}/s")
         ends = list(itertools.accumulate((each.seconds for each in self.stretches), initial=0.0))
         return [
-            Phase(f"{each.first:g} requests/s", start, end)
+            Phase(f"{each.first:g} {what}/s", start, end)
             for each, (start, end) in zip(self.stretches, itertools.pairwise(ends), strict=True)
         ]
 
@@ -195,12 +195,12 @@ class Streams(msgspec.Struct, frozen=True):
             return 0.0
         return self.seconds * (stream + 1 - self.first) / (self.last - self.first)
 
-    def phases(self) -> list[Phase]:
-        """The parts in which a ramp is reported, and what comes after it."""
+    def phases(self, what: str = "in flight") -> list[Phase]:
+        """The parts in which a ramp is reported, and what comes after it. what: follows the numbers."""
         if not self.seconds:
             return []
-        after = Phase(f"{self.last} in flight", self.seconds, None)
-        return [*_ramp_phases(self.first, self.last, self.seconds, "in flight"), after]
+        after = Phase(f"{self.last} {what}", self.seconds, None)
+        return [*_ramp_phases(self.first, self.last, self.seconds, what), after]
 
 
 def parse_streams(text: str | int) -> Streams:

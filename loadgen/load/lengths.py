@@ -1,4 +1,5 @@
-"""How long prompts and replies are: laws, drawn by seed and the request's number before the clock starts. Pure.
+"""How long prompts and replies are, how many turns a session has, how long people think: laws, drawn by seed and number
+before the clock starts. Pure.
 
 A length depends on nothing but (seed, stream, number), so any worker can draw any request, and a shorter run is the
 beginning of a longer one. Between bounds the normal and the lognormal law are drawn again, not cut off: no length
@@ -25,9 +26,27 @@ MOST_TOKENS = (1 << 31) - 1  # servers count a request's tokens in 32 bits
 BLOCK = 4096  # lengths that are drawn at once
 FAR = 8.0  # standard deviations from the middle, where nothing of a law is left
 
-Stream = Literal["input", "output"]
-_STREAMS = {"input": 0x1E91, "output": 0x1E92, "file": 0x1E93}  # a file's pairs stay pairs: both draw the same line
-_FORMS = "a number, uniform:MIN:MAX, normal:MEAN:SD[:MIN:MAX], lognormal:MEDIAN:SIGMA[:MIN:MAX] or file:PATH"
+Stream = Literal["input", "output", "turns", "think"]
+_STREAMS = {
+    "input": 0x1E91, "output": 0x1E92, "turns": 0x1E94, "think": 0x1E95,
+    "file": 0x1E93,  # a file's pairs stay pairs: both draw the same line
+}  # fmt: skip
+_FORMS = "a number, uniform:MIN:MAX, normal:MEAN:SD[:MIN:MAX] or lognormal:MEDIAN:SIGMA[:MIN:MAX]"
+
+
+class Quantity(msgspec.Struct, frozen=True):
+    """What a law draws, in whole parts of its unit: at least `least` of them."""
+
+    name: str
+    unit: str
+    parts: int = 1
+    least: int = 1
+    has_files: bool = False
+
+
+LENGTH = Quantity("length", "tokens", has_files=True)
+TURNS = Quantity("number of turns", "turns")
+THINK_TIME = Quantity("think time", "seconds", parts=1000, least=0)
 
 
 class WorkloadError(ValueError):
@@ -57,55 +76,64 @@ def fixed(tokens: int) -> Law:
     return Law(kind="fixed", text=str(tokens), least=tokens, most=tokens)
 
 
-def parse(text: str | int) -> Law:
-    """A law from its text, as an option has it. Raises WorkloadError."""
-    if isinstance(text, int):
-        text = str(text)
+def parse(text: str | int | float, quantity: Quantity = LENGTH) -> Law:
+    """A law from its text, as an option has it; its numbers are in parts of the quantity's unit. Raises
+    WorkloadError."""
+    text = f"{text:.12g}" if isinstance(text, float) else str(text)
     kind, *words = text.split(":")
-    if kind == "file" and any(words):
+    if kind == "file" and any(words) and quantity.has_files:
         return Law(kind="file", text=text, path=text.removeprefix("file:"))
-    numbers = [_number(word, text) for word in (words if words else [kind])]
+    numbers = [_number(word, text, quantity) for word in (words if words else [kind])]
     if not words:
-        return fixed(_tokens(numbers[0], text))
-    bounds = [_tokens(number, text) for number in (numbers if kind == "uniform" else numbers[2:])]
+        least = _parts(numbers[0], text, quantity)
+        return Law(kind="fixed", text=text, least=least, most=least)
+    bounds = [_parts(number, text, quantity) for number in (numbers if kind == "uniform" else numbers[2:])]
     if kind == "uniform" and len(numbers) == 2:
         law = Law(kind="uniform", text=text, least=bounds[0], most=bounds[1])
     elif kind in ("normal", "lognormal") and len(numbers) in (2, 4):
-        least, most = bounds or (1, None)
-        law = Law(kind=kind, text=text, least=least, most=most, a=numbers[0], b=numbers[1])
+        least, most = bounds or (quantity.least, None)
+        width = numbers[1] * (quantity.parts if kind == "normal" else 1)
+        law = Law(kind=kind, text=text, least=least, most=most, a=numbers[0] * quantity.parts, b=width)
         if not (0 < law.a <= MOST_TOKENS and 0 <= law.b <= MOST_TOKENS):
-            middle, width = ("mean", "standard deviation") if kind == "normal" else ("median", "sigma")
-            raise WorkloadError(f"the length '{escaped(text)}' needs a {middle} above zero and no negative {width}.")
+            middle, spread = ("mean", "standard deviation") if kind == "normal" else ("median", "sigma")
+            raise WorkloadError(
+                f"the {quantity.name} '{escaped(text)}' needs a {middle} above zero and no negative {spread}."
+            )
     else:
-        _not_understood(text)
+        _not_understood(text, quantity)
     if law.most is not None and law.least > law.most:
-        raise WorkloadError(f"the length '{escaped(text)}' has a minimum above its maximum; swap them.")
+        raise WorkloadError(f"the {quantity.name} '{escaped(text)}' has a minimum above its maximum; swap them.")
     if kind in ("normal", "lognormal") and not _within_reach(law):
-        raise WorkloadError(f"the length '{escaped(text)}' has its bounds too far from its middle; move them.")
+        raise WorkloadError(f"the {quantity.name} '{escaped(text)}' has its bounds too far from its middle; move them.")
     return law
 
 
-def _number(word: str, text: str) -> float:
+def _number(word: str, text: str, quantity: Quantity) -> float:
     if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", word):
-        _not_understood(text)
+        _not_understood(text, quantity)
     return float(word)
 
 
-def _tokens(number: float, text: str) -> int:
-    if not (number.is_integer() and 1 <= number <= MOST_TOKENS):
+def _parts(number: float, text: str, quantity: Quantity) -> int:
+    parts, most = number * quantity.parts, MOST_TOKENS // quantity.parts
+    whole = quantity.parts > 1 or number.is_integer()
+    if not (whole and quantity.least <= number <= most):
+        what = "whole number" if quantity.parts == 1 else "number"
         raise WorkloadError(
-            f"the length '{escaped(text)}' has {number:g} as a number of tokens; it must be a whole number from 1 to "
-            f"{MOST_TOKENS}."
+            f"the {quantity.name} '{escaped(text)}' has {number:g} as a number of {quantity.unit}; it must be a {what} "
+            f"from {quantity.least} to {most}."
         )
-    return int(number)
+    return round(parts)
 
 
-def _not_understood(text: str) -> NoReturn:
-    raise WorkloadError(f"the length '{escaped(text)}' is not understood; use {_FORMS}.")
+def _not_understood(text: str, quantity: Quantity) -> NoReturn:
+    forms = _FORMS.replace(" or ", ", ") + " or file:PATH" if quantity.has_files else _FORMS
+    raise WorkloadError(f"the {quantity.name} '{escaped(text)}' is not understood; use {forms}.")
 
 
 class Lengths:
-    """What a law gives for each request of a run. Raises WorkloadError where its file cannot be used."""
+    """What a law gives for each request of a run, or for each session. Raises WorkloadError where its file cannot be
+    used."""
 
     def __init__(self, law: Law, seed: int, stream: Stream) -> None:
         self.law = law
@@ -166,6 +194,8 @@ def _deviations(law: Law, tokens: float) -> float:
     """Where a length stands in a normal or lognormal law, in standard deviations from the middle."""
     if law.b == 0:
         return 0.0 if tokens == law.a else math.copysign(math.inf, tokens - law.a)
+    if law.kind == "lognormal" and tokens <= 0:
+        return -math.inf
     return math.log(tokens / law.a) / law.b if law.kind == "lognormal" else (tokens - law.a) / law.b
 
 

@@ -11,6 +11,7 @@ import msgspec
 from loadgen.load import arrivals
 from loadgen.load.arrivals import Arrival, Streams
 from loadgen.load.lengths import Law, Lengths, Stream, WorkloadError
+from loadgen.load.sessions import Sessions, SessionShapes, Turns
 from loadgen.load.shapes import DrawnShapes, Prefix, Shapes, TraceShapes
 from loadgen.rundir import Phase
 
@@ -58,10 +59,16 @@ def _trace_shapes(source: TraceSource) -> TraceShapes:
     return TraceShapes(source.read())
 
 
+@functools.lru_cache(maxsize=1)
+def _turns(sessions: Sessions, count: int, seed: int) -> Turns:
+    return sessions.drawn(count, seed)
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """requests: how many at the most; duration_s: until when they are sent; None: no such limit. streams: a closed loop
-    instead of `arrival`. trace: arrivals and lengths as somebody had them; in a closed loop its lengths alone. The same
-    seed gives the same requests at the same times."""
+    instead of `arrival`. trace: arrivals and lengths as somebody had them; in a closed loop its lengths alone.
+    sessions: then `requests` is how many of them, and they are what arrives and what a closed loop keeps going; prompt
+    lengths are what a turn adds. The same seed gives the same requests at the same times."""
 
     arrival: Arrival
     input_tokens: Law
@@ -71,17 +78,20 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     streams: Streams | None = None
     prefix: Prefix | None = None
     trace: TraceSource | None = None
+    sessions: Sessions | None = None
     seed: int = 0
 
     @property
     def is_plain(self) -> bool:
         """Whether all prompts have one length and share nothing."""
-        return self.input_tokens.kind == "fixed" and self.prefix is None and self.trace is None
+        return self.input_tokens.kind == "fixed" and not (self.prefix or self.trace or self.sessions)
 
     @property
     def shares(self) -> bool:
         """Whether prompts begin like earlier ones, as far as the load says so."""
-        return self.prefix is not None or (self.trace is not None and self.trace.read().block_tokens > 0)
+        if self.trace is not None:
+            return self.trace.read().block_tokens > 0
+        return self.prefix is not None or self.sessions is not None
 
     @property
     def when(self) -> str:
@@ -98,7 +108,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, trace=trace, requests=len(trace.read()))
 
     def due_ns(self) -> NDArray[np.int64]:
-        """When each request is due, ns since t = 0, ascending; empty for a closed loop, where replies decide."""
+        """When each request is due, or each session begins, ns since t = 0, ascending; empty for a closed loop, where
+        replies decide."""
         import numpy as np
 
         if self.streams is not None:
@@ -111,6 +122,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def planned(self) -> int | None:
         """How many requests it has; None where that hangs on the server."""
+        if (turns := self.turns()) is not None:
+            ends = self.arrival.stretches and self.streams is None  # perhaps before all sessions have begun
+            return int(turns.first[len(self.due_ns())]) if ends else turns.total
         if self.streams is None:
             return len(self.due_ns())
         if self.duration_s is not None:
@@ -129,11 +143,16 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
             return min(self.streams.most, self.requests or self.streams.most)
         return (self.requests or 0) if self.arrival.kind == "burst" and self.trace is None else 1
 
+    def turns(self) -> Turns | None:
+        """The turns of its sessions."""
+        return None if self.sessions is None else _turns(self.sessions, self.requests or 0, self.seed)
+
     def shapes(self) -> Shapes:
         """What each request asks for. Raises WorkloadError."""
         if self.trace is not None:
             return _trace_shapes(self.trace)
-        return DrawnShapes(self.input_tokens, self.output_tokens, self.prefix, self.seed)
+        drawn = DrawnShapes(self.input_tokens, self.output_tokens, self.prefix, self.seed)
+        return drawn if (turns := self.turns()) is None else SessionShapes(turns, drawn)
 
     def typical_tokens(self) -> tuple[int, int]:
         """Prompt and reply of a request as most are: the medians of the first ones. Raises WorkloadError."""
@@ -149,6 +168,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         if self.trace is not None:
             trace = self.trace.read()
             return int((trace.input_tokens + trace.output_tokens).max(initial=0))
+        if isinstance(shapes := self.shapes(), SessionShapes):
+            return shapes.longest_tokens()
         return self._most("input") + self._most("output")
 
     def shortest_prompt_tokens(self, warmup: int) -> int:
@@ -179,5 +200,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def phases(self) -> list[Phase]:
         """The parts of the load that are reported by themselves; none where it is the same throughout."""
         if self.streams is not None:
-            return self.streams.phases()
-        return self.arrival.phases() if self.trace is None else []
+            return self.streams.phases() if self.sessions is None else self.streams.phases("sessions")
+        if self.trace is not None:
+            return []
+        return self.arrival.phases() if self.sessions is None else self.arrival.phases("sessions")

@@ -20,6 +20,7 @@ from backends.protocol import Prompt
 from backends.untrusted import UNDECODABLE, reason
 from loadgen.load.lengths import MOST_TOKENS, WorkloadError
 from loadgen.load.load import Load
+from loadgen.load.sessions import SessionShapes, Turns
 from loadgen.load.shapes import Shape
 
 BLOCK_TOKENS = 1 << 17  # prompts are drawn some at a time: at most 256, fewer when they are long
@@ -44,7 +45,11 @@ FILLERS = (" a", " I", " 1", ".", ",", "!", "?", "\n", " .")  # one of them is o
 
 
 class Workload(Protocol):
-    """The requests of a run: what each asks for, its prompt, and its id in the records."""
+    """The requests of a run: what each asks for, its prompt, and its id in the records. turns: of sessions, where a
+    prompt is what the turn adds to all that was said before."""
+
+    @property
+    def turns(self) -> Turns | None: ...
 
     def shape(self, number: int) -> Shape: ...
 
@@ -106,6 +111,7 @@ class _Content:
 
     def __init__(self, load: Load, low: int, high: int) -> None:
         self.shapes = load.shapes()
+        self.turns = load.turns()
         self._seed, self._low, self._high = load.seed, low, high
         self._rows = _Rows(load.seed, load.input_tokens.least, low, high) if load.is_plain else None
 
@@ -113,7 +119,7 @@ class _Content:
         """Of one prompt. A prompt of the warm-up shares nothing with any other."""
         if self._rows is not None:
             return self._rows.row(phase, number)
-        shape = self.shapes.shape(number)
+        shape = self.shapes.own(number) if isinstance(self.shapes, SessionShapes) else self.shapes.shape(number)
         if phase == "warmup":
             segments = [(_WARMUP, number, shape.prompt_tokens)]
         else:
@@ -128,7 +134,7 @@ class TokenIds:
 
     def __init__(self, load: Load, vocab_size: int = UNKNOWN_VOCABULARY) -> None:
         self._content = _Content(load, FIRST_ID if vocab_size > 2 * FIRST_ID else 0, vocab_size)
-        self.shape, self.id = self._content.shapes.shape, self._content.shapes.id
+        self.shape, self.id, self.turns = self._content.shapes.shape, self._content.shapes.id, self._content.turns
 
     def prompt(self, phase: str, number: int) -> Prompt:
         ids = self._content.row(phase, number)
@@ -146,7 +152,7 @@ class Text:
         self._content = _Content(load, 0, len(WORDS))
         self._least_tokens = load.input_tokens.least
         self._count = count
-        self.shape, self.id = self._content.shapes.shape, self._content.shapes.id
+        self.shape, self.id, self.turns = self._content.shapes.shape, self._content.shapes.id, self._content.turns
         self.offset = 0
 
     def prompt(self, phase: str, number: int) -> Prompt:
@@ -235,6 +241,8 @@ class Dataset:
     measured, as often as it takes, and the warm-up sends the last of them too. Text without `prompt_tokens` has an
     unknown length (`n_tokens` 0), which is then not checked. Raises WorkloadError.
     """
+
+    turns: Turns | None = None
 
     def __init__(self, path: Path, output_tokens: int, prompt_kind: str, warmup: int, *, repeat: bool = False) -> None:
         self._output_tokens = output_tokens

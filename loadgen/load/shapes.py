@@ -14,6 +14,9 @@ from backends.untrusted import escaped
 from loadgen.load.lengths import Law, Lengths, WorkloadError
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
+    import numpy as np
+    from numpy.typing import NDArray
+
     from loadgen.load.traces import Trace
 
 MOST_GROUPS = 1_000_000
@@ -21,8 +24,9 @@ MOST_GROUPS = 1_000_000
 
 class Shape(NamedTuple):
     """One request. segments: what its prompt begins with and others may share, as (key, tokens): equal keys mean equal
-    tokens from the segment's beginning. What they leave of `prompt_tokens` is the request's own. shared_tokens: how
-    much of the prompt's beginning an earlier request of the load has sent already, in the order of their numbers."""
+    tokens from the segment's beginning. Where others repeat the reply they go on into it. What they leave is the
+    request's own. shared_tokens: how much of the prompt's beginning an earlier request of the load has sent already, in
+    the order of their numbers."""
 
     prompt_tokens: int
     output_tokens: int
@@ -72,11 +76,20 @@ class DrawnShapes:
         self._output = Lengths(output_tokens, seed, "output")
         self._groups = None if prefix is None else _Groups(prefix, seed)
 
-    def shape(self, number: int) -> Shape:
-        prompt_tokens, output_tokens = self._input.at(number), self._output.at(number)
+    def lengths(self, number: int) -> Shape:
+        """Of a request that shares nothing."""
+        return Shape(self._input.at(number), self._output.at(number))
+
+    def total_tokens(self, requests: int) -> NDArray[np.int64]:
+        """Prompt and reply of the first ones together; shape (requests,)."""
+        return self._input.first(requests) + self._output.first(requests)
+
+    def shape(self, number: int, member: int | None = None) -> Shape:
+        """member: by which its group is drawn, where that is not its number."""
+        prompt_tokens, output_tokens, _, _ = lengths = self.lengths(number)
         if self._groups is None:
-            return Shape(prompt_tokens, output_tokens)
-        group, seen = self._groups.at(number)
+            return lengths
+        group, seen = self._groups.at(number if member is None else member)
         tokens = self._groups.prefix.tokens
         if tokens >= prompt_tokens:
             raise WorkloadError(

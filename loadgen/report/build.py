@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.untrusted import UNDECODABLE, escaped
 from loadgen import rundir
 from loadgen.config import Config, ConfigError
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
-from loadgen.report import findings, metrics, schema, sharing, slices, stalls
+from loadgen.report import findings, metrics, schema, sessions, sharing, slices, stalls
 from loadgen.report.finding import share
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.schema import SCHEMA, Numbers, Report
@@ -33,7 +34,7 @@ from loadgen.rundir.records import ClientFacts, Table
 if TYPE_CHECKING:
     from loadgen.report.figures import Curves
 
-RATES = ("constant", "poisson", "gamma")  # arrivals that have one
+RATES = ("constant", "poisson", "gamma", "ramp", "steps")  # arrivals that have one, in the mean
 MAX_ERRORS = 5  # distinct messages that a report lists
 MAX_ERROR_CHARACTERS = 300
 MEASURED, PREDICTED = "measured, ", "predicted, "  # what the label of a curve begins with
@@ -61,7 +62,6 @@ def build(
     rules = CONVENTIONS[convention]
     measured = table.measured()
     ok = measured.ok
-    n_ok = int(ok.sum())
     duration_s = metrics.duration_s(measured, rules)
     tokens = schema.TokenCounts(metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok]))
     numbers = Numbers(
@@ -75,11 +75,11 @@ def build(
         emulated=manifest.emulated,
         convention=convention,
         convention_differs=rules.differs,
-        offered_requests_per_s=_offered(manifest, measured),
+        offered_requests_per_s=_offered(manifest, measured.scheduled_ns[measured.turn == 0]),
         requests=_requests(manifest, measured),
         tokens=tokens,
         duration_s=duration_s,
-        throughput=_throughput(n_ok, tokens, duration_s),
+        throughput=_throughput(int(ok.sum()), tokens, duration_s),
         metrics={name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS},
         goodput=_goodput(measured, slos, rules, duration_s),
         burst=_burst(measured),
@@ -92,14 +92,16 @@ def build(
         server=seen.server if seen is not None else None,
         gpus=_gpus(seen, tokens.output),
         errors=_errors(measured),
-        asked_prompt_tokens=slices.lengths(measured.asked_prompt_tokens, manifest.config.get("input_tokens")),
+        asked_prompt_tokens=slices.lengths(sessions.added_tokens(measured), manifest.config.get("input_tokens")),
         asked_output_tokens=slices.lengths(measured.asked_tokens, manifest.config.get("output_tokens")),
         ttft_by_prompt=slices.ttft_by_prompt(measured, rules),
         sharing=sharing.build(measured, seen.server if seen is not None else None, rules),
         phases=slices.by_phase(measured, manifest.phases, rules),
         stalls=stalls.find(measured, _worst(facts, "loop_lag_max_ms")),
+        sessions=_sessions(manifest, measured, rules),
+        turns=sessions.by_turn(measured, rules),
     )
-    listed = findings.find(numbers, table, facts, manifest)
+    listed = findings.find(numbers, table, measured, facts, manifest)
     verdict = schema.Verdict(all(finding.severity != "invalid" for finding in listed), listed)
     return Report(**msgspec.structs.asdict(numbers), verdict=verdict)
 
@@ -147,12 +149,17 @@ def _worst(facts: Sequence[ClientFacts], name: str) -> float | None:
     return max((value for fact in facts if (value := getattr(fact, name)) is not None), default=None)
 
 
-def _offered(manifest: Manifest, measured: Table) -> float | None:
-    """The rate at which requests were due, as it was drawn; None without a rate."""
-    due_ns = measured.scheduled_ns
+def _offered(manifest: Manifest, due_ns: NDArray[np.int64]) -> float | None:
+    """The mean rate of what was due then (n,), requests or sessions, as it was drawn; None without a rate."""
     if manifest.arrival.partition(":")[0] not in RATES or len(due_ns) < 2:
         return None
     return _per_s(len(due_ns) - 1, float(due_ns.max() - due_ns.min()) / 1e9 or None)  # at 1e9/s all may be due at once
+
+
+def _sessions(manifest: Manifest, measured: Table, rules: Convention) -> schema.SessionStats | None:
+    planned = manifest.requests_planned
+    offered_per_s = _offered(manifest, sessions.opened(measured).begin_ns)
+    return sessions.build(measured, rules, offered_per_s, planned is None or len(measured) >= planned)
 
 
 def _connecting(facts: Sequence[ClientFacts]) -> schema.Connecting | None:

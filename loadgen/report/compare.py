@@ -42,7 +42,7 @@ NOTES = (
     "An interval covers the chance in which requests were measured, not the noise from run to run, which is often "
     "larger: repeat both runs before believing a small difference.",
     "The bootstrap takes requests as independent. Requests of one burst wait in one queue and are not, so the interval "
-    "of a burst may be too narrow or too wide.",
+    "of a burst may be too narrow or too wide. Nor are the turns of a session.",
     "Throughput is one number a run: two runs give no interval for its difference.",
 )
 

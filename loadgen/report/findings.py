@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from msgspec import UNSET
 
-from loadgen.report import client_findings, sharing
+from loadgen.report import client_findings, sessions, sharing
 from loadgen.report.finding import Finding, Severity, share, worst_first
 from loadgen.report.metrics import PERCENTILES
 from loadgen.report.schema import Numbers
@@ -49,13 +49,15 @@ STALLS_NAMED = 3
 PERCENTILE_MISS_PROBABILITY = 0.025
 
 
-def find(numbers: Numbers, table: Table, facts: Sequence[ClientFacts], manifest: Manifest) -> list[Finding]:
-    """Everything that a reader of `numbers` must know, worst first."""
-    measured = table.measured()
+def find(
+    numbers: Numbers, table: Table, measured: Table, facts: Sequence[ClientFacts], manifest: Manifest
+) -> list[Finding]:
+    """Everything that a reader of `numbers` must know, worst first. measured: the part of `table` that counts."""
     listed = [
         *_server_ended(numbers.launch),
         *_completeness(manifest, measured, facts),
-        *_warm_up(table),
+        *_dropped(measured),
+        *_warm_up(table, len(table) - len(measured)),
         *_failures(measured),
         *client_findings.find(numbers, facts),
         *_events(measured),
@@ -122,18 +124,28 @@ def _completeness(manifest: Manifest, measured: Table, facts: Sequence[ClientFac
             + (f" of {planned} planned." if planned is not None else "."),
             advice="The numbers describe what finished; run to the end for numbers to publish.",
         )
+
+
+def _dropped(measured: Table) -> Iterator[Finding]:
     dropped = _count(measured, "dropped")
-    if dropped:
-        yield Finding(
-            code="DROPPED",
-            severity="invalid" if dropped > LOST_INVALID_RATIO * len(measured) else "warning",
-            message=f"{dropped} of {len(measured)} requests were due but never sent; the load was lighter than asked.",
-            advice="Lower the rate, raise the limit on open files, or add --workers.",
-        )
+    if not dropped:
+        return
+    turns, why = sessions.never_sent(measured)
+    of_sessions = f" {turns} of them are turns of {why.rstrip('.')}." if turns else ""
+    advice = ["Find in the errors what ended those sessions: their later turns need its reply."] if turns else []
+    if dropped > turns:
+        advice.append("Lower the rate, raise the limit on open files, or add --workers.")
+    yield Finding(
+        code="DROPPED",
+        severity="invalid" if dropped > LOST_INVALID_RATIO * len(measured) else "warning",
+        message=f"{dropped} of {len(measured)} requests were due but never sent; the load was lighter than asked."
+        + of_sessions,
+        advice=" ".join(advice),
+    )
 
 
-def _warm_up(table: Table) -> Iterator[Finding]:
-    sent = len(table) - len(table.measured())
+def _warm_up(table: Table, sent: int) -> Iterator[Finding]:
+    """sent: how many of the first rows are the warm-up's."""
     failed = sent - int(table.ok[:sent].sum())
     if failed:
         first = f"; the first: {table.warmup_error}" if table.warmup_error else ""
@@ -265,7 +277,8 @@ def _counts(measured: Table) -> Iterator[Finding]:
 
 
 def _repeated(measured: Table, manifest: Manifest) -> Iterator[Finding]:
-    prompts, sent = manifest.dataset_prompts, len(measured) + int(manifest.config.get("warmup", 0))
+    prompts, of_sessions = manifest.dataset_prompts, len(np.unique(measured.session[measured.turn > 0]))
+    sent = (of_sessions or len(measured)) + int(manifest.config.get("warmup", 0))
     if prompts and sent > prompts:
         yield Finding(
             code="REPEATED_PROMPTS",

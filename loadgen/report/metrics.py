@@ -272,6 +272,15 @@ def send_spread_ms(measured: Table) -> tuple[int, float | None]:
     return due, float(burst.max() - burst.min()) / 1e6 if len(burst) > 1 else None
 
 
+def under_way(begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64]) -> tuple[Column, NDArray[np.int64]]:
+    """When the number of what is under way changed, in seconds, ascending, and what it was from then on, (n + m,) each;
+    from when `begin_ns` (n,), to when `end_ns` (m <= n,)."""
+    at_ns = np.concatenate((begin_ns, end_ns))
+    change = np.concatenate((np.ones(len(begin_ns), np.int64), -np.ones(len(end_ns), np.int64)))
+    order = np.argsort(at_ns, kind="stable")  # what begins as another ends is beside it for that instant
+    return at_ns[order] / 1e9, np.cumsum(change[order])
+
+
 def peak_events_per_s(measured: Table) -> float | None:
     """Events in the busiest second, counted in whole seconds from the first event; None without events.
 

@@ -131,8 +131,39 @@ class PhaseStats(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, Summary]
 
 
+class SessionStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Conversations. ended: those whose turns all ended ok; None where turns that were planned have no record. failed:
+    those with a turn that did not end ok. open: from the first turn due to the last ended or failed; thinking: from the
+    end of a reply to the next turn due. think_time: how long that was, of the turns that were sent; turn_lag: how long
+    after that they left (sent - due)."""
+
+    begun: int
+    ended: int | None
+    failed: int
+    turns: int
+    open_max: int
+    thinking_max: int
+    offered_sessions_per_s: float | None
+    think_time_ms: Summary
+    turn_lag_ms: Summary
+
+
+class TurnStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The turns of one number, or of a few neighbouring ones, of all sessions. Tokens (means, by the server's own
+    count; cached None where no reply of the run tells) and metrics: of those that ended ok."""
+
+    from_turn: int
+    to_turn: int
+    requests: int
+    ok: int
+    prompt_tokens_mean: float | None
+    cached_tokens_mean: float | None
+    metrics: dict[str, Summary]
+
+
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of the measured requests. law: what they were drawn from; empty where that is no law."""
+    """Token counts of the measured requests; of sessions, what each turn adds, as far as that is known. law: what they
+    were drawn from; empty where that is no law."""
 
     law: str = ""
     mean: float
@@ -168,10 +199,12 @@ class Verdict(msgspec.Struct, frozen=True):
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A report before its verdict. convention_differs: what to expect of that tool's definitions. metrics: by the names
-    of METRICS. offered_requests_per_s: the rate at which requests were due, as it was drawn; None without a rate.
-    retried_connections: requests that were sent again because the server had closed the connection that they reused.
+    of METRICS. offered_requests_per_s: the mean rate at which requests were due, as it was drawn; None without a rate,
+    and for sessions, which have their own. retried_connections: requests that were sent again because the server had
+    closed the connection that they reused.
     Left out where they say nothing: asked lengths that are all one, ttft by prompt length where the prompts' lengths
-    are about one, phases of a load that has none, stalls of a run without any, sharing where nothing is shared."""
+    are about one, phases of a load that has none, stalls of a run without any, sharing where nothing is shared,
+    sessions and turns where there are none."""
 
     schema: str
     version: str
@@ -206,6 +239,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sharing: Sharing | None = None
     phases: list[PhaseStats] = []
     stalls: list[Stall] = []
+    sessions: SessionStats | None = None
+    turns: list[TurnStats] = []
 
 
 class Report(Numbers, frozen=True, kw_only=True):

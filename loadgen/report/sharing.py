@@ -64,10 +64,15 @@ def _ttft(measured: Table, chosen: NDArray[np.bool_], rules: Convention) -> Summ
 
 def find(measured: Table, numbers: Numbers, manifest: Manifest) -> Iterator[Finding]:
     """What the replies (CACHED_TOKENS) and the server's counters (PREFIX_CACHE) tell of its prefix cache."""
-    meant = manifest.config.get("dataset") is not None  # one's own prompts may share what they like
-    yield from _by_replies(measured, meant)
+    # One's own prompts may share what they like; and of a turn that nobody counted, nobody knows what it shares.
+    uncounted = bool(((measured.turn > 1) & (measured.shared_tokens == 0) & (measured.sent_ns != -1)).any())
+    meant = manifest.config.get("dataset") is not None or uncounted
+    by_replies = list(_by_replies(measured, meant))
+    yield from by_replies
     if numbers.server is not None:
-        yield from _by_server(measured, numbers.server, meant)
+        explained = any(finding.severity == "info" for finding in by_replies)  # once is enough
+        by_server = _by_server(measured, numbers.server, meant)
+        yield from (finding for finding in by_server if not (explained and finding.severity == "info"))
 
 
 def _by_replies(measured: Table, meant: bool) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from backends.untrusted import escaped
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report.finding import share
 from loadgen.report.metrics import Summary
-from loadgen.report.schema import GpuUse, Lengths, PhaseStats, Report, Sharing
+from loadgen.report.schema import GpuUse, Lengths, PhaseStats, Report, SessionStats, Sharing, TurnStats
 from loadgen.rundir.emulation import Emulation, HeldOut
 from loadgen.rundir.launch_facts import LaunchFacts
 
@@ -82,7 +82,8 @@ def _summary_lines(report: Report) -> list[str]:
         + (f" ({outcomes})" if outcomes else "")
         + (f", {number(requests.planned)} planned" if requests.planned is not None else "")
         + f"; {number(report.duration_s)} s from the first sent to the last ended.",
-        *([] if offered is None else [f"Offered: {number(offered)} requests/s, as they were drawn."]),
+        *([] if offered is None else [f"Offered: {number(offered)} requests/s in the mean, as they were drawn."]),
+        *([] if report.sessions is None else _sessions_lines(report.sessions)),
         f"Throughput: {number(throughput.requests_per_s)} requests/s, "
         f"{number(throughput.output_tokens_per_s)} output tokens/s, "
         f"{number(throughput.total_tokens_per_s)} total tokens/s"
@@ -99,12 +100,13 @@ def _summary_lines(report: Report) -> list[str]:
         lines.append(
             f"{first}: {number(burst.requests)} requests due at t = 0, sent within {number(burst.send_spread_ms)} ms."
         )
-    for what, lengths in (("prompt", report.asked_prompt_tokens), ("output", report.asked_output_tokens)):
+    prompt = "Asked prompt tokens" if report.sessions is None else "Prompt tokens that a turn adds"
+    for what, lengths in ((prompt, report.asked_prompt_tokens), ("Asked output tokens", report.asked_output_tokens)):
         if lengths is not None:
             names = (name for name in Lengths.__struct_fields__ if name != "law")
             shown = ", ".join(f"{name} {number(getattr(lengths, name))}" for name in names)
             law = f", drawn from {escaped(lengths.law)}" if lengths.law else ""
-            lines.append(f"Asked {what} tokens{law}: {shown}.")
+            lines.append(f"{what}{law}: {shown}.")
     if report.retried_connections:
         lines.append(
             f"Retried connections: {number(report.retried_connections)} requests met one that had been closed."
@@ -125,6 +127,25 @@ def _summary_lines(report: Report) -> list[str]:
     if report.gpus is not None:
         lines += _gpu_lines(report.gpus)
     return [*lines, *map(escaped, _emulation_lines(report.emulation))]
+
+
+def _sessions_lines(sessions: SessionStats) -> Iterator[str]:
+    """How many sessions there were, and how well their think times were kept."""
+    ended = "an unknown number" if sessions.ended is None else number(sessions.ended)
+    yield (
+        f"Sessions: {number(sessions.begun)} begun, {ended} ended"
+        + (f", {number(sessions.failed)} failed" if sessions.failed else "")
+        + f"; {number(sessions.turns)} turns; at most {number(sessions.open_max)} open and "
+        f"{number(sessions.thinking_max)} thinking at once."
+    )
+    if sessions.offered_sessions_per_s is not None:
+        yield f"Offered: {number(sessions.offered_sessions_per_s)} sessions/s in the mean, as they were drawn."
+    think_ms, lag = sessions.think_time_ms.mean, sessions.turn_lag_ms
+    if think_ms is not None:
+        yield (
+            f"Think time: {number(think_ms / 1000)} s in the mean; the next turn left {number(lag.p50)} ms (p50), "
+            f"{number(lag.p99)} ms (p99) after it was due."
+        )
 
 
 def _sharing_line(sharing: Sharing) -> str:
@@ -279,10 +300,11 @@ def render(report: Report) -> str:
     for name, summary in _latencies(report):
         cells = "".join(f"{cell:>9}" for cell in _cells(summary))
         lines.append(f"{name:<22}{cells}" + (f"  {off.get(name, '-')}" if off else ""))
-    if report.phases:
-        lines += ["", f"{'by phase, latency ms':<22}" + "".join(f"{column:>11}" for column in _PHASE_COLUMNS)]
-    for phase in report.phases:
-        lines.append(f"{escaped(phase.name):<22}" + "".join(f"{cell:>11}" for cell in _phase_cells(phase)))
+    for what, columns, rows in _parts(report):
+        lines.append("")
+        for row, values in [(f"by {what}, latency ms", list(columns)), *rows]:
+            padded = (f"{value:>{max(11, 1 + len(column))}}" for value, column in zip(values, columns, strict=True))
+            lines.append(f"{escaped(row):<22}" + "".join(padded))
     if report.convention != "loadgen":
         lines += ["", f"By the definitions of {report.convention_differs}"]
     lines += ["", f"Verdict: {_verdict_line(report)}"]
@@ -295,31 +317,46 @@ def render(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-_PHASE_COLUMNS = (
-    "from s", "to s", "requests", "offered/s", "finished/s",
-    *(f"{name} {statistic}" for name in ("ttft", "tpot", "e2el") for statistic in ("p50", "p99")),
-)  # fmt: skip
+_LATENCY_COLUMNS = tuple(f"{name} {statistic}" for name in ("ttft", "tpot", "e2el") for statistic in ("p50", "p99"))
+_Rows = list[tuple[str, list[str]]]  # the name of each row, and its cells
+
+
+def _parts(report: Report) -> Iterator[tuple[str, tuple[str, ...], _Rows]]:
+    """The run in parts, where it has any: what a row is, the columns, the rows. Latencies are in ms."""
+    if report.phases:
+        due = "offered/s" if report.sessions is None else "due/s"
+        columns = ("from s", "to s", "requests", due, "finished/s", *_LATENCY_COLUMNS)
+        yield "phase", columns, [(phase.name, _phase_cells(phase)) for phase in report.phases]
+    if report.turns:
+        columns = ("requests", "ok", "prompt tokens", "cached tokens", *_LATENCY_COLUMNS)
+        yield "turn", columns, [(_turn_name(turn), _turn_cells(turn)) for turn in report.turns]
 
 
 def _phase_cells(phase: PhaseStats) -> list[str]:
-    values = [
-        phase.start_s, phase.end_s, phase.requests, phase.offered_requests_per_s, phase.finished_requests_per_s,
-        *(value for summary in phase.metrics.values() for value in (summary.p50, summary.p99)),
-    ]  # fmt: skip
-    return [number(value) for value in values]
+    rates = (phase.offered_requests_per_s, phase.finished_requests_per_s)
+    return [*map(number, (phase.start_s, phase.end_s, phase.requests, *rates)), *_latency_cells(phase)]
 
 
-def _phase_table(report: Report) -> Iterator[str]:
-    """Rates and latencies in ms of the requests due in each phase of the load; nothing without phases."""
-    if not report.phases:
-        return
-    yield from (
-        "",
-        "| phase, latency ms | " + " | ".join(_PHASE_COLUMNS) + " |",
-        "|---" * (len(_PHASE_COLUMNS) + 1) + "|",
-    )
-    for phase in report.phases:
-        yield f"| {markdown_text(phase.name)} | {' | '.join(_phase_cells(phase))} |"
+def _turn_name(turn: TurnStats) -> str:
+    same = turn.from_turn == turn.to_turn
+    return f"turn {turn.to_turn}" if same else f"turns {turn.from_turn} to {turn.to_turn}"
+
+
+def _turn_cells(turn: TurnStats) -> list[str]:
+    tokens = (turn.prompt_tokens_mean, turn.cached_tokens_mean)
+    return [*map(number, (turn.requests, turn.ok, *tokens)), *_latency_cells(turn)]
+
+
+def _latency_cells(part: PhaseStats | TurnStats) -> Iterator[str]:
+    for summary in part.metrics.values():
+        yield from (number(summary.p50), number(summary.p99))
+
+
+def _part_tables(report: Report) -> Iterator[str]:
+    """A table of the requests due in each phase of the load, and one of the turns; nothing without them."""
+    for what, columns, rows in _parts(report):
+        yield from ("", f"| {what}, latency ms | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|")
+        yield from (f"| {markdown_text(name)} | {' | '.join(cells)} |" for name, cells in rows)
 
 
 def _prompt_table(report: Report) -> Iterator[str]:
@@ -351,7 +388,7 @@ def markdown(report: Report) -> str:
     for name, summary in _latencies(report):
         cells = " | ".join([*_cells(summary), *([off.get(name, "-")] if off else [])])
         lines.append(f"| `{name}` | {cells} |")
-    lines += [*_phase_table(report), *_prompt_table(report)]
+    lines += [*_part_tables(report), *_prompt_table(report)]
     lines += ["", f"Definitions: {markdown_text(report.convention_differs)}", ""]
     if report.verdict.findings:
         lines += ["## Findings", ""]

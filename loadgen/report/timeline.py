@@ -1,5 +1,5 @@
-"""The run over time: offered and finished rate, requests in flight, ttft, and the server's queue and KV cache where
-they were sampled; and ttft against prompt length. Imports matplotlib, as figures.py does.
+"""The run over time: offered and finished rate, requests in flight, open sessions, ttft, and the server's queue and KV
+cache where they were sampled; and ttft against prompt length. Imports matplotlib, as figures.py does.
 
 It must never hide an extreme, that a run is emulated, or that it is invalid.
 """
@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from backends.untrusted import escaped
-from loadgen.report import metrics
+from loadgen.report import metrics, sessions
 from loadgen.report.figures import COLOURS, DASHES, GRID, SECONDS_FROM_MS, STYLE, marked, titled
 from loadgen.report.metrics import CONVENTIONS
 from loadgen.report.schema import Report
@@ -90,14 +90,11 @@ def thinned(x: Values, y: Values) -> NDArray[np.int64]:
     return np.unique(np.concatenate((order[first], order[last], others, [len(x) - 1])))
 
 
-def in_flight(measured: Table) -> tuple[Values, Values]:
+def in_flight(measured: Table) -> tuple[Values, NDArray[np.int64]]:
     """When the number of requests in flight changed, in seconds, ascending, and what it was from then on."""
     sent = measured.sent_ns != -1
     ended = sent & (measured.done_ns != -1)
-    at_ns = np.concatenate((measured.sent_ns[sent], measured.done_ns[ended]))
-    change = np.concatenate((np.ones(int(sent.sum())), -np.ones(int(ended.sum()))))
-    order = np.argsort(at_ns, kind="stable")
-    return at_ns[order] / 1e9, np.cumsum(change[order])
+    return metrics.under_way(measured.sent_ns[sent], measured.done_ns[ended])
 
 
 def rates(at_ns: NDArray[np.int64], end_s: float) -> tuple[Values, Values]:
@@ -112,9 +109,11 @@ def rates(at_ns: NDArray[np.int64], end_s: float) -> tuple[Values, Values]:
 
 
 def _rates(axis: Axes, measured: Table, end_s: float) -> None:
-    lines = {"offered": measured.scheduled_ns, "finished": measured.done_ns[measured.ok]}
+    due = "due" if (measured.turn > 0).any() else "offered"  # when a later turn is due hangs on replies
+    follows = (measured.turn > 1) & (measured.sent_ns == -1)  # after a turn that failed: never really due
+    lines = {due: measured.scheduled_ns[~follows], "finished": measured.done_ns[measured.ok]}
     if len(measured) and not measured.scheduled_ns.any():
-        del lines["offered"]  # endless for an instant: beside it the rate of what finished would be flat
+        del lines[due]  # endless for an instant: beside it the rate of what finished would be flat
         lines[f"finished (all {len(measured)} were offered at 0 s)"] = lines.pop("finished")
     for number, (label, at_ns) in enumerate(lines.items()):
         edges, per_s = rates(at_ns, end_s)
@@ -123,10 +122,15 @@ def _rates(axis: Axes, measured: Table, end_s: float) -> None:
 
 
 def _in_flight(axis: Axes, measured: Table) -> None:
-    at_s, count = in_flight(measured)
-    kept = thinned(at_s, count)
-    axis.step(at_s[kept], count[kept], where="post", color=COLOURS[0], linewidth=1.2)
-    axis.set_ylabel("in flight")
+    lines = {"requests in flight": in_flight(measured)}
+    if (measured.turn > 0).any():
+        lines["sessions open"] = metrics.under_way(*sessions.opened(measured))
+        lines["sessions thinking"] = metrics.under_way(*sessions.thinking(measured))
+    for number, (label, (at_s, count)) in enumerate(lines.items()):
+        kept = thinned(at_s, count.astype(np.float64))
+        axis.step(at_s[kept], count[kept], where="post", color=COLOURS[number], linestyle=DASHES[number],
+                  linewidth=1.2, label=label if len(lines) > 1 else None)  # fmt: skip
+    axis.set_ylabel("in flight" if len(lines) == 1 else "in flight,\nsessions")
 
 
 def _ttft(axis: Axes, report: Report, measured: Table) -> None:

@@ -5,7 +5,7 @@ back, so `loadgen report` on the same directory, or on what a killed run left, g
 monotonic nanoseconds since the start of the run (t = 0 is when the schedule begins); null, and -1 in the columns, means
 that it never happened.
 
-Reading is incremental and never holds the records as objects: a table is 130 bytes a request and 4 bytes a gap, and
+Reading is incremental and never holds the records as objects: a table is 146 bytes a request and 4 bytes a gap, and
 reading one that finished nearly in order takes little more.
 """
 
@@ -35,6 +35,7 @@ SCHEMA = "loadgen.requests/1"
 
 PHASES = ("warmup", "measured")
 
+MOST_TURNS = 1 << 31  # of a session
 _Shared = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -64,6 +65,8 @@ class Record(msgspec.Struct, kw_only=True):
     error: str | None = None
     retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
     shared_tokens: _Shared | msgspec.UnsetType = msgspec.UNSET  # of the prompt, sent before by an earlier request
+    session: _Shared | msgspec.UnsetType = msgspec.UNSET  # of a conversation, and which turn of it, the first being 1
+    turn: Annotated[int, msgspec.Meta(ge=1, le=MOST_TURNS)] | msgspec.UnsetType = msgspec.UNSET
     itl_us: Sequence[int] = ()
 
 
@@ -127,6 +130,8 @@ class Table:
     asked_tokens: NDArray[np.int64]
     cached_tokens: NDArray[np.int64]
     shared_tokens: NDArray[np.int64]  # 0 where the record has none
+    session: NDArray[np.int64]  # -1 where the request is no turn of a session
+    turn: NDArray[np.int64]  # of its session, from 1; 0 where it is none
     events: NDArray[np.int64]
     status: NDArray[np.int64]
     outcome: NDArray[np.int8]  # index into OUTCOMES
@@ -191,8 +196,10 @@ class Table:
 
 _INTEGERS = (
     "id", "scheduled_ns", "sent_ns", "headers_ns", "first_token_ns", "last_token_ns", "done_ns", "prompt_tokens",
-    "output_tokens", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "shared_tokens", "events", "status",
+    "output_tokens", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "shared_tokens", "session", "turn",
+    "events", "status",
 )  # fmt: skip
+_NONE = {"session": -1}  # in the column, where the record has no such field; others: 0
 COLUMNS = (*_INTEGERS, "outcome", "phase")
 _OUTCOME_CODE = {name: code for code, name in enumerate(OUTCOMES)}
 _PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
@@ -211,6 +218,8 @@ def _wrong(record: Record) -> str | None:
     stamps = (record.scheduled_ns, record.sent_ns, record.headers_ns, first, last, record.done_ns)
     if any(stamp is not None and abs(stamp) > MOST_NS for stamp in stamps):
         return f"a time is more than {MOST_NS / DAY_NS:g} days from the run's start"
+    if (record.session is msgspec.UNSET) != (record.turn is msgspec.UNSET):
+        return "it has only one of session and turn"
     return None
 
 
@@ -241,7 +250,7 @@ class _Columns:
             self._gaps[-1].extend(record.itl_us)
             for name, column in self._integers.items():
                 value = getattr(record, name)
-                column.append(-1 if value is None else 0 if value is msgspec.UNSET else value)
+                column.append(-1 if value is None else _NONE.get(name, 0) if value is msgspec.UNSET else value)
         except OverflowError as error:
             raise ValueError(f"a number is out of range: {error}") from None
         self._gap_counts.append(len(record.itl_us))

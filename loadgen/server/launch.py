@@ -215,10 +215,11 @@ def _longest(config: Config, backend: Backend, model: Model) -> int | None:
 
 
 def _at_once(config: Config, plan: Plan) -> int:
-    """Requests that the server may have at once, running or waiting: all of an open loop if it is slow. Not fewer than
-    a usual burst: a compose file's server may be measured with other options."""
+    """Requests that the server may have at once, running or waiting: all of an open loop if it is slow, one of each
+    session. Not fewer than a usual burst: a compose file's server may be measured with other options."""
     load = plan.job.load
-    most = load.planned or 0 if load.streams is None else load.streams.most
+    most = load.planned if load.sessions is None else load.requests
+    most = most or 0 if load.streams is None else load.streams.most
     return max(most, config.warmup, DEFAULT_REQUESTS)
 
 

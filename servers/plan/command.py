@@ -303,6 +303,9 @@ class PlanOptions:
     input_tokens: Annotated[WholeOrText, option(LOAD, "Length of every prompt, or a law, as of run.")] = 512
     output_tokens: Annotated[WholeOrText, option(LOAD, "Length of every reply, or a law.")] = 128
     prefix: Annotated[str | None, option(LOAD, "Prompts of a group begin alike, as of run: GROUPS:TOKENS.")] = None
+    sessions: Annotated[str | None, Parameter(show=False)] = None  # these three are of run, and refused
+    turns: Annotated[str | None, Parameter(show=False)] = None
+    think_time: Annotated[str | None, Parameter(show=False)] = None
     percentile: Annotated[float, option(LOAD, "How many percent of the requests keep each limit.")] = 99.0
     gpu: Annotated[
         tuple[str, ...],
@@ -332,6 +335,11 @@ class PlanOptions:
 
     def check(self) -> None:
         """Raises ConfigError."""
+        if (self.sessions, self.turns, self.think_time) != (None, None, None):
+            raise ConfigError(
+                "plan looks for a rate of single requests, and when a session's turns come hangs on the server; try "
+                "rates of sessions with loadgen predict --sessions N --arrival poisson:RATE."
+            )
         for name, value in (
             ("--input-tokens", self.input_tokens), ("--output-tokens", self.output_tokens),
             ("--requests", self.requests), ("--max-gpus", self.max_gpus),

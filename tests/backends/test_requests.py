@@ -12,7 +12,9 @@ from backends.protocol import Prompt, Sampling
 
 IDS = Prompt(n_tokens=3, token_ids=[1, 15043, 3186])
 TEXT = Prompt(n_tokens=3, text="Hello 日\n")
+CHAT = Prompt(n_tokens=0, text="Be brief.\nHello", messages=(("system", "Be brief."), ("user", "Hello")))
 GREEDY = Sampling(max_tokens=128)
+KEPT = Sampling(max_tokens=128, returns_token_ids=True)
 WARM = Sampling(max_tokens=7, ignore_eos=False, temperature=0.5, seed=9, stream=False)
 
 
@@ -24,6 +26,13 @@ WARM = Sampling(max_tokens=7, ignore_eos=False, temperature=0.5, seed=9, stream=
           "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}),
         ("vllm", TEXT, WARM, "/v1/completions",
          {"model": "m", "prompt": "Hello 日\n", "max_tokens": 7, "temperature": 0.5, "seed": 9}),
+        ("vllm", IDS, KEPT, "/v1/completions",
+         {"model": "m", "prompt": [1, 15043, 3186], "max_tokens": 128, "temperature": 0.0, "seed": 0,
+          "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}),
+        ("openai-chat", CHAT, KEPT, "/v1/chat/completions",
+         {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+          "max_tokens": 128, "temperature": 0.0, "seed": 0, "ignore_eos": True, "stream": True,
+          "stream_options": {"include_usage": True}}),
         ("openai", TEXT, GREEDY, "/v1/completions",
          {"model": "m", "prompt": "Hello 日\n", "max_tokens": 128, "temperature": 0.0, "seed": 0,
           "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}),

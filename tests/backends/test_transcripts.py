@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backends
-from backends.protocol import Decoder, Delta, ProtocolError
+from backends.protocol import Decoder, Delta, ProtocolError, Said
 from tests.backends.frames import Transcript
 from tests.backends.transcripts import TRANSCRIPTS
 
@@ -57,9 +57,54 @@ class TestTranscript:
     def test_bytewise(self, transcript: Transcript) -> None:
         same(replay(decoder_of(transcript), [bytes([byte]) for byte in transcript.body]), transcript)
 
+    def test_kept(self, transcript: Transcript) -> None:
+        """Keeping what is said changes nothing of what is read, and nothing is said twice or lost between reads."""
+        keeper = BACKENDS[transcript.backend].keeper
+        assert keeper is not None
+        said = []
+        for pieces in ([transcript.body], [bytes([byte]) for byte in transcript.body]):
+            said.append(Said())
+            same(replay(keeper(transcript.stream, said[-1]), pieces), transcript)
+        assert said[0] == said[1]
+
     def test_in_two_reads(self, transcript: Transcript) -> None:
         for at in range(len(transcript.body)):
             same(replay(decoder_of(transcript), [transcript.body[:at], transcript.body[at:]]), transcript)
+
+
+@pytest.mark.parametrize(
+    ("name", "stream", "body", "said"),
+    [
+        ("openai", True,
+         b'data: {"choices":[{"text":" a","token_ids":[7]}]}\n\ndata: {"choices":[{"text":"","token_ids":[8,9]}]}\n\n'
+         b'data: {"choices":[{"text":" b","finish_reason":"length","token_ids":[5]}]}\n\ndata: [DONE]\n\n',
+         Said([" a", "", " b"], [7, 8, 9, 5])),
+        ("openai", False,
+         b'{"choices":[{"text":" a b","finish_reason":"stop","token_ids":[7,5]}],"usage":{"completion_tokens":2}}',
+         Said([" a b"], [7, 5])),
+        ("openai-chat", True,
+         b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+         b'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\n\n'  # no client sends it back
+         b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+         b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n',
+         Said(["", "a"])),
+        ("openai-chat", False, b'{"choices":[{"message":{"role":"assistant","content":"a b"},"finish_reason":"stop"}]}',
+         Said(["a b"])),
+        ("lightllm", True,
+         b'data:{"token":{"id":7,"text":" a","count_output_tokens":1},"finished":false}\n\n'
+         b'data:{"token":{"id":5,"text":" b","count_output_tokens":2},"finished":true,"finish_reason":"length"}\n\n',
+         Said([" a", " b"], [7, 5])),
+        ("tgi", True,
+         b'data:{"token":{"id":7,"text":" a"}}\n\ndata:{"token":{"id":5,"text":" b"},"generated_text":" a b"}\n\n',
+         Said([" a", " b"])),
+        ("tgi", False, b'{"generated_text":" a b"}', Said([" a b"])),
+    ],
+)  # fmt: skip
+def test_what_is_said(name: str, stream: bool, body: bytes, said: Said) -> None:
+    keeper, kept = BACKENDS[name].keeper, Said()
+    assert keeper is not None
+    assert replay(keeper(stream, kept), [body])[1] is None
+    assert kept == said
 
 
 places = st.lists(st.integers(min_value=0, max_value=1 << 20), max_size=12)

@@ -32,8 +32,11 @@ pytestmark = [
 ]
 
 SEED = int(os.environ.get("KILLS_SEED", "20"))
-KILLS = {"one client": 35, "two clients": 35, "sweep": 30}
-PLANNED = 60
+KILLS = {"one client": 35, "two clients": 35, "sessions": 20, "sweep": 30}
+PLANNED, TURNS = 60, 3
+SINGLE = ["--requests", str(PLANNED), "--arrival", "constant:60"]
+SESSIONS = ["--backend", "openai", "--sessions", str(PLANNED // TURNS), "--turns", str(TURNS), "--think-time",
+            "uniform:0:0.2", "--arrival", "constant:30"]  # fmt: skip
 MARK = "LLM_DISSECT_KILLED_IN_A_TEST"  # in the environment of all that a killed command started
 GONE_S = 30.0  # a loaded machine is slow to end processes
 ROOT = str(Path(manifests.__file__).resolve().parents[2])
@@ -102,11 +105,10 @@ def server() -> Iterator[str]:
     process.communicate(timeout=60)
 
 
-def run_of(server: str, workers: int, out: Path) -> list[str]:
+def run_of(server: str, workers: int, out: Path, load: list[str] = SINGLE) -> list[str]:
     return [
         "-c", "from loadgen.cli import main; main()", "run", "--url", server, "--no-calibrate", "--warmup", "0",
-        "--no-server-metrics", "--requests", str(PLANNED), "--output-tokens", "4", "--arrival", "constant:60",
-        "--workers", str(workers), "--out", str(out),
+        "--no-server-metrics", "--output-tokens", "4", "--workers", str(workers), "--out", str(out), *load,
     ]  # fmt: skip
 
 
@@ -150,26 +152,38 @@ def check_run(directory: Path, workers: int, code: int | None, when: str) -> str
     return "whole" if whole else "killed"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_kills_of_a_run(workers: int, server: str, tmp_path: Path) -> None:
+def check_turns(directory: Path, when: str) -> None:
+    """Every turn that ended is there: none is missing before one that is."""
+    ids = set(lines(directory)[0]) if directory.exists() else set()
+    assert all(number % TURNS == 0 or number - 1 in ids for number in ids), f"{when}: {sorted(ids)}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "load"),
+    [("one client", 1, SINGLE), ("two clients", 2, SINGLE), ("sessions", 1, SESSIONS)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_kills_of_a_run(kind: str, workers: int, load: list[str], server: str, tmp_path: Path) -> None:
     """The first run is not killed: it shows how long a run takes here, so that every part of one is met. Two of three
     are killed in the load or soon after it."""
-    rng = random.Random(SEED + workers)
+    rng = random.Random(SEED + list(KILLS).index(kind))
     began = time.monotonic()
-    assert start("none", *run_of(server, workers, tmp_path / "whole")).wait(120) in (0, 4)
+    assert start("none", *run_of(server, workers, tmp_path / "whole", load)).wait(120) in (0, 4)
     within_s = time.monotonic() - began
 
     def one(number: int, share: float) -> str:
         directory = tmp_path / str(number)
         early = number % 3 == 0
         after_s = share * (within_s if early else 1.5)
-        when, code = killed(after_s, run_of(server, workers, directory), None if early else directory)
+        when, code = killed(after_s, run_of(server, workers, directory, load), None if early else directory)
+        if load is SESSIONS:
+            check_turns(directory, when)
         return check_run(directory, workers, code, when)
 
-    count = KILLS["one client" if workers == 1 else "two clients"]
+    count = KILLS[kind]
     with ThreadPoolExecutor(2) as pool:
         ends = Counter(pool.map(one, range(count), [rng.random() for _ in range(count)]))
-    print(f"KILLS_SEED={SEED}, {workers} clients, within {within_s:.1f} s: {dict(ends)}")
+    print(f"KILLS_SEED={SEED}, {kind}, within {within_s:.1f} s: {dict(ends)}")
 
 
 def test_nothing_that_was_on_disk_before_a_kill_is_lost(server: str, tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ Times are bounded by the truth and by how late the machine itself was meanwhile 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
 import secrets
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -89,6 +91,35 @@ def test_the_main_job(backend: str, tmp_path: Path) -> None:
     assert manifest["ceiling"]["event_error_p50_ms"] > 0
     again, _ = loadgen("report", str(tmp_path / "run"))
     assert again == report
+
+
+def test_sessions(tmp_path: Path) -> None:
+    """What the report says of them is what a look at the records, line by line, says."""
+    out = tmp_path / "run"
+    report, _ = loadgen(
+        "run", "--launch", "embedded", "--backend", "openai-chat", *FAST, "--sessions", "12", "--turns", "uniform:1:6",
+        "--think-time", "uniform:0:0.2", "--input-tokens", "uniform:10:40", "--output-tokens", "4", "--workers", "2",
+        "--out", str(out),
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (out / "requests.jsonl").read_text().splitlines()]
+    rows = sorted((line for line in lines if "turn" in line), key=lambda line: (line["session"], line["turn"]))
+    pairs = [(a, b) for a, b in itertools.pairwise(rows) if a["session"] == b["session"]]
+    assert all(a["done_ns"] <= b["scheduled_ns"] <= b["sent_ns"] and a["turn"] + 1 == b["turn"] for a, b in pairs)
+    assert all(b["prompt_tokens"] > a["prompt_tokens"] + a["output_tokens"] for a, b in pairs)  # all that was said
+    found = report["sessions"]
+    assert report["requests"]["ok"] == len(rows) == found["turns"] == report["requests"]["planned"]
+    assert (found["begun"], found["ended"], found["failed"], found["open_max"]) == (12, 12, 0, 12)
+    thoughts_ms = [(b["scheduled_ns"] - a["done_ns"]) / 1e6 for a, b in pairs]
+    assert found["think_time_ms"]["n"] == len(pairs) and 0 <= min(thoughts_ms) <= max(thoughts_ms) <= 200
+    assert found["think_time_ms"]["mean"] == pytest.approx(statistics.mean(thoughts_ms))
+    assert found["turn_lag_ms"]["max"] == max((b["sent_ns"] - b["scheduled_ns"]) / 1e6 for _, b in pairs)
+    assert {row["session"] for row in rows if row["turn"] == 1} == set(range(12))
+    by_turn = {turn["from_turn"]: turn for turn in report["turns"]}
+    second = [row for row in rows if row["turn"] == 2]
+    assert by_turn[2]["requests"] == by_turn[2]["ok"] == len(second)
+    assert by_turn[2]["prompt_tokens_mean"] == pytest.approx(statistics.mean(row["prompt_tokens"] for row in second))
+    assert sum(turn["requests"] for turn in report["turns"]) == len(rows)
+    assert loadgen("report", str(out))[0] == report
 
 
 def last_snapshot(directory: Path) -> tuple[str, int]:

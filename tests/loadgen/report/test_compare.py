@@ -39,6 +39,8 @@ def columns(ttft_ms: np.ndarray[Any, Any], gaps_us: np.ndarray[Any, Any]) -> Tab
         asked_prompt_tokens=np.full(n, 10),
         cached_tokens=np.full(n, -1),
         shared_tokens=np.zeros(n, np.int64),
+        session=np.full(n, -1),
+        turn=np.zeros(n, np.int64),
         itl_us=gaps_us.astype(np.uint32).ravel(),
         itl_offsets=np.arange(n + 1) * k,
     )

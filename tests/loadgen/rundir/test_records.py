@@ -27,12 +27,14 @@ moments = st.integers(0, records.MOST_NS)
 stamps = st.none() | moments
 tokens = st.just((None, None)) | st.tuples(moments, moments).map(sorted)
 counts = st.none() | st.integers(0, 2**31)
+turns = st.just((msgspec.UNSET, msgspec.UNSET)) | st.tuples(st.integers(0, 2**40), st.integers(1, 2**31))
 
 
 @st.composite
 def any_record(draw: st.DrawFn) -> Record:
     gaps = draw(st.lists(st.integers(0, 2**32 - 1), max_size=6))
     first, last = draw(tokens)
+    session, turn = draw(turns)
     return Record(
         id=draw(st.integers(0, 40)),
         scheduled_ns=draw(st.integers(-(2**40), records.MOST_NS)),
@@ -47,6 +49,8 @@ def any_record(draw: st.DrawFn) -> Record:
         asked_tokens=draw(st.integers(0, 2**31)),
         cached_tokens=draw(counts),
         shared_tokens=draw(st.just(msgspec.UNSET) | st.integers(1, 2**31)),
+        session=session,
+        turn=turn,
         events=len(gaps) + 1,
         status=draw(st.none() | st.integers(100, 599)),
         outcome=draw(st.sampled_from(OUTCOMES)),
@@ -68,6 +72,10 @@ def rows_of(table: records.Table) -> list[Record]:
         measured = values["phase"] == PHASES.index("measured")
         plain |= {"outcome": OUTCOMES[values["outcome"]], "phase": PHASES[values["phase"]]}
         plain |= {"scheduled_ns": values["scheduled_ns"], "shared_tokens": values["shared_tokens"] or msgspec.UNSET}
+        plain |= {
+            "session": msgspec.UNSET if values["session"] == -1 else values["session"],
+            "turn": values["turn"] or msgspec.UNSET,
+        }
         gaps = table.itl_us[table.itl_offsets[at] : table.itl_offsets[at + 1]].tolist()
         rows.append(Record(**plain, itl_us=gaps, error=table.errors.get(values["id"]) if measured else None))  # type: ignore[arg-type]
     return rows
@@ -256,6 +264,10 @@ def test_a_merge_killed_before_its_last_step_doubles_nothing(tmp_path: Path) -> 
     [
         b"{}", b"not json", b"\xff\xfe", b'{"id":1', b"", b'{"client":{}}', b'{"id":1e99}',
         msgspec.json.encode(request(9, shared_tokens=-1)),
+        msgspec.json.encode(request(9, session=3)),
+        msgspec.json.encode(request(9, turn=2)),
+        msgspec.json.encode(request(9, session=3, turn=0)),
+        msgspec.json.encode(request(9, session=-1, turn=1)),
         pytest.param(b'{"unknown":' + b"[" * 100_000, id="nested without end"),
     ],
 )  # fmt: skip
@@ -343,7 +355,15 @@ def test_kill_nine_loses_no_finished_request(tmp_path: Path) -> None:
     assert records.read(tmp_path)[0].id.tolist() == list(range(50))
 
 
-def test_memory_is_210_bytes_a_request_and_eight_a_token(tmp_path: Path) -> None:
+def test_records_without_sessions_are_no_turns(tmp_path: Path) -> None:
+    line = msgspec.json.encode(request(1))
+    assert b"session" not in line and b"turn" not in line
+    write_file(tmp_path / "requests.jsonl", [request(0, session=7, turn=2), request(1)])
+    table, _ = records.read(tmp_path)
+    assert (table.session.tolist(), table.turn.tolist()) == ([7, -1], [2, 0])
+
+
+def test_memory_is_226_bytes_a_request_and_eight_a_token(tmp_path: Path) -> None:
     requests, tokens = 4000, 100
     write_file(tmp_path / "requests.jsonl", [request(number, gaps=(20,) * (tokens - 1)) for number in range(requests)])
     records.read(tmp_path)  # caches of the interpreter are warm
@@ -352,7 +372,7 @@ def test_memory_is_210_bytes_a_request_and_eight_a_token(tmp_path: Path) -> None
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(table) == requests
-    assert peak < requests * (210 + 8 * tokens) + 4096  # what does not grow
+    assert peak < requests * (226 + 8 * tokens) + 4096  # what does not grow
 
 
 @pytest.mark.parametrize(

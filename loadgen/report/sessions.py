@@ -1,0 +1,159 @@
+"""Sessions in the records: how many are open and thinking, how think times were kept, the numbers of each turn, and why
+turns were never sent. Pure: the table in, numbers and findings out.
+
+A session is open from when its first turn is due to when its last turn has ended or failed. It thinks from the end of a
+reply to when the next turn is due.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.report import metrics
+from loadgen.report.metrics import Convention, Summary
+from loadgen.report.schema import SessionStats, TurnStats
+from loadgen.rundir.outcomes import OUTCOMES
+from loadgen.rundir.records import Table
+
+EACH_TURN = 4  # turns that have a row of their own; from the next on, 4 turns share one, then 8, and so on
+MOST_REASON_CHARACTERS = 300
+TURN_METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
+
+
+class Spans(NamedTuple):
+    """From when to when, in ns of the run: (n,) each."""
+
+    begin_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+
+
+class _Pairs(NamedTuple):
+    """Rows of the table (p,): a turn, and the one after it in its session."""
+
+    earlier: NDArray[np.int64]
+    later: NDArray[np.int64]
+
+
+def _ordered(measured: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows of turns (m,), session by session and in order; and where in them each session begins (s,)."""
+    rows = np.flatnonzero(measured.turn > 0)
+    rows = rows[np.lexsort((measured.turn[rows], measured.session[rows]))]
+    return rows, np.flatnonzero(np.diff(measured.session[rows], prepend=-1))
+
+
+def _pairs(measured: Table) -> _Pairs:
+    rows, _ = _ordered(measured)
+    earlier, later = rows[:-1], rows[1:]
+    follows = (measured.session[earlier] == measured.session[later]) & (
+        measured.turn[earlier] + 1 == measured.turn[later]
+    )
+    return _Pairs(earlier[follows], later[follows])
+
+
+def opened(measured: Table) -> Spans:
+    """When each session was open; shapes (sessions,)."""
+    rows, first = _ordered(measured)
+    begin_ns = measured.scheduled_ns[rows[first]]
+    if not len(first):
+        return Spans(begin_ns, begin_ns)
+    return Spans(begin_ns, np.maximum(begin_ns, np.maximum.reduceat(measured.done_ns[rows], first)))
+
+
+def thinking(measured: Table) -> Spans:
+    """When sessions were thinking, one span before each turn but the first that came to be due."""
+    earlier, later = _pairs(measured)
+    begin_ns, end_ns = measured.done_ns[earlier], measured.scheduled_ns[later]
+    known = (begin_ns != -1) & (begin_ns < end_ns)
+    return Spans(begin_ns[known], end_ns[known])
+
+
+def added_tokens(measured: Table) -> NDArray[np.int64]:
+    """The prompt tokens that were asked of each request (n,); of a session's later turns, those that the turn adds to
+    what was said before; 0 where that is not known."""
+    asked = measured.asked_prompt_tokens
+    return np.where(measured.turn > 1, np.maximum(asked - measured.shared_tokens, 0), asked)
+
+
+def build(measured: Table, rules: Convention, offered_per_s: float | None, complete: bool) -> SessionStats | None:
+    """None for a load without sessions. offered_per_s: the rate at which they were due to begin. complete: whether each
+    turn that was planned has its record."""
+    rows, first = _ordered(measured)
+    if not len(first):
+        return None
+    whole = np.logical_and.reduceat(measured.ok[rows], first)
+    begin_ns, end_ns = opened(measured)
+    earlier, later = _pairs(measured)
+    sent = (measured.sent_ns[later] != -1) & (measured.done_ns[earlier] != -1)
+    earlier, later = earlier[sent], later[sent]
+    return SessionStats(
+        begun=len(first),
+        ended=int(whole.sum()) if complete else None,
+        failed=int((~whole).sum()),
+        turns=len(rows),
+        open_max=_most(Spans(begin_ns, end_ns)),
+        thinking_max=_most(thinking(measured)),
+        offered_sessions_per_s=offered_per_s,
+        think_time_ms=_summary(measured.scheduled_ns[later] - measured.done_ns[earlier], rules),
+        turn_lag_ms=_summary(measured.sent_ns[later] - measured.scheduled_ns[later], rules),
+    )
+
+
+def _most(spans: Spans) -> int:
+    return int(metrics.under_way(*spans)[1].max(initial=0))
+
+
+def _summary(ns: NDArray[np.int64], rules: Convention) -> Summary:
+    return metrics.summary(metrics.defined(ns / 1e6), rules.percentile)
+
+
+def by_turn(measured: Table, rules: Convention) -> list[TurnStats]:
+    """The numbers of the turns 1, 2, 3, 4, 5 to 8, 9 to 16 and so on, as far as there are any; empty where no session
+    has more than one."""
+    if measured.turn.max(initial=0) < 2:
+        return []
+    told = bool((measured.cached_tokens[measured.ok] != -1).any())  # vLLM leaves the count out of a reply where it is 0
+    highest = np.where(measured.turn > EACH_TURN, 2 ** np.ceil(np.log2(np.maximum(measured.turn, 1))), measured.turn)
+    columns = {name: metrics.column(measured, name, rules) for name in TURN_METRICS}
+    stats = []
+    for last in np.unique(highest[measured.turn > 0]).astype(np.int64).tolist():
+        chosen = highest == last
+        ok = chosen & measured.ok
+        prompt = measured.prompt_tokens[ok]
+        stats.append(
+            TurnStats(
+                from_turn=last if last <= EACH_TURN else last // 2 + 1,
+                to_turn=int(measured.turn[chosen].max()),
+                requests=int(chosen.sum()),
+                ok=int(ok.sum()),
+                prompt_tokens_mean=_mean(prompt[prompt != -1]),
+                cached_tokens_mean=_mean(np.maximum(measured.cached_tokens[ok], 0)) if told else None,
+                metrics={
+                    name: metrics.summary(metrics.defined(values[ok]), rules.percentile)
+                    for name, values in columns.items()
+                },
+            )
+        )
+    return stats
+
+
+def _mean(counts: NDArray[np.int64]) -> float | None:
+    return float(counts.mean()) if len(counts) else None
+
+
+def never_sent(measured: Table) -> tuple[int, str]:
+    """How many later turns were never sent, because their sessions could not go on; and, as a clause, of how many
+    sessions and the most frequent reason."""
+    dropped = (measured.turn > 1) & (measured.outcome == OUTCOMES.index("dropped"))
+    count = int(dropped.sum())
+    if not count:
+        return 0, ""
+    sessions = len(np.unique(measured.session[dropped]))
+    reasons = Counter(measured.errors.get(id, "unknown") for id in measured.id[dropped].tolist())
+    reason, times = reasons.most_common(1)[0]
+    often = "" if len(reasons) == 1 else f" (most often, {times} times)"
+    which = "session" if sessions == 1 else "sessions"
+    return count, f"{sessions} {which} that could not go on{often}: {reason[:MOST_REASON_CHARACTERS]}"
