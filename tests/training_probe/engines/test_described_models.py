@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from backends.catalog import DATA, from_config
+from training_probe.grid import cell
+from training_probe.llama_shape import known
+from training_probe.protocol import Trial
 
 torch: Any = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")
@@ -64,3 +67,15 @@ def test_as_transformers_builds_it(name: str) -> None:
     if types is not None:
         windowed = sum(kind.count for kind in ours.kinds if kind.attention.window is not None)
         assert windowed == len(types) - types.count("full_attention")
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if known(name) is not None])
+def test_what_the_engines_build_of_a_name_has_its_parameters(name: str) -> None:
+    from training_probe.worker.model import construct
+
+    shape = known(name)
+    assert shape is not None
+    trial = Trial(cell=cell("Naive", model=name), spec=shape)
+    with torch.device("meta"):
+        built = construct(trial)
+    assert sum(parameter.numel() for parameter in built.parameters()) == shape.parameters
