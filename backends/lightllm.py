@@ -175,6 +175,10 @@ def invoke(settings: Settings) -> Invocation:
         arguments.append("--disable_dynamic_prompt_cache")
     if version < (1, 1) and settings.prefix_caching:
         arguments.append("--use_dynamic_prompt_cache")
+    if settings.quantization is not None:
+        arguments += ["--quant_type", settings.quantization]
+    if settings.max_batched_tokens is not None:
+        arguments += ["--batch_max_tokens", str(settings.max_batched_tokens)]
     files = {}
     if not old:
         files["hypercorn.toml"] = _HYPERCORN
@@ -204,6 +208,7 @@ ADAPTER = Adapter(
     port=8080,
     cache_dir="/root/.cache/huggingface",
     loads_from_hub=False,
+    quantizations={"fp8": "fp8w8a8", "int8": "w8a8"},
     invoke=invoke,
     capacity=r"(\d+) is the profiled max_total_token_num",
     profiler=Profiler(

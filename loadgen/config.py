@@ -223,6 +223,11 @@ class OutputOptions:
 
 # Of a server that loadgen starts or models; commands of other packages share them.
 DtypeOption = Annotated[Literal["float16", "bfloat16", "float32"], _settings("Number format of weights and KV cache.")]
+QuantizationOption = Annotated[
+    Literal["fp8", "int8", "awq", "gptq", "nvfp4"] | None,
+    _settings("Quantized weights (default: as the model's config.json says)."),
+]
+KvCacheDtypeOption = Annotated[Literal["auto", "fp8"], _settings("Number format of the KV cache; auto: as --dtype.")]
 MaxRunningOption = Annotated[Whole, _settings("Most requests in a batch.")]
 MemoryRatioOption = Annotated[float, _settings("Part of each GPU's memory that it may use.")]
 SchedulerOption = Annotated[
@@ -246,6 +251,8 @@ class PlacementOptions:
         ),
     ] = None
     dtype: DtypeOption = "float16"
+    quantization: QuantizationOption = None
+    kv_cache_dtype: KvCacheDtypeOption = "auto"
     p2p: Annotated[
         Literal["auto", "on", "off"], _settings("Peer-to-peer traffic between GPUs; auto asks the driver.")
     ] = "auto"
@@ -253,6 +260,9 @@ class PlacementOptions:
         Whole | None, _settings("Longest prompt plus output (default: 4096, or what the run and the model need).")
     ] = None
     max_running: MaxRunningOption = 1024
+    max_batched_tokens: Annotated[
+        Whole | None, _settings("Most tokens that a step computes, of prompts at least (default: the server's own).")
+    ] = None
     memory_ratio: MemoryRatioOption = 0.9
     prefix_caching: Annotated[
         Literal["on", "off"] | None,
@@ -318,7 +328,8 @@ class Config(
         self._take_workload()
         for name, least in (
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
-            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1),
+            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1),
+            ("max_batched_tokens", 1), ("port", 1),
             ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1), ("trace_limit", 1), ("sessions", 1),
         ):  # fmt: skip
             value = getattr(self, name)

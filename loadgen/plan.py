@@ -13,9 +13,8 @@ from typing import Protocol
 
 import msgspec
 
-from backends import catalog
 from backends.protocol import Backend, Sampling, ServerInfo
-from loadgen import rundir
+from loadgen import models, rundir
 from loadgen.config import MOST_TURNS, Config, ConfigError
 from loadgen.load.conversations import Conversations
 from loadgen.load.datasets import Dataset
@@ -139,8 +138,7 @@ def choose_model(config: Config, info: ServerInfo) -> str:
         if info.model is None:
             raise ConfigError("the server does not name its model; give --model.")
         return info.model
-    spec = catalog.find(config.model)
-    names = {config.model} if spec is None else {config.model, spec.name, spec.hf_id}
+    names = {config.model, *models.names(config.model)}
     offered = [info.model] if info.model is not None else list(info.models)
     if not offered:
         return config.model
@@ -159,7 +157,7 @@ def plan_run(
     Raises ConfigError or WorkloadError."""
     _check_drawn(config, backend)
     load = _load(config, backend, info.max_total_tokens)
-    spec = started.spec if started is not None else catalog.find(config.model or info.model or "")
+    spec = started.spec if started is not None else models.spec(config.model or info.model or "")
     source = PromptSource(
         vocab_size=config.vocab_size or (spec.vocab_size if spec else None),
         dataset=str(config.dataset) if config.dataset else None,

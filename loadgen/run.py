@@ -153,7 +153,7 @@ class Run:
     async def _embedded(self) -> AsyncIterator[embedded.Serving]:
         config = self.config
         dialect = embedded.dialect(self.backend.name)
-        options = embedded.options(config, dialect, embedded.model_name(config))
+        options = embedded.options(config, dialect, embedded.model_place(config))
         times = "fixed timing" if config.gpu is None else f"times as modelled for {config.gpu}"
         async with embedded.serving(*options) as serving:
             self.say(f"the embedded server runs: an emulated {dialect} server, {times}, no GPU")

@@ -285,7 +285,7 @@ def _model(config: Config, adapter: Adapter, model: Model) -> Observation:
         return Observation("ok", f"{model.hf_id}: no weights will be downloaded, {here}")
     if model.spec is None:
         return Observation("ok", f"{model.hf_id} will be downloaded, its size is not known here; {here}")
-    needed = 2 * model.spec.parameters  # as the hub has them: 16 bit
+    needed = model.spec.weight_bytes(model.spec.precision("bfloat16"))  # as the hub has them
     seen = f"{needed / 1e9:.0f} GB of {model.hf_id} will be downloaded, {here}"
     if free < needed:
         return Observation("problem", seen, "make room, or set HF_HOME to a directory on a larger disk")

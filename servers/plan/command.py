@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 import msgspec
 from cyclopts import Group, Parameter
 
-from backends.catalog import ModelSpec
+from backends import catalog
+from backends.decoder import ModelSpec
 from backends.untrusted import escaped, read_json
 from loadgen import exit_codes, models, terminal
 from loadgen.config import (
@@ -28,8 +29,10 @@ from loadgen.config import (
     Config,
     ConfigError,
     DtypeOption,
+    KvCacheDtypeOption,
     MemoryRatioOption,
     ProfileOption,
+    QuantizationOption,
     SchedulerOption,
 )
 from loadgen.load.load import Load
@@ -217,8 +220,11 @@ def _table(rows: list[Row], limits: Limits, what: str) -> list[str]:
 def _commands(row: Row, demand: Demand, limits: Limits) -> Iterator[str]:
     """What looks closer at one server's share of the load, and what starts such a server."""
     setup = row.emulated.setup
-    words = ["--backend", setup.scheduler.partition("@")[0], "--model", setup.model.name, "--tp", str(row.candidate.tp)]
-    words += ["--dtype", setup.dtype, "--max-running", str(setup.max_running), "--memory-ratio"]
+    words = ["--backend", setup.scheduler.partition("@")[0], "--model", _place(setup.model)]
+    words += ["--tp", str(row.candidate.tp), "--dtype", setup.dtype]
+    words += [] if setup.quantization is None else ["--quantization", setup.quantization]
+    words += [] if setup.kv_cache_dtype == "auto" else ["--kv-cache-dtype", setup.kv_cache_dtype]
+    words += ["--max-running", str(setup.max_running), "--memory-ratio"]
     words += [f"{setup.memory_ratio:g}", *([] if setup.p2p else ["--p2p", "off"])]
     modelled = ["--gpu", row.candidate.gpu, "--gpus", str(row.candidate.tp), "--scheduler", setup.scheduler]
     modelled += [] if setup.profile is None else ["--profile", str(setup.profile)]
@@ -244,6 +250,11 @@ def _load_flags(load: Load, rate: float) -> list[str]:
         flags += ["--sessions", str(load.requests), "--turns", str(load.sessions.turns)]
         flags += ["--think-time", str(load.sessions.think_time)]
     return flags
+
+
+def _place(model: ModelSpec) -> str:
+    """What finds it again: its name, its id or its directory."""
+    return model.hf_id if catalog.find(model.name) is None else model.name
 
 
 def _reliability(profile: Profile, gpus: Iterable[str]) -> Iterator[str]:
@@ -282,8 +293,8 @@ def render(
         lines += [
             *_table(rows, limits, demand.what),
             "",
-            f"{_each(demand.what)}: the highest rate at which one server keeps the limits (found within 10 %), and what "
-            "is in the way of more. Latencies and requests in flight: predicted at one server's share of the load.",
+            f"{_each(demand.what)}: the highest rate at which one server keeps the limits (found within 10 %), and "
+            "what is in the way of more. Latencies and requests in flight: predicted at one server's share of the load.",
             *_commands(rows[0], demand, limits),
         ]
         if any(row.emulated.facts.topology == "pcie" for row in rows):
@@ -312,7 +323,9 @@ class PlanOptions:
     rate: Annotated[
         float | None, option(LOAD, "Requests, or sessions, per second over all servers (default: a trace's own).")
     ] = None
-    model: Annotated[str, option(SERVER, "Model: 7b, 13b, 70b, ..., or a Hugging Face id that is known.")] = "7b"
+    model: Annotated[str, option(SERVER, "Model: 7b, 13b, 70b, ..., a Hugging Face id that is known, a directory.")] = (
+        "7b"
+    )
     backend: Annotated[str, option(SERVER, "Kind of server: vllm, tgi or lightllm.")] = "vllm"
     input_tokens: Annotated[WholeOrText, option(LOAD, "Length of every prompt, or a law, as of run.")] = 512
     output_tokens: Annotated[WholeOrText, option(LOAD, "Length of every reply, or a law.")] = 128
@@ -345,6 +358,8 @@ class PlanOptions:
         option(SETTINGS, "Most requests in a batch; several: each is tried.", consume_multiple=1),
     ] = (1024,)
     dtype: DtypeOption = "float16"
+    quantization: QuantizationOption = None
+    kv_cache_dtype: KvCacheDtypeOption = "auto"
     memory_ratio: MemoryRatioOption = 0.9
     p2p: Annotated[Literal["auto", "off"], option(GPUS, "off: GPUs reach each other through host memory only.")] = (
         "auto"
@@ -392,15 +407,16 @@ class PlanOptions:
             return demand
         return dataclasses.replace(demand, requests=round(self.sessions * demand.turns_each))
 
-    def setup(self, candidate: Candidate, model: str, load: Load) -> Setup:
+    def setup(self, candidate: Candidate, load: Load) -> Setup:
         """Raises EmulationError."""
         hardware = Hardware(
             gpu=candidate.gpu, gpus=candidate.tp, tp=candidate.tp, p2p=False if self.p2p == "off" else None,
-            scheduler=self.scheduler, dtype=self.dtype, max_running=candidate.max_running,
+            scheduler=self.scheduler, dtype=self.dtype, quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype, max_running=candidate.max_running,
             max_requests=embedded.UNREFUSED, memory_ratio=self.memory_ratio, profile=self.profile,
             prefix_caching="on" if load.shares else "off",
         )  # fmt: skip
-        return hardware.setup(self.backend, model, max(4096, load.longest_tokens()))
+        return hardware.setup(self.backend, self.model, max(4096, load.longest_tokens()))
 
 
 def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
@@ -412,21 +428,19 @@ def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
     limits = parse_slo(options.slo, options.percentile)
     options.check()
     demand = options.demand()
-    spec = models.find(options.model).spec
-    _check(demand, limits, spec)
+    _check(demand, limits, models.find(options.model).described())
     prices = read_prices(options.prices)
-    model = options.model if spec is None else spec.name
     kinds = options.gpu or tuple(hardware.known())
     try:  # what is wrong with every candidate is the user's mistake and no reason against one
         for kind in kinds:
             hardware.find(kind)
-        scheduler = options.setup(Candidate(gpu=kinds[0], tp=1), model, demand.load).scheduler
+        scheduler = options.setup(Candidate(gpu=kinds[0], tp=1), demand.load).scheduler
         profile = profiles()[scheduler] if options.profile is None else read_profile(options.profile, scheduler)
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
     rows, unmet = ranked([
         judge(
-            candidate, lambda each: emulate(options.setup(each, model, demand.load)), demand, limits, prices,
+            candidate, lambda each: emulate(options.setup(each, demand.load)), demand, limits, prices,
             options.max_gpus,
         )
         for candidate in _candidates(kinds, min(LARGEST_TP, options.max_gpus), options.max_running)
@@ -435,14 +449,14 @@ def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
     return exit_codes.OK
 
 
-def _check(demand: Demand, limits: Limits, spec: ModelSpec | None) -> None:
+def _check(demand: Demand, limits: Limits, spec: ModelSpec) -> None:
     """Raises ConfigError for a load that no server could take."""
     if not 0 < demand.rate <= MOST_RATE:
         raise ConfigError(f"--rate is {demand.rate:g}; it must be above 0 and at most {MOST_RATE:g}.")
     if "tpot" in limits.seconds and demand.load.output_tokens.most == 1:
         raise ConfigError("--slo limits tpot_ms and replies of one token have none; leave it out.")
     tokens = demand.load.longest_tokens()
-    if spec is not None and tokens > spec.max_position:
+    if tokens > spec.max_position:
         raise ConfigError(
             f"{spec.name} takes {spec.max_position} tokens in all; --input-tokens and --output-tokens make {tokens}."
         )

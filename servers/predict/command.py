@@ -85,9 +85,8 @@ def predict(
     directory = config.out or Path("runs") / run_id
     try:
         hardware = Hardware(**embedded.modelled(config))
-        emulated = emulate(
-            hardware.setup(config.kind, _model(config), _length(config, _longest_tokens(load, shapes, sent)))
-        )
+        length = _length(config, _longest_tokens(load, shapes, sent))
+        emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
         for note in emulated.facts.notes:
             terminal.say(f"note: {note}")
         made = rundir.create(directory, private=config.dataset is not None)
@@ -184,17 +183,13 @@ def _played(emulated: Emulated, load: Load, sent: list[Arrival] | Iterator[Arriv
     return simulate(emulated, sent, load.streams, math.inf if load.duration_s is None else load.duration_s)
 
 
-def _model(config: Config) -> str:
-    model = models.find(config.model or "7b")
-    return model.spec.name if model.spec is not None else model.name
-
-
 def _length(config: Config, longest: int) -> int:
     if config.max_model_len is not None and longest > config.max_model_len:
         raise ConfigError(f"--max-model-len is {config.max_model_len} and the longest request has {longest} tokens.")
-    limit = models.find(config.model or "7b").max_position
+    model = models.find(config.model or "7b")
+    limit = model.max_position
     if limit is not None and longest > limit:
-        raise ConfigError(f"the longest request has {longest} tokens and {_model(config)} ends at {limit}; lower it.")
+        raise ConfigError(f"the longest request has {longest} tokens and {model.name} ends at {limit}; lower it.")
     return config.max_model_len or max(4096, longest)
 
 

@@ -52,6 +52,7 @@ class Step:
     """The work of one step, as its cost needs it. `emits` get one token each when it ends, in this order.
 
     prefill_work counts pairs of query and key: the sum of q * (c + q / 2) over chunks of q tokens that follow c cached.
+    chunks: (c, q) of each.
     """
 
     emits: list[Sequence] = field(default_factory=list)
@@ -60,11 +61,13 @@ class Step:
     prefill_rows: int = 0
     prefill_tokens: int = 0
     prefill_work: float = 0.0
+    chunks: list[tuple[int, int]] = field(default_factory=list)
 
     def prefill(self, tokens: int, cached: int) -> None:
         self.prefill_rows += 1
         self.prefill_tokens += tokens
         self.prefill_work += tokens * (cached + tokens / 2)
+        self.chunks.append((cached, tokens))
 
 
 class Queues:

@@ -57,6 +57,8 @@ FILES = {
     "bad.json": "{", "damaged/manifest.json": '{"schema":7}', "damaged/results.jsonl": "{]\n",
     "half/manifest.json": '{"schema": "loadgen.man', "loadgen_run/manifest.json": '{"schema": "loadgen.manifest/1"}',
     "training/manifest.json": '{"platform": "GPU", "schema": "training_probe.manifest/1"}',
+    "headless/config.json": '{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 8}',
+    "mamba/config.json": '{"model_type": "mamba2", "num_hidden_layers": 2, "hidden_size": 64}',
     "pairs.txt": "512 128\n512\n",
     "trace.jsonl": mooncake(0, 600, "[1, 2]") + mooncake(90, 600, "[1, 3]"),
     "backwards.jsonl": mooncake(90, 6, "[1]") + mooncake(0, 6, "[1]"),

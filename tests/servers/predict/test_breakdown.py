@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends import catalog
+from backends.decoder import Precision
 from loadgen import cli
 from loadgen.breakdown.tables import ATTENTION, FFN, IDLE, UNASSIGNED, paper
 from servers.predict import breakdown
@@ -25,7 +26,7 @@ def cost(model: str, gpu: str, tp: int, layer_us: float) -> StepCost:
     kind = hardware.find(gpu)
     _, link = hardware.link(kind, tp, None, True)
     own = Overheads(step_us=200.0, row_us=3.0, prefill_token_us=0.2, layer_us=layer_us, reduce_us=4.0, reduce_ratio=1.3)
-    return StepCost(spec, kind, tp, link, "float16", own)
+    return StepCost(spec, kind, tp, link, Precision(), own)
 
 
 @given(
