@@ -294,7 +294,8 @@ def render(
             *_table(rows, limits, demand.what),
             "",
             f"{_each(demand.what)}: the highest rate at which one server keeps the limits (found within 10 %), and "
-            "what is in the way of more. Latencies and requests in flight: predicted at one server's share of the load.",
+            "what is in the way of more. Latencies and requests in flight: predicted at one server's share of the "
+            "load.",
             *_commands(rows[0], demand, limits),
         ]
         if any(row.emulated.facts.topology == "pcie" for row in rows):
