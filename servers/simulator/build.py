@@ -367,7 +367,7 @@ def _quantized_note(quantization: Quantization, gpu: Gpu, how: Arithmetic) -> st
         lacks = "" if quantization.computes is None else f"{gpu.name} does not compute in {name}: "
         return f"{lacks}weights in {name} are widened to 16 bit for every product (vLLM: Marlin), assumed at no cost."
     if not how.assumed:
-        return f"weights are in {name}, and their products as measured on {gpu.name} in {name}."
+        return f"weights are in {name}, and their products take what the table of {gpu.name} has for {name}."
     times = how.fit.compute_ratio / gpu.gemm.compute_ratio
     return (
         f"products in {name} were not measured on {gpu.name}: assumed at the efficiency of 16 bit, with {times:g} "
