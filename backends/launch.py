@@ -59,6 +59,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     max_requests: int
     memory_ratio: float
+    quantization: str | None = None  # in the server's words: how it quantizes 16-bit weights as it loads them
+    kv_cache_dtype: str | None = None  # in the server's words; None: as dtype
+    max_batched_tokens: int | None = None  # that a step computes, of prompts at least; None: its own choice
     seed: int = 0
     dummy_weights: bool = False
     p2p: bool = True
@@ -160,6 +163,7 @@ class Adapter:
     Hugging Face cache), caches (name -> directory worth keeping between runs) are the image's. loads_from_hub: takes a
     Hugging Face id, not only a directory. overlays: file of the model's directory -> what the server must see instead,
     from its content (None: there is none). capacity: a line that tells how many tokens its KV cache holds, in group 1.
+    quantizations, kv_cache_dtypes: its own words for those that it makes as it loads weights of 16 bit, or keeps KV in.
     profiler: None where the server has none.
     """
 
@@ -173,6 +177,8 @@ class Adapter:
     loads_from_hub: bool = True
     dummy_weights: bool = False
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
+    quantizations: Mapping[str, str] = field(default_factory=dict)
+    kv_cache_dtypes: Mapping[str, str] = field(default_factory=dict)
     overlays: Mapping[str, Callable[[bytes | None], bytes]] = field(default_factory=dict)
     invoke: Callable[[Settings], Invocation]
     failures: tuple[Failure, ...] = ()

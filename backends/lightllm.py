@@ -10,6 +10,7 @@ field).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -95,25 +96,28 @@ def _last_delta(n_tokens: int, finish: str | None, prompt_tokens: int | None, ou
 
 
 class _Whole(msgspec.Struct):
+    generated_text: list[str] | str | None = None
     count_output_tokens: Count | None = None
     finish_reason: str | None = None
     prompt_tokens: Count | None = None
     error: Any = None
 
 
-def _read_whole(body: bytes) -> Delta:
+def _read_whole(said: Said | None, body: bytes) -> Delta:
     reply = msgspec.json.decode(body, type=_Whole)
     if reply.count_output_tokens is None:
         if not reply.error:
             raise ProtocolError(f"neither an output nor an error: {error_text(body)}")
         return Delta(error=error_text(body))
+    if said is not None and reply.generated_text is not None:
+        said.texts += [reply.generated_text] if isinstance(reply.generated_text, str) else reply.generated_text
     count = reply.count_output_tokens
     return _last_delta(count, reply.finish_reason, reply.prompt_tokens, count)
 
 
 def decoder(stream: bool, said: Said | None = None) -> Decoder:
-    """Without a stream there are no token ids, which the next prompt of a session needs: nothing is kept."""
-    return _Stream(said) if stream else WholeReply(_read_whole)
+    """Without a stream there are no token ids, which the next prompt of a session of token ids needs."""
+    return _Stream(said) if stream else WholeReply(partial(_read_whole, said))
 
 
 def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
@@ -171,6 +175,10 @@ def invoke(settings: Settings) -> Invocation:
         arguments.append("--disable_dynamic_prompt_cache")
     if version < (1, 1) and settings.prefix_caching:
         arguments.append("--use_dynamic_prompt_cache")
+    if settings.quantization is not None:
+        arguments += ["--quant_type", settings.quantization]
+    if settings.max_batched_tokens is not None:
+        arguments += ["--batch_max_tokens", str(settings.max_batched_tokens)]
     files = {}
     if not old:
         files["hypercorn.toml"] = _HYPERCORN
@@ -200,6 +208,7 @@ ADAPTER = Adapter(
     port=8080,
     cache_dir="/root/.cache/huggingface",
     loads_from_hub=False,
+    quantizations={"fp8": "fp8w8a8", "int8": "w8a8"},
     invoke=invoke,
     capacity=r"(\d+) is the profiled max_total_token_num",
     profiler=Profiler(

@@ -141,7 +141,8 @@ def invoke(settings: Settings) -> Invocation:
     arguments = [
         "--model-id", settings.model,
         "--num-shard", str(settings.tp),
-        "--dtype", settings.dtype,
+        # they exclude each other
+        *(["--dtype", settings.dtype] if settings.quantization is None else ["--quantize", settings.quantization]),
         "--max-input-tokens", str(settings.max_model_len - 1),
         "--max-total-tokens", str(settings.max_model_len),
         "--max-concurrent-requests", str(max(settings.max_requests, settings.max_running)),
@@ -152,6 +153,10 @@ def invoke(settings: Settings) -> Invocation:
         "--hostname", settings.host,
         "--port", str(settings.port),
     ]  # fmt: skip
+    if settings.kv_cache_dtype is not None:
+        arguments += ["--kv-cache-dtype", settings.kv_cache_dtype]
+    if settings.max_batched_tokens is not None:
+        arguments += ["--max-batch-prefill-tokens", str(settings.max_batched_tokens)]
     env = {"PREFIX_CACHING": str(int(settings.prefix_caching)), "TGI_WIGGLE_ROOM": f"{settings.memory_ratio:g}"}
     if not settings.p2p:
         env |= WITHOUT_P2P
@@ -164,6 +169,8 @@ ADAPTER = Adapter(
     port=80,
     cache_dir="/data",
     dtypes=("float16", "bfloat16"),
+    quantizations={"fp8": "fp8"},
+    kv_cache_dtypes={"fp8": "fp8_e4m3fn"},
     overlays={"generation_config.json": endless},
     invoke=invoke,
     capacity=r"Setting max batch total tokens to (\d+)",

@@ -51,6 +51,12 @@ def invoke(settings: Settings) -> Invocation:
         arguments.append("--disable-log-requests")  # on by default then; later versions refuse the flag
     if settings.dummy_weights:
         arguments += ["--load-format", "dummy"]
+    if settings.quantization is not None:
+        arguments += ["--quantization", settings.quantization]
+    if settings.kv_cache_dtype is not None:
+        arguments += ["--kv-cache-dtype", settings.kv_cache_dtype]
+    if settings.max_batched_tokens is not None:
+        arguments += ["--max-num-batched-tokens", str(settings.max_batched_tokens)]
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}  # 5 s: shorter than a wait for a token
     if not settings.p2p:
         # its other ways to reduce read peers' memory too, and do not look at NCCL's variable
@@ -80,6 +86,8 @@ ADAPTER = Adapter(
     cache_dir="/root/.cache/huggingface",
     caches={"vllm": "/root/.cache/vllm"},  # compiled graphs: minutes of every start
     dummy_weights=True,
+    quantizations={"fp8": "fp8"},
+    kv_cache_dtypes={"fp8": "fp8"},
     invoke=invoke,
     capacity=r"[CG]PU KV cache size: ([\d,]+) tokens",
     profiler=Profiler(start=("POST", "/start_profile"), stop=("POST", "/stop_profile")),

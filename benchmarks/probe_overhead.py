@@ -18,8 +18,7 @@ import raw
 import torch
 import torch.distributed as dist
 
-from backends import catalog
-from training_probe import grid
+from training_probe import grid, llama_shape
 from training_probe.options import TINY
 from training_probe.protocol import Trial
 from training_probe.worker import engines, measure, model
@@ -40,7 +39,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    spec = TINY if args.model == "tiny" else catalog.find(args.model)
+    spec = TINY if args.model == "tiny" else llama_shape.known(args.model)
     assert spec is not None
     cell = grid.cell(
         args.method, model=args.model, engine=args.engine, micro_batch=args.micro_batch, device=device.type,

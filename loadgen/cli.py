@@ -226,8 +226,8 @@ def compare(
 
 
 @offers(
-    *names(ServerOptions), "requests", "input_tokens", "output_tokens", "concurrency", "dataset", "repeat_dataset",
-    *names(PlacementOptions), "dummy_weights", "image", "server_python",
+    *names(ServerOptions), "requests", "input_tokens", "output_tokens", "concurrency", "sessions", "trace", "dataset",
+    "repeat_dataset", *names(PlacementOptions), "dummy_weights", "image", "server_python",
 )  # fmt: skip
 class DoctorOptions(Config):
     """Of `run`, what decides on what the run needs of this machine."""

@@ -135,10 +135,18 @@ class LoadOptions:
         bool, _load("Warm up with the load's own first seconds too, until step times settle.", show_default=False)
     ] = False
     dataset: Annotated[
-        Path | None, _load('Your own prompts, one JSON object a line: {"prompt": text or ids, "output_tokens": n}.')
+        Path | None,
+        _load(
+            'Your own prompts, one JSON object a line: {"prompt": text or ids, "output_tokens": n}. Or conversations, '
+            "as ShareGPT or as OpenAI messages: each is a session, of the real replies."
+        ),
     ] = None
     tokenizer: Annotated[
-        str | None, _prompts("Model directory, tokenizer.json or Hugging Face id, for exact lengths of text prompts.")
+        str | None,
+        _prompts(
+            "Model directory, tokenizer.json or Hugging Face id, for exact lengths of text prompts; it counts the "
+            "replies in a dataset's conversations too."
+        ),
     ] = None
     vocab_size: Annotated[Whole | None, _prompts("Token ids are drawn below this (default: the model's, or 4000).")] = (
         None
@@ -223,6 +231,11 @@ class OutputOptions:
 
 # Of a server that loadgen starts or models; commands of other packages share them.
 DtypeOption = Annotated[Literal["float16", "bfloat16", "float32"], _settings("Number format of weights and KV cache.")]
+QuantizationOption = Annotated[
+    Literal["fp8", "int8", "awq", "gptq", "nvfp4"] | None,
+    _settings("Quantized weights (default: as the model's config.json says)."),
+]
+KvCacheDtypeOption = Annotated[Literal["auto", "fp8"], _settings("Number format of the KV cache; auto: as --dtype.")]
 MaxRunningOption = Annotated[Whole, _settings("Most requests in a batch.")]
 MemoryRatioOption = Annotated[float, _settings("Part of each GPU's memory that it may use.")]
 SchedulerOption = Annotated[
@@ -246,6 +259,8 @@ class PlacementOptions:
         ),
     ] = None
     dtype: DtypeOption = "float16"
+    quantization: QuantizationOption = None
+    kv_cache_dtype: KvCacheDtypeOption = "auto"
     p2p: Annotated[
         Literal["auto", "on", "off"], _settings("Peer-to-peer traffic between GPUs; auto asks the driver.")
     ] = "auto"
@@ -253,6 +268,9 @@ class PlacementOptions:
         Whole | None, _settings("Longest prompt plus output (default: 4096, or what the run and the model need).")
     ] = None
     max_running: MaxRunningOption = 1024
+    max_batched_tokens: Annotated[
+        Whole | None, _settings("Most tokens that a step computes, of prompts at least (default: the server's own).")
+    ] = None
     memory_ratio: MemoryRatioOption = 0.9
     prefix_caching: Annotated[
         Literal["on", "off"] | None,
@@ -318,7 +336,8 @@ class Config(
         self._take_workload()
         for name, least in (
             ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
-            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1), ("port", 1),
+            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1),
+            ("max_batched_tokens", 1), ("port", 1),
             ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1), ("trace_limit", 1), ("sessions", 1), ("repeat", 1),
         ):  # fmt: skip
             value = getattr(self, name)
@@ -367,6 +386,8 @@ class Config(
             raise ConfigError("--concurrency is a closed loop and --arrival an open one; give one of them.")
         self._check_wire()
         drawn = self.given(("input_tokens", "prefix", "tokenizer", "vocab_size"))
+        if self.plays_conversations and "tokenizer" in drawn:  # it counts what was replied to them
+            drawn.remove("tokenizer")
         if drawn and self.dataset is not None:
             raise ConfigError(
                 f"{flag(drawn[0])} is for prompts that are drawn, and --dataset has its own; leave one out."
@@ -420,21 +441,35 @@ class Config(
             raise ConfigError(f"--trace-from is {self.trace_from:g}; it must be at least 0.")
 
     def _check_sessions(self) -> None:
-        if self.sessions is None:
-            given = self.given(("turns", "think_time") if self.dataset is None else ("turns",))
+        if self.turns is not None and self.dataset is not None:
+            raise ConfigError("--turns is for sessions that are drawn, and --dataset has its own; leave one out.")
+        given = self.given(("sessions", "think_time"))
+        if given and self.dataset is not None and not self.plays_conversations:
+            self._check_dataset()
+            raise ConfigError(
+                f"{flag(given[0])} is for conversations, and {self.dataset} holds single prompts; leave it out."
+            )
+        if self.sessions is None and not self.plays_conversations:
+            given = self.given(("turns", "think_time") if self.dataset is None else ())
             if given:
                 raise ConfigError(f"{flag(given[0])} is for --sessions; say how many there are, or leave it out.")
             return
-        if self.sessions > MOST_SESSIONS:
+        if self.sessions is not None and self.sessions > MOST_SESSIONS:
             raise ConfigError(f"--sessions is {self.sessions}; it must be at most {MOST_SESSIONS}, or several runs.")
-        if self.turns is not None and self.dataset is not None:
-            raise ConfigError("--turns is for sessions that are drawn, and --dataset has its own; leave one out.")
-        for name, instead in (
-            ("requests", "--sessions and --turns decide"),
-            ("duration", "sessions end by themselves"),
-        ):
+        of = "--sessions" if self.dataset is None else "the conversations of --dataset"
+        how_many = "--sessions and --turns decide" if self.dataset is None else "--sessions says how many are held"
+        for name, instead in (("requests", how_many), ("duration", "sessions end by themselves")):
             if getattr(self, name) is not None:
-                raise ConfigError(f"{flag(name)} does not go with --sessions: {instead}; leave it out.")
+                raise ConfigError(f"{flag(name)} does not go with {of}: {instead}; leave it out.")
+
+    def _check_dataset(self) -> None:
+        from loadgen.load.dataset_files import stamp
+
+        assert self.dataset is not None
+        try:
+            stamp(self.dataset)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def _check_load(self, load: "Load") -> None:
         if load.sessions is not None and (load.planned or 0) > MOST_TURNS:
@@ -577,8 +612,15 @@ class Config(
         return "vllm" if self.backend is None else self.backend
 
     @functools.cached_property
+    def plays_conversations(self) -> bool:
+        """Whether --dataset holds conversations, which are sessions, and no single prompts."""
+        from loadgen.load.dataset_files import holds_conversations
+
+        return self.dataset is not None and holds_conversations(self.dataset)
+
+    @functools.cached_property
     def load(self) -> "Load":
-        """What is sent, and when; of a dataset all but its prompts. Raises ConfigError."""
+        """What is sent, and when; of a dataset all but its prompts, and how many there are. Raises ConfigError."""
         from loadgen.load import arrivals, lengths  # not before the options are read
         from loadgen.load.load import Load, TraceSource
         from loadgen.load.sessions import Sessions
@@ -589,7 +631,7 @@ class Config(
             open_end = self.duration is None and arrival.lasts_s is None and self.trace is None
             requests = DEFAULT_REQUESTS if self.requests is None and open_end else self.requests
             sessions = None
-            if self.sessions is not None or self.think_time is not None:
+            if self.sessions is not None or self.plays_conversations:
                 requests = self.sessions
                 sessions = Sessions(
                     turns=lengths.parse(DEFAULT_TURNS if self.turns is None else self.turns, lengths.TURNS)

@@ -5,6 +5,7 @@ Only looks at files; nothing is downloaded. The server downloads what it needs, 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from backends import catalog
-from backends.catalog import ModelSpec
+from backends.catalog import UnknownModel
+from backends.decoder import ModelSpec
 from backends.untrusted import UNDECODABLE, nearest
 from loadgen.config import ConfigError
 
@@ -24,8 +26,9 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 @dataclass(frozen=True)
 class Model:
     """`name` is what requests call it. `hf_id`: None for a directory. `directory`: where it lies on this host, if it
-    does (weights included unless `has_weights` is false). `spec`: None for an architecture that is not known.
-    `max_position`: tokens of the longest sequence that it was made for, where that is known."""
+    does (weights included unless `has_weights` is false). `spec`: None where it is not known how large it is, and
+    `unknown` says why, in a clause. `max_position`: tokens of the longest sequence that it was made for, where that is
+    known."""
 
     name: str
     hf_id: str | None
@@ -33,6 +36,13 @@ class Model:
     spec: ModelSpec | None
     has_weights: bool = False
     max_position: int | None = None
+    unknown: str = ""
+
+    def described(self) -> ModelSpec:
+        """Raises ConfigError where it is not known how large it is."""
+        if self.spec is None:
+            raise ConfigError(f"the size of '{self.name}' is not known here: {self.unknown}.")
+        return self.spec
 
     def local(self, *, dummy_weights: bool) -> Path | None:
         """The directory to serve it from; None: it has to come from the hub, since what is here lacks the weights."""
@@ -89,10 +99,27 @@ def find(name: str) -> Model:
         raise ConfigError(f"there is no directory '{name}'; give a model's directory, its Hugging Face id, or a name.")
     if name.count("/") == 1:
         return _from_hub(name, name, None)
-    known = [known for spec in catalog.MODELS for known in (*spec.aliases, spec.name)]
+    known = [known for spec in catalog.models() for known in (*spec.aliases, spec.name) if "/" not in known]
     near = nearest(name, known)
     others = f"known are {', '.join(known)}, any Hugging Face id (org/name), or a directory."
     raise ConfigError(f"unknown model '{name}'; " + (f"did you mean '{near}'?" if near else others))
+
+
+def spec(name: str) -> ModelSpec | None:
+    """The model of that name, id or path where it is known how large it is; servers may call theirs anything."""
+    try:
+        return find(name).spec
+    except ConfigError:
+        return None
+
+
+def names(name: str) -> set[str]:
+    """What a server may call the model that a user calls so."""
+    try:
+        model = find(name)
+    except ConfigError:
+        return set()
+    return {called for called in (model.name, model.hf_id) if called is not None}
 
 
 def _directory(path: Path) -> Model:
@@ -101,23 +128,30 @@ def _directory(path: Path) -> Model:
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} holds no config.json; name the directory of a model.")
     config = _read_config(path)
-    return Model(name, None, path, catalog.from_config(name, config), _has_weights(path), _max_position(config))
+    spec, unknown = _spec(name, config)
+    spec = None if spec is None else dataclasses.replace(spec, hf_id=str(path))
+    return Model(name, None, path, spec, _has_weights(path), _max_position(config), unknown)
 
 
 def _from_hub(name: str, hf_id: str, spec: ModelSpec | None) -> Model:
     directory = _snapshot(hf_id)
     limit = spec.max_position if spec is not None else None
     if directory is None:
-        return Model(name, hf_id, None, spec, max_position=limit)
+        advice = f"its config.json is not on this machine; `hf download {hf_id} config.json`, or name a directory"
+        return Model(name, hf_id, None, spec, max_position=limit, unknown="" if spec else advice)
     config = _read_config(directory)
-    return Model(
-        name,
-        hf_id,
-        directory,
-        spec or catalog.from_config(hf_id, config),
-        _has_weights(directory),
-        limit or _max_position(config),
-    )
+    unknown = ""
+    if spec is None:
+        spec, unknown = _spec(hf_id, config)
+    return Model(name, hf_id, directory, spec, _has_weights(directory), limit or _max_position(config), unknown)
+
+
+def _spec(name: str, config: Mapping[str, object]) -> tuple[ModelSpec | None, str]:
+    """The model that a config.json describes; why there is none."""
+    try:
+        return catalog.from_config(name, config), ""
+    except UnknownModel as reason:
+        return None, f"in its config.json {reason}"
 
 
 def _snapshot(hf_id: str) -> Path | None:

@@ -13,12 +13,13 @@ from typing import Protocol
 
 import msgspec
 
-from backends import catalog
 from backends.protocol import Backend, Sampling, ServerInfo
-from loadgen import rundir
-from loadgen.config import Config, ConfigError
+from loadgen import models, rundir
+from loadgen.config import MOST_TURNS, Config, ConfigError
+from loadgen.load.conversations import Conversations
+from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
-from loadgen.load.prompts import Dataset, Text, TokenIds, Workload, tokenizer_count
+from loadgen.load.prompts import Text, TokenIds, Workload, tokenizer_count
 from loadgen.models import Model
 from loadgen.target import Target
 
@@ -99,9 +100,13 @@ class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
     def build(self, backend: Backend, load: Load, warmup: int) -> Workload:
         """Raises WorkloadError."""
         if self.dataset is not None:
-            return Dataset(
-                Path(self.dataset), load.output_tokens.least, backend.prompt_kind, warmup, repeat=self.repeat
+            path, reply_tokens = Path(self.dataset), load.output_tokens.least
+            if (turns := load.turns()) is None:
+                return Dataset(path, reply_tokens, backend.prompt_kind, warmup, repeat=self.repeat)
+            held = Conversations(
+                path, reply_tokens, warmup, repeat=self.repeat, tokenizer=self.tokenizer, sessions=load.requests
             )
+            return held.played(turns)
         if backend.prompt_kind == "token_ids":
             return TokenIds(load) if self.vocab_size is None else TokenIds(load, self.vocab_size)
         text = Text(load, None if self.tokenizer is None else tokenizer_count(self.tokenizer))
@@ -133,8 +138,7 @@ def choose_model(config: Config, info: ServerInfo) -> str:
         if info.model is None:
             raise ConfigError("the server does not name its model; give --model.")
         return info.model
-    spec = catalog.find(config.model)
-    names = {config.model} if spec is None else {config.model, spec.name, spec.hf_id}
+    names = {config.model, *models.names(config.model)}
     offered = [info.model] if info.model is not None else list(info.models)
     if not offered:
         return config.model
@@ -153,12 +157,12 @@ def plan_run(
     Raises ConfigError or WorkloadError."""
     _check_drawn(config, backend)
     load = _load(config, backend, info.max_total_tokens)
-    spec = started.spec if started is not None else catalog.find(config.model or info.model or "")
+    spec = started.spec if started is not None else models.spec(config.model or info.model or "")
     source = PromptSource(
         vocab_size=config.vocab_size or (spec.vocab_size if spec else None),
         dataset=str(config.dataset) if config.dataset else None,
         repeat=config.repeat_dataset,
-        tokenizer=config.tokenizer or _own_tokenizer(backend, started),
+        tokenizer=config.tokenizer or (None if config.dataset is not None else _own_tokenizer(backend, started)),
     )
     job = Job(
         run_id=run_id,
@@ -189,7 +193,12 @@ def plan_run(
 
 def _load(config: Config, backend: Backend, limit: int | None) -> Load:
     """The load as a server with that limit on prompt and reply can take it. Raises ConfigError or WorkloadError."""
-    load = msgspec.structs.replace(config.load, requests=most_requests(config, backend))
+    load = planned_load(config, backend)
+    if load.sessions is not None and backend.keeper is None:
+        raise ConfigError(
+            f"{backend.name} does not keep what a reply says, which a session's next prompt repeats; send it single "
+            "requests."
+        )
     if load.trace is not None:
         return load.within(limit)
     if config.dataset is not None:
@@ -208,7 +217,7 @@ def _check_drawn(config: Config, backend: Backend) -> None:
     for flag, value, kind in (
         ("--tokenizer", config.tokenizer, "text"), ("--vocab-size", config.vocab_size, "token_ids"),
     ):  # fmt: skip
-        if value is not None and kind != backend.prompt_kind:
+        if value is not None and kind != ("text" if config.plays_conversations else backend.prompt_kind):
             kinds = {"text": "text", "token_ids": "token ids"}
             raise ConfigError(
                 f"{flag} is for prompts of {kinds[kind]}, and {backend.name} is sent {kinds[backend.prompt_kind]}; "
@@ -216,19 +225,42 @@ def _check_drawn(config: Config, backend: Backend) -> None:
             )
 
 
-def read_dataset(config: Config, backend: Backend) -> Dataset:
-    """The prompts of --dataset. Raises WorkloadError."""
+def read_dataset(config: Config, backend: Backend) -> Dataset | Conversations:
+    """The prompts, or conversations, of --dataset. Raises WorkloadError."""
     assert config.dataset is not None
-    reply = config.load.output_tokens.least
-    return Dataset(config.dataset, reply, backend.prompt_kind, config.warmup, repeat=config.repeat_dataset)
+    reply_tokens, repeat = config.load.output_tokens.least, config.repeat_dataset
+    if not config.plays_conversations:
+        return Dataset(config.dataset, reply_tokens, backend.prompt_kind, config.warmup, repeat=repeat)
+    return Conversations(
+        config.dataset,
+        reply_tokens,
+        config.warmup,
+        repeat=repeat,
+        tokenizer=config.tokenizer,
+        sessions=config.sessions,
+    )
 
 
-def most_requests(config: Config, backend: Backend) -> int | None:
-    """Requests at the most: --requests, or as many prompts as the dataset has beside the warm-up's. None: time ends
-    the run. Raises ConfigError or WorkloadError."""
-    if config.dataset is None or (config.repeat_dataset and config.duration is not None):
+def planned_load(config: Config, backend: Backend) -> Load:
+    """The load with as many requests, or sessions, as the dataset has. Raises ConfigError or WorkloadError."""
+    if config.dataset is None:
+        return config.load
+    dataset = read_dataset(config, backend)
+    if isinstance(dataset, Dataset):
+        return msgspec.structs.replace(config.load, requests=_requests(config, len(dataset)))
+    assert config.load.sessions is not None
+    sessions = msgspec.structs.replace(config.load.sessions, counts=dataset.counts, left_out=str(dataset.left_out))
+    load = msgspec.structs.replace(config.load, requests=dataset.sessions, sessions=sessions)
+    if (load.planned or 0) > MOST_TURNS:
+        raise ConfigError(f"--sessions {dataset.sessions} have over {MOST_TURNS} turns; lower their number.")
+    return load
+
+
+def _requests(config: Config, available: int) -> int | None:
+    """Requests at the most: --requests, or as many prompts as the dataset has `available` beside the warm-up's. None:
+    time ends the run. Raises ConfigError."""
+    if config.repeat_dataset and config.duration is not None:
         return config.load.requests
-    available = len(read_dataset(config, backend))
     if config.requests is not None and config.requests > available and not config.repeat_dataset:
         raise ConfigError(
             f"the dataset has {available} prompt{'' if available == 1 else 's'} for {config.requests} requests, beside "

@@ -161,7 +161,7 @@ class Run:
     async def _embedded(self) -> AsyncIterator[embedded.Serving]:
         config = self.config
         dialect = embedded.dialect(self.backend.name)
-        options = embedded.options(config, dialect, embedded.model_name(config))
+        options = embedded.options(config, dialect, embedded.model_place(config))
         times = "fixed timing" if config.gpu is None else f"times as modelled for {config.gpu}"
         async with embedded.serving(*options) as serving:
             self.say(f"the embedded server runs: an emulated {dialect} server, {times}, no GPU")
@@ -191,7 +191,8 @@ class Run:
         plan = plan_run(self.config, self.backend, served.target, self.info, self.run_id, model)
         make_room(plan, worker_count(self.config, plan))
         if plan.job.load.left_out:
-            self.say(f"note: of the trace these are not sent: {plan.job.load.left_out}.")
+            source = "dataset" if plan.job.load.trace is None else "trace"
+            self.say(f"note: of the {source} these are not sent: {plan.job.load.left_out}.")
         return await fit_text(plan)
 
     async def ceiling(self, plan: Plan) -> Ceiling | None:

@@ -141,7 +141,7 @@ def serve(
         raise ConfigError(str(error)) from None
     _raise_file_limit()
     caching = timing.facts is not None and timing.facts.prefix_caching
-    wire = DIALECTS[options.dialect](Settings(options.model, options.max_model_len, caching))
+    wire = DIALECTS[options.dialect](Settings(_served_name(options.model), options.max_model_len, caching))
     try:
         server = Server(wire, timing, options.host, options.port, struck, stamps_file, api_key)
     except (OSError, UnicodeError) as error:  # the latter: no name of a host can be so long
@@ -152,6 +152,12 @@ def serve(
     for note in server.emulation.notes if server.emulation is not None else ():
         say(f"note: {note}")
     _run(server, options.exit_with_stdin)
+
+
+def _served_name(model: str) -> str:
+    """What requests call it: a directory's own name."""
+    path = Path(model)
+    return path.name if path.is_dir() else model
 
 
 def settled(

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.catalog import ModelSpec
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell, Method
+from training_probe.llama_shape import LlamaShape
 
 # Dense bf16 matrix products with fp32 accumulation, FLOP/s, by words of the name that torch and NVML report; the first
 # entry that fits counts, so a longer name stands before a shorter one. NVIDIA's datasheets and white papers (GA102
@@ -77,25 +77,25 @@ class Weights:
         return self.frozen + self.four_bit + self.trainable
 
 
-def attention_linears(spec: ModelSpec) -> list[tuple[int, int]]:
+def attention_linears(spec: LlamaShape) -> list[tuple[int, int]]:
     """(inputs, outputs) of q, k, v and o of one layer."""
     kv = spec.kv_heads * spec.head_dim
-    return [(spec.hidden, spec.hidden), (spec.hidden, kv), (spec.hidden, kv), (spec.hidden, spec.hidden)]
+    return [(spec.hidden, spec.query_width), (spec.hidden, kv), (spec.hidden, kv), (spec.query_width, spec.hidden)]
 
 
-def mlp_linears(spec: ModelSpec) -> list[tuple[int, int]]:
+def mlp_linears(spec: LlamaShape) -> list[tuple[int, int]]:
     """(inputs, outputs) of gate, up and down of one expert."""
     wide = spec.intermediate
     return [(spec.hidden, wide), (spec.hidden, wide), (wide, spec.hidden)]
 
 
-def adapted_linears(spec: ModelSpec) -> list[tuple[int, int]]:
+def adapted_linears(spec: LlamaShape) -> list[tuple[int, int]]:
     """The linear layers of one decoder layer that LoRA adapts: all seven; of a mixture of experts those of attention,
     since its experts are one tensor and no linear layers."""
     return attention_linears(spec) + (mlp_linears(spec) if spec.experts == 1 else [])
 
 
-def weights(spec: ModelSpec, method: Method) -> Weights:
+def weights(spec: LlamaShape, method: Method) -> Weights:
     """The counts of the model as this method trains it."""
     table = spec.vocab_size * spec.hidden
     tables = table if spec.tied else 2 * table
@@ -145,12 +145,12 @@ class Flops:
         return self.model + self.recomputed
 
 
-def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
+def flops_per_token(cell: Cell, spec: LlamaShape) -> Flops:
     """Forward, backward and recomputed FLOPs per token, over all GPUs that share its work.
 
     With M matmul parameters that a token passes through (adapters too, active experts only), T of them trainable, and
     attention's a = 4 L s h: forward 2M + a; backward 2M (gradients of inputs) + 2T (of weights) + 2a. Full training has
-    T = M, so 6M + 3a.
+    T = M, so 6M + 3a. h: the width of all heads.
     """
     method = cell.letters
     counts = weights(spec, method)
@@ -161,7 +161,7 @@ def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
     in_layers = spec.layers * _layer_parameters(spec) + lora
     head = spec.vocab_size * spec.hidden
     trained = lora if method.adapter else head if method.quantized else in_layers + head
-    attention = 4.0 * spec.layers * length * spec.hidden
+    attention = 4.0 * spec.layers * length * spec.query_width
 
     repeated = {
         "none": 0.0, "full": 2.0 * (in_layers - _not_repeated(cell, spec)) + attention,
@@ -174,12 +174,12 @@ def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
     )
 
 
-def mfu(cell: Cell, spec: ModelSpec, tokens_per_s: float, device_name: str) -> float | None:
+def mfu(cell: Cell, spec: LlamaShape, tokens_per_s: float, device_name: str) -> float | None:
     """Model FLOPs utilization, a ratio: tokens_per_s is of all GPUs together. None where the peak is not known."""
     return _utilization(flops_per_token(cell, spec).model, cell, tokens_per_s, device_name)
 
 
-def hfu(cell: Cell, spec: ModelSpec, tokens_per_s: float, device_name: str) -> float | None:
+def hfu(cell: Cell, spec: LlamaShape, tokens_per_s: float, device_name: str) -> float | None:
     """Hardware FLOPs utilization, a ratio: recomputed work counts too. None where the peak is not known."""
     return _utilization(flops_per_token(cell, spec).hardware, cell, tokens_per_s, device_name)
 
@@ -210,7 +210,7 @@ def _utilization(flops: float, cell: Cell, tokens_per_s: float, device_name: str
     return None if peak is None else flops * tokens_per_s / (cell.gpus * peak)
 
 
-def _not_repeated(cell: Cell, spec: ModelSpec) -> int:
+def _not_repeated(cell: Cell, spec: LlamaShape) -> int:
     """Parameters whose product recomputed layers leave out: torch.utils.checkpoint stops once it has what the backward
     pass needs, which of an MLP's last product is what goes in. With LoRA it is also what comes out, with experts the
     routing needs that; Megatron has its own checkpoint; a compiled layer is one piece."""
@@ -219,7 +219,7 @@ def _not_repeated(cell: Cell, spec: ModelSpec) -> int:
     return spec.layers * spec.hidden * spec.intermediate
 
 
-def _layer_parameters(spec: ModelSpec) -> int:
+def _layer_parameters(spec: LlamaShape) -> int:
     """Matmul parameters of one layer that a token passes through."""
     attention = sum(inputs * outputs for inputs, outputs in attention_linears(spec))
     expert = sum(inputs * outputs for inputs, outputs in mlp_linears(spec))

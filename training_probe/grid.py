@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from backends.catalog import ModelSpec
+from training_probe.llama_shape import LlamaShape
 
 Task = Literal["pretrain", "finetune"]
 Engine = Literal["deepspeed", "megatron", "fsdp2", "ddp"]
@@ -165,10 +165,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cell's model name stands for: its shape where it is known, or a directory with a config.json."""
+    """What a cell's model name stands for: its shape where it is known, or a directory with a config.json. unknown: why
+    there is no shape, a clause."""
 
-    spec: ModelSpec | None = None
+    spec: LlamaShape | None = None
     directory: str | None = None
+    unknown: str = ""
 
 
 def cell(method: str, *, attention: Attention = "eager", **more: object) -> Cell:
@@ -206,12 +208,13 @@ def grid(
     return list(dict.fromkeys(cells))
 
 
-def impossible(cell: Cell, spec: ModelSpec | None) -> str | None:
-    """Why the cell cannot be run anywhere, a clause; None when it can, as far as its shape shows."""
-    return next(_objections(cell, spec), None)
+def impossible(cell: Cell, spec: LlamaShape | None, unknown: str = "") -> str | None:
+    """Why the cell cannot be run anywhere, a clause; None when it can, as far as its shape shows. unknown: why there is
+    no shape."""
+    return next(_objections(cell, spec, unknown), None)
 
 
-def _objections(cell: Cell, spec: ModelSpec | None) -> Iterator[str]:
+def _objections(cell: Cell, spec: LlamaShape | None, unknown: str) -> Iterator[str]:
     method, model_parallel = cell.letters, cell.tp * cell.pp * cell.cp
     yield from _of_engine(cell, method)
     if cell.gpus % model_parallel:
@@ -219,7 +222,11 @@ def _objections(cell: Cell, spec: ModelSpec | None) -> Iterator[str]:
     if cell.task == "pretrain" and method.adapter:
         yield f"{method.adapter} is a way of fine-tuning (--task finetune)"
     if spec is None:
+        if cell.engine == "megatron" and unknown:
+            yield f"Megatron's models are built like Llama here, and {unknown}"
         return
+    if cell.engine == "megatron" and spec.biases:
+        yield f"Megatron's models are built without biases here, and {spec.name} has them (attention_bias)"
     if cell.seq_len > spec.max_position:
         yield f"{spec.name} ends at {spec.max_position} positions"
     if not spec.tensor_parallel(cell.tp):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group
 
-from backends.catalog import ModelSpec
 from loadgen.option_types import names, offers, option
 from training_probe import grid
 from training_probe.grid import Cell, Engine, GridError, Method, Model, Task
+from training_probe.llama_shape import LlamaShape, NoShape, shape_of
 
 if TYPE_CHECKING:  # a line of options is read in a moment; what it means may take longer
     from cyclopts import Token
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a line of options is read in a moment; what it means may ta
     from backends.gpus import Inventory
     from training_probe.sweep.manifests import Settings
 
-TINY = ModelSpec(
+TINY = LlamaShape(
     name="tiny", hf_id="tiny", hidden=256, layers=4, heads=8, kv_heads=4, intermediate=688, vocab_size=2048,
     max_position=2048,
 )  # fmt: skip
@@ -262,6 +262,7 @@ def known_models(cells: Sequence[Cell]) -> dict[str, Model]:
 
 
 def _model(name: str) -> Model:
+    from backends import catalog
     from loadgen import models
 
     if name == TINY.name:
@@ -269,8 +270,17 @@ def _model(name: str) -> Model:
     model = models.find(name)
     if model.spec is None and model.directory is None:
         raise GridError(f"the shape of '{name}' is not known here; give a directory that holds its config.json.")
-    own = model.hf_id is None or model.spec is None
-    return Model(spec=model.spec, directory=str(model.directory) if own else None)
+    spec, unknown = None, model.unknown
+    if model.spec is not None:
+        try:
+            spec = shape_of(model.spec)
+        except NoShape as reason:
+            unknown = str(reason)
+    if spec is not None and catalog.find(name) is not None:
+        return Model(spec=spec)
+    if model.directory is None:
+        raise GridError(f"{unknown}, which is not built of a name; give a directory that holds its config.json.")
+    return Model(spec=spec, directory=str(model.directory), unknown=unknown)
 
 
 def visible_gpus(inventory: Inventory) -> tuple[int, ...]:

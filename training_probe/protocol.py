@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from backends.catalog import ModelSpec
 from loadgen.rundir import replace
 from training_probe.grid import Cell, Method
+from training_probe.llama_shape import LlamaShape
 
 TRIAL_FILE, STEPS_FILE, LOG_FILE = "trial.json", "steps.jsonl", "log.txt"
 TIMELINE_FILE = "timeline.json"
@@ -53,7 +53,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     process's own memory, for the CPU."""
 
     cell: Cell
-    spec: ModelSpec | None = None
+    spec: LlamaShape | None = None
     model_dir: str | None = None
     warmup_steps: int = 30
     steps: int = 100

@@ -155,7 +155,7 @@ class Client:
     async def _warm_up(self) -> WarmUp:
         self._t0_ns = now_ns()
         for number in itertools.takewhile(lambda n: n < self.job.warmup, self.job.numbers()):
-            exchange, prepared = self._make("warmup", self._first(number))
+            exchange, prepared = self._make("warmup", number)
             exchange.scheduled_ns = now_ns()
             self.in_flight.add(exchange)
             self.transport.send(exchange, prepared)

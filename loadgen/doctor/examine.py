@@ -20,11 +20,15 @@ import backends
 from backends import docker, gpus
 from backends.gpus import Gpu, Inventory
 from backends.launch import Adapter, LaunchError
+from backends.protocol import Backend
 from backends.untrusted import printable
 from loadgen import models
 from loadgen.config import Config, ConfigError
 from loadgen.doctor.machine import Check, Observation, State, client_checks, guarded
+from loadgen.load.dataset_files import counted
+from loadgen.load.lengths import WorkloadError
 from loadgen.models import Model
+from loadgen.plan import planned_load
 from loadgen.server.installed import installed
 from loadgen.server.launch import Launch, plan_launch
 
@@ -41,12 +45,11 @@ def examine(config: Config, inventory: Inventory | None = None) -> list[Check]:
     `inventory`: the GPUs (default: this machine's). Raises ConfigError and UnknownBackend for options that make no run
     on any machine.
     """
+    own = [*_load_checks(config), *client_checks(config)]
     if config.where == "url" or config.launch == "embedded":
-        return list(client_checks(config))
+        return own
     inventory = gpus.read() if inventory is None else inventory
-    if config.where == "embedded":
-        return [*_open_checks(inventory), *client_checks(config)]
-    return [*_launch_checks(config, inventory), *client_checks(config)]
+    return [*(_open_checks(inventory) if config.where == "embedded" else _launch_checks(config, inventory)), *own]
 
 
 def render(checks: list[Check]) -> str:
@@ -84,6 +87,26 @@ def _refused(state: State, why: object) -> Observation:
     """What someone else found, as "what is wrong; what to do."."""
     seen, _, advice = str(why).rstrip(".").partition("; ")
     return Observation(state, seen, advice)
+
+
+def _load_checks(config: Config) -> Iterator[Check]:
+    """Of the file that the load is made of."""
+    if (path := config.dataset or config.trace) is not None:
+        backend = backends.get(config.kind)
+        yield guarded("dataset" if config.trace is None else "trace", lambda: _load(config, backend, path))
+
+
+def _load(config: Config, backend: Backend, path: Path) -> Observation:
+    try:
+        load = planned_load(config, backend)
+        planned = load.planned
+    except (ConfigError, WorkloadError) as error:
+        return _refused("problem", error)
+    seen = "as many requests as time allows" if planned is None else counted(planned, "request")
+    if load.sessions is not None:
+        seen = f"{counted(load.requests or 0, 'conversation')} with {counted(planned or 0, 'turn')} in all"
+    left_out = f"; left out: {load.left_out}" if load.left_out else ""
+    return Observation("ok", f"{path}: {seen}{left_out}")
 
 
 # -- a server that would be started ------------------------------------------------------------------------------------
@@ -133,7 +156,7 @@ def _planned(config: Config, inventory: Inventory) -> Launch | Exception:
     """What would be started, or why it would not: a dry run, since what it leaves out is checked one by one."""
     try:
         return plan_launch(dataclasses.replace(config, dry_run=True), Path("runs"), "doctor", inventory)
-    except (ConfigError, LaunchError) as error:
+    except (ConfigError, LaunchError, WorkloadError) as error:
         return error
 
 
@@ -262,7 +285,7 @@ def _model(config: Config, adapter: Adapter, model: Model) -> Observation:
         return Observation("ok", f"{model.hf_id}: no weights will be downloaded, {here}")
     if model.spec is None:
         return Observation("ok", f"{model.hf_id} will be downloaded, its size is not known here; {here}")
-    needed = 2 * model.spec.parameters  # as the hub has them: 16 bit
+    needed = model.spec.weight_bytes(model.spec.precision("bfloat16"))  # as the hub has them
     seen = f"{needed / 1e9:.0f} GB of {model.hf_id} will be downloaded, {here}"
     if free < needed:
         return Observation("problem", seen, "make room, or set HF_HOME to a directory on a larger disk")

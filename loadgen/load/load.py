@@ -133,7 +133,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_out(self) -> str:
-        """How many requests of the trace are not sent, and why, as a clause; empty for none."""
+        """What of the trace, or of the conversations, is not sent, and why, as a clause; empty for none."""
+        if self.sessions is not None:
+            return self.sessions.left_out
         return "" if self.trace is None else str(self.trace.read().left_out)
 
     @property
@@ -155,9 +157,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return drawn if (turns := self.turns()) is None else SessionShapes(turns, drawn)
 
     def typical_tokens(self) -> tuple[int, int]:
-        """Prompt and reply of a request as most are: the medians of the first ones. Raises WorkloadError."""
+        """Prompt and reply of a request as most are: the medians of the first ones. Of conversations, whose lengths a
+        load does not know, what a usual request has. Raises WorkloadError."""
         import numpy as np
 
+        if self.sessions is not None and self.sessions.turns is None:
+            return self.input_tokens.least, self.output_tokens.least
         shapes = self.shapes()
         first = [shapes.shape(number) for number in range(min(self.planned or TYPICAL, TYPICAL))]
         prompt, reply = np.median([each[:2] for each in first], axis=0) if first else (1, 1)

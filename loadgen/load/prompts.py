@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.protocol import Prompt
-from backends.untrusted import UNDECODABLE, reason
-from loadgen.load.lengths import MOST_TOKENS, WorkloadError
+from loadgen.load.lengths import WorkloadError
 from loadgen.load.load import Load
 from loadgen.load.sessions import SessionShapes, Turns
 from loadgen.load.shapes import Shape
@@ -223,86 +221,3 @@ def _cached_tokenizer(source: str) -> Path:
             f"there is no tokenizer '{source}' on this machine; name a directory with a tokenizer.json, or "
             "`hf download` it first."
         ) from None
-
-
-_Length = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
-
-
-class _Line(msgspec.Struct):
-    prompt: str | list[int]
-    prompt_tokens: _Length | None = None
-    output_tokens: _Length | None = None
-
-
-class Dataset:
-    """One's own prompts, a JSON object a line: {"prompt": text or token ids, "output_tokens"?, "prompt_tokens"?}.
-
-    The last lines serve the warm-up, so that no measured prompt has been seen before. With `repeat` all lines are
-    measured, as often as it takes, and the warm-up sends the last of them too. Text without `prompt_tokens` has an
-    unknown length (`n_tokens` 0), which is then not checked. Raises WorkloadError.
-    """
-
-    turns: Turns | None = None
-
-    def __init__(self, path: Path, output_tokens: int, prompt_kind: str, warmup: int, *, repeat: bool = False) -> None:
-        self._output_tokens = output_tokens
-        self._lines = list(_read_lines(path, prompt_kind))
-        self._reserved = 0 if repeat else warmup
-        if not self._lines:
-            raise WorkloadError(f"{path} holds no prompts; name another --dataset.")
-        if len(self._lines) <= self._reserved:
-            raise WorkloadError(
-                f"{path} holds {_prompts(len(self._lines))} and --warmup {warmup} takes as many; add prompts, or send "
-                "these again with --repeat-dataset."
-            )
-
-    def __len__(self) -> int:
-        """How many prompts are measured before one comes again."""
-        return len(self._lines) - self._reserved
-
-    def longest_tokens(self) -> int | None:
-        """Tokens of the longest prompt and its reply, the warm-up's too; None where the length of one is not known."""
-        lengths = [line.prompt_tokens if isinstance(line.prompt, str) else len(line.prompt) for line in self._lines]
-        replies = [line.output_tokens or self._output_tokens for line in self._lines]
-        known = [length + reply for length, reply in zip(lengths, replies, strict=True) if length]
-        return max(known) if len(known) == len(lengths) else None
-
-    def prompt(self, phase: str, number: int) -> Prompt:
-        line = self._lines[(-1 - number if phase == "warmup" else number) % len(self._lines)]
-        if isinstance(line.prompt, str):
-            return Prompt(n_tokens=line.prompt_tokens or 0, text=line.prompt)
-        return Prompt(n_tokens=len(line.prompt), token_ids=line.prompt)
-
-    def shape(self, number: int) -> Shape:
-        line = self._lines[number % len(self._lines)]
-        known = line.prompt_tokens or 0 if isinstance(line.prompt, str) else len(line.prompt)
-        return Shape(known, line.output_tokens or self._output_tokens)
-
-    def id(self, number: int) -> int:
-        return number
-
-
-def _prompts(count: int) -> str:
-    return f"{count} prompt{'' if count == 1 else 's'}"
-
-
-def _read_lines(path: Path, prompt_kind: str) -> list[_Line]:
-    try:
-        raw = path.read_bytes().splitlines()
-    except OSError as error:
-        raise WorkloadError(f"cannot read the dataset {path}: {error.strerror}; name another --dataset.") from None
-    lines = []
-    decode: Any = msgspec.json.Decoder(_Line).decode
-    for number, text in enumerate(raw, 1):
-        if not text.strip():
-            continue
-        try:
-            line = decode(text)
-        except UNDECODABLE as error:
-            raise WorkloadError(f"{path} line {number} is not a prompt: {reason(error)}.") from None
-        if not line.prompt:
-            raise WorkloadError(f"{path} line {number} has an empty prompt.")
-        if prompt_kind == "text" and not isinstance(line.prompt, str):
-            raise WorkloadError(f"{path} line {number} has token ids, but this backend takes text only.")
-        lines.append(line)
-    return lines

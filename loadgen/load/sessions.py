@@ -7,12 +7,12 @@ number before the clock starts: turns are numbered session by session. Pure.
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from loadgen.load.lengths import Law, Lengths
-from loadgen.load.shapes import DrawnShapes, Shape
+from loadgen.load.shapes import Shape
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     import numpy as np
@@ -23,11 +23,12 @@ _OF_TURNS = 1 << 62  # keys of what turns add and what is replied begin here; gr
 
 class Sessions(msgspec.Struct, frozen=True, kw_only=True):
     """turns: how many each session has; None: as `counts` says, for conversations that somebody had. think_time: in
-    milliseconds."""
+    milliseconds. left_out: what of these conversations is not sent, as a clause."""
 
     turns: Law | None
     think_time: Law
     counts: tuple[int, ...] = ()
+    left_out: str = ""
 
     def drawn(self, sessions: int, seed: int) -> Turns:
         """The turns of so many sessions; where `counts` has fewer, they begin again."""
@@ -73,10 +74,20 @@ class Turns:
         return self._think_time_ms.at(number) * 1_000_000
 
 
+class Added(Protocol):
+    """What each turn adds to all that was said before it, by its number, as `DrawnShapes` has it."""
+
+    def lengths(self, number: int) -> Shape: ...
+
+    def shape(self, number: int, member: int | None = None) -> Shape: ...
+
+    def total_tokens(self, requests: int) -> NDArray[np.int64]: ...
+
+
 class SessionShapes:
     """What each turn asks for when every reply is as long as was asked: all that was said before it, and its own."""
 
-    def __init__(self, turns: Turns, own: DrawnShapes) -> None:
+    def __init__(self, turns: Turns, own: Added) -> None:
         self.turns = turns
         self._own = own
 
@@ -86,17 +97,18 @@ class SessionShapes:
         return self._own.lengths(number) if turn else self._own.shape(number, session)
 
     def shape(self, number: int) -> Shape:
+        """Its segments go on into the reply, which is the beginning of later prompts."""
         turn = self.turns.place(number)[1]
         own = self.own(number - turn)
         tokens, shared, output = own.prompt_tokens, own.shared_tokens, own.output_tokens
         segments = [*own.segments, _said(number - turn, tokens - sum(size for _, size in own.segments))]
         for earlier in range(number - turn + 1, number + 1):
-            segments.append((reply_key(earlier - 1), output))
+            segments.append(_replied(earlier - 1, output))
             shared = tokens + output
             own = self.own(earlier)
             tokens, output = shared + own.prompt_tokens, own.output_tokens
             segments.append(_said(earlier, own.prompt_tokens))
-        return Shape(tokens, output, tuple(segments), shared)
+        return Shape(tokens, output, (*segments, _replied(number, output)), shared)
 
     def id(self, number: int) -> int:
         return number
@@ -113,6 +125,5 @@ def _said(number: int, tokens: int) -> tuple[int, int]:
     return _OF_TURNS + 2 * number, tokens
 
 
-def reply_key(number: int) -> int:
-    """The key under which later turns hold the reply of turn `number`."""
-    return _OF_TURNS + 2 * number + 1
+def _replied(number: int, tokens: int) -> tuple[int, int]:
+    return _OF_TURNS + 2 * number + 1, tokens

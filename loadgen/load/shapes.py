@@ -24,8 +24,9 @@ MOST_GROUPS = 1_000_000
 
 class Shape(NamedTuple):
     """One request. segments: what its prompt begins with and others may share, as (key, tokens): equal keys mean equal
-    tokens from the segment's beginning. What they leave of `prompt_tokens` is the request's own. shared_tokens: how
-    much of the prompt's beginning an earlier request of the load has sent already, in the order of their numbers."""
+    tokens from the segment's beginning. Where others repeat the reply they go on into it. What they leave is the
+    request's own. shared_tokens: how much of the prompt's beginning an earlier request of the load has sent already, in
+    the order of their numbers."""
 
     prompt_tokens: int
     output_tokens: int

@@ -79,7 +79,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     arrival: str
     max_total_tokens: int | None = None
     machine: Machine
-    left_out: str = ""  # how many requests of a trace were not sent, and why, as a clause
+    left_out: str = ""  # what of a trace or of conversations was not sent, and why, as a clause
     phases: tuple[Phase, ...] = ()  # parts of the load that are reported by themselves
     dataset_prompts: int | None = None  # of a dataset whose prompts may be sent again: how many it has
     ceiling: Ceiling | None = None

@@ -25,7 +25,8 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     """A server on modelled GPUs. gpus: how many share the model, as tensor_parallel. profile: what its software's times
     come from; profile_gpus: the GPUs they were measured on; profile_assumed: this GPU is none of those. gpu_source,
     gpu_error: of the operators' times. speed: modelled seconds that pass in a real one. notes: a sentence each.
-    prefix_caching: whether prompts were kept for later ones that begin alike."""
+    prefix_caching: whether prompts were kept for later ones that begin alike. quantization: of the weights; None: as
+    dtype."""
 
     scheduler: str
     gpu: str
@@ -45,3 +46,5 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     speed: float = 1.0
     notes: tuple[str, ...] = ()
     prefix_caching: bool = False
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"

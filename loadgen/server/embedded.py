@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from backends import catalog
 from loadgen import child_env, exit_codes, models
 from loadgen.config import Config, ConfigError
 from loadgen.rundir.emulation import Emulation
@@ -32,15 +31,15 @@ RUN_TIMING = ("--jitter-ratio", "0.1")
 
 
 def model_name(config: Config) -> str:
-    """The catalog's name of the model to emulate. Raises ConfigError for an unknown one."""
-    name = config.model or "7b"
-    spec = catalog.find(name)
-    if spec is not None:
-        return spec.name
-    if "/" in name:
-        return name
-    known = ", ".join(spec.name for spec in catalog.MODELS)
-    raise ConfigError(f"unknown model '{name}'; known are {known}, or any Hugging Face id (org/name).")
+    """The name of the model to emulate. Raises ConfigError for an unknown one."""
+    return models.find(config.model or "7b").name
+
+
+def model_place(config: Config) -> str:
+    """What the embedded server and the predictions find that model by: its name, or its directory. Raises
+    ConfigError."""
+    model = models.find(config.model or "7b")
+    return model.name if model.hf_id is not None else str(model.directory)
 
 
 def dialect(backend: str) -> str:
@@ -52,7 +51,7 @@ def dialect(backend: str) -> str:
 
 def check(config: Config) -> None:
     """Whether it would take its flags for this run. Raises ConfigError with its own sentence."""
-    flags = options(config, dialect(config.kind), model_name(config))
+    flags = options(config, dialect(config.kind), model_place(config))
     for entry in entry_points(group="llm_dissect.embedded", name="check"):
         entry.load()(flags)
 
@@ -97,8 +96,11 @@ def modelled(config: Config) -> dict[str, Any]:
         "scheduler": config.scheduler,
         "scheduler_arg": config.scheduler_arg,
         "dtype": config.dtype,
+        "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "kv_tokens": config.kv_tokens,
         "max_running": config.max_running,
+        "max_batched_tokens": config.max_batched_tokens,
         "max_requests": UNREFUSED,
         "memory_ratio": config.memory_ratio,
         "prefix_caching": "on" if config.caches_prefixes else "off",

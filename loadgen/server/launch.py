@@ -123,6 +123,9 @@ def plan_launch(
         served_name=model.name,
         tp=tp,
         dtype=config.dtype,
+        quantization=_quantization(config, adapter, model),
+        kv_cache_dtype=_kv_cache_dtype(config, adapter),
+        max_batched_tokens=config.max_batched_tokens,
         max_model_len=length,
         max_running=config.max_running,
         max_requests=max(config.max_running, _at_once(config, plan)),
@@ -164,6 +167,33 @@ def _adapter(config: Config, backend: Backend, profiled: bool) -> Adapter:
     if profiled and adapter.profiler is None:
         raise ConfigError(f"{backend.name} has no profiler that a client can start; vllm and lightllm have one.")
     return adapter
+
+
+def _quantization(config: Config, adapter: Adapter, model: Model) -> str | None:
+    """The server's own word for what it is to make of 16-bit weights; None: it takes them as they are. Raises
+    ConfigError."""
+    name = config.quantization
+    if name is None or (model.spec is not None and model.spec.quantization == name):
+        return None
+    if name not in adapter.quantizations:
+        makes = " and ".join(adapter.quantizations)
+        raise ConfigError(
+            f"{config.kind} makes {makes} of 16-bit weights itself and not {name}; name a model whose weights come as "
+            f"{name}."
+        )
+    return adapter.quantizations[name]
+
+
+def _kv_cache_dtype(config: Config, adapter: Adapter) -> str | None:
+    """The server's own word; None: as its activations. Raises ConfigError."""
+    name = config.kv_cache_dtype
+    if name == "auto":
+        return None
+    if name not in adapter.kv_cache_dtypes:
+        raise ConfigError(
+            f"{config.kind} keeps no KV cache in {name} without a file of scales; leave --kv-cache-dtype out."
+        )
+    return adapter.kv_cache_dtypes[name]
 
 
 def _inherited_notes() -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backends import gpus
-from backends.catalog import DTYPE_BYTES, ModelSpec
+from backends.decoder import ModelSpec, Precision, PrecisionError
 from backends.launch import LaunchError
 from loadgen.config import Config, ConfigError
 from loadgen.models import Model
@@ -86,27 +86,25 @@ def tensor_parallel(config: Config, model: Model, length: int, pool: tuple[gpus.
     if not memories:
         return tp_named or 1
     usable = min(memories) * config.memory_ratio
-    fits = spec.smallest_tp(config.dtype, length, usable, at_most=len(pool))
+    precision = _precision(config, spec)
+    fits = spec.smallest_tp(precision, length, usable, at_most=len(pool))
     tp = tp_named or fits
-    if tp is not None and not spec.tensor_parallel(tp):
-        raise ConfigError(f"{model.name} has {spec.heads} attention heads, which --tp {tp} does not divide.")
-    if tp is not None and spec.serving_bytes(config.dtype, tp, length) <= usable:
+    if tp is not None and (undivided := spec.undivided(tp)) is not None:
+        raise ConfigError(f"{model.name} {undivided}.")
+    if tp is not None and spec.serving_bytes(precision, tp, length) <= usable:
         return tp
     tp = tp or max(size for power in range(7) if (size := 2**power) <= len(pool) and spec.tensor_parallel(size))
-    missing = tp * (spec.serving_bytes(config.dtype, tp, length) - usable)
+    missing = tp * (spec.serving_bytes(precision, tp, length) - usable)
     raise LaunchError(
-        f"{model.name} in {config.dtype} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x "
-        f"{pool[0].name} ({usable / GIB:.0f} GiB of each may be used); {_what_fits(config, spec, length, usable, tp)}."
+        f"{model.name} in {precision} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x "
+        f"{pool[0].name} ({usable / GIB:.0f} GiB of each may be used); "
+        f"{spec.what_fits(precision, length, usable, tp)}."
     )
 
 
-def _what_fits(config: Config, spec: ModelSpec, length: int, usable: float, tp: int) -> str:
-    enough = spec.smallest_tp(config.dtype, length, usable)
-    ways = []
-    if enough is not None:
-        ways.append(f"--tp {enough} would fit")
-    for dtype in ("float16",) if DTYPE_BYTES[config.dtype] > 2 else ():
-        smaller = spec.smallest_tp(dtype, length, usable)
-        if smaller is not None and smaller <= tp:
-            ways.append(f"--dtype {dtype} would fit on {smaller}")
-    return " and ".join(ways) or "it needs larger GPUs"
+def _precision(config: Config, spec: ModelSpec) -> Precision:
+    """Raises ConfigError."""
+    try:
+        return spec.precision(config.dtype, config.quantization, config.kv_cache_dtype)
+    except PrecisionError as error:
+        raise ConfigError(str(error)) from None

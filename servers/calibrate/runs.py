@@ -193,7 +193,7 @@ def _setup(path: Path, facts: RunFacts) -> Setup:
         raise ObservationError(f"{path} does not tell its {' and '.join(missing)}; name it with --{missing[0]}.")
     model = catalog.find(facts.model) or catalog.find(Path(facts.model).name)  # it may be served from a directory
     if model is None:
-        known = ", ".join(spec.name for spec in catalog.MODELS)
+        known = ", ".join(spec.name for spec in catalog.models())
         raise ObservationError(f"{path}: the model '{facts.model}' is not known here; known are {known}.")
     tp = facts.tp or 1
     return Setup(

@@ -135,7 +135,7 @@ class LightLLMWire(Wire):
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
         token = CountedToken(
-            wire.FIRST_ID + count % wire.N_WORDS,
+            wire.token_id(count),
             wire.span(count, n_tokens),
             count_output_tokens=count,
             prompt_tokens=self.prompt_tokens,

@@ -2,6 +2,7 @@
 
 Frames are `data: {...}` with compact JSON, ended by `data: [DONE]`. `max_tokens` is silently cut to what the context
 leaves. Prompts are token ids, counted as they are, or text, a token a word; a chat template adds a fixed number.
+`return_token_ids` adds the ids of the prompt, once, and of each event's tokens.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Body(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
     n: int | None = 1
 
 
@@ -126,6 +128,8 @@ class OpenAI:
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         n_output = self._admitted(body, n_prompt, max_tokens)
         reply = OpenAIWire(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
+        if body.return_token_ids:
+            reply.prompt_ids = wire.prompt_ids(prompt)
         reply.segments = wire.segments(self._settings, prompt, BLOCK_TOKENS)
         return reply
 
@@ -155,7 +159,10 @@ class OpenAI:
         n_output = self._admitted(body, n_prompt, max_tokens)
         reply = OpenAIWire(CHAT, body, n_prompt, n_output, self._settings.model, request_id)
         # as if the template stood in front: in the real one its tokens lie around every message
-        reply.segments = wire.segments(self._settings, " ".join(texts), 1, wire.CHAT_TEMPLATE_TOKENS)
+        text = " ".join(texts)
+        if body.return_token_ids:
+            reply.prompt_ids = [*range(1, wire.CHAT_TEMPLATE_TOKENS + 1), *wire.prompt_ids(text)]
+        reply.segments = wire.segments(self._settings, text, 1, wire.CHAT_TEMPLATE_TOKENS)
         return reply
 
     def _admitted(self, body: Body, n_prompt: int, max_tokens: int) -> int:
@@ -183,14 +190,17 @@ class OpenAI:
         return min(max_tokens, limit - n_prompt)
 
 
+Ids = list[int] | None
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int = 0
     text: str
     logprobs: None = None
     finish_reason: Finish | None
     stop_reason: None = None
-    prompt_token_ids: None = None
-    token_ids: None = None
+    prompt_token_ids: Ids = None
+    token_ids: Ids = None
 
 
 class WholeCompletionChoice(CompletionChoice, kw_only=True):
@@ -208,7 +218,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: None = None
     finish_reason: Finish | None
     stop_reason: UnsetType | None = UNSET
-    token_ids: UnsetType | None = None
+    token_ids: UnsetType | Ids = None
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
@@ -225,7 +235,7 @@ class WholeChatChoice(msgspec.Struct, kw_only=True):
     logprobs: None = None
     finish_reason: Finish
     stop_reason: None = None
-    token_ids: None = None
+    token_ids: Ids = None
 
 
 class CachedTokens(msgspec.Struct):
@@ -249,6 +259,8 @@ class Chunk(msgspec.Struct, kw_only=True):
     choices: Sequence[CompletionChoice | ChatChoice]
     usage: Usage | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET
+    prompt_token_ids: UnsetType | Ids = UNSET  # these two in the first event of a chat
+    prompt_text: UnsetType | None = UNSET
 
 
 class WholeReply(msgspec.Struct, kw_only=True):
@@ -262,6 +274,7 @@ class WholeReply(msgspec.Struct, kw_only=True):
     service_tier: None = None
     system_fingerprint: str = FINGERPRINT
     usage: Usage
+    prompt_token_ids: UnsetType | Ids = UNSET  # of chat
 
 
 @dataclass(frozen=True)
@@ -271,8 +284,8 @@ class Shape:
     id_prefix: str
     chunk_object: str
     whole_object: str
-    choice: Callable[[str, Finish | None], CompletionChoice | ChatChoice]
-    whole_choice: Callable[[str, Finish], WholeCompletionChoice | WholeChatChoice]
+    choice: Callable[[str, Finish | None, Ids], CompletionChoice | ChatChoice]
+    whole_choice: Callable[[str, Finish, Ids], WholeCompletionChoice | WholeChatChoice]
     opening_choice: ChatChoice | None = None  # an event of its own, written together with the first token's
 
 
@@ -280,17 +293,19 @@ COMPLETION = Shape(
     "cmpl-",
     "text_completion",
     "text_completion",
-    lambda text, finish: CompletionChoice(text=text, finish_reason=finish),
-    lambda text, finish: WholeCompletionChoice(text=text, finish_reason=finish),
+    lambda text, finish, ids: CompletionChoice(text=text, finish_reason=finish, token_ids=ids),
+    lambda text, finish, ids: WholeCompletionChoice(text=text, finish_reason=finish, token_ids=ids),
 )
 CHAT = Shape(
     "chatcmpl-",
     "chat.completion.chunk",
     "chat.completion",
-    lambda text, finish: ChatChoice(
-        delta=Delta(content=text), finish_reason=finish, stop_reason=None if finish else UNSET
+    lambda text, finish, ids: ChatChoice(
+        delta=Delta(content=text), finish_reason=finish, stop_reason=None if finish else UNSET, token_ids=ids
     ),
-    lambda text, finish: WholeChatChoice(message=AssistantMessage(content=text), finish_reason=finish),
+    lambda text, finish, ids: WholeChatChoice(
+        message=AssistantMessage(content=text), finish_reason=finish, token_ids=ids
+    ),
     opening_choice=ChatChoice(delta=Delta(role="assistant", content=""), finish_reason=None, token_ids=UNSET),
 )
 
@@ -311,19 +326,24 @@ class OpenAIWire(Wire):
         self._id = shape.id_prefix + request_id
         self._created_s = int(time.time())
         self._model = model
-        self._prefix, _, self._suffix = self._chunk([shape.choice("@", None)]).rpartition(b'"@"')
+        self.prompt_ids: Ids = None  # with them those of the output are sent too
+        self._prefix, _, self._suffix = self._chunk([shape.choice("@", None, None)]).rpartition(b'"@"')
 
     def token(self, count: int) -> bytes:
-        if self._usage_always:
+        if self._usage_always or self.prompt_ids is not None:
             return self.event(count, 1, None)
         return self._prefix + wire.WORDS_JSON[count % wire.N_WORDS] + self._suffix
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
-        usage = self._usage(count) if self._usage_always else UNSET
+        choice = self._shape.choice(wire.span(count, n_tokens), finish, self._ids(count, n_tokens))
         opening = b""
-        if count == n_tokens and self._shape.opening_choice:
-            opening = self._chunk([self._shape.opening_choice], usage)
-        return opening + self._chunk([self._shape.choice(wire.span(count, n_tokens), finish)], usage)
+        if count == n_tokens:
+            if self._shape.opening_choice:
+                usage = self._usage(0) if self._usage_always else UNSET
+                opening = self._chunk([self._shape.opening_choice], usage, opens_chat=True)
+            elif isinstance(choice, CompletionChoice):
+                choice.prompt_token_ids = self.prompt_ids
+        return opening + self._chunk([choice], self._usage(count) if self._usage_always else UNSET)
 
     def tail(self, count: int, done: bool = True) -> bytes:
         usage = self._chunk([], self._usage(count), FINGERPRINT) if self._usage_last else b""
@@ -336,21 +356,34 @@ class OpenAIWire(Wire):
         usage = self._usage(count)
         if usage.prompt_tokens_details is UNSET:
             usage.prompt_tokens_details = None
+        choice = self._shape.whole_choice(wire.output_text(count), finish, self._ids(count, count))
         reply = WholeReply(
             id=self._id, object=self._shape.whole_object, created=self._created_s, model=self._model,
-            choices=[self._shape.whole_choice(wire.output_text(count), finish)], usage=usage,
+            choices=[choice], usage=usage,
         )  # fmt: skip
+        if isinstance(choice, WholeCompletionChoice):
+            choice.prompt_token_ids = self.prompt_ids
+        else:
+            reply.prompt_token_ids = self.prompt_ids
         return wire.json_page(200, reply)
+
+    def _ids(self, count: int, n_tokens: int) -> Ids:
+        """Of the `n_tokens` output tokens that end with the `count`-th, where they were asked for."""
+        if self.prompt_ids is None:
+            return None
+        return [wire.token_id(each) for each in range(count - n_tokens + 1, count + 1)]
 
     def _chunk(
         self,
         choices: Sequence[CompletionChoice | ChatChoice],
         usage: Usage | UnsetType = UNSET,
         fingerprint: str | UnsetType = UNSET,
+        opens_chat: bool = False,
     ) -> bytes:
         chunk = Chunk(
             id=self._id, object=self._shape.chunk_object, created=self._created_s, model=self._model, choices=choices,
-            usage=usage, system_fingerprint=fingerprint,
+            usage=usage, system_fingerprint=fingerprint, prompt_token_ids=self.prompt_ids if opens_chat else UNSET,
+            prompt_text=None if opens_chat else UNSET,
         )  # fmt: skip
         return b"data: " + wire.encode_json(chunk) + b"\n\n"
 

@@ -159,9 +159,7 @@ class TGIWire(Wire):
         return _PLAIN % (count, index + wire.FIRST_ID, wire.WORDS_JSON[index])
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
-        event = StreamEvent(
-            index=count, token=wire.Token(count % wire.N_WORDS + wire.FIRST_ID, wire.span(count, n_tokens))
-        )
+        event = StreamEvent(index=count, token=wire.Token(wire.token_id(count), wire.span(count, n_tokens)))
         if finish:
             event.generated_text = wire.output_text(count)
             if self._details:
@@ -175,7 +173,7 @@ class TGIWire(Wire):
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         details = None
         if self._details:
-            tokens = [wire.Token(each % wire.N_WORDS + wire.FIRST_ID, wire.word(each)) for each in range(1, count + 1)]
+            tokens = [wire.Token(wire.token_id(each), wire.word(each)) for each in range(1, count + 1)]
             details = WholeDetails(_FINISH[finish], count, self._seed, tokens=tokens)
         total_ms = str(round(seconds * 1000))
         headers = (

@@ -7,6 +7,7 @@ What cannot do it stands below with the reason; no candidate is left out.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,8 @@ from typing import Annotated, Literal
 import msgspec
 from cyclopts import Group, Parameter
 
-from backends.catalog import ModelSpec
+from backends import catalog
+from backends.decoder import ModelSpec
 from backends.untrusted import escaped, read_json
 from loadgen import exit_codes, models, terminal
 from loadgen.config import (
@@ -27,15 +29,17 @@ from loadgen.config import (
     Config,
     ConfigError,
     DtypeOption,
+    KvCacheDtypeOption,
     MemoryRatioOption,
     ProfileOption,
+    QuantizationOption,
     SchedulerOption,
 )
 from loadgen.load.load import Load
-from loadgen.option_types import Whole, WholeOrText, option
+from loadgen.option_types import NumberOrText, Whole, WholeOrText, option
 from loadgen.report import text
 from loadgen.server import embedded
-from servers.plan.sizing import METRICS, STRETCH, Demand, Limits, NotMet, SizedServer, Trial
+from servers.plan.sizing import METRICS, STRETCH, Demand, Limits, NotMet, SizedServer, Trial, trace_rate
 from servers.simulator import hardware
 from servers.simulator.build import Emulated, EmulationError, Profile, Setup, emulate, profiles, read_profile
 from servers.simulator.hardware import HardwareError
@@ -145,7 +149,7 @@ def judge(
         while True:
             if servers * candidate.tp > max_gpus:
                 raise NotMet(
-                    f"needs {servers} servers of {highest:.3g} requests/s (limited by {bound}), "
+                    f"needs {servers} servers of {highest:.3g} {demand.what} (limited by {bound}), "
                     f"{servers * candidate.tp} GPUs; --max-gpus is {max_gpus}"
                 )
             share = server.at(demand.rate / servers)
@@ -178,10 +182,15 @@ def ranked(judged: Iterable[Row | Unmet]) -> tuple[list[Row], list[Unmet]]:
     return rows, [each for each in candidates if isinstance(each, Unmet)]
 
 
-def _table(rows: list[Row], limits: Limits) -> list[str]:
+def _each(what: str) -> str:
+    """The heading of one server's rate."""
+    return f"{what.replace('requests', 'req')} each"
+
+
+def _table(rows: list[Row], limits: Limits, what: str) -> list[str]:
     cells = [
         (
-            "$/hour", "GPUs", "servers", "each on", "joined by", "max-running", "req/s each", "limited by",
+            "$/hour", "GPUs", "servers", "each on", "joined by", "max-running", _each(what), "limited by",
             *(f"p{limits.percentile:g} {name} ms" for name in METRICS), "in flight",
         )
     ]  # fmt: skip
@@ -211,19 +220,41 @@ def _table(rows: list[Row], limits: Limits) -> list[str]:
 def _commands(row: Row, demand: Demand, limits: Limits) -> Iterator[str]:
     """What looks closer at one server's share of the load, and what starts such a server."""
     setup = row.emulated.setup
-    words = ["--backend", setup.scheduler.partition("@")[0], "--model", setup.model.name, "--tp", str(row.candidate.tp)]
-    words += ["--dtype", setup.dtype, "--max-running", str(setup.max_running), "--memory-ratio"]
+    words = ["--backend", setup.scheduler.partition("@")[0], "--model", _place(setup.model)]
+    words += ["--tp", str(row.candidate.tp), "--dtype", setup.dtype]
+    words += [] if setup.quantization is None else ["--quantization", setup.quantization]
+    words += [] if setup.kv_cache_dtype == "auto" else ["--kv-cache-dtype", setup.kv_cache_dtype]
+    words += ["--max-running", str(setup.max_running), "--memory-ratio"]
     words += [f"{setup.memory_ratio:g}", *([] if setup.p2p else ["--p2p", "off"])]
     modelled = ["--gpu", row.candidate.gpu, "--gpus", str(row.candidate.tp), "--scheduler", setup.scheduler]
     modelled += [] if setup.profile is None else ["--profile", str(setup.profile)]
     load = demand.load
-    load_flags = ["--arrival", f"poisson:{demand.rate / row.servers:.4f}", "--input-tokens", str(load.input_tokens)]
-    load_flags += ["--output-tokens", str(load.output_tokens)]
-    load_flags += [] if load.prefix is None else ["--prefix", str(load.prefix)]
-    load_flags += ["--goodput"]
+    load_flags = [*_load_flags(load, demand.rate / row.servers), "--goodput"]
     load_flags += [f"{name}:{1e3 * limit_s:g}" for name, limit_s in limits.seconds.items()]
     yield f"Look closer at the first: {shlex.join(['loadgen', 'predict', *words, *modelled, *load_flags])}"
     yield f"Start one of its servers: {shlex.join(['loadgen', 'compose', *words])}"
+
+
+def _load_flags(load: Load, rate: float) -> list[str]:
+    """Of a load that comes at such a rate."""
+    if load.trace is not None:
+        trace = load.trace
+        flags = ["--trace", trace.path, "--trace-speed", f"{trace.speed * rate / trace_rate(load):.4f}"]
+        flags += [] if trace.format is None else ["--trace-format", trace.format]
+        flags += [] if trace.limit is None else ["--trace-limit", str(trace.limit)]
+        return flags + ([] if trace.from_s == 0 else ["--trace-from", f"{trace.from_s:g}"])
+    flags = ["--arrival", f"poisson:{rate:.4f}", "--input-tokens", str(load.input_tokens)]
+    flags += ["--output-tokens", str(load.output_tokens)]
+    flags += [] if load.prefix is None else ["--prefix", str(load.prefix)]
+    if load.sessions is not None:
+        flags += ["--sessions", str(load.requests), "--turns", str(load.sessions.turns)]
+        flags += ["--think-time", str(load.sessions.think_time)]
+    return flags
+
+
+def _place(model: ModelSpec) -> str:
+    """What finds it again: its name, its id or its directory."""
+    return model.hf_id if catalog.find(model.name) is None else model.name
 
 
 def _reliability(profile: Profile, gpus: Iterable[str]) -> Iterator[str]:
@@ -236,9 +267,14 @@ def _reliability(profile: Profile, gpus: Iterable[str]) -> Iterator[str]:
         yield f"Operators of {gpu}, how far off: {hardware.find(gpu).error}."
 
 
-def _lengths(load: Load) -> str:
+def _arriving(load: Load) -> str:
+    if load.trace is not None:
+        return f"as in {load.trace.path}, faster or slower"
     shared = "" if load.prefix is None else f", prompts of a group alike: {load.prefix}"
-    return f"{load.input_tokens} tokens in, {load.output_tokens} out{shared}"
+    lengths = f"Poisson, {load.input_tokens} tokens in, {load.output_tokens} out{shared}"
+    if load.sessions is None:
+        return lengths
+    return f"{lengths}, {load.sessions.turns} turns each, {load.sessions.think_time} s to think"
 
 
 def render(
@@ -249,16 +285,17 @@ def render(
     wanted = ", ".join(f"{name} <= {1e3 * limit_s:g} ms" for name, limit_s in limits.seconds.items())
     lines = [
         "PREDICTIONS: emulated, computed by a model of the hardware; nothing was measured.",
-        f"{demand.rate:g} requests/s (Poisson, {_lengths(demand.load)}); "
+        f"{demand.rate:g} {demand.what} ({_arriving(demand.load)}); "
         f"{limits.percentile:g} % of the requests within {wanted}.",
         "",
     ]
     if rows:
         lines += [
-            *_table(rows, limits),
+            *_table(rows, limits, demand.what),
             "",
-            "req/s each: the highest rate at which one server keeps the limits (found within 10 %), and what is in the "
-            "way of more. Latencies and requests in flight: predicted at one server's share of the load.",
+            f"{_each(demand.what)}: the highest rate at which one server keeps the limits (found within 10 %), and "
+            "what is in the way of more. Latencies and requests in flight: predicted at one server's share of the "
+            "load.",
             *_commands(rows[0], demand, limits),
         ]
         if any(row.emulated.facts.topology == "pcie" for row in rows):
@@ -284,12 +321,28 @@ class PlanOptions:
     """The load, its limits, and which servers may take it. Units: tokens, requests per second."""
 
     slo: Annotated[str, option(LOAD, "Limits in ms: ttft_ms=500,tpot_ms=50 and e2el_ms; at least one.")]
-    rate: Annotated[float, option(LOAD, "Requests per second over all servers (Poisson).")]
-    model: Annotated[str, option(SERVER, "Model: 7b, 13b, 70b, ..., or a Hugging Face id that is known.")] = "7b"
+    rate: Annotated[
+        float | None, option(LOAD, "Requests, or sessions, per second over all servers (default: a trace's own).")
+    ] = None
+    model: Annotated[str, option(SERVER, "Model: 7b, 13b, 70b, ..., a Hugging Face id that is known, a directory.")] = (
+        "7b"
+    )
     backend: Annotated[str, option(SERVER, "Kind of server: vllm, tgi or lightllm.")] = "vllm"
     input_tokens: Annotated[WholeOrText, option(LOAD, "Length of every prompt, or a law, as of run.")] = 512
     output_tokens: Annotated[WholeOrText, option(LOAD, "Length of every reply, or a law.")] = 128
     prefix: Annotated[str | None, option(LOAD, "Prompts of a group begin alike, as of run: GROUPS:TOKENS.")] = None
+    sessions: Annotated[
+        Whole | None, option(LOAD, "Conversations instead of single requests: about so many in a virtual run.")
+    ] = None
+    turns: Annotated[WholeOrText | None, option(LOAD, "Turns of each session, as of run.")] = None
+    think_time: Annotated[NumberOrText | None, option(LOAD, "Seconds until the next turn, as of run.")] = None
+    trace: Annotated[Path | None, option(LOAD, "Arrivals and lengths of real traffic, as of run.")] = None
+    trace_format: Annotated[
+        Literal["mooncake", "azure", "burstgpt", "bailian"] | None, option(LOAD, "The trace's format.")
+    ] = None
+    trace_speed: Annotated[float, option(LOAD, "The trace so many times as fast.")] = 1.0
+    trace_limit: Annotated[Whole | None, option(LOAD, "At most this many of its requests.")] = None
+    trace_from: Annotated[float, option(LOAD, "From so many seconds after its first request on.")] = 0.0
     percentile: Annotated[float, option(LOAD, "How many percent of the requests keep each limit.")] = 99.0
     gpu: Annotated[
         tuple[str, ...],
@@ -306,6 +359,8 @@ class PlanOptions:
         option(SETTINGS, "Most requests in a batch; several: each is tried.", consume_multiple=1),
     ] = (1024,)
     dtype: DtypeOption = "float16"
+    quantization: QuantizationOption = None
+    kv_cache_dtype: KvCacheDtypeOption = "auto"
     memory_ratio: MemoryRatioOption = 0.9
     p2p: Annotated[Literal["auto", "off"], option(GPUS, "off: GPUs reach each other through host memory only.")] = (
         "auto"
@@ -317,6 +372,12 @@ class PlanOptions:
 
     def check(self) -> None:
         """Raises ConfigError."""
+        if self.sessions is not None and self.requests != PlanOptions.requests:
+            raise ConfigError(
+                "--requests does not go with --sessions, which say how long a virtual run is; leave it out."
+            )
+        if self.rate is None and self.trace is None:
+            raise ConfigError("--rate is missing; say how many requests, or sessions, come in a second.")
         for name, value in (
             ("--input-tokens", self.input_tokens), ("--output-tokens", self.output_tokens),
             ("--requests", self.requests), ("--max-gpus", self.max_gpus),
@@ -327,21 +388,36 @@ class PlanOptions:
 
     def demand(self) -> Demand:
         """Raises ConfigError."""
-        load = Config(
+        single = self.sessions is None and self.trace is None
+        config = Config(
             input_tokens=self.input_tokens, output_tokens=self.output_tokens, prefix=self.prefix,
-            requests=STRETCH * self.requests,
-        ).load  # fmt: skip
-        return Demand(rate=self.rate, load=load, requests=self.requests)
+            requests=STRETCH * self.requests if single else None, sessions=self.sessions, turns=self.turns,
+            think_time=self.think_time, trace=self.trace, trace_format=self.trace_format,
+            trace_speed=self.trace_speed, trace_limit=self.trace_limit, trace_from=self.trace_from,
+        )  # fmt: skip
+        load = config.load
+        if load.trace is not None:
+            load = load.within(models.find(self.model).max_position)
+            if load.left_out:
+                terminal.say(f"note: of the trace these are left out: {load.left_out}.")
+            if not trace_rate(load):
+                raise ConfigError("the trace has no length in time; plan needs a rate, so name another --trace.")
+        rate = trace_rate(load) if self.rate is None else self.rate
+        demand = Demand(rate=rate, load=load, requests=self.requests)
+        if self.sessions is None:
+            return demand
+        return dataclasses.replace(demand, requests=round(self.sessions * demand.turns_each))
 
-    def setup(self, candidate: Candidate, model: str, load: Load) -> Setup:
+    def setup(self, candidate: Candidate, load: Load) -> Setup:
         """Raises EmulationError."""
         hardware = Hardware(
             gpu=candidate.gpu, gpus=candidate.tp, tp=candidate.tp, p2p=False if self.p2p == "off" else None,
-            scheduler=self.scheduler, dtype=self.dtype, max_running=candidate.max_running,
+            scheduler=self.scheduler, dtype=self.dtype, quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype, max_running=candidate.max_running,
             max_requests=embedded.UNREFUSED, memory_ratio=self.memory_ratio, profile=self.profile,
             prefix_caching="on" if load.shares else "off",
         )  # fmt: skip
-        return hardware.setup(self.backend, model, max(4096, load.longest_tokens()))
+        return hardware.setup(self.backend, self.model, max(4096, load.longest_tokens()))
 
 
 def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
@@ -353,21 +429,19 @@ def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
     limits = parse_slo(options.slo, options.percentile)
     options.check()
     demand = options.demand()
-    spec = models.find(options.model).spec
-    _check(demand, limits, spec)
+    _check(demand, limits, models.find(options.model).described())
     prices = read_prices(options.prices)
-    model = options.model if spec is None else spec.name
     kinds = options.gpu or tuple(hardware.known())
     try:  # what is wrong with every candidate is the user's mistake and no reason against one
         for kind in kinds:
             hardware.find(kind)
-        scheduler = options.setup(Candidate(gpu=kinds[0], tp=1), model, demand.load).scheduler
+        scheduler = options.setup(Candidate(gpu=kinds[0], tp=1), demand.load).scheduler
         profile = profiles()[scheduler] if options.profile is None else read_profile(options.profile, scheduler)
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
     rows, unmet = ranked([
         judge(
-            candidate, lambda each: emulate(options.setup(each, model, demand.load)), demand, limits, prices,
+            candidate, lambda each: emulate(options.setup(each, demand.load)), demand, limits, prices,
             options.max_gpus,
         )
         for candidate in _candidates(kinds, min(LARGEST_TP, options.max_gpus), options.max_running)
@@ -376,14 +450,14 @@ def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
     return exit_codes.OK
 
 
-def _check(demand: Demand, limits: Limits, spec: ModelSpec | None) -> None:
+def _check(demand: Demand, limits: Limits, spec: ModelSpec) -> None:
     """Raises ConfigError for a load that no server could take."""
     if not 0 < demand.rate <= MOST_RATE:
         raise ConfigError(f"--rate is {demand.rate:g}; it must be above 0 and at most {MOST_RATE:g}.")
     if "tpot" in limits.seconds and demand.load.output_tokens.most == 1:
         raise ConfigError("--slo limits tpot_ms and replies of one token have none; leave it out.")
     tokens = demand.load.longest_tokens()
-    if spec is not None and tokens > spec.max_position:
+    if tokens > spec.max_position:
         raise ConfigError(
             f"{spec.name} takes {spec.max_position} tokens in all; --input-tokens and --output-tokens make {tokens}."
         )

@@ -1,7 +1,7 @@
-"""How much one server can take: the highest Poisson rate at which it keeps its limits and works off what comes.
+"""How much one server can take: the highest rate at which it keeps its limits and works off what comes.
 
 In virtual time. Every rate and every server meets the same arrivals, faster or slower, so that two answers differ by
-what differs between the servers.
+what differs between the servers: Poisson arrivals of requests or of sessions, or those of a trace.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import functools
 import math
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from loadgen.load import arrivals as schedule
+from loadgen.load.lengths import fixed
 from loadgen.load.load import Load
+from loadgen.load.sessions import Turns
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated
-from servers.simulator.virtual import Arrival, bounds, simulate
+from servers.simulator.virtual import Arrival, Outcome, bounds, simulate, simulate_sessions
 
 METRICS = ("ttft", "tpot", "e2el")
 BURST = 512  # most requests of the burst that shows how fast a server can work off what it has
@@ -45,7 +49,8 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """A load that comes at random, `rate` requests a second. `requests`: how many a run has at least."""
+    """A load that comes `rate` requests a second, or sessions. `requests`: how many a run has at least, turns of
+    sessions counted each."""
 
     rate: float
     load: Load
@@ -53,11 +58,62 @@ class Demand:
 
     @functools.cached_property
     def arrivals(self) -> list[Arrival]:
-        """Poisson arrivals of one a second: every rate and every server meets the same, faster or slower. Raises
-        WorkloadError."""
-        drawn = schedule.draw(schedule.Arrival("poisson", 1.0), STRETCH * self.requests, None, 0)
+        """The load's requests, one a second in the mean: every rate and every server meets the same, faster or slower.
+        Of a trace its first ones. Raises WorkloadError."""
+        most = STRETCH * self.requests
+        if self.load.trace is None:
+            at_s = _poisson_s(most)
+        else:
+            at_s = self.load.due_ns()[:most] / 1e9 * trace_rate(self.load)
         shapes = self.load.shapes()
-        return [Arrival(float(at_ns) / 1e9, *shapes.shape(number)[:3]) for number, at_ns in enumerate(drawn)]
+        return [Arrival(seconds, *shapes.shape(number)[:3]) for number, seconds in enumerate(at_s.tolist())]
+
+    @property
+    def what(self) -> str:
+        """What its rate counts."""
+        return "requests/s" if self.load.sessions is None else "sessions/s"
+
+    @functools.cached_property
+    def turns_each(self) -> float:
+        """Turns of a session in the mean; 1 without sessions."""
+        turns = self.load.turns()
+        return 1.0 if turns is None else turns.total / (self.load.requests or 1)
+
+    def sessions(self, count: int, *, thinking: bool = True) -> tuple[list[Arrival], Turns]:
+        """So many sessions, one beginning a second in the mean; or all at once, and with nobody who thinks."""
+        assert self.load.sessions is not None
+        sessions = self.load.sessions
+        if not thinking:
+            sessions = msgspec.structs.replace(sessions, think_time=fixed(0))
+        turns = sessions.drawn(count, self.load.seed)
+        bound = 1 << count.bit_length()
+        if bound not in self._drawn_sessions:
+            self._drawn_sessions[bound] = self._turns_of(bound)
+        first = self._drawn_sessions[bound][: turns.total]
+        return first if thinking else [each._replace(at_s=0.0) for each in first], turns
+
+    @functools.cached_property
+    def _drawn_sessions(self) -> dict[int, list[Arrival]]:
+        """The turns of so many sessions: fewer sessions are the first of them."""
+        return {}
+
+    def _turns_of(self, sessions: int) -> list[Arrival]:
+        load = msgspec.structs.replace(self.load, requests=sessions)
+        turns, shapes, at_s = load.turns(), load.shapes(), _poisson_s(sessions).tolist()
+        assert turns is not None
+        begin_s = [at_s[session] for session in range(sessions) for _ in range(turns.count(session))]
+        return [Arrival(seconds, *shapes.shape(number)[:3]) for number, seconds in enumerate(begin_s)]
+
+
+def _poisson_s(count: int) -> NDArray[np.float64]:
+    return schedule.draw(schedule.Arrival("poisson", 1.0), count, None, 0) / 1e9
+
+
+def trace_rate(load: Load) -> float:
+    """Requests a second of the load's trace in the mean; 0 where it has no length."""
+    due_ns = load.due_ns()
+    span_s = float(due_ns[-1] - due_ns[0]) / 1e9 if len(due_ns) > 1 else 0.0
+    return (len(due_ns) - 1) / span_s if span_s > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +187,40 @@ def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settl
     return Trial(missed=missed, percentiles=percentiles, in_flight=most)
 
 
+def session_trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settled_s: float) -> Trial:
+    """One server at `rate` sessions/s. Turns that are sent before `settled_s`, or after the last session has begun, are
+    served and not judged: the server is not as full as it will be, or not any more."""
+    count = math.ceil(rate * settled_s + demand.requests / demand.turns_each)
+    drawn, turns = demand.sessions(count)
+    arrivals = [each._replace(at_s=each.at_s / rate) for each in drawn]
+    outcomes = simulate_sessions(emulated, arrivals, turns)
+    judged = [each for each in outcomes if settled_s <= each.sent_s <= arrivals[-1].at_s]
+    values: dict[str, list[float]] = {name: [] for name in METRICS}
+    for each in judged:
+        for name, value in zip(METRICS, _took(each), strict=True):
+            values[name].append(value)
+    missed = None
+    for name, limit_s in limits.seconds.items():
+        misses = sum(value > limit_s for value in values[name])  # what was refused has no time: endless
+        if misses > (1 - limits.percentile / 100) * len(judged) + 1e-9:
+            missed = missed or name
+    served = {name: [value for value in each if value < math.inf] for name, each in values.items()}
+    percentiles = {name: _percentile(each, limits.percentile) for name, each in served.items()}
+    ends = sorted((at_s, change) for each in bounds(outcomes) for at_s, change in ((each[0], 1), (each[2], -1)))
+    in_flight = np.cumsum([change for _, change in ends]).max(initial=0)
+    return Trial(missed=missed, percentiles=percentiles, in_flight=int(in_flight))
+
+
+def _took(outcome: Outcome) -> tuple[float, float, float]:
+    """ttft, tpot and e2el in seconds; endless where there was no reply, NaN where a reply has no such time."""
+    times_s = outcome.times_s
+    if not times_s:
+        return math.inf, math.inf, math.inf
+    first_s, last_s = times_s[0], times_s[-1]
+    tpot_s = (last_s - first_s) / (len(times_s) - 1) if len(times_s) > 1 else math.nan
+    return first_s - outcome.sent_s, tpot_s, last_s - outcome.sent_s
+
+
 def _percentile(values: list[float], percent: float) -> float:
     return float(np.percentile(values, percent, method="inverted_cdf")) if values else math.nan
 
@@ -142,8 +232,9 @@ class SizedServer:
         self._emulated = emulated
         self._demand = demand
         self._limits = limits
-        longest = max(demand.arrivals, key=lambda each: each.prompt + each.output)
-        if simulate(emulated, [longest])[0].status != 200:
+        arrivals = demand.arrivals if demand.load.sessions is None else demand.sessions(demand.requests)[0]
+        longest = max(arrivals, key=lambda each: each.prompt + each.output)
+        if simulate(emulated, [longest._replace(at_s=0.0)])[0].status != 200:
             raise NotMet(f"refuses a request of this length (KV cache of {emulated.kv_tokens} tokens)")
         prompt, output = demand.load.typical_tokens()
         alone = simulate(emulated, [(0.0, prompt, output)])[0]
@@ -154,21 +245,37 @@ class SizedServer:
             if value > limits.seconds.get(name, math.inf):
                 raise NotMet(f"{name} is {1e3 * value:.3g} ms for a request that is alone")
         burst = min(BURST, emulated.setup.max_running, max(1, emulated.kv_tokens // (prompt + output)))
-        together = [each._replace(at_s=0.0) for each in demand.arrivals[:burst]]
-        served = list(bounds(simulate(emulated, together)))
-        self.capacity = len(served) / max(last_s for _, _, last_s in served)  # requests/s
+        if demand.load.sessions is None:
+            together = [each._replace(at_s=0.0) for each in demand.arrivals[:burst]]
+            served = list(bounds(simulate(emulated, together)))
+        else:  # all at once and without a pause: turns find what was said before in the prefix cache, as they will
+            served = list(bounds(simulate_sessions(emulated, *demand.sessions(burst, thinking=False))))
+        works_off = len(served) / max(last_s for _, _, last_s in served)  # requests/s
+        self.capacity = works_off / demand.turns_each  # requests/s, or sessions/s
 
     def at(self, rate: float) -> Trial:
-        return trial(self._emulated, self._demand, self._limits, rate, 2 * self._alone_s)
+        if self._demand.load.sessions is None:
+            return trial(self._emulated, self._demand, self._limits, rate, 2 * self._alone_s)
+        return session_trial(self._emulated, self._demand, self._limits, rate, self._session_s)
+
+    @functools.cached_property
+    def _session_s(self) -> float:
+        """How long a session lasts on a server that is not in its way, and as long again for every reply."""
+        count = self._demand.requests
+        _, turns = self._demand.sessions(count)
+        think_s = sum(turns.think_ns(number) for number in range(turns.total) if turns.place(number)[1]) / 1e9
+        return 2 * self._alone_s * self._demand.turns_each + think_s / count
 
     def highest(self) -> tuple[float, str]:
-        """The highest rate, requests/s, within the limits, and what is in the way of a higher one. Raises NotMet."""
+        """The highest rate, requests/s or sessions/s, within the limits, and what is in the way of a higher one. Raises
+        NotMet."""
         low = high = STABLE_RATIO * self.capacity
         bound = "throughput"
         while (missed := self.at(low).missed) is not None:
             high, bound = low, missed
-            if low * self._alone_s < LONELY:
-                raise NotMet(f"{bound} is missed even at {low:.2g} requests/s, where most requests are alone")
+            if low * self._demand.turns_each * self._alone_s < LONELY:
+                what = self._demand.what
+                raise NotMet(f"{bound} is missed even at {low:.2g} {what}, where most requests are alone")
             low /= 2
         while high / low > TOLERANCE:
             middle = math.sqrt(low * high)

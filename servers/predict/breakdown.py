@@ -49,7 +49,7 @@ def modelled(config: Config, preset: str | None, directory: Path, run_id: str) -
         hardware = Hardware(**embedded.modelled(config))
         model = models.find(config.model or "7b")
         length = placement.model_length(config, model, prompt + reply, [])
-        emulated = emulate(hardware.setup(config.kind, model.name, length))
+        emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
     if batch * (prompt + reply) > emulated.kv_tokens:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,22 +18,24 @@ from cyclopts import Parameter
 import backends
 from loadgen import cli, exit_codes, models, rundir, terminal
 from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, PlacementOptions, flag
+from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
+from loadgen.load.sessions import Turns
 from loadgen.load.shapes import Shapes
 from loadgen.option_types import names, offers, option
-from loadgen.plan import most_requests, read_dataset
+from loadgen.plan import planned_load, read_dataset
 from loadgen.rundir import records
 from loadgen.server import embedded
-from servers.simulator.build import EmulationError, emulate
+from servers.simulator.build import Emulated, EmulationError, emulate
 from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware
-from servers.simulator.virtual import Arrival, Outcome, manifest, simulate
+from servers.simulator.virtual import Arrival, Outcome, manifest, simulate, simulate_sessions
 
 
 @offers(
     "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
-    "prefix", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from", "warmup", "dataset",
-    "repeat_dataset", "seed", "goodput", "out", *names(PlacementOptions),
+    "prefix", "sessions", "turns", "think_time", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from",
+    "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "out", *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
 class PredictOptions(Config):
@@ -39,7 +43,7 @@ class PredictOptions(Config):
 
 
 CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has none of them
-    "tokenizer", "vocab_size", "warmup_load", "stream", "workers", "transport", "connect", "kernel_timestamps",
+    "vocab_size", "warmup_load", "stream", "workers", "transport", "connect", "kernel_timestamps",
     "api_key_env", "header", "ca", "insecure", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout",
     "metrics_port", "speed", "repeat",
 )  # fmt: skip
@@ -68,31 +72,34 @@ def predict(
         return _paper(config)
     if config.gpu is None:
         raise ConfigError("name the GPU to predict for, such as --gpu h200 (and --gpus 4).")
-    given = config.given(CLIENT_ONLY)
+    given = config.given(CLIENT_ONLY if config.plays_conversations else (*CLIENT_ONLY, "tokenizer"))
     if given:
         raise ConfigError(f"{flag(given[0])} is for real requests, and predict sends none; leave it out.")
     began = time.perf_counter()
     load, shapes = drawn(config)
     if load.left_out:
-        terminal.say(f"note: of the trace these are not sent: {load.left_out}.")
+        source = "dataset" if load.trace is None else "trace"
+        terminal.say(f"note: of the {source} these are not sent: {load.left_out}.")
     sent = requests(load, shapes)
     run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id
     try:
         hardware = Hardware(**embedded.modelled(config))
-        emulated = emulate(hardware.setup(config.kind, _model(config), _length(config, sent)))
+        length = _length(config, _longest_tokens(load, shapes, sent))
+        emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
         for note in emulated.facts.notes:
             terminal.say(f"note: {note}")
         made = rundir.create(directory, private=config.dataset is not None)
         try:
-            outcomes = simulate(emulated, sent, load.streams)
+            outcomes = _played(emulated, load, sent)
         except EmulationError:
             rundir.remove_if_empty(directory, made)
             raise
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
-    terminal.say(f"{len(sent)} requests in {time.perf_counter() - began:.2f} s of computing")
-    write(directory, manifest(config, load, emulated, run_id, len(outcomes), _prompts(config)), shapes, outcomes)
+    terminal.say(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
+    run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
+    write(directory, run_manifest, outcomes, shapes, load.turns())
     return cli.report_one(directory, "loadgen")
 
 
@@ -120,16 +127,20 @@ def _paper(config: PredictOptions) -> int:
 def drawn(config: Config) -> tuple[Load, Shapes]:
     """The load that a run with these options would send, and what its requests ask for. Raises ConfigError or
     WorkloadError."""
-    if config.concurrency is not None and config.duration is not None:
-        raise ConfigError("a closed loop is predicted for a number of requests; give --requests and no --duration.")
     backend = backends.get(config.kind)
-    load = msgspec.structs.replace(config.load, requests=most_requests(config, backend))
+    load = planned_load(config, backend)
     if load.trace is not None:
         load = load.within(config.max_model_len or models.find(config.model or "7b").max_position)
     if config.dataset is None:
         return load, load.shapes()
     dataset = read_dataset(config, backend)
-    unknown = sum(dataset.shape(number).prompt_tokens == 0 for number in range(load.planned or 0))
+    if not isinstance(dataset, Dataset):
+        if not dataset.knows_lengths:
+            raise ConfigError("the dataset's conversations are text, whose length is not known; name a --tokenizer.")
+        turns = load.turns()
+        assert turns is not None
+        return load, dataset.played(turns)
+    unknown = sum(dataset.shape(number).prompt_tokens == 0 for number in _looked_at(load, dataset))
     if unknown:
         raise ConfigError(
             f"{unknown} prompts of the dataset are text, whose length is not known; give token ids or prompt_tokens."
@@ -137,24 +148,48 @@ def drawn(config: Config) -> tuple[Load, Shapes]:
     return load, dataset
 
 
-def requests(load: Load, shapes: Shapes) -> list[Arrival]:
-    """Every request of a load, in the order in which they are sent; in a closed loop their times do not matter."""
-    times_s = (load.due_ns() / 1e9).tolist() if load.streams is None else [0.0] * (load.planned or 0)
-    return [Arrival(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(times_s)]
+def requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
+    """Every request of a load, in the order of their numbers; those of a closed loop that time ends as they are asked
+    for. In a closed loop their times do not matter, nor do those of a session's later turns."""
+    if load.streams is not None and load.duration_s is not None:
+        numbers = itertools.count() if load.requests is None else range(load.requests)
+        return (Arrival(0.0, *shapes.shape(number)[:3]) for number in numbers)
+    due_s = load.due_ns() / 1e9 if load.streams is None else np.zeros(load.requests or 0)
+    if (turns := load.turns()) is not None:
+        due_s = np.repeat(due_s, np.diff(turns.first)[: len(due_s)])
+    return [Arrival(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(due_s.tolist())]
 
 
-def _model(config: Config) -> str:
-    model = models.find(config.model or "7b")
-    return model.spec.name if model.spec is not None else model.name
+def _longest_tokens(load: Load, shapes: Shapes, sent: list[Arrival] | Iterator[Arrival]) -> int:
+    """Prompt and reply of the longest request, at the most. Raises WorkloadError where nothing bounds it."""
+    if isinstance(sent, list):
+        return max((arrival.prompt + arrival.output for arrival in sent), default=0)
+    if isinstance(shapes, Dataset):
+        return max(sum(shapes.shape(number)[:2]) for number in _looked_at(load, shapes))
+    return load.longest_tokens()
 
 
-def _length(config: Config, sent: Sequence[Arrival]) -> int:
-    longest = max((arrival.prompt + arrival.output for arrival in sent), default=0)
+def _looked_at(load: Load, dataset: Dataset) -> range:
+    """The requests of a dataset whose lengths matter; where time ends a run, all that there are before one comes
+    again."""
+    return range(load.requests or len(dataset) if load.planned is None else load.planned)
+
+
+def _played(emulated: Emulated, load: Load, sent: list[Arrival] | Iterator[Arrival]) -> list[Outcome]:
+    """Raises EmulationError."""
+    if (turns := load.turns()) is not None:
+        assert isinstance(sent, list)  # time ends no sessions
+        return simulate_sessions(emulated, sent, turns, load.streams)
+    return simulate(emulated, sent, load.streams, math.inf if load.duration_s is None else load.duration_s)
+
+
+def _length(config: Config, longest: int) -> int:
     if config.max_model_len is not None and longest > config.max_model_len:
         raise ConfigError(f"--max-model-len is {config.max_model_len} and the longest request has {longest} tokens.")
-    limit = models.find(config.model or "7b").max_position
+    model = models.find(config.model or "7b")
+    limit = model.max_position
     if limit is not None and longest > limit:
-        raise ConfigError(f"the longest request has {longest} tokens and {_model(config)} ends at {limit}; lower it.")
+        raise ConfigError(f"the longest request has {longest} tokens and {model.name} ends at {limit}; lower it.")
     return config.max_model_len or max(4096, longest)
 
 
@@ -162,13 +197,15 @@ def _prompts(config: Config) -> int | None:
     return len(read_dataset(config, backends.get(config.kind))) if config.repeat_dataset else None
 
 
-def write(directory: Path, run_manifest: rundir.Manifest, shapes: Shapes, outcomes: list[Outcome]) -> None:
-    """The run directory: manifest and records."""
+def write(
+    directory: Path, run_manifest: rundir.Manifest, outcomes: list[Outcome], shapes: Shapes, turns: Turns | None
+) -> None:
+    """The run directory: manifest and records. turns: of sessions."""
     rundir.write_manifest(directory, run_manifest)
     path = directory / "requests.jsonl"
     file = records.RecordsFile(path, run_manifest.run_id, run_manifest.version, 0)
     for outcome in outcomes:
-        file.write(_record(outcome, shapes))
+        file.write(_record(outcome, shapes, turns))
     file.close(
         records.ClientFacts(
             state="complete",
@@ -185,21 +222,27 @@ def write(directory: Path, run_manifest: rundir.Manifest, shapes: Shapes, outcom
     )
 
 
-def _record(outcome: Outcome, shapes: Shapes) -> records.Record:
+def _record(outcome: Outcome, shapes: Shapes, turns: Turns | None) -> records.Record:
     sent_ns = round(outcome.sent_s * 1e9)
     record = records.Record(
         id=shapes.id(outcome.index),
         scheduled_ns=sent_ns,
-        sent_ns=sent_ns,
         asked_prompt_tokens=outcome.prompt,
         asked_tokens=outcome.output,
-        shared_tokens=shapes.shape(outcome.index).shared_tokens or msgspec.UNSET,
-        status=outcome.status,
-        outcome="ok" if outcome.status == 200 else "http_error",
-        error=None if outcome.status == 200 else f"status {outcome.status} (emulated)",
+        outcome="ok",
     )
+    if turns is not None:
+        record.session, turn = turns.place(outcome.index)
+        record.turn = turn + 1
+    if outcome.dropped is not None:
+        record.outcome, record.error, record.done_ns = "dropped", outcome.dropped, sent_ns
+        return record
+    record.sent_ns, record.status = sent_ns, outcome.status
+    record.shared_tokens = shapes.shape(outcome.index).shared_tokens or msgspec.UNSET
     if outcome.status != 200:
-        return msgspec.structs.replace(record, done_ns=sent_ns)
+        record.outcome, record.error = "http_error", f"status {outcome.status} (emulated)"
+        record.done_ns = sent_ns
+        return record
     micros = (np.frombuffer(outcome.times_s) * 1e6).astype(np.int64)
     return msgspec.structs.replace(
         record,

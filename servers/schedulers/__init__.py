@@ -23,29 +23,21 @@ class Rejected(Exception):
 class Sequence:
     """One request as a scheduler sees it. Lengths in tokens; `output` is what it will have generated in the end.
 
-    `segments`: (key, tokens) pieces of the prompt. Equal keys mean equal tokens from the piece's beginning on, however
-    long the piece is in each request. What they leave of the prompt nobody shares. `reply_key`: the key under which
-    later prompts may hold the reply; None: none does. Keys are whole numbers of 64 bits.
+    `segments`: (key, tokens) pieces of the prompt, going on into the reply. Equal keys mean equal tokens from the
+    piece's beginning on, however long the piece is in each request. What they leave of prompt and reply nobody shares.
+    Keys are whole numbers of 64 bits.
     """
 
     __slots__ = (
-        "blocks", "cached", "computed", "done", "emitted", "index", "output", "preemptions", "prompt", "reply_key",
-        "sampled", "segments",
+        "blocks", "cached", "computed", "done", "emitted", "index", "output", "preemptions", "prompt", "sampled",
+        "segments",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        index: int,
-        prompt: int,
-        output: int,
-        segments: tuple[tuple[int, int], ...] = (),
-        reply_key: int | None = None,
-    ) -> None:
+    def __init__(self, index: int, prompt: int, output: int, segments: tuple[tuple[int, int], ...] = ()) -> None:
         self.index = index
         self.prompt = prompt
         self.output = output
         self.segments = segments
-        self.reply_key = reply_key
         self.cached = 0  # tokens that the prefix cache had when it was first scheduled
         self.computed = 0  # tokens whose keys and values are, or are about to be, in the cache
         self.sampled = 0  # output tokens that scheduled steps will have given
@@ -60,6 +52,7 @@ class Step:
     """The work of one step, as its cost needs it. `emits` get one token each when it ends, in this order.
 
     prefill_work counts pairs of query and key: the sum of q * (c + q / 2) over chunks of q tokens that follow c cached.
+    chunks: (c, q) of each.
     """
 
     emits: list[Sequence] = field(default_factory=list)
@@ -68,11 +61,13 @@ class Step:
     prefill_rows: int = 0
     prefill_tokens: int = 0
     prefill_work: float = 0.0
+    chunks: list[tuple[int, int]] = field(default_factory=list)
 
     def prefill(self, tokens: int, cached: int) -> None:
         self.prefill_rows += 1
         self.prefill_tokens += tokens
         self.prefill_work += tokens * (cached + tokens / 2)
+        self.chunks.append((cached, tokens))
 
 
 class Queues:

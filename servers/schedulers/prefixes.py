@@ -19,11 +19,10 @@ _unshared: Callable[[], int] = itertools.count().__next__
 
 
 def chains(sequence: Sequence) -> Iterator[tuple[int, int]]:
-    """(chain, tokens) of each piece of the prompt and the reply. What `segments` leave of the prompt is a piece that
-    nobody shares, and so is a reply without a key; their own keys are new with every call. Raises ValueError where the
-    segments are longer than the prompt."""
+    """(chain, tokens) of each piece of the prompt and the reply. What `segments` leave of both is a piece that nobody
+    shares; its key is new with every call. Raises ValueError where the segments are longer than both."""
     chain = before = 0
-    left = sequence.prompt
+    left = sequence.prompt + sequence.output
     for key, tokens in sequence.segments:
         if tokens > 0:
             chain = _chain(chain, before, key)
@@ -31,14 +30,12 @@ def chains(sequence: Sequence) -> Iterator[tuple[int, int]]:
             left -= tokens
             yield chain, tokens
     if left < 0:
-        raise ValueError(f"the segments hold {-left} tokens more than the prompt, which has {sequence.prompt}")
+        raise ValueError(
+            f"the segments hold {-left} tokens more than the prompt and the reply, which have {sequence.prompt} and "
+            f"{sequence.output}"
+        )
     if left > 0:
-        chain, before = hash((chain, before, _unshared())), left
-        yield chain, left
-    if sequence.reply_key is None:
-        yield hash((chain, before, _unshared())), sequence.output
-    else:
-        yield _chain(chain, before, sequence.reply_key), sequence.output
+        yield hash((chain, before, _unshared())), left
 
 
 def _chain(chain: int, before: int, key: int) -> int:

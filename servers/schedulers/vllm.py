@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Protocol
 
 import msgspec
 
 from servers.schedulers import Paged, Rejected, Sequence, Step
 from servers.schedulers.blocks import BlockCache
-
-BLOCK_TOKENS = 16
+from servers.schedulers.groups import BLOCK_TOKENS, Groups
 
 
 class _Recomputing(Paged):
@@ -47,6 +47,15 @@ class _Recomputing(Paged):
         self._waiting.appendleft(sequence)
 
 
+class _Held(Protocol):
+    """Blocks of the pool that a request holds, by the blocks that its tokens would fill."""
+
+    def __getitem__(self, token_blocks: int, /) -> int: ...
+
+
+_EVERY = range(1 << 40)
+
+
 class VllmV1(_Recomputing):
     """vLLM's V1 scheduler: one budget of tokens a step for running requests and then waiting ones, prompts in chunks,
     blocks of 16 tokens; where blocks run out, the request that came last starts over (recomputation).
@@ -65,16 +74,21 @@ class VllmV1(_Recomputing):
         super().__init__(kv_tokens, kv_tokens // BLOCK_TOKENS - 1)  # one block is kept as the null block
         self.depth = depth
         self._settings = settings
+        self._held: _Held = _EVERY
 
     def admit(self, sequence: Sequence) -> None:
-        if -(-(sequence.prompt + sequence.output) // BLOCK_TOKENS) > self._total:
+        if self._asked(sequence.prompt + sequence.output) > self._total:
             raise Rejected(400, "the request is longer than the KV cache.")
+
+    def _asked(self, tokens: int) -> int:
+        """Blocks that must be free for so many tokens."""
+        return -(-tokens // BLOCK_TOKENS)
 
     def schedule(self) -> Step | None:
         step = Step()
         budget = self._settings.budget_tokens
         emits = step.emits
-        running = self._running
+        running, held = self._running, self._held
         preempted = False
         rows = context = 0
         index = 0
@@ -87,7 +101,7 @@ class VllmV1(_Recomputing):
             tokens = sequence.prompt + sequence.sampled - computed
             if tokens > budget:
                 tokens = budget
-            missing = (computed + tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS - sequence.blocks
+            missing = held[(computed + tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS] - sequence.blocks
             if missing:
                 if missing > self._free:
                     preempted = True
@@ -122,11 +136,11 @@ class VllmV1(_Recomputing):
         while self._waiting and budget > 0 and len(self._running) < self._settings.max_running:
             sequence = self._waiting[0]
             whole = sequence.prompt + sequence.sampled
-            if -(-whole // BLOCK_TOKENS) > self._free:  # the whole must fit, though it comes in chunks
+            if self._asked(whole) > self._free:  # the whole must fit, though it comes in chunks
                 return
             self._waiting.popleft()
             tokens = min(whole, budget)
-            sequence.blocks = -(-tokens // BLOCK_TOKENS)
+            sequence.blocks = self._held[-(-tokens // BLOCK_TOKENS)]
             self._free -= sequence.blocks
             sequence.computed = tokens
             budget -= tokens
@@ -135,6 +149,36 @@ class VllmV1(_Recomputing):
                 sequence.sampled += 1
                 step.emits.append(sequence)
             self._running.append(sequence)
+
+
+class WindowedVllmV1(VllmV1):
+    """With layers that keep a window only. Not followed: what a chunk of a prompt holds beyond its window while it is
+    computed."""
+
+    def __init__(self, kv_tokens: int, settings: VllmV1.Settings, groups: Groups, depth: int = 2) -> None:
+        super().__init__(kv_tokens, settings, depth)
+        self._groups = groups
+        self._total = self._free = groups.blocks(kv_tokens) - 1
+        self._held = _HeldInGroups(groups)
+
+    @property
+    def used_tokens(self) -> int:
+        """In proportion to the blocks."""
+        return round((self._total - self._free) / self._total * self.kv_tokens)
+
+    def _asked(self, tokens: int) -> int:
+        return self._groups.asked(tokens)
+
+
+class _HeldInGroups(dict[int, int]):
+    """Worked out once for each length: looked up for every request in every step."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def __missing__(self, token_blocks: int) -> int:
+        held = self[token_blocks] = self._groups.held(token_blocks)
+        return held
 
 
 class CachingVllmV1(VllmV1):

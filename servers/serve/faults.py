@@ -50,7 +50,8 @@ CONDITIONS = {
 }
 MODELLED = ("kv_exhaustion", "slow_rank")  # need --gpu
 # What a dialect has no way to express: TGI and LightLLM report no cached tokens, and nothing ends their streams.
-UNKNOWN = dict.fromkeys(("tgi", "lightllm"), ("cached", "done_only", "no_done"))
+# LightLLM writes an event for each token, whose id it carries, however far behind its reader is.
+UNKNOWN = {"tgi": ("cached", "done_only", "no_done"), "lightllm": ("cached", "done_only", "no_done", "merge")}
 AT_ONCE = frozenset({"refuse", "http_error", "json_error", "empty"})  # in place of a reply
 FIRST = frozenset({"done_only"})  # in place of the first token
 MIDWAY = frozenset({"reset", "truncate", "stall", "stream_error", "garbage", "bad_chunk"})

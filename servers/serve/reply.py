@@ -46,7 +46,6 @@ class Reply:
         self.received_ns = connection.received_ns
         self.n_prompt_tokens = wire.prompt_tokens
         self.n_cached_tokens = 0
-        self.segments = wire.segments
         self.max_tokens = self.n_tokens = wire.output_tokens
         self.count = 0
         self.first_ns = self.last_ns = 0
@@ -64,6 +63,7 @@ class Reply:
         self._held_tokens = 0  # due, and waiting for the event that will carry them
         self._held_events: list[bytes] = []
         self._change_facts()
+        self.segments = wire.segments(self.n_tokens)
         self._midway = 0
         if self._kind in FIRST:
             self._midway = 1

@@ -22,7 +22,7 @@ from servers.schedulers import Scheduler
 
 class TimedReply(Protocol):
     """What is scheduled; `index` numbers the requests and is below 2**32. Fixed times ignore the prompt's length.
-    segments: what the prompt begins with, for a prefix cache."""
+    segments: what prompt and reply are made of, for a prefix cache."""
 
     index: int
     received_ns: int

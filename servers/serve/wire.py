@@ -7,6 +7,7 @@ both sides would cancel out.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,10 @@ WORDS: tuple[str, ...] = (
 )  # fmt: skip
 N_WORDS = len(WORDS)
 FIRST_ID = 1000  # of the tokens' ids, for servers that send them
+OTHER_WORDS = 30_000  # ids for all other words
 CHAT_TEMPLATE_TOKENS = 5  # what a chat template adds to the words of the messages
+
+Segments = tuple[tuple[int, int], ...]
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -57,12 +61,16 @@ class Settings:
     prefix_caching: bool = False
 
 
+def nothing_compared(reply_tokens: int) -> Segments:
+    return ()
+
+
 class Wire(ABC):
     """One accepted request, and its reply as the server writes it.
 
     `output_tokens` is what will be generated, limits applied; `prompt_tokens` and `cached_tokens` are what the reply
     reports. The three may be changed before the first call below. Tokens are counted from 1. `segments`: what the
-    prompt begins with, as of servers.schedulers.Sequence; empty where nobody compares prompts.
+    prompt and a reply of so many tokens are made of, as of servers.schedulers.Sequence.
     """
 
     content_type = "text/event-stream; charset=utf-8"
@@ -74,7 +82,7 @@ class Wire(ABC):
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = 0
         self.output_tokens = output_tokens
-        self.segments: tuple[tuple[int, int], ...] = ()
+        self.segments: Callable[[int], Segments] = nothing_compared
 
     @abstractmethod
     def token(self, count: int) -> bytes:
@@ -144,15 +152,39 @@ def count_tokens(prompt: str | list[int]) -> int:
 
 def segments(
     settings: Settings, prompt: str | list[int], block_tokens: int, before: int = 0
-) -> tuple[tuple[int, int], ...]:
-    """The prompt in pieces of `block_tokens`, behind `before` tokens that every prompt begins with; a piece's key
-    stands for its tokens. Empty where nobody compares prompts."""
+) -> Callable[[int], Segments]:
+    """Prompt and reply in pieces of `block_tokens`, behind `before` tokens that every prompt begins with; a piece's key
+    stands for its tokens. By the length of the reply. Empty where nobody compares prompts."""
     if not settings.prefix_caching:
-        return ()
-    tokens = prompt.split() if isinstance(prompt, str) else prompt
-    pieces = (tuple(tokens[at : at + block_tokens]) for at in range(0, len(tokens), block_tokens))
-    keyed = tuple((hash(piece) & (1 << 60) - 1, len(piece)) for piece in pieces)
-    return ((0, before), *keyed) if before else keyed
+        return nothing_compared
+
+    def pieces(reply_tokens: int) -> Segments:
+        counts = range(1, reply_tokens + 1)
+        tokens: list[str] | list[int]
+        if isinstance(prompt, str):
+            tokens = [*prompt.split(), *(word(count).strip() for count in counts)]
+        else:
+            tokens = [*prompt, *map(token_id, counts)]
+        each = (tuple(tokens[at : at + block_tokens]) for at in range(0, len(tokens), block_tokens))
+        keyed = tuple((hash(piece) & (1 << 60) - 1, len(piece)) for piece in each)
+        return ((0, before), *keyed) if before else keyed
+
+    return pieces
+
+
+def prompt_ids(prompt: str | list[int]) -> list[int]:
+    """Token ids as they are, or one for each word of a text: the same for the same word, that of an output token if it
+    is one."""
+    if not isinstance(prompt, str):
+        return prompt
+    known = {text.strip(): token_id(count) for count, text in enumerate(WORDS, 1)}
+    words = ((text, zlib.crc32(text.encode(errors="surrogatepass"))) for text in prompt.split())
+    return [known.get(text, FIRST_ID + N_WORDS + checksum % OTHER_WORDS) for text, checksum in words]
+
+
+def token_id(count: int) -> int:
+    """The id of the `count`-th output token."""
+    return FIRST_ID + count % N_WORDS
 
 
 def output_text(count: int) -> str:

@@ -15,22 +15,24 @@ from pathlib import Path
 
 import msgspec
 
-from backends.catalog import ModelSpec
+from backends.decoder import LatentAttention, ModelSpec, Precision, PrecisionError, Quantization
 from backends.untrusted import escaped, read_json
 from loadgen.config import LEAST_KV_TOKENS
 from loadgen.rundir.emulation import Emulation, HeldOut
 from servers.schedulers import Rejected, Scheduler, Sequence
+from servers.schedulers.groups import BLOCK_TOKENS, Groups
 from servers.schedulers.lightllm import CachingLightLLMNow, LightLLM2310, LightLLMNow
 from servers.schedulers.tgi import CachingTgi3, Tgi1, Tgi3
-from servers.schedulers.vllm import CachingVllmV1, Vllm02, VllmV1
+from servers.schedulers.vllm import CachingVllmV1, Vllm02, VllmV1, WindowedVllmV1
 from servers.simulator import hardware
-from servers.simulator.cost import Gpu, Overheads, StepCost
+from servers.simulator.cost import Arithmetic, Gpu, Overheads, StepCost, arithmetic
 from servers.simulator.engine import Engine, FrontEnd
+from servers.simulator.formats import refused
 from servers.simulator.hardware import HardwareError
 
 GIB = 1 << 30
-MOST_GPUS = 512  # that are tried for a model that does not fit
 HOST_GPUS = 8  # the most that one host has; beyond, nothing is measured
+BATCHES = 2  # that vLLM has under way, with asynchronous scheduling
 RESERVED_BYTES = GIB  # beside weights and KV on each GPU: context, activations, graphs; 1.0 to 1.3 GiB in real logs
 
 
@@ -67,8 +69,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """gpus: how many may be used. tp: how many share the model; None: the least power of two of them that holds it; the
     others do nothing, as where loadgen starts a server. kv_tokens: the KV cache's capacity over all GPUs; None: what
     memory leaves. max_requests: how many the server may hold at once, running and waiting, before it refuses (servers
-    that do). prefix_caching: whether it keeps prompts for later ones that begin alike (servers that can). options:
-    settings of the scheduler by their names there, beyond those above."""
+    that do). max_batched_tokens: that a step computes at most; None: the server's default. prefix_caching: whether it
+    keeps prompts for later ones that begin alike (servers that can). options: settings of the scheduler by their names
+    there, beyond those above."""
 
     scheduler: str
     model: ModelSpec
@@ -78,14 +81,24 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     topology: str | None = None
     p2p: bool = True
     dtype: str = "float16"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     kv_tokens: int | None = None
     max_running: int = 1024
+    max_batched_tokens: int | None = None
     max_requests: int = 1024
     max_model_len: int = 4096
     memory_ratio: float = 0.9
     profile: Path | None = None
     prefix_caching: bool = False
     options: tuple[tuple[str, int], ...] = ()
+
+    def precision(self) -> Precision:
+        """Raises EmulationError."""
+        try:
+            return self.model.precision(self.dtype, self.quantization, self.kv_cache_dtype)
+        except PrecisionError as error:
+            raise EmulationError(str(error)) from None
 
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,10 +135,23 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _scheduler(emulated: Emulated) -> Scheduler:
-    kind = _SCHEDULERS[emulated.setup.scheduler]
-    make = kind.caching if emulated.setup.prefix_caching else kind.make
+    kind, setup = _SCHEDULERS[emulated.setup.scheduler], emulated.setup
+    settings = kind.settings(**emulated.settings)
+    groups = _groups(setup, emulated.settings)
+    if groups is not None and groups.windowed:
+        assert isinstance(settings, VllmV1.Settings)
+        return WindowedVllmV1(emulated.kv_tokens, settings, groups)
+    make = kind.caching if setup.prefix_caching else kind.make
     assert make is not None
-    return make(emulated.kv_tokens, kind.settings(**emulated.settings))
+    return make(emulated.kv_tokens, settings)
+
+
+def _groups(setup: Setup, settings: dict[str, int]) -> Groups | None:
+    """How the server divides its KV cache among layers that keep differently; None: every layer keeps every token."""
+    if setup.scheduler != "vllm@v1" or setup.prefix_caching:
+        return None
+    kept = ((kind.count, kind.attention.window) for kind in setup.model.kinds)
+    return Groups.of(kept, setup.max_model_len, BATCHES * settings["budget_tokens"])
 
 
 def _v1_budget_tokens(gpu: Gpu) -> int:
@@ -139,11 +165,13 @@ def _v1_budget_tokens(gpu: Gpu) -> int:
 @dataclass(frozen=True)
 class _Kind:
     """How a scheduler is made: `make` from KV tokens and `settings`, which `chosen` takes from a setup where the user
-    gives none. `caching`: the same with its prefix cache; None: it has none, or not here."""
+    gives none. batched: which of them is Setup.max_batched_tokens. `caching`: the same with its prefix cache; None: it
+    has none, or not here."""
 
     make: Callable[..., Scheduler]
     settings: type[msgspec.Struct]
     chosen: Callable[[Setup, Gpu], dict[str, int]]
+    batched: str
     caching: Callable[..., Scheduler] | None = None
 
 
@@ -152,17 +180,20 @@ _SCHEDULERS = {
         VllmV1,
         VllmV1.Settings,
         lambda s, gpu: {"max_running": s.max_running, "budget_tokens": _v1_budget_tokens(gpu)},
+        "budget_tokens",
         CachingVllmV1,
     ),
     "vllm@0.2": _Kind(
         Vllm02,
         Vllm02.Settings,
         lambda s, _: {"max_num_seqs": min(s.max_running, 256), "max_model_len": s.max_model_len},
+        "max_num_batched_tokens",
     ),
     "tgi@3": _Kind(
         Tgi3,
         Tgi3.Settings,
         lambda s, _: {"max_concurrent_requests": s.max_requests, "max_batch_size": s.max_running},
+        "max_batch_prefill_tokens",
         CachingTgi3,
     ),
     "tgi@1": _Kind(
@@ -173,14 +204,21 @@ _SCHEDULERS = {
             "max_input_length": s.max_model_len - 1,
             "max_total_tokens": s.max_model_len,
         },
+        "max_batch_prefill_tokens",
     ),
     "lightllm@1.2": _Kind(
         LightLLMNow,
         LightLLMNow.Settings,
         lambda s, _: {"running_max_req_size": s.max_running},
+        "batch_max_tokens",
         CachingLightLLMNow,
     ),
-    "lightllm@2310": _Kind(LightLLM2310, LightLLM2310.Settings, lambda s, _: {"running_max_req_size": s.max_running}),
+    "lightllm@2310": _Kind(
+        LightLLM2310,
+        LightLLM2310.Settings,
+        lambda s, _: {"running_max_req_size": s.max_running},
+        "batch_max_tokens",
+    ),
 }
 SCHEDULERS = tuple(_SCHEDULERS)
 _TRIAL_STEPS = 1000  # enough for one token of one request
@@ -225,28 +263,52 @@ def emulate(setup: Setup) -> Emulated:
         )
     _check_options(setup)
     gpu = hardware.find(setup.gpu)
+    precision = setup.precision()
+    if precision.quantization is not None and refused(gpu.name, precision.quantization.computes):
+        raise EmulationError(
+            f"vLLM has no products of {precision.quantization.name} for {gpu.name}; choose --quantization fp8."
+        )
     usable = gpu.memory_bytes * setup.memory_ratio
     tp = _tensor_parallel(setup, usable, gpu.name)
     topology, link = hardware.link(gpu, tp, setup.topology, setup.p2p)
-    room = usable - setup.model.serving_bytes(setup.dtype, tp, 0, RESERVED_BYTES)
-    per_token = setup.model.kv_bytes_per_token(setup.dtype) / min(tp, setup.model.kv_heads)
-    kv_tokens = int(room / per_token) if setup.kv_tokens is None else setup.kv_tokens
+    settings = _settings(setup, gpu)
+    room = usable - setup.model.serving_bytes(precision, tp, 0, RESERVED_BYTES)
+    kv_tokens = _kv_tokens(setup, tp, room, settings) if setup.kv_tokens is None else setup.kv_tokens
     profile = profiles()[setup.scheduler] if setup.profile is None else read_profile(setup.profile, setup.scheduler)
     emulated = Emulated(
         setup=setup,
         tp=tp,
         kv_tokens=kv_tokens,
-        cost=StepCost(setup.model, gpu, tp, link, setup.dtype, profile.overheads_over(topology)),
+        cost=StepCost(setup.model, gpu, tp, link, precision, profile.overheads_over(topology)),
         profile=profile,
-        settings=_SCHEDULERS[setup.scheduler].chosen(setup, gpu) | dict(setup.options),
+        settings=settings,
         facts=_facts(setup, gpu, tp, topology, kv_tokens, profile),
     )
     _try_scheduler(emulated)
     return emulated
 
 
+def _settings(setup: Setup, gpu: Gpu) -> dict[str, int]:
+    """Of the scheduler: as loadgen starts such a server, as the setup says, and last its `options`."""
+    kind = _SCHEDULERS[setup.scheduler]
+    batched = {} if setup.max_batched_tokens is None else {kind.batched: setup.max_batched_tokens}
+    return kind.chosen(setup, gpu) | batched | dict(setup.options)
+
+
+def _kv_tokens(setup: Setup, tp: int, room: float, settings: dict[str, int]) -> int:
+    """Tokens in the KV cache where `room` bytes of each GPU are left, as the server counts them."""
+    model, kv_bytes = setup.model, setup.precision().kv_bytes
+    groups = _groups(setup, settings)
+    if groups is not None and groups.windowed:
+        a_block = BLOCK_TOKENS * groups.layers * model.kinds[0].attention.kv_values_of(tp) * kv_bytes
+        return groups.tokens(max(0, room // a_block))
+    per_token = model.kv_bytes_per_token(setup.precision()) / model.kv_shares(tp)
+    return int(room / per_token)
+
+
 def _facts(setup: Setup, gpu: Gpu, tp: int, topology: str, kv_tokens: int, profile: Profile) -> Emulation:
     measured = _measured(profile)
+    precision = setup.precision()
     return Emulation(
         scheduler=setup.scheduler,
         gpu=gpu.name,
@@ -254,6 +316,8 @@ def _facts(setup: Setup, gpu: Gpu, tp: int, topology: str, kv_tokens: int, profi
         topology=topology,
         tensor_parallel=tp,
         dtype=setup.dtype,
+        quantization=None if precision.quantization is None else precision.quantization.name,
+        kv_cache_dtype=setup.kv_cache_dtype,
         kv_cache_tokens=kv_tokens,
         max_running=setup.max_running,
         memory_ratio=setup.memory_ratio,
@@ -263,7 +327,7 @@ def _facts(setup: Setup, gpu: Gpu, tp: int, topology: str, kv_tokens: int, profi
         profile_gpus=measured,
         profile_assumed=bool(measured) and not any(_same(gpu, setup.gpu, name) for name in measured),
         held_out=profile.held_out,
-        notes=tuple(_notes(setup, tp, kv_tokens)),
+        notes=(*_notes(setup, tp, kv_tokens), *_assumptions(setup, gpu)),
         prefix_caching=setup.prefix_caching,
     )
 
@@ -281,6 +345,34 @@ def _notes(setup: Setup, tp: int, kv_tokens: int) -> Iterator[str]:
             f"the KV cache holds {kv_tokens} tokens and --max-model-len is {setup.max_model_len}: longer requests are "
             "refused."
         )
+
+
+def _assumptions(setup: Setup, gpu: Gpu) -> Iterator[str]:
+    """What nobody has measured here, one sentence each."""
+    precision = setup.precision()
+    if precision.quantization is not None:
+        yield _quantized_note(precision.quantization, gpu, arithmetic(gpu, precision))
+    if precision.kv_cache_dtype != "auto":
+        yield f"a KV cache in {precision.kv_cache_dtype} is assumed to be read at the efficiency of 16 bit."
+    if any(isinstance(kind.attention, LatentAttention) for kind in setup.model.kinds):
+        yield "latent attention was not measured: assumed as fast as grouped-query attention for its bytes and FLOPs."
+    windowed = any(kind.attention.window is not None for kind in setup.model.kinds)
+    if windowed and _groups(setup, _settings(setup, gpu)) is None:
+        yield "layers with a window are taken to keep every token in the KV cache here."
+
+
+def _quantized_note(quantization: Quantization, gpu: Gpu, how: Arithmetic) -> str:
+    name = quantization.name
+    if how.fit is gpu.gemm:
+        lacks = "" if quantization.computes is None else f"{gpu.name} does not compute in {name}: "
+        return f"{lacks}weights in {name} are widened to 16 bit for every product (vLLM: Marlin), assumed at no cost."
+    if not how.assumed:
+        return f"weights are in {name}, and their products take what the table of {gpu.name} has for {name}."
+    times = how.fit.compute_ratio / gpu.gemm.compute_ratio
+    return (
+        f"products in {name} were not measured on {gpu.name}: assumed at the efficiency of 16 bit, with {times:g} "
+        "times its FLOP/s."
+    )
 
 
 def _measured(profile: Profile) -> tuple[str, ...]:
@@ -336,25 +428,24 @@ def _try_scheduler(emulated: Emulated) -> None:
 
 def _tensor_parallel(setup: Setup, usable: float, gpu: str) -> int:
     """How many GPUs share the model: as asked, or the least power of two that holds it and one long sequence."""
-    model, dtype = setup.model, setup.dtype
+    model, precision = setup.model, setup.precision()
     tokens = 0 if setup.kv_tokens is not None else min(setup.max_model_len, model.max_position)
     tp = setup.tp
     if tp is not None:
         if tp > setup.gpus:
             raise EmulationError(f"--tp {tp} needs {tp} GPUs and --gpus says {setup.gpus}.")
-        if not model.tensor_parallel(tp):
-            raise EmulationError(f"{model.name} has {model.heads} attention heads, which --tp {tp} does not divide.")
-        fits = model.serving_bytes(dtype, tp, tokens, RESERVED_BYTES) <= usable
+        if (undivided := model.undivided(tp)) is not None:
+            raise EmulationError(f"{model.name} {undivided}.")
+        fits = model.serving_bytes(precision, tp, tokens, RESERVED_BYTES) <= usable
     else:
-        least = model.smallest_tp(dtype, tokens, usable, setup.gpus, RESERVED_BYTES)
+        least = model.smallest_tp(precision, tokens, usable, setup.gpus, RESERVED_BYTES)
         fits = least is not None
         tp = least or max(1 << p for p in range(setup.gpus.bit_length()) if model.tensor_parallel(1 << p))
     if fits:
         return tp
-    missing = tp * (model.serving_bytes(dtype, tp, tokens, RESERVED_BYTES) - usable)
-    enough = model.smallest_tp(dtype, tokens, usable, MOST_GPUS, RESERVED_BYTES)
-    advice = f"--tp {enough} would fit" if enough else "it needs larger GPUs"
+    missing = tp * (model.serving_bytes(precision, tp, tokens, RESERVED_BYTES) - usable)
     raise EmulationError(
-        f"{model.name} in {dtype} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x {gpu} "
-        f"({usable / GIB:.1f} GiB of each may be used); {advice}."
+        f"{model.name} in {precision} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x {gpu} "
+        f"({usable / GIB:.1f} GiB of each may be used); "
+        f"{model.what_fits(precision, tokens, usable, tp, RESERVED_BYTES)}."
     )

@@ -6,6 +6,10 @@ prefill      4 heads d sum q(c + q/2) / (eta F) + per token and head
 element-wise bytes / (eta BW) + launches
 all-reduce   a measured table, or alpha + 2(n-1)/n s / beta + gamma sqrt(s); two a layer
 
+Each kind of layer has its own; where it has a window, decode and prefill see what the window leaves. Latent attention
+reads a latent once for all heads, which may be bound by their FLOPs (arXiv 2405.04434). Quantized weights are read
+quantized; where the GPU computes in that format so does the GEMM, else in 16 bit.
+
 F: peak FLOP/s in 16 bit without sparsity. BW: peak bytes/s of the memory. T: tokens in the step. Everything else is in
 `servers/data/gpus.json`, each value with its source and its error.
 """
@@ -15,11 +19,16 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from backends.catalog import DTYPE_BYTES, ModelSpec
+from backends.decoder import Attention as Heads
+from backends.decoder import LatentAttention, Layers, ModelSpec, Precision, Product, Window
 from servers.schedulers import Step
+from servers.simulator.formats import computes
+
+FASTER = 2.0  # 8-bit products over 16-bit ones by the same tensor cores; 4-bit over 8-bit
 
 
 class Gemm(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +53,8 @@ class Elementwise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """How GPUs reduce. Either `bytes` and `us` as measured among `ranks`, or alpha, beta and gamma. pair: between two,
-    where that is known by itself."""
+    """How GPUs reduce. Either `bytes` and `us` as measured among `ranks`, or alpha, beta and gamma. pair: among fewer,
+    at least two, where that is known by itself."""
 
     ranks: int = 0
     bytes: tuple[int, ...] = ()
@@ -57,7 +66,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
         """Seconds until `ranks` GPUs all hold the sum of `size_bytes` from each."""
-        if ranks == 2 and self.pair is not None:
+        if self.pair is not None and ranks <= max(self.pair.ranks, 2):
             return self.pair.all_reduce_s(size_bytes, ranks)
         if not self.us:
             ring = 2 * (ranks - 1) / ranks * size_bytes / self.beta_bytes_per_s
@@ -68,7 +77,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of GPU. memory_bytes: what a server sees of it. links: nvlink, nvlink-pairs, pcie,
-    host, where it has them; the usual one first."""
+    host, where it has them; the usual one first. gemm: in 16 bit; gemms: in other dtypes, by name ("fp8"), whose
+    compute_ratio is still of `flops`, the 16-bit peak."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -76,6 +86,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes_per_s: float
     memory_bytes: int
     gemm: Gemm
+    gemms: dict[str, Gemm] = {}
     attention: Attention
     elementwise: Elementwise
     links: dict[str, Link]
@@ -115,37 +126,63 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     software: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """How a GPU multiplies: bytes of a weight and of an input, and the fit of the products. assumed: derived from the
+    fit in 16 bit, for want of a measured one."""
+
+    weight_bytes: float
+    input_bytes: float
+    fit: Gemm
+    assumed: bool = False
+
+
+def arithmetic(gpu: Gpu, precision: Precision) -> Arithmetic:
+    """Of the weights that are quantized; of all others where none are."""
+    quantization, width = precision.quantization, precision.value_bytes
+    if quantization is None:
+        return Arithmetic(weight_bytes=width, input_bytes=width, fit=gpu.gemm)
+    native = computes(gpu.name, quantization.computes)
+    if native is None:
+        return Arithmetic(weight_bytes=quantization.weight_bytes, input_bytes=width, fit=gpu.gemm)
+    fit = gpu.gemms.get(native)
+    if fit is None:
+        times = FASTER**2 if native == "nvfp4" else FASTER
+        fit = msgspec.structs.replace(gpu.gemm, compute_ratio=times * gpu.gemm.compute_ratio)
+    bytes_ = quantization.weight_bytes
+    return Arithmetic(weight_bytes=bytes_, input_bytes=bytes_, fit=fit, assumed=native not in gpu.gemms)
+
+
 class StepCost:
     """Seconds that a step takes on `tp` GPUs of one kind."""
 
     def __init__(
-        self, model: ModelSpec, gpu: Gpu, tp: int, link: Link | None, dtype: str, overheads: Overheads
+        self, model: ModelSpec, gpu: Gpu, tp: int, link: Link | None, precision: Precision, overheads: Overheads
     ) -> None:
         self._gpu = gpu
         self._model = model
         self._tp = tp
         self._link = link
-        self._width = DTYPE_BYTES[dtype]
+        self._precision = precision
         self._overheads = overheads
-        self._arguments = (model, gpu, tp, link, dtype)
+        self._plain = arithmetic(gpu, Precision(dtype=precision.dtype))
+        self._quantized = arithmetic(gpu, precision)
         self._dense: dict[int, float] = {}  # tokens -> what depends on their number alone
         self._head: dict[int, float] = {}
-        bandwidth = gpu.memory_bytes_per_s
         attention = gpu.attention
-        heads = model.heads / tp
-        kv_heads = max(1.0, model.kv_heads / tp)
         layers = model.layers
         self._decode_launch = layers * attention.decode_launch_us * 1e-6
-        self._decode_row = layers * attention.decode_row_head_ns * 1e-9 * heads
-        self._decode_context = (
-            layers * 2 * kv_heads * model.head_dim * self._width / (attention.decode_memory_ratio * bandwidth)
+        self._decode_row = sum(
+            kind.count * attention.decode_row_head_ns * 1e-9 * (kind.attention.heads / tp) for kind in model.kinds
         )
-        self._prefill_work = layers * 4 * heads * model.head_dim / (attention.prefill_compute_ratio * gpu.flops)
-        self._prefill_token = layers * attention.prefill_token_head_ns * 1e-9 * heads
+        self._prefill_token = sum(
+            kind.count * attention.prefill_token_head_ns * 1e-9 * (kind.attention.heads / tp) for kind in model.kinds
+        )
+        self._reads = [(kind.attention.window, self._context_s(kind), self._pair_s(kind)) for kind in model.kinds]
         self._floor = layers * overheads.layer_us * 1e-6
 
     def with_overheads(self, overheads: Overheads) -> StepCost:
-        return StepCost(*self._arguments, overheads)
+        return StepCost(self._model, self._gpu, self._tp, self._link, self._precision, overheads)
 
     def __call__(self, step: Step) -> float:
         tokens = step.decode_rows + step.prefill_tokens
@@ -164,83 +201,149 @@ class StepCost:
 
     def terms(self, step: Step) -> Terms:
         """What `step` takes, by operator."""
-        model, own = self._model, self._overheads
-        tokens, samples, layers = step.decode_rows + step.prefill_tokens, len(step.emits), model.layers
-        q, kv = self._widths()
-        norms, rope, gate = self._elementwise_terms(tokens, q, kv)
-        attention_gemm, mlp_gemm = self._attention_gemm_s(tokens, q, kv), self._mlp_s(tokens)
-        head, attention, reduce = self._head_s(samples), self._attention_s(step), self._reduce_s(tokens)
-        layer = attention_gemm + mlp_gemm + norms + rope + gate + reduce
+        own = self._overheads
+        tokens, samples = step.decode_rows + step.prefill_tokens, len(step.emits)
+        kinds = [(kind.count, self._layer_terms(kind, tokens)) for kind in self._model.kinds]
+        attention_gemm, mlp_gemm, norms, rope, gate, all_reduce = (
+            sum(count * terms[place] for count, terms in kinds) for place in range(6)
+        )
+        layers_s = sum(count * sum(terms) for count, terms in kinds)
+        head, attention = self._head_s(samples), self._attention_s(step)
         software = (own.step_us + own.row_us * samples + own.prefill_token_us * step.prefill_tokens) * 1e-6
         return Terms(
-            attention_gemm=layers * attention_gemm, attention=attention, rope=layers * rope, norms=layers * norms,
-            mlp_gemm=layers * mlp_gemm, gate=layers * gate, all_reduce=layers * reduce, head=head,
-            waiting=max(0.0, self._floor - layers * layer - head - attention), software=software,
+            attention_gemm=attention_gemm, attention=attention, rope=rope, norms=norms, mlp_gemm=mlp_gemm, gate=gate,
+            all_reduce=all_reduce, head=head, waiting=max(0.0, self._floor - layers_s - head - attention),
+            software=software,
         )  # fmt: skip
 
-    def gemm_s(self, rows: float, n: float, k: float, weights: float = 1) -> float:
-        """Seconds for rows x k times k x n; with several weights all in one launch, each with a share of the rows."""
-        fit = self._gpu.gemm
+    def gemm_s(self, rows: float, n: float, k: float, weights: float = 1, numbers: Arithmetic | None = None) -> float:
+        """Seconds for rows x k times k x n; with several weights all in one launch, each with a share of the rows.
+        numbers: default those of weights that are not quantized."""
+        numbers = numbers or self._plain
+        fit, width = numbers.fit, self._plain.weight_bytes
         compute = 2 * rows * n * k / (fit.compute_ratio * self._gpu.flops)
-        memory = self._width * (weights * n * k + rows * (n + k)) / (fit.memory_ratio * self._gpu.memory_bytes_per_s)
+        read = numbers.weight_bytes / width * (weights * n * k) + rows * (n + numbers.input_bytes / width * k)
+        memory = width * read / (fit.memory_ratio * self._gpu.memory_bytes_per_s)
         return _soft_max(compute, memory, fit.softness) + fit.launch_us * 1e-6
 
+    def _context_s(self, kind: Layers) -> float:
+        """For each token that a decode step sees, over all layers of the kind: its cache is read, and multiplied."""
+        fit, heads, tp = self._gpu.attention, kind.attention, self._tp
+        values = kind.count * heads.kv_values_of(tp)
+        read_s = values * self._precision.kv_bytes / (fit.decode_memory_ratio * self._gpu.memory_bytes_per_s)
+        if not isinstance(heads, LatentAttention):
+            return read_s
+        flops = kind.count * heads.decode_pair_flops / tp
+        return max(read_s, flops / (fit.prefill_compute_ratio * self._gpu.flops))
+
+    def _pair_s(self, kind: Layers) -> float:
+        """For each pair of query and key in a prefill."""
+        flops = kind.count * (kind.attention.pair_flops / self._tp)
+        return flops / (self._gpu.attention.prefill_compute_ratio * self._gpu.flops)
+
     def _attention_s(self, step: Step) -> float:
-        decode = step.decode_rows * self._decode_row + step.decode_context * self._decode_context
+        decode = step.decode_rows * self._decode_row
+        decode += sum(_context_seen(step, window) * read_s for window, read_s, _ in self._reads)
         if step.prefill_rows:
             decode *= self._gpu.attention.mixed
-            decode += step.prefill_work * self._prefill_work + step.prefill_tokens * self._prefill_token
+            pairs = sum(_work_seen(step, window) * pair_s for window, _, pair_s in self._reads)
+            decode += pairs + step.prefill_tokens * self._prefill_token
         return self._decode_launch + decode * self._overheads.attention_ratio
 
     def _dense_s(self, tokens: int) -> float:
-        q, kv = self._widths()
-        layer = self._attention_gemm_s(tokens, q, kv) + self._mlp_s(tokens)
-        layer += sum(self._elementwise_terms(tokens, q, kv)) + self._reduce_s(tokens)
-        return self._model.layers * layer
+        return sum(kind.count * _added(self._layer_terms(kind, tokens)) for kind in self._model.kinds)
 
-    def _widths(self) -> tuple[float, float]:
-        """Values of the queries, and of the keys and values, that one GPU has of a token."""
-        model, tp = self._model, self._tp
-        return model.heads * model.head_dim / tp, 2 * max(model.kv_heads / tp, 1.0) * model.head_dim
+    def _layer_terms(self, kind: Layers, tokens: int) -> tuple[float, float, float, float, float, float]:
+        """Of one layer: products of attention and of the MLP, norms, rotary positions, the gate, reductions."""
+        norms, rope, gate = self._elementwise_terms(kind, tokens)
+        return (
+            self._attention_gemm_s(kind, tokens),
+            self._mlp_s(kind, tokens),
+            norms,
+            rope,
+            gate,
+            self._reduce_s(tokens),
+        )
 
-    def _attention_gemm_s(self, tokens: int, q: float, kv: float) -> float:
-        hidden = self._model.hidden
-        return self.gemm_s(tokens, q + kv, hidden) + self.gemm_s(tokens, hidden, q)
+    def _attention_gemm_s(self, kind: Layers, tokens: int) -> float:
+        numbers = self._plain if self._precision.experts_only else self._quantized
+
+        def product_s(each: Product) -> float:
+            return self.gemm_s(tokens * each.copies, each.outputs, each.inputs, each.copies, numbers)
+
+        return sum(map(product_s, kind.attention.products(self._model.hidden, self._tp)))
 
     def _reduce_s(self, tokens: int) -> float:
         """Two all-reduces, after attention and after the MLP."""
         if self._link is None or self._tp == 1:
             return 0.0
-        alone = self._link.all_reduce_s(tokens * self._model.hidden * self._width, self._tp)
+        alone = self._link.all_reduce_s(tokens * self._model.hidden * self._precision.value_bytes, self._tp)
         return 2 * (alone * self._overheads.reduce_ratio + self._overheads.reduce_us * 1e-6)
 
-    def _mlp_s(self, tokens: int) -> float:
+    def _mlp_s(self, kind: Layers, tokens: int) -> float:
         """Dense, or a mixture: each expert that any token reaches reads its weights and takes its share of tokens."""
-        model = self._model
-        inner = model.intermediate / self._tp
-        if model.experts == 1:
-            return self.gemm_s(tokens, 2 * inner, model.hidden) + self.gemm_s(tokens, model.hidden, inner)
-        choices = tokens * model.active_experts
-        reached = model.experts * (1 - (1 - 1 / model.experts) ** choices)
-        return (
-            self.gemm_s(tokens, model.experts, model.hidden)
-            + self.gemm_s(choices, 2 * inner, model.hidden, reached)
-            + self.gemm_s(choices, model.hidden, inner, reached)
+        mlp, hidden, numbers = kind.mlp, self._model.hidden, self._quantized
+        inner, first = mlp.width / self._tp, mlp.matrices - 1  # gate and up are one product
+        if mlp.experts == 1:
+            up = self.gemm_s(tokens, first * inner, hidden, 1, numbers)
+            return up + self.gemm_s(tokens, hidden, inner, 1, numbers)
+        choices = tokens * mlp.active
+        reached = mlp.experts * (1 - (1 - 1 / mlp.experts) ** choices)
+        seconds = (
+            self.gemm_s(tokens, mlp.experts, hidden)
+            + self.gemm_s(choices, first * inner, hidden, reached, numbers)
+            + self.gemm_s(choices, hidden, inner, reached, numbers)
         )
+        if mlp.shared:
+            inner = mlp.shared / self._tp
+            seconds += self.gemm_s(tokens, first * inner, hidden, 1, numbers)
+            seconds += self.gemm_s(tokens, hidden, inner, 1, numbers)
+        return seconds
 
-    def _elementwise_terms(self, tokens: int, q: float, kv: float) -> tuple[float, float, float]:
-        """Two norms that add the residual (4 values a token each); rotary positions and the KV write; the gate."""
-        model, fit = self._model, self._gpu.elementwise
-        a_value = self._width / (fit.memory_ratio * self._gpu.memory_bytes_per_s)
+    def _elementwise_terms(self, kind: Layers, tokens: int) -> tuple[float, float, float]:
+        """Norms that add the residual (4 values a token each); rotary positions and the KV write, and norms of queries
+        and keys where there are any; the gate."""
+        fit, heads, mlp = self._gpu.elementwise, kind.attention, kind.mlp
+        a_value = self._precision.value_bytes / (fit.memory_ratio * self._gpu.memory_bytes_per_s)
         launch = fit.launch_us * 1e-6
+        queries, kv = heads.query_width / self._tp, heads.kv_values_of(self._tp)
+        rope = tokens * 2 * (queries + kv) * a_value + launch
+        if isinstance(heads, Heads) and heads.qk_norm:
+            rope += tokens * 2 * (queries + kv / 2) * a_value + 2 * launch
         return (
-            tokens * 8 * model.hidden * a_value + 2 * launch,
-            tokens * 2 * (q + kv) * a_value + launch,
-            tokens * 3 * model.intermediate / self._tp * model.active_experts * a_value + launch,
+            tokens * 4 * kind.norms * self._model.hidden * a_value + kind.norms * launch,
+            rope,
+            tokens * mlp.matrices * (mlp.width * mlp.active + mlp.shared) / self._tp * a_value + launch,
         )
 
     def _head_s(self, samples: int) -> float:
         return self.gemm_s(max(samples, 1), self._model.vocab_size / self._tp, self._model.hidden)
+
+
+def _added(terms: tuple[float, float, float, float, float, float]) -> float:
+    attention_gemm, mlp_gemm, norms, rope, gate, reduce = terms
+    return attention_gemm + mlp_gemm + (norms + rope + gate + reduce)
+
+
+def _context_seen(step: Step, window: Window | None) -> float:
+    """Tokens that the step's decode rows see together. What each has is taken in proportion to the lengths of all that
+    get a token: alone each is known only to the scheduler."""
+    if window is None or step.decode_context <= window.tokens:
+        return step.decode_context
+    lengths = [sequence.prompt + sequence.emitted for sequence in step.emits]
+    scale = step.decode_context / step.decode_rows * len(lengths) / sum(lengths)
+    longest = max(lengths) * scale
+    if longest <= window.tokens:
+        return step.decode_context
+    seen = sum([window.seen(round(length * scale)) for length in lengths])
+    return seen * step.decode_rows / len(lengths)
+
+
+def _work_seen(step: Step, window: Window | None) -> float:
+    """Pairs of query and key of the step's prefills."""
+    if window is None:
+        return step.prefill_work
+    return sum(window.work(cached, tokens) for cached, tokens in step.chunks)
 
 
 def _soft_max(a: float, b: float, softness: float) -> float:

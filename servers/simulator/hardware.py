@@ -56,14 +56,15 @@ def find(name: str) -> Gpu:
 def _wrong(gpu: Gpu) -> Iterator[str]:
     """What no GPU can be like."""
     yield from _not_positive("", gpu, ("flops", "memory_bytes_per_s", "memory_bytes"))
-    for part in ("gemm", "attention", "elementwise"):
-        fit = getattr(gpu, part)
+    gemms = {"gemm": gpu.gemm} | {f"gemms.{dtype}": fit for dtype, fit in gpu.gemms.items()}
+    for part, fit in {**gemms, "attention": gpu.attention, "elementwise": gpu.elementwise}.items():
         names = msgspec.structs.asdict(fit)
         times = [name for name in names if name.endswith(("_us", "_ns"))]
         yield from _not_positive(f"{part}.", fit, [name for name in names if name not in times])
         yield from _not_positive(f"{part}.", fit, times, or_zero=True)
-    if gpu.gemm.softness < LEAST_SOFTNESS:
-        yield f"gemm.softness is {gpu.gemm.softness:g} and must be at least {LEAST_SOFTNESS:g}"
+    for part, fit in gemms.items():
+        if fit.softness < LEAST_SOFTNESS:
+            yield f"{part}.softness is {fit.softness:g} and must be at least {LEAST_SOFTNESS:g}"
     for name, each in gpu.links.items():
         if name not in LINKS:
             yield f"there is no link '{name}', there are {', '.join(LINKS)}"

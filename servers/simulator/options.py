@@ -7,15 +7,18 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from backends import catalog
+from loadgen import models
 from loadgen.config import (
     LEAST_KV_TOKENS,
     MODELLED,
     SETTINGS,
+    ConfigError,
     DtypeOption,
+    KvCacheDtypeOption,
     MaxRunningOption,
     MemoryRatioOption,
     ModelledOptions,
+    QuantizationOption,
 )
 from loadgen.option_types import Whole, option
 from servers.simulator import hardware
@@ -44,7 +47,12 @@ class Hardware(ModelledOptions):
         ),
     ] = None
     dtype: DtypeOption = "float16"
+    quantization: QuantizationOption = None
+    kv_cache_dtype: KvCacheDtypeOption = "auto"
     max_running: MaxRunningOption = 1024
+    max_batched_tokens: Annotated[
+        Whole | None, option(SETTINGS, "Most tokens that a step computes, of prompts at least.")
+    ] = None
     max_requests: Annotated[
         Whole, option(SETTINGS, "Most requests that it holds, running or waiting, before it refuses more (tgi).")
     ] = 1024
@@ -64,17 +72,18 @@ class Hardware(ModelledOptions):
             raise EmulationError(
                 f"--scheduler {scheduler} is no server of kind '{backend}'; there are {', '.join(own or SCHEDULERS)}."
             )
-        spec = catalog.find(model)
-        if spec is None:
-            known = ", ".join(each.name for each in catalog.MODELS)
-            raise EmulationError(f"the size of '{model}' is not known here; known are {known}.")
+        try:
+            spec = models.find(model).described()
+        except ConfigError as error:
+            raise EmulationError(str(error)) from None
         self._check()
         if self.gpu is None:
             raise EmulationError(f"name the GPU to model with --gpu; known are {', '.join(hardware.known())}.")
         return Setup(
             scheduler=scheduler, model=spec, gpu=self.gpu, gpus=self.gpus or self.tp or 1, tp=self.tp,
-            topology=self._topology(), p2p=self.p2p is not False, dtype=self.dtype, kv_tokens=self.kv_tokens,
-            max_running=self.max_running, max_requests=self.max_requests, max_model_len=max_model_len,
+            topology=self._topology(), p2p=self.p2p is not False, dtype=self.dtype, quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype, kv_tokens=self.kv_tokens, max_running=self.max_running,
+            max_batched_tokens=self.max_batched_tokens, max_requests=self.max_requests, max_model_len=max_model_len,
             memory_ratio=self.memory_ratio, profile=self.profile, prefix_caching=self.prefix_caching == "on",
             options=tuple(_option(text) for text in self.scheduler_arg),
         )  # fmt: skip
@@ -85,7 +94,7 @@ class Hardware(ModelledOptions):
         return [field.name.replace("_", "-") for field in fields if getattr(self, field.name) != field.default]
 
     def _check(self) -> None:
-        for name in ("tp", "gpus", "max_running", "max_requests"):
+        for name in ("tp", "gpus", "max_running", "max_requests", "max_batched_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EmulationError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")

@@ -9,6 +9,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from loadgen import rundir
 from loadgen.config import Config
 from loadgen.load.arrivals import Streams
 from loadgen.load.load import Load
+from loadgen.load.sessions import Turns
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated, EmulationError
 
@@ -23,36 +25,41 @@ URL = "virtual time"  # in the place of an address
 
 
 class Arrival(NamedTuple):
-    """A request that is sent at `at_s`. `segments`, `reply_key`: what it shares, as of servers.schedulers.Sequence."""
+    """A request that is sent at `at_s`. `segments`: what it shares, as of servers.schedulers.Sequence."""
 
     at_s: float
     prompt: int
     output: int
     segments: tuple[tuple[int, int], ...] = ()
-    reply_key: int | None = None
 
 
 @dataclass(slots=True)
 class Outcome:
     """One request. `times_s`: when each of its tokens came; empty when the server refused it with `status`.
-    `cached_tokens`: of its prompt, what the prefix cache had when it was first scheduled."""
+    `cached_tokens`: of its prompt, what the prefix cache had when it was first scheduled. `dropped`: why it was never
+    sent; it then has no status, and `sent_s` is when that was clear."""
 
     index: int
     prompt: int
     output: int
     sent_s: float
     times_s: array[float] = field(default_factory=lambda: array("d"))
-    status: int = 200
+    status: int | None = 200
     cached_tokens: int = 0
+    dropped: str | None = None
 
 
 def simulate(
-    emulated: Emulated, arrivals: Iterable[Arrival | tuple[float, int, int]], streams: Streams | None = None
+    emulated: Emulated,
+    arrivals: Iterable[Arrival | tuple[float, int, int]],
+    streams: Streams | None = None,
+    until_s: float = math.inf,
 ) -> list[Outcome]:
     """Runs all of `arrivals`, or (seconds, prompt tokens, output tokens), in order of time. In a closed loop of
-    `streams` their times do not matter: the next is sent when one has ended, or when a ramp begins a stream. A token
-    has come when the server sent it; the way to the client is a part of the front end's latency. Raises EmulationError
-    where the server keeps a request and never ends it."""
+    `streams` their times do not matter: the next is sent when one has ended, or when a ramp begins a stream, and none
+    from `until_s` on, so that there may be arrivals without end. A token has come when the server sent it; the way to
+    the client is a part of the front end's latency. Raises EmulationError where the server keeps a request and never
+    ends it."""
     outcomes: list[Outcome] = []
     feed = (Arrival(*arrival) for arrival in arrivals)
     # when each stream of a closed loop is free: an ascending list is a heap
@@ -95,11 +102,99 @@ def simulate(
                 if streams.last >= streams.first or going <= streams.at(at_s):
                     break
                 going -= 1  # the ramp goes down, and this stream ends
+            if at_s >= until_s:
+                break
             send(at_s, arrival)
     engine.advance(math.inf)
     if any(map(_lacks, outcomes)):
         raise _stuck(outcomes)
     return outcomes
+
+
+def simulate_sessions(
+    emulated: Emulated, arrivals: Several[Arrival], turns: Turns, streams: Streams | None = None
+) -> list[Outcome]:
+    """Runs sessions, whose turns follow each other in `arrivals` as in `turns`, and gives the outcomes in that order. A
+    session's first turn is sent when it arrives, or in a closed loop of `streams` when a session before it has ended;
+    each other turn when people have thought since the last token of the reply before it. A turn that the server refuses
+    ends its session: its later turns are dropped. Raises EmulationError as `simulate` does."""
+    return _Sessions(emulated, arrivals, turns, streams).run()
+
+
+class _Sessions:
+    """One run of sessions. What is due next hangs on replies, so requests are not sent in order of their numbers."""
+
+    _ANY = -1  # in place of a turn: whatever session a closed loop begins next
+
+    def __init__(self, emulated: Emulated, arrivals: Several[Arrival], turns: Turns, streams: Streams | None) -> None:
+        self._arrivals, self._turns, self._streams = arrivals, turns, streams
+        self._engine = emulated.engine(self._deliver)
+        self._outcomes: dict[int, Outcome] = {}
+        begins = [number for number in turns.first.tolist() if number < len(arrivals)]
+        self._begins = iter(begins)
+        self._due: list[tuple[float, int]]  # a heap of (seconds, turn)
+        if streams is None:
+            self._due = [(arrivals[number].at_s, number) for number in begins]
+        else:
+            self._due = [(streams.start_s(stream), self._ANY) for stream in range(streams.most)]
+        heapq.heapify(self._due)
+        self._going = len(self._due)  # streams of a closed loop
+
+    def run(self) -> list[Outcome]:
+        engine, due = self._engine, self._due
+        while due or engine.next_s() < math.inf:
+            if not due or engine.next_s() < due[0][0]:
+                engine.advance(engine.next_s())
+                continue
+            at_s, number = heapq.heappop(due)
+            turn = self._begin(at_s) if number == self._ANY else number
+            if turn is not None:
+                self._send(at_s, turn)
+        outcomes = [self._outcomes[number] for number in sorted(self._outcomes)]
+        if any(map(_lacks, outcomes)):
+            raise _stuck(outcomes)
+        return outcomes
+
+    def _begin(self, at_s: float) -> int | None:
+        """The first turn of the session that a free stream begins; None where the stream ends."""
+        assert self._streams is not None
+        if self._streams.last < self._streams.first and self._going > self._streams.at(at_s):
+            self._going -= 1  # the ramp goes down
+            return None
+        return next(self._begins, None)
+
+    def _send(self, at_s: float, number: int) -> None:
+        _, prompt, output, segments = self._arrivals[number]
+        outcome = self._outcomes[number] = Outcome(number, prompt, output, at_s)
+        try:
+            self._engine.submit(Sequence(number, prompt, output, segments), at_s)
+        except Rejected as refused:
+            outcome.status = refused.status
+            self._give_up(number, at_s)
+
+    def _deliver(self, emits: list[Sequence], at_s: float, gap_s: float) -> None:
+        outcomes = self._outcomes
+        for sequence in emits:
+            outcome = outcomes[sequence.index]
+            outcome.times_s.append(at_s)
+            if sequence.emitted == sequence.output:
+                outcome.cached_tokens = sequence.cached
+                self._ended(sequence.index, at_s)
+            at_s += gap_s
+
+    def _ended(self, number: int, at_s: float) -> None:
+        if not self._turns.is_last(number):
+            heapq.heappush(self._due, (at_s + self._turns.think_ns(number + 1) / 1e9, number + 1))
+        elif self._streams is not None:
+            heapq.heappush(self._due, (at_s, self._ANY))
+
+    def _give_up(self, refused: int, at_s: float) -> None:
+        session, turn = self._turns.place(refused)
+        for later in range(refused + 1, self._turns.begin(session + 1)):
+            why = f"turn {turn + 1} of its session failed (http_error)"
+            self._outcomes[later] = Outcome(later, 0, self._arrivals[later].output, at_s, status=None, dropped=why)
+        if self._streams is not None:
+            heapq.heappush(self._due, (at_s, self._ANY))
 
 
 def _lacks(outcome: Outcome) -> bool:

@@ -76,6 +76,35 @@ def test_all_of_the_memory() -> None:
             adapter(name).invoke(settings(memory_ratio=1.0))
 
 
+@pytest.mark.parametrize(
+    ("name", "flag", "word"),
+    [("vllm", "--quantization", "fp8"), ("lightllm", "--quant_type", "fp8w8a8"), ("tgi", "--quantize", "fp8")],
+)
+def test_quantization_in_each_servers_words(name: str, flag: str, word: str) -> None:
+    assert flag not in words(name)
+    assert adapter(name).quantizations["fp8"] == word
+    asked = words(name, quantization=word)
+    assert asked[flag] == word
+    assert ("--dtype" in asked) is (name == "vllm")  # TGI takes one of the two; LightLLM's is --data_type
+
+
+def test_the_kv_cache_in_8_bit_where_a_server_needs_no_file_for_it() -> None:
+    assert words("vllm", kv_cache_dtype=adapter("vllm").kv_cache_dtypes["fp8"])["--kv-cache-dtype"] == "fp8"
+    assert words("tgi", kv_cache_dtype=adapter("tgi").kv_cache_dtypes["fp8"])["--kv-cache-dtype"] == "fp8_e4m3fn"
+    assert not adapter("lightllm").kv_cache_dtypes  # its fp8 cache wants scales
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("vllm", "--max-num-batched-tokens"), ("lightllm", "--batch_max_tokens"), ("tgi", "--max-batch-prefill-tokens"),
+    ],
+)  # fmt: skip
+def test_tokens_of_a_step(name: str, flag: str) -> None:
+    assert flag not in words(name)
+    assert words(name, max_batched_tokens=3000)[flag] == "3000"
+
+
 def test_every_start_leaves_out_the_prefix_cache() -> None:
     assert "--no-enable-prefix-caching" in words("vllm")
     assert "--disable_dynamic_prompt_cache" in words("lightllm")

@@ -1,56 +1,97 @@
-"""Derived sizes equal the published ones, to the parameter."""
+"""Derived sizes equal the published ones, to the parameter where those are whole; what is not described is refused."""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from backends.catalog import MODELS, find, from_config
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),  # as in each repository's safetensors index: bytes / 2
-    [
-        ("llama-2-7b", 6_738_415_616),
-        ("llama-2-13b", 13_015_864_320),
-        ("llama-2-70b", 68_976_648_192),
-        ("llama-3-8b", 8_030_261_248),
-        ("llama-3-70b", 70_553_706_496),
-        ("mixtral-8x7b", 46_702_792_704),
-    ],
+from backends.catalog import DATA, UnknownModel, find, from_config, models
+from backends.decoder import (
+    QUANTIZATIONS,
+    Attention,
+    LatentAttention,
+    Mlp,
+    ModelSpec,
+    Precision,
+    PrecisionError,
+    Window,
 )
-def test_parameters(name: str, parameters: int) -> None:
-    model = find(name)
-    assert model is not None
-    assert model.parameters == parameters
-    if model.experts == 1:
-        assert model.active_parameters == parameters
+
+# As each repository's safetensors index has them (bytes / 2 of 16-bit weights), or its model card where the weights are
+# quantized, hold a vision tower or layers that are not served; ENTRIES lists every model of the catalog.
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496, "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496, "llama-3.1-405b": 405_853_388_800, "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824, "llama-3.3-70b": 70_553_706_496,
+    "mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112,
+    "mistral-7b": 7_248_023_552, "mistral-7b-v0.1": 7_241_732_096, "mistral-nemo": 12_247_782_400,
+    "mistral-small": 23_572_403_200,
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976,  # their files hold the tied table twice
+    "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560,
+    "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320,
+    # the decoder of text alone, as Keras' presets of Gemma 3 count it (keras-hub, gemma3_presets.py)
+    "gemma-3-4b": 3_880_099_328, "gemma-3-12b": 11_765_788_416, "gemma-3-27b": 27_009_002_240,
+    "gpt-oss-20b": 20.91e9, "gpt-oss-120b": 116.83e9,  # model card, arXiv 2508.10925, table 1
+    "deepseek-v3": 671.0e9,  # arXiv 2412.19437, 4.2, without the multi-token prediction module
+    "phi-4": 14_659_507_200, "glm-4-9b": 9_400_279_040,
+    "glm-4.5-air": 106.85e9,  # zai-org/GLM-4.5, README, "106B"; transformers counts 106.852 without the MTP layer
+    "yi-6b": 6_061_035_520, "yi-34b": 34_388_917_248,
+    "codellama-7b": 6_738_546_688, "codellama-34b": 33_743_970_304,
+    # the decoder of text: transformers' Llama4ForCausalLM of the same config (docs of Meta say 109B and 400B in all)
+    "llama-4-scout": 107_769_861_120, "llama-4-maverick": 400_711_848_960,
+}  # fmt: skip
+TOLERANCE = 0.005
+ACTIVE = {  # as their cards say: billions that a token passes through
+    "mixtral-8x7b": 12.9, "qwen3-235b-a22b": 22, "llama-4-scout": 17, "llama-4-maverick": 17, "deepseek-v3": 37,
+}  # fmt: skip
 
 
-def test_mixtral_is_sparse() -> None:
-    model = find("mixtral-8x7b")
-    assert model is not None
-    assert round(model.active_parameters / 1e9, 1) == 12.9  # the paper: 47B in all, 13B active
+def known(name: str) -> ModelSpec:
+    found = find(name)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("model", models(), ids=lambda model: model.name)
+def test_parameters(model: ModelSpec) -> None:
+    published = PUBLISHED[model.name]
+    if isinstance(published, int) and "gemma-3" not in model.name:
+        assert model.parameters == published
+    assert model.parameters == pytest.approx(published, rel=TOLERANCE)
+    dense = all(kind.mlp.experts == 1 for kind in model.kinds)
+    assert (model.active_parameters == model.parameters) is dense
+
+
+def test_the_catalog_holds_what_people_serve() -> None:
+    assert len(models()) >= 30
+    assert {model.name for model in models()} == PUBLISHED.keys()
+    names = [name.lower() for model in models() for name in (model.name, model.hf_id, *model.aliases)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_mixtures_are_sparse(name: str) -> None:
+    """Cards count the table that is looked up, or not: half a billion either way."""
+    assert known(name).active_parameters / 1e9 == pytest.approx(ACTIVE[name], abs=0.6)
 
 
 def test_find() -> None:
     for alias, name in {"7b": "llama-2-7b", "13B": "llama-2-13b", "70b": "llama-2-70b"}.items():
-        found = find(alias)
-        assert found is not None and found.name == name
-    found = find("META-LLAMA/llama-2-7B-hf")
-    assert found is not None and found.name == "llama-2-7b"
+        assert known(alias).name == name
+    assert known("META-LLAMA/llama-2-7B-hf").name == "llama-2-7b"
+    assert known("deepseek-r1").name == "deepseek-v3"
     assert find("gpt-5") is None
     assert find("") is None
-
-
-def test_names_are_unique_and_shapes_fit() -> None:
-    names = [name.lower() for model in MODELS for name in (model.name, model.hf_id, *model.aliases)]
-    assert len(names) == len(set(names))
-    for model in MODELS:
-        assert model.hidden % model.heads == 0
-        assert model.heads % model.kv_heads == 0
-        assert model.head_dim == 128
 
 
 # As transformers writes the config of Llama-2-7B.
@@ -62,26 +103,233 @@ LLAMA: dict[str, Any] = {
 
 def test_from_config() -> None:
     model = from_config("m", LLAMA)
-    assert model is not None and model.parameters == 6_738_415_616
+    assert model.parameters == 6_738_415_616
     tied = from_config("m", {**LLAMA, "tie_word_embeddings": True})
-    assert tied is not None and model.parameters - tied.parameters == 32000 * 4096
+    assert model.parameters - tied.parameters == 32000 * 4096
     mixtral = from_config("m", {
         **LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
     })  # fmt: skip
-    assert mixtral is not None and mixtral.parameters == 46_702_792_704
+    assert mixtral.parameters == 46_702_792_704
+    wide = from_config("m", {**LLAMA, "head_dim": 256})  # queries, keys, values and what follows are twice as wide
+    assert wide.parameters - model.parameters == 32 * 4 * 4096 * 4096
+    biased = from_config("m", {**LLAMA, "attention_bias": True, "mlp_bias": True})
+    assert biased.parameters - model.parameters == 32 * (4 * 4096 + 2 * 11008 + 4096)
+
+
+def test_a_wrapper_of_more_than_text_is_read_through() -> None:
+    """As Gemma 3 and Llama 4 lie on the hub."""
+    inner = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
+    wrapped = {"model_type": "llama4", "vision_config": {"hidden_size": 7}, "tie_word_embeddings": False}
+    inner |= {
+        "model_type": "llama4_text", "head_dim": 128, "intermediate_size_mlp": 16384, "attention_chunk_size": 8192,
+        "num_local_experts": 16, "num_experts_per_tok": 1,
+    }  # fmt: skip
+    model = from_config("m", {**wrapped, "text_config": inner})
+    assert model.model_type == "llama4_text" and model.hidden == 4096
+    assert sorted((kind.count, kind.attention.window) for kind in model.kinds if kind.attention.window) == [
+        (24, Window(tokens=8192, chunked=True))
+    ]
+
+
+def windows(config: dict[str, Any]) -> dict[int | None, int]:
+    """Layers by their window."""
+    found: dict[int | None, int] = {}
+    for kind in from_config("m", {**LLAMA, **config}).kinds:
+        window = kind.attention.window
+        found[window and window.tokens] = found.get(window and window.tokens, 0) + kind.count
+    return found
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("config", "layers"),
     [
-        {"quantization_config": {"quant_method": "awq", "bits": 4}},  # 4 bits are not 16
-        {"num_experts": 60, "moe_intermediate_size": 1408, "num_experts_per_tok": 4},  # Qwen2-MoE
-        {"n_routed_experts": 64, "moe_intermediate_size": 1408},  # DeepSeek
-        {"shared_expert_intermediate_size": 5632},
-        {"head_dim": 256}, {"hidden_size": 0}, {"hidden_size": None}, {"num_attention_heads": 0},
-        {"num_attention_heads": -32}, {"num_hidden_layers": 0}, {"vocab_size": -1}, {"intermediate_size": "wide"},
-        {"num_local_experts": 8, "num_experts_per_tok": 9},
+        ({"model_type": "llama", "sliding_window": 4096}, {None: 32}),  # which Llama does not know
+        ({"model_type": "mistral", "sliding_window": 4096}, {4096: 32}),
+        ({"model_type": "mistral", "sliding_window": None}, {None: 32}),
+        ({"model_type": "qwen2", "sliding_window": 131072, "use_sliding_window": False}, {None: 32}),
+        (
+            {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 20},
+            {None: 20, 512: 12},
+        ),
+        ({"model_type": "gemma2", "sliding_window": 4096}, {4096: 16, None: 16}),
+        ({"model_type": "gemma3_text", "sliding_window": 1024}, {1024: 27, None: 5}),
+        ({"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 4}, {1024: 24, None: 8}),
+        (
+            {"layer_types": ["sliding_attention"] * 30 + ["full_attention"] * 2, "sliding_window": 64},
+            {64: 30, None: 2},
+        ),
+    ],
+)
+def test_windows_are_read_as_transformers_reads_them(config: dict[str, Any], layers: dict[int | None, int]) -> None:
+    assert windows(config) == layers
+
+
+QWEN_MOE: dict[str, Any] = {
+    **LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "sparse", "shared"),
+    [
+        (QWEN_MOE, 32, 0),
+        ({**QWEN_MOE, "decoder_sparse_step": 2}, 16, 0),
+        ({**QWEN_MOE, "mlp_only_layers": [0, 5, 31]}, 29, 0),
+        ({**QWEN_MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 512}, 32, 512),
+        (
+            {
+                **LLAMA, "model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 256, "n_shared_experts": 2, "first_k_dense_replace": 3,
+            },
+            29, 512,
+        ),
     ],
 )  # fmt: skip
-def test_a_size_that_is_not_known(more: dict[str, Any]) -> None:
-    assert from_config("m", {**LLAMA, **more}) is None
+def test_which_layers_are_mixtures(config: dict[str, Any], sparse: int, shared: int) -> None:
+    kinds = from_config("m", config).kinds
+    assert sum(kind.count for kind in kinds if kind.mlp.experts == 8) == sparse
+    assert {kind.mlp.shared for kind in kinds if kind.mlp.experts == 8} == {shared}
+    assert {kind.mlp.width for kind in kinds if kind.mlp.experts == 1} <= {11008}
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"model_type": "mamba2"}, "model_type 'mamba2'"),
+        ({"num_experts": 60}, "num_experts"),  # a mixture that calls itself no such thing
+        ({"n_routed_experts": 64}, "n_routed_experts"),
+        ({"shared_expert_intermediate_size": 5632}, "shared_expert_intermediate_size"),
+        ({"hidden_size": 0}, "hidden_size is 0"), ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_attention_heads": 0}, "num_attention_heads"), ({"num_attention_heads": -32}, "num_attention_heads"),
+        ({"num_attention_heads": 31}, "num_attention_heads is 31"), ({"num_key_value_heads": 5}, "num_key_value_heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"), ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"vocab_size": -1}, "vocab_size"), ({"vocab_size": 1 << 60}, "vocab_size"),
+        ({"intermediate_size": "wide"}, "intermediate_size is 'wide'"), ({"head_dim": True}, "head_dim"),
+        ({"num_local_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
+        ({"layer_types": ["linear_attention"] * 32}, "layer_types holds 'linear_attention'"),
+        ({"layer_types": ["full_attention"]}, "layer_types"), ({"layer_types": 7}, "layer_types"),
+        ({"layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method 'bitsandbytes'"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 8}}, "quantization_config.bits"),
+        ({"quantization_config": 7}, "quantization_config"),
+        ({"model_type": "deepseek_v3"}, "kv_lora_rank is missing"),
+        ({**QWEN_MOE, "mlp_only_layers": "all"}, "mlp_only_layers"),
+    ],
+)  # fmt: skip
+def test_what_stopped_it_is_named(more: dict[str, Any], field: str) -> None:
+    with pytest.raises(UnknownModel, match=re.escape(field)):
+        from_config("m", {**LLAMA, **more})
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+ENTRIES = json.loads(DATA.read_bytes())
+FIELDS = sorted({field for each in ENTRIES for field in each["config"]} | {"layer_types", "text_config", "moe_layers"})
+
+
+@given(st.sampled_from(ENTRIES), st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=3))
+def test_a_damaged_config_is_described_or_refused(entry: dict[str, Any], damage: dict[str, Any]) -> None:
+    try:
+        model = from_config("m", {**entry["config"], **damage})
+    except UnknownModel as reason:
+        assert "\n" not in str(reason) and len(str(reason)) < 300
+        return
+    assert 0 < model.active_parameters <= model.parameters
+    assert model.weight_bytes(model.precision("float16")) > 0
+
+
+def test_quantized_weights_and_what_stays_16_bit() -> None:
+    """Embeddings, head and norms stay; the linear layers take what their format says (Llama-3.1-8B: 16.1 GB)."""
+    model = known("llama-3.1-8b")
+    stays = 2 * (2 * 128256 * 4096 + (2 * 32 + 1) * 4096)
+    linear = model.parameters - stays // 2
+    assert model.weight_bytes(Precision()) == 2 * model.parameters
+    for name, least in (("fp8", 1.0), ("int8", 1.0), ("awq", 0.5), ("gptq", 0.5), ("nvfp4", 0.5)):
+        precision = model.precision("bfloat16", name)
+        assert least <= (model.weight_bytes(precision) - stays) / linear < 1.13 * least
+    # hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4 is 5.73 GB on the hub
+    assert model.weight_bytes(model.precision("float16", "awq")) == pytest.approx(5.73e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("gpt-oss-20b", 13.76e9), ("gpt-oss-120b", 65.25e9),  # their safetensors files on the hub
+        ("deepseek-v3", 671.0e9 + 0.94e9 * 2),  # FP8 but embeddings, head and routers
+    ],
+)  # fmt: skip
+def test_weights_that_come_quantized(name: str, size: float) -> None:
+    model = known(name)
+    assert model.weight_bytes(model.precision("bfloat16")) == pytest.approx(size, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {
+                "num_bits": 8, "type": "int"}}}}, "int8",
+        ),
+    ],
+)  # fmt: skip
+def test_a_quantization_config_is_read(config: dict[str, Any], name: str) -> None:
+    model = from_config("m", {**LLAMA, "quantization_config": config})
+    assert model.precision("float16").quantization is QUANTIZATIONS[name]
+    other = "fp8" if name != "fp8" else "awq"
+    with pytest.raises(PrecisionError, match=f"^m comes quantized as {name} and --quantization says {other}; "):
+        model.precision("float16", other)
+
+
+def test_what_a_token_keeps() -> None:
+    """Published: 512 KiB of Llama-2-7B, 320 of 70B; DeepSeek-V3's 70,272 bytes (its report's 70.272 KB); fp8: half."""
+    for name, size in (("7b", 512 << 10), ("70b", 320 << 10), ("deepseek-v3", 70_272), ("qwen3-32b", 256 << 10)):
+        model = known(name)
+        assert model.kv_bytes_per_token(Precision()) == size
+        assert model.kv_bytes_per_token(Precision(kv_cache_dtype="fp8")) == size // 2
+
+
+def test_a_latent_is_kept_by_every_gpu_and_kv_heads_are_divided() -> None:
+    latent, grouped = known("deepseek-v3"), known("llama-3-70b")
+    precision = Precision()
+
+    def kv(model: ModelSpec, tp: int) -> int:
+        return model.serving_bytes(precision, tp, 4096, 0) - model.serving_bytes(precision, tp, 0, 0)
+
+    assert kv(latent, 8) == kv(latent, 1)
+    assert kv(grouped, 8) == kv(grouped, 1) // 8 == kv(grouped, 16)
+
+
+def test_why_gpus_cannot_share_it() -> None:
+    assert known("7b").undivided(8) is None and known("phi-4").undivided(2) is None
+    assert known("qwen2.5-7b").undivided(8) == "has 28 attention heads, which --tp 8 does not divide"
+    assert known("phi-4").undivided(4) == "has 10 KV heads, which --tp 4 neither divides nor is a multiple of"
+    experts = Mlp(width=768, experts=128, active=8)
+    assert experts.undivided(512) == "has experts of width 768, which --tp 512 does not divide"
+
+
+@given(st.integers(1, 300), st.integers(0, 900), st.integers(1, 300), st.booleans())
+def test_a_window_is_what_its_queries_see(size: int, cached: int, tokens: int, chunked: bool) -> None:
+    """One by one, a query in the middle of its token."""
+    window = Window(tokens=size, chunked=chunked)
+    counted = 0.0
+    for position in range(cached, cached + tokens):
+        first = position // size * size if chunked else max(0, position + 1 - size)
+        seen = position + 1 - first
+        assert window.seen(position + 1) == seen
+        counted += seen - (0.5 if chunked or position < size else 0.0)
+    assert window.work(cached, tokens) == pytest.approx(counted)
+
+
+def test_latent_attention_multiplies_what_it_stores() -> None:
+    """The products of a token hold every weight once: kv_b is split into what meets keys and what meets values."""
+    for attention in (known("deepseek-v3").kinds[0].attention, known("llama-3-8b").kinds[0].attention):
+        hidden = 7168 if isinstance(attention, LatentAttention) else 4096
+        held = sum(each.outputs * each.inputs * each.copies for each in attention.products(hidden, 1))
+        assert isinstance(attention, Attention | LatentAttention) and held == attention.weights(hidden)

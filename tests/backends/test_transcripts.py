@@ -94,6 +94,8 @@ class TestTranscript:
          b'data:{"token":{"id":7,"text":" a","count_output_tokens":1},"finished":false}\n\n'
          b'data:{"token":{"id":5,"text":" b","count_output_tokens":2},"finished":true,"finish_reason":"length"}\n\n',
          Said([" a", " b"], [7, 5])),
+        ("lightllm", False, b'{"generated_text":[" a b"],"count_output_tokens":2,"finish_reason":"length"}',
+         Said([" a b"])),
         ("tgi", True,
          b'data:{"token":{"id":7,"text":" a"}}\n\ndata:{"token":{"id":5,"text":" b"},"generated_text":" a b"}\n\n',
          Said([" a", " b"])),

@@ -31,9 +31,12 @@ from loadgen import cli, rundir, trace
 from loadgen.client.connection import Connection
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import FastTransport
-from loadgen.load import traces
-from loadgen.load.lengths import MOST_TOKENS, WorkloadError
-from loadgen.load.prompts import Dataset
+from loadgen.load import conversations, datasets, traces
+from loadgen.load.conversations import Conversations
+from loadgen.load.dataset_files import holds_conversations
+from loadgen.load.datasets import Dataset
+from loadgen.load.lengths import MOST_TOKENS, WorkloadError, fixed
+from loadgen.load.sessions import Sessions
 from loadgen.monitor import server_view
 from loadgen.monitor.exporter import Exporter
 from loadgen.monitor.prometheus import Series, Unreadable
@@ -186,8 +189,13 @@ def config(data: bytes) -> None:
 
 
 def dataset(data: bytes) -> None:
-    """A dataset: each prompt that is let through can be sent."""
+    """A dataset of prompts or of conversations: each prompt that is let through can be sent."""
     path = _file("prompts.jsonl", data)
+    for read in (conversations._read, datasets._read_lines):
+        read.cache_clear()  # a file that is as long as the one before it, within the same tick of the file system
+    if holds_conversations(path):
+        _conversations(path)
+        return
     for name in ("vllm", "openai-chat"):
         backend = backend_of(name)
         try:
@@ -199,6 +207,21 @@ def dataset(data: bytes) -> None:
         for number in range(len(prompts)):
             sampling = Sampling(max_tokens=prompts.shape(number).output_tokens)
             assert backend.encode(MODEL, prompts.prompt("measured", number), sampling).body
+
+
+def _conversations(path: Path) -> None:
+    try:
+        held = Conversations(path, 4, 0)
+    except WorkloadError as error:
+        shown(error)
+        return
+    sessions = Sessions(turns=None, think_time=fixed(1), counts=held.counts)
+    workload = held.played(sessions.drawn(held.sessions, 0))
+    assert workload.turns.total == len(held) >= held.sessions >= 1
+    for number in range(len(held)):
+        sampling = Sampling(max_tokens=workload.shape(number).output_tokens)
+        for name in ("vllm", "openai-chat"):
+            assert backend_of(name).encode(MODEL, workload.prompt("measured", number), sampling).body
 
 
 def traffic(data: bytes) -> None:

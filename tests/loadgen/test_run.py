@@ -604,6 +604,44 @@ def test_dataset(server: str, tmp_path: Path) -> None:
     assert "prefix cache" in said
 
 
+@pytest.mark.parametrize(
+    ("backend", "asked", "template_tokens"),
+    [("openai", (), 0), ("openai-chat", (), 5), ("lightllm", ("--no-stream",), 0)],
+)
+def test_conversations(backend: str, asked: tuple[str, ...], template_tokens: int, tmp_path: Path) -> None:
+    """The embedded server counts words: each turn has those before it, and those of its real replies."""
+    share_gpt = [
+        {
+            "conversations": [
+                {"from": "human", "value": "one two three"},
+                {"from": "gpt", "value": "as long as a reply of the file"},
+                {"from": "human", "value": "four five"},
+                {"from": "gpt", "value": "x"},
+                {"from": "human", "value": "six"},
+            ],
+            "output_tokens": [3, 4, 5],
+        },
+        {"conversations": [{"from": "human", "value": "seven"}]},
+        {"conversations": [{"from": "human", "value": "warm up"}]},
+        {"conversations": [{"from": "gpt", "value": "alone"}]},
+    ]
+    file, out = tmp_path / "sharegpt.json", tmp_path / "run"
+    file.write_text(json.dumps(share_gpt))
+    report, said = loadgen(
+        "run", "--launch", "embedded", "--backend", backend, *asked, "--no-calibrate", "--dataset", str(file),
+        "--warmup", "1", "--think-time", "0.05", "--output-tokens", "6", "--out", str(out),
+    )  # fmt: skip
+    assert "of the dataset these are not sent: 1 conversation without a user's message." in said
+    assert report["requests"] == {"planned": 4, "ok": 4, "failed": 0, "by_outcome": {"ok": 4}}
+    lines = [json.loads(line) for line in (out / "requests.jsonl").read_text().splitlines()]
+    rows = sorted((line for line in lines if line.get("phase") == "measured"), key=lambda row: int(row["id"]))
+    assert [(row["session"], row["turn"], row["output_tokens"]) for row in rows] == [
+        (0, 1, 3), (0, 2, 4), (0, 3, 5), (1, 1, 6),
+    ]  # fmt: skip
+    assert [row["prompt_tokens"] - template_tokens for row in rows] == [3, 3 + 3 + 2, 8 + 4 + 1, 1]
+    assert out.stat().st_mode & 0o777 == 0o700
+
+
 def test_machine_that_cannot_hold_the_load(tmp_path: Path) -> None:
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); {LOADGEN[2]}"
     result = subprocess.run(

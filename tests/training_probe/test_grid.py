@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends import catalog
-from backends.catalog import ModelSpec
+from training_probe import llama_shape
 from training_probe.grid import ENGINES, LETTERS, NAIVE, Cell, GridError, Method, cell, grid, impossible
+from training_probe.llama_shape import LlamaShape
 
 
-def spec(name: str) -> ModelSpec:
-    found = catalog.find(name)
+def spec(name: str) -> LlamaShape:
+    found = llama_shape.known(name)
     assert found is not None
     return found
 

@@ -212,12 +212,12 @@ def run(workload: Workload, model: Path) -> list[Step]:
     leaving: list[tuple[int, str]] = []
     while True:
         while coming and (coming[0][1][2] <= len(executor.steps) or not has_work(core)):
-            index, (prompt, output, _, leaves, segments, reply_key) = coming.popleft()
+            index, (prompt, output, _, leaves, segments) = coming.popleft()
             sampling = SamplingParams(max_tokens=output, ignore_eos=True)
             tokens = [token for key, length in segments for token in made_up(key, length)]
-            tokens += made_up(-2 - 2 * index, prompt - len(tokens))
-            replies[str(index)] = made_up(-3 - 2 * index if reply_key is None else reply_key, output)
-            scheduler.add_request(Request(str(index), tokens, sampling, None, block_hasher=hasher))
+            tokens += made_up(-2 - index, prompt + output - len(tokens))
+            replies[str(index)] = tokens[prompt:]
+            scheduler.add_request(Request(str(index), tokens[:prompt], sampling, None, block_hasher=hasher))
             if leaves is not None:
                 leaving.append((leaves, str(index)))
         gone = [index for leaves, index in leaving if leaves <= len(executor.steps)]

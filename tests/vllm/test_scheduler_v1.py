@@ -97,7 +97,8 @@ def sessions(blocks: int) -> Workload:
             said.append((next(key), draw.randint(5, 150)))
             output, reply = draw.randint(1, 90), next(key)
             leaves = comes + draw.randint(0, 60) if draw.random() < 0.1 else None
-            requests.append(Request(sum(tokens for _, tokens in said), output, comes, leaves, tuple(said), reply))
+            prompt = sum(tokens for _, tokens in said)
+            requests.append(Request(prompt, output, comes, leaves, (*said, (reply, output))))
             said.append((reply, draw.choice([output, output, max(1, output - 7)])))
             comes += draw.randint(output, 2 * output + 40)
     requests.sort(key=lambda request: request.comes)
@@ -115,7 +116,9 @@ def sharing(seed: int) -> Workload:
         shared = [(key, piece if draw.random() < 0.8 else draw.randint(1, piece)) for key in keys]
         prompt = sum(tokens for _, tokens in shared) + draw.choice([0, request.prompt % 50, request.prompt])
         reply_key = draw.choice([None, *range(20)])
-        requests.append(request._replace(prompt=max(1, prompt), segments=tuple(shared), reply_key=reply_key))
+        if reply_key is not None and prompt == sum(tokens for _, tokens in shared) > 0:
+            shared.append((reply_key, request.output))
+        requests.append(request._replace(prompt=max(1, prompt), segments=tuple(shared)))
     return workload(scarce(draw, requests), base["max_running"], base["budget_tokens"], requests)
 
 
@@ -197,8 +200,8 @@ def ours(workload: Workload) -> list[Told]:
     while coming or present or under_way:
         while len(under_way) < scheduler.depth:
             while coming and (coming[0][1][2] <= scheduled or not (present or under_way)):
-                index, (prompt, output, _, leaves, segments, reply_key) = coming.popleft()
-                present[index] = Sequence(index, prompt, output, segments, reply_key)
+                index, (prompt, output, _, leaves, segments) = coming.popleft()
+                present[index] = Sequence(index, prompt, output, segments)
                 scheduler.admit(present[index])
                 scheduler.add(present[index])
                 if leaves is not None:

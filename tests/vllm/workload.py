@@ -6,7 +6,7 @@ from typing import NamedTuple, TypedDict
 
 
 class Request(NamedTuple):
-    """`comes`, `leaves`: steps that are scheduled before it comes, before it is aborted. `segments`, `reply_key`: as of
+    """`comes`, `leaves`: steps that are scheduled before it comes, before it is aborted. `segments`: as of
     servers.schedulers.Sequence."""
 
     prompt: int
@@ -14,7 +14,6 @@ class Request(NamedTuple):
     comes: int = 0
     leaves: int | None = None
     segments: tuple[tuple[int, int], ...] = ()
-    reply_key: int | None = None
 
 
 class Workload(TypedDict):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from backends.catalog import ModelSpec
 from training_probe.flops import weights
 from training_probe.grid import Cell
+from training_probe.llama_shape import LlamaShape
 from training_probe.memory.rank import (
     MASTER,
     STATES_FP32,
@@ -48,7 +48,7 @@ FOREACH_ADAM_BYTES = 4
 # --- ---
 
 
-def moments(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Moment, ...], tuple[Term, ...]]:
+def moments(cell: Cell, spec: LlamaShape, batch: int) -> tuple[tuple[Moment, ...], tuple[Term, ...]]:
     """The moments of a step on the worst rank, and the host's terms."""
     if cell.engine == "megatron":
         stages = [tuple(_megatron(rank)) for rank in _stages(cell, spec, batch)]
@@ -278,7 +278,7 @@ def _megatron(rank: Rank) -> Iterator[Moment]:
     yield Moment("optimizer step", (*held, roots))
 
 
-def _stages(cell: Cell, spec: ModelSpec, batch: int) -> Iterator[Rank]:
+def _stages(cell: Cell, spec: LlamaShape, batch: int) -> Iterator[Rank]:
     """The first and the last rank of a pipeline; without one they are the same."""
     method = cell.letters
     whole = weights(spec, method)

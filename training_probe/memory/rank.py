@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from backends.catalog import ModelSpec
 from training_probe.flops import Weights, adapted_linears
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell, Method
+from training_probe.llama_shape import LlamaShape
 
 # --- What is set or measured, and may need a new look with a new version ---
 # Context, modules and NCCL's own memory are outside torch's allocator. About half a GiB; not measured here yet.
@@ -57,7 +57,7 @@ def tokens_in_model(cell: Cell) -> int:
     return cell.seq_len + (PROMPT_TOKENS if cell.letters.adapter == "PT" else 0)
 
 
-def layer_bytes(cell: Cell, spec: ModelSpec, batch: int) -> LayerBytes:
+def layer_bytes(cell: Cell, spec: LlamaShape, batch: int) -> LayerBytes:
     """Of one layer and one micro batch of `batch` sequences on one GPU."""
     method, length = cell.letters, tokens_in_model(cell)
     tokens = batch * length
@@ -71,19 +71,19 @@ def layer_bytes(cell: Cell, spec: ModelSpec, batch: int) -> LayerBytes:
     return LayerBytes(kept=round(tokens * kept), formula=formula, working=round(tokens * working))
 
 
-def outside_bytes(cell: Cell, spec: ModelSpec, batch: int) -> int:
+def outside_bytes(cell: Cell, spec: LlamaShape, batch: int) -> int:
     """The last norm and the head's input, without logits."""
     coefficient = 4 if cell.letters.adapter else 8
     return batch * tokens_in_model(cell) * coefficient * spec.hidden
 
 
-def logits_bytes(cell: Cell, spec: ModelSpec, batch: int) -> int:
+def logits_bytes(cell: Cell, spec: LlamaShape, batch: int) -> int:
     """At their largest, in the backward pass of the loss: log-probabilities, their gradient and that of the logits,
     each fp32 (at the end of the forward pass it is 10 bytes: bf16 logits, their fp32 copy, log-probabilities)."""
     return 12 * batch * tokens_in_model(cell) * spec.vocab_size // cell.tp
 
 
-def _saved(cell: Cell, spec: ModelSpec, *, attention_recomputed: bool) -> tuple[float, str]:
+def _saved(cell: Cell, spec: LlamaShape, *, attention_recomputed: bool) -> tuple[float, str]:
     """Bytes per token of a layer, and the formula. Norms are whole on every rank of a tensor-parallel group, the rest
     is divided."""
     method = cell.letters
@@ -110,21 +110,24 @@ def _saved(cell: Cell, spec: ModelSpec, *, attention_recomputed: bool) -> tuple[
     adapters = 2.0 * LORA_RANK * len(adapted_linears(spec)) if lora else 0.0
     per_token = (
         whole * spec.hidden
-        + (divided * spec.hidden + mlp + square * spec.heads * tokens_in_model(cell)) / cell.tp
+        + (divided * spec.query_width + mlp + square * spec.heads * tokens_in_model(cell)) / cell.tp
         + small
         + adapters
     )
-    formula = f"{whole + divided:g}*b*s*h + {active * wide}*b*s*f" + (f" + {square}*b*a*s^2" if square else "")
+    widths = f"{whole + divided:g}*b*s*h"
+    if spec.query_width != spec.hidden:
+        widths = f"{whole:g}*b*s*h + {divided:g}*b*s*a*{spec.head_dim}"
+    formula = f"{widths} + {active * wide}*b*s*f" + (f" + {square}*b*a*s^2" if square else "")
     return per_token, formula
 
 
-def _transient(cell: Cell, spec: ModelSpec, attention_square: int) -> float:
+def _transient(cell: Cell, spec: LlamaShape, attention_square: int) -> float:
     """Bytes per token of a layer's gradients at their largest, less what has been freed of it by then: in the MLP two
     wide gradients and two of the hidden state, in attention the gradients of probabilities and scores."""
     mlp = 4.0 * spec.active_experts * spec.intermediate / cell.tp + 4 * spec.hidden
     freed = 8.0 * spec.active_experts * spec.intermediate / cell.tp
     # flash: gradients of q, k and v, an fp32 sum of q's. Else: probabilities' gradient, its fp32 copy, scores' gradient
-    attention = 10.0 * spec.hidden if cell.attention == "flash" else 8.0 * attention_square
+    attention = 10.0 * spec.query_width if cell.attention == "flash" else 8.0 * attention_square
     return max(mlp, attention / cell.tp - freed)
 
 
@@ -156,7 +159,7 @@ class Rank:
     activations it holds at once (pipeline). head: whether it computes logits."""
 
     cell: Cell
-    spec: ModelSpec
+    spec: LlamaShape
     method: Method
     counts: Weights
     batch: int

@@ -92,11 +92,12 @@ def _sized(cell: Cell, model: Model, device_bytes: int | None) -> tuple[Cell, st
 
 
 def _prediction(cell: Cell, model: Model) -> Prediction | Unpredicted:
-    why = impossible(cell, model.spec)
+    why = impossible(cell, model.spec, model.unknown)
     if why is not None:
         return Unpredicted("unsupported", why)
     if model.spec is None:
-        return Unpredicted("not predicted", "its config.json describes no decoder that is known here")
+        why = model.unknown or "its config.json describes no decoder that is known here"
+        return Unpredicted("not predicted", why)
     return memory.predict(cell, model.spec)
 
 

@@ -16,11 +16,11 @@ from typing import Protocol, TypedDict
 from msgspec.structs import replace
 
 from backends import gpus
-from backends.catalog import ModelSpec
 from training_probe import flops, memory
 from training_probe.grid import Cell, impossible
 from training_probe.launch import runner
 from training_probe.launch.runner import Launching, Limits, MemoryReturn, TrialOutcome
+from training_probe.llama_shape import LlamaShape
 from training_probe.memory import Fit, Prediction
 from training_probe.protocol import TIMELINE_STEPS, Step, Trial
 from training_probe.results import GIB, Attempt, CellResult, Outcome, RunResult, loss_doubt, of_cell
@@ -36,9 +36,9 @@ SEARCH_WARMUP_STEPS, SEARCH_STEPS = 2, 3
 class Predictor(Protocol):
     """Predicts memory as training_probe.memory does."""
 
-    def predict(self, cell: Cell, spec: ModelSpec, /) -> Prediction: ...
+    def predict(self, cell: Cell, spec: LlamaShape, /) -> Prediction: ...
     def fits(self, prediction: Prediction, device_memory_bytes: int, /) -> Fit: ...
-    def largest_micro_batch(self, cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int, /) -> int: ...
+    def largest_micro_batch(self, cell: Cell, spec: LlamaShape, device_memory_bytes: int, at_most: int, /) -> int: ...
 
 
 class Predicted(TypedDict, total=False):
@@ -79,7 +79,8 @@ class Surroundings:
 
     def refusal(self, cell: Cell, settings: Settings, memory_bytes: int | None) -> tuple[Outcome, str] | None:
         """Why a cell is not to be run on devices of this memory, and the outcome that this is; None when it is."""
-        why = impossible(cell, settings.model(cell).spec)
+        model = settings.model(cell)
+        why = impossible(cell, model.spec, model.unknown)
         if why is None and cell.device == "cuda" and cell.gpus > len(settings.gpu_ids):
             why = f"it needs {cell.gpus} GPUs, and the sweep has {len(settings.gpu_ids) or 'none'}"
         if why is not None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from backends import catalog
 from backends.untrusted import read_json
 from loadgen.rundir import Machine, RunError, this_machine
+from training_probe import llama_shape
 from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell, Model
 from training_probe.protocol import Trial
 
@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     python: str = sys.executable
 
     def model(self, cell: Cell) -> Model:
-        return self.models.get(cell.model) or Model(spec=catalog.find(cell.model))
+        return self.models.get(cell.model) or Model(spec=llama_shape.known(cell.model))
 
     def trial(self, cell: Cell) -> Trial:
         """A run of the cell with these steps."""

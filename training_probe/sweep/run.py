@@ -160,8 +160,9 @@ def dry_run(cells: Sequence[Cell], settings: Settings, directory: Path, around: 
 
 def _dry_lines(cell: Cell, settings: Settings, directory: Path, around: Surroundings) -> Iterator[str]:
     yield f"# {cell.name}"
-    spec = settings.model(cell).spec
-    why = impossible(cell, spec)
+    model = settings.model(cell)
+    spec = model.spec
+    why = impossible(cell, spec, model.unknown)
     if why is not None:
         yield f"unsupported: {why}"
         return

@@ -170,7 +170,8 @@ def _transformer_config(trial: Trial, device: torch.device) -> Any:
     }
     return TransformerConfig(
         num_layers=spec.layers, hidden_size=spec.hidden, num_attention_heads=spec.heads, num_query_groups=spec.kv_heads,
-        ffn_hidden_size=spec.intermediate, gated_linear_unit=True, activation_func=functional.silu,
+        kv_channels=spec.head_dim, ffn_hidden_size=spec.intermediate, gated_linear_unit=True,
+        activation_func=functional.silu,
         normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
         bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
         tensor_model_parallel_size=cell.tp, pipeline_model_parallel_size=cell.pp,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -68,9 +68,10 @@ def _config(trial: Trial) -> Any:
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_position,
         "tie_word_embeddings": spec.tied,
+        "head_dim": spec.head_dim,
     }
     if spec.experts == 1:
-        return LlamaConfig(**shape)
+        return Qwen2Config(**shape) if spec.biases == 3 else LlamaConfig(**shape, attention_bias=spec.biases == 4)
     return MixtralConfig(**shape, num_local_experts=spec.experts, num_experts_per_tok=spec.active_experts)
 
 

@@ -283,3 +283,17 @@ def test_sessions_share_a_prefix_at_their_first_turn_alone() -> None:
     assert sorted(set(shared)) == [0, 10] and shared.count(0) == 2
     assert [shapes.shape(number).shared_tokens for number in range(1, 3)] == [24, 48]
     assert [shapes.shape(number).prompt_tokens for number in range(3)] == [20, 44, 68]
+
+
+@pytest.mark.parametrize("backend", ["vllm", "openai"])
+def test_a_warm_up_may_have_more_requests_than_there_are_turns(backend: str, tmp_path: Path) -> None:
+    async def story() -> list[tuple[bytes, dict[str, str], bytes]]:
+        async with scripted(reply) as world:
+            drawn = plan(world.url, backend, sessions=2, turns=2, prefix="2:3")
+            warm = msgspec.structs.replace(drawn, job=msgspec.structs.replace(drawn.job, warmup=9))
+            await run_here(warm, tmp_path, lambda snapshots: None)
+            return world.requests
+
+    warm_ups = [body for _, head, body in run_loop(story()) if head["x-request-id"].startswith("r-w")]
+    assert len(warm_ups) == len(set(warm_ups)) == 9
+    assert len(records.read(tmp_path)[0].measured()) == 4

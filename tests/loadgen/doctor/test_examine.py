@@ -337,3 +337,23 @@ def test_clean_without_docker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert cli.invoke(["clean"]) == 3
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("loadgen: Docker cannot be used")
+
+
+def test_the_file_of_the_load_is_looked_into(tmp_path: Path) -> None:
+    def found(**options: Any) -> Check:
+        return next(check for check in examine(Config(**options), ONE_4090) if check.name in ("dataset", "trace"))
+
+    prompts, chats, trace = (tmp_path / name for name in ("prompts.jsonl", "chats.jsonl", "trace.jsonl"))
+    prompts.write_text('{"prompt": [1]}\n' * 10)
+    chats.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 9 + '{"messages": []}\n')
+    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 0, "hash_ids": [1]}\n')
+    for options in ({"url": "http://h"}, {"launch": "embedded"}, {"backend": "vllm"}, {}):
+        assert found(dataset=prompts, **options)[:3] == ("dataset", "ok", f"{prompts}: 2 requests")
+    left_out = "left out: 1 conversation without a user's message"
+    assert found(dataset=chats).seen == f"{chats}: 1 conversation with 1 turn in all; {left_out}"
+    too_many = found(dataset=prompts, warmup=10, backend="vllm", model="7b")
+    assert (too_many.state, too_many.advice) == ("problem", "add prompts, or send these again with --repeat-dataset")
+    assert found(trace=trace).state == "problem"
+    assert found(trace=tmp_path / "none", url="http://h").seen.endswith("none: No such file or directory")
+    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n')
+    assert found(trace=trace).seen == f"{trace}: 1 request"

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.load import traces
-from loadgen.load.prompts import MOST_TOKENS, WorkloadError
+from loadgen.load.lengths import MOST_TOKENS, WorkloadError
 from loadgen.load.traces import LeftOut, Trace, read
 from tests.loadgen.load.loads import load
 

@@ -52,7 +52,8 @@ def test_chat_stream_byte_for_byte(tmp_path: Path) -> None:
     head = b'data: {"id":"chatcmpl-r-1","object":"chat.completion.chunk","created":' + created[1]
     head += b',"model":"m","choices":['
     assert answer.events == [
-        head + b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n',
+        head + b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],'
+        b'"prompt_token_ids":null,"prompt_text":null}\n\n',
         head + b'{"index":0,"delta":{"content":" the"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n',
         head + b'{"index":0,"delta":{"content":" of"},"logprobs":null,"finish_reason":"length","stop_reason":null,'
         b'"token_ids":null}]}\n\n',
@@ -73,6 +74,40 @@ def test_continuous_usage_counts_up(tmp_path: Path) -> None:
     answer = ask(tmp_path, COMPLETIONS, {"prompt": "a b", "max_tokens": 4, "stream": True, "stream_options": options})
     assert [event["usage"]["completion_tokens"] for event in answer.data] == [1, 2, 3, 4, 4]
     assert [event["usage"]["total_tokens"] for event in answer.data] == [3, 4, 5, 6, 6]
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "stream": True, "stream_options": options}
+    assert [event["usage"]["completion_tokens"] for event in ask(tmp_path, CHAT, body).data] == [0, 1, 2, 3, 3]
+
+
+IDS = {"return_token_ids": True, "max_tokens": 5}
+
+
+def test_token_ids_where_they_are_asked_for(tmp_path: Path) -> None:
+    """As vLLM 0.32 has them: the prompt's in the first event (in a chat beside the choices), an event's tokens' in
+    each."""
+    body = {"prompt": [7, 8, 9]} | IDS
+    stream = ask(tmp_path, COMPLETIONS, body | USAGE)
+    choices = [event["choices"][0] for event in stream.data[:-1]]
+    assert [choice["token_ids"] for choice in choices] == [[1001], [1002], [1003], [1004], [1005]]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[7, 8, 9]] + [None] * 4
+    assert "".join(choice["text"] for choice in choices) == " the of and to in"
+    whole = ask(tmp_path, COMPLETIONS, body).json["choices"][0]
+    assert (whole["prompt_token_ids"], whole["token_ids"]) == ([7, 8, 9], [1001, 1002, 1003, 1004, 1005])
+
+    body = {"messages": [{"role": "user", "content": "of all the"}]} | IDS
+    opening, *rest = ask(tmp_path, CHAT, body | STREAM).data
+    ids = opening["prompt_token_ids"]
+    assert len(ids) == 5 + 3 and (ids[5], ids[7]) == (1002, 1001)  # words that are output tokens have their ids
+    assert "token_ids" not in opening["choices"][0]
+    assert [event["choices"][0]["token_ids"] for event in rest] == [[1001], [1002], [1003], [1004], [1005]]
+    assert not any("prompt_token_ids" in event for event in rest)
+    whole = ask(tmp_path, CHAT, body).json
+    assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (ids, [1001, 1002, 1003, 1004, 1005])
+
+
+def test_merged_events_have_the_ids_of_all_their_tokens(tmp_path: Path) -> None:
+    with running(tmp_path, "vllm", "merge:1", max_model_len=100) as server:
+        stream = server.post(COMPLETIONS, {"prompt": "a"} | IDS | STREAM)
+    assert [event["choices"][0]["token_ids"] for event in stream.data] == [[1001, 1002], [1003, 1004], [1005]]
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "openai"])

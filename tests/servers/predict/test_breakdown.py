@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends import catalog
+from backends.decoder import Precision
 from loadgen import cli
 from loadgen.breakdown.tables import ATTENTION, FFN, IDLE, UNASSIGNED, paper
 from servers.predict import breakdown
@@ -25,7 +26,7 @@ def cost(model: str, gpu: str, tp: int, layer_us: float) -> StepCost:
     kind = hardware.find(gpu)
     _, link = hardware.link(kind, tp, None, True)
     own = Overheads(step_us=200.0, row_us=3.0, prefill_token_us=0.2, layer_us=layer_us, reduce_us=4.0, reduce_ratio=1.3)
-    return StepCost(spec, kind, tp, link, "float16", own)
+    return StepCost(spec, kind, tp, link, Precision(), own)
 
 
 @given(
@@ -81,11 +82,11 @@ def test_the_papers_setting(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert found == json.loads((tmp_path / "run/breakdown.json").read_text())
     assert found["emulated"] is True and "emulated" in said
     assert (found["batch"], found["hardware"], found["backend"]) == (1024, "8 x NVIDIA A800 SXM 80 GB", "lightllm@2310")
-    assert found["step_ms"] == pytest.approx(51.11, rel=0.05)  # that GPU's table was fitted to the paper's Table X
+    assert found["step_ms"] == pytest.approx(51.11, rel=0.05)  # nothing here was fitted to it
     assert sum(found["kinds"].values()) == pytest.approx(found["step_ms"])
     assert sum(found["parts"].values()) == pytest.approx(found["step_ms"])
     report = (tmp_path / "run/report.md").read_text()
-    assert "decode ratio from Table X" in report  # what was fitted to the paper is no confirmation of it
+    assert "to which nothing here was fitted" in report
     assert "| 23.05 | 45.10 |" in report and "| 35.13 | 68.73 |" in report and "2311.03687" in report
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     assert manifest["emulated"] is True and manifest["config"]["gpu"] == "a800"

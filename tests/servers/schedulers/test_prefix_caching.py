@@ -53,11 +53,16 @@ pieces = st.lists(st.tuples(keys, st.integers(0, 40)), max_size=3).map(tuple)
 
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
-    """Prompts of at most 160 tokens, of pieces that others may have too, and often a rest of their own."""
+    """Prompts of at most 160 tokens, of pieces that others may have too, and often a rest of their own, or a reply of
+    such pieces."""
     segments = draw(pieces)
-    prompt = max(1, sum(tokens for _, tokens in segments) + draw(st.sampled_from([0, 0, 1, 17, 40])))
+    shared = sum(tokens for _, tokens in segments)
+    prompt = max(1, shared + draw(st.sampled_from([0, 0, 1, 17, 40, -1, -30])))
+    output = max(draw(st.integers(1, 60)), shared - prompt)
+    if shared and prompt == shared and (reply := draw(st.none() | keys)) is not None:
+        segments = (*segments, (reply, draw(st.integers(1, output))))
     leaves = draw(st.none() | st.none() | st.integers(0, 80))
-    return Request(prompt, draw(st.integers(1, 60)), draw(st.integers(0, 40)), leaves, segments, draw(st.none() | keys))
+    return Request(prompt, output, draw(st.integers(0, 40)), leaves, segments)
 
 
 loads = st.lists(requests(), max_size=25)
@@ -127,7 +132,7 @@ def test_all_get_their_tokens_and_nothing_is_lost(name: str, load: list[Request]
 def test_where_nothing_is_shared_and_nobody_is_preempted_the_cache_changes_no_step(
     name: str, load: list[Request]
 ) -> None:
-    load = [request._replace(segments=(), reply_key=None) for request in load]
+    load = [request._replace(segments=()) for request in load]
     with_cache, without = (Run(make(40_000), load) for make in PAIRS[name])
     assert with_cache.trace == without.trace
     assert with_cache.scheduler.cached_tokens == 0
@@ -135,11 +140,8 @@ def test_where_nothing_is_shared_and_nobody_is_preempted_the_cache_changes_no_st
 
 def together(request: Request, other: Request) -> int:
     """How many tokens the prompt of a request shares with what the other has when it has ended, by the tokens."""
-    said = (*other.segments, *([(other.reply_key, other.output)] if other.reply_key is not None else []))
-    if sum(tokens for _, tokens in other.segments) < other.prompt:
-        said = other.segments
-    one = [(key, offset) for key, tokens in request.segments for offset in range(tokens)]
-    two = [(key, offset) for key, tokens in said for offset in range(tokens)]
+    one = [(key, offset) for key, tokens in request.segments for offset in range(tokens)][: request.prompt]
+    two = [(key, offset) for key, tokens in other.segments for offset in range(tokens)]
     return next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
@@ -176,7 +178,7 @@ def test_tgi_one_after_the_other_hits_the_prompts_that_came_before(load: list[Re
 
 def named(*segments: tuple[int, int], output: int = 1, own: int = 0, reply_key: int | None = None) -> Sequence:
     prompt = sum(tokens for _, tokens in segments) + own
-    return Sequence(0, prompt, output, segments, reply_key)
+    return Sequence(0, prompt, output, segments if reply_key is None else (*segments, (reply_key, output)))
 
 
 def test_pieces_of_one_key_begin_alike_and_what_follows_does_not_have_to() -> None:

@@ -55,7 +55,6 @@ class Request(NamedTuple):
     gap: int
     leaves: int | None
     segments: tuple[tuple[int, int], ...] = ()
-    reply_key: int | None = None
 
 
 class Run:
@@ -75,7 +74,7 @@ class Run:
             assert now < 20_000, "somebody starves"
             while coming and coming[0][0] <= now:
                 _, index, request = coming.popleft()
-                sequence = Sequence(index, request.prompt, request.output, request.segments, request.reply_key)
+                sequence = Sequence(index, request.prompt, request.output, request.segments)
                 try:
                     scheduler.admit(sequence)
                 except Rejected:

@@ -8,16 +8,18 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from backends import catalog
-from backends.catalog import ModelSpec
+from backends.decoder import ModelSpec, Precision
 from servers.schedulers import Sequence, Step
 from servers.simulator import hardware
 from servers.simulator.build import profiles
-from servers.simulator.cost import Link, Overheads, StepCost
+from servers.simulator.cost import Link, Overheads, StepCost, arithmetic
 
 H200 = hardware.find("h200")
+F16 = Precision()
 OPERATORS = Path(__file__).parents[3] / "benchmarks" / "operators"
 
 
@@ -40,7 +42,7 @@ def prefill(*lengths: int, rows: int = 0, context: int = 0) -> Step:
 
 
 def cost(name: str = "7b", gpu: str = "h200", tp: int = 1, link: Link | None = None, **own: float) -> StepCost:
-    return StepCost(model(name), hardware.find(gpu), tp, link, "float16", Overheads(**own))
+    return StepCost(model(name), hardware.find(gpu), tp, link, F16, Overheads(**own))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_the_error_of_a_gpus_gemms_is_the_one_that_it_states(gpu: str) -> None:
 def test_a_decode_step_as_measured() -> None:
     """7B on an H200, vLLM 0.25.1, by the profile that ships: 32 rows of some 600 tokens took 7.2 ms, 278 took 31.4 ms
     (medians of real steps). Its interval for the software's part of a step is as wide as 0.5 and 2 % of these."""
-    shipped = StepCost(model("7b"), H200, 1, None, "float16", profiles()["vllm@v1"].overheads)
+    shipped = StepCost(model("7b"), H200, 1, None, F16, profiles()["vllm@v1"].overheads)
     assert shipped(decode(32, 600)) * 1e3 == pytest.approx(7.2, rel=0.05)
     assert shipped(decode(278, 650)) * 1e3 == pytest.approx(31.4, rel=0.04)
 
@@ -79,8 +81,11 @@ def test_parameters_read_once_bound_a_lone_token_from_below() -> None:
 
 
 def test_grouped_query_attention_reads_less() -> None:
-    many = dataclasses.replace(model("70b"), kv_heads=64)
-    full = StepCost(many, H200, 1, None, "float16", Overheads())
+    spec = model("70b")
+    (kind,) = spec.kinds
+    heads = dataclasses.replace(kind.attention, kv_heads=64)
+    many = dataclasses.replace(spec, kinds=(dataclasses.replace(kind, attention=heads),))
+    full = StepCost(many, H200, 1, None, F16, Overheads())
     step = decode(64, 4000)
     assert full(step) - full(decode(64, 1)) > 7 * (cost("70b")(step) - cost("70b")(decode(64, 1)))
 
@@ -123,7 +128,7 @@ def test_every_gpu_tells_its_source_and_error() -> None:
     for gpu in hardware.known().values():
         assert gpu.source and gpu.error
         assert "host" in gpu.links
-        assert StepCost(model("7b"), gpu, 1, None, "float16", Overheads())(decode(8, 500)) > 0
+        assert StepCost(model("7b"), gpu, 1, None, F16, Overheads())(decode(8, 500)) > 0
 
 
 def test_faster_memory_is_faster() -> None:
@@ -174,6 +179,7 @@ def test_a_bridge_that_the_card_has_not() -> None:
         hardware.link(hardware.find("a40"), 4, "nvlink-pairs", True)  # a bridge joins two
 
 
+GEMM = {"compute_ratio": 0.7, "memory_ratio": 0.8, "softness": 3.0, "launch_us": 4.0}
 ONLY_HOST = {"host": {"beta_bytes_per_s": 1e10}}
 
 
@@ -193,6 +199,8 @@ def described(path: Path, change: dict[str, object]) -> hardware.Gpu:
         ({"memory_bytes": -1}, "memory_bytes is -1 and must be above 0"),
         ({"gemm.softness": 0}, "gemm.softness is 0 and must be above 0"),
         ({"gemm.softness": 1e-4}, "gemm.softness is 0.0001 and must be at least 0.1"),
+        ({"gemms": {"fp8": GEMM | {"softness": 0.01}}}, "gemms.fp8.softness is 0.01 and must be at least 0.1"),
+        ({"gemms": {"fp8": GEMM | {"compute_ratio": 0}}}, "gemms.fp8.compute_ratio is 0 and must be above 0"),
         ({"gemm.launch_us": -1}, "gemm.launch_us is -1 and must be at least 0"),
         ({"attention.mixed": 0}, "attention.mixed is 0 and must be above 0"),
         ({"elementwise.memory_ratio": 0}, "elementwise.memory_ratio is 0 and must be above 0"),
@@ -227,3 +235,116 @@ def test_gpus_that_nothing_joins(tmp_path: Path) -> None:
             hardware.link(alone, 2, topology, True)
     with pytest.raises(hardware.HardwareError, match="is not known to have P2P among 2; leave --p2p on out"):
         hardware.link(described(tmp_path / "other.json", {"links": ONLY_HOST}), 2, hardware.DIRECT, True)
+
+
+def own_steps(*lengths: int) -> Step:
+    """Decode rows with such contexts, as a scheduler has them."""
+    sequences = [Sequence(index, length, 9) for index, length in enumerate(lengths)]
+    return Step(sequences, len(lengths), sum(lengths))
+
+
+def attention_s(name: str, step: Step) -> float:
+    return cost(name).terms(step).attention
+
+
+def test_a_window_bounds_what_a_decode_step_reads() -> None:
+    """Mistral-7B-v0.1's layers see 4096 tokens, those of v0.3 all; below 4096 they are the same model."""
+    for lengths in ((100, 4000), (4096,)):
+        assert attention_s("mistral-7b-v0.1", own_steps(*lengths)) == attention_s("mistral-7b", own_steps(*lengths))
+    long = own_steps(100, 4000, 20_000, 30_000)
+    bounded = own_steps(100, 4000, 4096, 4096)
+    assert attention_s("mistral-7b-v0.1", long) == pytest.approx(attention_s("mistral-7b", bounded))
+
+
+def test_a_window_bounds_the_work_of_a_prefill() -> None:
+    """All pairs of 4096 queries at the most each."""
+
+    def chunked(name: str) -> float:
+        step = prefill()
+        step.prefill(8192, 16_384)
+        return cost(name).terms(step).attention - cost(name).terms(prefill()).attention
+
+    windowed, full = chunked("mistral-7b-v0.1"), chunked("mistral-7b")
+    tokens = 32 * 8192 * 32 * H200.attention.prefill_token_head_ns * 1e-9
+    assert (windowed - tokens) / (full - tokens) == pytest.approx(8192 * 4096 / (8192 * (16_384 + 4096)))
+
+
+def test_alternating_layers_read_less_than_all_and_more_than_windows() -> None:
+    spec = model("gpt-oss-120b")
+    step = own_steps(*[20_000] * 8)
+    reads = attention_s("gpt-oss-120b", step) - attention_s("gpt-oss-120b", own_steps(*[128] * 8))
+    bytes_ = 8 * (20_000 - 128) * 18 * spec.kinds[0].attention.kv_values * 2  # of the 18 layers that see all
+    assert reads == pytest.approx(bytes_ / (H200.attention.decode_memory_ratio * H200.memory_bytes_per_s))
+
+
+def served(name: str, gpu: str = "h200", **precision: str) -> StepCost:
+    spec = model(name)
+    return StepCost(spec, hardware.find(gpu), 1, None, spec.precision("bfloat16", **precision), Overheads())
+
+
+def test_quantized_weights_are_read_quantized() -> None:
+    """A lone token is bound by its weights: their bytes over those of 16 bit."""
+    spec = model("llama-3.1-70b")
+    for name in ("fp8", "awq", "nvfp4"):
+        ratio = spec.weight_bytes(spec.precision("bfloat16", name)) / spec.weight_bytes(F16)
+        faster = served("llama-3.1-70b", quantization=name)(decode(1, 1)) / served("llama-3.1-70b")(decode(1, 1))
+        assert ratio < faster < ratio + 0.12
+
+
+def test_weights_alone_do_not_speed_up_what_is_bound_by_flops() -> None:
+    """8192 tokens: awq computes in 16 bit, fp8 on an H200 not, fp8 on an A100 does."""
+    step = prefill(8192)
+    sixteen = {gpu: served("llama-3.1-8b", gpu)(step) for gpu in ("h200", "a100")}
+    assert served("llama-3.1-8b", quantization="awq")(step) == pytest.approx(sixteen["h200"], rel=0.02)
+    assert served("llama-3.1-8b", quantization="fp8")(step) < 0.7 * sixteen["h200"]
+    assert served("llama-3.1-8b", "a100", quantization="fp8")(step) == pytest.approx(sixteen["a100"], rel=0.02)
+
+
+def test_a_measured_product_takes_the_place_of_an_assumed_one() -> None:
+    spec = model("llama-3.1-8b")
+    slow = msgspec.structs.replace(H200.gemm, compute_ratio=0.8)
+    bare, gpu = (msgspec.structs.replace(H200, gemms=gemms) for gemms in ({}, {"fp8": slow}))
+    precision = spec.precision("bfloat16", "fp8")
+    assumed, measured = arithmetic(bare, precision), arithmetic(gpu, precision)
+    assert assumed.assumed and assumed.fit.compute_ratio == 2 * H200.gemm.compute_ratio
+    assert not measured.assumed and measured.fit is slow
+    step = prefill(8192)
+    took = [StepCost(spec, each, 1, None, precision, Overheads())(step) for each in (bare, gpu)]
+    assert took[1] > 1.3 * took[0]
+
+
+def test_a_smaller_cache_is_read_faster() -> None:
+    step, short = decode(64, 8000), decode(64, 1)
+    sixteen = served("llama-3.1-8b")(step) - served("llama-3.1-8b")(short)
+    eight = served("llama-3.1-8b", kv_cache_dtype="fp8")(step) - served("llama-3.1-8b", kv_cache_dtype="fp8")(short)
+    assert eight == pytest.approx(sixteen / 2)
+
+
+def test_latent_attention_reads_little_and_multiplies_much() -> None:
+    """DeepSeek-V3: 576 values a token and layer, 278,528 FLOP over 128 heads. One GPU is bound by these, eight by the
+    cache, of which each reads all."""
+    spec, step, short = model("deepseek-v3"), decode(64, 4000), decode(64, 1)
+    tokens = 64 * 3999 * 61
+
+    def grows(tp: int) -> float:
+        each = StepCost(spec, H200, tp, H200.links["nvlink"], spec.precision("bfloat16"), Overheads())
+        return each(step) - each(short)
+
+    flops = tokens * 128 * 2 * (512 + 64 + 512) / (H200.attention.prefill_compute_ratio * H200.flops)
+    read = tokens * 576 * 2 / (H200.attention.decode_memory_ratio * H200.memory_bytes_per_s)
+    assert grows(1) == pytest.approx(max(flops, read))
+    assert grows(16) == pytest.approx(max(flops / 16, read)) == pytest.approx(read)
+
+
+@pytest.mark.parametrize("name", [each.name for each in catalog.models()])
+def test_every_model_has_terms_that_add_up(name: str) -> None:
+    """And a lone token takes no less than its active weights take to be read."""
+    own = served(name)
+    for step in (decode(1, 1), decode(64, 3000), prefill(700, rows=9, context=5000)):
+        terms = own.terms(step)
+        assert sum(getattr(terms, field) for field in terms.__struct_fields__) == pytest.approx(own(step))
+    spec = model(name)
+    looked_up = 0 if spec.tied else spec.vocab_size * spec.hidden
+    share = spec.weight_bytes(spec.precision("bfloat16")) / (2 * spec.parameters)
+    least_s = 2 * share * (spec.active_parameters - looked_up) / H200.memory_bytes_per_s
+    assert own(decode(1, 1)) > 0.8 * least_s

@@ -33,8 +33,8 @@ def test_what_is_found_is_told_and_saves_time(scheduler: str) -> None:
 
 @pytest.mark.parametrize("scheduler", CACHING)
 def test_a_session_finds_what_was_said(scheduler: str) -> None:
-    first = Arrival(0.0, 800, 100, ((1, 800),), 2)
-    second = Arrival(60.0, 950, 100, ((1, 800), (2, 100), (3, 50)), 4)
+    first = Arrival(0.0, 800, 100, ((1, 800), (2, 100)))
+    second = Arrival(60.0, 950, 100, ((1, 800), (2, 100), (3, 50)))
     cached = [outcome.cached_tokens for outcome in simulate(emulate(setup(scheduler)), [first, second])]
     # vLLM: whole blocks of what is computed, 899 tokens; TGI: prompts alone
     assert cached == [0, {"vllm@v1": 896, "tgi@3": 800, "lightllm@1.2": 900}[scheduler]]
@@ -44,7 +44,9 @@ def test_a_session_finds_what_was_said(scheduler: str) -> None:
 def test_without_the_cache_what_is_shared_changes_nothing(scheduler: str) -> None:
     world = emulate(setup(scheduler, False))
     plain = simulate(world, [(0.1 * number, 300, 20) for number in range(50)], Streams(8, 8))
-    sharing = simulate(world, [Arrival(0.1 * number, 300, 20, ((1, 300),), 2) for number in range(50)], Streams(8, 8))
+    sharing = simulate(
+        world, [Arrival(0.1 * number, 300, 20, ((1, 300), (2, 20))) for number in range(50)], Streams(8, 8)
+    )
     assert [outcome.times_s for outcome in plain] == [outcome.times_s for outcome in sharing]
     assert [outcome.cached_tokens for outcome in sharing] == [0] * 50
 
@@ -60,6 +62,7 @@ def test_a_server_without_a_cache_cannot_have_it_on(scheduler: str) -> None:
         emulate(setup(scheduler))
 
 
-def test_segments_longer_than_the_prompt_are_an_error() -> None:
-    with pytest.raises(ValueError, match="10 tokens more than the prompt"):
+def test_segments_longer_than_prompt_and_reply_are_an_error() -> None:
+    simulate(emulate(setup("vllm@v1")), [Arrival(0.0, 30, 5, ((1, 35),))])
+    with pytest.raises(ValueError, match="5 tokens more than the prompt and the reply, which have 30 and 5"):
         simulate(emulate(setup("vllm@v1")), [Arrival(0.0, 30, 5, ((1, 40),))])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from backends.catalog import ModelSpec
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell, cell
+from training_probe.llama_shape import LlamaShape
 from training_probe.memory.rank import layer_bytes, outside_bytes
 
 torch: Any = pytest.importorskip("torch")
@@ -19,11 +19,11 @@ HIDDEN, INTERMEDIATE, HEADS, VOCABULARY, BATCH, LENGTH = 256, 704, 4, 128, 2, 64
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def build(each: Cell, layers: int, kv_heads: int) -> Any:
+def build(each: Cell, layers: int, kv_heads: int, head_dim: int | None = None) -> Any:
     """A bf16 model that trains what the cell's method trains; linear layers that are frozen stand for 4-bit ones."""
     config = transformers.LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=HEADS, num_key_value_heads=kv_heads,
-        num_hidden_layers=layers, vocab_size=VOCABULARY, use_cache=False,
+        num_hidden_layers=layers, vocab_size=VOCABULARY, use_cache=False, head_dim=head_dim,
         attn_implementation="eager" if each.attention == "eager" else "sdpa",
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
@@ -41,9 +41,9 @@ def build(each: Cell, layers: int, kv_heads: int) -> Any:
     return model.train()
 
 
-def kept_bytes(each: Cell, layers: int, kv_heads: int) -> int:
+def kept_bytes(each: Cell, layers: int, kv_heads: int, head_dim: int | None = None) -> int:
     """Bytes of all storages that the graph of one forward pass holds, parameters left out."""
-    model = build(each, layers, kv_heads)
+    model = build(each, layers, kv_heads, head_dim)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages: dict[int, Any] = {}
 
@@ -70,7 +70,7 @@ def test_a_layer_keeps_what_is_predicted(method: str, attention: str, kv_heads: 
     letters = f"F+{method}".removesuffix("+Naive") if attention == "flash" else method
     how = "math" if attention == "math" else "eager"
     each = cell(letters, model="small", task="finetune", seq_len=LENGTH, micro_batch=BATCH, attention=how)
-    spec = ModelSpec(
+    spec = LlamaShape(
         name="small", hf_id="small", hidden=HIDDEN, layers=2, heads=HEADS, kv_heads=kv_heads,
         intermediate=INTERMEDIATE, vocab_size=VOCABULARY, max_position=2048,
     )  # fmt: skip
@@ -80,3 +80,18 @@ def test_a_layer_keeps_what_is_predicted(method: str, attention: str, kv_heads: 
         logits = 4 * BATCH * LENGTH * VOCABULARY
         beside = two - 2 * (three - two)
         assert outside_bytes(each, spec, BATCH) + logits == pytest.approx(beside, rel=0.1)  # cos, sin, masks, labels
+
+
+@pytest.mark.parametrize("attention", ["eager", "flash"])
+@pytest.mark.parametrize("method", ["Naive", "L"])
+def test_heads_of_a_width_of_their_own(method: str, attention: str) -> None:
+    """As Mistral-Nemo's, whose heads together are narrower than the hidden state, and Qwen3's, which are wider."""
+    letters = f"F+{method}".removesuffix("+Naive") if attention == "flash" else method
+    each = cell(letters, model="small", task="finetune", seq_len=LENGTH, micro_batch=BATCH)
+    for head_dim in (32, 128):
+        spec = LlamaShape(
+            name="small", hf_id="small", hidden=HIDDEN, layers=2, heads=HEADS, kv_heads=2, head_width=head_dim,
+            intermediate=INTERMEDIATE, vocab_size=VOCABULARY, max_position=2048,
+        )  # fmt: skip
+        two, three = kept_bytes(each, 2, 2, head_dim), kept_bytes(each, 3, 2, head_dim)
+        assert layer_bytes(each, spec, BATCH).kept == pytest.approx(three - two, rel=0.002)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from backends.catalog import ModelSpec
 from tests.training_probe.memory.test_memory import of, peak_gb, spec
 from training_probe.grid import cell
+from training_probe.llama_shape import LlamaShape
 from training_probe.memory import predict
 from training_probe.memory.rank import LIBRARIES_BYTES
 from training_probe.results import GIB
@@ -49,7 +49,7 @@ def test_what_the_allocator_had_at_its_peak(
     assert prediction.peak_bytes / GIB == pytest.approx(measured_gb, rel=0.01)
 
 
-SMALL = ModelSpec(
+SMALL = LlamaShape(
     name="small", hf_id="", hidden=2560, layers=24, heads=20, kv_heads=20, intermediate=6912, vocab_size=32000,
     max_position=4096,
 )  # fmt: skip

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.catalog import MODELS, ModelSpec, find
+from backends import catalog
 from training_probe.flops import weights
 from training_probe.grid import Cell, cell
+from training_probe.llama_shape import LlamaShape, known
 from training_probe.memory import Prediction, fits, largest_micro_batch, predict
 from training_probe.memory.rank import CUDA_CONTEXT_BYTES, LIBRARIES_BYTES, Moment, layer_bytes
 from training_probe.results import GIB
@@ -20,8 +21,8 @@ from training_probe.results import GIB
 N = 6_738_415_616  # Llama-2-7B
 
 
-def spec(name: str) -> ModelSpec:
-    found = find(name)
+def spec(name: str) -> LlamaShape:
+    found = known(name)
     assert found is not None
     return found
 
@@ -56,7 +57,9 @@ def test_parameters_of_the_papers_models() -> None:
 
 
 def test_everything_is_frozen_quantized_or_trained() -> None:
-    for model in MODELS:
+    shapes = [shape for model in catalog.models() if (shape := known(model.name)) is not None]
+    assert len(shapes) >= 20
+    for model in shapes:
         for method in ("Naive", "Q", "L", "QL", "PT"):
             counts = weights(model, cell(method, model=model.name).letters)
             assert counts.total == model.parameters + counts.adapter

@@ -21,15 +21,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends import catalog, gpus
-from backends.catalog import ModelSpec
+from backends import gpus
 from loadgen.rundir import RunError, Snapshot
 from tests.training_probe import stand_in
 from tests.training_probe.stand_in import GIB, STEP_S
-from training_probe import flops, results
+from training_probe import flops, llama_shape, results
 from training_probe.grid import Cell, Model
 from training_probe.launch import runner
 from training_probe.launch.runner import MemoryReturn
+from training_probe.llama_shape import LlamaShape
 from training_probe.memory import Fit, Prediction
 from training_probe.memory.rank import Moment, Term
 from training_probe.protocol import Step
@@ -46,7 +46,8 @@ pytestmark = [
 ]
 
 LONG_S = 30.0
-SPEC = catalog.MODELS[0]
+SPEC = llama_shape.known("7b")
+assert SPEC is not None
 CARD = "NVIDIA H100 80GB HBM3"
 
 
@@ -73,7 +74,7 @@ def snapshot(directory: Path) -> dict[str, dict[str, float]]:
 class GibASequence:
     """A predictor of a world in which every sequence takes 1 GiB, and nothing else anything."""
 
-    def predict(self, cell: Cell, spec: ModelSpec) -> Prediction:
+    def predict(self, cell: Cell, spec: LlamaShape) -> Prediction:
         assert cell.micro_batch is not None
         taken = Term("activations", cell.micro_batch * GIB, "")
         return Prediction(moments=(Moment("backward", (taken,)),))
@@ -82,7 +83,7 @@ class GibASequence:
         needed, there = prediction.peak_bytes // GIB, device_memory_bytes // GIB
         return Fit(needed <= there, f"{needed} GiB > {there} GiB")
 
-    def largest_micro_batch(self, cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int) -> int:
+    def largest_micro_batch(self, cell: Cell, spec: LlamaShape, device_memory_bytes: int, at_most: int) -> int:
         return min(at_most, device_memory_bytes // GIB)
 
 

@@ -1,0 +1,436 @@
+"""A decoder as arithmetic: its parameters, the values that its KV cache keeps, and the bytes of both.
+
+A model is a few kinds of layers, each so many times (`Layers`): what its attention keeps and reads, and how wide its
+MLP or its experts are. Everything else follows. Nothing here reads a file; `catalog` makes a `ModelSpec` of a
+config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+# CUDA context, activations of a prefill, captured graphs, communication buffers: on each GPU beside weights and KV.
+RESERVED_BYTES = 2 << 30
+MOST_GPUS = 512  # that are tried for a model that does not fit
+
+
+class PrecisionError(ValueError):
+    """A number format that a model cannot be served in. One sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """weight_bytes: of one weight, its part of the scales and zeros included. computes: the format of the matrix
+    products where the GPU has it; None: weights are widened to 16 bit first."""
+
+    name: str
+    weight_bytes: float
+    computes: str | None
+
+
+# Scales: fp8 and int8 have one for a row or a block of 128 x 128 at most, which is nothing; awq and gptq one of 16 bit
+# and a zero of 4 bit for 128 weights; nvfp4 one of 8 bit for 16; mxfp4 (OCP microscaling) one of 8 bit for 32.
+QUANTIZATIONS = {
+    each.name: each
+    for each in (
+        Quantization(name="fp8", weight_bytes=1.0, computes="fp8"),
+        Quantization(name="int8", weight_bytes=1.0, computes="int8"),
+        Quantization(name="awq", weight_bytes=0.5 + 2.5 / 128, computes=None),
+        Quantization(name="gptq", weight_bytes=0.5 + 2.5 / 128, computes=None),
+        Quantization(name="nvfp4", weight_bytes=0.5 + 1 / 16, computes="nvfp4"),
+        Quantization(name="mxfp4", weight_bytes=0.5 + 1 / 32, computes=None),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats of a served model. dtype: of what is not quantized, and of activations. kv_cache_dtype: auto (that
+    of the activations) or fp8. experts_only: attention is not quantized."""
+
+    dtype: str = "float16"
+    quantization: Quantization | None = None
+    kv_cache_dtype: str = "auto"
+    experts_only: bool = False
+
+    @property
+    def value_bytes(self) -> int:
+        """Of an activation, and of a weight that is not quantized."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one value in the KV cache."""
+        return 1 if self.kv_cache_dtype == "fp8" else self.value_bytes
+
+    def __str__(self) -> str:
+        names = [self.dtype if self.quantization is None else self.quantization.name]
+        names += [] if self.kv_cache_dtype == "auto" else [f"a KV cache in {self.kv_cache_dtype}"]
+        return " with ".join(names)
+
+
+class Product(NamedTuple):
+    """One matrix product of a token: `inputs` to `outputs` features, `copies` of them side by side."""
+
+    outputs: float
+    inputs: float
+    copies: float = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Which keys a query sees: the last `tokens`, its own included; or, `chunked`, those since the last multiple of
+    `tokens`."""
+
+    tokens: int
+    chunked: bool = False
+
+    def seen(self, context: int) -> int:
+        """Keys that the query at the end of `context` tokens sees."""
+        return (context - 1) % self.tokens + 1 if self.chunked else min(context, self.tokens)
+
+    def work(self, cached: int, tokens: int) -> float:
+        """Pairs of query and key of `tokens` that follow `cached` ones, in units of `Step.prefill_work`."""
+        return self._area(cached + tokens) - self._area(cached)
+
+    def _area(self, length: int) -> float:
+        """Of all queries before `length`, the integral of what each sees."""
+        size = self.tokens
+        if self.chunked:
+            whole, rest = divmod(length, size)
+            return whole * size * size / 2 + rest * rest / 2
+        within = min(length, size)
+        return within * within / 2 + (length - within) * size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Queries, keys and values of `head_dim` each; `kv_heads` of the latter two, that several query heads share.
+
+    biased: how many of q, k, v, o have a bias, in that order (0, 3 or 4). qk_norm: learned norms of each head's query
+    and key. sinks: a learned logit a head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: Window | None = None
+    biased: int = 0
+    qk_norm: bool = False
+    sinks: bool = False
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_values(self) -> int:
+        """Values of one token that the cache keeps, over all GPUs."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def pair_flops(self) -> int:
+        """Of one pair of query and key in a prefill, over all heads."""
+        return 4 * self.heads * self.head_dim
+
+    def shares(self, tp: int) -> int:
+        """Among how many of `tp` GPUs a token's cache is divided; the others hold copies."""
+        return min(tp, self.kv_heads)
+
+    def kv_values_of(self, tp: int) -> float:
+        """Of one GPU."""
+        return 2 * max(1.0, self.kv_heads / tp) * self.head_dim
+
+    def products(self, hidden: int, tp: int) -> Iterator[Product]:
+        """As one of `tp` GPUs computes them."""
+        queries = self.query_width / tp
+        yield Product(queries + self.kv_values_of(tp), hidden)
+        yield Product(hidden, queries)
+
+    def weights(self, hidden: int) -> int:
+        """Of the linear layers, without biases."""
+        return 2 * hidden * self.query_width + hidden * self.kv_values
+
+    def others(self, hidden: int) -> int:
+        """Biases, norms of heads, sinks."""
+        biases = {0: 0, 3: self.query_width + self.kv_values, 4: self.query_width + self.kv_values + hidden}
+        return biases[self.biased] + 2 * self.head_dim * self.qk_norm + self.heads * self.sinks
+
+    def undivided(self, tp: int) -> str | None:
+        """Why `tp` GPUs cannot share it, a clause."""
+        if self.heads % tp:
+            return f"has {self.heads} attention heads, which --tp {tp} does not divide"
+        if self.kv_heads % tp and tp % self.kv_heads:
+            return f"has {self.kv_heads} KV heads, which --tp {tp} neither divides nor is a multiple of"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """DeepSeek's multi-head latent attention (arXiv 2405.04434, 2.1): the cache keeps one latent of `kv_rank` and one
+    rotary key of `rope` values a token, for all heads, and every GPU of a tensor parallel group keeps them all.
+
+    q_rank: of the queries' own latent; None: they come from the hidden state. nope, value: of each head."""
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    rope: int
+    nope: int
+    value: int
+    window: Window | None = None
+    biased: int = 0
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * (self.nope + self.rope)
+
+    @property
+    def kv_values(self) -> int:
+        """Values of one token that the cache keeps."""
+        return self.kv_rank + self.rope
+
+    @property
+    def pair_flops(self) -> int:
+        """Of one pair of query and key in a prefill, which has keys and values of each head."""
+        return 2 * self.heads * (self.nope + self.rope + self.value)
+
+    @property
+    def decode_pair_flops(self) -> int:
+        """Of one pair in a decode step, where every head meets the latent itself."""
+        return 2 * self.heads * (2 * self.kv_rank + self.rope)
+
+    def shares(self, tp: int) -> int:
+        return 1
+
+    def kv_values_of(self, tp: int) -> float:
+        return float(self.kv_values)
+
+    def products(self, hidden: int, tp: int) -> Iterator[Product]:
+        """As one of `tp` GPUs computes them; what leads to the latents is done by each."""
+        heads, latent = self.heads / tp, self.kv_rank + self.rope
+        queries = heads * (self.nope + self.rope)
+        if self.q_rank is None:
+            yield Product(queries + latent, hidden)
+        else:
+            yield Product(self.q_rank + latent, hidden)
+            yield Product(queries, self.q_rank)
+        yield Product(self.kv_rank, self.nope, heads)
+        yield Product(self.value, self.kv_rank, heads)
+        yield Product(hidden, heads * self.value)
+
+    def weights(self, hidden: int) -> int:
+        """Of the linear layers."""
+        queries = hidden * self.query_width
+        if self.q_rank is not None:
+            queries = self.q_rank * (hidden + self.query_width)
+        keys = hidden * (self.kv_rank + self.rope) + self.kv_rank * self.heads * (self.nope + self.value)
+        return queries + keys + self.heads * self.value * hidden
+
+    def others(self, hidden: int) -> int:
+        """Norms of the latents, biases."""
+        ranks = self.kv_rank + (self.q_rank or 0)
+        return ranks + ((self.q_rank or 0) + self.kv_rank + self.rope + hidden if self.biased else 0)
+
+    def undivided(self, tp: int) -> str | None:
+        return f"has {self.heads} attention heads, which --tp {tp} does not divide" if self.heads % tp else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """`experts` MLPs of `width`, of which a token passes through `active`, and beside them one of `shared` that all
+    pass through; a dense one has 1 expert. gated: three matrices, not two. biased: with biases. shared_gate: a learned
+    weight of the shared one. router_bias: of the router's scores."""
+
+    width: int
+    experts: int = 1
+    active: int = 1
+    shared: int = 0
+    gated: bool = True
+    biased: bool = False
+    shared_gate: bool = False
+    router_bias: bool = False
+
+    @property
+    def matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    def weights(self, hidden: int, experts: int) -> int:
+        """Of the linear layers, with so many of the experts, without the router."""
+        return self.matrices * hidden * (experts * self.width + self.shared)
+
+    def others(self, hidden: int, experts: int) -> int:
+        """The router and biases."""
+        router = self.experts * (hidden + self.router_bias) if self.experts > 1 else 0
+        biases = experts * ((self.matrices - 1) * self.width + hidden) if self.biased else 0
+        return router + biases + (hidden if self.shared_gate else 0)
+
+    def undivided(self, tp: int) -> str | None:
+        """Why `tp` GPUs cannot share it, a clause."""
+        what = "experts" if self.experts > 1 else "an MLP"
+        odd = next((width for width in (self.width, self.shared) if width % tp), None)
+        return None if odd is None else f"has {what} of width {odd}, which --tp {tp} does not divide"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """`count` layers alike. norms: those over the hidden state."""
+
+    count: int
+    attention: Attention | LatentAttention
+    mlp: Mlp
+    norms: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder. hf_id: of the hub, or its directory. `hidden` is a width; `max_position` is the longest
+    sequence, in tokens, that the model was made for. tied: input and output embeddings are one. norm_values: parameters
+    of a norm, in widths: 2 with a bias. quantization: that of its published weights, by name; experts_only: their
+    attention is not quantized. gated: they need a licence and a token of the hub. model_type: that of its config.json.
+    """
+
+    name: str
+    hf_id: str
+    hidden: int
+    vocab_size: int
+    max_position: int
+    kinds: tuple[Layers, ...]
+    tied: bool = False
+    norm_values: int = 1
+    model_type: str = "llama"
+    quantization: str | None = None
+    experts_only: bool = False
+    aliases: tuple[str, ...] = ()
+    gated: bool = False
+
+    @property
+    def layers(self) -> int:
+        return sum(kind.count for kind in self.kinds)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters in memory."""
+        return self._parameters(active=False)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes through."""
+        return self._parameters(active=True)
+
+    def precision(self, dtype: str, quantization: str | None = None, kv_cache_dtype: str = "auto") -> Precision:
+        """How it is served: as its weights are, or quantized as asked. Raises PrecisionError."""
+        if quantization is not None and self.quantization not in (None, quantization):
+            raise PrecisionError(
+                f"{self.name} comes quantized as {self.quantization} and --quantization says {quantization}; leave it "
+                "out."
+            )
+        name = quantization or self.quantization
+        return Precision(
+            dtype=dtype,
+            quantization=None if name is None else QUANTIZATIONS[name],
+            kv_cache_dtype=kv_cache_dtype,
+            experts_only=self.experts_only,
+        )
+
+    def weight_bytes(self, precision: Precision) -> int:
+        """Of all weights, over all GPUs. Embeddings, the head, routers, norms and biases are never quantized."""
+        if precision.quantization is None:
+            return self.parameters * precision.value_bytes
+        quantized = sum(
+            kind.count
+            * (
+                kind.mlp.weights(self.hidden, kind.mlp.experts)
+                + (0 if precision.experts_only else kind.attention.weights(self.hidden))
+            )
+            for kind in self.kinds
+        )
+        rest = (self.parameters - quantized) * precision.value_bytes
+        return rest + round(quantized * precision.quantization.weight_bytes)
+
+    def kv_bytes_per_token(self, precision: Precision) -> int:
+        """What the cache keeps of one token that every layer sees, over all layers, and GPUs where they share it."""
+        return sum(kind.count * kind.attention.kv_values for kind in self.kinds) * precision.kv_bytes
+
+    def kv_shares(self, tp: int) -> int:
+        """Among how many of `tp` GPUs that is divided."""
+        return self.kinds[0].attention.shares(tp)
+
+    def undivided(self, tp: int) -> str | None:
+        """Why `tp` GPUs cannot share it, a clause after its name; None where they can."""
+        reasons = (part.undivided(tp) for kind in self.kinds for part in (kind.attention, kind.mlp))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def tensor_parallel(self, tp: int) -> bool:
+        """Whether `tp` GPUs can share it: heads and widths evenly, key-value heads evenly or each on several."""
+        return self.undivided(tp) is None
+
+    def serving_bytes(self, precision: Precision, tp: int, tokens: int, reserved_bytes: int = RESERVED_BYTES) -> int:
+        """Least memory of each of `tp` GPUs that serves one sequence of `tokens`: weights, its KV, what is reserved."""
+        kv = (
+            sum(kind.count * kind.attention.kv_values * _kept(kind.attention.window, tokens) for kind in self.kinds)
+            * precision.kv_bytes
+        )
+        return self.weight_bytes(precision) // tp + kv // self.kv_shares(tp) + reserved_bytes
+
+    def smallest_tp(
+        self,
+        precision: Precision,
+        tokens: int,
+        gpu_bytes: float,
+        at_most: int = 64,
+        reserved_bytes: int = RESERVED_BYTES,
+    ) -> int | None:
+        """The smallest power of two of GPUs with `gpu_bytes` each (what may be used of them) that can serve it."""
+        sizes = (2**power for power in range(at_most.bit_length()) if 2**power <= at_most)
+        split = (tp for tp in sizes if self.tensor_parallel(tp))
+        return next(
+            (tp for tp in split if self.serving_bytes(precision, tp, tokens, reserved_bytes) <= gpu_bytes), None
+        )
+
+    def what_fits(
+        self,
+        precision: Precision,
+        tokens: int,
+        gpu_bytes: float,
+        tp: int,
+        reserved_bytes: int = RESERVED_BYTES,
+    ) -> str:
+        """What would hold one sequence of `tokens` where `tp` GPUs do not: a clause of options."""
+        enough = self.smallest_tp(precision, tokens, gpu_bytes, MOST_GPUS, reserved_bytes)
+        ways = [] if enough is None else [f"--tp {enough} would fit"]
+        for option, smaller in self._smaller(precision):
+            least = self.smallest_tp(smaller, tokens, gpu_bytes, MOST_GPUS, reserved_bytes)
+            if least is not None and least <= tp:
+                ways.append(f"{option} would fit on {least}")
+                break
+        return " and ".join(ways) or "it needs larger GPUs"
+
+    def _smaller(self, precision: Precision) -> Iterator[tuple[str, Precision]]:
+        """Formats that take less memory, the least change first: the options that ask for them, and what they are."""
+        if precision.dtype == "float32":
+            yield "--dtype float16", Precision(dtype="float16", kv_cache_dtype=precision.kv_cache_dtype)
+        if precision.quantization is None:
+            for name in ("fp8", "awq"):
+                quantized = QUANTIZATIONS[name]
+                yield (
+                    f"--quantization {name}",
+                    Precision(dtype=precision.dtype, quantization=quantized, kv_cache_dtype=precision.kv_cache_dtype),
+                )
+
+    def _parameters(self, *, active: bool) -> int:
+        layers = 0
+        for kind in self.kinds:
+            attention, mlp = kind.attention, kind.mlp
+            experts = mlp.active if active else mlp.experts
+            layer = attention.weights(self.hidden) + attention.others(self.hidden)
+            layer += mlp.weights(self.hidden, experts) + mlp.others(self.hidden, experts)
+            layers += kind.count * (layer + kind.norms * self.norm_values * self.hidden)
+        embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden  # in and out
+        return embeddings + layers + self.norm_values * self.hidden
+
+
+def _kept(window: Window | None, tokens: int) -> int:
+    return tokens if window is None else min(tokens, window.tokens)

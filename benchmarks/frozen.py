@@ -1,0 +1,201 @@
+"""Runs on a real vLLM whose predictions were committed before: what was predicted, and how far off it was.
+
+    python benchmarks/frozen.py predict benchmarks/frozen          # before the runs; commit what it wrote
+    python benchmarks/frozen.py measure OUT                        # beside a GPU and an installed vLLM
+    python benchmarks/frozen.py compare benchmarks/frozen OUT      # the errors, as a table
+
+Every load is one that nobody here had sent to a real server before. The model has Mistral-7B-v0.3's shape and random
+weights. A server plays all loads of its group, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+MODEL = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "hidden_act": "silu",
+    "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+MAX_MODEL_LEN, MAX_RUNNING = 8192, 1024
+MIXED = "--input-tokens lognormal:400:0.8:16:4000 --output-tokens lognormal:150:0.7:8:800 --arrival poisson:12"
+# group of loads: the server's own options, and each load's options of `loadgen run`
+GROUPS: dict[str, tuple[str, dict[str, str]]] = {
+    "bf16": ("", {
+        "lognormal_poisson12": f"{MIXED} --requests 300",
+        "gamma12_cv3": "--input-tokens 512 --output-tokens 128 --arrival gamma:12:3 --requests 250",
+        "closed32_mixed": "--input-tokens uniform:256:1024 --output-tokens 128 --concurrency 32 --requests 256",
+        "prompts4096_poisson3": "--input-tokens 4096 --output-tokens 64 --arrival poisson:3 --requests 60",
+        "prompts1024_burst": "--input-tokens 1024 --output-tokens 64 --requests 300",
+    }),
+    "prefixes": ("--prefix-caching on", {
+        "prefix8": "--prefix 8:1024 --input-tokens 1280 --output-tokens 128 --arrival poisson:12 --requests 300",
+        "prefix200": "--prefix 200:1024 --input-tokens 1280 --output-tokens 128 --arrival poisson:12 --requests 300",
+        "sessions": "--sessions 60 --turns 4 --think-time 1 --input-tokens 256 --output-tokens 64 --arrival poisson:4",
+    }),
+    "fp8": ("--quantization fp8", {
+        "fp8_lognormal_poisson12": f"{MIXED} --requests 300",
+        "fp8_burst": "--input-tokens 512 --output-tokens 128 --requests 500",
+    }),
+}  # fmt: skip
+METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
+
+
+def loadgen(*words: str) -> None:
+    command = [sys.executable, "-c", "from loadgen.cli import main; main()", *words]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    if done.returncode not in (0, 4):
+        sys.exit(f"loadgen {' '.join(words)} ended with {done.returncode}")
+
+
+def model_in(directory: Path) -> Path:
+    """The model's directory, with a tokenizer of its size."""
+    from tokenizers import Tokenizer, models
+
+    model = directory / "mistral-7b-shape"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(MODEL, indent=1))
+    words = {f"w{index}": index for index in range(32768)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(model / "tokenizer.json"))
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w1", "eos_token": "w2"}
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return model
+
+
+def predict(out: Path) -> None:
+    model = model_in(Path("/tmp/frozen-model"))
+    for options, loads in GROUPS.values():
+        for name, load in loads.items():
+            loadgen(
+                "predict", "--backend", "vllm", "--model", str(model), "--gpu", "h200", "--dtype", "bfloat16",
+                "--max-model-len", str(MAX_MODEL_LEN), "--max-running", str(MAX_RUNNING), "--seed", "1",
+                "--warmup", "8", *options.split(), *load.split(), "--out", os.path.relpath(out / name, ROOT),
+            )  # fmt: skip
+
+
+@contextlib.contextmanager
+def vllm(model: Path, options: str, log: Path) -> Iterator[str]:
+    """A server; its URL."""
+    caching = "--enable-prefix-caching" if "--prefix-caching on" in options else "--no-enable-prefix-caching"
+    arguments = [
+        "--model", str(model), "--served-model-name", "mistral-7b-shape", "--load-format", "dummy",
+        "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_RUNNING), caching,
+        "--enable-prompt-tokens-details", "--host", "127.0.0.1", "--port", "8766", "--disable-uvicorn-access-log",
+        *(["--quantization", "fp8"] if "fp8" in options else []),
+    ]  # fmt: skip
+    paths = os.environ.get("VLLM_PATH", "")  # where vLLM is, if not on the path of every program
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+        env=os.environ | ({"PYTHONPATH": paths} if paths else {}) | {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"},
+        stdout=log.open("wb"),
+        stderr=subprocess.STDOUT,
+    )
+    url = "http://127.0.0.1:8766"
+    try:
+        while True:
+            if process.poll() is not None:
+                raise RuntimeError(f"vLLM ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
+                break
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def measure(out: Path, groups: list[str]) -> None:
+    model = model_in(Path("/tmp/frozen-model"))
+    for group in groups:
+        options, loads = GROUPS[group]
+        began = time.monotonic()
+        try:
+            with vllm(model, options, out / f"{group}.log") as url:
+                print(f"{group}: ready after {time.monotonic() - began:.0f} s", flush=True)
+                # unmeasured: kernels that compile at their first use, and prompts that no load has
+                settling = f"{MIXED} --requests 60 --seed 77 --no-server-metrics"
+                loadgen(*_run(url), *settling.split(), "--out", f"/tmp/frozen-settling-{group}")
+                for name, load in loads.items():
+                    at = time.monotonic()
+                    loadgen(*_run(url), "--seed", "1", "--warmup", "8", *load.split(), "--out", str(out / name))
+                    print(f"{name}: {time.monotonic() - at:.0f} s", flush=True)
+        except (RuntimeError, SystemExit) as error:
+            print(f"{group}: {error}", flush=True)
+
+
+def _run(url: str) -> list[str]:
+    return ["run", "--backend", "vllm", "--url", url, "--no-calibrate", "--vocab-size", "32768"]
+
+
+def compare(frozen: Path, measured: Path) -> None:
+    print("| load | requests | makespan s, predicted | measured | off % |" + "".join(f" {m} off % |" for m in METRICS))
+    print("|---|---:|---:|---:|---:|" + "---:|" * len(METRICS))
+    for name in (name for _, loads in GROUPS.values() for name in loads):
+        pair = [_read(each / name) for each in (frozen, measured)]
+        if None in pair:
+            continue
+        predicted, real = pair
+        assert predicted is not None and real is not None
+        cells = [f"{_off(values, real[metric]):.1f}" for metric, values in predicted.items() if metric in METRICS]
+        spans = [float(each["makespan_s"][0]) for each in (predicted, real)]
+        off = 100 * (spans[0] / spans[1] - 1)
+        count = len(real["e2el_ms"])
+        print(f"| {name} | {count} | {spans[0]:.2f} | {spans[1]:.2f} | {off:+.1f} | " + " | ".join(cells) + " |")
+
+
+def _off(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> float:
+    """Percent: the Wasserstein-1 distance between both distributions, over the mean of what was measured."""
+    from scipy.stats import wasserstein_distance
+
+    return float(100 * wasserstein_distance(predicted, measured) / measured.mean())
+
+
+def _read(directory: Path) -> dict[str, NDArray[np.float64]] | None:
+    """Values of the requests that ended ok, and the time from the first sent to the last ended."""
+    sys.path.insert(0, str(ROOT))
+    from loadgen.report import metrics
+    from loadgen.report.metrics import CONVENTIONS
+    from loadgen.rundir import records
+
+    if not directory.is_dir():
+        return None
+    table = records.read(directory)[0].measured()
+    table = table.select(table.ok)
+    columns = {name: metrics.defined(metrics.column(table, name, CONVENTIONS["loadgen"])) for name in METRICS}
+    return columns | {"makespan_s": np.array([(table.done_ns.max() - table.sent_ns.min()) / 1e9])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=["predict", "measure", "compare"])
+    parser.add_argument("directories", type=Path, nargs="+")
+    parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
+    options = parser.parse_args()
+    directories = [directory.absolute() for directory in options.directories]
+    if options.step == "predict":
+        predict(directories[0])
+    elif options.step == "measure":
+        directories[0].mkdir(parents=True, exist_ok=True)
+        measure(directories[0], options.groups)
+    else:
+        compare(*directories)
+
+
+if __name__ == "__main__":
+    main()

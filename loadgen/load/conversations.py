@@ -1,0 +1,350 @@
+"""Conversations that somebody had, from a file: sessions whose turns are what a person said to an assistant.
+
+Two formats are read, as a JSON list or one conversation a line, and told apart by their keys:
+
+    ShareGPT  {"conversations": [{"from": "human" or "gpt" or "system", "value": text}, ...]}
+    OpenAI    {"messages": [{"role": "user" or "assistant" or "system", "content": text, or parts of text}, ...]}
+
+A turn is all that the person says before the assistant's next reply, with the system messages before it. The
+assistant's words in the file are never sent: the history of a run holds what the server really replied. They only say
+how long the reply is, where a tokenizer counts them and the conversation has no `output_tokens` (one number for every
+turn, or a list with one for each). What else a conversation has is not looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.protocol import Prompt
+from backends.untrusted import UNDECODABLE, reason
+from loadgen.load.dataset_files import BOM, Stamp, counted, stamp, unreadable
+from loadgen.load.datasets import TokenCount
+from loadgen.load.lengths import WorkloadError
+from loadgen.load.prompts import tokenizer_count
+from loadgen.load.sessions import SessionShapes, Turns
+from loadgen.load.shapes import Shape
+
+# Names of who speaks. ShareGPT's assistants have several, since people shared conversations of several services.
+_USER, _ASSISTANT, _SYSTEM = "user", "assistant", "system"
+_SPEAKERS = {
+    "user": _USER, "human": _USER, "system": _SYSTEM, "developer": _SYSTEM,
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), _ASSISTANT),
+}  # fmt: skip
+
+
+class _Part(msgspec.Struct, gc=False):
+    type: str = "text"
+    text: str | None = None
+
+
+class _Message(msgspec.Struct, rename={"sender": "from"}, gc=False):
+    """Of either format. content: of an assistant that calls tools it is null."""
+
+    sender: str | None = None
+    role: str | None = None
+    value: str | None = None
+    content: str | list[_Part] | None = None
+
+    def text(self) -> str | None:
+        """None where there is more than text."""
+        content = self.content if self.value is None else self.value
+        if not isinstance(content, list):
+            return content or ""
+        return "\n".join(part.text or "" for part in content) if all(part.type == "text" for part in content) else None
+
+
+class _Conversation(msgspec.Struct, gc=False):
+    conversations: list[_Message] | None = None
+    messages: list[_Message] | None = None
+    output_tokens: TokenCount | list[TokenCount] | None = None
+
+
+class Turn(msgspec.Struct, gc=False):
+    """What is said before one reply. reply: the assistant's words in the file, kept where they are to be counted.
+    output_tokens: as the file says; 0: it does not."""
+
+    text: str
+    system: str
+    reply: str = ""
+    output_tokens: int = 0
+
+    @property
+    def whole_text(self) -> str:
+        """For a server that takes text and no messages."""
+        return f"{self.system}\n{self.text}" if self.system else self.text
+
+
+@dataclass
+class LeftOut:
+    """What of a file is not sent: conversations in which no user says anything, those with more than text, and what
+    assistants said before any user did."""
+
+    no_user: int = 0
+    more_than_text: int = 0
+    beginnings: int = 0
+
+    def __str__(self) -> str:
+        """A clause for each; empty for none."""
+        reasons = (
+            (self.no_user, "{} without a user's message"),
+            (self.more_than_text, "{} with images, tools or roles other than user, assistant and system"),
+            (self.beginnings, "what the assistant said first in {}"),
+        )
+        return ", ".join(text.format(counted(count, "conversation")) for count, text in reasons if count)
+
+
+class _MoreThanText(Exception):
+    """A conversation that cannot be sent as text."""
+
+
+@dataclass
+class _File:
+    """What was read of a file. count: of a tokenizer."""
+
+    conversations: list[tuple[Turn, ...]] = field(default_factory=list)
+    left_out: LeftOut = field(default_factory=LeftOut)
+    count: Callable[[str], int] | None = None
+    _lengths: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+
+    def add(self, where: str, encoded: bytes | msgspec.Raw) -> None:
+        """Takes one conversation. Raises WorkloadError, which says `where` that is."""
+        try:
+            conversation = _decode(encoded)
+        except UNDECODABLE as error:
+            raise WorkloadError(f"{where} is none: {reason(error)}.") from None
+        messages = conversation.messages if conversation.conversations is None else conversation.conversations
+        if messages is None:
+            raise WorkloadError(f"{where} has neither conversations (ShareGPT) nor messages (OpenAI).")
+        try:
+            turns, begins_with_reply = _turns(where, messages, self.count is not None)
+        except _MoreThanText:
+            self.left_out.more_than_text += 1
+            return
+        if not turns:
+            self.left_out.no_user += 1
+            return
+        self.left_out.beginnings += begins_with_reply
+        asked = conversation.output_tokens
+        if isinstance(asked, list) and len(asked) != len(turns):
+            raise WorkloadError(
+                f"{where} has {len(asked)} output_tokens for {counted(len(turns), 'turn')}; give one number, or one "
+                "for each turn."
+            )
+        if asked is not None:
+            for place, turn in enumerate(turns):
+                turn.output_tokens = asked[place] if isinstance(asked, list) else asked
+        self.conversations.append(tuple(turns))
+
+    def lengths(self, index: int) -> tuple[tuple[int, int], ...]:
+        """Tokens that each turn of a conversation adds, and of the reply in the file; 0: not known."""
+        turns = self.conversations[index]
+        if self.count is None:
+            return ((0, 0),) * len(turns)
+        if index not in self._lengths:
+            self._lengths[index] = tuple(
+                (max(1, self.count(("\n" if place else "") + turn.whole_text)), self.count(turn.reply))
+                for place, turn in enumerate(turns)
+            )
+        return self._lengths[index]
+
+
+_decode = msgspec.json.Decoder(_Conversation).decode
+
+
+def _turns(where: str, messages: list[_Message], keeps_replies: bool) -> tuple[list[Turn], bool]:
+    """The turns, and whether the assistant spoke before any user did. Raises _MoreThanText, and WorkloadError."""
+    turns: list[Turn] = []
+    system: list[str] = []
+    user: list[str] = []
+    begins_with_reply = False
+
+    def ends_turn() -> None:
+        if user:
+            turns.append(Turn("\n".join(user), "\n".join(system)))
+            user.clear()
+            system.clear()
+
+    for number, message in enumerate(messages, 1):
+        name = message.role if message.sender is None else message.sender
+        if name is None:
+            raise WorkloadError(f"{where} does not say who speaks in message {number}: it has neither from nor role.")
+        speaker, text = _SPEAKERS.get(name), message.text()
+        if speaker == _ASSISTANT:
+            ends_turn()
+            begins_with_reply |= not turns
+            if keeps_replies and turns:
+                turns[-1].reply += text or ""
+        elif speaker is None or text is None:
+            raise _MoreThanText
+        elif text.strip():
+            (user if speaker == _USER else system).append(text)
+    ends_turn()
+    return turns, begins_with_reply
+
+
+@functools.lru_cache(maxsize=1)
+def _read(file: Stamp, tokenizer: str | None) -> _File:
+    """Raises WorkloadError."""
+    found = _File(count=None if tokenizer is None else tokenizer_count(tokenizer))
+    for where, encoded in _encoded(file.path):
+        found.add(where, encoded)
+    return found
+
+
+def _encoded(path: Path) -> Iterator[tuple[str, bytes | msgspec.Raw]]:
+    """Each conversation as JSON, and where it stands. A list is not decoded as a whole, so that not all of it lies in
+    memory twice, and a mistake has its number."""
+    try:
+        with path.open("rb") as file:
+            if not file.read(4096).removeprefix(BOM).lstrip().startswith(b"["):
+                file.seek(0)
+                for number, line in enumerate(file, 1):
+                    if text := line.removeprefix(BOM).strip():
+                        yield f"the conversation in line {number} of {path}", text
+                return
+        encoded = path.read_bytes().removeprefix(BOM)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    try:
+        conversations = msgspec.json.decode(encoded, type=list[msgspec.Raw])
+    except UNDECODABLE as error:
+        raise WorkloadError(f"{path} is no list of conversations: {reason(error)}.") from None
+    for number, each in enumerate(conversations, 1):
+        yield f"conversation {number} of {path}", each
+
+
+class Conversations:
+    """Those of a file that a run holds, `sessions` of them (None: all).
+
+    The last ones serve the warm-up, which sends their first turns. With `repeat` all are held, as often as it takes,
+    and the warm-up sends the last of them too. output_tokens: of a reply whose length is not known otherwise.
+    tokenizer: counts text, as a server counts it that adds nothing. Raises WorkloadError.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        output_tokens: int,
+        warmup: int,
+        *,
+        repeat: bool = False,
+        tokenizer: str | None = None,
+        sessions: int | None = None,
+    ) -> None:
+        self._file = _read(stamp(path), tokenizer)
+        self._output_tokens = output_tokens
+        self._warmup = warmup
+        self.left_out = self._file.left_out
+        found = len(self._file.conversations)
+        if not found:
+            but = f" that can be sent; left out are {self.left_out}" if str(self.left_out) else ""
+            raise WorkloadError(f"{path} holds no conversations{but}; name another --dataset.")
+        self._held = found if repeat else found - warmup
+        if self._held <= 0:
+            raise WorkloadError(
+                f"{path} holds {counted(found, 'conversation')} and --warmup {warmup} takes as many; add "
+                "conversations, or hold these again with --repeat-dataset."
+            )
+        if sessions is not None and sessions > self._held and not repeat:
+            raise WorkloadError(
+                f"{path} holds {counted(self._held, 'conversation')} for {sessions} --sessions, beside those of the "
+                "warm-up; lower --sessions, or hold conversations again with --repeat-dataset."
+            )
+        self.sessions = self._held if sessions is None else sessions
+        self.knows_lengths = self._file.count is not None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Turns of each conversation that is held, before one comes again."""
+        return tuple(len(self._file.conversations[index]) for index in range(min(self._held, self.sessions)))
+
+    def __len__(self) -> int:
+        """How many prompts are measured before one comes again."""
+        return sum(map(len, self._file.conversations[: self._held]))
+
+    def turn(self, phase: str, session: int, turn: int) -> Turn:
+        """Of a conversation as often as it is held; the warm-up has those from the end of the file."""
+        return self._file.conversations[self._index(phase, session)][turn]
+
+    def lengths(self) -> list[Shape]:
+        """What each turn adds, and how long its reply is, of one conversation after the other before one comes again;
+        0 prompt tokens: not known."""
+        return list(itertools.chain.from_iterable(map(self._lengths, range(min(self._held, self.sessions)))))
+
+    def _lengths(self, index: int) -> list[Shape]:
+        return [
+            Shape(prompt_tokens, turn.output_tokens or reply_tokens or self._output_tokens)
+            for turn, (prompt_tokens, reply_tokens) in zip(
+                self._file.conversations[index], self._file.lengths(index), strict=True
+            )
+        ]
+
+    def longest_tokens(self) -> int | None:
+        """Tokens of the longest conversation with its replies, the warm-up's too; None where lengths are not known."""
+        if not self.knows_lengths:
+            return None
+        held = set(range(min(self._held, self.sessions)))
+        indices = held | {self._index("warmup", number) for number in range(self._warmup)}
+        return max(sum(prompt + reply for prompt, reply, *_ in self._lengths(index)) for index in indices)
+
+    def played(self, turns: Turns) -> PlayedConversations:
+        return PlayedConversations(self, turns)
+
+    def _index(self, phase: str, session: int) -> int:
+        if phase == "warmup":
+            return (-1 - session) % len(self._file.conversations)
+        return session % self._held
+
+
+class _Added:
+    """What each turn of the conversations adds, and how long its reply is; 0 prompt tokens: not known."""
+
+    def __init__(self, shapes: list[Shape]) -> None:
+        """Of the conversations before one comes again, one after the other."""
+        self._shapes = shapes
+
+    def lengths(self, number: int) -> Shape:
+        return self._shapes[number % len(self._shapes)]
+
+    def shape(self, number: int, member: int | None = None) -> Shape:
+        """As `lengths`: conversations share nothing that is known."""
+        return self.lengths(number)
+
+    def total_tokens(self, requests: int) -> NDArray[np.int64]:
+        """Prompt and reply of the first turns together; shape (requests,)."""
+        return np.resize(np.array([prompt + reply for prompt, reply, *_ in self._shapes], np.int64), requests)
+
+
+class PlayedConversations:
+    """Conversations as the requests of a run. All lengths are known, or counted, before its clock starts."""
+
+    def __init__(self, conversations: Conversations, turns: Turns) -> None:
+        self.turns = turns
+        self._conversations = conversations
+        self._added = _Added(conversations.lengths())
+        self._shapes = SessionShapes(turns, self._added) if conversations.knows_lengths else None
+
+    def shape(self, number: int) -> Shape:
+        """All that was said and the reply, when every reply is as long as was asked. 0 prompt tokens: not known. A
+        warm-up that has more requests begins again."""
+        number %= self.turns.total
+        return self._added.lengths(number) if self._shapes is None else self._shapes.shape(number)
+
+    def prompt(self, phase: str, number: int) -> Prompt:
+        """What a turn adds; of the warm-up's `number`-th conversation the first. Only the server knows how long it is:
+        it adds tokens of its own."""
+        session, turn = (number, 0) if phase == "warmup" else self.turns.place(number)
+        said = self._conversations.turn(phase, session, turn)
+        messages = (("system", said.system), ("user", said.text)) if said.system else ()
+        return Prompt(n_tokens=0, text=said.whole_text, messages=messages)
+
+    def id(self, number: int) -> int:
+        return number

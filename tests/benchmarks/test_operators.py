@@ -1,0 +1,173 @@
+"""Operator tables and the fits to them: known parameters are found again, and what is kept is what the entries say."""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servers.simulator import hardware
+from servers.simulator.cost import Gemm, Gpu
+
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import fit_operators  # noqa: E402
+import published_operators  # noqa: E402
+
+GPUS = hardware.known()
+PUBLISHED = BENCHMARKS / "operators" / "published"
+FLOPS, BANDWIDTH = 100e12 / 1e6, 1e12 / 1e6  # a microsecond
+
+
+def product_us(t: int, n: int, k: int, width: float) -> float:
+    """With a softness so large that it is the larger of both times, and 3 us."""
+    compute, memory = 2 * t * n * k / (0.8 * FLOPS), (width * (n * k + t * k) + 2 * t * n) / (0.9 * BANDWIDTH)
+    return float((compute**8 + memory**8) ** (1 / 8)) + 3
+
+
+@pytest.mark.parametrize(("kind", "width"), [("gemm", 2), ("gemm_fp8", 1), ("gemm_nvfp4", 0.5625)])
+def test_the_parameters_of_products_are_found_again(kind: str, width: float) -> None:
+    shapes = [(t, n, k) for t in (1, 16, 64, 256, 1024, 4096) for n in (1024, 8192) for k in (512, 4096, 16384)]
+    rows = [({"t": str(t), "n": str(n), "k": str(k), "by": "vllm"}, product_us(t, n, k, width)) for t, n, k in shapes]
+    entry = fit_operators.fitted({kind: rows}, FLOPS, BANDWIDTH, 0.5)
+    part = entry["gemm"] if kind == "gemm" else entry["gemms"][kind.removeprefix("gemm_")]
+    assert part == pytest.approx({"compute_ratio": 0.8, "memory_ratio": 0.9, "softness": 8, "launch_us": 3}, rel=0.02)
+    assert " 0.0% of 36" in entry["error"]
+
+
+def test_element_wise_work_is_fitted_where_norms_rotations_and_gates_were_measured() -> None:
+    def us(values: int) -> float:
+        return 2 * values / (0.6 * BANDWIDTH) + 2.5
+
+    tokens = (1, 64, 512, 4096)
+    rows: fit_operators.Rows = {
+        "norm": [({"t": str(t), "h": "4096"}, us(4 * t * 4096)) for t in tokens],
+        "rope": [({"t": str(t), "q": "32", "kv": "8"}, us(2 * t * 40 * 128)) for t in tokens],
+        "silu": [({"t": str(t), "i": "11008"}, us(3 * t * 11008)) for t in tokens],
+    }
+    part, errors = fit_operators.elementwise(rows, BANDWIDTH, 0.45)
+    assert part == pytest.approx({"memory_ratio": 0.6, "launch_us": 2.5}, rel=0.01)
+    assert len(errors[0][2]) == 12
+    del rows["rope"]
+    part, errors = fit_operators.elementwise(rows, BANDWIDTH, 0.45)
+    assert part["memory_ratio"] == 0.45 and not errors  # of the caller: two kinds are not a layer
+
+
+def test_a_link_holds_those_of_fewer_gpus() -> None:
+    reduced = [
+        ({"n": str(n), "bytes": str(size), "p2p": "on"}, n * size / 1e3) for n in (4, 2, 8) for size in (1000, 2000)
+    ]
+    found = fit_operators.link(reduced, "on")
+    assert (found["ranks"], found["pair"]["ranks"], found["pair"]["pair"]["ranks"]) == (8, 4, 2)
+    assert found["pair"]["us"] == [4, 8] and "pair" not in found["pair"]["pair"]
+    assert fit_operators.link(reduced, "off") == {}
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100", *sorted(path.stem for path in PUBLISHED.glob("*.csv"))])
+def test_an_entry_is_the_fit_to_its_table(gpu: str) -> None:
+    """The H200 and H100 by what was measured here, with fp8 by what others measured."""
+    known = GPUS[gpu]
+    own = BENCHMARKS / "operators" / f"{gpu}.csv"
+    rows = fit_operators.read(PUBLISHED / f"{gpu}.csv")
+    rows = {"gemm": fit_operators.read(own)["gemm"], "gemm_fp8": rows["gemm_fp8"]} if own.exists() else rows
+    rows = {kind: rows[kind] for kind in ("gemm", "gemm_fp8", "gemm_nvfp4") if kind in rows}
+    entry = fit_operators.fitted(rows, known.flops / 1e6, known.memory_bytes_per_s / 1e6, 0.45)
+    assert entry["gemm"]["compute_ratio"] == pytest.approx(known.gemm.compute_ratio, rel=0.01)
+    assert entry["gemm"]["memory_ratio"] == pytest.approx(known.gemm.memory_ratio, rel=0.01)
+    assert set(entry.get("gemms", {})) == set(known.gemms)
+    for dtype, part in entry.get("gemms", {}).items():
+        assert part["compute_ratio"] == pytest.approx(known.gemms[dtype].compute_ratio, rel=0.01)
+        assert part["memory_ratio"] == pytest.approx(known.gemms[dtype].memory_ratio, rel=0.01)
+    for stated in entry["error"].removeprefix("mean absolute relative error: ").split(", "):
+        assert stated in known.error
+
+
+@pytest.mark.parametrize(
+    ("gpu", "topology"),
+    [("a100", "nvlink"), ("b200", "nvlink"), ("h100", "nvlink"), ("l40s", "pcie"), ("rtxpro6000", "pcie")],
+)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_reduces_as_published(gpu: str, topology: str, ranks: int) -> None:
+    link = GPUS[gpu].links[topology]
+    rows = fit_operators.read(PUBLISHED / f"{gpu}.csv")["all_reduce"]
+    measured = {int(sizes["bytes"]): us for sizes, us in rows if int(sizes["n"]) == ranks}
+    assert len(measured) == 16
+    for size, us in measured.items():
+        assert link.all_reduce_s(size, ranks) * 1e6 == pytest.approx(us, abs=0.006)
+
+
+def test_vidurs_tables(tmp_path: Path) -> None:
+    """Times in ms; a norm is one with the residual's addition; tensor parallelism divides heads and the inner width."""
+    times = {
+        "input_layernorm": 0.010, "attn_pre_proj": 0.1, "attn_rope": 0.02, "attn_post_proj": 0.05, "mlp_up_proj": 0.2,
+        "mlp_act": 0.03, "mlp_down_proj": 0.15, "add": 0.004,
+    }  # fmt: skip
+    row = {f"time_stats.{name}.median": ms for name, ms in times.items()}
+    row |= {"n_head": 32, "n_kv_head": 8, "n_embd": 4096, "n_expanded_embd": 14336, "num_tokens": 64}
+    row |= {"num_tensor_parallel_workers": 2}
+    with (tmp_path / "mlp.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, list(row))
+        table.writeheader()
+        table.writerows([row, row, row | {"num_tokens": 65}])  # measured twice; a size that is not taken
+    found = {(kind, sizes): us for kind, sizes, us in published_operators.vidur(tmp_path)}
+    assert {at: round(us, 6) for at, us in found.items()} == {
+        ("gemm", "t=64;n=3072;k=4096"): 100, ("gemm", "t=64;n=4096;k=2048"): 50,
+        ("gemm", "t=64;n=14336;k=4096"): 200, ("gemm", "t=64;n=4096;k=7168"): 150,
+        ("norm", "t=64;h=4096"): 14, ("rope", "t=64;q=16;kv=4"): 20, ("silu", "t=64;i=7168"): 30,
+    }  # fmt: skip
+
+
+def test_aiconfigurators_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in fp8 lose their quantization, message sizes are elements, a cache that the L2 holds is left out."""
+    seen = {"head_dim": 128, "window_size": 0, "num_heads": 32, "num_key_value_heads": 8, "kv_cache_dtype": "bfloat16"}
+    tables: dict[str, list[dict[str, Any]]] = {
+        "gemm": [
+            {"gemm_dtype": "fp8", "m": 64, "n": 4096, "k": 4096, "latency": 0.010},
+            {"gemm_dtype": "fp8_block", "m": 64, "n": 4096, "k": 4096, "latency": 0.010},
+            {"gemm_dtype": "bfloat16", "m": 65, "n": 4096, "k": 4096, "latency": 0.010},
+        ],
+        "computescale": [{"quant_dtype": "fp8", "m": 64, "k": 4096, "latency": 0.001}],
+        "scale_matrix": [{"quant_dtype": "fp8", "m": 64, "k": 4096, "latency": 0.002}],
+        "generation": [seen | {"batch_size": b, "step": 511, "latency": 0.02} for b in (1, 16, 512)],
+        "context": [
+            seen | {"batch_size": 1, "isl": 512, "latency": 0.03},
+            seen | {"batch_size": 1, "isl": 512, "latency": 0.03, "window_size": 128},
+        ],
+        "custom": [
+            {"backend": backend, "message_size": 4096, "num_gpus": 4, "latency": 0.005}
+            for backend in ("vllm_graph", "vllm_eager")
+        ],
+    }  # fmt: skip
+
+    def table(directory: Path, pattern: str) -> list[dict[str, Any]]:
+        return tables[pattern.rsplit("/", 1)[1].split("_")[0] if "scale_matrix" not in pattern else "scale_matrix"]
+
+    monkeypatch.setattr(published_operators, "table", table)
+    h100 = Path("h100_sxm")
+    products = {(kind, sizes): us for kind, sizes, us in published_operators.products(h100)}
+    assert products[("gemm_fp8", "t=64;n=4096;k=4096;by=vllm")] == pytest.approx(7)
+    assert set(products) == {("gemm_fp8", "t=64;n=4096;k=4096;by=vllm"), ("quant", "t=64;h=4096")}
+    read = [sizes for kind, sizes, _ in published_operators.attention(h100) if kind == "decode"]
+    assert read == ["b=512;c=512;h=32;kv=8"]  # 2 MB and 34 MB lie in its L2 of 52 MB, 1.1 GB do not
+    assert [kind for kind, _, _ in published_operators.attention(h100)].count("prefill") == 1
+    assert list(published_operators.reductions(h100)) == [("all_reduce", "n=4;bytes=8192;by=vllm;p2p=on", 5.0)]
+
+
+def test_products_in_fp8_take_between_a_third_and_a_little_more_than_16_bit() -> None:
+    """Of one layer's product: a wrong width, or a ratio of another peak, would be beyond."""
+
+    def seconds(gpu: Gpu, fit: Gemm, width: int, tokens: int) -> float:
+        compute = 2 * tokens * 4096 * 8192 / (fit.compute_ratio * gpu.flops)
+        moved = width * (4096 * 8192 + tokens * 8192) + 2 * tokens * 4096
+        return math.hypot(compute, moved / (fit.memory_ratio * gpu.memory_bytes_per_s)) + fit.launch_us * 1e-6
+
+    checked = [(gpu, tokens) for gpu in GPUS.values() if "fp8" in gpu.gemms for tokens in (1, 64, 4096)]
+    assert len(checked) == 15
+    for gpu, tokens in checked:
+        ratio = seconds(gpu, gpu.gemms["fp8"], 1, tokens) / seconds(gpu, gpu.gemm, 2, tokens)
+        assert 1 / 3 < ratio < 1.3, (gpu.name, tokens)
