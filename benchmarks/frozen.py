@@ -1,8 +1,8 @@
 """Runs on a real vLLM whose predictions were committed before: what was predicted, and how far off it was.
 
-    python benchmarks/frozen.py predict benchmarks/frozen          # before the runs; commit what it wrote
-    python benchmarks/frozen.py measure OUT                        # beside a GPU and an installed vLLM
-    python benchmarks/frozen.py compare benchmarks/frozen OUT      # the errors, as a table
+    python benchmarks/frozen.py predict benchmarks/frozen     # before the runs; commit what it wrote
+    python benchmarks/frozen.py measure benchmarks/frozen     # beside a GPU and an installed vLLM
+    python benchmarks/frozen.py compare benchmarks/frozen     # the errors, as a table
 
 Every load is one that nobody here had sent to a real server before. The model has Mistral-7B-v0.3's shape and random
 weights. A server plays all loads of its group, one after the other.
@@ -177,24 +177,25 @@ def _read(directory: Path) -> dict[str, NDArray[np.float64]] | None:
         return None
     table = records.read(directory)[0].measured()
     table = table.select(table.ok)
-    columns = {name: metrics.defined(metrics.column(table, name, CONVENTIONS["loadgen"])) for name in METRICS}
-    return columns | {"makespan_s": np.array([(table.done_ns.max() - table.sent_ns.min()) / 1e9])}
+    columns = {name: metrics.column(table, name, CONVENTIONS["loadgen"]) for name in METRICS}
+    known = {name: values[~np.isnan(values)] for name, values in columns.items()}
+    return known | {"makespan_s": np.array([(table.done_ns.max() - table.sent_ns.min()) / 1e9])}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=["predict", "measure", "compare"])
-    parser.add_argument("directories", type=Path, nargs="+")
+    parser.add_argument("directory", type=Path, help="of the predicted and the measured runs")
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
     options = parser.parse_args()
-    directories = [directory.absolute() for directory in options.directories]
+    predicted, measured = (options.directory.absolute() / name for name in ("predicted", "measured"))
     if options.step == "predict":
-        predict(directories[0])
+        predict(predicted)
     elif options.step == "measure":
-        directories[0].mkdir(parents=True, exist_ok=True)
-        measure(directories[0], options.groups)
+        measured.mkdir(parents=True, exist_ok=True)
+        measure(measured, options.groups)
     else:
-        compare(*directories)
+        compare(predicted, measured)
 
 
 if __name__ == "__main__":
