@@ -187,8 +187,13 @@ class Run:
         """Asks the server what it is, and plans the load for it: the machine has room for that many streams, and text
         prompts are exact as the server counts them."""
         self.info, self.emulated = await asyncio.to_thread(identify, self.backend, served.target)
-        model = served.managed.launch.model if served.managed is not None else None
-        plan = plan_run(self.config, self.backend, served.target, self.info, self.run_id, model)
+        info, model = self.info, None
+        if served.managed is not None:
+            launch = served.managed.launch
+            model = launch.model
+            if info.max_total_tokens is None:  # it does not say, but was started so
+                info = msgspec.structs.replace(info, max_total_tokens=launch.settings.max_model_len)
+        plan = plan_run(self.config, self.backend, served.target, info, self.run_id, model)
         make_room(plan, worker_count(self.config, plan))
         if plan.job.load.left_out:
             source = "dataset" if plan.job.load.trace is None else "trace"
