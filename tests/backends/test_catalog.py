@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backends.catalog import DATA, UnknownModel, find, from_config, models
@@ -230,6 +230,7 @@ ENTRIES = json.loads(DATA.read_bytes())
 FIELDS = sorted({field for each in ENTRIES for field in each["config"]} | {"layer_types", "text_config", "moe_layers"})
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # the clock of a busy machine
 @given(st.sampled_from(ENTRIES), st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=3))
 def test_a_damaged_config_is_described_or_refused(entry: dict[str, Any], damage: dict[str, Any]) -> None:
     try:

@@ -18,7 +18,7 @@ def test_what_a_server_writes_is_read_again() -> None:
     facts = emulate(Hardware(gpu="h200").setup("vllm", "7b", 4096)).facts
     assert list(msgspec.to_builtins(facts)) == [
         *FIRST, "gpu_source", "gpu_error", "profile_gpus", "profile_assumed", "held_out", "speed", "notes",
-        "prefix_caching",
+        "prefix_caching", "quantization", "kv_cache_dtype",
     ]  # fmt: skip
     assert facts.held_out and msgspec.json.decode(msgspec.json.encode(facts), type=Emulation) == facts
 

@@ -212,7 +212,7 @@ def test_kv_capacity_as_vllm_logged_it(model: str, gpus: int, tokens: int) -> No
         ({"tp": 8, "gpus": 4}, "--tp 8 needs 8 GPUs and --gpus says 4"),
         ({"scheduler": "tgi@3"}, "is no server of kind 'vllm'; there are vllm@v1, vllm@0.2[.]"),
         ({"backend": "openai"}, "a server of kind 'openai' is not modelled"),
-        ({"model": "gpt-5"}, "the size of 'gpt-5' is not known here"),
+        ({"model": "gpt-5"}, "unknown model 'gpt-5'; known are 7b, "),
     ],
 )
 def test_what_cannot_be_emulated(options: dict[str, Any], said: str) -> None:
