@@ -48,3 +48,9 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = False
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+
+    @property
+    def formats(self) -> str:
+        """The number formats of weights and KV cache, as text."""
+        weights = self.dtype if self.quantization is None else f"{self.dtype}, weights in {self.quantization}"
+        return weights if self.kv_cache_dtype == "auto" else f"{weights}, KV cache in {self.kv_cache_dtype}"
