@@ -194,7 +194,7 @@ def _emulation_lines(emulation: Emulation | None) -> Iterator[str]:
         return
     yield (
         f"Modelled: {emulation.scheduler} on {emulation.gpus} x {emulation.gpu} "
-        f"({'one GPU' if emulation.gpus == 1 else 'joined by ' + emulation.topology}), {emulation.dtype}, KV "
+        f"({'one GPU' if emulation.gpus == 1 else 'joined by ' + emulation.topology}), {emulation.formats}, KV "
         f"cache of {number(emulation.kv_cache_tokens)} tokens; profile {emulation.profile}."
     )
     yield from (f"Note: {note}" for note in emulation.notes)

@@ -20,6 +20,9 @@ def test_what_a_server_writes_is_read_again() -> None:
         *FIRST, "gpu_source", "gpu_error", "profile_gpus", "profile_assumed", "held_out", "speed", "notes",
         "prefix_caching", "quantization", "kv_cache_dtype",
     ]  # fmt: skip
+    assert facts.formats == "float16"
+    both = Hardware(gpu="h200", dtype="bfloat16", quantization="fp8", kv_cache_dtype="fp8")
+    assert emulate(both.setup("vllm", "7b", 4096)).facts.formats == "bfloat16, weights in fp8, KV cache in fp8"
     assert facts.held_out and msgspec.json.decode(msgspec.json.encode(facts), type=Emulation) == facts
 
 
