@@ -26,7 +26,7 @@ from backends.launch import (
     Profiler,
     Settings,
 )
-from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Said, Sampling
+from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Kept, Prompt, ProtocolError, Sampling
 from backends.replies import GIVEN_UP, Count, WholeReply, error_message, error_text, given_up
 from backends.sse import EventReply
 from backends.untrusted import UNDECODABLE
@@ -53,9 +53,9 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class _Stream(EventReply):
-    def __init__(self, said: Said | None) -> None:
+    def __init__(self, kept: Kept | None) -> None:
         super().__init__()
-        self._said = said
+        self._kept = kept
         self._count = 0  # output tokens so far
 
     def read(self, data: bytes) -> Sequence[Delta]:
@@ -69,10 +69,10 @@ class _Stream(EventReply):
                 raise ProtocolError(f"neither a token nor an error: {error_text(data)}")
             self.failed = True
             return (Delta(error=error_text(data)),)
-        if self._said is not None:
-            self._said.texts.append(token.text or "")
+        if self._kept is not None:
+            self._kept.texts.append(token.text or "")
             if token.id is not None:
-                self._said.token_ids.append(token.id)
+                self._kept.token_ids.append(token.id)
         count = token.count_output_tokens or self._count + 1  # 0: this version does not count
         n_tokens = count - self._count
         if n_tokens < 0:
@@ -103,21 +103,21 @@ class _Whole(msgspec.Struct):
     error: Any = None
 
 
-def _read_whole(said: Said | None, body: bytes) -> Delta:
+def _read_whole(kept: Kept | None, body: bytes) -> Delta:
     reply = msgspec.json.decode(body, type=_Whole)
     if reply.count_output_tokens is None:
         if not reply.error:
             raise ProtocolError(f"neither an output nor an error: {error_text(body)}")
         return Delta(error=error_text(body))
-    if said is not None and reply.generated_text is not None:
-        said.texts += [reply.generated_text] if isinstance(reply.generated_text, str) else reply.generated_text
+    if kept is not None and reply.generated_text is not None:
+        kept.texts += [reply.generated_text] if isinstance(reply.generated_text, str) else reply.generated_text
     count = reply.count_output_tokens
     return _last_delta(count, reply.finish_reason, reply.prompt_tokens, count)
 
 
-def decoder(stream: bool, said: Said | None = None) -> Decoder:
+def decoder(stream: bool, kept: Kept | None = None) -> Decoder:
     """Without a stream there are no token ids, which the next prompt of a session of token ids needs."""
-    return _Stream(said) if stream else WholeReply(partial(_read_whole, said))
+    return _Stream(kept) if stream else WholeReply(partial(_read_whole, kept))
 
 
 def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:

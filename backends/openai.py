@@ -17,7 +17,7 @@ import msgspec
 
 from backends.identity import PATHS, read_any
 from backends.plain_tokens import PlainTokens
-from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Said, Sampling
+from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Kept, Prompt, ProtocolError, Sampling
 from backends.replies import GIVEN_UP, Count, WholeReply, error_in, error_message, error_text, given_up
 from backends.sse import PLAIN, EventReply
 from backends.untrusted import UNDECODABLE
@@ -63,13 +63,13 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     token_ids: list[Count] | None = None
 
-    def keep(self, said: Said) -> None:
+    def keep(self, kept: Kept) -> None:
         """Adds what it says. Of a chat that is what a client would send back: no reasoning."""
         message = self.delta or self.message
         content = self.text if message is None else message.content
         if isinstance(content, str):
-            said.texts.append(content)
-        said.token_ids += self.token_ids or ()
+            kept.texts.append(content)
+        kept.token_ids += self.token_ids or ()
 
 
 class _Chunk(msgspec.Struct, gc=False):
@@ -84,10 +84,10 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 class _Stream(EventReply):
     ends_with_done = True
 
-    def __init__(self, said: Said | None) -> None:
+    def __init__(self, kept: Kept | None) -> None:
         self._plain = PlainTokens()
-        super().__init__(self._plain if said is None else None)  # what is recognised is not read
-        self._said = said
+        super().__init__(self._plain if kept is None else None)  # what is recognised is not read
+        self._kept = kept
         self._counted = 0  # output tokens so far that the server has counted
         self._silent_end = False  # the event with the finish reason was taken for none
 
@@ -97,8 +97,8 @@ class _Stream(EventReply):
         except UNDECODABLE as error:
             return self.unreadable(data, error)
         choices = chunk.choices
-        if choices and self._said is not None:
-            choices[0].keep(self._said)
+        if choices and self._kept is not None:
+            choices[0].keep(self._kept)
         if choices and chunk.usage is None and chunk.error is None:
             choice = choices[0]
             if choice.finish_reason is None and choice.token_ids is None:
@@ -179,10 +179,10 @@ def _last_delta(n_tokens: int, finish: str | None, usage: _Usage | None) -> Delt
     )
 
 
-def _read_whole(said: Said | None, body: bytes) -> Delta:
+def _read_whole(kept: Kept | None, body: bytes) -> Delta:
     reply = _decode(body)
-    if reply.choices and said is not None:
-        reply.choices[0].keep(said)
+    if reply.choices and kept is not None:
+        reply.choices[0].keep(kept)
     if failure := _failure(reply, body):
         return Delta(error=failure)
     finish = reply.choices[0].finish_reason if reply.choices else None
@@ -196,8 +196,8 @@ def _has_output(choice: _Choice) -> bool:
     return bool(choice.text) or (choice.message is not None and choice.message.says_something)
 
 
-def decoder(stream: bool, said: Said | None = None) -> Decoder:
-    return _Stream(said) if stream else WholeReply(partial(_read_whole, said))
+def decoder(stream: bool, kept: Kept | None = None) -> Decoder:
+    return _Stream(kept) if stream else WholeReply(partial(_read_whole, kept))
 
 
 def request(path: str, model: str, sampling: Sampling, **input: object) -> HttpRequest:

@@ -34,7 +34,7 @@ class Prompt(msgspec.Struct, frozen=True):
     messages: tuple[tuple[str, str], ...] = ()
 
 
-class Said(msgspec.Struct):
+class Kept(msgspec.Struct):
     """What a reply has said, for a later prompt that repeats it: its text in pieces, and token ids where they came."""
 
     texts: list[str] = []
@@ -113,8 +113,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
 class Backend:
     """One kind of server.
 
-    encode(model, prompt, sampling) builds the request; decoder(stream) reads a 200 reply; keeper(stream, said) reads it
-    into `said` as well, for sessions (None: this server cannot be sent any); error_message(status, body) makes one line
+    encode(model, prompt, sampling) builds the request; decoder(stream) reads a 200 reply; keeper(stream, kept) reads it
+    into `kept` as well, for sessions (None: this server cannot be sent any); error_message(status, body) makes one line
     of any other reply (never raises). `info_paths` are tried in order and the first that answers 200 is
     read: read_info(path, body) returns what it says, or raises ProtocolError when another kind of server answered.
     server_metrics maps a neutral name to the server's Prometheus series, for those that the server has; where versions
@@ -134,4 +134,4 @@ class Backend:
     read_info: Callable[[str, bytes], ServerInfo]
     server_metrics: Mapping[str, str]
     adapter: Adapter | None = None
-    keeper: Callable[[bool, Said], Decoder] | None = None
+    keeper: Callable[[bool, Kept], Decoder] | None = None

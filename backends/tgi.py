@@ -17,7 +17,7 @@ import msgspec
 
 from backends.identity import PATHS, read_as
 from backends.launch import GRAPH_BATCH, WITHOUT_P2P, Adapter, Failure, Invocation, LaunchError, Settings
-from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Prompt, ProtocolError, Said, Sampling
+from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Kept, Prompt, ProtocolError, Sampling
 from backends.replies import Count, WholeReply, error_message, error_text
 from backends.sse import EventReply
 from backends.untrusted import UNDECODABLE
@@ -49,9 +49,9 @@ _decode = msgspec.json.Decoder(_Reply).decode
 
 
 class _Stream(EventReply):
-    def __init__(self, said: Said | None) -> None:
+    def __init__(self, kept: Kept | None) -> None:
         super().__init__()
-        self._said = said
+        self._kept = kept
 
     def read(self, data: bytes) -> Sequence[Delta]:
         try:
@@ -63,8 +63,8 @@ class _Stream(EventReply):
                 raise ProtocolError(f"neither a token nor an error: {error_text(data)}")
             self.failed = True
             return (Delta(error=error_text(data)),)
-        if self._said is not None:
-            self._said.texts.append(event.token.text or "")
+        if self._kept is not None:
+            self._kept.texts.append(event.token.text or "")
         if event.generated_text is None and event.details is None:
             return _ONE_TOKEN
         self.end()
@@ -82,20 +82,20 @@ def _last_delta(n_tokens: int, details: _Details | None) -> Delta:
     )
 
 
-def _read_whole(said: Said | None, body: bytes) -> Delta:
+def _read_whole(kept: Kept | None, body: bytes) -> Delta:
     reply = _decode(body)
     if reply.generated_text is None:
         if not reply.error:
             raise ProtocolError(f"neither a text nor an error: {error_text(body)}")
         return Delta(error=error_text(body))
-    if said is not None:
-        said.texts.append(reply.generated_text)
+    if kept is not None:
+        kept.texts.append(reply.generated_text)
     counted = reply.details.generated_tokens if reply.details is not None else None
     return _last_delta((1 if reply.generated_text else 0) if counted is None else counted, reply.details)
 
 
-def decoder(stream: bool, said: Said | None = None) -> Decoder:
-    return _Stream(said) if stream else WholeReply(partial(_read_whole, said))
+def decoder(stream: bool, kept: Kept | None = None) -> Decoder:
+    return _Stream(kept) if stream else WholeReply(partial(_read_whole, kept))
 
 
 def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:

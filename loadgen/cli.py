@@ -2,9 +2,9 @@
 `backends`, `clean`), and what other packages add through entry points.
 
 Exit codes: 0 ok, 2 bad configuration, 3 the backend failed, 4 the measurement is invalid, 5 a limit of `compare
---fail-if` is broken; 129, 130, 143 stopped by
-SIGHUP, Ctrl-C, SIGTERM; 141 standard output was not read to its end. A user's mistake is one sentence on standard
-error, never a traceback. Only what a command needs is imported: a run never waits for matplotlib.
+--fail-if` is broken; 129, 130, 143 stopped by SIGHUP, Ctrl-C, SIGTERM; 141 standard output was not read to its end. A
+user's mistake is one sentence on standard error, never a traceback. Only what a command needs is imported: a run never
+waits for matplotlib.
 """
 
 from __future__ import annotations

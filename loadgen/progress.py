@@ -18,7 +18,7 @@ class ProgressLine:
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
         self._last = (time.monotonic(), 0)
-        self._said = time.monotonic()
+        self._written_s = time.monotonic()
 
     def __call__(self, snapshots: list[Snapshot]) -> None:
         if not snapshots:
@@ -29,9 +29,9 @@ class ProgressLine:
         text = line(snapshots, rate)
         if self._live:
             _write(f"\r\x1b[2K{text}")
-        elif now - self._said >= QUIET_EVERY_S:
+        elif now - self._written_s >= QUIET_EVERY_S:
             _write(text + "\n")
-            self._said = now
+            self._written_s = now
         self._last = (now, events)
 
     def end(self) -> None:

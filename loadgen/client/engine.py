@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import backends
-from backends.protocol import Backend, HttpRequest, Prompt, Said
+from backends.protocol import Backend, HttpRequest, Kept, Prompt
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import FastTransport, Transport
 from loadgen.client.turns import Waiting, next_prompt, why_over
@@ -180,17 +180,17 @@ class Client:
         sampling = msgspec.structs.replace(self.job.sampling, max_tokens=shape.output_tokens)
         request = self.backend.encode(self.job.model, prompt, sampling)
         id = self.workload.id(number) if phase == "measured" else number
-        said = None
+        kept = None
         if self._turns is None or phase == "warmup" or self.backend.keeper is None:
             decoder = self.backend.decoder(sampling.stream)
         else:
-            said = Said()
-            decoder = self.backend.keeper(sampling.stream, said)
+            kept = Kept()
+            decoder = self.backend.keeper(sampling.stream, kept)
         exchange = Exchange(id, phase, -1, prompt.n_tokens, shape.output_tokens, decoder, self._on_done)
         exchange.shared_tokens = shared_tokens
-        if said is not None and self._turns is not None:
+        if kept is not None and self._turns is not None:
             exchange.session, turn = self._turns.place(number)
-            exchange.prompt, exchange.said, exchange.turn = prompt, said, turn + 1
+            exchange.prompt, exchange.kept, exchange.turn = prompt, kept, turn + 1
         request_id = f"{self.job.run_id}-{'w' if phase == 'warmup' else ''}{id}"
         return exchange, self.transport.prepare(request, request_id)
 
@@ -322,7 +322,7 @@ class Client:
         assert self._turns is not None and self._waiting is not None
         number = earlier.id + 1
         exchange, prepared = self._make("measured", number, earlier)
-        earlier.prompt = earlier.said = None
+        earlier.prompt = earlier.kept = None
         exchange.scheduled_ns = earlier.done_ns + self._turns.think_ns(number)
         self._waiting.add(exchange, prepared)
 
@@ -439,11 +439,11 @@ class Client:
 
 def _going_on(earlier: Exchange, new: Prompt) -> tuple[Prompt, int]:
     """The prompt of a session's next turn, and how many of its first tokens the server has seen."""
-    prompt, said = earlier.prompt, earlier.said
-    assert prompt is not None and said is not None
+    prompt, kept = earlier.prompt, earlier.kept
+    assert prompt is not None and kept is not None
     if prompt.token_ids is not None:
-        return next_prompt(prompt, said, new), len(prompt.token_ids) + len(said.token_ids)
-    return next_prompt(prompt, said, new), (earlier.prompt_tokens or 0) + (earlier.output_tokens or 0)
+        return next_prompt(prompt, kept, new), len(prompt.token_ids) + len(kept.token_ids)
+    return next_prompt(prompt, kept, new), (earlier.prompt_tokens or 0) + (earlier.output_tokens or 0)
 
 
 @contextlib.contextmanager

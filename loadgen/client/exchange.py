@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec import UNSET
 
-from backends.protocol import TOKEN, Decoder, Delta, Prompt, ProtocolError, Said, Truncated
+from backends.protocol import TOKEN, Decoder, Delta, Kept, Prompt, ProtocolError, Truncated
 from backends.replies import MAX_ERROR_BYTES
 from backends.untrusted import printable
 from loadgen.rundir.records import Record
@@ -23,10 +23,35 @@ class Exchange:
     """State of one request. `on_done(self)` is called once, when the outcome is known."""
 
     __slots__ = (
-        "abort", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "decoder", "done_ns", "error", "error_body",
-        "feed", "headers_ns", "id", "last_read_ns", "location", "on_done", "outcome", "output_tokens", "phase", "plain",
-        "prompt", "prompt_tokens", "retried", "said", "scheduled_ns", "sent_ns", "session", "shared_tokens", "status",
-        "times", "turn",
+        "abort",
+        "asked_prompt_tokens",
+        "asked_tokens",
+        "cached_tokens",
+        "decoder",
+        "done_ns",
+        "error",
+        "error_body",
+        "feed",
+        "headers_ns",
+        "id",
+        "kept",
+        "last_read_ns",
+        "location",
+        "on_done",
+        "outcome",
+        "output_tokens",
+        "phase",
+        "plain",
+        "prompt",
+        "prompt_tokens",
+        "retried",
+        "scheduled_ns",
+        "sent_ns",
+        "session",
+        "shared_tokens",
+        "status",
+        "times",
+        "turn",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +83,7 @@ class Exchange:
         self.shared_tokens = 0  # of the prompt's beginning that an earlier request of the load has sent
         self.session = self.turn = -1  # of a session, the first turn being 1
         self.prompt: Prompt | None = None  # with what was said to it: for the session's next turn
-        self.said: Said | None = None
+        self.kept: Kept | None = None
         self.retried = False  # sent again after its reused connection had died
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 from collections.abc import Callable
 
-from backends.protocol import HttpRequest, Prompt, Said
+from backends.protocol import HttpRequest, Kept, Prompt
 from loadgen.client.exchange import Exchange
 from loadgen.clock import Alarm, now_ns
 
@@ -50,20 +50,20 @@ def why_over(exchange: Exchange) -> str | None:
     """Why no turn can follow this one; None where one can."""
     if exchange.outcome != "ok":
         return f"turn {exchange.turn} of its session failed ({exchange.outcome})"
-    prompt, said = exchange.prompt, exchange.said
-    assert prompt is not None and said is not None
-    if prompt.token_ids is not None and len(said.token_ids) != (exchange.output_tokens or len(exchange.times)):
+    prompt, kept = exchange.prompt, exchange.kept
+    assert prompt is not None and kept is not None
+    if prompt.token_ids is not None and len(kept.token_ids) != (exchange.output_tokens or len(exchange.times)):
         return NO_IDS
     return None
 
 
-def next_prompt(prompt: Prompt, said: Said, new: Prompt) -> Prompt:
+def next_prompt(prompt: Prompt, kept: Kept, new: Prompt) -> Prompt:
     """All that was said, and what is new. Of text the length is not known: only the server knows where its tokens
     begin."""
     if prompt.token_ids is not None and new.token_ids is not None:
-        ids = [*prompt.token_ids, *said.token_ids, *new.token_ids]
+        ids = [*prompt.token_ids, *kept.token_ids, *new.token_ids]
         return Prompt(n_tokens=len(ids), token_ids=ids)
-    reply, text = "".join(said.texts), new.text or ""
+    reply, text = "".join(kept.texts), new.text or ""
     earlier = prompt.messages or (("user", prompt.text or ""),)
     return Prompt(
         n_tokens=0,

@@ -342,9 +342,9 @@ class PlayedConversations:
         """What a turn adds; of the warm-up's `number`-th conversation the first. Only the server knows how long it is:
         it adds tokens of its own."""
         session, turn = (number, 0) if phase == "warmup" else self.turns.place(number)
-        said = self._conversations.turn(phase, session, turn)
-        messages = (("system", said.system), ("user", said.text)) if said.system else ()
-        return Prompt(n_tokens=0, text=said.whole_text, messages=messages)
+        added = self._conversations.turn(phase, session, turn)
+        messages = (("system", added.system), ("user", added.text)) if added.system else ()
+        return Prompt(n_tokens=0, text=added.whole_text, messages=messages)
 
     def id(self, number: int) -> int:
         return number

@@ -101,14 +101,14 @@ class SessionShapes:
         turn = self.turns.place(number)[1]
         own = self.own(number - turn)
         tokens, shared, output = own.prompt_tokens, own.shared_tokens, own.output_tokens
-        segments = [*own.segments, _said(number - turn, tokens - sum(size for _, size in own.segments))]
+        segments = [*own.segments, _added(number - turn, tokens - sum(size for _, size in own.segments))]
         for earlier in range(number - turn + 1, number + 1):
-            segments.append(_replied(earlier - 1, output))
+            segments.append(_reply(earlier - 1, output))
             shared = tokens + output
             own = self.own(earlier)
             tokens, output = shared + own.prompt_tokens, own.output_tokens
-            segments.append(_said(earlier, own.prompt_tokens))
-        return Shape(tokens, output, (*segments, _replied(number, output)), shared)
+            segments.append(_added(earlier, own.prompt_tokens))
+        return Shape(tokens, output, (*segments, _reply(number, output)), shared)
 
     def id(self, number: int) -> int:
         return number
@@ -121,9 +121,9 @@ class SessionShapes:
         return int(np.diff(sums[self.turns.first]).max(initial=0))
 
 
-def _said(number: int, tokens: int) -> tuple[int, int]:
+def _added(number: int, tokens: int) -> tuple[int, int]:
     return _OF_TURNS + 2 * number, tokens
 
 
-def _replied(number: int, tokens: int) -> tuple[int, int]:
+def _reply(number: int, tokens: int) -> tuple[int, int]:
     return _OF_TURNS + 2 * number + 1, tokens

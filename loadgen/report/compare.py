@@ -229,7 +229,7 @@ def judged(comparison: Comparison, limits: Sequence[Limit]) -> list[Check]:
         checked = judge(limit, found.get(limit.metric, contrast(None, None)))
         if limit.metric == GOODPUT and GOODPUT not in found:
             why = "the runs have no --goodput, or not the same; give both the same limits."
-            checked = msgspec.structs.replace(checked, said=f"{checked.said} For goodput {why}")
+            checked = msgspec.structs.replace(checked, detail=f"{checked.detail} For goodput {why}")
         checks.append(checked)
     return checks
 
@@ -540,7 +540,7 @@ def render(comparison: Comparison) -> str:
             + f", {side.ok} ok of {side.requests} requests"
             + (f"\n   {EMULATED}" if side.emulated else "")
         )
-        lines += [escaped(f"   {said}") for said in repeats.verdict_lines([run for run in side.runs if not run.valid])]
+        lines += [escaped(f"   {line}") for line in repeats.verdict_lines([run for run in side.runs if not run.valid])]
     lines += ["", f"{'':<32}{'A':>10}{'B':>10}{'B - A':>10}   {'95 % CI':<20}{'B / A':>7}   {'95 % CI':<16}"]
     lines += [
         _line(name if name in comparison.throughput else f"{name}, ms", change)

@@ -48,7 +48,7 @@ def headline(checks: Sequence[Check]) -> str:
 def render(checks: Sequence[Check], warnings: Sequence[str]) -> str:
     """For a terminal: plain text, nothing in it that a terminal obeys."""
     lines = [f"Gate: {headline(checks)} (exit code {exit_code(checks)})"]
-    lines += [escaped(f"  {_WORDS[check.state]:<8}{check.name}: {check.said}") for check in checks]
+    lines += [escaped(f"  {_WORDS[check.state]:<8}{check.name}: {check.detail}") for check in checks]
     return "\n".join([*lines, *(escaped(f"warning: {warning}") for warning in warnings)]) + "\n"
 
 
@@ -61,12 +61,12 @@ def junit(checks: Sequence[Check], program: str) -> bytes:
     for check in checks:
         of = {"classname": f"{program}.compare.{check.group}", "name": escaped(check.name), "time": "0"}
         case = ElementTree.SubElement(suite, "testcase", of)
-        said = escaped(check.said)
+        detail = escaped(check.detail)
         if check.state == "ok":
-            ElementTree.SubElement(case, "system-out").text = said
+            ElementTree.SubElement(case, "system-out").text = detail
         else:
             element = "failure" if check.state == "beyond" else "error"
-            ElementTree.SubElement(case, element, {"message": said, "type": check.state}).text = said
+            ElementTree.SubElement(case, element, {"message": detail, "type": check.state}).text = detail
     ElementTree.indent(suites)
     text: str = ElementTree.tostring(suites, encoding="unicode")
     return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'.encode()
@@ -76,7 +76,7 @@ def markdown(checks: Sequence[Check], warnings: Sequence[str], title: str) -> st
     """A section for a page that may hold others."""
     lines = [f"## {markdown_text(title)}", "", f"**Gate: {headline(checks)}.**", "", "| | check | what was seen |"]
     lines += ["|---|---|---|"]
-    lines += [f"| {_WORDS[c.state]} | {markdown_text(c.name)} | {markdown_text(c.said)} |" for c in checks]
+    lines += [f"| {_WORDS[c.state]} | {markdown_text(c.name)} | {markdown_text(c.detail)} |" for c in checks]
     lines += ["", *(f"- {markdown_text(warning)}" for warning in warnings)] if warnings else []
     return "\n".join(lines) + "\n\n"
 

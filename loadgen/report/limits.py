@@ -42,12 +42,12 @@ class Limit:
 
 
 class Check(msgspec.Struct, frozen=True):
-    """What came of one limit, or of one run's verdict. unknown: nothing could be judged. said: a sentence or two."""
+    """What came of one limit, or of one run's verdict. unknown: nothing could be judged. detail: a sentence or two."""
 
     group: Literal["limit", "run"]
     name: str
     state: Literal["ok", "beyond", "unknown"]
-    said: str
+    detail: str
 
 
 def parse(texts: Sequence[str], known: Mapping[str, Measure], examples: str = EXAMPLES) -> list[Limit]:
@@ -104,11 +104,11 @@ def judge(limit: Limit, change: Contrast, subject: str = "") -> Check:
     low, high = interval[0] - origin, interval[1] - origin
     beyond = low > limit.amount if limit.measure.lower_is_better else high < -limit.amount
     worse = point - origin if limit.measure.lower_is_better else origin - point
-    said = f"{limit.metric} is {number(change.a)} in A and {number(change.b)} in B, "
-    said += _amount(point - origin, limit.unit)
-    said += f" (95 % CI {_amount(low, limit.unit)} to {_amount(high, limit.unit)})" if low < high else ""
-    said += ": beyond the limit" if beyond else ": not shown to be beyond the limit" if worse > limit.amount else ""
-    return Check("limit", name, "beyond" if beyond else "ok", said + ".")
+    detail = f"{limit.metric} is {number(change.a)} in A and {number(change.b)} in B, "
+    detail += _amount(point - origin, limit.unit)
+    detail += f" (95 % CI {_amount(low, limit.unit)} to {_amount(high, limit.unit)})" if low < high else ""
+    detail += ": beyond the limit" if beyond else ": not shown to be beyond the limit" if worse > limit.amount else ""
+    return Check("limit", name, "beyond" if beyond else "ok", detail + ".")
 
 
 def _amount(value: float, unit: str) -> str:

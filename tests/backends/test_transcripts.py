@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backends
-from backends.protocol import Decoder, Delta, ProtocolError, Said
+from backends.protocol import Decoder, Delta, Kept, ProtocolError
 from tests.backends.frames import Transcript
 from tests.backends.transcripts import TRANSCRIPTS
 
@@ -58,14 +58,14 @@ class TestTranscript:
         same(replay(decoder_of(transcript), [bytes([byte]) for byte in transcript.body]), transcript)
 
     def test_kept(self, transcript: Transcript) -> None:
-        """Keeping what is said changes nothing of what is read, and nothing is said twice or lost between reads."""
+        """Keeping a reply changes nothing of what is read, and nothing is kept twice or lost between reads."""
         keeper = BACKENDS[transcript.backend].keeper
         assert keeper is not None
-        said = []
+        kept = []
         for pieces in ([transcript.body], [bytes([byte]) for byte in transcript.body]):
-            said.append(Said())
-            same(replay(keeper(transcript.stream, said[-1]), pieces), transcript)
-        assert said[0] == said[1]
+            kept.append(Kept())
+            same(replay(keeper(transcript.stream, kept[-1]), pieces), transcript)
+        assert kept[0] == kept[1]
 
     def test_in_two_reads(self, transcript: Transcript) -> None:
         for at in range(len(transcript.body)):
@@ -78,32 +78,32 @@ class TestTranscript:
         ("openai", True,
          b'data: {"choices":[{"text":" a","token_ids":[7]}]}\n\ndata: {"choices":[{"text":"","token_ids":[8,9]}]}\n\n'
          b'data: {"choices":[{"text":" b","finish_reason":"length","token_ids":[5]}]}\n\ndata: [DONE]\n\n',
-         Said([" a", "", " b"], [7, 8, 9, 5])),
+         Kept([" a", "", " b"], [7, 8, 9, 5])),
         ("openai", False,
          b'{"choices":[{"text":" a b","finish_reason":"stop","token_ids":[7,5]}],"usage":{"completion_tokens":2}}',
-         Said([" a b"], [7, 5])),
+         Kept([" a b"], [7, 5])),
         ("openai-chat", True,
          b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
          b'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\n\n'  # no client sends it back
          b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
          b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n',
-         Said(["", "a"])),
+         Kept(["", "a"])),
         ("openai-chat", False, b'{"choices":[{"message":{"role":"assistant","content":"a b"},"finish_reason":"stop"}]}',
-         Said(["a b"])),
+         Kept(["a b"])),
         ("lightllm", True,
          b'data:{"token":{"id":7,"text":" a","count_output_tokens":1},"finished":false}\n\n'
          b'data:{"token":{"id":5,"text":" b","count_output_tokens":2},"finished":true,"finish_reason":"length"}\n\n',
-         Said([" a", " b"], [7, 5])),
+         Kept([" a", " b"], [7, 5])),
         ("lightllm", False, b'{"generated_text":[" a b"],"count_output_tokens":2,"finish_reason":"length"}',
-         Said([" a b"])),
+         Kept([" a b"])),
         ("tgi", True,
          b'data:{"token":{"id":7,"text":" a"}}\n\ndata:{"token":{"id":5,"text":" b"},"generated_text":" a b"}\n\n',
-         Said([" a", " b"])),
-        ("tgi", False, b'{"generated_text":" a b"}', Said([" a b"])),
+         Kept([" a", " b"])),
+        ("tgi", False, b'{"generated_text":" a b"}', Kept([" a b"])),
     ],
 )  # fmt: skip
-def test_what_is_said(name: str, stream: bool, body: bytes, said: Said) -> None:
-    keeper, kept = BACKENDS[name].keeper, Said()
+def test_what_is_said(name: str, stream: bool, body: bytes, said: Kept) -> None:
+    keeper, kept = BACKENDS[name].keeper, Kept()
     assert keeper is not None
     assert replay(keeper(stream, kept), [body])[1] is None
     assert kept == said

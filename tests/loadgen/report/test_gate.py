@@ -73,7 +73,7 @@ def test_the_near_end_of_the_interval_decides() -> None:
     assert state("requests_per_s<-3%", rose(0.90, 0.96)) == "beyond"
     assert state("requests_per_s<-3%", rose(0.90, 0.98)) == "ok"
     noisy = judge(parse(["ttft_p99>+5%"], LIMITED)[0], rose(0.9, 1.5))
-    assert "not shown to be beyond the limit" in noisy.said
+    assert "not shown to be beyond the limit" in noisy.detail
 
 
 values = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=6)
