@@ -20,7 +20,7 @@ from cyclopts.config import Toml
 
 from loadgen import exit_codes, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions
-from loadgen.option_types import Whole, names, offers
+from loadgen.option_types import JunitOption, SummaryOption, Whole, names, offers
 from loadgen.terminal import say, say_error
 
 if TYPE_CHECKING:
@@ -200,10 +200,8 @@ def compare(
             negative=(),
         ),
     ] = (),
-    junit: Annotated[Path | None, Parameter(help="Write what came of each limit as JUnit XML.")] = None,
-    summary: Annotated[
-        Path | None, Parameter(help="Add what came of each limit to this Markdown file, as to $GITHUB_STEP_SUMMARY.")
-    ] = None,
+    junit: JunitOption = None,
+    summary: SummaryOption = None,
 ) -> int:
     """Print how run B differs from run A, with 95 % confidence intervals: between runs where there are repeats, else by
     bootstrap within the two runs.

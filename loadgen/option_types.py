@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
@@ -50,6 +51,12 @@ def _number_or_text(kind: Any, tokens: Sequence[Token]) -> float | str:
 Whole = Annotated[int, Parameter(converter=_whole)]
 WholeOrText = Annotated[int | str, Parameter(converter=_whole_or_text)]
 NumberOrText = Annotated[float | str, Parameter(converter=_number_or_text)]
+
+# Of both programs' `compare --fail-if`.
+JunitOption = Annotated[Path | None, Parameter(help="Write what came of each limit as JUnit XML.")]
+SummaryOption = Annotated[
+    Path | None, Parameter(help="Add what came of each limit to this Markdown file, as to $GITHUB_STEP_SUMMARY.")
+]
 
 
 def mistake(error: CycloptsError) -> str:

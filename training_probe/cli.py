@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from loadgen import exit_codes, terminal
-from loadgen.option_types import Whole, option
+from loadgen.option_types import JunitOption, SummaryOption, Whole, option
 from loadgen.terminal import say, width
 from training_probe.micro import cli
 from training_probe.options import CELLS, OUTPUT, Grid, Measuring, PredictedGrid, TracedGrid, Tracing
@@ -267,10 +267,8 @@ def compare(
             negative=(),
         ),
     ] = (),
-    junit: Annotated[Path | None, Parameter(help="Write what came of each limit as JUnit XML.")] = None,
-    summary: Annotated[
-        Path | None, Parameter(help="Add what came of each limit to this Markdown file, as to $GITHUB_STEP_SUMMARY.")
-    ] = None,
+    junit: JunitOption = None,
+    summary: SummaryOption = None,
 ) -> int:
     """Print how B differs from A, cell by cell, or point by point of micro-benchmarks.
 

@@ -173,7 +173,7 @@ class Client:
 
     def _make(self, phase: str, number: int, earlier: Exchange | None = None) -> tuple[Exchange, bytes | HttpRequest]:
         """A request, ready to be sent; of a session's later turn with the turn before it."""
-        prompt, shape = self.workload.prompt(phase, number), self.workload.shape(number)
+        prompt, shape = self.workload.prompt(phase, number), self.workload.own(number)
         shared_tokens = shape.shared_tokens if phase == "measured" else 0
         if earlier is not None:
             prompt, shared_tokens = _going_on(earlier, prompt)
@@ -311,7 +311,7 @@ class Client:
             return True
         for later in range(number + 1, turns.begin(exchange.session) + turns.count(exchange.session)):
             dropped = Exchange(
-                later, "measured", exchange.done_ns, 0, self.workload.shape(later).output_tokens, exchange.decoder,
+                later, "measured", exchange.done_ns, 0, self.workload.own(later).output_tokens, exchange.decoder,
                 self._on_done,
             )  # fmt: skip
             dropped.session, dropped.turn = exchange.session, exchange.turn + later - number

@@ -338,6 +338,10 @@ class PlayedConversations:
         number %= self.turns.total
         return self._added.lengths(number) if self._shapes is None else self._shapes.shape(number)
 
+    def own(self, number: int) -> Shape:
+        """What a turn adds, and its reply."""
+        return self._added.lengths(number % self.turns.total)
+
     def prompt(self, phase: str, number: int) -> Prompt:
         """What a turn adds; of the warm-up's `number`-th conversation the first. Only the server knows how long it is:
         it adds tokens of its own."""

@@ -68,6 +68,8 @@ class Dataset:
         known = line.prompt_tokens or 0 if isinstance(line.prompt, str) else len(line.prompt)
         return Shape(known, line.output_tokens or self._output_tokens)
 
+    own = shape  # no line goes on from another
+
     def id(self, number: int) -> int:
         return number
 

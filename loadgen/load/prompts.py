@@ -43,13 +43,13 @@ FILLERS = (" a", " I", " 1", ".", ",", "!", "?", "\n", " .")  # one of them is o
 
 
 class Workload(Protocol):
-    """The requests of a run: what each asks for, its prompt, and its id in the records. turns: of sessions, where a
-    prompt is what the turn adds to all that was said before."""
+    """The requests of a run: what each asks for, its prompt, and its id in the records. turns: of sessions, where both
+    are what the turn adds to all that was said before."""
 
     @property
     def turns(self) -> Turns | None: ...
 
-    def shape(self, number: int) -> Shape: ...
+    def own(self, number: int) -> Shape: ...
 
     def prompt(self, phase: str, number: int) -> Prompt: ...
 
@@ -108,7 +108,9 @@ class _Content:
     """Integers in [low, high) for every token of every prompt."""
 
     def __init__(self, load: Load, low: int, high: int) -> None:
-        self.shapes = load.shapes()
+        shapes = load.shapes()
+        self.own = shapes.own if isinstance(shapes, SessionShapes) else shapes.shape
+        self.id = shapes.id
         self.turns = load.turns()
         self._seed, self._low, self._high = load.seed, low, high
         self._rows = _Rows(load.seed, load.input_tokens.least, low, high) if load.is_plain else None
@@ -117,7 +119,7 @@ class _Content:
         """Of one prompt. A prompt of the warm-up shares nothing with any other."""
         if self._rows is not None:
             return self._rows.row(phase, number)
-        shape = self.shapes.own(number) if isinstance(self.shapes, SessionShapes) else self.shapes.shape(number)
+        shape = self.own(number)
         if phase == "warmup":
             segments = [(_WARMUP, number, shape.prompt_tokens)]
         else:
@@ -132,7 +134,7 @@ class TokenIds:
 
     def __init__(self, load: Load, vocab_size: int = UNKNOWN_VOCABULARY) -> None:
         self._content = _Content(load, FIRST_ID if vocab_size > 2 * FIRST_ID else 0, vocab_size)
-        self.shape, self.id, self.turns = self._content.shapes.shape, self._content.shapes.id, self._content.turns
+        self.own, self.id, self.turns = self._content.own, self._content.id, self._content.turns
 
     def prompt(self, phase: str, number: int) -> Prompt:
         ids = self._content.row(phase, number)
@@ -150,7 +152,7 @@ class Text:
         self._content = _Content(load, 0, len(WORDS))
         self._least_tokens = load.input_tokens.least
         self._count = count
-        self.shape, self.id, self.turns = self._content.shapes.shape, self._content.shapes.id, self._content.turns
+        self.own, self.id, self.turns = self._content.own, self._content.id, self._content.turns
         self.offset = 0
 
     def prompt(self, phase: str, number: int) -> Prompt:

@@ -25,7 +25,7 @@ def test_shared_tokens_are_what_an_earlier_prompt_began_with(groups: int, tokens
     for number, prompt in enumerate(prompts):
         assert len(prompt) == tokens + 20
         shared = max((common(prompt, other) for other in prompts[:number]), default=0)
-        assert source.shape(number).shared_tokens == shared
+        assert source.own(number).shared_tokens == shared
     assert common(source.prompt("warmup", 0).token_ids or [], prompts[0]) == 0
 
 
