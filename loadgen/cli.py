@@ -38,12 +38,12 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     underscores.
     """
     from backends.launch import LaunchError
-    from loadgen import repeat
     from loadgen.event_loop import Stop, run_loop
     from loadgen.probe import ServerError
     from loadgen.progress import ProgressLine
     from loadgen.report import repeats
     from loadgen.run import Run, Stopped, dry_run
+    from loadgen.search import repeat
     from loadgen.server.embedded import EmbeddedError
     from loadgen.target import TransportError
 
