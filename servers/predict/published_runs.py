@@ -1,0 +1,294 @@
+"""One published measurement, played in virtual time: its server, its load, and the means that its source prints.
+
+A run is played with its beginning and its end whole and its middle shortened (`Share`), because a loop of 64 streams
+with replies of 8192 tokens is millions of tokens. What is left out counts through the mean of the middle.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from backends import catalog
+from servers.schedulers import Rejected, Sequence
+from servers.simulator.build import Emulated, EmulationError, Setup, emulate
+
+PLAYED_TOKENS = 150_000  # of output, that a shortened run has about
+EDGE = 500  # requests of an open loop's beginning and end
+LEAST_ROUNDS = 3  # of a closed loop: the first, the last and one between
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a source says of its servers; a row may say it itself."""
+
+    kv_cache_dtype: str = "auto"
+    max_running: int = 1024
+    max_batched_tokens: int | None = None
+    max_model_len: int = 4096
+    memory_ratio: float = 0.9
+    prefix_caching: bool = False
+
+
+class Conditions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a source's rows are played, all of them alike.
+
+    rounds: requests of a closed loop for each stream. shortest_ratio: lengths are drawn evenly from so much of the
+    nominal ones up to these. in_step: all streams begin at once; else each begins somewhere in a reply, at random.
+    timeout_s: when the client gives a request up. prompts: (groups, prompts of each) that are sent in turn.
+    input_tokens: instead of the rows' own.
+    """
+
+    rounds: int = 10
+    shortest_ratio: float = 1.0
+    in_step: bool = True
+    timeout_s: float = math.inf
+    prompts: tuple[int, int] | None = None
+    input_tokens: int | None = None
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One published run and the means measured there: milliseconds, output tokens/s; None where it gives none.
+
+    load: `closed:STREAMS`, `rate:REQUESTS_PER_S` or `burst`. requests: of the whole run, where its source gives them;
+    failed: of these. stage: 1 where another load came before on the same server. shared_tokens: of a prompt, with its
+    group.
+    """
+
+    run: str
+    model: str
+    gpu: str
+    tp: int
+    quantization: str | None
+    load: str
+    input_tokens: int
+    output_tokens: int
+    requests: int = 0
+    failed: int = 0
+    stage: int = 0
+    shared_tokens: int = 0
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    output_tokens_per_s: float | None = None
+    kv_cache_dtype: str | None = None
+    max_running: int | None = None
+    max_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    memory_ratio: float | None = None
+
+    def setup(self, server: Server) -> Setup:
+        """The server that is modelled: what the row says, then what its source says of all."""
+        chosen = {name: getattr(server, name) for name in server.__struct_fields__}
+        own = {name: getattr(self, name, None) for name in chosen}
+        model = catalog.find(self.model)
+        if model is None:
+            raise EmulationError(f"{self.model} is not in the catalog.")
+        return Setup(
+            scheduler="vllm@v1", model=model, gpu=self.gpu, gpus=self.tp, tp=self.tp, dtype="bfloat16",
+            quantization=self.quantization, **(chosen | {name: value for name, value in own.items() if value}),
+        )  # fmt: skip
+
+
+class Means(NamedTuple):
+    """What a source prints of a run; NaN where it is none of that load's."""
+
+    ttft_ms: float
+    tpot_ms: float
+    e2e_ms: float
+    output_tokens_per_s: float
+
+
+class Request(NamedTuple):
+    at_s: float
+    prompt: int
+    output: int
+    segments: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of the played requests count for how many of the run's: `edge` at each end for one, those between for all
+    that the run has between its ends."""
+
+    run: int
+    played: int
+    edge: int
+
+    def weights(self) -> NDArray[np.float64]:
+        """Of each played request; they sum to the run's requests."""
+        weights = np.ones(self.played)
+        between = self.played - 2 * self.edge
+        if between > 0:
+            weights[self.edge : self.played - self.edge] = (self.run - 2 * self.edge) / between
+        return weights
+
+
+def play(row: Row, server: Server, conditions: Conditions, seed: int) -> Means:
+    """Raises EmulationError for a row that cannot be expressed."""
+    if conditions.input_tokens is not None:
+        row = msgspec.structs.replace(row, input_tokens=conditions.input_tokens)
+    emulated = emulate(row.setup(server))
+    kind, _, value = row.load.partition(":")
+    if kind == "closed":
+        return _closed(emulated, row, conditions, int(value), np.random.default_rng(seed))
+    if kind == "rate":
+        return _open(emulated, row, conditions, float(value), np.random.default_rng(seed))
+    return _burst(emulated, row)
+
+
+def _closed(
+    emulated: Emulated, row: Row, conditions: Conditions, streams: int, draw: np.random.Generator
+) -> Means:
+    """Out of step, a round of replies that are cut short comes before what counts."""
+    fitting = PLAYED_TOKENS // (streams * row.output_tokens)
+    rounds = max(LEAST_ROUNDS, min(conditions.rounds, fitting))
+    share = Share(conditions.rounds * streams, rounds * streams, streams)
+    before = [] if conditions.in_step else _mid_reply(row, streams, draw)
+    lengths = (_drawn(draw, tokens, conditions, share.played) for tokens in (row.input_tokens, row.output_tokens))
+    requests = [*before, *(Request(0.0, *pair) for pair in zip(*lengths, strict=True))]
+    done = _Player(emulated, requests).closed(streams)[len(before) :]
+    mean_output = (conditions.shortest_ratio + 1) / 2 * row.output_tokens
+    return _means(done, share.weights(), mean_output)
+
+
+def _mid_reply(row: Row, streams: int, draw: np.random.Generator) -> list[Request]:
+    """A round of replies that end at any token of their length, evenly at random."""
+    ends = draw.integers(1, row.output_tokens, size=streams, endpoint=True).tolist()
+    return [Request(0.0, row.input_tokens, end) for end in ends]
+
+
+def _drawn(draw: np.random.Generator, tokens: int, conditions: Conditions, requests: int) -> list[int]:
+    low = max(1, int(conditions.shortest_ratio * tokens))
+    drawn: list[int] = draw.integers(low, tokens, size=requests, endpoint=True).tolist()
+    return drawn
+
+
+def _open(emulated: Emulated, row: Row, conditions: Conditions, rate: float, draw: np.random.Generator) -> Means:
+    """A run in which requests failed was never settled and is played whole. Before a later stage come unmeasured
+    requests that fill the cache."""
+    fitting = max(3 * EDGE, PLAYED_TOKENS // row.output_tokens)
+    whole = row.failed > 0 or row.requests <= fitting
+    share = Share(row.requests, row.requests if whole else fitting, EDGE)
+    before = EDGE if row.stage else 0
+    gaps = draw.exponential(1.0, before + share.played)
+    at_s = np.cumsum(gaps) * (len(gaps) / rate / gaps.sum())
+    segments = _turns(conditions, row, draw)
+    requests = [
+        Request(at, row.input_tokens, row.output_tokens, next(segments)) for at in at_s.tolist()
+    ]
+    done = _Player(emulated, requests).open(conditions.timeout_s)[before:]
+    return _means(done, np.ones(share.played) if whole else share.weights(), row.output_tokens)
+
+
+def _turns(conditions: Conditions, row: Row, draw: np.random.Generator) -> Iterator[tuple[tuple[int, int], ...]]:
+    """What each request shares: the prompts in one random order, again and again."""
+    if conditions.prompts is None:
+        while True:
+            yield ()
+    groups, each = conditions.prompts
+    order = draw.permutation(groups * each).tolist()
+    own_tokens = row.input_tokens - row.shared_tokens
+    while True:
+        for prompt in order:
+            yield (prompt // each, row.shared_tokens), (groups + prompt, own_tokens)
+
+
+def _burst(emulated: Emulated, row: Row) -> Means:
+    """Output tokens/s of all requests at once: the makespan of two smaller bursts, continued in a line."""
+    few = 2 * emulated.setup.max_running
+    sizes = [size for size in (few, 2 * few) if size < row.requests] or [row.requests]
+    makespans = []
+    for size in sizes:
+        requests = [Request(0.0, row.input_tokens, row.output_tokens)] * size
+        makespans.append(max(ended for _, _, ended in _Player(emulated, requests).open(math.inf)))
+    makespan = makespans[-1]
+    if len(sizes) == 2:
+        makespan += (row.requests - sizes[1]) * (makespans[1] - makespans[0]) / (sizes[1] - sizes[0])
+    return Means(math.nan, math.nan, math.nan, row.requests * row.output_tokens / makespan)
+
+
+def _means(done: list[tuple[float, float, float]], weights: NDArray[np.float64], output_tokens: float) -> Means:
+    """Of (sent, first token, last token) in seconds, NaN for requests that were given up. tpot is that of the means, as
+    some sources give only these."""
+    sent, first, last = np.array(done).T
+    served = ~np.isnan(last)
+    if not served.any():
+        return Means(*[math.nan] * 4)
+    ttft_ms, e2e_ms = (
+        1e3 * float(np.average((times - sent)[served], weights=weights[served])) for times in (first, last)
+    )
+    return Means(ttft_ms, (e2e_ms - ttft_ms) / (output_tokens - 1), e2e_ms, math.nan)
+
+
+class _Player:
+    """Plays requests on one server and keeps when each began and ended, and nothing of the tokens between."""
+
+    def __init__(self, emulated: Emulated, requests: list[Request]) -> None:
+        self._requests = requests
+        self._sent = [math.nan] * len(requests)
+        self._first = [math.nan] * len(requests)
+        self._last = [math.nan] * len(requests)
+        self._freed: list[float] = []
+        self._engine = emulated.engine(self._deliver)
+
+    def _deliver(self, emits: list[Sequence], at_s: float, gap_s: float) -> None:
+        first, last, freed = self._first, self._last, self._freed
+        for sequence in emits:
+            emitted = sequence.emitted
+            if emitted == 1:
+                first[sequence.index] = at_s
+            if emitted == sequence.output:
+                last[sequence.index] = at_s
+                heapq.heappush(freed, at_s)
+            at_s += gap_s
+
+    def closed(self, streams: int) -> list[tuple[float, float, float]]:
+        """(sent, first token, last token) of each, in seconds; a stream sends when its reply has ended."""
+        engine, freed = self._engine, self._freed
+        freed.extend([0.0] * streams)
+        for index in range(len(self._requests)):
+            while not freed or engine.next_s() < freed[0]:
+                engine.advance(engine.next_s())
+            self._send(index, max(heapq.heappop(freed), engine.now_s))
+        engine.advance(math.inf)
+        return self._done()
+
+    def open(self, timeout_s: float) -> list[tuple[float, float, float]]:
+        """The same at the requests' own times. The last token of one that was given up is NaN."""
+        waiting: list[Sequence] = []
+        ending = 0  # of those in `waiting`, the next to be given up
+        for index, request in enumerate(self._requests):
+            while ending < len(waiting) and self._sent[waiting[ending].index] + timeout_s <= request.at_s:
+                self._give_up(waiting[ending], timeout_s)
+                ending += 1
+            waiting.append(self._send(index, request.at_s))
+        if timeout_s < math.inf:
+            for sequence in waiting[ending:]:
+                self._give_up(sequence, timeout_s)
+        self._engine.advance(math.inf)
+        return self._done()
+
+    def _send(self, index: int, at_s: float) -> Sequence:
+        sequence = Sequence(index, *self._requests[index][1:])
+        self._sent[index] = at_s
+        try:
+            self._engine.submit(sequence, at_s)
+        except Rejected as refused:
+            raise EmulationError(f"the modelled server refuses a request: {refused}") from None
+        return sequence
+
+    def _give_up(self, sequence: Sequence, timeout_s: float) -> None:
+        at_s = self._sent[sequence.index] + timeout_s
+        self._engine.advance(at_s)
+        if not sequence.done:
+            self._engine.cancel(sequence)
+
+    def _done(self) -> list[tuple[float, float, float]]:
+        return list(zip(self._sent, self._first, self._last, strict=True))
