@@ -1,5 +1,6 @@
 """The latency CDF: one panel a metric, one line a run, exact steps; and the bars of a breakdown. Only this, timeline.py
-and servers/predict/paper_figures.py import matplotlib: import them when a figure is wanted (0.7 s, 70 MB), not before.
+and, in servers/predict, paper_figures.py and published_figure.py import matplotlib: import them when a figure is wanted
+(0.7 s, 70 MB), not before.
 
 It must never smooth, extrapolate or hide that a run is emulated.
 """

@@ -53,11 +53,11 @@ def predict(
     config: Annotated[PredictOptions | None, Parameter(name="*")] = None,
     *,
     preset: Annotated[
-        Literal["paper"] | None,
+        Literal["paper", "published"] | None,
         option(
             OUTPUT,
-            "paper: Section VI of arXiv 2311.03687, its figures and what it states beside what is predicted. It takes "
-            "--out and --seed, and nothing else.",
+            "paper: Section VI of arXiv 2311.03687, its figures and what it states beside what is predicted; "
+            "published: what others measured and published, beside what is predicted. They take --out and --seed only.",
         ),
     ] = None,
 ) -> int:
@@ -69,7 +69,7 @@ def predict(
     """
     config = config or PredictOptions()
     if preset is not None:
-        return _paper(config)
+        return _preset(config, preset)
     if config.gpu is None:
         raise ConfigError("name the GPU to predict for, such as --gpu h200 (and --gpus 4).")
     given = config.given(CLIENT_ONLY if config.plays_conversations else (*CLIENT_ONLY, "tokenizer"))
@@ -103,25 +103,41 @@ def predict(
     return cli.report_one(directory, "loadgen")
 
 
-def _paper(config: PredictOptions) -> int:
-    from servers.predict import paper, paper_figures  # with matplotlib
-
+def _preset(config: PredictOptions, preset: Literal["paper", "published"]) -> int:
     if config != PredictOptions(out=config.out, seed=config.seed):
-        raise ConfigError("--preset paper decides on load, servers and GPUs; only --out and --seed go with it.")
+        raise ConfigError(f"--preset {preset} decides on load, servers and GPUs; only --out and --seed go with it.")
     directory = config.out or Path("runs") / rundir.new_run_id()
     rundir.create(directory)
     began = time.perf_counter()
-    results = paper.predict_all(config.seed)
-    summary = paper.summary(results, config.seed)
-    markdown, json = paper.markdown(summary), summary.as_json()
-    (directory / "paper.json").write_bytes(msgspec.json.format(json, indent=1) + b"\n")
-    (directory / "paper.md").write_text(markdown, encoding="utf-8")
-    paper_figures.draw(paper.load(), results, directory)
+    runs, markdown, json = (_paper if preset == "paper" else _published)(config.seed, directory)
+    (directory / f"{preset}.json").write_bytes(msgspec.json.format(json, indent=1) + b"\n")
+    (directory / f"{preset}.md").write_text(markdown, encoding="utf-8")
     terminal.say(markdown)
-    terminal.say(f"{len(results)} runs in {time.perf_counter() - began:.0f} s of computing")
+    terminal.say(f"{runs} runs in {time.perf_counter() - began:.0f} s of computing")
     terminal.say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     sys.stdout.write(json.decode() + "\n")
     return exit_codes.OK
+
+
+def _paper(seed: int, directory: Path) -> tuple[int, str, bytes]:
+    """Writes the figures; how many runs, and what the two other files hold."""
+    from servers.predict import paper, paper_figures  # with matplotlib
+
+    results = paper.predict_all(seed)
+    summary = paper.summary(results, seed)
+    paper_figures.draw(paper.load(), results, directory)
+    return len(results), paper.markdown(summary), summary.as_json()
+
+
+def _published(seed: int, directory: Path) -> tuple[int, str, bytes]:
+    """Writes the table and the figure; how many rows, and what the two other files hold."""
+    from servers.predict import published, published_figure  # with matplotlib
+
+    predicted = published.predict_all(seed, terminal.say)
+    results = list(predicted.all())
+    (directory / "published.csv").write_text(published.table_csv(results), encoding="utf-8")
+    published_figure.draw(results, directory)
+    return len(results), published.markdown(predicted), published.as_json(predicted, seed)
 
 
 def drawn(config: Config) -> tuple[Load, Shapes]:

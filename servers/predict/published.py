@@ -32,7 +32,7 @@ class Alternative(Conditions, frozen=True, kw_only=True, omit_defaults=True):
     """Another assumption for all rows of a source; what it does not name stays."""
 
     why: str
-    servers: dict[str, Any] = {}
+    servers: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,9 +123,7 @@ def predict_source(
     source: Source, seed: int, alternative: Alternative | None = None, rows: Iterable[Row] | None = None
 ) -> list[Result]:
     """Of every row of it, or of `rows`."""
-    server, conditions = (
-        (source.servers, source.conditions()) if alternative is None else source.under(alternative)
-    )
+    server, conditions = (source.servers, source.conditions()) if alternative is None else source.under(alternative)
     results = []
     for row in source.rows() if rows is None else rows:
         reason = ""
@@ -145,9 +143,7 @@ def errors(results: Iterable[Result]) -> dict[str, Errors]:
         if signed:
             worst, run = max(signed, key=lambda pair: abs(pair[0]))
             values = np.array([value for value, _ in signed])
-            found[metric] = Errors(
-                len(signed), float(np.median(np.abs(values))), float(np.median(values)), worst, run
-            )
+            found[metric] = Errors(len(signed), float(np.median(np.abs(values))), float(np.median(values)), worst, run)
     return found
 
 
@@ -183,12 +179,14 @@ def table_csv(results: Iterable[Result]) -> str:
     for each in results:
         cells = []
         for metric in METRICS:
-            values = getattr(each.predicted, metric), getattr(each.measured, metric), each.error(metric)
-            cells += [
-                "" if math.isnan(value) else f"{value:.{digits}f}" for value, digits in zip(values, (2, 2, 4), strict=True)
-            ]
+            cells += [_cell(getattr(each.predicted, metric), 2), _cell(getattr(each.measured, metric), 2)]
+            cells.append(_cell(each.error(metric), 4))
         writer.writerow([each.source, each.row.run, each.reason or "yes", *cells])
     return file.getvalue()
+
+
+def _cell(value: float, digits: int) -> str:
+    return "" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def summary_table(predicted: Predicted) -> list[str]:
@@ -264,7 +262,9 @@ def as_json(predicted: Predicted, seed: int) -> bytes:
                 source.name: {
                     **source.facts(),
                     "rows": len(predicted.results[source.name]),
-                    "not_expressed": {each.row.run: each.reason for each in predicted.results[source.name] if each.reason},
+                    "not_expressed": {
+                        each.row.run: each.reason for each in predicted.results[source.name] if each.reason
+                    },
                     "assumptions": source.assumptions,
                     "errors": {
                         NAMES[metric]: msgspec.to_builtins(found) | {"target": TARGETS[metric]}

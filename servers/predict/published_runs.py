@@ -20,7 +20,7 @@ from backends import catalog
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated, EmulationError, Setup, emulate
 
-PLAYED_TOKENS = 150_000  # of output, that a shortened run has about
+PLAYED_TOKENS = 300_000  # of output, that a shortened run has about
 EDGE = 500  # requests of an open loop's beginning and end
 LEAST_ROUNDS = 3  # of a closed loop: the first, the last and one between
 
@@ -143,11 +143,10 @@ def play(row: Row, server: Server, conditions: Conditions, seed: int) -> Means:
     return _burst(emulated, row)
 
 
-def _closed(
-    emulated: Emulated, row: Row, conditions: Conditions, streams: int, draw: np.random.Generator
-) -> Means:
-    """Out of step, a round of replies that are cut short comes before what counts."""
-    fitting = PLAYED_TOKENS // (streams * row.output_tokens)
+def _closed(emulated: Emulated, row: Row, conditions: Conditions, streams: int, draw: np.random.Generator) -> Means:
+    """Out of step, a round of replies that are cut short comes before what counts. With exact lengths every round is
+    like the one before; else streams fall out of step over some rounds, the sooner the longer their replies are."""
+    fitting = PLAYED_TOKENS // (streams * row.output_tokens) if conditions.shortest_ratio < 1 else LEAST_ROUNDS
     rounds = max(LEAST_ROUNDS, min(conditions.rounds, fitting))
     share = Share(conditions.rounds * streams, rounds * streams, streams)
     before = [] if conditions.in_step else _mid_reply(row, streams, draw)
@@ -180,9 +179,7 @@ def _open(emulated: Emulated, row: Row, conditions: Conditions, rate: float, dra
     gaps = draw.exponential(1.0, before + share.played)
     at_s = np.cumsum(gaps) * (len(gaps) / rate / gaps.sum())
     segments = _turns(conditions, row, draw)
-    requests = [
-        Request(at, row.input_tokens, row.output_tokens, next(segments)) for at in at_s.tolist()
-    ]
+    requests = [Request(at, row.input_tokens, row.output_tokens, next(segments)) for at in at_s.tolist()]
     done = _Player(emulated, requests).open(conditions.timeout_s)[before:]
     return _means(done, np.ones(share.played) if whole else share.weights(), row.output_tokens)
 

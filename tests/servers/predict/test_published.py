@@ -1,0 +1,187 @@
+"""Published measurements in virtual time: every row is there, and what is shortened counts as it would."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from loadgen import cli
+from servers.predict import published, published_runs
+from servers.predict.published import Result
+from servers.predict.published_runs import Conditions, Means, Row, Server, Share, play
+from servers.simulator.build import emulate
+
+SOURCES = {source.name: source for source in published.sources()}
+ROW = Row(
+    run="h100", model="llama-3.1-8b", gpu="h100", tp=1, quantization=None, load="closed:4", input_tokens=512,
+    output_tokens=64,
+)  # fmt: skip
+
+
+def test_sources_state_where_they_come_from() -> None:
+    assert {name: len(source.rows()) for name, source in SOURCES.items()} == {
+        "aiconfigurator": 60, "inferencemax": 165, "inference_sim": 12, "mlperf": 4,
+    }  # fmt: skip
+    for source in SOURCES.values():
+        facts = source.facts()
+        assert set(facts) == {"source", "licence", "commit", "read", "what"}
+        assert facts["source"].startswith("https://") and facts["commit"][:7] in facts["source"]
+        assert source.assumptions
+
+
+def test_every_row_is_expressed_and_has_something_to_compare() -> None:
+    """No row needs a server that cannot be modelled."""
+    for source in SOURCES.values():
+        rows = source.rows()
+        assert len({row.run for row in rows}) == len(rows)
+        for row in rows:
+            emulated = emulate(row.setup(source.servers))
+            assert emulated.tp == row.tp
+            assert not all(map(math.isnan, published.measured(row, source.conditions()))), row.run
+
+
+def test_a_rows_own_settings_come_before_those_of_its_source() -> None:
+    rows = {row.run: row.setup(SOURCES["mlperf"].servers) for row in SOURCES["mlperf"].rows()}
+    assert (rows["h100-server"].max_batched_tokens, rows["l40s-server"].max_batched_tokens) == (1024, 2048)
+    assert (rows["h100-offline"].kv_cache_dtype, rows["h100-server"].kv_cache_dtype) == ("fp8", "auto")
+
+
+def test_a_share_counts_for_the_whole_run() -> None:
+    weights = Share(run=640, played=192, edge=64).weights()
+    assert weights.sum() == pytest.approx(640)
+    assert set(weights[:64]) == set(weights[128:]) == {1.0}
+    assert Share(run=40, played=40, edge=4).weights().tolist() == [1.0] * 40
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_shortened_closed_loop_has_the_means_of_the_whole(in_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = msgspec.structs.replace(ROW, load="closed:8", output_tokens=512)
+    conditions = Conditions(rounds=20, shortest_ratio=0.8, in_step=in_step)
+    monkeypatch.setattr(published_runs, "PLAYED_TOKENS", 1_000_000)
+    whole = play(row, Server(), conditions, 0)
+    monkeypatch.setattr(published_runs, "PLAYED_TOKENS", 6 * 8 * 512)
+    short = play(row, Server(), conditions, 0)
+    assert short != whole
+    assert short.tpot_ms == pytest.approx(whole.tpot_ms, rel=0.05)
+    assert short.ttft_ms == pytest.approx(whole.ttft_ms, rel=0.25)  # of few requests: each round has another draw
+
+
+def test_one_stream_is_a_request_at_rest() -> None:
+    """Its e2e is its ttft and 63 times its tpot."""
+    means = play(msgspec.structs.replace(ROW, load="closed:1"), Server(), Conditions(rounds=3), 0)
+    assert means.e2e_ms == pytest.approx(means.ttft_ms + 63 * means.tpot_ms)
+    assert 5 < means.tpot_ms < 9  # 16 GB of weights at 3.35 TB/s are 4.8 ms
+
+
+def test_streams_in_step_wait_for_each_others_prompts() -> None:
+    row = msgspec.structs.replace(ROW, load="closed:8", input_tokens=1024)
+    ttft_ms = {step: play(row, Server(), Conditions(rounds=3, in_step=step), 0).ttft_ms for step in (True, False)}
+    assert ttft_ms[True] > 2 * ttft_ms[False]
+
+
+def test_prompts_that_come_again_are_in_the_prefix_cache() -> None:
+    row = msgspec.structs.replace(ROW, load="rate:8", requests=600, shared_tokens=100, stage=1)
+    conditions = Conditions(prompts=(10, 10))
+    cached, computed = (play(row, Server(prefix_caching=on), conditions, 0) for on in (True, False))
+    assert cached.ttft_ms < 0.8 * computed.ttft_ms
+
+
+def test_a_request_is_given_up_and_leaves_the_means() -> None:
+    """A server of one request at a time and 1 s of patience, overloaded: only requests that ended within it count."""
+    row = msgspec.structs.replace(ROW, load="rate:10", requests=50, failed=1, max_running=1)
+    means = play(row, Server(), Conditions(timeout_s=1.0), 0)
+    assert 0 < means.e2e_ms <= 1000
+    assert play(row, Server(), Conditions(), 0).e2e_ms > 5000
+
+
+def test_a_burst_is_continued_in_a_line() -> None:
+    row = msgspec.structs.replace(ROW, load="burst", requests=2000, max_running=64, output_tokens=16)
+    long = play(row, Server(), Conditions(), 0)
+    assert math.isnan(long.ttft_ms)
+    whole = play(msgspec.structs.replace(row, max_running=1000), Server(), Conditions(), 0)  # played as it is
+    assert 0.2 < long.output_tokens_per_s / whole.output_tokens_per_s < 1
+    some = play(msgspec.structs.replace(row, requests=500), Server(), Conditions(), 0)
+    assert long.output_tokens_per_s == pytest.approx(some.output_tokens_per_s, rel=0.05)
+
+
+def made(predicted: float, measured: float, run: str = "r") -> Result:
+    none = math.nan
+    row = msgspec.structs.replace(ROW, run=run)
+    return Result("aiconfigurator", row, Means(none, predicted, none, none), Means(none, measured, none, none))
+
+
+def test_errors_with_known_answers() -> None:
+    found = published.errors([made(9, 10, "a"), made(10, 10, "b"), made(13, 10, "c"), made(math.nan, 10, "d")])
+    assert set(found) == {"tpot_ms"}
+    tpot = found["tpot_ms"]
+    assert (tpot.rows, tpot.worst_run) == (3, "c")
+    assert (tpot.median, tpot.bias, tpot.worst) == pytest.approx((0.1, 0.0, 0.3))
+
+
+def test_e2e_of_a_closed_loop_is_made_of_ttft_and_tpot() -> None:
+    row = msgspec.structs.replace(ROW, output_tokens=100, ttft_ms=50.0, tpot_ms=10.0)
+    assert published.measured(row, Conditions()).e2e_ms == pytest.approx(50 + 99 * 10)
+    assert published.measured(row, Conditions(shortest_ratio=0.8)).e2e_ms == pytest.approx(50 + 89 * 10)
+    assert published.measured(msgspec.structs.replace(row, e2e_ms=7.0), Conditions()).e2e_ms == 7
+
+
+def test_alternatives_change_what_they_name() -> None:
+    source = SOURCES["inference_sim"]
+    (off,) = source.alternatives
+    server, conditions = source.under(off)
+    assert (source.servers.prefix_caching, server.prefix_caching) == (True, False)
+    assert conditions == source.conditions()
+    assert server.max_running == source.servers.max_running == 128
+    in_step, not_in_step = (SOURCES["aiconfigurator"].under(each)[1] for each in SOURCES["aiconfigurator"].alternatives)
+    assert (in_step.in_step, in_step.shortest_ratio, in_step.rounds) == (True, 1.0, 20)
+    assert (not_in_step.in_step, not_in_step.shortest_ratio) == (False, 1.0)
+
+
+@pytest.fixture(scope="module")
+def few() -> Iterator[None]:
+    """The cheapest two rows of each source."""
+    with pytest.MonkeyPatch.context() as patch:
+        rows = published.Source.rows
+        patch.setattr(published.Source, "rows", lambda self: sorted(rows(self), key=cost)[:2])
+        yield
+
+
+def cost(row: Row) -> float:
+    return row.output_tokens * float(row.load.partition(":")[2] or math.inf) + 1e9 * row.failed
+
+
+def test_the_command_writes_table_and_figure_and_marks_them(
+    few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "published"
+    assert cli.invoke(["predict", "--preset", "published", "--out", str(out), "--seed", "3"]) == 0
+    printed = capsys.readouterr()
+    names = {f"published.{suffix}" for suffix in ("csv", "md", "json", "png", "svg")}
+    assert {path.name for path in out.iterdir()} == names
+    written = json.loads((out / "published.json").read_text())
+    assert json.loads(printed.out) == written
+    assert (written["emulated"], written["seed"], set(written["sources"])) == (True, 3, set(SOURCES))
+    text = (out / "published.md").read_text()
+    assert text in printed.err and "EMULATED" in text.splitlines()[0]
+    for source in SOURCES.values():
+        assert all(assumption in text for assumption in source.assumptions)
+    with (out / "published.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8 and {row["emulated"] for row in rows} == {"yes"}
+    offs = [abs(float(row["off_tpot_ms"])) for row in rows if row["source"] == "aiconfigurator"]
+    stated = written["sources"]["aiconfigurator"]["errors"]["tpot"]["median"]
+    assert stated == pytest.approx(float(np.median(offs)), abs=1e-3)
+    assert "EMULATED" in (out / "published.svg").read_text()
+
+
+@pytest.mark.parametrize("option", [["--requests", "10"], ["--gpu", "h200"]])
+def test_other_options_are_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.invoke(["predict", "--preset", "published", *option]) == 2
+    assert "only --out and --seed go with it" in capsys.readouterr().err
