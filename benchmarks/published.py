@@ -9,33 +9,84 @@ The document's part between `<!-- published -->` and `<!-- /published -->` is re
 from __future__ import annotations
 
 import argparse
+import csv
+import gzip
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "published"
 DOCUMENT = ROOT / "docs" / "accuracy.md"
 BEGIN, END = "<!-- published -->", "<!-- /published -->"
 METRICS = ("ttft", "tpot", "e2e", "throughput")
+# this project's own closed loops on a real vLLM: what was kept of it, and the same load for `loadgen predict`
+OWN = {
+    "h200_7b_closed32_o128": (
+        "runs/h200_7b_closed32_o128.jsonl.gz",
+        "--gpu h200 --model 7b --dtype bfloat16 --concurrency 32 --requests 200 --input-tokens 512 --output-tokens 128",
+    ),
+    "frozen_closed32_mixed": (
+        "frozen/measured/closed32_mixed/requests.jsonl.gz",
+        "--gpu h200 --model mistral-7b --dtype bfloat16 --max-model-len 8192 --concurrency 32 --requests 256 --seed 1 "
+        "--input-tokens uniform:256:1024 --output-tokens 128",
+    ),
+}
 
 
 def compute() -> None:
+    OUT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory) / "published"
-        words = ["predict", "--preset", "published", "--out", str(made)]
-        command = [sys.executable, "-c", "from loadgen.cli import main; main()", *words]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        OUT.mkdir(exist_ok=True)
+        predict("--preset published", made)
         for path in made.iterdir():
             shutil.copy(path, OUT / path.name)
+        with (OUT / "own.csv").open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(
+                ["run", *(f"{kind}_{m}_ms" for m in ("ttft", "tpot") for kind in ("predicted", "measured"))]
+            )
+            for run, (kept, options) in OWN.items():
+                predict(options, Path(directory) / run)
+                pairs = zip(
+                    means(Path(directory) / run / "requests.jsonl"), means(ROOT / "benchmarks" / kept), strict=True
+                )
+                writer.writerow([run, *(f"{value:.3f}" for pair in pairs for value in pair)])
+
+
+def predict(options: str, out: Path) -> None:
+    words = ["predict", *options.split(), "--out", str(out)]
+    command = [sys.executable, "-c", "from loadgen.cli import main; main()", *words]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def means(path: Path) -> tuple[float, float]:
+    """ttft and tpot in ms of the measured requests: of a run's records, or of the shorter lines of benchmarks/runs."""
+    read = gzip.open if path.suffix == ".gz" else open
+    ttft, tpot = [], []
+    with read(path, "rt") as file:  # type: ignore[operator]
+        for line in map(json.loads, file):
+            if "first" in line:
+                sent, first, last, tokens = (
+                    1e3 * line["send"], 1e3 * line["first"], 1e3 * line["end"], line["usage"]["completion_tokens"],
+                )  # fmt: skip
+            elif line.get("outcome") == "ok" and line.get("phase") != "warmup":
+                sent, first, last = (line[f"{at}_ns"] / 1e6 for at in ("sent", "first_token", "last_token"))
+                tokens = line["output_tokens"]
+            else:
+                continue
+            ttft.append(first - sent)
+            tpot.append((last - first) / (tokens - 1))
+    return statistics.mean(ttft), statistics.mean(tpot)
 
 
 def section() -> str:
-    """Of `published.json` and, where they were run, of the other predictors in `others.json`."""
+    """The document's part, of published.json and published.csv and of aiconfigurator.csv, where that was made."""
     sources = json.loads((OUT / "published.json").read_text())["sources"]
     lines = [BEGIN, "| source | rows | | median off | with its sign | worst | target for the median |"]
     lines.append("|---|---:|---|---:|---:|---|---|")
@@ -46,13 +97,55 @@ def section() -> str:
                 f"| {name} | {found['rows']} | {metric} | {found['median']:.1%} | {found['bias']:+.1%} | "
                 f"{found['worst']:+.1%} ({found['worst_run']}) | {found['target']:.0%}: {verdict} |"
             )
-    lines += ["", "Median errors under other assumptions:", "", "| source | assumption | ttft | tpot | e2e |"]
-    lines.append("|---|---|---:|---:|---:|")
+    lines += [
+        "",
+        "Median errors under other assumptions:",
+        "",
+        "| source | assumption | ttft | tpot | e2e | throughput |",
+    ]
+    lines.append("|---|---|---:|---:|---:|---:|")
     for name, source in sources.items():
         for why, found in source["alternatives"].items():
-            cells = (f"{found[metric]:.1%}" if metric in found else "" for metric in METRICS[:3])
+            cells = (f"{found[metric]:.1%}" if metric in found else "" for metric in METRICS)
             lines.append(f"| {name} | {why} | " + " | ".join(cells) + " |")
+    others = OUT / "aiconfigurator.csv"
+    if others.exists():
+        lines += ["", *beside(others)]
     return "\n".join([*lines, END])
+
+
+def beside(others: Path) -> list[str]:
+    """Ours and another's median errors on the rows that both express."""
+    theirs = {(row["source"], row["run"]): row for row in table(others)}
+    lines = ["Beside aiconfigurator 0.12, on the rows that it expresses (median error, ours and its):", ""]
+    lines += ["| source | rows | ttft, ours | its | tpot, ours | its |", "|---|---:|---:|---:|---:|---:|"]
+    ours = [row for row in table(OUT / "published.csv") if row["measured_tpot_ms"]]
+    for source in dict.fromkeys(row["source"] for row in ours):
+        rows = [row for row in ours if row["source"] == source and theirs[source, row["run"]]["tpot_ms"]]
+        cells = []
+        for metric in ("ttft_ms", "tpot_ms"):
+            cells.append(median(abs(float(row[f"off_{metric}"])) for row in rows))
+            its = (float(theirs[source, row["run"]][metric]) / float(row[f"measured_{metric}"]) - 1 for row in rows)
+            cells.append(median(map(abs, its)))
+        lines.append(f"| {source} | {len(rows)} | " + " | ".join(cells) + " |")
+    for row in table(OUT / "own.csv"):
+        cells = []
+        for metric in ("ttft_ms", "tpot_ms"):
+            its = theirs["own", row["run"]][metric]
+            for value in (row[f"predicted_{metric}"], its):
+                cells.append(f"{float(value) / float(row[f'measured_{metric}']) - 1:+.1%}" if value else "none")
+        lines.append(f"| own: {row['run']} | 1 | " + " | ".join(cells) + " |")
+    return lines
+
+
+def median(errors: Any) -> str:
+    values = list(errors)
+    return f"{statistics.median(values):.1%}" if values else "none"
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
 def write() -> None:

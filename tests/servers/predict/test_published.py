@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from servers.predict.published import Result
 from servers.predict.published_runs import Conditions, Means, Row, Server, Share, play
 from servers.simulator.build import emulate
 
+ROOT = Path(__file__).parents[3]
 SOURCES = {source.name: source for source in published.sources()}
 ROW = Row(
     run="h100", model="llama-3.1-8b", gpu="h100", tp=1, quantization=None, load="closed:4", input_tokens=512,
@@ -179,6 +181,24 @@ def test_the_command_writes_table_and_figure_and_marks_them(
     stated = written["sources"]["aiconfigurator"]["errors"]["tpot"]["median"]
     assert stated == pytest.approx(float(np.median(offs)), abs=1e-3)
     assert "EMULATED" in (out / "published.svg").read_text()
+
+
+def test_the_document_says_what_the_command_computed(few: None) -> None:
+    """The cheapest rows are computed again; the rest of the table is the kept output of the command."""
+    with (ROOT / "benchmarks" / "published" / "published.csv").open() as file:
+        kept = {(row["source"], row["run"]): row for row in csv.DictReader(file)}
+    assert len(kept) == 241
+    for source in SOURCES.values():
+        for result in published.predict_source(source, 0):
+            row = kept[source.name, result.row.run]
+            for metric in published.METRICS:
+                value = getattr(result.predicted, metric)
+                if math.isnan(value):
+                    assert not row[f"predicted_{metric}"]
+                else:
+                    assert float(row[f"predicted_{metric}"]) == pytest.approx(value, abs=0.01), (source.name, metric)
+    section = runpy.run_path(str(ROOT / "benchmarks" / "published.py"))["section"]()
+    assert section in (ROOT / "docs" / "accuracy.md").read_text()
 
 
 @pytest.mark.parametrize("option", [["--requests", "10"], ["--gpu", "h200"]])
