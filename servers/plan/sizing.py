@@ -28,6 +28,7 @@ STABLE_RATIO = 0.95  # of that rate; beyond it, queues grow for longer than a sh
 LIVES = 8  # a run lasts at least so many times as long as a request
 STRETCH = 10  # and at most so many times the requests of the option
 TOLERANCE = 1.1  # the highest rate is found within this factor
+BEYOND = 10  # requests beyond a percentile that it takes to say where the percentile is
 LONELY = 0.1  # requests under way on average: below this a server is not crowded, and a lower rate will not help it
 
 
@@ -45,6 +46,12 @@ class Limits:
 
     seconds: dict[str, float]
     percentile: float = 99.0
+
+    @property
+    def least_requests(self) -> int:
+        """Judged requests of which BEYOND lie beyond the percentile: 1000 for 99, 100 for 90. With fewer the percentile
+        is one of the slowest few, and moves from run to run."""
+        return math.ceil(round(BEYOND / (1 - self.percentile / 100), 6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,8 +259,15 @@ class SizedServer:
             served = list(bounds(simulate_sessions(emulated, *demand.sessions(burst, thinking=False))))
         works_off = len(served) / max(last_s for _, _, last_s in served)  # requests/s
         self.capacity = works_off / demand.turns_each  # requests/s, or sessions/s
+        self._trials: dict[float, Trial] = {}
 
     def at(self, rate: float) -> Trial:
+        """One run at that rate; the same rate is run once."""
+        if rate not in self._trials:
+            self._trials[rate] = self._run(rate)
+        return self._trials[rate]
+
+    def _run(self, rate: float) -> Trial:
         if self._demand.load.sessions is None:
             return trial(self._emulated, self._demand, self._limits, rate, 2 * self._alone_s)
         return session_trial(self._emulated, self._demand, self._limits, rate, self._session_s)
