@@ -246,12 +246,11 @@ def test_json_is_the_last_line_and_the_table_stays_for_people(capsys: pytest.Cap
     )  # fmt: skip
     assert len(said["rows"]) + len(said["unmet"]) == 2
     for row in said["rows"]:
-        judged_row = judged("rtx4090", row["tp"], 8.0)
         assert row["gpus"] == row["servers"] * row["tp"] and row["bound"] in ("ttft", "tpot", "throughput")
         assert row["share_per_s"] == 8 / row["servers"] <= row["rate_per_s"]
         assert row["in_flight"] >= row["share_in_flight"] > 0
         assert row["share_percentiles_ms"]["ttft"] <= 500 and row["share_percentiles_ms"]["tpot"] <= 50
-        assert isinstance(judged_row, Row) and row["usd_per_hour"] == pytest.approx(0.5 * row["gpus"])
+        assert row["usd_per_hour"] == pytest.approx(0.5 * row["gpus"])
 
 
 def test_a_percentile_is_of_enough_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
