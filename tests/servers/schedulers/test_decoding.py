@@ -78,7 +78,7 @@ def test_the_loads_of_that_test_preempt_and_end() -> None:
     schedulers = [made(seed, windowed=False, visited=False) for seed in range(40)]
     ended = [list(played(scheduler, seed))[-1] for seed, scheduler in enumerate(schedulers)]
     assert sum(scheduler.preemptions > 0 for scheduler in schedulers) > 8
-    assert all(isinstance(each, list) and sum(done for _, done, _ in each) > 20 for each in ended)
+    assert all(isinstance(each, list) and sum(done for _, done, _ in each) > 5 for each in ended)
 
 
 def test_state_is_caught_up_with_when_a_request_leaves() -> None:
