@@ -121,7 +121,7 @@ def judge(
     try:
         emulated = emulation(candidate)
         server = SizedServer(emulated, demand, limits)
-        highest, bound = server.highest()
+        highest, bound = server.highest(demand.rate / max(1, max_gpus // candidate.tp))
         servers = math.ceil(demand.rate / highest)
         while True:
             if servers * candidate.tp > max_gpus:

@@ -280,17 +280,20 @@ class SizedServer:
         think_s = sum(turns.think_ns(number) for number in range(turns.total) if turns.place(number)[1]) / 1e9
         return 2 * self._alone_s * self._demand.turns_each + think_s / count
 
-    def highest(self) -> tuple[float, str]:
+    def highest(self, least: float = 0.0) -> tuple[float, str]:
         """The highest rate, requests/s or sessions/s, within the limits, and what is in the way of a higher one. Raises
-        NotMet."""
+        NotMet, also where it is below `least`, at which nobody asks by how much."""
         low = high = STABLE_RATIO * self.capacity
-        bound = "throughput"
-        while (missed := self.at(low).missed) is not None:
+        bound, what = "throughput", self._demand.what
+        while high >= least and (missed := self.at(low).missed) is not None:
             high, bound = low, missed
             if low * self._demand.turns_each * self._alone_s < LONELY:
-                what = self._demand.what
                 raise NotMet(f"{bound} is missed even at {low:.2g} {what}, where most requests are alone")
             low /= 2
+        if high < least:
+            raise NotMet(
+                f"takes less than {high:.3g} {what} (limited by {bound}), and --max-gpus asks {least:.3g} of each"
+            )
         while high / low > TOLERANCE:
             middle = math.sqrt(low * high)
             missed = self.at(middle).missed

@@ -150,7 +150,14 @@ def test_a_price_is_found_by_any_name_of_the_gpu() -> None:
         ("rtx4090", 1, "ttft_ms=500", "70b", 64, r"does not fit: [\d.]+ GB are missing on 1 x .*4090"),
         ("rtx4090", 1, "ttft_ms=5", "7b", 64, r"ttft is [\d.]+ ms for a request that is alone"),
         ("rtx4090", 1, "tpot_ms=5", "7b", 64, r"tpot is [\d.]+ ms for a request that is alone"),
-        ("rtx4090", 1, "tpot_ms=50", "7b", 3, r"needs \d+ servers of [\d.]+ requests/s .*; --max-gpus is 3"),
+        (
+            "rtx4090",
+            1,
+            "tpot_ms=50",
+            "7b",
+            3,
+            r"takes less than [\d.]+ requests/s .* --max-gpus asks 167 of each",
+        ),
     ],
 )
 def test_what_will_not_do_is_listed_with_the_reason(

@@ -47,7 +47,9 @@ def played(scheduler: VllmV1, seed: int) -> Iterator[object]:
     under_way: deque[Step] = deque()
     for turn in range(600):
         for _ in range(rng.choice([0, 0, 0, 1, 1, 4]) if turn < 400 else 0):
-            sequence = Sequence(len(sequences), rng.randint(1, 200), rng.choice([1, rng.randint(2, 150), rng.randint(2, 300)]))
+            sequence = Sequence(
+                len(sequences), rng.randint(1, 200), rng.choice([1, rng.randint(2, 150), rng.randint(2, 300)])
+            )
             sequences.append(sequence)
             try:
                 scheduler.admit(sequence)
