@@ -106,17 +106,18 @@ def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -
                 run_loop(sweeping.measure(planned, progress, stop))
         except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
             code = backend_failed(error)
-        except Stopped:
+        except Stopped as error:
+            if not planned.began:
+                say_error("loadgen", error)
             code = exit_codes.STOPPED
         finally:
             progress.end()
-        if waiting := len(planned.waiting):
-            say_error(
-                "loadgen", f"{waiting} of {len(planned.runs)} runs are not done; --resume {planned.directory} does."
-            )
-        if waiting < len(planned.runs):
+        if planned.began:
             of_runs = report_sweep(planned.directory)
             code = of_runs if code is None else code
+    if planned.waiting and planned.directory.exists():
+        left = f"{len(planned.waiting)} of {len(planned.runs)}"
+        say(f"{left} runs are left for `loadgen sweep --resume {planned.directory}`")
     return stop.exit_code or code or exit_codes.OK
 
 

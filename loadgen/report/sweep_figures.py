@@ -138,7 +138,7 @@ def _pareto_panel(axis: Axes, swept: Swept, throughput: str, front: list[str]) -
     rest = [(x, y) for point, x, y in placed if point.value not in front]
     axis.plot(
         [x for x, _ in best], [y for _, y in best], marker="o", markersize=5, linewidth=1.6, color=COLOURS[0],
-        label="no point is better in both (Pareto)",
+        label="no other point is better in both (Pareto)",
     )  # fmt: skip
     axis.plot(
         [x for x, _ in rest], [y for _, y in rest], "x", color=COLOURS[1], label="another point is better in both"
@@ -156,7 +156,7 @@ def _grid(axis: Axes) -> None:
 
 
 def _varied(swept: Swept) -> str:
-    return f"{swept.plan.varies}, {swept.plan.unit}" if swept.plan.unit else swept.plan.varies
+    return f"{swept.plan.varies} ({swept.plan.unit})" if swept.plan.unit else swept.plan.varies
 
 
 def _cdf(directory: Path, swept: Swept) -> None:

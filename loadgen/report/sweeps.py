@@ -314,7 +314,7 @@ def _remarks(swept: Swept) -> list[str]:
     """What a reader must know beside the table, a sentence each."""
     plan = swept.plan
     share = (
-        f"Throughput a GPU is of {swept.gpus} GPU{'s' if swept.gpus > 1 else ''} that share the model."
+        f"The model is on {swept.gpus} GPU{'s' if swept.gpus > 1 else ''}."
         if swept.gpus is not None
         else "How many GPUs served is not known, or none did: throughput is the whole server's."
     )

@@ -44,7 +44,7 @@ LISTED = (
 )  # fmt: skip
 NAMES = {"rates": "rate"}  # of an option in the names of directories, where it is another
 UNITS = {
-    "rate": "requests/s", "concurrency": "in flight", "duration": "s", "input-tokens": "tokens",
+    "rate": "requests/s", "concurrency": "requests in flight", "duration": "s", "input-tokens": "tokens",
     "output-tokens": "tokens", "think-time": "s",
 }  # fmt: skip
 MOST_NAME = 80  # characters of a value in the name of a directory

@@ -60,6 +60,11 @@ class Sweep:
         """The runs that are still to be done."""
         return [run for run in self.runs if self.states[run.name][0] != "finished"]
 
+    @property
+    def began(self) -> bool:
+        """Whether a run left something, if only a part."""
+        return any((self.directory / run.name).exists() for run in self.runs)
+
     def rest(self) -> str:
         """How long the runs that wait may take, by those that this process did; a clause, empty before the first."""
         waiting = len(self.waiting)
@@ -178,7 +183,8 @@ def alone(sweep: Sweep) -> Iterator[None]:
             yield
         finally:
             if not sweep.resumed and not any(path.is_dir() for path in directory.iterdir()):
-                (directory / sweeps.FILE).unlink(missing_ok=True)
+                for name in (sweeps.FILE, sweeps.TEXT):
+                    (directory / name).unlink(missing_ok=True)
                 rundir.remove_if_empty(directory, made)
 
 
