@@ -8,9 +8,10 @@ import dataclasses
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -50,19 +51,35 @@ UNITS = {
 MOST_NAME = 80  # characters of a value in the name of a directory
 
 
+def _shown(default: object, _: object) -> str:
+    """In the help, in place of an empty list."""
+    return str(default)
+
+
+def _each(convert: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[Any]], tuple[Any, ...]]:
+    """Converts a list as one value is converted, and says of a value what it would say of one."""
+    return lambda kind, tokens: tuple(convert(kind, [token]) for token in tokens)
+
+
 def _takes_lists(options: type[Options]) -> type[Options]:
     """Makes every option of LISTED one of several values; none is the option's own default. Applied before the class
     is made a dataclass."""
     types = get_type_hints(LoadOptions, include_extras=True)
     spelled = {"concurrency": ("--concurrency", "--concurrencies")}
     for name in LISTED:
-        kind, *of_one, described = get_args(types[name])
+        kind, *converters, described = get_args(types[name])
         if get_origin(kind) in (Union, UnionType):
             kind = Union[tuple(part for part in get_args(kind) if part is not NoneType)]  # noqa: UP007
-        one: Any = Annotated[kind, *of_one] if of_one else kind
+        if get_origin(kind) is Annotated:
+            kind, *converters = get_args(kind)
         default = getattr(LoadOptions, name)
-        shown = False if default is None else lambda _, default=default: str(default)
-        several = Parameter(consume_multiple=True, name=spelled.get(name), show_default=shown)
+        several = Parameter(
+            consume_multiple=True,
+            name=spelled.get(name),
+            show_default=False if default is None else partial(_shown, default),
+            converter=_each(converters[0].converter) if converters else None,
+        )
+        one: Any = kind
         options.__annotations__[name] = Annotated[tuple[one, ...], described, several]
         setattr(options, name, ())
     return options
@@ -100,7 +117,11 @@ class SweepOptions(
     rates: Annotated[
         tuple[float, ...],
         option(
-            LOAD, "A point for each of these rates, in requests/s (of sessions: sessions/s).", consume_multiple=True
+            LOAD,
+            "A point for each of these rates, in requests/s (of sessions: sessions/s). --arrival names the law alone: "
+            "poisson (default), constant or gamma:CV.",
+            consume_multiple=True,
+            show_default=False,
         ),
     ] = ()
     repeat: Annotated[Whole, option(OUTPUT, "So many runs of each point, with seeds apart.")] = 1
