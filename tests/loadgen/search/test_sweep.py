@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from backends.launch import Exit
 from loadgen import cli
+from tests.loadgen.server.test_managed import Fake
 from tests.loadgen.test_run import FAST, LOADGEN, loadgen, serving
 
 pytestmark = pytest.mark.processes
@@ -112,3 +114,52 @@ def test_a_server_that_never_was_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "s"
     _, said = loadgen("sweep", "--url", "http://127.0.0.1:9", "--rates", "1", "2", "--out", str(out), expect=3)
     assert "cannot reach" in said and not out.exists()
+
+
+def started(
+    fake: Fake, out: Path, capsys: pytest.CaptureFixture[str], *line: str, expect: int | tuple[int, ...]
+) -> Any:
+    """`loadgen sweep` with a launcher that starts nothing: the last line, and what was said."""
+    place = ["--resume", str(out)] if line == () else [*line, "--out", str(out)]
+    code = cli.invoke(["sweep", *place])
+    captured = capsys.readouterr()
+    assert code in (expect if isinstance(expect, tuple) else (expect,)), captured.err
+    return (json.loads(captured.out) if captured.out else {}), captured.err
+
+
+STARTED = (
+    "--backend", "vllm", "--model", "org/m", "--gpus", "none", "--requests", "4", "--output-tokens", "2",
+    "--warmup", "0", "--no-calibrate",
+)  # fmt: skip
+
+
+def test_one_start_serves_the_longest_prompt_of_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "s"
+    with serving("--model", "org/m", "--max-model-len", "9000") as url:
+        fake = Fake([url])
+        monkeypatch.setattr("loadgen.server.launch.docker", fake)
+        swept, _ = started(fake, out, capsys, *STARTED, "--input-tokens", "16", "5000", expect=(0, 4))
+    assert fake.starts == fake.stopped == 1
+    launches = [each["launch"] for each in manifests(out, ["input-tokens-16", "input-tokens-5000"])]
+    assert launches[0] == launches[1] and launches[0]["max_model_len"] >= 5002
+    assert swept["complete"] and swept["gpus"] is None  # none of this machine's
+    assert not (out / "server-1").exists()  # where nothing was left
+
+
+def test_a_point_at_which_the_server_died_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "s"
+    with serving("--model", "org/m", "--fault", "http_error:503:@5") as url:
+        fake = Fake([url], "torch.OutOfMemoryError: CUDA out of memory\n", Exit(1), polls=2)
+        monkeypatch.setattr("loadgen.server.launch.docker", fake)
+        swept, said = started(fake, out, capsys, *STARTED, "--concurrencies", "1", "2", expect=(3, 4))
+    assert [run["state"] for run in swept["runs"]].count("unfinished") == 1
+    assert "CUDA out of memory" in said and "are left for `loadgen sweep --resume" in said
+    with serving("--model", "org/m") as url:
+        monkeypatch.setattr("loadgen.server.launch.docker", Fake([url]))
+        swept, said = started(fake, out, capsys, expect=(0, 4))
+    assert swept["complete"] and swept["starts"] == 2
+    assert len(list((out / "unfinished").iterdir())) == 1
