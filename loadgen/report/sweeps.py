@@ -8,6 +8,7 @@ draws them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,7 @@ FIGURES = {
     "latency.png": "Latency against throughput", "pareto.png": "Interactivity against throughput",
     "cdf.png": "The CDF of every point",
 }  # fmt: skip
+RUN_NAME = re.compile(r"[a-z][a-zA-Z0-9_.=+-]{0,160}")  # of a directory in the sweep's
 INTERACTIVITY = "interactivity_tokens_per_s"
 BY_TOKENS = ("output_tokens_per_s", "total_tokens_per_s")
 PER_GPU = "_per_gpu"
@@ -126,9 +128,27 @@ def read_sweep(directory: Path) -> Sweep:
     except UNDECODABLE as error:
         raise rundir.RunError(f"{path} is not a sweep of this version: {reason(error)}.") from None
     for run in sweep.plan.order:
-        if Path(run.directory).name != run.directory or run.directory in ("", "..", FILE):
+        if not RUN_NAME.fullmatch(run.directory):
             raise rundir.RunError(f"{path} is not a sweep of this version: '{escaped(run.directory)}' is no run of it.")
     return sweep
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    directory: str
+    state: str
+
+
+class _Results(msgspec.Struct, frozen=True):
+    runs: list[_Listed] = []
+
+
+def reported(directory: Path) -> set[str]:
+    """The runs that sweep.json has as finished: their own reports were written before it."""
+    try:
+        results = msgspec.json.decode((directory / FILE).read_bytes(), type=_Results)
+    except (OSError, *UNDECODABLE):
+        return set()
+    return {run.directory for run in results.runs if run.state == "finished"}
 
 
 def write(directory: Path, swept: Swept) -> None:

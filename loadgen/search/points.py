@@ -280,7 +280,7 @@ def text(value: object) -> str:
 
 def _file_name(value: str) -> str:
     """A value as part of the name of a directory: of a long one, as of a path, the end."""
-    return re.sub(r"[^\w.=+]+", "-", value)[-MOST_NAME:].lstrip("-")
+    return re.sub(r"[^a-zA-Z0-9_.=+]+", "-", value)[-MOST_NAME:].lstrip("-")
 
 
 def _plain(value: object) -> object:

@@ -24,6 +24,7 @@ from loadgen import rundir
 from loadgen.client.engine import Progress
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop
+from loadgen.load.lengths import WorkloadError
 from loadgen.probe import identify
 from loadgen.report import build, sweeps
 from loadgen.report.schema import Report
@@ -123,11 +124,6 @@ def _resumed(typed: SweepOptions, directory: Path, say: Say) -> Sweep:
             f"{differing[0]} differs from that of the sweep in {directory}; leave it out to go on, or begin another "
             "sweep with --out."
         )
-    planned = [PlannedRun(run.name, run.point.value, run.seed) for run in runs]
-    if planned != kept.plan.order:
-        raise rundir.RunError(
-            f"{directory / sweeps.FILE} was planned otherwise than its options say; begin another sweep."
-        )
     if kept.version != rundir.package_version():
         say(f"note: loadgen {kept.version} began the sweep; its other runs will be of {rundir.package_version()}.")
     sweep = Sweep(options, directory, runs, kept, say, resumed=True)
@@ -137,10 +133,24 @@ def _resumed(typed: SweepOptions, directory: Path, say: Say) -> Sweep:
     return sweep
 
 
+def planned_runs(directory: Path, kept: sweeps.Sweep) -> tuple[SweepOptions, list[PointRun]]:
+    """The options of a sweep that was begun, and its runs in their order. Raises RunError."""
+    path = directory / sweeps.FILE
+    try:
+        options = SweepOptions.of_dict(kept.plan.options)
+        runs = options.order(options.runs())
+    except (msgspec.ValidationError, ConfigError, WorkloadError) as error:
+        raise rundir.RunError(f"{path} holds no options of a sweep: {printable(str(error))}") from None
+    if [PlannedRun(run.name, run.point.value, run.seed) for run in runs] != kept.plan.order:
+        raise rundir.RunError(f"{path} was planned otherwise than its options say; begin another sweep.")
+    return options, runs
+
+
 def _check(sweep: Sweep) -> None:
     """Refuses what cannot be measured at one of the points, and decides on the server that takes them all."""
     points = list({run.point.name: run for run in sweep.runs}.values())
-    starting = sweep.directory / f"server-{sweep.kept.starts + 1}"
+    places = (sweep.directory / f"server-{number}" for number in itertools.count(1))
+    starting = next(place for place in places if not place.exists())
     configs = [run.config(sweep.directory) for run in points]
     if configs[0].where in ("docker", "process"):
         launches = [plan_launch(config, starting, "check").settings for config in configs]
@@ -152,12 +162,7 @@ def _check(sweep: Sweep) -> None:
             Run(each, sweep.directory, "check", sweep.say).check()
         longest = embedded.model_len if configs[0].where == "embedded" else lambda _: 0
         config = max(configs, key=longest)
-    if (
-        configs[0].where != "url"
-        and config.prefix_caching is None
-        and any(map(_caches, configs))
-        and not _caches(config)
-    ):
+    if config.prefix_caching is None and any(map(_caches, configs)) and not _caches(config):
         config = replace(config, prefix_caching="on")
     sweep.whole = Run(replace(config, out=None), starting, rundir.new_run_id(), sweep.say)
     sweep.whole.check()
@@ -165,7 +170,7 @@ def _check(sweep: Sweep) -> None:
 
 def _caches(config: Config) -> bool:
     """Whether a server that is started for this point has its prefix cache on."""
-    return config.caches_prefixes and (config.where != "embedded" or config.gpu is not None)
+    return config.caches_prefixes and (config.where in ("docker", "process") or config.gpu is not None)
 
 
 @contextlib.contextmanager
@@ -177,7 +182,9 @@ def alone(sweep: Sweep) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":
             stack.enter_context(_locked(directory))
-        if not sweep.resumed:
+        if sweep.resumed:
+            _report_finished(sweep)
+        else:
             sweeps.write(directory, sweep.results())
         try:
             yield
@@ -215,6 +222,7 @@ async def measure(sweep: Sweep, progress: Progress, stop: Stop) -> None:
         with stoppable(stop):
             async with whole.served() as served:
                 sweep.kept.starts += 1
+                await asyncio.to_thread(sweeps.write, sweep.directory, sweep.results())
                 look = await looking_at(whole, served)
                 for run in sweep.waiting:
                     with stoppable(stop):
@@ -266,6 +274,16 @@ def _reported(sweep: Sweep, run: PointRun) -> None:
             f"{number(throughput.output_tokens_per_s)} output tokens/s, ttft p50 {number(ttft.p50)} ms, "
             f"p99 {number(ttft.p99)} ms"
         )
+
+
+def _report_finished(sweep: Sweep) -> None:
+    """Makes the reports of runs that finished and were killed before they had one."""
+    done = {run.name for run in sweep.runs} - {run.name for run in sweep.waiting}
+    for name in sorted(done - sweeps.reported(sweep.directory)):
+        try:
+            report_run(sweep.directory / name)
+        except build.ReportError as error:
+            sweep.say(f"note: {error}")
 
 
 def report_run(directory: Path) -> None:
