@@ -6,7 +6,7 @@
 Run by aiconfigurator's own interpreter, with nothing of this project imported. It is asked as its own comparison with
 the same file does (tools/accuracy_regression_testing): batch size = streams, nominal lengths, its default tables of
 vLLM. It has no arrival rates, no prefix that several prompts share and no burst, so open loops and bursts stay empty.
-Models are described by config.json files made of `backends/data/models.json`.
+Models are described by config.json files made of `backends/data/models.json`. Rows that the file has are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "servers" / "data"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM"}
-KV = {"inferencemax": "fp8"}  # as assumed of the whole source
+KV = {"inferencemax_b200": "fp8"}  # as assumed of the whole source
 OWN = (  # run, model, GPU, streams, mean prompt, reply: benchmarks/runs and benchmarks/frozen
     ("h200_7b_closed32_o128", "llama-2-7b", "h200", 32, 512, 128),
     ("frozen_closed32_mixed", "mistral-7b", "h200", 32, 640, 128),
@@ -31,7 +31,7 @@ OWN = (  # run, model, GPU, streams, mean prompt, reply: benchmarks/runs and ben
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    for source in ("aiconfigurator", "inferencemax", "inference_sim", "mlperf"):
+    for source in ("aiconfigurator", "inferencemax_h100", "inferencemax_b200", "inference_sim", "mlperf"):
         lines = (DATA / f"published_{source}.csv").read_text().splitlines()
         for row in csv.DictReader(line for line in lines if not line.startswith("#")):
             yield {"source": source, **row}
@@ -72,17 +72,21 @@ def estimate(row: dict[str, Any], directory: Path) -> tuple[str, str, str]:
                 kvcache_quant_mode=KV.get(row["source"]),
             )  # fmt: skip
     except Exception as error:  # its own errors are of many types
-        return "", "", " ".join(str(error).split())[:160]
+        return "", "", " ".join(str(error).replace(f"{directory}/", "").split())[:160]
     return f"{found.ttft:.2f}", f"{found.tpot:.3f}", ""
 
 
 def main(out: Path) -> None:
-    with tempfile.TemporaryDirectory() as directory, out.open("w", newline="") as file:
+    kept = list(csv.reader(out.read_text().splitlines())) if out.exists() else []
+    done = {(source, run) for source, run, *_ in kept}
+    with tempfile.TemporaryDirectory() as directory, out.open("a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["source", "run", "ttft_ms", "tpot_ms", "reason"])
+        if not kept:
+            writer.writerow(["source", "run", "ttft_ms", "tpot_ms", "reason"])
         for row in rows():
-            writer.writerow([row["source"], row["run"], *estimate(row, Path(directory))])
-            file.flush()
+            if (row["source"], row["run"]) not in done:
+                writer.writerow([row["source"], row["run"], *estimate(row, Path(directory))])
+                file.flush()
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def compute() -> None:
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory) / "published"
         predict("--preset published", made)
-        for path in made.iterdir():
+        for path in made.glob("published.[!s]*"):
             shutil.copy(path, OUT / path.name)
         with (OUT / "own.csv").open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")

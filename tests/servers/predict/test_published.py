@@ -29,7 +29,7 @@ ROW = Row(
 
 def test_sources_state_where_they_come_from() -> None:
     assert {name: len(source.rows()) for name, source in SOURCES.items()} == {
-        "aiconfigurator": 60, "inferencemax": 165, "inference_sim": 12, "mlperf": 4,
+        "aiconfigurator": 60, "inferencemax_h100": 45, "inferencemax_b200": 120, "inference_sim": 12, "mlperf": 4,
     }  # fmt: skip
     for source in SOURCES.values():
         facts = source.facts()
@@ -176,7 +176,7 @@ def test_the_command_writes_table_and_figure_and_marks_them(
         assert all(assumption in text for assumption in source.assumptions)
     with (out / "published.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 8 and {row["emulated"] for row in rows} == {"yes"}
+    assert len(rows) == 10 and {row["emulated"] for row in rows} == {"yes"}
     offs = [abs(float(row["off_tpot_ms"])) for row in rows if row["source"] == "aiconfigurator"]
     stated = written["sources"]["aiconfigurator"]["errors"]["tpot"]["median"]
     assert stated == pytest.approx(float(np.median(offs)), abs=1e-3)
