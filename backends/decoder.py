@@ -242,7 +242,8 @@ class LatentAttention:
 class Mlp:
     """`experts` MLPs of `width`, of which a token passes through `active`, and beside them one of `shared` that all
     pass through; a dense one has 1 expert. gated: three matrices, not two. biased: with biases. shared_gate: a learned
-    weight of the shared one. router_bias: of the router's scores."""
+    weight of the shared one. router_bias: of the router's scores. imbalance: the load of the busiest expert over the
+    mean."""
 
     width: int
     experts: int = 1
@@ -252,6 +253,7 @@ class Mlp:
     biased: bool = False
     shared_gate: bool = False
     router_bias: bool = False
+    imbalance: float = 1.0
 
     @property
     def matrices(self) -> int:
