@@ -65,6 +65,7 @@ class Engine:
         self._taken_in_s = math.inf  # when they are through
         self._handed_s = 0.0  # until when the front end is busy with those before them
         self._front_s = 0.0  # until when the front end hands out tokens
+        self._first_s = 0.0  # until when it hands out those of a step with first tokens
         self._cpu_s = 0.0  # until when the thread that launches is busy
         self._gpu_s = 0.0  # until when the GPUs are
         self._arriving: deque[tuple[float, Sequence]] = deque()
@@ -153,9 +154,10 @@ class Engine:
         if step.emits:
             # what has not gone out when the next tokens of the same requests come goes out together with them
             took_s = len(step.emits) * self._token_s
-            self._front_s = min(max(self._front_s, self.now_s), self.now_s + took_s)
+            self._front_s = max(min(max(self._front_s, self.now_s), self.now_s + took_s), self._first_s)
             if step.prefill_rows and self._first_token_s:
                 prompts = sum([sequence.prompt for sequence in step.emits if sequence.emitted == 1])
                 self._front_s += prompts * self._first_token_s
+                self._first_s = self._front_s + took_s
             self._deliver(step.emits, self._front_s + self._token_s + self._latency_s, self._token_s)
             self._front_s += took_s

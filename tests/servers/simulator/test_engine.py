@@ -71,6 +71,12 @@ def test_the_way_in_and_out() -> None:
     assert times == pytest.approx([3 + 10 + 2 + 0.7, 3 + 20 + 0.7, 3 + 30 + 0.7])
 
 
+def test_no_token_overtakes_the_one_before() -> None:
+    """First tokens take 20 ms here; those after them come 5 ms apart, and wait."""
+    times = played((5, 5), (0, 0), [(0, 2000, 6)], FrontEnd(first_token_us=10))[0]
+    assert times == pytest.approx([25, 25, 25, 25, 25, 30])
+
+
 def test_requests_are_handed_over_one_by_one() -> None:
     """Three together: all are taken in until 3 ms, then handed over at 4, 5 and 6. The first step begins with the first
     alone, at 5 the second is launched with the second alone. The fourth waits for the front end until 6 and is with the
