@@ -1,5 +1,5 @@
-"""The command line: `loadgen run`, `report`, `compare`, what looks at a machine or prepares it (`doctor`, `compose`,
-`backends`, `clean`), and what other packages add through entry points.
+"""The command line: `loadgen run`, `sweep`, `report`, `compare`, what looks at a machine or prepares it (`doctor`,
+`compose`, `backends`, `clean`), and what other packages add through entry points.
 
 Exit codes: 0 ok, 2 bad configuration, 3 the backend failed, 4 the measurement is invalid, 5 a limit of `compare
 --fail-if` is broken; 129, 130, 143 stopped by SIGHUP, Ctrl-C, SIGTERM; 141 standard output was not read to its end. A
@@ -21,6 +21,7 @@ from cyclopts.config import Toml
 from loadgen import exit_codes, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions
 from loadgen.option_types import JunitOption, SummaryOption, Whole, names, offers
+from loadgen.search.points import SweepOptions
 from loadgen.terminal import say, say_error
 
 if TYPE_CHECKING:
@@ -79,6 +80,47 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     return stop.exit_code or code
 
 
+def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -> int:
+    """Send one load after another to one start of a server: a point for each value of --rates, --concurrencies, or one
+    other option of the load that is given as a list.
+
+    Each point is an ordinary run directory in --out, named after its value, such as rate-5; sweep.json, sweep.md and
+    figures put them together. The last line of standard output is sweep.json. --resume DIR goes on after a kill or
+    Ctrl-C: points that finished stay as they are.
+    """
+    from backends.launch import LaunchError
+    from loadgen.event_loop import Stop, run_loop
+    from loadgen.probe import ServerError
+    from loadgen.progress import ProgressLine
+    from loadgen.run import Stopped
+    from loadgen.search import sweep as sweeping
+    from loadgen.server.embedded import EmbeddedError
+    from loadgen.target import TransportError
+
+    planned = sweeping.prepare(options or SweepOptions(), say)
+    code = None
+    with Stop() as stop, sweeping.alone(planned):
+        progress = ProgressLine()
+        try:
+            if planned.waiting:
+                run_loop(sweeping.measure(planned, progress, stop))
+        except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
+            code = backend_failed(error)
+        except Stopped as error:
+            if not planned.began:
+                say_error("loadgen", error)
+            code = exit_codes.STOPPED
+        finally:
+            progress.end()
+        if planned.began:
+            of_runs = report_sweep(planned.directory)
+            code = of_runs if code is None else code
+    if planned.waiting and planned.directory.exists():
+        left = f"{len(planned.waiting)} of {len(planned.runs)}"
+        say(f"{left} runs are left for `loadgen sweep --resume {planned.directory}`")
+    return stop.exit_code or code or exit_codes.OK
+
+
 def backend_failed(error: Exception) -> int:
     """Says why, after the end of the server's log where there is one; the exit code."""
     from backends.launch import LaunchError
@@ -102,7 +144,7 @@ def report(
     ),
 ) -> int:
     """Redo the report of a run from its records (also of a killed one), of a directory of `run --repeat`, or of a
-    breakdown from its trace; or draw several runs in one figure."""
+    breakdown from its trace, of a sweep from its runs; or draw several runs in one figure."""
     from loadgen.breakdown.tables import FILE as BREAKDOWN
 
     if len(directories) == 1 and (directories[0] / BREAKDOWN).exists():
@@ -111,8 +153,12 @@ def report(
         if convention != "loadgen":
             raise ConfigError("a breakdown has no latencies that another --convention would define; leave it out.")
         return show_breakdown(directories[0], measure.again(directories[0]))
-    from loadgen.report import repeats
+    from loadgen.report import repeats, sweeps
 
+    if len(directories) == 1 and (directories[0] / sweeps.FILE).exists():
+        if convention != "loadgen":
+            raise ConfigError("a sweep is summed up by our own definitions alone; leave --convention out.")
+        return report_sweep(directories[0])
     if len(directories) == 1 and repeats.is_repeated(directories[0]):
         if convention != "loadgen":
             raise ConfigError("several runs are summed up by our own definitions alone; leave --convention out.")
@@ -180,6 +226,25 @@ def report_repeats(directory: Path) -> int:
         say_error("loadgen", error)
     _last_words(directory, repeats.to_json(repeated))
     return exit_codes.OK if all(run.valid for run in repeated.runs) else exit_codes.INVALID
+
+
+def report_sweep(directory: Path) -> int:
+    """Prints what the runs of a sweep gave together, and writes sweep.json, sweep.md and figures; the exit code."""
+    from loadgen.report import build as reports
+    from loadgen.report import sweeps
+
+    swept = sweeps.read(directory)
+    say(sweeps.render(swept))
+    try:
+        sweeps.write(directory, swept)
+        from loadgen.report import sweep_figures  # matplotlib: after the numbers are safe
+
+        sweep_figures.draw(directory, swept)
+    except reports.ReportError as error:  # it is printed all the same
+        say_error("loadgen", error)
+    _last_words(directory, sweeps.to_json(swept))
+    begun = [run for run in swept.runs if run.state != "waiting"]
+    return exit_codes.OK if all(run.valid and run.state == "finished" for run in begun) else exit_codes.INVALID
 
 
 def _last_words(directory: Path, json: str) -> None:
@@ -326,7 +391,7 @@ def build_app(*, described: bool = False) -> App:
         version=rundir.package_version,
         result_action="return_value",
     )
-    for command in (run, report, compare, doctor, compose, export):
+    for command in (run, sweep, report, compare, doctor, compose, export):
         app.command(command)
     app.command(list_backends, name="backends")
     app.command(clean)
@@ -340,7 +405,7 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
     keys."""
     rest: list[str] = []
     files: list[Toml] = []
-    if tokens[:1] not in (["run"], ["doctor"], ["compose"], ["predict"], ["breakdown"]):
+    if tokens[:1] not in (["run"], ["sweep"], ["doctor"], ["compose"], ["predict"], ["breakdown"]):
         return tokens, files
     queue = iter(tokens)
     for token in queue:

@@ -25,6 +25,8 @@ class ProgressLine:
             return
         now = time.monotonic()
         events = sum(snapshot.events for snapshot in snapshots)
+        if events < self._last[1]:  # another run of the same command has begun
+            self._last = (self._last[0], 0)
         rate = (events - self._last[1]) / max(now - self._last[0], 1e-3)
         text = line(snapshots, rate)
         if self._live:

@@ -141,7 +141,8 @@ def marked(title: str, emulated: int, invalid: int, runs: int) -> tuple[str, str
 
 def _figure(title: str, runs: Sequence[Curves]) -> Figure:
     emulated, invalid = sum(run.emulated for run in runs), sum(run.invalid for run in runs)
-    return titled(10.5, 3.9 if len(runs) == 1 else 4.2, *marked(title, emulated, invalid, len(runs)))
+    height = 3.9 if len(runs) == 1 else 4.0 + 0.2 * math.ceil(len(runs) / 2)  # a line of the legend names two
+    return titled(10.5, height, *marked(title, emulated, invalid, len(runs)))
 
 
 def _panel(axis: Axes, metric: str, name: str, runs: Sequence[Curves]) -> None:

@@ -124,11 +124,11 @@ def of_reports(paths: Sequence[Path], reports: Sequence[Report], planned: int) -
         emulated=any(report.emulated for report in reports),
         planned=planned,
         runs=runs,
-        metrics={name: _over([each[name] for each in by_run]) for name in by_run[0]},
+        metrics={name: over_runs([each[name] for each in by_run]) for name in by_run[0]},
     )
 
 
-def _over(runs: list[float | None]) -> Repeat:
+def over_runs(runs: list[float | None]) -> Repeat:
     known = [value for value in runs if value is not None]
     if len(known) < len(runs):
         return Repeat(runs=runs, mean=None, std=None, ci=None)

@@ -37,6 +37,13 @@ def mooncake(timestamp_ms: int, input_tokens: int, hash_ids: str) -> str:
     return f'{{"timestamp": {timestamp_ms}, {lengths}, "hash_ids": {hash_ids}}}\n'
 
 
+def sweep(options: str) -> str:
+    """The beginning of a sweep."""
+    order = '[{"directory": "rate-1", "value": "1", "seed": 0}, {"directory": "rate-2", "value": "2", "seed": 1}]'
+    plan = f'"varies": "rate", "unit": "", "values": ["1", "2"], "repeat": 1, "seed": 0, "order": {order}'
+    return f'{{"version": "1", "started_unix_s": 0, "argv": [], "plan": {{{plan}, "options": {options}}}}}'
+
+
 # What the command lines name; each runs in a directory of its own that holds these.
 FILES = {
     "empty/x": "", "file": "", "full/report.json": "precious",
@@ -58,6 +65,8 @@ FILES = {
     "half/manifest.json": '{"schema": "loadgen.man', "loadgen_run/manifest.json": '{"schema": "loadgen.manifest/1"}',
     "training/manifest.json": '{"platform": "GPU", "schema": "training_probe.manifest/1"}',
     "swept/results.jsonl": "", "points/micro.jsonl": "",
+    "bad_sweep/sweep.json": '{"schema": "loadgen.sweep/1"}', "no_options/sweep.json": sweep('{"seed": "x"}'),
+    "half_sweep/sweep.json": sweep('{"rates": [1.0, 2.0]}'),
     "headless/config.json": '{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 8}',
     "mamba/config.json": '{"model_type": "mamba2", "num_hidden_layers": 2, "hidden_size": 64}',
     "pairs.txt": "512 128\n512\n",

@@ -42,9 +42,11 @@ from loadgen.monitor.exporter import Exporter
 from loadgen.monitor.prometheus import Series, Unreadable
 from loadgen.plan import Timeouts
 from loadgen.report import build as reports
+from loadgen.report import sweeps
 from loadgen.report.text import markdown, render
 from loadgen.rundir import records
 from loadgen.rundir.outcomes import OUTCOMES
+from loadgen.search.sweep import planned_runs
 from loadgen.target import Target
 from loadgen.terminal import invoke
 from servers.serve import faults
@@ -268,6 +270,23 @@ def run_directory(data: bytes) -> None:
     assert reports.to_json(report).isascii()
 
 
+def sweep(data: bytes) -> None:
+    """sweep.json: a sweep that can be shown, and gone on with where its options give the runs that it names."""
+    directory = _directory() / "sweep"
+    directory.mkdir(exist_ok=True)
+    (directory / sweeps.FILE).write_bytes(data)
+    try:
+        swept = sweeps.read(directory)
+        shown_lines = (*sweeps.render(swept).splitlines(), *sweeps.markdown(swept).splitlines())
+        assert all(line.isprintable() for line in shown_lines)
+        assert sweeps.to_json(swept).isascii()
+        _, runs = planned_runs(directory, swept)
+    except rundir.RunError as error:
+        shown(error)
+        return
+    assert [run.name for run in runs] == [run.directory for run in swept.runs]
+
+
 def snapshot(data: bytes) -> None:
     """A run's snapshot beside a good one: the exporter's page always comes, and has the good one."""
     broken = _directory() / "runs" / "broken"
@@ -334,6 +353,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "trace": traced,
     "traffic": traffic,
     "run_directory": run_directory,
+    "sweep": sweep,
     "snapshot": snapshot,
     "profile": profile,
     "gpu": gpu,

@@ -1,4 +1,5 @@
-"""A hundred kills (`kill -9`) at random times: of runs, of runs with several client processes, of training sweeps.
+"""A hundred kills (`kill -9`) at random times: of runs, of runs with several client processes, of sweeps of loads, of
+training sweeps.
 
 After each, nothing that was recorded is lost or there twice, what is left says rightly how it ended, and no process
 lives on. The times are drawn from KILLS_SEED, which a failure names. Servers in Docker are killed in tests/docker.
@@ -32,7 +33,7 @@ pytestmark = [
 ]
 
 SEED = int(os.environ.get("KILLS_SEED", "20"))
-KILLS = {"one client": 35, "two clients": 35, "sessions": 20, "sweep": 30}
+KILLS = {"one client": 35, "two clients": 35, "sessions": 20, "sweep": 30, "sweep of loads": 8}
 PLANNED, TURNS = 60, 3
 SINGLE = ["--requests", str(PLANNED), "--arrival", "constant:60"]
 SESSIONS = ["--backend", "openai", "--sessions", str(PLANNED // TURNS), "--turns", str(TURNS), "--think-time",
@@ -225,5 +226,58 @@ def test_kills_of_a_sweep(tmp_path: Path) -> None:
             state = json.loads((directory / "snapshot.json").read_bytes())["state"]
             assert state == "finished", when
             sweeps, before = sweeps + 1, b""
+            directory = tmp_path / str(sweeps)
+    print(f"KILLS_SEED={SEED}, within {within_s:.1f} s: {sweeps} sweeps ended, {resumed} times resumed")
+
+
+POINTS = {f"rate-{rate}-run{number}" for rate in (40, 80) for number in (1, 2)}
+
+
+def sweep_of_loads(server: str, out: Path) -> list[str]:
+    program = ["-c", "from loadgen.cli import main; main()", "sweep"]
+    if (out / "sweep.json").exists():
+        return [*program, "--resume", str(out)]
+    return [
+        *program, "--url", server, "--no-calibrate", "--warmup", "1", "--output-tokens", "4", "--rates", "40", "80",
+        "--repeat", "2", "--requests", "20", "--seed", "3", "--out", str(out),
+    ]  # fmt: skip
+
+
+def whole_runs(directory: Path) -> dict[str, bytes]:
+    """The records of the runs that have come to their end, as the files have them."""
+    ended = {}
+    for name in POINTS:
+        if (directory / name).exists():
+            ids, states, _ = lines(directory / name)
+            if states == ["complete"] and len(ids) == 20:
+                ended[name] = (directory / name / "requests.jsonl").read_bytes()
+    return ended
+
+
+def test_kills_of_a_sweep_of_loads(server: str, tmp_path: Path) -> None:
+    """Each sweep is killed and resumed until it is done, and then the next one begins. A run that has come to its end
+    is never done again, none is missing, and what others held is kept aside."""
+    rng = random.Random(SEED + len(KILLS))
+    began = time.monotonic()
+    assert start("none", *sweep_of_loads(server, tmp_path / "whole")).wait(120) in (0, 4)
+    within_s = time.monotonic() - began
+    sweeps, resumed, directory = 0, 0, tmp_path / "0"
+    before: dict[str, bytes] = {}
+    for _ in range(KILLS["sweep of loads"]):
+        when, code = killed(rng.uniform(0, within_s), sweep_of_loads(server, directory))
+        after = whole_runs(directory)
+        assert before.items() <= after.items(), f"{when}: a run was done again"
+        names = {path.name for path in directory.glob("rate-*")}
+        assert names <= POINTS, when
+        resumed += bool(before)
+        before = after
+        if code is not None:
+            assert code in (0, 4) and set(after) == POINTS, when
+            swept = json.loads((directory / "sweep.json").read_bytes())
+            assert swept["complete"] and {run["directory"] for run in swept["runs"]} == POINTS, when
+            assert len({run["run_id"] for run in swept["runs"]}) == len(POINTS), when
+            assert [len(point["runs"]) for point in swept["points"]] == [2, 2], when
+            assert all((directory / name / "timeline.png").exists() for name in POINTS), when
+            sweeps, before = sweeps + 1, {}
             directory = tmp_path / str(sweeps)
     print(f"KILLS_SEED={SEED}, within {within_s:.1f} s: {sweeps} sweeps ended, {resumed} times resumed")

@@ -386,6 +386,7 @@ REFUSED_BY = {
     "breakdown": {"url", "arrival", "duration", "requests", "dataset", "stream", "workers", "metrics_port"},
     "compose": {"url", "launch", *names(ModelledOptions)},
     "doctor": set(),
+    "sweep": {"dry_run"},
 }
 
 

@@ -1,0 +1,360 @@
+"""The runs of a sweep together: `sweep.json` (schema `loadgen.sweep/1`) and `sweep.md`.
+
+`sweep.json` holds what was planned, which is written before anything starts and never changes, what happened between
+the runs, and the results, which are made of the run directories alone and can be made again. `sweep_figures`
+draws them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from backends.untrusted import UNDECODABLE, escaped, reason
+from loadgen import rundir
+from loadgen.report import build, repeats
+from loadgen.report.metrics import CONVENTIONS, Distribution, sample
+from loadgen.report.repeats import Repeat, RunVerdict
+from loadgen.report.schema import Report
+from loadgen.report.text import EMULATED, markdown_text, number
+from loadgen.rundir.records import RecordsError
+
+SCHEMA, FILE, TEXT = "loadgen.sweep/1", "sweep.json", "sweep.md"
+FIGURES = {
+    "latency.png": "Latency against throughput", "pareto.png": "Interactivity against throughput",
+    "cdf.png": "The CDF of every point",
+}  # fmt: skip
+RUN_NAME = re.compile(r"[a-z][a-zA-Z0-9_.=+-]{0,160}")  # of a directory in the sweep's
+INTERACTIVITY = "interactivity_tokens_per_s"
+BY_TOKENS = ("output_tokens_per_s", "total_tokens_per_s")
+PER_GPU = "_per_gpu"
+
+State = Literal["finished", "unfinished", "waiting"]
+
+
+class PlannedRun(msgspec.Struct, frozen=True):
+    """One run of a point. directory: in the sweep's. value: of the option that varies, as it would be typed."""
+
+    directory: str
+    value: str
+    seed: int
+
+
+class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What was planned. varies: the option; unit: of its values, empty where it has none. order: the runs as they were
+    to follow each other, shuffled by `seed`. options: of the sweep, by their names."""
+
+    varies: str
+    unit: str
+    values: list[str]
+    repeat: int
+    seed: int
+    order: list[PlannedRun]
+    options: dict[str, Any]
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """How the server was before a run: whether it was idle after `waited_s` seconds, by its own metrics or by how long
+    it took for a probe. detail: what it still had to do, or why nothing could tell."""
+
+    by: Literal["metrics", "probe", "nothing"]
+    idle: bool
+    waited_s: float
+    detail: str = ""
+
+
+class Sweep(msgspec.Struct, kw_only=True):
+    """What sweep.json holds but for its results. starts: how often the sweep was begun or resumed; a server that
+    loadgen starts is another one each time. waits: before each run, by its directory."""
+
+    schema: str = SCHEMA
+    version: str
+    started_unix_s: float
+    argv: list[str]
+    plan: SweepPlan
+    starts: int = 0
+    waits: dict[str, Wait] = {}
+
+
+class SweptRun(RunVerdict, frozen=True, kw_only=True):
+    """One run, in the order of the plan. Of one that waits, run_id is empty and valid is false."""
+
+    value: str
+    seed: int
+    state: State
+
+
+class SweptPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One value, over its finished runs. metrics: as repeat.json has them, with interactivity (1 / tpot p50, tokens/s
+    that one user sees) and, where the number of GPUs is known, throughput a GPU. No run finished: no metrics."""
+
+    value: str
+    runs: list[str]
+    valid: bool
+    requests_ok: int
+    requests_failed: int
+    metrics: dict[str, Repeat]
+
+
+class Swept(Sweep, kw_only=True):
+    """sweep.json. gpus: how many share the model; None on a CPU, or where nothing says. complete: every run finished.
+    pareto: by throughput, the values of the points that no other one beats in both throughput and interactivity."""
+
+    backend: str
+    model: str
+    emulated: bool
+    gpus: int | None
+    complete: bool
+    runs: list[SweptRun]
+    points: list[SweptPoint]
+    pareto: dict[str, list[str]]
+
+
+def read_sweep(directory: Path) -> Sweep:
+    """What was planned and has happened. Raises RunError."""
+    path = directory / FILE
+    try:
+        sweep = msgspec.json.decode(path.read_bytes(), type=Sweep)
+    except FileNotFoundError:
+        raise rundir.RunError(f"{directory} holds no {FILE}; begin a sweep there with --out {directory}.") from None
+    except OSError as error:
+        raise rundir.RunError(f"cannot read {path}: {error.strerror or error}; name a sweep's directory.") from None
+    except UNDECODABLE as error:
+        raise rundir.RunError(f"{path} is not a sweep of this version: {reason(error)}.") from None
+    for run in sweep.plan.order:
+        if not RUN_NAME.fullmatch(run.directory):
+            raise rundir.RunError(f"{path} is not a sweep of this version: '{escaped(run.directory)}' is no run of it.")
+    return sweep
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    directory: str
+    state: str
+
+
+class _Results(msgspec.Struct, frozen=True):
+    runs: list[_Listed] = []
+
+
+def reported(directory: Path) -> set[str]:
+    """The runs that sweep.json has as finished: their own reports were written before it."""
+    try:
+        results = msgspec.json.decode((directory / FILE).read_bytes(), type=_Results)
+    except (OSError, *UNDECODABLE):
+        return set()
+    return {run.directory for run in results.runs if run.state == "finished"}
+
+
+def write(directory: Path, swept: Swept) -> None:
+    """Writes sweep.json and sweep.md. Raises ReportError."""
+    try:
+        rundir.replace(directory / FILE, msgspec.json.format(msgspec.json.encode(swept), indent=2) + b"\n")
+        rundir.replace(directory / TEXT, markdown(swept).encode())
+    except OSError as error:
+        raise build.ReportError(f"cannot write to {directory}: {error.strerror or error}.") from None
+
+
+def state_of(run: Path) -> tuple[State, Report | None]:
+    """How far a run came, from its records. It finished where every client recorded its end and the server lived."""
+    if not run.is_dir() or not any(run.iterdir()):
+        return "waiting", None
+    try:
+        report = build.from_directory(run)[0]
+    except (rundir.RunError, RecordsError, build.ReportError):
+        return "unfinished", None
+    died = report.launch is not None and isinstance(report.launch.ended, str)
+    return "finished" if repeats.verdict(run, report).finished and not died else "unfinished", report
+
+
+def read(directory: Path) -> Swept:
+    """The sweep with the results of its runs as they are now. Raises RunError."""
+    sweep = read_sweep(directory)
+    return of_runs(sweep, {run.directory: state_of(directory / run.directory) for run in sweep.plan.order})
+
+
+def of_runs(sweep: Sweep, runs: Mapping[str, tuple[State, Report | None]]) -> Swept:
+    """The results, of every run of the plan by its directory."""
+    reports = {name: report for name, (state, report) in runs.items() if report is not None and state == "finished"}
+    any_report = next(iter(reports.values()), None) or next((each for _, each in runs.values() if each), None)
+    gpus = _gpus(list(reports.values()), sweep.plan.options.get("gpus"))
+    points = [_point(sweep, value, reports, gpus) for value in sweep.plan.values]
+    kept = {name: getattr(sweep, name) for name in Sweep.__struct_fields__}
+    return Swept(
+        **kept,
+        backend=any_report.backend if any_report else "",
+        model=any_report.model if any_report else "",
+        emulated=any(report.emulated for report in reports.values()),
+        gpus=gpus,
+        complete=len(reports) == len(sweep.plan.order),
+        runs=[_run(planned, *runs[planned.directory]) for planned in sweep.plan.order],
+        points=points,
+        pareto={name: _front(points, name) for name in BY_TOKENS},
+    )
+
+
+def _run(planned: PlannedRun, state: State, report: Report | None) -> SweptRun:
+    if report is None:
+        found = RunVerdict(directory=planned.directory, run_id="", valid=False, finished=False, reasons=[])
+    else:
+        found = repeats.verdict(Path(planned.directory), report)
+    facts = msgspec.structs.asdict(found) | {"finished": state == "finished"}
+    return SweptRun(**facts, value=planned.value, seed=planned.seed, state=state)
+
+
+def _point(sweep: Sweep, value: str, reports: Mapping[str, Report], gpus: int | None) -> SweptPoint:
+    runs = sorted((each for each in sweep.plan.order if each.value == value), key=lambda each: each.seed)
+    mine = {each.directory: reports[each.directory] for each in runs if each.directory in reports}
+    by_run = [_values(report, gpus) for report in mine.values()]
+    return SweptPoint(
+        value=value,
+        runs=list(mine),
+        valid=all(report.verdict.valid for report in mine.values()),
+        requests_ok=sum(report.requests.ok for report in mine.values()),
+        requests_failed=sum(report.requests.failed for report in mine.values()),
+        metrics={name: repeats.over_runs([each[name] for each in by_run]) for name in (by_run[0] if by_run else ())},
+    )
+
+
+def _values(report: Report, gpus: int | None) -> dict[str, float | None]:
+    """Of one run: its metrics by name, interactivity, and throughput a GPU where their number is known."""
+    values = repeats.values(report)
+    values[INTERACTIVITY] = 1000 / tpot_ms if (tpot_ms := values["tpot_p50"]) else None
+    if gpus is not None:
+        for name in BY_TOKENS:
+            whole = values[name]
+            values[name + PER_GPU] = None if whole is None else whole / gpus
+    return values
+
+
+def _gpus(reports: Sequence[Report], named: object) -> int | None:
+    """How many GPUs share the model: modelled ones, those of a server that loadgen started, or, of a server that was
+    there, those that --gpus names. None where runs disagree."""
+    counts = set()
+    for report in reports:
+        if report.emulation is not None:
+            counts.add(report.emulation.gpus)
+        elif report.launch is not None:
+            counts.add(len(report.launch.gpus))
+        else:
+            counts.add(len(report.gpus.each) if report.gpus is not None and named is not None else 0)
+    return counts.pop() or None if len(counts) == 1 else None
+
+
+def mean(point: SweptPoint, name: str) -> float | None:
+    """Of one metric over the point's runs."""
+    return point.metrics[name].mean if name in point.metrics else None
+
+
+def _front(points: Sequence[SweptPoint], throughput: str) -> list[str]:
+    """The points that no other one beats: as good or better in both, and better in one. In the order of the list."""
+    known = [(point.value, mean(point, throughput), mean(point, INTERACTIVITY)) for point in points]
+    placed = [(value, a, b) for value, a, b in known if a is not None and b is not None]
+    return [value for value, a, b in placed if not any((c, d) != (a, b) and c >= a and d >= b for _, c, d in placed)]
+
+
+def to_json(swept: Swept) -> str:
+    """One line, ASCII."""
+    builtins: Any = msgspec.to_builtins(swept)
+    return json.dumps(builtins)
+
+
+def samples(directory: Path, point: SweptPoint, metrics: Sequence[str]) -> dict[str, Distribution]:
+    """The values of each metric over all finished runs of a point, ascending. Raises as `from_directory` does."""
+    pooled: dict[str, list[Distribution]] = {name: [] for name in metrics}
+    for run in point.runs:
+        report, table = build.from_directory(directory / run)
+        measured = table.measured()
+        for name in metrics:
+            pooled[name].append(sample(measured, name, CONVENTIONS[report.convention]))
+    return {
+        name: Distribution(np.sort(np.concatenate([each.values for each in parts])), parts[0].unit_ms)
+        for name, parts in pooled.items()
+        if parts
+    }
+
+
+_COLUMNS = {
+    "requests/s": "requests_per_s", "output tokens/s": "output_tokens_per_s",
+    "ttft p50": "ttft_p50", "p90": "ttft_p90", "p99": "ttft_p99", "tpot p50": "tpot_p50", "p90 ": "tpot_p90",
+    "p99 ": "tpot_p99", "e2el p50": "e2el_p50", "p90  ": "e2el_p90", "p99  ": "e2el_p99",
+    "tokens/s a user": INTERACTIVITY,
+}  # fmt: skip
+
+
+def table(swept: Swept) -> list[list[str]]:
+    """A heading and a line for each point; plain text."""
+    columns = dict(_COLUMNS)
+    if swept.gpus is not None:
+        columns["output tokens/s a GPU"] = "output_tokens_per_s" + PER_GPU
+    unit = f", {swept.plan.unit}" if swept.plan.unit else ""
+    lines = [[escaped(swept.plan.varies) + unit, "runs", *(name.strip() for name in columns), "verdict"]]
+    for point in swept.points:
+        verdict = "-" if not point.runs else "VALID" if point.valid else "INVALID"
+        values = [number(mean(point, name)) for name in columns.values()]
+        lines.append([escaped(point.value), f"{len(point.runs)} of {swept.plan.repeat}", *values, verdict])
+    return lines
+
+
+def render(swept: Swept) -> str:
+    """For a terminal: plain text, nothing in it that a terminal obeys."""
+    lines = table(swept)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    shown = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    first = [EMULATED, ""] if swept.emulated else []
+    return "\n".join([*first, _title(swept), "", *shown, "", *map(escaped, _remarks(swept))]) + "\n"
+
+
+def markdown(swept: Swept) -> str:
+    """sweep.md."""
+    heading, *rows = table(swept)
+    lines = [f"# {markdown_text(_title(swept))}", ""]
+    if swept.emulated:
+        lines += [f"**{EMULATED}**", ""]
+    lines += [f"| {' | '.join(map(markdown_text, heading))} |", "|" + "---:|" * (len(heading) - 1) + "---|"]
+    lines += [f"| {' | '.join(map(markdown_text, row))} |" for row in rows]
+    lines += ["", *(f"- {markdown_text(remark)}" for remark in _remarks(swept))]
+    if any(point.runs for point in swept.points):
+        lines += ["", *(f"![{what}]({name})" for name, what in FIGURES.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _title(swept: Swept) -> str:
+    finished = sum(run.state == "finished" for run in swept.runs)
+    what = f"{swept.backend} {swept.model}".strip() or "a server that answered nothing yet"
+    return escaped(f"{what} by {swept.plan.varies}: {finished} of {len(swept.runs)} runs finished")
+
+
+def _remarks(swept: Swept) -> list[str]:
+    """What a reader must know beside the table, a sentence each."""
+    plan = swept.plan
+    share = (
+        f"The model is on {swept.gpus} GPU{'s' if swept.gpus > 1 else ''}."
+        if swept.gpus is not None
+        else "How many GPUs served is not known, or none did: throughput is the whole server's."
+    )
+    lines = [
+        "Latencies are in milliseconds; tokens/s a user is 1 / tpot p50. " + share,
+        f"The order of the runs was shuffled with seed {plan.seed}: {', '.join(run.directory for run in plan.order)}.",
+    ]
+    if plan.repeat > 1:
+        lines.append("Each number is the mean over a point's finished runs; sweep.json has their 95 % intervals.")
+    if swept.starts > 1:
+        lines.append(
+            f"The sweep was resumed: its runs are of {swept.starts} starts, and a server that loadgen starts is "
+            "another one each time."
+        )
+    busy = [f"{name} ({wait.detail or wait.by})" for name, wait in swept.waits.items() if not wait.idle]
+    if busy:
+        lines.append(f"The server was not seen idle before {', '.join(busy)}.")
+    for run in swept.runs:
+        if run.state == "unfinished":
+            lines.append(f"{run.directory} did not come to its end and is in no number; --resume does it again.")
+        elif run.state == "finished" and not run.valid:
+            lines.append(f"{run.directory} is INVALID, do not quote it: {' '.join(run.reasons)}")
+    return lines

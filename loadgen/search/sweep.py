@@ -1,0 +1,316 @@
+"""`loadgen sweep`: one start of a server, and one run after another at the points of a list.
+
+The plan is in DIR/sweep.json before anything starts. Each run is an ordinary run directory directly under DIR, and runs
+that finished are never done again. A run that was begun and did not finish is done again by --resume; what it held is
+kept in DIR/unfinished. What a server that loadgen starts leaves, such as its log, lies in DIR/server-1, and in
+DIR/server-2 and so on after a resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from backends.untrusted import printable
+from loadgen import rundir
+from loadgen.client.engine import Progress
+from loadgen.config import Config, ConfigError
+from loadgen.event_loop import Stop
+from loadgen.load.lengths import WorkloadError
+from loadgen.probe import identify
+from loadgen.report import build, sweeps
+from loadgen.report.schema import Report
+from loadgen.report.sweeps import PlannedRun, State, SweepPlan, Swept
+from loadgen.report.text import number
+from loadgen.run import Run, Say, Served, stoppable
+from loadgen.search.idle import Look, idle, looking_at
+from loadgen.search.points import UNITS, PointRun, SweepOptions
+from loadgen.server import embedded
+from loadgen.server.launch import plan_launch
+
+UNFINISHED = "unfinished"  # directory in the sweep's, for what is done again
+
+
+@dataclass
+class Sweep:
+    """A sweep in `directory`. runs: in their order. kept: what sweep.json holds but for its results. resumed: whether
+    the directory and its sweep.json are there. states: of each run, by its name. whole: the server's options."""
+
+    options: SweepOptions
+    directory: Path
+    runs: list[PointRun]
+    kept: sweeps.Sweep
+    say: Say
+    resumed: bool
+
+    def __post_init__(self) -> None:
+        self.states: dict[str, tuple[State, Report | None]] = {}
+        self.whole: Run | None = None
+        self._began_s, self._waiting_first = time.monotonic(), 0
+
+    @property
+    def waiting(self) -> list[PointRun]:
+        """The runs that are still to be done."""
+        return [run for run in self.runs if self.states[run.name][0] != "finished"]
+
+    @property
+    def began(self) -> bool:
+        """Whether a run left something, if only a part."""
+        return any((self.directory / run.name).exists() for run in self.runs)
+
+    def rest(self) -> str:
+        """How long the runs that wait may take, by those that this process did; a clause, empty before the first."""
+        waiting = len(self.waiting)
+        self._waiting_first = self._waiting_first or waiting
+        done = self._waiting_first - waiting
+        rest_s = (time.monotonic() - self._began_s) / done * waiting if done else 0.0
+        return (
+            f"; about {rest_s / 60:.0f} min to go" if rest_s >= 90 else f"; about {rest_s:.0f} s to go" if done else ""
+        )
+
+    def results(self) -> Swept:
+        return sweeps.of_runs(self.kept, self.states)
+
+
+def prepare(options: SweepOptions, say: Say) -> Sweep:
+    """The sweep of these options, new or gone on with; checked, and nothing started or written. Raises ConfigError and
+    RunError, and as `Run.check` does."""
+    if options.resume is not None:
+        return _resumed(options, options.resume, say)
+    runs = options.order(options.runs())
+    directory = options.out or Path("runs") / rundir.new_run_id()
+    listed = [PlannedRun(run.name, run.point.value, run.seed) for run in runs]
+    plan = SweepPlan(
+        varies=options.varies,
+        unit=UNITS.get(options.varies, ""),
+        values=[point.value for point in options.points()],
+        repeat=options.repeat,
+        seed=options.seed,
+        order=listed,
+        options=options.as_dict(),
+    )
+    kept = sweeps.Sweep(
+        version=rundir.package_version(), started_unix_s=time.time(), argv=["loadgen", *sys.argv[1:]], plan=plan
+    )
+    sweep = Sweep(options, directory, runs, kept, say, resumed=False)
+    sweep.states = {run.name: ("waiting", None) for run in runs}
+    _check(sweep)
+    return sweep
+
+
+def _resumed(typed: SweepOptions, directory: Path, say: Say) -> Sweep:
+    """The sweep in a directory, by its own options."""
+    if typed.out is not None:
+        raise ConfigError("--resume names the directory of the sweep; leave --out out.")
+    kept = sweeps.read_sweep(directory)
+    try:
+        options = SweepOptions.of_dict(kept.plan.options)
+        runs = options.order(options.runs())
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise rundir.RunError(
+            f"{directory / sweeps.FILE} holds no options of a sweep: {printable(str(error))}"
+        ) from None
+    differing = typed.differing(options)
+    if differing:
+        raise ConfigError(
+            f"{differing[0]} differs from that of the sweep in {directory}; leave it out to go on, or begin another "
+            "sweep with --out."
+        )
+    if kept.version != rundir.package_version():
+        say(f"note: loadgen {kept.version} began the sweep; its other runs will be of {rundir.package_version()}.")
+    sweep = Sweep(options, directory, runs, kept, say, resumed=True)
+    sweep.states = {run.name: sweeps.state_of(directory / run.name) for run in runs}
+    if sweep.waiting:
+        _check(sweep)
+    return sweep
+
+
+def planned_runs(directory: Path, kept: sweeps.Sweep) -> tuple[SweepOptions, list[PointRun]]:
+    """The options of a sweep that was begun, and its runs in their order. Raises RunError."""
+    path = directory / sweeps.FILE
+    try:
+        options = SweepOptions.of_dict(kept.plan.options)
+        runs = options.order(options.runs())
+    except (msgspec.ValidationError, ConfigError, WorkloadError) as error:
+        raise rundir.RunError(f"{path} holds no options of a sweep: {printable(str(error))}") from None
+    if [PlannedRun(run.name, run.point.value, run.seed) for run in runs] != kept.plan.order:
+        raise rundir.RunError(f"{path} was planned otherwise than its options say; begin another sweep.")
+    return options, runs
+
+
+def _check(sweep: Sweep) -> None:
+    """Refuses what cannot be measured at one of the points, and decides on the server that takes them all."""
+    points = list({run.point.name: run for run in sweep.runs}.values())
+    places = (sweep.directory / f"server-{number}" for number in itertools.count(1))
+    starting = next(place for place in places if not place.exists())
+    configs = [run.config(sweep.directory) for run in points]
+    if configs[0].where in ("docker", "process"):
+        launches = [plan_launch(config, starting, "check").settings for config in configs]
+        lengths = [settings.max_model_len for settings in launches]
+        most = max(range(len(configs)), key=lambda at: launches[at].max_requests)
+        config = replace(configs[most], max_model_len=max(lengths))
+    else:
+        for each in configs:
+            Run(each, sweep.directory, "check", sweep.say).check()
+        longest = embedded.model_len if configs[0].where == "embedded" else lambda _: 0
+        config = max(configs, key=longest)
+    if config.prefix_caching is None and any(map(_caches, configs)) and not _caches(config):
+        config = replace(config, prefix_caching="on")
+    sweep.whole = Run(replace(config, out=None), starting, rundir.new_run_id(), sweep.say)
+    sweep.whole.check()
+
+
+def _caches(config: Config) -> bool:
+    """Whether a server that is started for this point has its prefix cache on."""
+    return config.caches_prefixes and (config.where in ("docker", "process") or config.gpu is not None)
+
+
+@contextlib.contextmanager
+def alone(sweep: Sweep) -> Iterator[None]:
+    """Makes the sweep's directory with its sweep.json, or takes the one that is there, and keeps other processes out of
+    it. A new one in which nothing was measured is taken back at the end. Raises RunError."""
+    directory = sweep.directory
+    made = None if sweep.resumed else rundir.create(directory, private=bool(sweep.options.dataset))
+    with contextlib.ExitStack() as stack:
+        if sys.platform != "win32":
+            stack.enter_context(_locked(directory))
+        if sweep.resumed:
+            _report_finished(sweep)
+        else:
+            sweeps.write(directory, sweep.results())
+        try:
+            yield
+        finally:
+            if not sweep.resumed and not any(path.is_dir() for path in directory.iterdir()):
+                for name in (sweeps.FILE, sweeps.TEXT):
+                    (directory / name).unlink(missing_ok=True)
+                rundir.remove_if_empty(directory, made)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    import fcntl
+    import os
+
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise rundir.RunError(f"{directory} is still being measured by another process; wait for its end.") from None
+    finally:
+        os.close(file)
+
+
+async def measure(sweep: Sweep, progress: Progress, stop: Stop) -> None:
+    """Does the runs that wait, and writes sweep.json after each. A signal ends the run that it meets in good order, and
+    no other begins. Raises as `Run.measure` does; the runs before are kept."""
+    whole = sweep.whole
+    assert whole is not None
+    whole.stop = stop
+    if whole.config.where in ("docker", "process"):
+        whole.directory.mkdir(exist_ok=True)
+    try:
+        with stoppable(stop):
+            async with whole.served() as served:
+                sweep.kept.starts += 1
+                await asyncio.to_thread(sweeps.write, sweep.directory, sweep.results())
+                look = await looking_at(whole, served)
+                for run in sweep.waiting:
+                    with stoppable(stop):
+                        await _one(sweep, run, served, look, progress)
+                    if stop.number is not None:
+                        return
+    finally:
+        with contextlib.suppress(OSError):
+            whole.directory.rmdir()  # where the server left nothing
+
+
+async def _one(sweep: Sweep, run: PointRun, served: Served, look: Look, progress: Progress) -> None:
+    """One run, once the server is idle, with its report."""
+    directory, whole = sweep.directory / run.name, sweep.whole
+    assert whole is not None
+    _put_aside(directory)
+    await asyncio.to_thread(identify, whole.backend, served.target)
+    wait = await idle(look)
+    sweep.kept.waits = {**sweep.kept.waits, run.name: wait}
+    if not wait.idle:
+        sweep.say(f"note: the server was not seen idle before {run.name}: {wait.detail}; the run begins all the same.")
+    config = run.config(sweep.directory)
+    done = len(sweep.runs) - len(sweep.waiting)
+    sweep.say(f"run {done + 1} of {len(sweep.runs)}: {run.name}, seed {run.seed}; {_lasts(config)}{sweep.rest()}")
+    one = Run(config, directory, rundir.new_run_id(), sweep.say, whole.stop)
+    made = rundir.create(directory, private=config.dataset is not None)
+    try:
+        async with one.sidecar() as monitor:
+            await one.measure_on(served, monitor, progress)
+    finally:
+        rundir.remove_if_empty(directory, made)
+    await asyncio.to_thread(_reported, sweep, run)
+
+
+def _reported(sweep: Sweep, run: PointRun) -> None:
+    """Writes the run's report, and sweep.json with it; a line for the person who watches."""
+    directory = sweep.directory / run.name
+    try:
+        report_run(directory)
+    except build.ReportError as error:  # the records are there, and the report can be made again
+        sweep.say(f"note: {error}")
+    state, report = sweep.states[run.name] = sweeps.state_of(directory)
+    sweeps.write(sweep.directory, sweep.results())
+    if report is not None:
+        verdict = "VALID" if report.verdict.valid else "INVALID"
+        ttft, throughput = report.metrics["ttft_ms"], report.throughput
+        sweep.say(
+            f"{run.name}: {verdict}, {state}: {number(throughput.requests_per_s)} requests/s, "
+            f"{number(throughput.output_tokens_per_s)} output tokens/s, ttft p50 {number(ttft.p50)} ms, "
+            f"p99 {number(ttft.p99)} ms"
+        )
+
+
+def _report_finished(sweep: Sweep) -> None:
+    """Makes the reports of runs that finished and were killed before they had one."""
+    done = {run.name for run in sweep.runs} - {run.name for run in sweep.waiting}
+    for name in sorted(done - sweeps.reported(sweep.directory)):
+        try:
+            report_run(sweep.directory / name)
+        except build.ReportError as error:
+            sweep.say(f"note: {error}")
+
+
+def report_run(directory: Path) -> None:
+    """Writes the report of one run, from its records. Raises ReportError, RunError or RecordsError."""
+    build.write(directory, *build.from_directory(directory))
+
+
+def _put_aside(directory: Path) -> None:
+    """Moves what an unfinished run left to `unfinished`, under the first number that is free; an empty directory stays
+    where it is. Raises RunError."""
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    others = directory.parent / UNFINISHED
+    names = (others / f"{directory.name}.{count}" for count in itertools.count(1))
+    try:
+        others.mkdir(exist_ok=True)
+        directory.rename(next(name for name in names if not name.exists()))
+    except OSError as error:
+        raise rundir.RunError(f"cannot move {directory} to {others}: {error.strerror or error}.") from None
+
+
+def _lasts(config: Config) -> str:
+    """How long the run may take at most, as a clause."""
+    load, last_s = config.load, None
+    if load.streams is not None:
+        last_s = load.duration_s
+    elif load.sessions is None and config.dataset is None and len(due_ns := load.due_ns()):
+        last_s = int(due_ns[-1]) / 1e9
+    sent = "it lasts until its last reply" if last_s is None else f"its last request is due after {last_s:.0f} s"
+    return f"{sent}; a reply may take {config.total_timeout:g} s"
