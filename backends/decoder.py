@@ -428,8 +428,7 @@ class ModelSpec:
 
     def _parameters(self, *, active: bool) -> int:
         layers = sum(
-            kind.count
-            * kind.parameters(self.hidden, self.norm_values, kind.mlp.active if active else kind.mlp.experts)
+            kind.count * kind.parameters(self.hidden, self.norm_values, kind.mlp.active if active else kind.mlp.experts)
             for kind in self.kinds
         )
         embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden  # in and out

@@ -2,7 +2,8 @@
 device's peak that a speed is: MFU and HFU. Pure.
 
 Parameters are frozen and quantized as the trials build them: Q and QL quantize the linear layers of the decoder and
-leave embeddings, norms and head in 16 bits; LoRA sits on the linear layers with seven names (`LORA_TARGETS`), prompt tuning before the first token.
+leave embeddings, norms and head in 16 bits; LoRA sits on the linear layers of seven names (`LORA_TARGETS`), prompt
+tuning before the first token.
 
 FLOPs are counted of matrix products and attention's two batched products, a multiply-add as 2. Attention counts the
 full s x s square although it is causal, as PaLM (appendix B) and llm-foundry do, so that numbers can be laid beside
