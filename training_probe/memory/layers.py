@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from backends.decoder import Attention, Layers, Mlp, ModelSpec
+from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec
 from training_probe.flops import adapted_linears
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell
 
@@ -27,13 +27,15 @@ class _Operators(NamedTuple):
     """How transformers 5.17 computes what differs between families, in bytes. normalised: of a norm's normalised value,
     which its training weight keeps. square: of eager softmax, per b a s^2. wide: of an expert's activation, per b s f,
     its frozen weights left out. fp32_router: the router takes an fp32 copy of the hidden state and of its own weight.
-    unit_norms: queries and keys of layers that see a chunk are scaled to one length. every_expert: each computes all
-    tokens. logits: kept beside those of the loss, per b s V."""
+    output_copied: FlashAttention's output has the order of queries that were put together of rotated and other values,
+    and is copied for the linear layer behind it. unit_norms: queries and keys of layers that see a chunk are scaled to
+    one length. every_expert: each computes all tokens. logits: kept beside those of the loss, per b s V."""
 
     normalised: int = 2
     square: int = 6
     wide: int = 6
     fp32_router: bool = False
+    output_copied: bool = False
     unit_norms: bool = False
     every_expert: bool = False
     logits: int = 0
@@ -49,7 +51,8 @@ _OPERATORS = {
     "deepseek_v2": _Operators(fp32_router=True),
     "deepseek_v3": _Operators(fp32_router=True),
     "kimi_k2": _Operators(fp32_router=True),
-    "glm4_moe": _Operators(fp32_router=True),
+    "glm4": _Operators(output_copied=True),
+    "glm4_moe": _Operators(fp32_router=True, output_copied=True),
 }
 
 
@@ -138,7 +141,7 @@ def _saved(cell: Cell, spec: ModelSpec, kind: Layers, *, attention_recomputed: b
 
     fused = cell.attention == "flash"
     square = 0 if fused or attention_recomputed else {"eager": _operators(spec).square, "math": 4}[cell.attention]
-    heads_bytes = _heads(cell, kind, inputs_kept, attention_recomputed)
+    heads_bytes = _heads(cell, _operators(spec), kind.attention, inputs_kept, attention_recomputed)
     wide = (8 if inputs_kept else 6) - (COMPILED_LESS_WIDE if cell.compile else 0)
     mlp, wide_text = _mlp(spec, kind.mlp, wide)
     small = 4.0 * kind.norms + (4.0 * heads / cell.tp if fused else 0)  # reciprocal deviations; log-sum-exp
@@ -161,10 +164,11 @@ def _saved(cell: Cell, spec: ModelSpec, kind: Layers, *, attention_recomputed: b
     return per_token, formula
 
 
-def _heads(cell: Cell, kind: Layers, inputs_kept: bool, recomputed: bool) -> float:
+def _heads(
+    cell: Cell, operators: _Operators, attention: Attention | LatentAttention, inputs_kept: bool, recomputed: bool
+) -> float:
     """Queries, keys and values as attention takes them, and its output; bytes per token. Eager and math attention copy
     keys and values for every head; math computes in fp32."""
-    attention = kind.attention
     fused = cell.attention == "flash"
     if isinstance(attention, Attention):
         output = attention.query_width
@@ -173,8 +177,10 @@ def _heads(cell: Cell, kind: Layers, inputs_kept: bool, recomputed: bool) -> flo
         output = attention.heads * attention.value
         keys_and_values = attention.query_width + output
     each = 4 if cell.attention == "math" and not recomputed else 2
-    kept = inputs_kept or (fused and not recomputed)
-    return each * (attention.query_width + keys_and_values) + (2 * output if kept else 0)
+    copies = int(inputs_kept)
+    if fused and not recomputed and (not inputs_kept or operators.output_copied):
+        copies += 1  # the kernel's own
+    return each * (attention.query_width + keys_and_values) + 2 * output * copies
 
 
 def _before_heads(cell: Cell, spec: ModelSpec, kind: Layers, inputs_kept: bool) -> Iterator[float]:
