@@ -292,23 +292,17 @@ def _model(name: str) -> Model:
 
 
 def _described(name: str) -> Described:
-    from training_probe.memory.layers import uncounted
     from training_probe.memory.text import Described
 
     if name == TINY.name:
         return Described(TINY.decoder)
     found = _found(name)
-    spec = found.spec
-    if spec is None:
+    if found.spec is None:
         return Described(None, found.unknown, found.unknown)
     try:
-        return Described(shape_of(spec).decoder)
+        return Described(shape_of(found.spec).decoder)
     except NoShape as reason:
-        why = uncounted(spec)
-        unknown = (
-            f"{spec.name} (model_type {spec.model_type}) {why}, and what that keeps was not counted" if why else ""
-        )
-        return Described(spec, unknown, str(reason))
+        return Described(found.spec, unbuilt=str(reason))
 
 
 def _found(name: str) -> Found:

@@ -41,6 +41,8 @@ class _Operators(NamedTuple):
     logits: int = 0
 
 
+# PEFT 0.21 turns gate_proj, up_proj and down_proj into tensors of all experts for these model types.
+EXPERTS_ADAPTED = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2")
 _LLAMA = _Operators()
 _OPERATORS = {
     "gemma": _Operators(normalised=4),  # fp32, times 1 + weight
@@ -69,12 +71,15 @@ class LayerBytes:
     working: int
 
 
-def uncounted(spec: ModelSpec) -> str | None:
-    """Why its activations are not known, a clause after its name with the field; None where they are."""
+def uncounted(cell: Cell, spec: ModelSpec) -> str | None:
+    """Why its memory is not known, a clause with the field of its config.json; None where it is."""
+    name = f"{spec.name} (model_type {spec.model_type})"
     if spec.norm_values != 1:
-        return "has norms with biases (norm_epsilon)"
+        return f"{name} has norms with biases (norm_epsilon), and what those keep was not counted"
     if any(not kind.mlp.gated for kind in spec.kinds):
-        return "has an MLP without a gate (hidden_act)"
+        return f"{name} has an MLP without a gate (hidden_act), and what that keeps was not counted"
+    if cell.letters.adapter in ("L", "QL") and spec.model_type in EXPERTS_ADAPTED:
+        return f"PEFT puts LoRA on the experts of {name} as whole tensors, and what those keep was not counted"
     return None
 
 

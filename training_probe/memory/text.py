@@ -12,6 +12,7 @@ from backends.decoder import ModelSpec
 from training_probe import memory
 from training_probe.grid import Cell, impossible
 from training_probe.memory import Prediction
+from training_probe.memory.layers import uncounted
 from training_probe.memory.rank import Term
 from training_probe.results import GIB
 
@@ -112,7 +113,8 @@ def _prediction(cell: Cell, model: Described) -> Prediction | Unpredicted:
         return Unpredicted("unsupported", why)
     if model.spec is None or model.unknown:
         return Unpredicted("not predicted", model.unknown or "its config.json describes no decoder that is known here")
-    return memory.predict(cell, model.spec)
+    why = uncounted(cell, model.spec)
+    return memory.predict(cell, model.spec) if why is None else Unpredicted("not predicted", why)
 
 
 def _terms(terms: Sequence[Term]) -> Iterator[str]:
