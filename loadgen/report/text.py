@@ -211,22 +211,29 @@ def _emulation_lines(emulation: Emulation | None) -> Iterator[str]:
         yield f"The software's times{errors} are of {', '.join(emulation.profile_gpus)}; assumed here."
 
 
-def held_out_lines(held_out: Sequence[HeldOut]) -> Iterator[str]:
-    """How far off a profile was on runs that it was not fitted to."""
+def held_out_lines(held_out: Sequence[HeldOut], where: str = "") -> Iterator[str]:
+    """How far off a profile was on runs that it was not fitted to; `where`: on which of them, after their number."""
     if not held_out:
         yield "Held out: no real run was kept aside for this profile, so nobody knows how far off these numbers are."
         return
     errors = ", ".join(f"{what} {_off(held_out, name)}" for name, what in HELD_OUT.items())
-    yield f"Held out: off by, median and at worst of {len(held_out)} real runs that it was not fitted to: {errors}."
+    runs = f"{len(held_out)} real runs{where}"
+    yield f"Held out: off by, median and at worst of {runs} that it was not fitted to: {errors}."
 
 
 # errors of a profile: throughput as a ratio, latencies as the distance of distributions (Wasserstein-1 over the mean)
 HELD_OUT = {"throughput": "throughput", "ttft_w1": "ttft", "tpot_w1": "tpot", "e2el_w1": "e2el"}
 
 
-def _off(held_out: Sequence[HeldOut], name: str) -> str:
+def off_by(held_out: Sequence[HeldOut], name: str) -> tuple[float, float]:
+    """The median and the largest error of that name in HELD_OUT, in percent."""
     off = [100 * abs(getattr(run, name)) for run in held_out]
-    return f"{median(off):.1f}, {max(off):.1f} %"
+    return median(off), max(off)
+
+
+def _off(held_out: Sequence[HeldOut], name: str) -> str:
+    usual, worst = off_by(held_out, name)
+    return f"{usual:.1f}, {worst:.1f} %"
 
 
 def _off_by_metric(report: Report) -> dict[str, str]:

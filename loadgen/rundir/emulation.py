@@ -10,7 +10,8 @@ import msgspec
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     """How far predictions were off on one real run that was not used for the fit. Ratios; signed for makespan and
-    throughput; w1: Wasserstein-1 distance over the mean, of e2el, ttft and tpot."""
+    throughput; w1: Wasserstein-1 distance over the mean, of e2el, ttft and tpot. gpu: on which it was made ("" where an
+    older profile does not say); quantization: of its weights, None for none."""
 
     run: str
     makespan: float
@@ -19,6 +20,8 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     e2el_w1: float
     ttft_w1: float
     tpot_w1: float
+    gpu: str = ""
+    quantization: str | None = None
 
 
 class Emulation(msgspec.Struct, frozen=True, kw_only=True):

@@ -140,6 +140,8 @@ class Predicted:
             e2el_w1=_w1(self.e2el_s, seen.e2el_s),
             ttft_w1=_w1(self.ttft_s, seen.ttft_s),
             tpot_w1=_w1(_tpot_s(self, seen.output), _tpot_s(seen, seen.output)),
+            gpu=seen.setup.gpu,
+            quantization=seen.setup.quantization or seen.setup.model.quantization,
         )
 
 

@@ -28,6 +28,7 @@ STABLE_RATIO = 0.95  # of that rate; beyond it, queues grow for longer than a sh
 LIVES = 8  # a run lasts at least so many times as long as a request
 STRETCH = 10  # and at most so many times the requests of the option
 TOLERANCE = 1.1  # the highest rate is found within this factor
+BEYOND = 10  # requests beyond a percentile that it takes to say where the percentile is
 LONELY = 0.1  # requests under way on average: below this a server is not crowded, and a lower rate will not help it
 
 
@@ -45,6 +46,12 @@ class Limits:
 
     seconds: dict[str, float]
     percentile: float = 99.0
+
+    @property
+    def least_requests(self) -> int:
+        """Judged requests of which BEYOND lie beyond the percentile: 1000 for 99, 100 for 90. With fewer the percentile
+        is one of the slowest few, and moves from run to run."""
+        return math.ceil(round(BEYOND / (1 - self.percentile / 100), 6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,8 +259,15 @@ class SizedServer:
             served = list(bounds(simulate_sessions(emulated, *demand.sessions(burst, thinking=False))))
         works_off = len(served) / max(last_s for _, _, last_s in served)  # requests/s
         self.capacity = works_off / demand.turns_each  # requests/s, or sessions/s
+        self._trials: dict[float, Trial] = {}
 
     def at(self, rate: float) -> Trial:
+        """One run at that rate; the same rate is run once."""
+        if rate not in self._trials:
+            self._trials[rate] = self._run(rate)
+        return self._trials[rate]
+
+    def _run(self, rate: float) -> Trial:
         if self._demand.load.sessions is None:
             return trial(self._emulated, self._demand, self._limits, rate, 2 * self._alone_s)
         return session_trial(self._emulated, self._demand, self._limits, rate, self._session_s)
@@ -266,17 +280,20 @@ class SizedServer:
         think_s = sum(turns.think_ns(number) for number in range(turns.total) if turns.place(number)[1]) / 1e9
         return 2 * self._alone_s * self._demand.turns_each + think_s / count
 
-    def highest(self) -> tuple[float, str]:
+    def highest(self, least: float = 0.0) -> tuple[float, str]:
         """The highest rate, requests/s or sessions/s, within the limits, and what is in the way of a higher one. Raises
-        NotMet."""
+        NotMet, also where it is below `least`, at which nobody asks by how much."""
         low = high = STABLE_RATIO * self.capacity
-        bound = "throughput"
-        while (missed := self.at(low).missed) is not None:
+        bound, what = "throughput", self._demand.what
+        while high >= least and (missed := self.at(low).missed) is not None:
             high, bound = low, missed
             if low * self._demand.turns_each * self._alone_s < LONELY:
-                what = self._demand.what
                 raise NotMet(f"{bound} is missed even at {low:.2g} {what}, where most requests are alone")
             low /= 2
+        if high < least:
+            raise NotMet(
+                f"takes less than {high:.3g} {what} (limited by {bound}), and --max-gpus asks {least:.3g} of each"
+            )
         while high / low > TOLERANCE:
             middle = math.sqrt(low * high)
             missed = self.at(middle).missed

@@ -59,6 +59,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     reductions: str = ""  # over which topology its reductions were fitted; elsewhere they cost what was measured alone
     source: str = ""
 
+    def held_out_on(self, gpu: str, quantization: str | None) -> tuple[HeldOut, ...]:
+        """Its held-out runs on that GPU, by any of its names, with weights in that format."""
+        card = hardware.find(gpu)
+        runs = [run for run in self.held_out if run.quantization == quantization]
+        return tuple(run for run in runs if (name := _gpu_of(run)) is not None and _same(card, gpu, name))
+
     def overheads_over(self, topology: str) -> Overheads:
         if self.reductions in ("", topology):
             return self.overheads
@@ -376,11 +382,15 @@ def _quantized_note(quantization: Quantization, gpu: Gpu, how: Arithmetic) -> st
 
 
 def _measured(profile: Profile) -> tuple[str, ...]:
-    """The GPUs of real runs that the profile was fitted to or compared with; a run's name begins with its GPU's, as a
-    file's h200x4_70b_burst does, or a directory's h200/serving/7b_burst."""
-    names = [re.split("[_/]", run.run)[0] for run in profile.held_out]
-    compared = [gpu for gpu in hardware.known() if any(name == gpu or name.startswith(f"{gpu}x") for name in names)]
-    return tuple(dict.fromkeys([profile.gpu, *compared] if profile.gpu else compared))
+    """The GPUs of real runs that the profile was fitted to or compared with."""
+    return tuple(dict.fromkeys(filter(None, (profile.gpu, *map(_gpu_of, profile.held_out)))))
+
+
+def _gpu_of(run: HeldOut) -> str | None:
+    """The GPU of a real run; where an older profile does not say, its name does: a file's h200x4_70b_burst, or a
+    directory's h200/serving/7b_burst."""
+    name = run.gpu or re.sub(r"x\d+$", "", re.split("[_/]", run.run)[0])
+    return name if run.gpu or name in hardware.known() else None
 
 
 def _same(gpu: Gpu, called: str, name: str) -> bool:

@@ -179,6 +179,8 @@ class StepCost:
             kind.count * attention.prefill_token_head_ns * 1e-9 * (kind.attention.heads / tp) for kind in model.kinds
         )
         self._reads = [(kind.attention.window, self._context_s(kind), self._pair_s(kind)) for kind in model.kinds]
+        whole = len(self._reads) == 1 and self._reads[0][0] is None  # one kind of layers, without a window
+        self._read_s = self._reads[0][1] if whole else None
         self._floor = layers * overheads.layer_us * 1e-6
 
     def with_overheads(self, overheads: Overheads) -> StepCost:
@@ -243,7 +245,10 @@ class StepCost:
 
     def _attention_s(self, step: Step) -> float:
         decode = step.decode_rows * self._decode_row
-        decode += sum(_context_seen(step, window) * read_s for window, read_s, _ in self._reads)
+        if self._read_s is not None:
+            decode += step.decode_context * self._read_s
+        else:
+            decode += sum(_context_seen(step, window) * read_s for window, read_s, _ in self._reads)
         if step.prefill_rows:
             decode *= self._gpu.attention.mixed
             pairs = sum(_work_seen(step, window) * pair_s for window, _, pair_s in self._reads)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from backends.decoder import QUANTIZATIONS
+
 # Without tensor cores for 8-bit floats (before Ada), and those that have them for 4-bit ones: NVIDIA's white papers of
 # Ampere (GA100, GA102), Ada, Hopper and Blackwell.
 WITHOUT_FP8 = ("v100", "t4", "a100", "a800", "a30", "a40", "a10", "a16", "a2", "a6000", "3090", "3080", "3070", "3060")
 WITH_FP4 = ("b100", "b200", "b300", "gb200", "gb300", "blackwell", "5090", "5080", "5070")
+
+# What a GPU may be asked to serve a model of 16 bit in. awq stands for gptq too: both are modelled alike.
+CHOICES = ("fp8", "int8", "awq", "nvfp4")
 
 
 def computes(gpu: str, wanted: str | None) -> str | None:
@@ -22,3 +27,9 @@ def computes(gpu: str, wanted: str | None) -> str | None:
 def refused(gpu: str, wanted: str | None) -> bool:
     """vLLM has no 8-bit integer products for Blackwell, and does not start."""
     return wanted == "int8" and computes(gpu, "nvfp4") is not None
+
+
+def choices(gpu: str) -> list[str]:
+    """Those formats that make sense on a GPU of that name: it multiplies in them, or none does (awq)."""
+    wants = {name: QUANTIZATIONS[name].computes for name in CHOICES}
+    return [name for name, wanted in wants.items() if computes(gpu, wanted) == wanted and not refused(gpu, wanted)]

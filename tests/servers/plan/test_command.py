@@ -7,14 +7,16 @@ import math
 import re
 import shlex
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
 from loadgen import cli
 from loadgen.config import Config, ConfigError
-from servers.plan import command
-from servers.plan.command import Candidate, Prices, Row, Unmet, judge, parse_slo, ranked
+from servers.plan import candidates
+from servers.plan.candidates import Candidate, Prices, Row, Unmet, judge, ranked
+from servers.plan.command import parse_slo
 from servers.plan.sizing import STRETCH, Demand, Limits, SizedServer, trial
 from servers.simulator import hardware
 from servers.simulator.build import Emulated, emulate
@@ -134,10 +136,12 @@ def test_a_price_reorders_and_what_has_none_comes_last() -> None:
 
 
 def test_a_price_is_found_by_any_name_of_the_gpu() -> None:
-    assert [command.price(PRICES, name) for name in ("4090", "RTX4090", "NVIDIA GeForce RTX 4090 24 GB")] == [0.5] * 3
+    assert [candidates.price(PRICES, name) for name in ("4090", "RTX4090", "NVIDIA GeForce RTX 4090 24 GB")] == [
+        0.5
+    ] * 3
     by_name = Prices(usd_per_gpu_hour={"NVIDIA H200 SXM 141 GB": 2.0}, source="", date="")
-    assert command.price(by_name, "h200-sxm") == 2.0
-    assert set(command.read_prices(None).usd_per_gpu_hour) == set(hardware.known())
+    assert candidates.price(by_name, "h200-sxm") == 2.0
+    assert set(candidates.read_prices(None).usd_per_gpu_hour) == set(hardware.known())
 
 
 @pytest.mark.parametrize(
@@ -146,7 +150,14 @@ def test_a_price_is_found_by_any_name_of_the_gpu() -> None:
         ("rtx4090", 1, "ttft_ms=500", "70b", 64, r"does not fit: [\d.]+ GB are missing on 1 x .*4090"),
         ("rtx4090", 1, "ttft_ms=5", "7b", 64, r"ttft is [\d.]+ ms for a request that is alone"),
         ("rtx4090", 1, "tpot_ms=5", "7b", 64, r"tpot is [\d.]+ ms for a request that is alone"),
-        ("rtx4090", 1, "tpot_ms=50", "7b", 3, r"needs \d+ servers of [\d.]+ requests/s .*; --max-gpus is 3"),
+        (
+            "rtx4090",
+            1,
+            "tpot_ms=50",
+            "7b",
+            3,
+            r"takes less than [\d.]+ requests/s .* --max-gpus asks 167 of each",
+        ),
     ],
 )
 def test_what_will_not_do_is_listed_with_the_reason(
@@ -177,13 +188,92 @@ def test_the_table_says_that_it_is_a_prediction_and_how_far_off(capsys: pytest.C
     code, out, _ = plan(capsys, "--gpu", "h200", "rtx4090", "--max-gpus", "2", "--rate", "8")
     assert code == 0
     assert out.startswith("PREDICTIONS: emulated")
-    assert "Held out: off by" in out and "27 real runs" in out
+    assert "real runs on h200 that it was not fitted to" in out and "none measured on rtx4090" in out
     assert "Operators of rtx4090, how far off" in out and "Operators of h200, how far off" in out
     assert "taken from no offer" in out
     head, *body = [re.split(r" {2,}", line.strip()) for line in out.splitlines()[3:8]]
     assert head[0] == "$/hour"
     dollars = [float(line[0]) for line in body]
     assert len(dollars) == 4 and dollars == sorted(dollars)
+
+
+def test_each_row_has_the_error_of_its_own_gpu_and_format(capsys: pytest.CaptureFixture[str]) -> None:
+    """The median of those held-out runs alone whose name begins with the row's GPU, all of them in 16 bit."""
+    _, out, _ = plan(
+        capsys, "--gpu", "h200", "h100", "a100", "--max-gpus", "1", "--quantization", "none", "fp8", "--json"
+    )
+    rows = {(row["gpu"], row["quantization"]): row for row in json.loads(out)["rows"]}
+    errors = json.loads((hardware.DATA / "profiles.json").read_text())["vllm@v1"]["held_out"]
+    assert len(rows) == 6
+    for (gpu, quantization), row in rows.items():
+        off = [100 * run["e2el_w1"] for run in errors if run["run"].startswith(gpu) and quantization is None]
+        assert row["held_out_runs"] == len(off)
+        if off:
+            assert row["held_out_off_percent"]["e2el"] == {"median": median(off), "worst": max(off)}
+    assert rows["h200", None]["held_out_runs"] > rows["h100", None]["held_out_runs"] > 0
+    assert rows["a100", "fp8"]["notes"][0].startswith(
+        "NVIDIA A100 SXM 80 GB does not compute in fp8: weights in fp8 are"
+    )
+
+
+def test_any_quantization_is_each_that_the_gpu_has(capsys: pytest.CaptureFixture[str]) -> None:
+    def tried(gpu: str, *models: str) -> list[tuple[str, str | None]]:
+        words = ("--gpu", gpu, "--max-gpus", "1", "--quantization", "any", "--model", *models, "--json")
+        code, out, _ = plan(capsys, *words, "--slo", "ttft_ms=5000")
+        said = json.loads(out)
+        assert code == 0 and not said["unmet"]
+        return sorted(((row["model"], row["quantization"]) for row in said["rows"]), key=str)
+
+    assert tried("a100", "7b") == [("7b", "awq"), ("7b", "int8"), ("7b", None)]  # no fp8 before Ada
+    assert tried("h200", "7b") == [("7b", "awq"), ("7b", "fp8"), ("7b", "int8"), ("7b", None)]
+    assert tried("b200", "7b") == [("7b", "awq"), ("7b", "fp8"), ("7b", "nvfp4"), ("7b", None)]  # vLLM refuses int8
+    assert tried("h200", "gpt-oss-20b") == [("gpt-oss-20b", "mxfp4")]  # as its weights come
+    assert len(tried("a100", "7b", "gpt-oss-20b")) == 4
+
+
+def test_the_table_says_which_model_and_format_a_row_is(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--gpu", "h200", "--max-gpus", "1", "--max-running", "64")
+    _, plain, _ = plan(capsys, *words)
+    assert "model" not in plain.splitlines()[3] and "weights" not in plain.splitlines()[3]
+    _, out, _ = plan(capsys, *words, "--model", "7b", "13b", "--quantization", "none", "fp8")
+    head, *body = [re.split(r" {2,}", line.strip()) for line in out.splitlines()[3:8]]
+    model, weights = head.index("model"), head.index("weights")
+    named = {(line[model], line[weights]) for line in body}
+    assert named == {(name, format_) for name in ("7b", "13b") for format_ in ("float16", "fp8")}
+
+
+def test_json_is_the_last_line_and_the_table_stays_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--gpu", "rtx4090", "--max-gpus", "2", "--rate", "8", "--model", "7b")
+    code, out, err = plan(capsys, *words, "--json")
+    (line,) = out.splitlines()
+    said = json.loads(line)
+    assert code == 0 and "PREDICTIONS: emulated" in err
+    assert (said["schema"], said["emulated"], said["rate_of"], said["percentile"]) == (
+        "loadgen.plan/1", True, "requests", 99.0,
+    )  # fmt: skip
+    assert len(said["rows"]) + len(said["unmet"]) == 2
+    for row in said["rows"]:
+        assert row["gpus"] == row["servers"] * row["tp"] and row["bound"] in ("ttft", "tpot", "throughput")
+        assert row["share_per_s"] == 8 / row["servers"] <= row["rate_per_s"]
+        assert row["in_flight"] >= row["share_in_flight"] > 0
+        assert row["share_percentiles_ms"]["ttft"] <= 500 and row["share_percentiles_ms"]["tpot"] <= 50
+        assert row["usd_per_hour"] == pytest.approx(0.5 * row["gpus"])
+
+
+def test_a_percentile_is_of_enough_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Ten of them lie beyond it, whatever --requests says; more where --requests says more."""
+    needed = [Limits(seconds={}, percentile=percentile).least_requests for percentile in (50, 90, 95, 99, 99.9)]
+    assert needed == [20, 100, 200, 1000, 10_000]
+    for options, least in ((("--requests", "60"), 1000), (("--requests", "60", "--percentile", "90"), 100),
+                           (("--requests", "300", "--percentile", "90"), 300)):  # fmt: skip
+        _, out, _ = plan(capsys, "--gpu", "h200", "--max-gpus", "1", "--json", *options)
+        assert json.loads(out)["least_requests"] == least
+    trace = tmp_path / "short.jsonl"
+    lines = ({"timestamp": at * 100, "input_length": 60, "output_length": 9, "hash_ids": [at]} for at in range(150))
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["plan", "--slo", "ttft_ms=500", "--gpu", "h200", "--max-gpus", "1", "--trace", str(trace)]
+    assert cli.invoke(words) == 0
+    assert "each p99 is of at least 150 requests, 1 of them beyond it, too few" in capsys.readouterr().out
 
 
 def test_nothing_that_was_asked_about_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +328,15 @@ def test_limits_are_read() -> None:
         (("--slo", "ttft_ms=5,ttft_ms=6"), "--slo limits ttft_ms twice"),
         (("--slo", "tpot_ms=5", "--output-tokens", "1"), "--slo limits tpot_ms and replies of one token have none"),
         (("--percentile", "100"), "--percentile is 100; it must be between 0 and 100."),
+        (
+            ("--percentile", "99.999"),
+            "a p99.999 needs 1000000 requests, of which 10 are beyond it, and plan computes 100000",
+        ),
+        (
+            ("--model", "gpt-oss-20b", "--quantization", "fp8"),
+            "gpt-oss-20b comes quantized as mxfp4 and --quantization says",
+        ),
+        (("--quantization", "int4"), "int4"),
         (("--rate", "0"), "--rate is 0; it must be above 0 and at most 1e+09."),
         (("--rate", "-3"), "--rate is -3; it must be above 0 and at most 1e+09."),
         (("--rate", "nan"), "--rate is nan; it must be above 0 and at most 1e+09."),

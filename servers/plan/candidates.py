@@ -1,0 +1,160 @@
+"""What is compared: GPUs, how many as one server, in which number format, for which model; and what each would need.
+
+A load that is split at random over n servers is Poisson again, at 1/n of the rate: so many servers are needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from backends.decoder import ModelSpec
+from backends.untrusted import read_json
+from loadgen.config import ConfigError
+from servers.plan.sizing import Demand, Limits, NotMet, SizedServer, Trial
+from servers.simulator import formats, hardware
+from servers.simulator.build import Emulated, EmulationError
+from servers.simulator.hardware import HardwareError
+
+ANY, NONE = "any", "none"  # of --quantization: every format that makes sense; the weights as they come
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
+    """Dollars an hour for one GPU, by the names of `servers/data/gpus.json`; the user's to edit."""
+
+    usd_per_gpu_hour: dict[str, float]
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """`tp` GPUs of one kind as one server. `gpu` and `model` as the user names them. quantization: that is asked for;
+    None: the weights as they come."""
+
+    gpu: str
+    tp: int
+    max_running: int = 1024
+    model: str = "7b"
+    quantization: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What would do. server_rate: the highest that one server keeps up with, requests/s; bound: by which limit.
+    highest: one server at that rate; trial: at its share of the load."""
+
+    candidate: Candidate
+    emulated: Emulated
+    servers: int
+    usd_per_hour: float | None
+    server_rate: float
+    bound: str
+    highest: Trial
+    trial: Trial
+
+    @property
+    def gpus(self) -> int:
+        return self.servers * self.candidate.tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmet:
+    candidate: Candidate
+    reason: str
+
+
+def read_prices(path: Path | None) -> Prices:
+    """The user's, or those that come with this package. Raises ConfigError."""
+    example = hardware.DATA / "prices.json"
+    path = path or example
+    prices = read_json(path, Prices, ConfigError, "is no list of prices", f"; copy {example}")
+    wrong = [name for name, price in prices.usd_per_gpu_hour.items() if not 0 <= price < math.inf]
+    if wrong:
+        raise ConfigError(f"{path}: the price of {wrong[0]} is below 0.")
+    return prices
+
+
+def price(prices: Prices, gpu: str) -> float | None:
+    """Dollars an hour for one, by any name of that GPU; None when the list has none. Raises HardwareError."""
+    card = hardware.find(gpu)
+    names = {gpu.lower(), card.name.lower(), *card.aliases}
+    names |= {key for key, known in hardware.known().items() if known is card}
+    return next((each for name, each in prices.usd_per_gpu_hour.items() if name.lower() in names), None)
+
+
+def quantizations(asked: Sequence[str], gpu: str, model: ModelSpec) -> list[str | None]:
+    """Which of the asked ones to try on that GPU: of `any` the weights as they come and, where these are not quantized
+    already, every format that makes sense there. Raises HardwareError."""
+    formats_of_gpu = [] if model.quantization else formats.choices(hardware.find(gpu).name)
+    tried: dict[str | None, None] = {}
+    for each in asked or (NONE,):
+        names = [NONE, *formats_of_gpu] if each == ANY else [each]
+        tried |= dict.fromkeys(None if name == NONE else name for name in names)
+    return list(tried)
+
+
+def candidates(
+    models: dict[str, ModelSpec], kinds: Iterable[str], asked: Sequence[str], largest_tp: int,
+    max_running: Iterable[int],
+) -> Iterator[Candidate]:  # fmt: skip
+    """All that is looked at, one GPU after another. models: by the user's name for each."""
+    running = list(dict.fromkeys(max_running))
+    for gpu in dict.fromkeys(kinds):
+        for model, spec in models.items():
+            for tp in (1 << power for power in range(largest_tp.bit_length())):
+                for quantization in quantizations(asked, gpu, spec):
+                    for most in running:
+                        yield Candidate(gpu=gpu, tp=tp, max_running=most, model=model, quantization=quantization)
+
+
+def judge(
+    candidate: Candidate, emulation: Callable[[Candidate], Emulated], demand: Demand, limits: Limits, prices: Prices,
+    max_gpus: int,
+) -> Row | Unmet:  # fmt: skip
+    """What one kind of server needs for the whole load. `emulation` raises EmulationError or HardwareError for what
+    cannot be."""
+    try:
+        emulated = emulation(candidate)
+        server = SizedServer(emulated, demand, limits)
+        highest, bound = server.highest(demand.rate / max(1, max_gpus // candidate.tp))
+        servers = math.ceil(demand.rate / highest)
+        while True:
+            if servers * candidate.tp > max_gpus:
+                raise NotMet(
+                    f"needs {servers} servers of {highest:.3g} {demand.what} (limited by {bound}), "
+                    f"{servers * candidate.tp} GPUs; --max-gpus is {max_gpus}"
+                )
+            share = server.at(demand.rate / servers)
+            if share.missed is None:
+                break
+            servers += 1  # missed at less than the highest: rare, where a percentile hangs on a few requests
+    except (EmulationError, HardwareError, NotMet) as reason:
+        return Unmet(candidate=candidate, reason=str(reason))
+    each = price(prices, candidate.gpu)
+    return Row(
+        candidate=candidate,
+        emulated=emulated,
+        servers=servers,
+        usd_per_hour=None if each is None else each * servers * candidate.tp,
+        server_rate=highest,
+        bound=bound,
+        highest=server.at(highest),
+        trial=share,
+    )
+
+
+def ranked(judged: Iterable[Row | Unmet]) -> tuple[list[Row], list[Unmet]]:
+    """Those that do, cheapest first (then the fewest GPUs, then the most to spare; without a price last), and those
+    that do not."""
+
+    def order(row: Row) -> tuple[float, int, float]:
+        return math.inf if row.usd_per_hour is None else row.usd_per_hour, row.gpus, -row.servers * row.server_rate
+
+    both = list(judged)
+    rows = sorted((each for each in both if isinstance(each, Row)), key=order)
+    return rows, [each for each in both if isinstance(each, Unmet)]

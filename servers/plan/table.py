@@ -1,0 +1,289 @@
+"""A plan as a table for people, with how far to trust it, and as one JSON object. Numbers come from virtual time."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from backends import catalog
+from backends.decoder import ModelSpec
+from backends.untrusted import escaped
+from loadgen.load.load import Load
+from loadgen.report import text
+from loadgen.rundir.emulation import HeldOut
+from servers.plan.candidates import Candidate, Prices, Row, Unmet
+from servers.plan.sizing import BEYOND, METRICS, Demand, Limits, trace_rate
+from servers.simulator import hardware
+from servers.simulator.build import Profile
+
+SCHEMA = "loadgen.plan/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was asked, and what came of it: rows cheapest first, and what would not do."""
+
+    rows: list[Row]
+    unmet: list[Unmet]
+    demand: Demand
+    limits: Limits
+    prices: Prices
+    profile: Profile
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        return [*(row.candidate for row in self.rows), *(each.candidate for each in self.unmet)]
+
+    @property
+    def several_models(self) -> bool:
+        return len({each.model for each in self.candidates}) > 1
+
+    @property
+    def several_formats(self) -> bool:
+        return any(each.quantization is not None for each in self.candidates)
+
+    @property
+    def several_running(self) -> bool:
+        return len({each.max_running for each in self.candidates}) > 1
+
+    def held_out(self, row: Row) -> tuple[HeldOut, ...]:
+        """The real runs on the row's GPU with weights in its format that the profile was not fitted to."""
+        return self.profile.held_out_on(row.candidate.gpu, row.emulated.facts.quantization)
+
+
+def render(plan: Plan) -> str:
+    """For people: the table, what will not do, and how far to trust it."""
+    demand, limits, rows = plan.demand, plan.limits, plan.rows
+    wanted = ", ".join(f"{name} <= {1e3 * limit_s:g} ms" for name, limit_s in limits.seconds.items())
+    lines = [
+        "PREDICTIONS: emulated, computed by a model of the hardware; nothing was measured.",
+        f"{demand.rate:g} {demand.what} ({_arriving(demand.load)}); "
+        f"{limits.percentile:g} % of the requests within {wanted}.",
+        "",
+    ]
+    if rows:
+        lines += [*_table(plan), "", _legend(plan), *_commands(rows[0], demand, limits)]
+        if any(row.emulated.facts.topology == "pcie" for row in rows):
+            lines.append(
+                "pcie: the cards reach each other directly (P2P), which the drivers of GeForce cards do not allow; "
+                "--p2p off sends everything through host memory."
+            )
+    else:
+        lines.append("Nothing that was looked at would do.")
+    if plan.unmet:
+        names = [_name(each.candidate, plan) for each in plan.unmet]
+        width = max(map(len, names))
+        lines += ["", "Would not do:"]
+        lines += [
+            f"  {name:{width}s}  {each.reason.rstrip('.')}." for name, each in zip(names, plan.unmet, strict=True)
+        ]
+    lines += ["", *_reliability(plan), f"Prices: {plan.prices.source} ({plan.prices.date}). Yours: --prices FILE."]
+    return "\n".join(map(escaped, lines))
+
+
+def to_json(plan: Plan) -> str:
+    """One line of ASCII. Rates are of one server, per second; latencies of one server at its share of the load."""
+    demand, limits = plan.demand, plan.limits
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "emulated": True,
+            "scheduler": plan.profile.scheduler,
+            "rate_per_s": demand.rate,
+            "rate_of": demand.what.partition("/")[0],
+            "percentile": limits.percentile,
+            "limits_ms": {name: 1e3 * limit_s for name, limit_s in limits.seconds.items()},
+            "least_requests": demand.requests,
+            "rows": [_row(row, plan) for row in plan.rows],
+            "unmet": [_choice(each.candidate) | {"reason": each.reason} for each in plan.unmet],
+        }
+    )
+
+
+def _choice(candidate: Candidate) -> dict[str, object]:
+    return {
+        "model": candidate.model, "gpu": candidate.gpu, "tp": candidate.tp, "quantization": candidate.quantization,
+        "max_running": candidate.max_running,
+    }  # fmt: skip
+
+
+def _row(row: Row, plan: Plan) -> dict[str, object]:
+    facts, held_out = row.emulated.facts, plan.held_out(row)
+    off = {what: text.off_by(held_out, name) for name, what in text.HELD_OUT.items()} if held_out else {}
+    percentiles = {name: None if math.isnan(each) else 1e3 * each for name, each in row.trial.percentiles.items()}
+    return _choice(row.candidate) | {
+        "quantization": facts.quantization,
+        "topology": facts.topology,
+        "servers": row.servers,
+        "gpus": row.gpus,
+        "usd_per_hour": row.usd_per_hour,
+        "rate_per_s": row.server_rate,
+        "bound": row.bound,
+        "in_flight": row.highest.in_flight,
+        "share_per_s": plan.demand.rate / row.servers,
+        "share_percentiles_ms": percentiles,
+        "share_in_flight": row.trial.in_flight,
+        "held_out_runs": len(held_out),
+        "held_out_off_percent": {what: {"median": usual, "worst": worst} for what, (usual, worst) in off.items()},
+        "notes": list(facts.notes),
+    }
+
+
+def _name(candidate: Candidate, plan: Plan) -> str:
+    """As far as candidates differ."""
+    words = [f"{candidate.tp} x {candidate.gpu}"]
+    words += [candidate.model] if plan.several_models else []
+    words += [candidate.quantization or "as it comes"] if plan.several_formats else []
+    words += [f"max-running {candidate.max_running}"] if plan.several_running else []
+    return ", ".join(words)
+
+
+def _table(plan: Plan) -> list[str]:
+    percentile = plan.limits.percentile
+    heads = [
+        "$/hour", "GPUs", "servers", "each on", "joined by", "model", "weights", "max-running",
+        _each(plan.demand.what), "limited by", *(f"p{percentile:g} {name} ms" for name in METRICS), "in flight",
+        "e2el was off by",
+    ]  # fmt: skip
+    cells = [heads, *(_cells(row, plan) for row in plan.rows)]
+    hidden = {"model": not plan.several_models, "weights": not plan.several_formats}
+    shown = [column for column, head in enumerate(heads) if not hidden.get(head)]
+    words = {"each on", "joined by", "model", "weights", "limited by", "e2el was off by"}
+    widths = {column: max(len(line[column]) for line in cells) for column in shown}
+    return [
+        "  ".join(
+            line[column].ljust(widths[column]) if heads[column] in words else line[column].rjust(widths[column])
+            for column in shown
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def _cells(row: Row, plan: Plan) -> list[str]:
+    candidate, facts, held_out = row.candidate, row.emulated.facts, plan.held_out(row)
+    seen = (row.trial.percentiles[name] for name in METRICS)
+    return [
+        "no price" if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}", str(row.gpus), str(row.servers),
+        f"{candidate.tp} x {candidate.gpu}", "-" if candidate.tp == 1 else facts.topology, candidate.model,
+        facts.quantization or facts.dtype, str(candidate.max_running), text.number(row.server_rate), row.bound,
+        *(text.number(None if math.isnan(value_s) else 1e3 * value_s) for value_s in seen),
+        str(row.trial.in_flight),
+        f"{text.off_by(held_out, 'e2el_w1')[0]:.1f} % ({len(held_out)} runs)" if held_out else "none measured",
+    ]  # fmt: skip
+
+
+def _each(what: str) -> str:
+    """The heading of one server's rate."""
+    return f"{what.replace('requests', 'req')} each"
+
+
+def _legend(plan: Plan) -> str:
+    demand, percentile = plan.demand, plan.limits.percentile
+    fewest = demand.requests
+    if demand.load.trace is not None:
+        fewest = min(fewest, len(demand.arrivals))
+    beyond = math.floor(fewest * (1 - percentile / 100) + 1e-9)
+    few = "" if beyond >= BEYOND else f", too few: a p{percentile:g} that means something has {BEYOND} beyond it"
+    return (
+        f"{_each(demand.what)}: the highest rate at which one server keeps the limits (found within 10 %), and what is "
+        "in the way of more. Latencies and requests in flight: predicted at one server's share of the load; each "
+        f"p{percentile:g} is of at least {fewest} requests, {beyond} of them beyond it{few}. e2el was off by: median "
+        "of the real runs on that GPU, with weights in that format, that were kept aside."
+    )
+
+
+def _commands(row: Row, demand: Demand, limits: Limits) -> Iterator[str]:
+    """What looks closer at one server's share of the load, and what starts such a server."""
+    setup = row.emulated.setup
+    words = ["--backend", setup.scheduler.partition("@")[0], "--model", _place(setup.model)]
+    words += ["--tp", str(row.candidate.tp), "--dtype", setup.dtype]
+    words += [] if setup.quantization is None else ["--quantization", setup.quantization]
+    words += [] if setup.kv_cache_dtype == "auto" else ["--kv-cache-dtype", setup.kv_cache_dtype]
+    words += ["--max-running", str(setup.max_running), "--memory-ratio"]
+    words += [f"{setup.memory_ratio:g}", *([] if setup.p2p else ["--p2p", "off"])]
+    modelled = ["--gpu", row.candidate.gpu, "--gpus", str(row.candidate.tp), "--scheduler", setup.scheduler]
+    modelled += [] if setup.profile is None else ["--profile", str(setup.profile)]
+    load = demand.load
+    load_flags = [*_load_flags(load, demand.rate / row.servers), "--goodput"]
+    load_flags += [f"{name}:{1e3 * limit_s:g}" for name, limit_s in limits.seconds.items()]
+    yield f"Look closer at the first: {shlex.join(['loadgen', 'predict', *words, *modelled, *load_flags])}"
+    yield f"Start one of its servers: {shlex.join(['loadgen', 'compose', *words])}"
+
+
+def _load_flags(load: Load, rate: float) -> list[str]:
+    """Of a load that comes at such a rate."""
+    if load.trace is not None:
+        trace = load.trace
+        flags = ["--trace", trace.path, "--trace-speed", f"{trace.speed * rate / trace_rate(load):.4f}"]
+        flags += [] if trace.format is None else ["--trace-format", trace.format]
+        flags += [] if trace.limit is None else ["--trace-limit", str(trace.limit)]
+        return flags + ([] if trace.from_s == 0 else ["--trace-from", f"{trace.from_s:g}"])
+    flags = ["--arrival", f"poisson:{rate:.4f}", "--input-tokens", str(load.input_tokens)]
+    flags += ["--output-tokens", str(load.output_tokens)]
+    flags += [] if load.prefix is None else ["--prefix", str(load.prefix)]
+    if load.sessions is not None:
+        flags += ["--sessions", str(load.requests), "--turns", str(load.sessions.turns)]
+        flags += ["--think-time", str(load.sessions.think_time)]
+    return flags
+
+
+def _place(model: ModelSpec) -> str:
+    """What finds it again: its name, its id or its directory."""
+    return model.hf_id if catalog.find(model.name) is None else model.name
+
+
+def _reliability(plan: Plan) -> Iterator[str]:
+    """How far these numbers may be off: a server's software and the operators of each GPU."""
+    profile = plan.profile
+    gpus = list(dict.fromkeys(each.gpu for each in plan.candidates))
+    yield from _held_out_lines(plan)
+    yield "A high percentile near its limit is harder to predict than that: measure one server before renting many."
+    where = f"; on {profile.gpu}, assumed elsewhere" if profile.gpu else ""
+    yield f"Software: {profile.source or profile.scheduler + ', as calibrated'}{where}."
+    for gpu in gpus:
+        yield f"Operators of {gpu}, how far off: {hardware.find(gpu).error}."
+    yield from _notes(plan.rows)
+
+
+def _held_out_lines(plan: Plan) -> Iterator[str]:
+    """Of each GPU and format in the table, or of the GPUs that were looked at where there is none."""
+    seen = [(row.candidate.gpu, row.emulated.facts.quantization) for row in plan.rows]
+    unknown: dict[str | None, list[str]] = {}
+    for gpu, name in dict.fromkeys(seen or [(each.gpu, each.quantization) for each in plan.candidates]):
+        held_out = plan.profile.held_out_on(gpu, name)
+        if held_out:
+            yield from text.held_out_lines(held_out, f" on {gpu}" + ("" if name is None else f" in {name}"))
+        else:
+            unknown.setdefault(name, []).append(gpu)
+    if unknown:
+        places = [
+            ("" if name is None else f"with weights in {name} ") + f"on {', '.join(gpus)}"
+            for name, gpus in unknown.items()
+        ]
+        yield f"Held out: none measured {'; '.join(places)}: nobody knows how far off those rows are."
+
+
+def _notes(rows: list[Row]) -> Iterator[str]:
+    """What a user should know about rows, once for all the GPUs of which it is said."""
+    places: dict[str, dict[str, str]] = {}
+    for row in rows:
+        facts = row.emulated.facts
+        for note in facts.notes:
+            places.setdefault(note.replace(facts.gpu, "\0"), {})[row.candidate.gpu] = note
+    for notes in places.values():
+        (gpu, note), *others = notes.items()
+        likewise = f" So on {', '.join(other for other, _ in others)}." if others else ""
+        yield f"On {gpu}: {note.rstrip('.')}.{likewise}"
+
+
+def _arriving(load: Load) -> str:
+    if load.trace is not None:
+        return f"as in {load.trace.path}, faster or slower"
+    shared = "" if load.prefix is None else f", prompts of a group alike: {load.prefix}"
+    lengths = f"Poisson, {load.input_tokens} tokens in, {load.output_tokens} out{shared}"
+    if load.sessions is None:
+        return lengths
+    return f"{lengths}, {load.sessions.turns} turns each, {load.sessions.think_time} s to think"
