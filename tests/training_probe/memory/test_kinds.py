@@ -10,6 +10,7 @@ import pytest
 
 from backends import catalog
 from backends.decoder import LatentAttention, ModelSpec
+from training_probe.cli import invoke
 from training_probe.flops import flops_per_token, weights
 from training_probe.grid import Cell, cell
 from training_probe.llama_shape import known
@@ -67,6 +68,19 @@ def test_every_model_of_the_catalog_is_predicted(model: ModelSpec) -> None:
         if method in ("F+R+Z3", "Naive"):
             assert states == pytest.approx(model.parameters * (12 / 8 if "Z3" in method else 4), rel=1e-6)
         assert prediction.peak_bytes > states
+
+
+@pytest.mark.parametrize("model", catalog.models(), ids=lambda model: model.name)
+def test_the_command_answers_for_every_model_or_names_what_stops_it(
+    model: ModelSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["memory", "--model", model.name, "--gpus", "8", "--task", "finetune", "--method"]
+    assert invoke([*options, "F+R+Z3"]) == 0
+    said = capsys.readouterr().out
+    assert f"{model.parameters:,} parameters / 8 ranks" in said and "<- peak" in said
+    assert invoke([*options, "L+Z3"]) == 0
+    said = capsys.readouterr().out
+    assert "<- peak" in said or f"(model_type {model.model_type})" in said
 
 
 def test_layers_of_two_kinds_are_the_sum_of_both() -> None:
