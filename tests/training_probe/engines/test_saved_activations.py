@@ -172,7 +172,7 @@ def test_other_families_keep_what_is_predicted(method: str, attention: str, mode
     if method == "L" and model_type == "glm4":  # LoRA is not on all that its inputs are counted for
         assert kept < predicted < 1.15 * kept
     else:  # Gemma's norms keep 1 + weight, GLM's layers their own cos and sin: nothing, where models are not small
-        assert predicted == pytest.approx(kept, rel=0.002 if model_type in ("qwen3", "deepseek_v3") else 0.008)
+        assert predicted == pytest.approx(kept, rel=0.002 if model_type in ("qwen3", "deepseek_v3") else 0.012)
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
