@@ -242,7 +242,8 @@ class LatentAttention:
 class Mlp:
     """`experts` MLPs of `width`, of which a token passes through `active`, and beside them one of `shared` that all
     pass through; a dense one has 1 expert. gated: three matrices, not two. biased: with biases. shared_gate: a learned
-    weight of the shared one. router_bias: of the router's scores."""
+    weight of the shared one. router_bias: of the router's scores. imbalance: the load of the busiest expert over the
+    mean."""
 
     width: int
     experts: int = 1
@@ -252,6 +253,7 @@ class Mlp:
     biased: bool = False
     shared_gate: bool = False
     router_bias: bool = False
+    imbalance: float = 1.0
 
     @property
     def matrices(self) -> int:
@@ -282,6 +284,12 @@ class Layers:
     attention: Attention | LatentAttention
     mlp: Mlp
     norms: int = 2
+
+    def parameters(self, hidden: int, norm_values: int, experts: int) -> int:
+        """Of one layer, with so many of its experts. norm_values: those of a norm, in widths."""
+        attention = self.attention.weights(hidden) + self.attention.others(hidden)
+        mlp = self.mlp.weights(hidden, experts) + self.mlp.others(hidden, experts)
+        return attention + mlp + self.norms * norm_values * hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,13 +429,10 @@ class ModelSpec:
                 )
 
     def _parameters(self, *, active: bool) -> int:
-        layers = 0
-        for kind in self.kinds:
-            attention, mlp = kind.attention, kind.mlp
-            experts = mlp.active if active else mlp.experts
-            layer = attention.weights(self.hidden) + attention.others(self.hidden)
-            layer += mlp.weights(self.hidden, experts) + mlp.others(self.hidden, experts)
-            layers += kind.count * (layer + kind.norms * self.norm_values * self.hidden)
+        layers = sum(
+            kind.count * kind.parameters(self.hidden, self.norm_values, kind.mlp.active if active else kind.mlp.experts)
+            for kind in self.kinds
+        )
         embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden  # in and out
         return embeddings + layers + self.norm_values * self.hidden
 

@@ -1,10 +1,12 @@
-"""Fits a GPU's entry in servers/data/gpus.json to its table of operators (benchmarks/gpu_operators.py).
+"""Fits a GPU's entry in servers/data/gpus.json to its tables of operators (benchmarks/gpu_operators.py).
 
-    .venv/bin/python benchmarks/fit_operators.py benchmarks/operators/h200.csv --flops 989e12 --bandwidth 4.8e12
+    .venv/bin/python benchmarks/fit_operators.py benchmarks/operators/h200.csv benchmarks/operators/h200_dtypes.csv \\
+        --flops 989e12 --bandwidth 4.8e12
 
-Prints the fitted part of the entry and its mean absolute relative errors. Two values are not the table's: element-wise
-work is that of a whole layer in a server (a kernel alone misses copies, rotary positions, the KV write), so its ratio
-is fitted to the prefill rate of real runs and given with --elementwise.
+Prints the fitted part of the entry and its mean absolute relative errors. A product counts by the root of its time over
+that of the others of as many tokens: with all alike, the largest products, which a step's time is made of, would be 5 %
+too fast beyond 256 tokens and 3 % too slow below, and the small ones make up for it. Element-wise work that the tables
+lack is given with --elementwise, by default the H200's.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,22 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from servers.simulator.experts import chances, reached
+
 Floats = npt.NDArray[np.float64]
 Rows = dict[str, list[tuple[dict[str, str], float]]]
 Part = dict[str, float]
 Error = tuple[str, Floats, Floats]  # what, predicted, measured
 Fitted = tuple[Part, Floats, Floats]
 MOST_SOFTNESS = 20  # beyond, a roofline is as good as sharp, and its exponent arbitrary
+ELEMENTWISE: dict[str, Callable[[dict[str, int]], int]] = {  # values that are read and written, for each token
+    "norm": lambda sizes: 4 * sizes["h"],
+    "rope": lambda sizes: 256 * (sizes["q"] + sizes["kv"]),
+    "silu": lambda sizes: 3 * sizes["i"],
+    "kv_write": lambda sizes: 512 * sizes["kv"],
+}
 WIDTHS = {"fp8": 1.0, "nvfp4": 0.5 + 1 / 16}  # bytes of a value with its share of a block's scale
 
 
@@ -60,24 +73,69 @@ def link(reduced: list[tuple[dict[str, str], float]], p2p: str) -> dict[str, Any
     return found
 
 
-def fit(predicted: Callable[[Floats], Floats], measured: Floats, start: tuple[float, ...]) -> Floats:
-    """The positive parameters of `predicted` with the least squares of the logarithm of its ratio to `measured`."""
-    result = least_squares(lambda x: np.log(predicted(np.exp(x)) / measured), np.log(start), loss="soft_l1")
+def fit(
+    predicted: Callable[[Floats], Floats], measured: Floats, start: tuple[float, ...], counts: Floats | float = 1.0
+) -> Floats:
+    """The positive parameters of `predicted` with the least squares of the logarithm of its ratio to `measured`, each
+    times what it counts."""
+    result = least_squares(lambda x: counts * np.log(predicted(np.exp(x)) / measured), np.log(start), loss="soft_l1")
     return np.exp(result.x)
+
+
+def soft_roofline(compute: Floats, memory: Floats, softness: float) -> Floats:
+    most = np.maximum(compute, memory)
+    with np.errstate(over="ignore"):  # a softness near 0, which a search may try
+        return np.asarray(most * (1 + (np.minimum(compute, memory) / most) ** softness) ** (1 / softness))
+
+
+def as_gemm(x: Floats) -> Part:
+    values = np.minimum(x, (np.inf, np.inf, MOST_SOFTNESS, np.inf)).round(3).tolist()
+    return dict(zip(("compute_ratio", "memory_ratio", "softness", "launch_us"), values, strict=True))
 
 
 def products(rows: list[tuple[dict[str, str], float]], flops: float, bandwidth: float, width: float) -> Fitted:
     """width: bytes of a value of both operands; the product is in 16 bit."""
     t, n, k, us = columns(rows, "t", "n", "k")
+    counts = np.sqrt([time / us[t == tokens].mean() for tokens, time in zip(t, us, strict=True)])
 
     def gemm(x: Floats) -> Floats:
         a, b = 2 * t * n * k / (x[0] * flops), (width * (n * k + t * k) + 2 * t * n) / (x[1] * bandwidth)
-        most = np.maximum(a, b)
-        return most * (1 + (np.minimum(a, b) / most) ** x[2]) ** (1 / x[2]) + x[3]
+        return soft_roofline(a, b, x[2]) + x[3]
 
-    x = np.minimum(fit(gemm, us, (0.75, 0.9, 2.0, 4.0)), (np.inf, np.inf, MOST_SOFTNESS, np.inf))
-    names = ("compute_ratio", "memory_ratio", "softness", "launch_us")
-    return dict(zip(names, x.round(3).tolist(), strict=True)), gemm(x), us
+    part = as_gemm(fit(gemm, us, (0.75, 0.9, 2.0, 4.0), counts))
+    return part, gemm(np.array(list(part.values()))), us
+
+
+def experts(rows: list[tuple[dict[str, str], float]], flops: float, bandwidth: float, part: Part) -> dict[str, Fitted]:
+    """By dtype: both products of a mixture, each of all its experts in one launch, with vLLM's tuned block sizes where
+    it has them. `part`: of element-wise work, of which the gate and the sum over a token's experts are in the times."""
+    best = {tuple(v for k, v in sizes.items() if k != "tuned"): (sizes, us) for sizes, us in rows
+            if sizes["tuned"] == "no"}  # fmt: skip
+    best |= {tuple(v for k, v in sizes.items() if k != "tuned"): (sizes, us) for sizes, us in rows
+             if sizes["tuned"] == "yes"}  # fmt: skip
+    found = {}
+    for dtype, width in (("bf16", 2.0), ("fp8", 1.0)):
+        of_dtype = [(sizes, us) for sizes, us in best.values() if sizes["dtype"] == dtype]
+        if not of_dtype:
+            continue
+        t, e, k, h, i, us = columns(of_dtype, "t", "e", "k", "h", "i")
+        uneven = [sizes["routing"] == "zipf" for sizes, _ in of_dtype]
+        read = np.array([
+            reached(chances([1 / (1 + law * rank) for rank in range(int(count))], chosen), tokens)
+            for tokens, count, chosen, law in zip(t, e, k, uneven, strict=True)
+        ])  # fmt: skip
+        other = 2 * t * k * (3 * i + h) / (part["memory_ratio"] * bandwidth) + 2 * part["launch_us"]
+
+        def block(x: Floats, sizes: tuple[Floats, ...] = (t * k, h, i, read, other), width: float = width) -> Floats:
+            rows, h, i, read, total = sizes
+            for n, k in ((2 * i, h), (h, i)):
+                moved = width * (read * n * k + rows * k) + 2 * rows * n
+                total = total + soft_roofline(2 * rows * n * k / (x[0] * flops), moved / (x[1] * bandwidth), x[2])
+            return total + 2 * x[3]
+
+        gemm = as_gemm(fit(block, us, (0.5, 0.8, 2.0, 4.0)))
+        found[dtype] = gemm, block(np.array(list(gemm.values()))), us
+    return found
 
 
 def attention(rows: Rows, flops: float, bandwidth: float, kind: str = "", width: int = 2) -> tuple[Part, list[Error]]:
@@ -89,10 +147,11 @@ def attention(rows: Rows, flops: float, bandwidth: float, kind: str = "", width:
 
     d = fit(decode, decode_us, (0.8, 10.0, 1.0))
 
-    pb, q, ph, prefill_us = columns(rows["prefill" + kind], "b", "q", "h")
+    chunked = [({"c": "0"} | sizes, us) for name in ("prefill", "chunk") for sizes, us in rows.get(name + kind, [])]
+    pb, q, past, ph, prefill_us = columns(chunked, "b", "q", "c", "h")
 
     def prefill(x: Floats) -> Floats:
-        return d[1] + 256 * ph * pb * q * q / (x[0] * flops) + x[1] * 1e-3 * pb * q * ph
+        return d[1] + 512 * ph * pb * q * (past + q / 2) / (x[0] * flops) + x[1] * 1e-3 * pb * q * ph
 
     p = fit(prefill, prefill_us, (0.6, 0.3))
     part = {
@@ -121,21 +180,23 @@ def said(kind: str) -> str:
 
 
 def elementwise(rows: Rows, bandwidth: float, given: float) -> tuple[Part, list[Error]]:
-    """From norms that add the residual (4 values a token and width), rotations of queries and keys (2) and gates (3),
-    where all three were measured. Otherwise `given`, and the launch of small norms."""
+    """From norms that add the residual (4 values a token and width), rotations of queries and keys (2), gates (3) and
+    writes of keys and values (2 each), where the first three were measured. Otherwise `given`, and the launch of small
+    norms. A server's own kernels, whose inputs the kernel before has left in the L2, where they were told apart: the
+    whole steps of benchmarks/h200/at_rest have room for these times, and not for those of torch.compile's kernels."""
+    rows = {kind: [row for row in rows[kind] if row[0].get("by") == "vllm" and row[0].get("l2") == "warm"] or [
+        row for row in rows[kind] if "by" not in row[0]] for kind in ELEMENTWISE if kind in rows}  # fmt: skip
     if "rope" not in rows:
         if "norm" not in rows:
             return {}, []
         small = [us for sizes, us in rows["norm"] if float(sizes["t"]) <= 16]
         return {"memory_ratio": given, "launch_us": round(float(np.median(small)), 2)}, []
     moved, took = [], []
-    for name, count in (("norm", lambda s: 4 * s["h"]), ("rope", lambda s: 256 * (s["q"] + s["kv"])),
-                        ("silu", lambda s: 3 * s["i"])):  # fmt: skip
-        for sizes, us in rows[name]:
-            if sizes.get("l2", "cold") == "cold" and sizes.get("by", "inductor") == "inductor":
-                numbers = {key: int(value) for key, value in sizes.items() if value.isdigit()}
-                moved.append(2.0 * numbers["t"] * count(numbers))
-                took.append(us)
+    for name, of_kind in rows.items():
+        for sizes, us in of_kind:
+            numbers = {key: int(value) for key, value in sizes.items() if value.isdigit()}
+            moved.append(2.0 * numbers["t"] * ELEMENTWISE[name](numbers))
+            took.append(us)
     moved_bytes, us = np.array(moved), np.array(took)
     x = fit(lambda x: moved_bytes / (x[0] * bandwidth) + x[1], us, (0.5, 3.0))
     part = {"memory_ratio": round(x[0], 3), "launch_us": round(x[1], 2)}
@@ -155,12 +216,19 @@ def fitted(rows: Rows, flops: float, bandwidth: float, given: float) -> dict[str
             part, *of = products(by_vllm or of_dtype, flops, bandwidth, width)
             entry.setdefault("gemms", {})[dtype] = part
             errors.append((f"GEMM in {dtype}", *of))
-    for name, kind, width in (("attention", "", 2), ("attention_fp8", "_fp8", 1)):
-        if "decode" + kind in rows:
-            entry[name], found = attention(rows, flops, bandwidth, kind, width)
-            errors += found
+    if "decode" in rows:
+        entry["attention"], found = attention(rows, flops, bandwidth)
+        errors += found
+    if "decode_fp8" in rows:
+        entry["attentions"] = {"fp8": {}}
+        entry["attentions"]["fp8"], found = attention(rows, flops, bandwidth, "_fp8", 1)
+        errors += found
     entry["elementwise"], found = elementwise(rows, bandwidth, given)
     errors += found
+    if "experts" in rows:
+        for dtype, (part, *of) in experts(rows["experts"], flops, bandwidth, entry["elementwise"]).items():
+            entry.setdefault("experts", {})[dtype] = part
+            errors.append((f"experts in {dtype}", *of))
     reduced = rows.get("all_reduce", [])
     entry["links"] = {name: of for p2p, name in (("on", "nvlink"), ("off", "host")) if (of := link(reduced, p2p))}
     said_errors = (f"{what} {error(predicted, us):.1%} of {len(us)}" for what, predicted, us in errors)
@@ -169,12 +237,16 @@ def fitted(rows: Rows, flops: float, bandwidth: float, given: float) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path)
+    parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("--flops", type=float, required=True)
     parser.add_argument("--bandwidth", type=float, required=True)
-    parser.add_argument("--elementwise", type=float, default=0.45)
+    parser.add_argument("--elementwise", type=float, default=0.768)
     chosen = parser.parse_args()
-    entry = fitted(read(chosen.table), chosen.flops / 1e6, chosen.bandwidth / 1e6, chosen.elementwise)
+    rows: Rows = {}
+    for table in chosen.tables:
+        for kind, of_kind in read(table).items():
+            rows[kind] = rows.get(kind, []) + of_kind
+    entry = fitted(rows, chosen.flops / 1e6, chosen.bandwidth / 1e6, chosen.elementwise)
     print(json.dumps(entry, indent=1))
 
 

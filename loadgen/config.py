@@ -316,6 +316,9 @@ class ModelledOptions:
         tuple[str, ...], _modelled("A setting of the scheduler, repeatable: max_concurrent_requests=128.")
     ] = ()
     kv_tokens: Annotated[Whole | None, _modelled("Tokens in the KV cache (default: what memory leaves).")] = None
+    expert_imbalance: Annotated[
+        float, _modelled("Of a mixture: the load of its busiest expert over the mean; 1: tokens choose evenly.")
+    ] = 1.0
     profile: ProfileOption = None
     speed: Annotated[float, _modelled("Modelled seconds that pass in a real one.")] = 1.0
 

@@ -25,6 +25,7 @@ from training_probe.options import CELLS, OUTPUT, Grid, Measuring, PredictedGrid
 
 if TYPE_CHECKING:
     from training_probe.grid import Cell, Device, Model
+    from training_probe.memory.text import Described
 
 
 def sweep(
@@ -221,14 +222,16 @@ def memory(
     return exit_codes.OK
 
 
-def _hypothetical(grid: PredictedGrid, gpu_memory_gb: float | None) -> tuple[list[Cell], dict[str, Model], int | None]:
+def _hypothetical(
+    grid: PredictedGrid, gpu_memory_gb: float | None
+) -> tuple[list[Cell], dict[str, Described], int | None]:
     """Cells on GPUs, however many there are here, and how much memory each of those has."""
     from dataclasses import replace
 
     from backends import gpus
     from training_probe import paper
     from training_probe.grid import GridError
-    from training_probe.options import check_above_0, known_models, visible_gpus
+    from training_probe.options import check_above_0, described_models, visible_gpus
 
     check_above_0("--gpu-memory-gb", gpu_memory_gb)
     if grid.device == "cpu":
@@ -239,7 +242,7 @@ def _hypothetical(grid: PredictedGrid, gpu_memory_gb: float | None) -> tuple[lis
     cells = replace(grid, device="cuda").cells("cuda", count)
     here = [gpu.memory_bytes for gpu in inventory.gpus if gpu.index in visible and gpu.memory_bytes]
     given = None if gpu_memory_gb is None else int(gpu_memory_gb * (1 << 30))
-    return cells, known_models(cells), given or min(here, default=None)
+    return cells, described_models(cells), given or min(here, default=None)
 
 
 def report(directory: Annotated[Path, Parameter(help="Directory of a sweep, a breakdown or a micro.")], /) -> int:

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from backends.decoder import ModelSpec
 from training_probe.llama_shape import LlamaShape
 
 Task = Literal["pretrain", "finetune"]
@@ -172,6 +173,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     directory: str | None = None
     unknown: str = ""
 
+    @property
+    def decoder(self) -> ModelSpec | None:
+        """What the cell's parameters, FLOPs and memory follow from, where its shape is known."""
+        return None if self.spec is None else self.spec.decoder
+
 
 def cell(method: str, *, attention: Attention = "eager", **more: object) -> Cell:
     """A cell of a method however it is written. Raises GridError."""
@@ -208,32 +214,34 @@ def grid(
     return list(dict.fromkeys(cells))
 
 
-def impossible(cell: Cell, spec: LlamaShape | None, unknown: str = "") -> str | None:
-    """Why the cell cannot be run anywhere, a clause; None when it can, as far as its shape shows. unknown: why there is
-    no shape."""
-    return next(_objections(cell, spec, unknown), None)
+def impossible(cell: Cell, spec: ModelSpec | None, unbuilt: str = "") -> str | None:
+    """Why the cell cannot be run anywhere, a clause; None when it can, as far as its model shows. unbuilt: why the
+    engines cannot build the model of numbers alone."""
+    return next(_objections(cell, spec, unbuilt), None)
 
 
-def _objections(cell: Cell, spec: LlamaShape | None, unknown: str) -> Iterator[str]:
+def _objections(cell: Cell, spec: ModelSpec | None, unbuilt: str) -> Iterator[str]:
     method, model_parallel = cell.letters, cell.tp * cell.pp * cell.cp
     yield from _of_engine(cell, method)
     if cell.gpus % model_parallel:
         yield f"{cell.gpus} GPUs cannot be divided into groups of TP x PP x CP = {model_parallel}"
     if cell.task == "pretrain" and method.adapter:
         yield f"{method.adapter} is a way of fine-tuning (--task finetune)"
+    if cell.engine == "megatron" and unbuilt:
+        yield f"Megatron's models are built like Llama here, and {unbuilt}"
     if spec is None:
-        if cell.engine == "megatron" and unknown:
-            yield f"Megatron's models are built like Llama here, and {unknown}"
         return
-    if cell.engine == "megatron" and spec.biases:
+    attention = spec.kinds[0].attention
+    if cell.engine == "megatron" and attention.biased:
         yield f"Megatron's models are built without biases here, and {spec.name} has them (attention_bias)"
     if cell.seq_len > spec.max_position:
         yield f"{spec.name} ends at {spec.max_position} positions"
-    if not spec.tensor_parallel(cell.tp):
-        yield f"the {spec.heads} heads of {spec.name} cannot be divided by TP {cell.tp}"
+    if attention.undivided(cell.tp) is not None:
+        yield f"the {attention.heads} heads of {spec.name} cannot be divided by TP {cell.tp}"
     if spec.layers % cell.pp:
         yield f"the {spec.layers} layers of {spec.name} cannot be divided by PP {cell.pp}"
-    if spec.experts > 1 and (method.four_bit or cell.engine == "megatron"):
+    mixture = any(kind.mlp.experts > 1 for kind in spec.kinds)
+    if mixture and (method.four_bit or cell.engine == "megatron"):
         yield "experts are neither quantized to 4 bits nor built for Megatron here"
 
 

@@ -1,8 +1,9 @@
-"""The models that the engines can build of numbers alone, and whose memory is predicted: layers alike, norms before
-attention and MLP, grouped-query attention, a gated MLP or a mixture of such MLPs.
+"""The models that the engines can build of numbers alone: layers alike, norms before attention and MLP, grouped-query
+attention, a gated MLP or a mixture of such MLPs.
 
-What any config.json says is a `ModelSpec` (backends/decoder.py); `shape_of` takes from it what trains so, or says what
-does not. The JSON of a `LlamaShape` is kept in manifests of sweeps, and only grows.
+What any config.json says is a `ModelSpec` (backends/decoder.py), from which parameters, FLOPs and memory follow;
+`shape_of` takes from it what the engines build, or says what they do not. The JSON of a `LlamaShape` is kept in
+manifests of sweeps, and only grows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from backends import catalog
-from backends.decoder import Attention, Layers, ModelSpec
+from backends.decoder import Attention, Layers, Mlp, ModelSpec
 
 
 class NoShape(ValueError):
@@ -44,25 +45,22 @@ class LlamaShape:
         return self.head_width or self.hidden // self.heads
 
     @property
-    def query_width(self) -> int:
-        """Of all heads together."""
-        return self.heads * self.head_dim
+    def decoder(self) -> ModelSpec:
+        """As kinds of layers, of which it has one: what parameters, FLOPs and memory follow from."""
+        attention = Attention(
+            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, biased=self.biases
+        )  # fmt: skip
+        mlp = Mlp(width=self.intermediate, experts=self.experts, active=self.active_experts)
+        return ModelSpec(
+            name=self.name, hf_id=self.hf_id, hidden=self.hidden, vocab_size=self.vocab_size,
+            max_position=self.max_position, kinds=(Layers(count=self.layers, attention=attention, mlp=mlp),),
+            tied=self.tied,
+        )  # fmt: skip
 
     @property
     def parameters(self) -> int:
         """Parameters in memory."""
-        kv = 2 * self.kv_heads * self.head_dim
-        attention = 2 * self.hidden * self.query_width + self.hidden * kv
-        biases = {0: 0, 3: self.query_width + kv, 4: self.query_width + kv + self.hidden}[self.biases]
-        mlp = self.experts * 3 * self.hidden * self.intermediate  # gate, up, down
-        router = self.hidden * self.experts if self.experts > 1 else 0
-        norms = 2 * self.hidden
-        embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden  # in and out
-        return embeddings + self.layers * (attention + biases + mlp + router + norms) + self.hidden
-
-    def tensor_parallel(self, tp: int) -> bool:
-        """Whether attention can be split over `tp` GPUs: heads evenly, key-value heads evenly or each on several."""
-        return self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
+        return self.decoder.parameters
 
 
 def known(name: str) -> LlamaShape | None:

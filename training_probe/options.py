@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # a line of options is read in a moment; what it means may ta
     from cyclopts import Token
 
     from backends.gpus import Inventory
+    from loadgen.models import Model as Found
+    from training_probe.memory.text import Described
     from training_probe.sweep.manifests import Settings
 
 TINY = LlamaShape(
@@ -257,30 +259,60 @@ def _micro_batch(text: str) -> int | None:
 
 
 def known_models(cells: Sequence[Cell]) -> dict[str, Model]:
-    """What the cells' models are. Raises GridError or ConfigError for one whose shape is not known."""
+    """What the engines build for the cells' models. Raises GridError or ConfigError for one that they cannot."""
     return {name: _model(name) for name in dict.fromkeys(cell.model for cell in cells)}
+
+
+def described_models(cells: Sequence[Cell]) -> dict[str, Described]:
+    """What the cells' models are, whether or not the engines can build them. Raises GridError or ConfigError for one
+    whose shape is not known."""
+    return {name: _described(name) for name in dict.fromkeys(cell.model for cell in cells)}
 
 
 def _model(name: str) -> Model:
     from backends import catalog
-    from loadgen import models
 
     if name == TINY.name:
         return Model(spec=TINY)
-    model = models.find(name)
-    if model.spec is None and model.directory is None:
-        raise GridError(f"the shape of '{name}' is not known here; give a directory that holds its config.json.")
-    spec, unknown = None, model.unknown
-    if model.spec is not None:
+    found = _found(name)
+    spec, unknown = None, found.unknown
+    if found.spec is not None:
         try:
-            spec = shape_of(model.spec)
+            spec = shape_of(found.spec)
         except NoShape as reason:
             unknown = str(reason)
     if spec is not None and catalog.find(name) is not None:
         return Model(spec=spec)
-    if model.directory is None:
-        raise GridError(f"{unknown}, which is not built of a name; give a directory that holds its config.json.")
-    return Model(spec=spec, directory=str(model.directory), unknown=unknown)
+    if found.directory is None:
+        raise GridError(
+            f"{unknown}, which is not built of a name; give a directory that holds its config.json, or ask "
+            "training_probe memory."
+        )
+    return Model(spec=spec, directory=str(found.directory), unknown=unknown)
+
+
+def _described(name: str) -> Described:
+    from training_probe.memory.text import Described
+
+    if name == TINY.name:
+        return Described(TINY.decoder)
+    found = _found(name)
+    if found.spec is None:
+        return Described(None, found.unknown, found.unknown)
+    try:
+        return Described(shape_of(found.spec).decoder)
+    except NoShape as reason:
+        return Described(found.spec, unbuilt=str(reason))
+
+
+def _found(name: str) -> Found:
+    """What of that name is there. Raises GridError or ConfigError."""
+    from loadgen import models
+
+    found = models.find(name)
+    if found.spec is None and found.directory is None:
+        raise GridError(f"the shape of '{name}' is not known here; give a directory that holds its config.json.")
+    return found
 
 
 def visible_gpus(inventory: Inventory) -> tuple[int, ...]:

@@ -104,6 +104,7 @@ def modelled(config: Config) -> dict[str, Any]:
         "max_requests": UNREFUSED,
         "memory_ratio": config.memory_ratio,
         "prefix_caching": "on" if config.caches_prefixes else "off",
+        "expert_imbalance": config.expert_imbalance,
         "profile": config.profile,
         "speed": config.speed,
     }

@@ -1,7 +1,8 @@
 """`loadgen calibrate`: from real runs to a hardware profile, by fitting only what those runs can tell.
 
 Operators are pinned: they were measured alone. At TP 1 the software's own times are fitted (each step, each row, each
-prompt token; taking a request in, handing a token out, the way between processes). At TP > 1 reductions are fitted, on
+prompt token; launching a layer's kernels one by one; taking a request in, handing a token out, the way between
+processes). At TP > 1 reductions are fitted, on
 top of a profile whose software times are known. A parameter whose 95 % interval spans more than a factor of
 `SPAN_MAX` is not identified: it keeps its value, and the command prints so.
 """
@@ -23,7 +24,8 @@ from loadgen.config import ConfigError
 from loadgen.option_types import Whole, option
 from loadgen.rundir.emulation import HeldOut
 from servers.calibrate.runs import NotARunError, ObservationError, Observed, RunFacts, read
-from servers.simulator.build import EmulationError, Interval, Profile, read_profile
+from servers.simulator.build import EmulationError, Interval, Profile, profiles, read_profile
+from servers.simulator.engine import FrontEnd
 from servers.simulator.hardware import HardwareError
 
 Floats = npt.NDArray[np.float64]
@@ -36,14 +38,18 @@ SPAN_MAX = 30.0
 LEAST_INFLUENCE = 1e-3  # of the first parameter's: what moves less, beside those that move more, cannot be told apart
 START = {
     "step_us": 200.0, "row_us": 2.0, "prefill_token_us": 0.3, "request_us": 450.0, "token_us": 20.0,
-    "latency_us": 1500.0,
+    "latency_us": 1500.0, "launch_eager_layer_us": 500.0,
 }  # fmt: skip
 REACH = 3.0  # as a factor from there: what else a run holds must not be explained by absurd times
 # What a server does with a prompt, beside its GPU's operators, differs more from server to server and host to host:
 # found were 0.8 to 3.2 times this for taking one in, 0.9 to 8.2 times for a token of it (LightLLM 1.2, vLLM).
-FAR = {"request_us": 10.0, "prefill_token_us": 10.0}
+# What a step takes beside them was found 0.2 to 1.4 times this.
+FAR = {"request_us": 10.0, "prefill_token_us": 10.0, "step_us": 10.0}
+# Of one request at rest, which runs under load tell too little of: as in the profile that ships for that server
+AT_REST = ("launch_us", "launch_layer_us", "graph_tokens", "prompt_token_us", "first_token_us", "handover_us")
 OTHER_ATTENTION = 1.5  # where the search for the time of kernels other than FlashAttention 3 begins
-FRONT = frozenset({"request_us", "token_us", "latency_us"})
+EAGER = "launch_eager_layer_us"
+FRONT = frozenset(FrontEnd.__struct_fields__)
 FIT = Group("The fit", sort_key=1)
 FACTS = Group("The server, where the runs do not tell", sort_key=2)
 LINK = {"reduce_ratio": 1.0, "reduce_us": 5.0}
@@ -71,13 +77,13 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, log: Callable[
             "TP 1, or name its profile with --base."
         )
     profile = msgspec.structs.replace(
-        base or with_values(Profile(scheduler=schedulers.pop()), START),
+        base or _beginning(schedulers.pop()),
         gpu=cards.pop(),
         fitted_on=tuple(run.name for run in observed),
         held_out=(),
     )
     if single:
-        names = _identifiable(single, log)
+        names = _identifiable(single, _values(profile)[EAGER] > 0, log)
         if not profile.scheduler.startswith("vllm"):  # whose attention is that of the operators' tables
             names.append("attention_ratio")
         start = _values(profile)
@@ -92,14 +98,21 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, log: Callable[
     return profile
 
 
-def _identifiable(single: Sequence[Observed], log: Callable[[str], None]) -> list[str]:
-    """What runs at TP 1 can tell apart."""
-    names = list(START)
+def _beginning(scheduler: str) -> Profile:
+    """Where the search begins. How a server launches its steps is not fitted where nothing is known of it."""
+    shipped = _values(profiles()[scheduler])
+    start = {name: value for name, value in START.items() if name != EAGER or shipped[EAGER]}
+    return with_values(Profile(scheduler=scheduler), {name: shipped[name] for name in AT_REST} | start)
+
+
+def _identifiable(single: Sequence[Observed], launched: bool, log: Callable[[str], None]) -> list[str]:
+    """What runs at TP 1 can tell apart. launched: the time to launch a step is a part of the model."""
+    names = [name for name in START if name != EAGER or launched]
     crowded = any(_in_flight(run) > 100 for run in single)
     sparse = any(_in_flight(run) < 40 for run in single)
     for shown, hidden, why in (
         (crowded, ("row_us", "request_us", "prefill_token_us"), "no run has 100 requests at once; add a burst"),
-        (sparse, ("step_us", "latency_us"), "all runs are crowded; add one with few requests at once"),
+        (sparse, ("step_us", "latency_us", EAGER), "all runs are crowded; add one with few requests at once"),
     ):
         if not shown:
             names = [name for name in names if name not in hidden]

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends import catalog
+from backends.decoder import ModelSpec
 from backends.launch import version_in
 from backends.untrusted import UNDECODABLE, reason
 from loadgen import rundir
@@ -165,7 +166,8 @@ def read(path: Path, flags: RunFacts | None = None) -> Observed:
         raise NotARunError(f"{path} is no run: records are in {' or '.join(RECORD_FILES)} files, or run directories.")
     facts, columns = _directory(path) if path.is_dir() else _lines(path)
     if flags is not None:
-        facts = facts.over(flags)
+        named = flags.model if facts.model and _known(facts.model) is None else None  # served by another name
+        facts = facts.over(flags) if named is None else msgspec.structs.replace(facts.over(flags), model=named)
     setup = _setup(path, facts)
     sent, first, end, prompt, output = columns
     if len(sent) < FEWEST:
@@ -188,12 +190,17 @@ def read(path: Path, flags: RunFacts | None = None) -> Observed:
     )
 
 
+def _known(model: str) -> ModelSpec | None:
+    """It may be served from a directory."""
+    return catalog.find(model) or catalog.find(Path(model).name)
+
+
 def _setup(path: Path, facts: RunFacts) -> Setup:
     """Raises ObservationError."""
     if not facts.gpu or not facts.model:
         missing = [name for name, value in (("gpu", facts.gpu), ("model", facts.model)) if not value]
         raise ObservationError(f"{path} does not tell its {' and '.join(missing)}; name it with --{missing[0]}.")
-    model = catalog.find(facts.model) or catalog.find(Path(facts.model).name)  # it may be served from a directory
+    model = _known(facts.model)
     if model is None:
         known = ", ".join(spec.name for spec in catalog.models())
         raise ObservationError(f"{path}: the model '{facts.model}' is not known here; known are {known}.")

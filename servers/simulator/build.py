@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,7 @@ from servers.schedulers.vllm import CachingVllmV1, Vllm02, VllmV1, WindowedVllmV
 from servers.simulator import hardware
 from servers.simulator.cost import Arithmetic, Gpu, Overheads, StepCost, arithmetic
 from servers.simulator.engine import Engine, FrontEnd
+from servers.simulator.experts import most_imbalance
 from servers.simulator.formats import refused
 from servers.simulator.hardware import HardwareError
 
@@ -75,9 +76,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """gpus: how many may be used. tp: how many share the model; None: the least power of two of them that holds it; the
     others do nothing, as where loadgen starts a server. kv_tokens: the KV cache's capacity over all GPUs; None: what
     memory leaves. max_requests: how many the server may hold at once, running and waiting, before it refuses (servers
-    that do). max_batched_tokens: that a step computes at most; None: the server's default. prefix_caching: whether it
-    keeps prompts for later ones that begin alike (servers that can). options: settings of the scheduler by their names
-    there, beyond those above."""
+    that do). max_batched_tokens: that a step computes at most; None: the server's default. expert_imbalance:
+    of a mixture, the load of its busiest expert over the mean. prefix_caching: whether it keeps prompts for later ones
+    that begin alike (servers that can). options: settings of the scheduler by their names there, beyond those
+    above."""
 
     scheduler: str
     model: ModelSpec
@@ -95,6 +97,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int = 1024
     max_model_len: int = 4096
     memory_ratio: float = 0.9
+    expert_imbalance: float = 1.0
     profile: Path | None = None
     prefix_caching: bool = False
     options: tuple[tuple[str, int], ...] = ()
@@ -122,7 +125,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     def engine(self, deliver: Callable[[list[Sequence], float, float], None]) -> Engine:
         cost, factor = self.cost, self.slow_rank
         step_s = cost if factor == 1.0 else lambda step: factor * cost(step)
-        return Engine(_scheduler(self), step_s, deliver, self.profile.front)
+        return Engine(_scheduler(self), (step_s, cost.launch_s), deliver, self.profile.front)
 
     def with_profile(self, profile: Profile) -> Emulated:
         """The same server with other software times."""
@@ -285,13 +288,34 @@ def emulate(setup: Setup) -> Emulated:
         setup=setup,
         tp=tp,
         kv_tokens=kv_tokens,
-        cost=StepCost(setup.model, gpu, tp, link, precision, profile.overheads_over(topology)),
+        cost=StepCost(_routed(setup), gpu, tp, link, precision, profile.overheads_over(topology)),
         profile=profile,
         settings=settings,
         facts=_facts(setup, gpu, tp, topology, kv_tokens, profile),
     )
     _try_scheduler(emulated)
     return emulated
+
+
+def _routed(setup: Setup) -> ModelSpec:
+    """The model, its experts chosen as unevenly as the setup says. Raises EmulationError."""
+    imbalance, model = setup.expert_imbalance, setup.model
+    if imbalance == 1:
+        return model
+    mixtures = [kind.mlp for kind in model.kinds if kind.mlp.experts > 1]
+    if not mixtures:
+        raise EmulationError(f"{model.name} has no experts; leave --expert-imbalance out.")
+    most = min(most_imbalance(mlp.experts, mlp.active) for mlp in mixtures)
+    if not 1 <= imbalance < most:
+        raise EmulationError(
+            f"--expert-imbalance is {imbalance:g}; for {model.name} it must be at least 1 and below {most:g}, where "
+            "every token would choose the same expert."
+        )
+    kinds = tuple(
+        replace(kind, mlp=replace(kind.mlp, imbalance=imbalance)) if kind.mlp.experts > 1 else kind
+        for kind in model.kinds
+    )
+    return replace(model, kinds=kinds)
 
 
 def _settings(setup: Setup, gpu: Gpu) -> dict[str, int]:
@@ -358,13 +382,22 @@ def _assumptions(setup: Setup, gpu: Gpu) -> Iterator[str]:
     precision = setup.precision()
     if precision.quantization is not None:
         yield _quantized_note(precision.quantization, gpu, arithmetic(gpu, precision))
-    if precision.kv_cache_dtype != "auto":
+    if any(kind.mlp.experts > 1 for kind in setup.model.kinds):
+        yield _routing_note(setup, arithmetic(gpu, precision))
+    if precision.kv_cache_dtype not in ("auto", *gpu.attentions):
         yield f"a KV cache in {precision.kv_cache_dtype} is assumed to be read at the efficiency of 16 bit."
     if any(isinstance(kind.attention, LatentAttention) for kind in setup.model.kinds):
         yield "latent attention was not measured: assumed as fast as grouped-query attention for its bytes and FLOPs."
     windowed = any(kind.attention.window is not None for kind in setup.model.kinds)
     if windowed and _groups(setup, _settings(setup, gpu)) is None:
         yield "layers with a window are taken to keep every token in the KV cache here."
+
+
+def _routing_note(setup: Setup, how: Arithmetic) -> str:
+    even = "tokens are taken to choose experts evenly and at random"
+    uneven = f"the busiest expert is taken to have {setup.expert_imbalance:g} times the mean load"
+    fit = "" if how.experts else "; group products were not measured here: assumed as fast as one product of that size"
+    return f"{even if setup.expert_imbalance == 1 else uneven}{fit}."
 
 
 def _quantized_note(quantization: Quantization, gpu: Gpu, how: Arithmetic) -> str:

@@ -19,13 +19,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from backends.decoder import Attention as Heads
-from backends.decoder import LatentAttention, Layers, ModelSpec, Precision, Product, Window
+from backends.decoder import LatentAttention, Layers, Mlp, ModelSpec, Precision, Product, Window
 from servers.schedulers import Step
+from servers.simulator import experts
 from servers.simulator.formats import computes
 
 FASTER = 2.0  # 8-bit products over 16-bit ones by the same tensor cores; 4-bit over 8-bit
@@ -78,7 +79,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of GPU. memory_bytes: what a server sees of it. links: nvlink, nvlink-pairs, pcie,
     host, where it has them; the usual one first. gemm: in 16 bit; gemms: in other dtypes, by name ("fp8"), whose
-    compute_ratio is still of `flops`, the 16-bit peak."""
+    compute_ratio is still of `flops`, the 16-bit peak; experts: group products of mixtures, by name ("bf16" for all of
+    16 bit), where those were measured. attentions: over a cache in other dtypes."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -87,7 +89,9 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     gemm: Gemm
     gemms: dict[str, Gemm] = {}
+    experts: dict[str, Gemm] = {}
     attention: Attention
+    attentions: dict[str, Attention] = {}
     elementwise: Elementwise
     links: dict[str, Link]
     source: str
@@ -97,7 +101,11 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     """What a server's own software adds. step: before each step's kernels run; layer: least time of a layer where
     kernels are launched one by one (0 with CUDA graphs). attention_ratio: the time of its attention over that of the
-    GPU's table (FlashAttention 3). reduce: for reductions slower than those measured alone."""
+    GPU's table (FlashAttention 3). reduce: for reductions slower than those measured alone.
+
+    launch: what the CPU takes to put a step together and launch it, while the GPU may still be at the step before; all
+    0 where that is not known. launch_layer: for each layer, where a step has prefills and its parts are CUDA graphs;
+    launch_eager_layer: where it has more than graph_tokens tokens and every kernel is launched by itself."""
 
     step_us: float = 0.0
     row_us: float = 0.0
@@ -106,6 +114,10 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     attention_ratio: float = 1.0
     reduce_us: float = 0.0
     reduce_ratio: float = 1.0
+    launch_us: float = 0.0
+    launch_layer_us: float = 0.0
+    launch_eager_layer_us: float = 0.0
+    graph_tokens: int = 0
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,12 +140,13 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """How a GPU multiplies: bytes of a weight and of an input, and the fit of the products. assumed: derived from the
-    fit in 16 bit, for want of a measured one."""
+    """How a GPU multiplies: bytes of a weight and of an input, the fit of the products, and that of a mixture's.
+    assumed: derived from the fit in 16 bit, for want of a measured one."""
 
     weight_bytes: float
     input_bytes: float
     fit: Gemm
+    experts: Gemm | None
     assumed: bool = False
 
 
@@ -141,16 +154,20 @@ def arithmetic(gpu: Gpu, precision: Precision) -> Arithmetic:
     """Of the weights that are quantized; of all others where none are."""
     quantization, width = precision.quantization, precision.value_bytes
     if quantization is None:
-        return Arithmetic(weight_bytes=width, input_bytes=width, fit=gpu.gemm)
+        return Arithmetic(weight_bytes=width, input_bytes=width, fit=gpu.gemm, experts=gpu.experts.get("bf16"))
     native = computes(gpu.name, quantization.computes)
     if native is None:
-        return Arithmetic(weight_bytes=quantization.weight_bytes, input_bytes=width, fit=gpu.gemm)
+        weight_bytes = quantization.weight_bytes
+        return Arithmetic(weight_bytes=weight_bytes, input_bytes=width, fit=gpu.gemm, experts=gpu.experts.get("bf16"))
     fit = gpu.gemms.get(native)
     if fit is None:
         times = FASTER**2 if native == "nvfp4" else FASTER
         fit = msgspec.structs.replace(gpu.gemm, compute_ratio=times * gpu.gemm.compute_ratio)
     bytes_ = quantization.weight_bytes
-    return Arithmetic(weight_bytes=bytes_, input_bytes=bytes_, fit=fit, assumed=native not in gpu.gemms)
+    return Arithmetic(
+        weight_bytes=bytes_, input_bytes=bytes_, fit=fit, experts=gpu.experts.get(native),
+        assumed=native not in gpu.gemms,
+    )  # fmt: skip
 
 
 class StepCost:
@@ -169,7 +186,7 @@ class StepCost:
         self._quantized = arithmetic(gpu, precision)
         self._dense: dict[int, float] = {}  # tokens -> what depends on their number alone
         self._head: dict[int, float] = {}
-        attention = gpu.attention
+        attention = self._attention = gpu.attentions.get(precision.kv_cache_dtype, gpu.attention)
         layers = model.layers
         self._decode_launch = layers * attention.decode_launch_us * 1e-6
         self._decode_row = sum(
@@ -201,6 +218,16 @@ class StepCost:
         own = self._overheads
         return seconds + (own.step_us + own.row_us * samples + own.prefill_token_us * step.prefill_tokens) * 1e-6
 
+    def launch_s(self, step: Step) -> float:
+        """Seconds that the CPU takes to launch the step."""
+        own = self._overheads
+        us = own.launch_us
+        if step.decode_rows + step.prefill_tokens > own.graph_tokens:
+            us += self._model.layers * own.launch_eager_layer_us
+        elif step.prefill_rows:
+            us += self._model.layers * own.launch_layer_us
+        return us * 1e-6
+
     def terms(self, step: Step) -> Terms:
         """What `step` takes, by operator."""
         own = self._overheads
@@ -230,7 +257,7 @@ class StepCost:
 
     def _context_s(self, kind: Layers) -> float:
         """For each token that a decode step sees, over all layers of the kind: its cache is read, and multiplied."""
-        fit, heads, tp = self._gpu.attention, kind.attention, self._tp
+        fit, heads, tp = self._attention, kind.attention, self._tp
         values = kind.count * heads.kv_values_of(tp)
         read_s = values * self._precision.kv_bytes / (fit.decode_memory_ratio * self._gpu.memory_bytes_per_s)
         if not isinstance(heads, LatentAttention):
@@ -241,7 +268,7 @@ class StepCost:
     def _pair_s(self, kind: Layers) -> float:
         """For each pair of query and key in a prefill."""
         flops = kind.count * (kind.attention.pair_flops / self._tp)
-        return flops / (self._gpu.attention.prefill_compute_ratio * self._gpu.flops)
+        return flops / (self._attention.prefill_compute_ratio * self._gpu.flops)
 
     def _attention_s(self, step: Step) -> float:
         decode = step.decode_rows * self._decode_row
@@ -250,7 +277,7 @@ class StepCost:
         else:
             decode += sum(_context_seen(step, window) * read_s for window, read_s, _ in self._reads)
         if step.prefill_rows:
-            decode *= self._gpu.attention.mixed
+            decode *= self._attention.mixed
             pairs = sum(_work_seen(step, window) * pair_s for window, _, pair_s in self._reads)
             decode += pairs + step.prefill_tokens * self._prefill_token
         return self._decode_launch + decode * self._overheads.attention_ratio
@@ -274,9 +301,20 @@ class StepCost:
         numbers = self._plain if self._precision.experts_only else self._quantized
 
         def product_s(each: Product) -> float:
-            return self.gemm_s(tokens * each.copies, each.outputs, each.inputs, each.copies, numbers)
+            rows = tokens * each.copies
+            return self.gemm_s(rows, each.outputs, each.inputs, each.copies, numbers) + self._quantize_s(
+                rows, each.inputs, numbers
+            )
 
         return sum(map(product_s, kind.attention.products(self._model.hidden, self._tp)))
+
+    def _quantize_s(self, rows: float, k: float, numbers: Arithmetic) -> float:
+        """Seconds to bring the inputs of a product, rows x k, into its number format."""
+        if numbers.input_bytes == self._plain.input_bytes:
+            return 0.0
+        fit = self._gpu.elementwise
+        moved = rows * k * (self._plain.input_bytes + numbers.input_bytes)
+        return moved / (fit.memory_ratio * self._gpu.memory_bytes_per_s) + fit.launch_us * 1e-6
 
     def _reduce_s(self, tokens: int) -> float:
         """Two all-reduces, after attention and after the MLP."""
@@ -287,23 +325,31 @@ class StepCost:
 
     def _mlp_s(self, kind: Layers, tokens: int) -> float:
         """Dense, or a mixture: each expert that any token reaches reads its weights and takes its share of tokens."""
-        mlp, hidden, numbers = kind.mlp, self._model.hidden, self._quantized
-        inner, first = mlp.width / self._tp, mlp.matrices - 1  # gate and up are one product
+        mlp, hidden = kind.mlp, self._model.hidden
+        first = mlp.matrices - 1  # gate and up are one product
         if mlp.experts == 1:
-            up = self.gemm_s(tokens, first * inner, hidden, 1, numbers)
-            return up + self.gemm_s(tokens, hidden, inner, 1, numbers)
-        choices = tokens * mlp.active
-        reached = mlp.experts * (1 - (1 - 1 / mlp.experts) ** choices)
-        seconds = (
-            self.gemm_s(tokens, mlp.experts, hidden)
-            + self.gemm_s(choices, first * inner, hidden, reached, numbers)
-            + self.gemm_s(choices, hidden, inner, reached, numbers)
-        )
-        if mlp.shared:
-            inner = mlp.shared / self._tp
-            seconds += self.gemm_s(tokens, first * inner, hidden, 1, numbers)
-            seconds += self.gemm_s(tokens, hidden, inner, 1, numbers)
-        return seconds
+            return self._dense_mlp_s(tokens, first, mlp.width / self._tp)
+        seconds = self.gemm_s(tokens, mlp.experts, hidden) + self._experts_s(mlp, tokens, first)
+        return seconds + (self._dense_mlp_s(tokens, first, mlp.shared / self._tp) if mlp.shared else 0.0)
+
+    def _dense_mlp_s(self, tokens: int, first: int, inner: float) -> float:
+        hidden, numbers = self._model.hidden, self._quantized
+        up = self.gemm_s(tokens, first * inner, hidden, 1, numbers) + self._quantize_s(tokens, hidden, numbers)
+        return up + self.gemm_s(tokens, hidden, inner, 1, numbers) + self._quantize_s(tokens, inner, numbers)
+
+    def _experts_s(self, mlp: Mlp, tokens: int, first: int) -> float:
+        """Where group products were measured, these quantize their inputs themselves; the sum over a token's experts
+        comes after them."""
+        hidden, inner, numbers, choices = self._model.hidden, mlp.width / self._tp, self._quantized, tokens * mlp.active
+        read = experts.reached(experts.uneven(mlp.experts, mlp.active, mlp.imbalance), tokens)
+        after = 0.0
+        if numbers.experts is not None:
+            fit = self._gpu.elementwise
+            numbers = replace(numbers, fit=numbers.experts)
+            values = choices * hidden * self._precision.value_bytes
+            after = values / (fit.memory_ratio * self._gpu.memory_bytes_per_s) + fit.launch_us * 1e-6
+        up = self.gemm_s(choices, first * inner, hidden, read, numbers)
+        return up + self.gemm_s(choices, hidden, inner, read, numbers) + after
 
     def _elementwise_terms(self, kind: Layers, tokens: int) -> tuple[float, float, float]:
         """Norms that add the residual (4 values a token each); rotary positions and the KV write, and norms of queries

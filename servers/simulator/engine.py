@@ -4,8 +4,13 @@ The caller sets how far time may go (`advance`), as a wall clock or as fast as i
 same. Seconds since the start, as floats.
 
 Before and after the scheduler stands the front end, one process whose loop takes requests in and hands tokens out. What
-comes while it is busy with others holds those back too: it reads all that is there before it works on any of it, so a
-burst of 1000 reaches the scheduler as a whole, after a thousand times `request_us`.
+comes while it is busy with others holds those back too: it reads all that is there before it works on any of it, so of
+a burst of 1000 nothing reaches the scheduler before a thousand times `request_us`. Then it hands them over one by one,
+and the first step begins with the first of them.
+
+One thread of the CPU launches the steps and takes their results. While it launches a step, the GPU may still be at the
+step before, whose tokens wait until the thread is free. A step ends when the GPU has done it, and never before all of
+it is launched.
 """
 
 from __future__ import annotations
@@ -22,34 +27,46 @@ ROUND = 4096  # requests that one round of the front end's loop takes in at most
 
 
 class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """request_us: to take in a request. token_us: to hand out a token. latency_us: between processes, each way."""
+    """request_us: to take in a request; prompt_token_us: and each token of its prompt; handover_us: and then to hand it
+    over to the scheduler's process. token_us: to hand out a token; first_token_us: before the first of a reply, for
+    each token of its prompt. latency_us: between processes, each way."""
 
     request_us: float = 0.0
     token_us: float = 0.0
     latency_us: float = 0.0
+    prompt_token_us: float = 0.0
+    first_token_us: float = 0.0
+    handover_us: float = 0.0
 
 
 class Engine:
-    """Runs a scheduler's steps. `deliver(emits, first_s, gap_s)` is called with the tokens of each step: the k-th of
-    `emits` leaves the server at first_s + k * gap_s."""
+    """Runs a scheduler's steps, each of which takes the seconds of `takes` on the GPU and to be launched.
+    `deliver(emits, first_s, gap_s)` is called with the tokens of each step: the k-th of `emits` leaves the server at
+    first_s + k * gap_s."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        step_s: Callable[[Step], float],
+        takes: tuple[Callable[[Step], float], Callable[[Step], float]],
         deliver: Callable[[list[Sequence], float, float], None],
         front: FrontEnd,
     ) -> None:
         self.scheduler = scheduler
-        self._step_s = step_s
+        self._step_s, self._launch_s = takes
         self._deliver = deliver
         self._request_s = front.request_us * 1e-6
+        self._handover_s = front.handover_us * 1e-6
+        self._prompt_token_s = front.prompt_token_us * 1e-6
         self._token_s = front.token_us * 1e-6
+        self._first_token_s = front.first_token_us * 1e-6
         self._latency_s = front.latency_us * 1e-6
         self.now_s = 0.0
         self._taking_in: list[Sequence] = []
         self._taken_in_s = math.inf  # when they are through
+        self._handed_s = 0.0  # until when the front end is busy with those before them
         self._front_s = 0.0  # until when the front end hands out tokens
+        self._first_s = 0.0  # until when it hands out those of a step with first tokens
+        self._cpu_s = 0.0  # until when the thread that launches is busy
         self._gpu_s = 0.0  # until when the GPUs are
         self._arriving: deque[tuple[float, Sequence]] = deque()
         self._under_way: deque[tuple[float, Step]] = deque()
@@ -59,9 +76,9 @@ class Engine:
         self.advance(at_s)
         self.scheduler.admit(sequence)
         if not self._taking_in:
-            self._taken_in_s = at_s
+            self._taken_in_s = max(at_s, self._handed_s)
         self._taking_in.append(sequence)
-        self._taken_in_s += self._request_s
+        self._taken_in_s += self._request_s + sequence.prompt * self._prompt_token_s
         if len(self._taking_in) == ROUND:
             self._pass_on()
 
@@ -72,53 +89,75 @@ class Engine:
 
     def next_s(self) -> float:
         """When something happens next; infinity if nothing will."""
-        ends = self._under_way[0][0] if self._under_way else math.inf
         comes = self._arriving[0][0] if self._arriving else math.inf
-        return min(ends, comes, self._taken_in_s)
+        return min(self._free_s(), comes, self._taken_in_s)
 
     def advance(self, until_s: float) -> None:
         """All that happens up to and including `until_s`."""
         arriving, under_way, scheduler = self._arriving, self._under_way, self.scheduler
         while True:
-            ends = under_way[0][0] if under_way else math.inf
+            free = self._free_s()
             comes = arriving[0][0] if arriving else math.inf
             taken = self._taken_in_s
-            now = min(ends, comes, taken)
+            now = min(free, comes, taken)
             if now > until_s or now == math.inf:
                 return
             if taken == now:
                 self._pass_on()
                 continue
+            launched = self.now_s < self._cpu_s <= now
             self.now_s = now
             if comes == now:
                 while arriving and arriving[0][0] == now:
                     _, sequence = arriving.popleft()
                     if not sequence.done:  # its client may have gone
                         scheduler.add(sequence)
-            else:
+            elif launched and self._fill():
+                continue  # the next step comes before the results of one that has just ended
+            elif under_way and under_way[0][0] <= now:
                 _, step = under_way.popleft()
                 scheduler.finish(step)
                 self._hand_out(step)
             self._fill()
 
+    def _free_s(self) -> float:
+        """When the thread that launches can go on: with the results of a step, or with the next one."""
+        under_way, cpu_s = self._under_way, self._cpu_s
+        if cpu_s > self.now_s and len(under_way) < self.scheduler.depth:
+            return cpu_s
+        return max(under_way[0][0], cpu_s) if under_way else math.inf
+
     def _pass_on(self) -> None:
-        """What was taken in together reaches the scheduler together."""
-        self._arriving.extend((self._taken_in_s + self._latency_s, sequence) for sequence in self._taking_in)
+        """What was taken in together reaches the scheduler in a row."""
+        at_s = self._taken_in_s
+        for sequence in self._taking_in:
+            at_s += self._handover_s
+            self._arriving.append((at_s + self._latency_s, sequence))
+        self._handed_s = at_s
         self._taking_in = []
         self._taken_in_s = math.inf
 
-    def _fill(self) -> None:
-        while len(self._under_way) < self.scheduler.depth:
+    def _fill(self) -> bool:
+        """Launches steps while the thread is free; whether there was one."""
+        filled = False
+        while self._cpu_s <= self.now_s and len(self._under_way) < self.scheduler.depth:
             step = self.scheduler.schedule()
             if step is None:
-                return
-            self._gpu_s = max(self.now_s, self._gpu_s) + self._step_s(step)
+                break
+            filled = True
+            self._cpu_s = self.now_s + self._launch_s(step)
+            self._gpu_s = max(max(self.now_s, self._gpu_s) + self._step_s(step), self._cpu_s)
             self._under_way.append((self._gpu_s, step))
+        return filled
 
     def _hand_out(self, step: Step) -> None:
         if step.emits:
             # what has not gone out when the next tokens of the same requests come goes out together with them
             took_s = len(step.emits) * self._token_s
-            self._front_s = min(max(self._front_s, self.now_s), self.now_s + took_s)
+            self._front_s = max(min(max(self._front_s, self.now_s), self.now_s + took_s), self._first_s)
+            if step.prefill_rows and self._first_token_s:
+                prompts = sum([sequence.prompt for sequence in step.emits if sequence.emitted == 1])
+                self._front_s += prompts * self._first_token_s
+                self._first_s = self._front_s + took_s
             self._deliver(step.emits, self._front_s + self._token_s + self._latency_s, self._token_s)
             self._front_s += took_s

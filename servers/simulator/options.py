@@ -84,7 +84,8 @@ class Hardware(ModelledOptions):
             topology=self._topology(), p2p=self.p2p is not False, dtype=self.dtype, quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype, kv_tokens=self.kv_tokens, max_running=self.max_running,
             max_batched_tokens=self.max_batched_tokens, max_requests=self.max_requests, max_model_len=max_model_len,
-            memory_ratio=self.memory_ratio, profile=self.profile, prefix_caching=self.prefix_caching == "on",
+            memory_ratio=self.memory_ratio, expert_imbalance=self.expert_imbalance, profile=self.profile,
+            prefix_caching=self.prefix_caching == "on",
             options=tuple(_option(text) for text in self.scheduler_arg),
         )  # fmt: skip
 

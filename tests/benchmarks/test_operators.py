@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from servers.simulator import hardware
+from servers.simulator import experts, hardware
 from servers.simulator.cost import Gemm, Gpu
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
@@ -58,6 +58,39 @@ def test_element_wise_work_is_fitted_where_norms_rotations_and_gates_were_measur
     assert part["memory_ratio"] == 0.45 and not errors  # of the caller: two kinds are not a layer
 
 
+def test_element_wise_work_is_that_of_the_servers_kernels_with_a_warm_cache() -> None:
+    def row(by: str, l2: str, us: float) -> tuple[dict[str, str], float]:
+        return {"t": "4096", "h": "4096", "q": "32", "kv": "8", "i": "4096", "by": by, "l2": l2}, us
+
+    kinds = ("norm", "rope", "silu", "kv_write")
+    rows: fit_operators.Rows = {
+        kind: [row("vllm", "warm", 5.0), row("vllm", "cold", 50.0), row("inductor", "warm", 500.0)] for kind in kinds
+    }
+    _, errors = fit_operators.elementwise(rows, BANDWIDTH, 0.45)
+    assert set(errors[0][2]) == {5.0} and len(errors[0][2]) == len(kinds)
+
+
+def test_group_products_are_fitted_to_the_experts_that_are_reached() -> None:
+    """A mixture of 64 experts, 4 a token, evenly and by Zipf's law, by known parameters."""
+    other: fit_operators.Part = {"memory_ratio": 0.5, "launch_us": 2.0}
+    rows = []
+    for t in (1, 8, 64, 512, 4096):
+        for h, i in ((1024, 512), (4096, 2048)):
+            for routing in ("even", "zipf"):
+                popularity = [1 / (1 + (routing == "zipf") * rank) for rank in range(64)]
+                read = experts.reached(experts.chances(popularity, 4), t)
+                us = 2 * 4 * t * (3 * i + h) / (0.5 * BANDWIDTH) + 4.0
+                for n, k in ((2 * i, h), (h, i)):
+                    compute = 2 * 4 * t * n * k / (0.7 * FLOPS)
+                    memory = 2 * (read * n * k + 4 * t * (k + n)) / (0.8 * BANDWIDTH)
+                    us += (compute**3 + memory**3) ** (1 / 3) + 6
+                sizes = f"t={t};e=64;k=4;h={h};i={i};dtype=bf16;routing={routing}"
+                for tuned, times in (("yes", 1), ("no", 2)):  # its defaults are slower, and are not taken
+                    rows.append((dict(pair.split("=") for pair in f"{sizes};tuned={tuned}".split(";")), times * us))
+    part, *_ = fit_operators.experts(rows, FLOPS, BANDWIDTH, other)["bf16"]
+    assert part == pytest.approx({"compute_ratio": 0.7, "memory_ratio": 0.8, "softness": 3, "launch_us": 6}, rel=0.02)
+
+
 def test_a_link_holds_those_of_fewer_gpus() -> None:
     reduced = [
         ({"n": str(n), "bytes": str(size), "p2p": "on"}, n * size / 1e3) for n in (4, 2, 8) for size in (1000, 2000)
@@ -70,11 +103,11 @@ def test_a_link_holds_those_of_fewer_gpus() -> None:
 
 @pytest.mark.parametrize("gpu", ["h200", "h100", *sorted(path.stem for path in PUBLISHED.glob("*.csv"))])
 def test_an_entry_is_the_fit_to_its_table(gpu: str) -> None:
-    """The H200 and H100 by what was measured here, with fp8 by what others measured."""
+    """The H200 and H100 by what was measured here, the H100's fp8 by what others measured."""
     known = GPUS[gpu]
-    own = BENCHMARKS / "operators" / f"{gpu}.csv"
     rows = fit_operators.read(PUBLISHED / f"{gpu}.csv")
-    rows = {"gemm": fit_operators.read(own)["gemm"], "gemm_fp8": rows["gemm_fp8"]} if own.exists() else rows
+    for own in (BENCHMARKS / "operators" / f"{gpu}{dtypes}.csv" for dtypes in ("", "_dtypes")):
+        rows |= fit_operators.read(own) if own.exists() else {}
     rows = {kind: rows[kind] for kind in ("gemm", "gemm_fp8", "gemm_nvfp4") if kind in rows}
     entry = fit_operators.fitted(rows, known.flops / 1e6, known.memory_bytes_per_s / 1e6, 0.45)
     assert entry["gemm"]["compute_ratio"] == pytest.approx(known.gemm.compute_ratio, rel=0.01)

@@ -104,6 +104,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "scheduler": (["vllm@v1"], "vllm@v1"),
     "scheduler_arg": (["a=1"], ("a=1",)),
     "kv_tokens": (["100000"], 100000),
+    "expert_imbalance": (["1.5"], 1.5),
     "profile": (["profile.json"], Path("profile.json")),
     "speed": (["2"], 2.0),
 }

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends.decoder import ModelSpec
 from training_probe import llama_shape
 from training_probe.grid import ENGINES, LETTERS, NAIVE, Cell, GridError, Method, cell, grid, impossible
-from training_probe.llama_shape import LlamaShape
 
 
-def spec(name: str) -> LlamaShape:
+def spec(name: str) -> ModelSpec:
     found = llama_shape.known(name)
     assert found is not None
-    return found
+    return found.decoder
 
 
 def one_sentence(error: pytest.ExceptionInfo[GridError]) -> str:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from backends.decoder import ModelSpec
 from training_probe.grid import Cell
-from training_probe.llama_shape import LlamaShape
 from training_probe.memory import engines
 from training_probe.memory.rank import CUDA_CONTEXT_BYTES, Moment, Term
 from training_probe.results import GIB
@@ -51,7 +51,7 @@ class Fit(NamedTuple):
     reason: str
 
 
-def predict(cell: Cell, spec: LlamaShape) -> Prediction:
+def predict(cell: Cell, spec: ModelSpec) -> Prediction:
     """The cell's memory. Its micro batch must be a number (ValueError): `largest_micro_batch` finds one."""
     if cell.micro_batch is None:
         raise ValueError("the micro batch of this cell is still to be searched")
@@ -76,7 +76,7 @@ def fits(prediction: Prediction, device_memory_bytes: int) -> Fit:
     )
 
 
-def largest_micro_batch(cell: Cell, spec: LlamaShape, device_memory_bytes: int, at_most: int) -> int:
+def largest_micro_batch(cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int) -> int:
     """The largest power of two of sequences, `at_most` at most, that is predicted to fit; 1 where not even one is."""
     batch = 1
     while 2 * batch <= at_most:

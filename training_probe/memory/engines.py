@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from backends.decoder import ModelSpec
 from training_probe.flops import weights
 from training_probe.grid import Cell
-from training_probe.llama_shape import LlamaShape
+from training_probe.memory.layers import layer_bytes
 from training_probe.memory.rank import (
     MASTER,
     STATES_FP32,
@@ -20,7 +21,6 @@ from training_probe.memory.rank import (
     Rank,
     Term,
     four_bit,
-    layer_bytes,
     libraries,
     product,
     whole_parameters,
@@ -48,7 +48,7 @@ FOREACH_ADAM_BYTES = 4
 # --- ---
 
 
-def moments(cell: Cell, spec: LlamaShape, batch: int) -> tuple[tuple[Moment, ...], tuple[Term, ...]]:
+def moments(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Moment, ...], tuple[Term, ...]]:
     """The moments of a step on the worst rank, and the host's terms."""
     if cell.engine == "megatron":
         stages = [tuple(_megatron(rank)) for rank in _stages(cell, spec, batch)]
@@ -56,7 +56,7 @@ def moments(cell: Cell, spec: LlamaShape, batch: int) -> tuple[tuple[Moment, ...
     method = cell.letters
     rank = Rank(
         cell=cell, spec=spec, method=method, counts=weights(spec, method), batch=batch,
-        layer=layer_bytes(cell, spec, batch), layers=spec.layers,
+        kinds=layer_bytes(cell, spec, batch),
     )  # fmt: skip
     if cell.engine == "fsdp2":
         return tuple(_fsdp2(rank)), tuple(_host(rank))
@@ -278,19 +278,19 @@ def _megatron(rank: Rank) -> Iterator[Moment]:
     yield Moment("optimizer step", (*held, roots))
 
 
-def _stages(cell: Cell, spec: LlamaShape, batch: int) -> Iterator[Rank]:
-    """The first and the last rank of a pipeline; without one they are the same."""
+def _stages(cell: Cell, spec: ModelSpec, batch: int) -> Iterator[Rank]:
+    """The first and the last rank of a pipeline; without one they are the same. All layers are of one kind."""
     method = cell.letters
     whole = weights(spec, method)
-    layer = layer_bytes(cell, spec, batch)
     layers = spec.layers // cell.pp
+    kinds = tuple(replace(kind, count=layers) for kind in layer_bytes(cell, spec, batch))
     for first, last in {(True, cell.pp == 1), (cell.pp == 1, True)}:
         parameters = (layers * whole.layer + (first + last) * whole.embedding) // cell.tp
         counts = replace(whole, trainable=parameters, largest_trainable=whole.largest_trainable // cell.tp)
         in_flight = min(cell.pp, cell.grad_accum) if first else 1
         yield Rank(
-            cell=cell, spec=spec, method=method, counts=counts, batch=batch, layer=layer, layers=layers,
-            in_flight=in_flight, head=last,
+            cell=cell, spec=spec, method=method, counts=counts, batch=batch, kinds=kinds, in_flight=in_flight,
+            head=last,
         )  # fmt: skip
 
 

@@ -8,15 +8,26 @@ from typing import NamedTuple
 
 import msgspec
 
+from backends.decoder import ModelSpec
 from training_probe import memory
-from training_probe.grid import Cell, Model, impossible
+from training_probe.grid import Cell, impossible
 from training_probe.memory import Prediction
+from training_probe.memory.layers import uncounted
 from training_probe.memory.rank import Term
 from training_probe.results import GIB
 
 CARDS_GB = (24, 32, 40, 48, 80, 96, 141, 192)  # the sizes that are sold; an H200's 141 GB are 140 GiB
 MOST_SEARCHED = 64
 VERDICTS = ("fit", "certain not to fit", "predicted", "unsupported", "not predicted")
+
+
+class Described(NamedTuple):
+    """What a cell's model name stands for. spec: None where it is not known. unknown: why its memory is not, a clause.
+    unbuilt: why the engines cannot build it of numbers alone."""
+
+    spec: ModelSpec | None
+    unknown: str = ""
+    unbuilt: str = ""
 
 
 class Unpredicted(NamedTuple):
@@ -26,7 +37,7 @@ class Unpredicted(NamedTuple):
     reason: str
 
 
-def plan(cells: Sequence[Cell], known: Mapping[str, Model], device_bytes: int | None) -> str:
+def plan(cells: Sequence[Cell], known: Mapping[str, Described], device_bytes: int | None) -> str:
     """A line a cell: its predicted peak, whether it fits; below it the terms of the peak. At the end how many fit."""
     lines = [_heading(device_bytes), ""]
     verdicts: Counter[str] = Counter()
@@ -38,7 +49,7 @@ def plan(cells: Sequence[Cell], known: Mapping[str, Model], device_bytes: int | 
     return "\n".join([*lines, f"{len(cells)} cell{'' if len(cells) == 1 else 's'}: {counts}.", ""])
 
 
-def explained(cell: Cell, known: Mapping[str, Model], device_bytes: int | None) -> str:
+def explained(cell: Cell, known: Mapping[str, Described], device_bytes: int | None) -> str:
     """Every moment of a step with its terms and formulas, what the host holds, and the cards that it fits on."""
     cell, note = _sized(cell, known[cell.model], device_bytes)
     lines = [f"{cell.name}{note}: PREDICTED, nothing was run. Peaks are of the rank that has most."]
@@ -63,7 +74,7 @@ def _heading(device_bytes: int | None) -> str:
     return f"PREDICTED memory that torch allocates on the rank that has most; {where}. Nothing was run."
 
 
-def _planned(cell: Cell, model: Model, device_bytes: int | None) -> Iterator[str]:
+def _planned(cell: Cell, model: Described, device_bytes: int | None) -> Iterator[str]:
     """The verdict, one of VERDICTS; then the lines."""
     cell, note = _sized(cell, model, device_bytes)
     prediction = _prediction(cell, model)
@@ -80,25 +91,30 @@ def _planned(cell: Cell, model: Model, device_bytes: int | None) -> Iterator[str
         yield f"  host memory, all ranks of a node: {prediction.host_bytes / GIB:.2f} GiB"
 
 
-def _sized(cell: Cell, model: Model, device_bytes: int | None) -> tuple[Cell, str]:
+def _sized(cell: Cell, model: Described, device_bytes: int | None) -> tuple[Cell, str]:
     """With a micro batch; for one that is searched, where the search would begin."""
     if cell.micro_batch is not None:
         return cell, ""
     start = 1
-    if model.spec is not None and device_bytes is not None and impossible(cell, model.spec) is None:
+    if (
+        model.spec is not None
+        and device_bytes is not None
+        and not model.unknown
+        and impossible(cell, model.spec) is None
+    ):
         one = msgspec.structs.replace(cell, micro_batch=1)
         start = memory.largest_micro_batch(one, model.spec, device_bytes, MOST_SEARCHED)
     return msgspec.structs.replace(cell, micro_batch=start), f" (max is searched from {start})"
 
 
-def _prediction(cell: Cell, model: Model) -> Prediction | Unpredicted:
-    why = impossible(cell, model.spec, model.unknown)
+def _prediction(cell: Cell, model: Described) -> Prediction | Unpredicted:
+    why = impossible(cell, model.spec, model.unbuilt)
     if why is not None:
         return Unpredicted("unsupported", why)
-    if model.spec is None:
-        why = model.unknown or "its config.json describes no decoder that is known here"
-        return Unpredicted("not predicted", why)
-    return memory.predict(cell, model.spec)
+    if model.spec is None or model.unknown:
+        return Unpredicted("not predicted", model.unknown or "its config.json describes no decoder that is known here")
+    why = uncounted(cell, model.spec)
+    return memory.predict(cell, model.spec) if why is None else Unpredicted("not predicted", why)
 
 
 def _terms(terms: Sequence[Term]) -> Iterator[str]:

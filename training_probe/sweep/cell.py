@@ -16,11 +16,11 @@ from typing import Protocol, TypedDict
 from msgspec.structs import replace
 
 from backends import gpus
+from backends.decoder import ModelSpec
 from training_probe import flops, memory
 from training_probe.grid import Cell, impossible
 from training_probe.launch import runner
 from training_probe.launch.runner import Launching, Limits, MemoryReturn, TrialOutcome
-from training_probe.llama_shape import LlamaShape
 from training_probe.memory import Fit, Prediction
 from training_probe.protocol import TIMELINE_STEPS, Step, Trial
 from training_probe.results import GIB, Attempt, CellResult, Outcome, RunResult, loss_doubt, of_cell
@@ -36,9 +36,9 @@ SEARCH_WARMUP_STEPS, SEARCH_STEPS = 2, 3
 class Predictor(Protocol):
     """Predicts memory as training_probe.memory does."""
 
-    def predict(self, cell: Cell, spec: LlamaShape, /) -> Prediction: ...
+    def predict(self, cell: Cell, spec: ModelSpec, /) -> Prediction: ...
     def fits(self, prediction: Prediction, device_memory_bytes: int, /) -> Fit: ...
-    def largest_micro_batch(self, cell: Cell, spec: LlamaShape, device_memory_bytes: int, at_most: int, /) -> int: ...
+    def largest_micro_batch(self, cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int, /) -> int: ...
 
 
 class Predicted(TypedDict, total=False):
@@ -59,7 +59,7 @@ class Surroundings:
 
     def predict(self, cell: Cell, settings: Settings) -> Prediction | None:
         """The prediction for a cell, `sized`; None where nothing is known."""
-        spec = settings.model(cell).spec
+        spec = settings.model(cell).decoder
         return None if spec is None else self.predictor.predict(sized(cell), spec)
 
     def predicted_fields(self, cell: Cell, settings: Settings) -> Predicted:
@@ -80,7 +80,7 @@ class Surroundings:
     def refusal(self, cell: Cell, settings: Settings, memory_bytes: int | None) -> tuple[Outcome, str] | None:
         """Why a cell is not to be run on devices of this memory, and the outcome that this is; None when it is."""
         model = settings.model(cell)
-        why = impossible(cell, model.spec, model.unknown)
+        why = impossible(cell, model.decoder, model.unknown)
         if why is None and cell.device == "cuda" and cell.gpus > len(settings.gpu_ids):
             why = f"it needs {cell.gpus} GPUs, and the sweep has {len(settings.gpu_ids) or 'none'}"
         if why is not None:
@@ -93,7 +93,7 @@ class Surroundings:
 
     def first_micro_batch(self, cell: Cell, settings: Settings, memory_bytes: int | None) -> int:
         """Where a search begins: the largest power of two that is predicted to fit; 1 without a prediction."""
-        spec = settings.model(cell).spec
+        spec = settings.model(cell).decoder
         if spec is None or memory_bytes is None:
             return 1
         most = settings.max_micro_batch
@@ -115,7 +115,7 @@ def device_memory_bytes(cell: Cell, manifest: SweepManifest) -> int | None:
 
 def utilization(cell: Cell, manifest: SweepManifest, tokens_per_s: float) -> tuple[float | None, float | None]:
     """MFU and HFU of a cell at a speed on the devices of a sweep; None where they cannot be known."""
-    spec, names = manifest.model(cell).spec, manifest.device_names
+    spec, names = manifest.model(cell).decoder, manifest.device_names
     if spec is None or not names:
         return None, None
     return flops.mfu(cell, spec, tokens_per_s, names[0]), flops.hfu(cell, spec, tokens_per_s, names[0])

@@ -161,15 +161,14 @@ def dry_run(cells: Sequence[Cell], settings: Settings, directory: Path, around: 
 def _dry_lines(cell: Cell, settings: Settings, directory: Path, around: Surroundings) -> Iterator[str]:
     yield f"# {cell.name}"
     model = settings.model(cell)
-    spec = model.spec
-    why = impossible(cell, spec, model.unknown)
+    why = impossible(cell, model.decoder, model.unknown)
     if why is not None:
         yield f"unsupported: {why}"
         return
     whole = sized(cell)
     run_directory = directory / "trials" / cell.name / "run-1"
     how = around.launching(cell, settings)
-    start = start_of(Trial(cell=whole, spec=spec), run_directory, how, DRY_RUN_PORT)
+    start = start_of(Trial(cell=whole, spec=model.spec), run_directory, how, DRY_RUN_PORT)
     yield shlex.join(process.command_line(start))
     if cell.micro_batch is None:
         yield f"micro batch: searched, up to {settings.max_micro_batch}; what follows is for 1"

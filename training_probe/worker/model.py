@@ -20,11 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from training_probe.flops import LORA_TARGETS
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell
 from training_probe.protocol import Trial, Unsupported
 
 STD = 0.02
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def build(trial: Trial) -> nn.Module:

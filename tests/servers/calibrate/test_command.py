@@ -56,7 +56,7 @@ def test_real_runs_through_another_client(run: str) -> None:
     profile = profiles()[seen.setup.scheduler]
     assert run in profile.fitted_on
     error = seen.predict(profile).error(seen)
-    assert abs(error.makespan) <= 0.04 and error.e2el_mape <= 0.05 and error.e2el_w1 <= 0.05
+    assert abs(error.makespan) <= 0.045 and error.e2el_mape <= 0.05 and error.e2el_w1 <= 0.05
 
 
 def test_what_cannot_be_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +178,7 @@ def test_a_fit_finds_a_known_world_again(tmp_path: Path) -> None:
     fitted = command.calibrate([burst, steady], None, said.append)
     error, before = (other.predict(profile).error(other) for profile in (fitted, profiles()["vllm@v1"]))
     assert error.e2el_w1 < 0.015 and before.e2el_w1 > 0.04
-    assert set(fitted.intervals) <= {*times, "latency_us"}
+    assert set(fitted.intervals) <= {*times, "latency_us", "launch_eager_layer_us"}
     command.calibrate([steady], None, said.append)
     assert any(line.startswith("not identified: row_us") for line in said)
     joined = dataclasses.replace(burst, setup=msgspec.structs.replace(burst.setup, tp=4, gpus=4))

@@ -16,7 +16,7 @@ from backends.decoder import ModelSpec, Precision
 from servers.schedulers import Sequence, Step
 from servers.simulator import hardware
 from servers.simulator.build import profiles
-from servers.simulator.cost import Link, Overheads, StepCost, arithmetic
+from servers.simulator.cost import Elementwise, Link, Overheads, StepCost, arithmetic
 
 H200 = hardware.find("h200")
 F16 = Precision()
@@ -314,10 +314,42 @@ def test_a_measured_product_takes_the_place_of_an_assumed_one() -> None:
 
 
 def test_a_smaller_cache_is_read_faster() -> None:
-    step, short = decode(64, 8000), decode(64, 1)
-    sixteen = served("llama-3.1-8b")(step) - served("llama-3.1-8b")(short)
-    eight = served("llama-3.1-8b", kv_cache_dtype="fp8")(step) - served("llama-3.1-8b", kv_cache_dtype="fp8")(short)
-    assert eight == pytest.approx(sixteen / 2)
+    """Half the bytes; where attention over them was measured, at that efficiency."""
+    spec, step, short = model("llama-3.1-8b"), decode(64, 8000), decode(64, 1)
+
+    def read_s(gpu: hardware.Gpu, cache: str) -> float:
+        each = StepCost(spec, gpu, 1, None, spec.precision("bfloat16", None, cache), Overheads())
+        return each(step) - each(short)
+
+    bare = msgspec.structs.replace(H200, attentions={})
+    assert read_s(bare, "fp8") == pytest.approx(read_s(bare, "auto") / 2)
+    measured = H200.attentions["fp8"]
+    ratio = H200.attention.decode_memory_ratio / measured.decode_memory_ratio
+    assert ratio > 1.2
+    assert read_s(H200, "fp8") == pytest.approx(ratio * read_s(H200, "auto") / 2)
+
+
+def test_the_inputs_of_quantized_products_are_quantized_first() -> None:
+    """Four products a layer; each reads 16 bit and writes 8."""
+    spec = model("llama-3.1-8b")
+    gpu = msgspec.structs.replace(H200, elementwise=Elementwise(memory_ratio=0.5, launch_us=10.0))
+    for tokens in (1, 4096):
+        terms = StepCost(spec, gpu, 1, None, spec.precision("bfloat16", "fp8"), Overheads()).terms(decode(tokens, 1))
+        free = msgspec.structs.replace(gpu, elementwise=Elementwise(memory_ratio=1e9, launch_us=0.0))
+        bare = StepCost(spec, free, 1, None, spec.precision("bfloat16", "fp8"), Overheads()).terms(decode(tokens, 1))
+        took = terms.attention_gemm + terms.mlp_gemm - bare.attention_gemm - bare.mlp_gemm
+        moved = tokens * (3 * 4096 + 14336) * (2 + 1)
+        assert took == pytest.approx(32 * (moved / (0.5 * gpu.memory_bytes_per_s) + 4 * 10e-6))
+
+
+def test_a_step_is_launched_in_one_of_three_ways() -> None:
+    own = Overheads(launch_us=1000.0, launch_layer_us=100.0, launch_eager_layer_us=500.0, graph_tokens=512)
+    each = StepCost(model("7b"), H200, 1, None, F16, own)
+    assert each.launch_s(decode(8, 500)) == pytest.approx(1e-3)
+    assert each.launch_s(prefill(512)) == pytest.approx(1e-3 + 32 * 1e-4)
+    assert each.launch_s(prefill(513)) == each.launch_s(decode(513, 9)) == pytest.approx(1e-3 + 32 * 5e-4)
+    assert each(prefill(513)) == cost("7b")(prefill(513))  # the GPU's own time is another
+    assert cost("7b").launch_s(prefill(513)) == 0
 
 
 def test_latent_attention_reads_little_and_multiplies_much() -> None:

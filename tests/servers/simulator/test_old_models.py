@@ -1,7 +1,8 @@
 """The six models that were here first cost what they cost when they were fitted and judged, to the last digit.
 
 A GPU of round numbers, so that a new fit of a real one changes nothing here. The times were printed by the cost model
-before models had kinds of layers (commit 58e4f03).
+before models had kinds of layers (commit 58e4f03). Mixtral's were printed again when a token was taken to choose
+different experts, and no longer the same one twice by chance: 17 rows then reach 0.3 % more of them.
 """
 
 from __future__ import annotations
@@ -73,13 +74,13 @@ BEFORE: dict[tuple[str, int, str], tuple[str, str, str]] = {
         "0x1.d468dcdf0658cp-5", "0x1.86d0d84f5d698p-3", "0x1.b949c96923c2bp-2",
     ),
     ("mixtral-8x7b", 1, "float16"): (
-        "0x1.12b0832aef5bfp-5", "0x1.4fbf0c35b95c1p-4", "0x1.1bc9f9f4f55c1p-3",
+        "0x1.13794500c0defp-5", "0x1.4fbf0c35b95c1p-4", "0x1.1bc9f9f4f55c1p-3",
     ),
     ("mixtral-8x7b", 8, "bfloat16"): (
-        "0x1.e534ac3444b83p-8", "0x1.ffff136353f6fp-7", "0x1.2257b9dae6884p-5",
+        "0x1.e5fd6e25ec503p-8", "0x1.ffff136353f6fp-7", "0x1.2257b9dae6884p-5",
     ),
     ("mixtral-8x7b", 2, "float32"): (
-        "0x1.20beffc64d468p-5", "0x1.5151183374125p-4", "0x1.ca1e2ee981760p-4",
+        "0x1.2187e4a2d00efp-5", "0x1.5151183374126p-4", "0x1.ca1e2ee981761p-4",
     ),
 }  # fmt: skip
 

@@ -137,7 +137,7 @@ def test_it_trains(trained: Trained, cell: Cell) -> None:
         assert report.seconds is not None and report.seconds > 0
         assert report.peak_allocated_bytes is not None and report.peak_allocated_bytes > 0
         assert report.versions["torch"]
-    counted = weights(tiny.SPEC, Method.parse(cell.method))
+    counted = weights(tiny.SPEC.decoder, Method.parse(cell.method))
     report = trained.reports(cell)[0]
     assert (report.parameters, report.trainable_parameters) == (counted.total, counted.trainable)
 

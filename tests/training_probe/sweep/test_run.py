@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends import gpus
+from backends.decoder import ModelSpec
 from loadgen.rundir import RunError, Snapshot
 from tests.training_probe import stand_in
 from tests.training_probe.stand_in import GIB, STEP_S
@@ -29,7 +30,6 @@ from training_probe import flops, llama_shape, results
 from training_probe.grid import Cell, Model
 from training_probe.launch import runner
 from training_probe.launch.runner import MemoryReturn
-from training_probe.llama_shape import LlamaShape
 from training_probe.memory import Fit, Prediction
 from training_probe.memory.rank import Moment, Term
 from training_probe.protocol import Step
@@ -74,7 +74,7 @@ def snapshot(directory: Path) -> dict[str, dict[str, float]]:
 class GibASequence:
     """A predictor of a world in which every sequence takes 1 GiB, and nothing else anything."""
 
-    def predict(self, cell: Cell, spec: LlamaShape) -> Prediction:
+    def predict(self, cell: Cell, spec: ModelSpec) -> Prediction:
         assert cell.micro_batch is not None
         taken = Term("activations", cell.micro_batch * GIB, "")
         return Prediction(moments=(Moment("backward", (taken,)),))
@@ -83,7 +83,7 @@ class GibASequence:
         needed, there = prediction.peak_bytes // GIB, device_memory_bytes // GIB
         return Fit(needed <= there, f"{needed} GiB > {there} GiB")
 
-    def largest_micro_batch(self, cell: Cell, spec: LlamaShape, device_memory_bytes: int, at_most: int) -> int:
+    def largest_micro_batch(self, cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int) -> int:
         return min(at_most, device_memory_bytes // GIB)
 
 
@@ -187,8 +187,8 @@ def test_no_skip_runs_what_is_predicted_not_to_fit(tmp_path: Path, monkeypatch: 
     (row,) = swept(tmp_path, cells, with_gpus(16, 8), gpu_ids=(0, 1), models=models, no_skip=True)
     assert (row.outcome, row.predicted_memory_gb, row.peak_memory_gb) == ("ok", 9, 10)
     assert row.tokens_per_s is not None and row.platform == CARD
-    assert row.mfu_ratio == flops.mfu(cells[0], SPEC, row.tokens_per_s, CARD) is not None
-    assert row.hfu_ratio == flops.hfu(cells[0], SPEC, row.tokens_per_s, CARD)
+    assert row.mfu_ratio == flops.mfu(cells[0], SPEC.decoder, row.tokens_per_s, CARD) is not None
+    assert row.hfu_ratio == flops.hfu(cells[0], SPEC.decoder, row.tokens_per_s, CARD)
     said = manifests.read(tmp_path / "sweep")
     assert (said.device_names, said.driver) == ([CARD, CARD], "570.1")
     assert said.device_memory_bytes == [16 * GIB, 8 * GIB]

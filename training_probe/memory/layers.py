@@ -1,0 +1,249 @@
+"""What one decoder layer keeps between forward and backward, and has at most in its backward pass. Pure.
+
+Activations are the bytes that autograd keeps of a Hugging Face decoder's forward pass in bf16, and what its backward
+pass needs besides. Coefficients are bytes per (b s h), (b s f), (b a s^2): batch, sequence, hidden, MLP width, heads.
+They are counted operator by operator and were checked with saved-tensor hooks on real models, kind of layer by kind of
+layer (docs/predictions.md says which). Korthikanti et al.'s 34 s b h + 5 a s^2 b is of a GPT with dropout masks, GELU
+and a 4h MLP, and does not fit Llama. Megatron's layer is taken to keep the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec
+from training_probe.flops import adapted_linears
+from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell
+
+# Compiled layers recompute what is cheap: 16 b s h + 6 b s f in all, fitted to one run (7B, FSDP2 on 4 H200, batch
+# 4 x 4096, torch 2.11).
+COMPILED_NORM = 2
+COMPILED_LESS_WIDE = 2
+
+
+class _Operators(NamedTuple):
+    """How transformers 5.17 computes what differs between families, in bytes. normalised: of a norm's normalised value,
+    which its training weight keeps. square: of eager softmax, per b a s^2. wide: of an expert's activation, per b s f,
+    its frozen weights left out. fp32_router: the router takes an fp32 copy of the hidden state and of its own weight.
+    output_copied: FlashAttention's output has the order of queries that were put together of rotated and other values,
+    and is copied for the linear layer behind it. unit_norms: queries and keys of layers that see a chunk are scaled to
+    one length. every_expert: each computes all tokens. logits: kept beside those of the loss, per b s V."""
+
+    normalised: int = 2
+    square: int = 6
+    wide: int = 6
+    fp32_router: bool = False
+    output_copied: bool = False
+    unit_norms: bool = False
+    every_expert: bool = False
+    logits: int = 0
+
+
+# PEFT 0.21 turns gate_proj, up_proj and down_proj into tensors of all experts for these model types.
+EXPERTS_ADAPTED = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2")
+_LLAMA = _Operators()
+_OPERATORS = {
+    "gemma": _Operators(normalised=4),  # fp32, times 1 + weight
+    "gemma2": _Operators(normalised=4, square=8, logits=2),  # the tanh that caps scores, and that of logits
+    "gemma3": _Operators(normalised=4),
+    "gpt_oss": _Operators(normalised=4, square=2, wide=12),  # clamps and a sigmoid of its own; softmax in bf16
+    "llama4": _Operators(square=2, unit_norms=True, every_expert=True),
+    "deepseek_v2": _Operators(fp32_router=True),
+    "deepseek_v3": _Operators(fp32_router=True),
+    "kimi_k2": _Operators(fp32_router=True),
+    "glm4": _Operators(output_copied=True),
+    "glm4_moe": _Operators(fp32_router=True, output_copied=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Bytes of a layer of one kind, of which there are `count`. kept: between forward and backward. formula: of `kept`,
+    in words, and the widths in it. working: the most that is alive in its backward pass, what is recomputed included,
+    beyond the kept bytes of other layers."""
+
+    count: int
+    kept: int
+    formula: str
+    sizes: str
+    working: int
+
+
+def uncounted(cell: Cell, spec: ModelSpec) -> str | None:
+    """Why its memory is not known, a clause with the field of its config.json; None where it is."""
+    name = f"{spec.name} (model_type {spec.model_type})"
+    if spec.norm_values != 1:
+        return f"{name} has norms with biases (norm_epsilon), and what those keep was not counted"
+    if any(not kind.mlp.gated for kind in spec.kinds):
+        return f"{name} has an MLP without a gate (hidden_act), and what that keeps was not counted"
+    if cell.letters.adapter in ("L", "QL") and spec.model_type in EXPERTS_ADAPTED:
+        return f"PEFT puts LoRA on the experts of {name} as whole tensors, and what those keep was not counted"
+    return None
+
+
+def tokens_in_model(cell: Cell) -> int:
+    """Positions of one sequence, prompt tuning's virtual ones included."""
+    return cell.seq_len + (PROMPT_TOKENS if cell.letters.adapter == "PT" else 0)
+
+
+def layer_bytes(cell: Cell, spec: ModelSpec, batch: int) -> tuple[LayerBytes, ...]:
+    """Of each kind of layer and one micro batch of `batch` sequences on one GPU; kinds that keep the same are one."""
+    kinds: dict[LayerBytes, int] = {}
+    for kind in spec.kinds:
+        own = _of_kind(cell, spec, kind, batch)
+        kinds[own] = kinds.get(own, 0) + kind.count
+    return tuple(replace(own, count=count) for own, count in kinds.items())
+
+
+def outside_bytes(cell: Cell, spec: ModelSpec, batch: int) -> int:
+    """The last norm and the head's input, without logits."""
+    coefficient = 4 if cell.letters.adapter else 6 + _operators(spec).normalised
+    return batch * tokens_in_model(cell) * coefficient * spec.hidden
+
+
+def logits_bytes(spec: ModelSpec) -> tuple[int, str]:
+    """Of one logit at most, in the backward pass of the loss, and what they are: log-probabilities, their gradient and
+    that of the logits, each fp32 (at the end of the forward pass it is 10 bytes: bf16 logits, their fp32 copy,
+    log-probabilities)."""
+    capped = _operators(spec).logits
+    return 12 + capped, "log-probabilities, two gradients" + (", the tanh of its cap" if capped else "")
+
+
+def _operators(spec: ModelSpec) -> _Operators:
+    return _OPERATORS.get(spec.model_type.removesuffix("_text"), _LLAMA)
+
+
+def _of_kind(cell: Cell, spec: ModelSpec, kind: Layers, batch: int) -> LayerBytes:
+    """Of one layer."""
+    method, length = cell.letters, tokens_in_model(cell)
+    tokens = batch * length
+    kept, formula = _saved(cell, spec, kind, attention_recomputed=False)
+    working = kept + _transient(cell, spec, kind)
+    once = _once(cell, spec, kind.mlp)  # does not grow with tokens
+    lasting = once
+    if method.recompute == "full":
+        kept, formula, lasting = 2.0 * spec.hidden, "2*b*s*h, a layer's input", 0
+    elif method.recompute == "selective":
+        kept, formula = _saved(cell, spec, kind, attention_recomputed=True)
+    return LayerBytes(
+        count=1, kept=round(tokens * kept) + lasting, formula=formula, working=round(tokens * working) + once,
+        sizes=f"f={kind.mlp.width} a={kind.attention.heads}",
+    )  # fmt: skip
+
+
+def _saved(cell: Cell, spec: ModelSpec, kind: Layers, *, attention_recomputed: bool) -> tuple[float, str]:
+    """Bytes per token of a layer, and the formula. Norms are whole on every rank of a tensor-parallel group, the rest
+    is divided."""
+    method, heads = cell.letters, kind.attention.heads
+    lora = method.adapter in ("L", "QL")
+    inputs_kept = lora or not (method.adapter or method.quantized)  # a frozen linear layer does not need its input
+    norm = 4 + _normalised(cell, spec)  # fp32 input; the normalised value too where the norm's weight trains
+    if cell.compile:
+        norm = COMPILED_NORM
+    whole = kind.norms * norm + (4 if inputs_kept else 0)  # inputs of q, k, v together, and of gate and up
+
+    fused = cell.attention == "flash"
+    square = 0 if fused or attention_recomputed else {"eager": _operators(spec).square, "math": 4}[cell.attention]
+    heads_bytes = _heads(cell, _operators(spec), kind.attention, inputs_kept, attention_recomputed)
+    wide = (8 if inputs_kept else 6) - (COMPILED_LESS_WIDE if cell.compile else 0)
+    mlp, wide_text = _mlp(spec, kind.mlp, wide)
+    small = 4.0 * kind.norms + (4.0 * heads / cell.tp if fused else 0)  # reciprocal deviations; log-sum-exp
+    adapters = 2.0 * LORA_RANK * len(adapted_linears(spec, kind)) if lora else 0.0
+    extras = sum(_before_heads(cell, spec, kind, inputs_kept)) + _router(cell, spec, kind.mlp)
+    per_token = (
+        whole * spec.hidden
+        + (heads_bytes + mlp + square * heads * tokens_in_model(cell)) / cell.tp
+        + small
+        + adapters
+        + extras
+    )
+    width = kind.attention.query_width
+    widths = f"{whole + heads_bytes / width:g}*b*s*h"
+    if width != spec.hidden or extras:
+        widths = f"{whole:g}*b*s*h + {heads_bytes + extras:g}*b*s"
+        if isinstance(kind.attention, Attention) and not extras:
+            widths = f"{whole:g}*b*s*h + {heads_bytes / width:g}*b*s*a*{kind.attention.head_dim}"
+    formula = f"{widths} + {wide_text}" + (f" + {square}*b*a*s^2" if square else "")
+    return per_token, formula
+
+
+def _heads(
+    cell: Cell, operators: _Operators, attention: Attention | LatentAttention, inputs_kept: bool, recomputed: bool
+) -> float:
+    """Queries, keys and values as attention takes them, and its output; bytes per token. Eager and math attention copy
+    keys and values for every head; math computes in fp32."""
+    fused = cell.attention == "flash"
+    if isinstance(attention, Attention):
+        output = attention.query_width
+        keys_and_values = attention.kv_values if fused else 2 * attention.query_width
+    else:
+        output = attention.heads * attention.value
+        keys_and_values = attention.query_width + output
+    each = 4 if cell.attention == "math" and not recomputed else 2
+    copies = int(inputs_kept)
+    if fused and not recomputed and (not inputs_kept or operators.output_copied):
+        copies += 1  # the kernel's own
+    return each * (attention.query_width + keys_and_values) + 2 * output * copies
+
+
+def _before_heads(cell: Cell, spec: ModelSpec, kind: Layers, inputs_kept: bool) -> Iterator[float]:
+    """Of norms of queries and keys, or of the latents, which are the inputs of linear layers too; bytes per token with
+    the norms' reciprocal deviations."""
+    attention, normalised = kind.attention, _normalised(cell, spec)
+    if isinstance(attention, Attention):
+        normed = attention.query_width + attention.kv_values // 2
+        if attention.qk_norm:
+            yield (4 + normalised) * normed + 4 * (attention.heads + attention.kv_heads)
+        elif _operators(spec).unit_norms and attention.window is not None:
+            yield 4 * normed + 4 * (attention.heads + attention.kv_heads)
+        return
+    for rank in (attention.kv_rank, attention.q_rank):
+        if rank is not None:
+            yield (4 + normalised + (2 if inputs_kept else 0)) * rank + 4
+
+
+def _normalised(cell: Cell, spec: ModelSpec) -> int:
+    return 0 if cell.letters.adapter else _operators(spec).normalised
+
+
+def _mlp(spec: ModelSpec, mlp: Mlp, wide: int) -> tuple[float, str]:
+    """Of the MLP, or of the experts that a token passes through: bytes per token, and the formula. wide: per b s f of a
+    dense one. An expert's tokens are gathered, and its outputs scattered: 4 b s h."""
+    if mlp.experts == 1:
+        return wide * mlp.width, f"{wide}*b*s*f"
+    operators = _operators(spec)
+    ran = mlp.experts if operators.every_expert else mlp.active
+    expert = wide - _LLAMA.wide + operators.wide
+    shared = wide * mlp.shared + (2 * spec.hidden if mlp.shared_gate else 0)
+    text = f"{ran * expert}*b*s*f" + (f" + {shared}*b*s (shared)" if shared else "")
+    return ran * (expert * mlp.width + 4 * spec.hidden) + shared, text
+
+
+def _router(cell: Cell, spec: ModelSpec, mlp: Mlp) -> float:
+    """The copy of the hidden state that a router in fp32 keeps where it trains; bytes per token. What chooses experts
+    besides, 4 bytes an expert and some 50 an active one, is left out."""
+    return 4.0 * spec.hidden if mlp.experts > 1 and _operators(spec).fp32_router and not cell.letters.adapter else 0.0
+
+
+def _once(cell: Cell, spec: ModelSpec, mlp: Mlp) -> int:
+    """Bytes that do not grow with tokens: the copy of the router's weight in fp32."""
+    return 4 * mlp.experts * spec.hidden if mlp.experts > 1 and _operators(spec).fp32_router else 0
+
+
+def _transient(cell: Cell, spec: ModelSpec, kind: Layers) -> float:
+    """Bytes per token of a layer's gradients at their largest, less what has been freed of it by then: in the MLP two
+    wide gradients and two of the hidden state, in attention the gradients of probabilities and scores."""
+    attention, mlp = kind.attention, kind.mlp
+    wide = mlp.width
+    if mlp.experts > 1:
+        wide = (mlp.experts if _operators(spec).every_expert else mlp.active) * mlp.width + mlp.shared
+    gradients = 4.0 * wide / cell.tp + 4 * spec.hidden
+    freed = 8.0 * wide / cell.tp
+    # flash: gradients of q, k and v, an fp32 sum of q's. Else: probabilities' gradient, its fp32 copy, scores' gradient
+    query = attention.query_width
+    values = query if isinstance(attention, Attention) else attention.heads * attention.value
+    scores = 8.0 * attention.heads * tokens_in_model(cell)
+    alive = 8.0 * query + 2.0 * values if cell.attention == "flash" else scores
+    return max(gradients, alive / cell.tp - freed)
