@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
 from cyclopts.config import Toml
 
 from loadgen import exit_codes, rundir, terminal
@@ -27,6 +27,12 @@ from loadgen.terminal import say, say_error
 if TYPE_CHECKING:
     from loadgen.breakdown.tables import Breakdown
     from loadgen.report.schema import Report
+
+NOT_SEARCHED = (
+    "requests", "duration", "arrival", "concurrency", "workload", "sessions", "turns", "think_time", "trace",
+    "trace_format", "trace_speed", "trace_limit", "trace_from", "goodput", "repeat", "dry_run", "calibrate",
+)  # fmt: skip
+SEARCH = Group("The search", sort_key=0)
 
 ConventionName = Literal["loadgen", "vllm", "guidellm", "aiperf", "mlperf"]
 
@@ -304,6 +310,38 @@ class ComposeOptions(Config):
     """Of `run`, what goes into the command of a server in Docker."""
 
 
+@offers(*(name for name in names(Config) if name not in NOT_SEARCHED))
+class SearchOptions(Config):
+    """Of `run`, without the load's rate and number of requests, which a search decides on."""
+
+
+def search(
+    config: Annotated[SearchOptions | None, Parameter(name="*")] = None,
+    *,
+    slo: Annotated[
+        str | None, Parameter(group=SEARCH, help="Limits in ms: ttft_ms=500,tpot_ms=50 and e2el_ms; at least one.")
+    ] = None,
+    attain: Annotated[float, Parameter(group=SEARCH, help="Share of the requests that keep every limit.")] = 0.99,
+    budget_minutes: Annotated[float, Parameter(group=SEARCH, help="Minutes for all probes, at the most.")] = 20.0,
+    axis: Annotated[
+        Literal["rate", "concurrency"],
+        Parameter(group=SEARCH, help="What is raised: requests/s of a Poisson process, or requests in flight."),
+    ] = "rate",
+    resume: Annotated[
+        Path | None,
+        Parameter(group=SEARCH, help="Go on with the search in this directory, which was stopped."),
+    ] = None,
+) -> int:
+    """Find the highest load at which a server keeps limits on its latencies, with how sure that is.
+
+    Probes at several loads, each an ordinary run in 1, 2, ... of the directory, each as long as it takes. Takes the
+    options of `run` for the server and the requests. The last line of standard output is search.json.
+    """
+    from loadgen.search import command
+
+    return command.search(config or SearchOptions(), slo, attain, budget_minutes, axis, resume)
+
+
 def doctor(config: Annotated[DoctorOptions | None, Parameter(name="*")] = None) -> int:
     """Check what a run with these options needs of this machine, and say what to do about the rest.
 
@@ -391,7 +429,7 @@ def build_app(*, described: bool = False) -> App:
         version=rundir.package_version,
         result_action="return_value",
     )
-    for command in (run, sweep, report, compare, doctor, compose, export):
+    for command in (run, sweep, search, report, compare, doctor, compose, export):
         app.command(command)
     app.command(list_backends, name="backends")
     app.command(clean)
@@ -405,7 +443,7 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
     keys."""
     rest: list[str] = []
     files: list[Toml] = []
-    if tokens[:1] not in (["run"], ["sweep"], ["doctor"], ["compose"], ["predict"], ["breakdown"]):
+    if tokens[:1] not in (["run"], ["sweep"], ["search"], ["doctor"], ["compose"], ["predict"], ["breakdown"]):
         return tokens, files
     queue = iter(tokens)
     for token in queue:

@@ -68,6 +68,11 @@ class Stop:
         if self.number is not None:  # the first has come
             self._acts = self._acts[1:]
 
+    def end(self) -> None:
+        """Does what the first signal would do, without one."""
+        if self._acts:
+            self._acts[0]()
+
     def _take(self, number: int, _: FrameType | None) -> None:
         now_s = time.monotonic()
         same, self._came_s = now_s - self._came_s < SAME_S, now_s

@@ -1,0 +1,417 @@
+"""`loadgen search`: the highest load that meets an objective, on a live server. One start of the server, many probes.
+
+Every probe is an ordinary run in DIR/1, DIR/2, ... A process beside (watch.py) reads its records and says when it has
+shown enough; the run then stops as it does at Ctrl-C. The first probe sends one request at a time. Where the hardware
+is known the search starts at the modelled highest load, else at a part of what a short closed loop gets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import shutil
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backends import gpus
+from loadgen import child_env, rundir
+from loadgen.client.engine import Progress, Snapshot
+from loadgen.config import Config, ConfigError, flag
+from loadgen.load.load import Load
+from loadgen.report import build
+from loadgen.report.text import markdown, number
+from loadgen.run import Run, Served, stoppable
+from loadgen.rundir.outcomes import OUTCOMES
+from loadgen.search import found as founds
+from loadgen.search.found import UNITS, Asked, AxisName, Found, Shown
+from loadgen.search.highest import Ended, Guess, Order, Probe, answer, conclude, next_probe
+from loadgen.search.objective import Times, lateness
+from loadgen.search.watch import Enough, Watch, seen_of, worst
+
+ALONE_REQUESTS = 4
+SATURATION_STREAMS, SATURATION_RATIO = 64, 0.6  # what part of a closed loop's throughput is tried first
+SATURATION_LIVES, SATURATION_S = 4.0, 15.0
+MODELLED_SPREAD, SATURATION_SPREAD = 0.1, 0.4  # of the guesses, as logarithms
+CONCURRENCY = Guess(load=16, spread=1.0)
+MODEL_TIMEOUT_S = 60.0
+OVERHEAD_S, GRACE_S = 2.0, 1.0  # what a probe takes beside its load; how long its last replies may take for nothing
+LEAST_SENT_S, SHORT_S = 2.0, 8.0  # of sending; of a whole probe, where the budget is short
+OWN = ("requests", "duration", "arrival", "concurrency", "workload", "goodput", "repeat")  # the search decides on them
+
+
+def asked(
+    config: Config, limits_ms: Mapping[str, float], attain: float, budget_minutes: float, axis: AxisName
+) -> Asked:
+    """Raises ConfigError for what makes no search."""
+    if not 0 < budget_minutes < math.inf:
+        raise ConfigError(f"--budget-minutes is {budget_minutes:g}; it must be above 0.")
+    if attain == 1:
+        raise ConfigError(
+            "--attain is 1, which no number of requests can show; ask for 0.999, which takes "
+            f"{_least(0.999)} requests that all meet the objective, or 0.99, which takes {_least(0.99)}."
+        )
+    if not 0.5 <= attain < 1:
+        raise ConfigError(f"--attain is {attain:g}; it must be at least 0.5 and below 1, as in 0.99.")
+    given = [name for name in OWN if getattr(config, name) != getattr(Config, name)]
+    if given:
+        raise ConfigError(f"{flag(given[0])} is for run: search decides what load it sends; leave it out.")
+    for name, has in (("trace", config.trace is not None), ("sessions", config.load.sessions is not None)):
+        if has:
+            raise ConfigError(f"search sends single requests, and --{name} does not; leave it out.")
+    if config.dataset is not None and not config.repeat_dataset:
+        raise ConfigError("search sends as many requests as it needs; add --repeat-dataset, or leave --dataset out.")
+    if config.dry_run:
+        raise ConfigError("--dry-run starts nothing, so there is nothing to search; leave it out.")
+    if "tpot" in limits_ms and config.load.output_tokens.most == 1:
+        raise ConfigError("--slo limits tpot_ms and replies of one token have none; leave it out.")
+    plain = config.as_dict()
+    kept = {name: plain[name] for name in config.given(plain) if name != "out"}
+    return Asked(slo_ms=dict(limits_ms), attain=attain, axis=axis, budget_s=60 * budget_minutes, config=kept)
+
+
+def _least(attain: float) -> int:
+    return Asked(slo_ms={}, attain=attain, axis="rate", budget_s=1.0, config={}).goal.least_requests
+
+
+def config_of(wanted: Asked) -> Config:
+    """The options of a search that goes on. Raises ConfigError."""
+    try:
+        return msgspec.convert(wanted.config, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"search.json holds options that this version does not know: {error}.") from None
+
+
+@dataclass
+class Search:
+    """One search in `whole.directory`, which exists. `found`: what it has found so far."""
+
+    whole: Run
+    found: Found
+    progress: Progress
+    _watcher: Watcher = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watcher = Watcher(self.whole)
+
+    async def measure(self) -> None:
+        """Probes until the answer is sure or the time is over. search.json is right after every probe. Raises as
+        `Run.measure` does."""
+        whole = self.whole
+        self._keep(None)
+        with stoppable(whole.stop, "between two probes"):
+            async with self._watcher, whole.served() as served:
+                while not isinstance(step := await self._next(), Ended):
+                    if whole.stop.number is not None:
+                        step = Ended(code="stopped", reason="it was stopped")
+                        break
+                    await self._probe(served, step)
+                self._keep(step)
+
+    def stopped(self) -> None:
+        """Keeps the answer of a search that a signal or a failure has ended."""
+        if self.found.ended == "running":
+            self._keep(Ended(code="stopped", reason="it was stopped"))
+
+    def _keep(self, ended: Ended | None) -> None:
+        self.found = founds.with_answer(self.found, ended)
+        founds.write(self.whole.directory, self.found)
+
+    # What is tried next.
+
+    async def _next(self) -> Try | Ended:
+        found = self.found
+        if not found.probes:
+            return Try("alone", 1.0, {"concurrency": 1, "requests": ALONE_REQUESTS}, found.asked.budget_s / 4)
+        alone = found.probes[0].probe
+        if alone.met == 0:
+            return Ended(code="none", reason="a request misses it even where it is alone")
+        if found.guess is None:
+            step = await self._guess(alone)
+            if step is not None:
+                return step
+        guess = self.found.guess
+        assert guess is not None
+        left_s = found.asked.budget_s - found.spent_s
+        goal = replace(found.asked.goal, budget_s=left_s + sum(probe.seconds for probe in found.loads))
+        order = next_probe(goal, guess, found.loads)
+        if isinstance(order, Ended):
+            return order
+        seconds = min(max(order.seconds, SHORT_S), left_s) - OVERHEAD_S - min(alone.life_s, order.seconds / 4)
+        if seconds < max(LEAST_SENT_S, 8 * alone.life_s, found.asked.budget_s / 20):
+            return Ended(code="budget", reason="the time is over")
+        self._say(order, seconds)
+        if found.asked.axis == "concurrency":
+            load: dict[str, Any] = {"concurrency": int(order.load)}
+        else:
+            load = {"arrival": f"poisson:{order.load:.6g}"}
+        return Try("probe", order.load, {**load, "duration": seconds}, seconds, order.requests)
+
+    async def _guess(self, alone: Probe) -> Try | None:
+        """Where to start: known now, or after a closed loop, which is then returned."""
+        found = self.found
+        if found.asked.axis == "concurrency":
+            self.found = msgspec.structs.replace(found, guess=CONCURRENCY, started_from="16 requests in flight")
+            return None
+        rate = await modelled_rate(found.asked, self.whole)
+        if rate is not None:
+            source = f"the modelled {number(rate)} requests/s"
+            guess = Guess(load=rate, spread=MODELLED_SPREAD)
+            self.found = msgspec.structs.replace(found, guess=guess, started_from=source)
+            return None
+        saturated = [shown.probe for shown in found.probes if shown.kind == "saturation"]
+        if saturated:
+            rate = saturated[0].load
+            source = f"{SATURATION_RATIO:g} of the {number(rate)} requests/s that a closed loop got"
+            guess = Guess(load=max(1e-3, SATURATION_RATIO * rate), spread=SATURATION_SPREAD)
+            self.found = msgspec.structs.replace(found, guess=guess, started_from=source)
+            return None
+        seconds = min(max(SATURATION_LIVES * alone.life_s, 3.0), SATURATION_S, found.asked.budget_s / 6)
+        return Try("saturation", 0.0, {"concurrency": SATURATION_STREAMS, "duration": seconds}, seconds)
+
+    def _say(self, order: Order, seconds: float) -> None:
+        found = self.found
+        between = ""
+        if found.guess is not None and found.loads:
+            so_far = answer(found.asked.goal, found.guess, found.loads)
+            high = "?" if math.isinf(so_far.high) else number(so_far.high)
+            between = f"; so far between {number(so_far.low)} and {high}"
+        left_min = max(0.0, found.asked.budget_s - found.spent_s) / 60
+        self.whole.say(
+            f"probe {len(found.probes) + 1}: {number(order.load)} {UNITS[found.asked.axis]}, at most {seconds:.0f} s"
+            f"{between}; {left_min:.1f} min left"
+        )
+
+    # One probe.
+
+    async def _probe(self, served: Served, step: Try) -> None:
+        whole, number_ = self.whole, len(self.found.probes) + 1
+        directory = whole.directory / str(number_)
+        _remove_unfinished(directory)
+        limits = tuple(f"{name}:{limit:g}" for name, limit in self.found.asked.slo_ms.items())
+        config = replace(
+            whole.config, seed=whole.config.seed + number_, out=directory, goodput=limits, calibrate=False,
+            **step.options,
+        )  # fmt: skip
+        one = Run(config, directory, rundir.new_run_id(), _quiet, whole.stop)
+        made = rundir.create(directory, private=config.dataset is not None)
+        began_s = time.monotonic()
+        watch = Watch(
+            directory=str(directory.absolute()), load=config.load, limits_ms=self.found.asked.slo_ms,
+            attain=self.found.asked.attain, requests=step.requests,
+        )  # fmt: skip
+        try:
+            with stoppable(whole.stop, "between two probes"):
+                async with one.sidecar() as monitor:
+                    if step.kind == "probe":
+                        self._watcher.begin(watch)
+                    await one.measure_on(served, monitor, self._watched(step))
+        finally:
+            self._watcher.over()
+            rundir.remove_if_empty(directory, made)
+        shown = await asyncio.to_thread(self._shown, directory, step, config.load)
+        probe = msgspec.structs.replace(shown.probe, seconds=time.monotonic() - began_s)
+        if whole.stop.number is not None and probe.counted == 0:
+            return
+        self._describe(one)
+        self.found = msgspec.structs.replace(
+            self.found, probes=[*self.found.probes, msgspec.structs.replace(shown, number=number_, probe=probe)]
+        )
+        self._keep(None)
+
+    def _describe(self, one: Run) -> None:
+        manifest = rundir.read_manifest(one.directory)
+        self.found = msgspec.structs.replace(
+            self.found, backend=manifest.backend, model=manifest.model, emulated=manifest.emulated
+        )
+
+    def _watched(self, step: Try) -> Progress:
+        """Ends the probe where its time is over and replies are still awaited: they belong to a queue that grows."""
+        stop, ended = self.whole.stop, False
+
+        def watched(clients: list[Snapshot]) -> None:
+            nonlocal ended
+            self.progress(clients)
+            elapsed_s = max((client.elapsed_s for client in clients), default=0.0)
+            if not ended and elapsed_s > step.seconds + GRACE_S and any(client.in_flight for client in clients):
+                ended = True
+                stop.end()
+
+        return watched
+
+    def _shown(self, directory: Path, step: Try, load: Load) -> Shown:
+        """What a probe showed, with its report."""
+        report, table = build.from_directory(directory)
+        with contextlib.suppress(OSError):  # `loadgen report` makes it again, with its figures
+            rundir.replace(directory / "report.json", build.to_json(report).encode() + b"\n")
+            rundir.replace(directory / "report.md", markdown(report).encode())
+        measured = table.measured()
+        times = Times(
+            measured.sent_ns, measured.first_token_ns, measured.last_token_ns, measured.done_ns,
+            measured.output_tokens, measured.events, measured.ok,
+        )  # fmt: skip
+        slo_ms = self.found.asked.slo_ms
+        late = lateness(slo_ms, times)
+        over = measured.done_ns[measured.done_ns >= 0]
+        stopped_ns = int(measured.scheduled_ns.max(initial=0))
+        seen = seen_of(measured, load, slo_ms, stopped_ns)
+        probe = conclude(self.found.asked.goal, seen, step.load)
+        if step.kind != "probe":  # none of a steady state: all count
+            met = int((worst(late) <= 1).sum())
+            per_s = len(over) / max(1e-9, float(over.max(initial=0)) / 1e9)
+            probe = msgspec.structs.replace(
+                probe,
+                load=per_s if step.kind == "saturation" else 1.0,
+                counted=len(measured),
+                met=met,
+                verdict="unsure",
+            )
+        judged = measured.outcome != OUTCOMES.index("cancelled")
+        server = report.server
+        return Shown(
+            number=0,
+            directory=directory.name,
+            kind=step.kind,
+            probe=probe,
+            attained_ratio=probe.share,
+            missed={name: float((each[judged] > 1).mean()) if judged.any() else 0.0 for name, each in late.items()},
+            kv_cache_usage_max_ratio=server.kv_cache_usage_max_ratio if server is not None else None,
+            preemptions=server.preemptions if server is not None else None,
+            findings=[each.code for each in report.verdict.findings if each.severity == "invalid"],
+        )
+
+
+@dataclass(frozen=True)
+class Try:
+    """One run to be made: `options` of its load; sent for so many seconds at the most, or so many counted requests."""
+
+    kind: Any
+    load: float
+    options: dict[str, Any]
+    seconds: float
+    requests: int = 0
+
+
+def _quiet(text: str) -> None:
+    """Each probe says what the first said."""
+
+
+def _remove_unfinished(directory: Path) -> None:
+    """A probe that a kill cut short is made again."""
+    if (directory / "manifest.json").exists() or (directory.is_dir() and not any(directory.iterdir())):
+        shutil.rmtree(directory)
+
+
+async def modelled_rate(wanted: Asked, whole: Run) -> float | None:
+    """The highest rate that the model of the server's hardware keeps, in a process of its own; None where the hardware
+    is not known, or no model of it."""
+    config = whole.config
+    if config.gpu is None:
+        if config.where == "embedded" or (config.where == "url" and not config.url_is_local):
+            return None
+        cards = (await asyncio.to_thread(gpus.read)).gpus
+        if not cards or config.gpus == "none":
+            return None
+        shared = {name: wanted.config[name] for name in _MODELLED if name in wanted.config}
+        options = {**shared, "gpu": cards[0].name, "gpus": str(len(cards))}
+    else:
+        options = {name: value for name, value in wanted.config.items() if name not in _NOT_MODELLED}
+    question = msgspec.json.encode({"config": options, "limits_ms": wanted.slo_ms, "attain": wanted.attain})
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "servers.plan.knee", stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
+        env=_environment(), start_new_session=True,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(MODEL_TIMEOUT_S):
+            reply, _ = await process.communicate(question)
+    except TimeoutError:
+        return None
+    finally:
+        await child_env.ended(process, 0.0)
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(reply, type=_Modelled).rate_per_s
+    return None
+
+
+_MODELLED = (
+    "backend", "model", "tp", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "max_running",
+    "max_batched_tokens", "memory_ratio", "prefix_caching", "input_tokens", "output_tokens", "prefix", "seed",
+)  # fmt: skip
+_NOT_MODELLED = ("url", "launch", "server_metrics", "metrics_port", "out")
+
+
+class _Modelled(msgspec.Struct):
+    rate_per_s: float | None
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, **child_env.environment(os.environ)}
+
+
+class Watcher:
+    """The process beside, and what is done when it says that a probe has shown enough."""
+
+    def __init__(self, whole: Run) -> None:
+        self._whole = whole
+        self._process: Process | None = None
+        self._watched = ""
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Watcher:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "loadgen.search.watch", stdin=PIPE, stdout=PIPE, env=_environment(),
+            start_new_session=True,
+        )  # fmt: skip
+        self._task = asyncio.get_running_loop().create_task(self._listen())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._process is not None and self._process.stdin is not None and self._task is not None
+        self._process.stdin.close()
+        await child_env.ended(self._process, 5.0)
+        self._task.cancel()
+
+    def begin(self, watch: Watch) -> None:
+        """Its word ends the run in that directory."""
+        assert self._process is not None and self._process.stdin is not None
+        self._watched = watch.directory
+        self._process.stdin.write(msgspec.json.encode(watch) + b"\n")
+
+    def over(self) -> None:
+        """What it says from now on is of a run that is over."""
+        self._watched = ""
+
+    async def _listen(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            with contextlib.suppress(msgspec.DecodeError):
+                if msgspec.json.decode(line, type=Enough).directory == self._watched:
+                    self._watched = ""
+                    self._whole.stop.end()
+
+
+def resumed(directory: Path, config: Config) -> tuple[Found, Config]:
+    """A search that goes on, and its options; those that are given again must be the same. Raises RunError or
+    ConfigError."""
+    found = founds.read(directory)
+    kept = config_of(found.asked)
+    plain = config.as_dict()
+    for name in config.given(plain):
+        if name not in ("out", *OWN) and plain[name] != kept.as_dict()[name]:
+            raise ConfigError(f"--resume goes on with the options of {directory}; leave {flag(name)} out.")
+    return msgspec.structs.replace(found, ended="running", ended_because="it goes on"), replace(kept, out=directory)
+
+
+def options_of(config: Config) -> Config:
+    """As a plain Config: a probe's manifest holds the options of a run."""
+    return Config(**{each.name: getattr(config, each.name) for each in dataclasses.fields(Config)})

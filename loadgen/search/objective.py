@@ -1,0 +1,80 @@
+"""What a server is to keep: limits on the latencies of a request, such as `--slo ttft_ms=500,tpot_ms=50`. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.untrusted import nearest
+from loadgen.config import ConfigError
+
+METRICS = ("ttft", "tpot", "e2el")
+HELP = "use ttft_ms=500,tpot_ms=50 (or e2el_ms), above 0."
+
+
+def parse(slo: str) -> dict[str, float]:
+    """Milliseconds by metric, from 'ttft_ms=500,tpot_ms=50'. Raises ConfigError."""
+    limits_ms: dict[str, float] = {}
+    for item in slo.split(","):
+        name, equals, limit = (part.strip() for part in item.partition("="))
+        metric = name.removesuffix("_ms")
+        try:
+            limit_ms = float(limit)
+        except ValueError:
+            limit_ms = math.nan
+        if equals and (metric not in METRICS or not name.endswith("_ms")):
+            meant = _meant(name)
+            if meant is not None:
+                raise ConfigError(f"--slo has no '{name}'; did you mean {meant}_ms, in milliseconds?")
+        if metric not in METRICS or not name.endswith("_ms") or not 0 < limit_ms < math.inf:
+            raise ConfigError(f"--slo '{item.strip()}' is not understood; {HELP}")
+        if metric in limits_ms:
+            raise ConfigError(f"--slo limits {name} twice; give each once.")
+        limits_ms[metric] = limit_ms
+    return limits_ms
+
+
+def _meant(name: str) -> str | None:
+    """The metric that was probably meant: with another unit, under another tool's name, or misspelt."""
+    word = name.lower()
+    for unit in ("_ms", "_s", "_us", "_ns", "_sec", "_seconds", "_milliseconds"):
+        word = word.removesuffix(unit)
+    others = {"e2e": "e2el", "latency": "e2el", "request_latency": "e2el", "itl": "tpot", "time_to_first_token": "ttft"}
+    return others.get(word) or nearest(word, METRICS)
+
+
+def text(limits_ms: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} <= {limit:g} ms" for name, limit in limits_ms.items())
+
+
+class Times(NamedTuple):
+    """Columns (n,) as of `rundir.records`: -1 where something never happened."""
+
+    sent_ns: NDArray[np.int64]
+    first_token_ns: NDArray[np.int64]
+    last_token_ns: NDArray[np.int64]
+    done_ns: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    events: NDArray[np.int64]
+    ok: NDArray[np.bool_]
+
+
+def lateness(limits_ms: Mapping[str, float], times: Times) -> dict[str, NDArray[np.float64]]:
+    """How many times its limit each metric of each request (n,) is: above 1 the request misses it. Infinite where the
+    request failed or the metric is not known; below two output tokens any tpot is met. As `metrics.good` judges."""
+    late: dict[str, NDArray[np.float64]] = {}
+    for name, limit_ms in limits_ms.items():
+        begin = times.first_token_ns if name == "tpot" else times.sent_ns
+        end = {"ttft": times.first_token_ns, "tpot": times.last_token_ns, "e2el": times.done_ns}[name]
+        known = times.ok & (begin != -1) & (end != -1)
+        took_ms = (end - begin) / 1e6
+        if name == "tpot":
+            short = (times.output_tokens == 0) | (times.output_tokens == 1)
+            took_ms = np.where(short, 0.0, took_ms / np.maximum(times.output_tokens - 1, 1))
+            known = times.ok & (short | (known & (times.events >= 2) & (times.output_tokens >= 2)))
+        late[name] = np.where(known, took_ms / limit_ms, np.inf)
+    return late

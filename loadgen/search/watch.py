@@ -1,0 +1,174 @@
+"""A process beside a search that reads a probe's records as they are written, and says when the probe has shown enough.
+
+`python -m loadgen.search.watch`: one order a line on standard input, one reply to each on standard output; it ends with
+its input. So the client's hot path does nothing for it: it neither judges nor reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.untrusted import UNDECODABLE
+from loadgen.clock import now_ns
+from loadgen.load.load import Load
+from loadgen.monitor.tail import Tail
+from loadgen.rundir import parts
+from loadgen.rundir.outcomes import OUTCOMES
+from loadgen.rundir.records import Table
+from loadgen.search.highest import Goal, Seen, judge
+from loadgen.search.objective import Times, lateness
+
+PERIOD_S = 0.5
+BLOCK_BYTES = 1 << 16
+
+
+class Watch(msgspec.Struct, frozen=True, kw_only=True):
+    """The order: which run directory, what is sent, and what is asked of it. requests: counted ones, at the most."""
+
+    directory: str
+    load: Load
+    limits_ms: dict[str, float]
+    attain: float
+    requests: int
+
+
+class Enough(msgspec.Struct, frozen=True):
+    """The reply: the probe in that directory may end."""
+
+    directory: str
+
+
+class _Line(msgspec.Struct):
+    """A line of records: a request, or the header."""
+
+    id: int = -1
+    phase: str = "measured"
+    sent_ns: int | None = None
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+    done_ns: int | None = None
+    output_tokens: int | None = None
+    events: int = 0
+    outcome: str = ""
+    t0_monotonic_ns: int | None = None
+
+
+class Follower:
+    """One probe's records so far."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._due_ns = watch.load.due_ns() if watch.load.streams is None else None
+        self._tails: dict[Path, Tail] = {}
+        self._decode = msgspec.json.Decoder(_Line).decode
+        self._t0_ns: int | None = None
+        self._rows: list[tuple[int, ...]] = []
+
+    def enough(self) -> bool:
+        """Whether the probe has shown what it can show."""
+        for part in parts.find(Path(self._watch.directory)):
+            if not part.packed and part.path not in self._tails:
+                self._tails[part.path] = Tail(part.path)
+        for tail in self._tails.values():
+            for line in tail.lines():
+                with contextlib.suppress(*UNDECODABLE):
+                    self._take(self._decode(line))
+        if self._t0_ns is None or not self._rows:
+            return False
+        rows = np.asarray(self._rows, np.int64)
+        _, sent_ns, first_ns, last_ns, done_ns, tokens, events, ended = rows.T
+        times = Times(sent_ns, first_ns, last_ns, done_ns, tokens, events, ended == 1)
+        over = ended >= 0
+        late = worst(lateness(self._watch.limits_ms, times))
+        elapsed_ns = now_ns() - self._t0_ns
+        seen = assemble(self._due_ns, rows[over, 0], times.sent_ns[over], times.done_ns[over], late[over], elapsed_ns)
+        return judge(Goal(attain=self._watch.attain), seen, self._watch.requests) is not None
+
+    def _take(self, line: _Line) -> None:
+        if line.t0_monotonic_ns is not None:
+            self._t0_ns = line.t0_monotonic_ns
+        elif line.id >= 0 and line.phase == "measured":
+            stamps = (line.sent_ns, line.first_token_ns, line.last_token_ns, line.done_ns, line.output_tokens)
+            ended = {"ok": 1, "cancelled": -1}.get(line.outcome, 0)
+            self._rows.append((line.id, *(-1 if each is None else each for each in stamps), line.events, ended))
+
+
+def worst(late: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+    latest: NDArray[np.float64] = np.max(list(late.values()), axis=0)
+    return latest
+
+
+def assemble(
+    due_ns: NDArray[np.int64] | None,
+    ids: NDArray[np.int64],
+    sent_ns: NDArray[np.int64],
+    done_ns: NDArray[np.int64],
+    late: NDArray[np.float64],
+    elapsed_ns: int,
+) -> Seen:
+    """The requests of a probe in the order in which they were sent, from those that are over (n,); due_ns: when each
+    was due, of a closed loop None. A request that was due and is not over is under way."""
+    known = ids < (len(due_ns) if due_ns is not None else int(ids.max(initial=-1)) + 1)
+    ids, sent_ns, done_ns, late = ids[known], sent_ns[known], done_ns[known], late[known]
+    if due_ns is not None:
+        count = max(int(np.searchsorted(due_ns, elapsed_ns, "right")), int(ids.max(initial=-1)) + 1)
+        sent_s = due_ns[:count] / 1e9
+    else:
+        count = int(ids.max(initial=-1)) + 1
+        sent_s = np.zeros(count)
+    done_s, lateness_ratio = np.full(count, np.inf), np.zeros(count)
+    sent_s[ids] = np.where(sent_ns >= 0, sent_ns / 1e9, sent_s[ids])
+    done_s[ids], lateness_ratio[ids] = np.maximum(done_ns / 1e9, sent_s[ids]), late
+    return Seen(
+        sent_s=np.maximum.accumulate(sent_s), done_s=done_s, late=lateness_ratio, elapsed_s=elapsed_ns / 1e9,
+        open_loop=due_ns is not None,
+    )  # fmt: skip
+
+
+def seen_of(table: Table, load: Load, limits_ms: Mapping[str, float], stopped_ns: int) -> Seen:
+    """A probe that is over, from its measured requests. stopped_ns: when its last request was sent."""
+    kept = table.outcome != OUTCOMES.index("cancelled")
+    times = Times(
+        table.sent_ns, table.first_token_ns, table.last_token_ns, table.done_ns, table.output_tokens, table.events,
+        table.ok,
+    )  # fmt: skip
+    late = worst(lateness(limits_ms, times))
+    due_ns = load.due_ns() if load.streams is None else None
+    if due_ns is not None:
+        due_ns = due_ns[: len(table)]
+    return assemble(due_ns, table.id[kept], table.sent_ns[kept], table.done_ns[kept], late[kept], stopped_ns)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the search; its end closes our standard input
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(10)
+    follower, directory, rest = None, "", b""
+    while True:
+        ready, _, _ = select.select([0], [], [], None if follower is None else PERIOD_S)
+        if ready:
+            if not (read := os.read(0, BLOCK_BYTES)):
+                return
+            *lines, rest = (rest + read).split(b"\n")
+            for line in lines:
+                watch = msgspec.json.decode(line, type=Watch)
+                follower, directory = Follower(watch), watch.directory
+        elif follower is not None and follower.enough():
+            follower = None
+            sys.stdout.buffer.write(msgspec.json.encode(Enough(directory)) + b"\n")
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
