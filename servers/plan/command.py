@@ -7,7 +7,6 @@ off what comes. What cannot do it stands below with the reason; no candidate is 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +32,10 @@ from loadgen.config import (
 )
 from loadgen.load.load import Load
 from loadgen.option_types import NumberOrText, Whole, WholeOrText, option
+from loadgen.search import objective
 from loadgen.server import embedded
 from servers.plan.candidates import ANY, NONE, Candidate, candidates, judge, ranked, read_prices
-from servers.plan.sizing import BEYOND, METRICS, STRETCH, Demand, Limits, trace_rate
+from servers.plan.sizing import BEYOND, STRETCH, Demand, Limits, trace_rate
 from servers.plan.table import Plan, render, to_json
 from servers.simulator import hardware
 from servers.simulator.build import EmulationError, Setup, emulate, profiles, read_profile
@@ -50,21 +50,7 @@ GPUS = Group("GPUs and prices", sort_key=3)
 
 def parse_slo(slo: str, percentile: float = 99.0) -> Limits:
     """'ttft_ms=500,tpot_ms=50'. Raises ConfigError."""
-    seconds: dict[str, float] = {}
-    for item in slo.split(","):
-        name, _, limit = item.strip().partition("=")
-        metric = name.removesuffix("_ms")
-        try:
-            milliseconds = float(limit)
-        except ValueError:
-            milliseconds = math.nan
-        if metric not in METRICS or not name.endswith("_ms") or not 0 < milliseconds < math.inf:
-            raise ConfigError(
-                f"--slo '{item.strip()}' is not understood; use ttft_ms=500,tpot_ms=50 (or e2el_ms), above 0."
-            )
-        if metric in seconds:
-            raise ConfigError(f"--slo limits {name} twice; give each once.")
-        seconds[metric] = milliseconds / 1e3
+    seconds = {name: limit_ms / 1e3 for name, limit_ms in objective.parse(slo).items()}
     if not 0 < percentile < 100:
         raise ConfigError(f"--percentile is {percentile:g}; it must be between 0 and 100.")
     return Limits(seconds=seconds, percentile=percentile)

@@ -18,11 +18,11 @@ from loadgen.load import arrivals as schedule
 from loadgen.load.lengths import fixed
 from loadgen.load.load import Load
 from loadgen.load.sessions import Turns
+from loadgen.search.objective import METRICS
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated
 from servers.simulator.virtual import Arrival, Outcome, bounds, simulate, simulate_sessions
 
-METRICS = ("ttft", "tpot", "e2el")
 BURST = 512  # most requests of the burst that shows how fast a server can work off what it has
 STABLE_RATIO = 0.95  # of that rate; beyond it, queues grow for longer than a short run can show
 LIVES = 8  # a run lasts at least so many times as long as a request

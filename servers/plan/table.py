@@ -14,8 +14,9 @@ from backends.untrusted import escaped
 from loadgen.load.load import Load
 from loadgen.report import text
 from loadgen.rundir.emulation import HeldOut
+from loadgen.search.objective import METRICS
 from servers.plan.candidates import Candidate, Prices, Row, Unmet
-from servers.plan.sizing import BEYOND, METRICS, Demand, Limits, trace_rate
+from servers.plan.sizing import BEYOND, Demand, Limits, trace_rate
 from servers.simulator import hardware
 from servers.simulator.build import Profile
 
