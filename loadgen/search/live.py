@@ -315,7 +315,8 @@ async def modelled_rate(wanted: Asked, whole: Run) -> float | None:
     is not known, or no model of it."""
     config = whole.config
     if config.gpu is None:
-        if config.where == "embedded" or (config.where == "url" and not config.url_is_local):
+        known = config.model is not None and (config.where != "url" or config.url_is_local)
+        if config.where == "embedded" or not known:
             return None
         cards = (await asyncio.to_thread(gpus.read)).gpus
         if not cards or config.gpus == "none":
