@@ -58,6 +58,7 @@ def test_known_queues() -> None:
         free_s = max(free_s, at) + 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["md1", "slots"])
 def test_the_true_knee_is_in_the_interval(name: str) -> None:
     world = search_worlds.WORLDS[name]()
@@ -87,6 +88,7 @@ def test_a_probe_is_sure_soon_where_the_answer_is_plain() -> None:
     assert judge(GOAL, seen(at_s[:60], 0.5, np.full(60, 0.2))) is None
 
 
+@pytest.mark.processes
 def test_a_verdict_is_rarely_wrong_however_often_one_looks() -> None:
     wrong = 0
     for seed in range(200):

@@ -159,6 +159,7 @@ def cost(row: Row) -> float:
     return row.output_tokens * float(row.load.partition(":")[2] or math.inf) + 1e9 * row.failed
 
 
+@pytest.mark.processes
 def test_the_command_writes_table_and_figure_and_marks_them(
     few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +184,7 @@ def test_the_command_writes_table_and_figure_and_marks_them(
     assert "EMULATED" in (out / "published.svg").read_text()
 
 
+@pytest.mark.processes
 def test_the_document_says_what_the_command_computed(few: None) -> None:
     """The cheapest rows are computed again; the rest of the table is the kept output of the command."""
     with (ROOT / "benchmarks" / "published" / "published.csv").open() as file:
