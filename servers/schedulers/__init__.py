@@ -29,8 +29,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "cached", "computed", "done", "emitted", "index", "joined", "output", "preemptions", "prompt",
-        "sampled", "segments",
+        "blocks", "cached", "computed", "done", "emitted", "index", "output", "preemptions", "prompt", "sampled",
+        "segments",
     )  # fmt: skip
 
     def __init__(self, index: int, prompt: int, output: int, segments: tuple[tuple[int, int], ...] = ()) -> None:
@@ -43,7 +43,6 @@ class Sequence:
         self.sampled = 0  # output tokens that scheduled steps will have given
         self.emitted = 0  # output tokens that finished steps have given
         self.blocks = 0
-        self.joined = 0  # of `decoding.Decoding`
         self.preemptions = 0
         self.done = False
 

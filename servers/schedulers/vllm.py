@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Protocol
 
 import msgspec
 
 from servers.schedulers import Paged, Rejected, Sequence, Step
 from servers.schedulers.blocks import BlockCache
-from servers.schedulers.decoding import Decoding, Held
 from servers.schedulers.groups import BLOCK_TOKENS, Groups
 
 
@@ -47,6 +47,12 @@ class _Recomputing(Paged):
         self._waiting.appendleft(sequence)
 
 
+class _Held(Protocol):
+    """Blocks of the pool that a request holds, by the blocks that its tokens would fill."""
+
+    def __getitem__(self, token_blocks: int, /) -> int: ...
+
+
 _EVERY = range(1 << 40)
 
 
@@ -68,17 +74,7 @@ class VllmV1(_Recomputing):
         super().__init__(kv_tokens, kv_tokens // BLOCK_TOKENS - 1)  # one block is kept as the null block
         self.depth = depth
         self._settings = settings
-        self._hold(_EVERY)
-
-    def _hold(self, held: Held) -> None:
-        self._held = held
-        self._decoding = Decoding(held, BLOCK_TOKENS)
-        self._others: list[Sequence] = []  # that run and are not in there, in order; they came after those that are
-
-    def cancel(self, sequence: Sequence) -> None:
-        self._decoding.settle()
-        super().cancel(sequence)
-        self._others = list(self._running)
+        self._held: _Held = _EVERY
 
     def admit(self, sequence: Sequence) -> None:
         if self._asked(sequence.prompt + sequence.output) > self._total:
@@ -91,57 +87,8 @@ class VllmV1(_Recomputing):
     def schedule(self) -> Step | None:
         step = Step()
         budget = self._settings.budget_tokens
-        if self._blocks_suffice(budget):
-            self._decode(step)
-            budget -= step.decode_rows
-            if self._others:
-                budget, _ = self._visit(step, self._others, budget)
-        else:
-            self._decoding.settle()
-            budget, preempted = self._visit(step, self._running, budget)
-            self._others = list(self._running)
-            budget = 0 if preempted else budget
-        if self._waiting:
-            came = len(self._running)
-            self._admit(step, budget)
-            self._others += self._running[came:]
-        if self._others:
-            self._count_on()
-        return step if step.decode_rows or step.prefill_rows else None
-
-    def _blocks_suffice(self, budget: int) -> bool:
-        """Whether there are tokens for all that decode, and blocks for all that will run: then none is preempted."""
-        budget -= len(self._decoding.rows)
-        missing = self._decoding.missing()
-        for sequence in self._others if budget > 0 else ():
-            tokens = min(sequence.prompt + sequence.sampled - sequence.computed, max(budget, 0))
-            missing += self._held[-(-(sequence.computed + tokens) // BLOCK_TOKENS)] - sequence.blocks
-            budget -= tokens
-        return budget >= 0 and missing <= self._free
-
-    def _decode(self, step: Step) -> None:
-        """One token for each of those that are counted together."""
-        decoding = self._decoding
-        self._free -= decoding.advance()
-        step.emits += decoding.rows
-        step.decode_rows = len(decoding.rows)
-        step.decode_context = decoding.context
-        decoding.leave()
-
-    def _count_on(self) -> None:
-        """Those that will take one token a step from now on are counted together."""
-        passed = 0
-        for sequence in self._others:
-            if sequence.sampled < sequence.output:
-                if not sequence.sampled or sequence.computed != sequence.prompt + sequence.sampled - 1:
-                    break
-                self._decoding.join(sequence)
-            passed += 1
-        del self._others[:passed]
-
-    def _visit(self, step: Step, running: list[Sequence], budget: int) -> tuple[int, bool]:
-        """Tokens for each of `running` in turn; what is left of the budget, and whether any was preempted."""
-        emits, held = step.emits, self._held
+        emits = step.emits
+        running, held = self._running, self._held
         preempted = False
         rows = context = 0
         index = 0
@@ -175,9 +122,10 @@ class VllmV1(_Recomputing):
                 sequence.sampled += 1
                 emits.append(sequence)
             index += 1
-        step.decode_rows += rows
-        step.decode_context += context
-        return budget, preempted
+        step.decode_rows = rows
+        step.decode_context = context
+        self._admit(step, 0 if preempted else budget)
+        return step if rows or step.prefill_rows else None
 
     def _take(self, sequence: Sequence, blocks: int) -> None:
         self._free -= blocks
@@ -211,7 +159,7 @@ class WindowedVllmV1(VllmV1):
         super().__init__(kv_tokens, settings, depth)
         self._groups = groups
         self._total = self._free = groups.blocks(kv_tokens) - 1
-        self._hold(_HeldInGroups(groups))
+        self._held = _HeldInGroups(groups)
 
     @property
     def used_tokens(self) -> int:
@@ -253,12 +201,6 @@ class CachingVllmV1(VllmV1):
     def cancel(self, sequence: Sequence) -> None:
         super().cancel(sequence)
         self.cache.forget(sequence)
-
-    def _blocks_suffice(self, budget: int) -> bool:
-        return False  # each is visited in every step: which blocks it fills is to be known at once
-
-    def _count_on(self) -> None:
-        self._others = []
 
     def finish(self, step: Step) -> None:
         for sequence in step.emits:
