@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from loadgen.cli import invoke, main
 from loadgen.config import Config, ConfigError
@@ -33,7 +34,7 @@ from servers.serve.modelled_timing import SimulatedTiming
 from servers.simulator import virtual
 from servers.simulator.build import SCHEDULERS, EmulationError, emulate, profiles
 from servers.simulator.options import Hardware
-from tests.lateness import measured_lateness
+from tests.lateness import Lateness, measured_lateness
 
 RUNS = Path(__file__).parents[3] / "benchmarks" / "runs"
 
@@ -119,8 +120,7 @@ def test_the_wire_gives_the_times_of_virtual_time(backend: str, tmp_path: Path) 
     e2el_ms = (table.last_token_ns - table.sent_ns) / 1e6
     model_ms = np.array([outcome.times_s[-1] - outcome.sent_s for outcome in outcomes]) * 1e3
     assert e2el_ms.min() >= model_ms.min() - 2  # never early
-    off_ms = float(np.mean(np.abs(np.sort(e2el_ms) - np.sort(model_ms))))  # the Wasserstein distance
-    assert off_ms <= 0.02 * model_ms.mean() + 4 * lateness.mean_ms, (off_ms, model_ms.mean(), lateness.mean_ms)
+    assert_as_modelled(np.sort(e2el_ms) - np.sort(model_ms), model_ms, lateness)
 
 
 @pytest.mark.processes
@@ -150,9 +150,9 @@ def test_a_trace_is_played_as_it_is_predicted(tmp_path: Path) -> None:
     lateness = watched.during(run)
     pairs = zip(played, modelled, strict=True)
     late_ms = np.array([one["done_ns"] - other["done_ns"] for one, other in pairs]) / 1e6
-    taken_ms = float(np.mean([line["done_ns"] - line["scheduled_ns"] for line in modelled])) / 1e6
-    assert np.median(late_ms) >= -0.02 * taken_ms  # a later step can hold more, never all of them
-    assert np.abs(late_ms).mean() <= 0.02 * taken_ms + 4 * lateness.mean_ms, (late_ms, taken_ms, lateness.mean_ms)
+    modelled_ms = np.array([line["done_ns"] - line["scheduled_ns"] for line in modelled]) / 1e6
+    assert np.median(late_ms) >= -0.02 * modelled_ms.mean()  # a later step can hold more, never all of them
+    assert_as_modelled(late_ms, modelled_ms, lateness)
 
 
 @pytest.mark.processes
@@ -185,8 +185,15 @@ def test_sessions_are_played_as_they_are_predicted(backend: str, tmp_path: Path)
     taken_ms, modelled_ms = (
         np.array([line["done_ns"] - line["scheduled_ns"] for line in lines]) / 1e6 for lines in (played, modelled)
     )
-    off_ms = float(np.abs(taken_ms - modelled_ms).mean())
-    assert off_ms <= 0.02 * modelled_ms.mean() + 4 * lateness.mean_ms, (off_ms, modelled_ms.mean(), lateness.mean_ms)
+    assert_as_modelled(taken_ms - modelled_ms, modelled_ms, lateness)
+
+
+def assert_as_modelled(off_ms: NDArray[np.float64], modelled_ms: NDArray[np.float64], lateness: Lateness) -> None:
+    """Within 2 % and what the machine adds, for most requests: a single stall of the machine falls on all requests of
+    its moment, some of a hundred, while the control, which it meets once, hardly tells it. A model that the wire does
+    not keep to is off for all of them."""
+    allowed_ms = 0.02 * modelled_ms.mean() + 4 * lateness.mean_ms
+    assert np.median(np.abs(off_ms)) <= allowed_ms, (off_ms, modelled_ms.mean(), lateness.mean_ms)
 
 
 def measured_lines(directory: Path) -> list[dict[str, Any]]:
