@@ -21,6 +21,7 @@ from loadgen.load.sessions import Turns
 from loadgen.search.objective import METRICS
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated
+from servers.simulator.engine import place_s
 from servers.simulator.virtual import Arrival, Outcome, bounds, simulate, simulate_sessions
 
 BURST = 512  # most requests of the burst that shows how fast a server can work off what it has
@@ -162,13 +163,13 @@ def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settl
             if value > limits.seconds.get(name, math.inf):
                 miss(name)
 
-    def deliver(emits: list[Sequence], at_s: float, gap_s: float) -> None:
-        for sequence in emits:
+    def deliver(emits: list[Sequence], begin_s: float, gap_s: float) -> None:
+        for place in engine.turning:
+            sequence, at_s = emits[place], place_s(begin_s, gap_s, place)
             if sequence.emitted == 1:
                 first_s[sequence.index] = at_s
             if sequence.emitted == sequence.output:
                 end(sequence.index, sequence.output, at_s)
-            at_s += gap_s
 
     engine = emulated.engine(deliver)
     missed = None

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from backends import catalog
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated, EmulationError, Setup, emulate
+from servers.simulator.engine import place_s
 
 PLAYED_TOKENS = 300_000  # of output, that a shortened run has about
 EDGE = 500  # requests of an open loop's beginning and end
@@ -235,16 +236,15 @@ class _Player:
         self._freed: list[float] = []
         self._engine = emulated.engine(self._deliver)
 
-    def _deliver(self, emits: list[Sequence], at_s: float, gap_s: float) -> None:
+    def _deliver(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
         first, last, freed = self._first, self._last, self._freed
-        for sequence in emits:
-            emitted = sequence.emitted
-            if emitted == 1:
+        for place in self._engine.turning:
+            sequence, at_s = emits[place], place_s(first_s, gap_s, place)
+            if sequence.emitted == 1:
                 first[sequence.index] = at_s
-            if emitted == sequence.output:
+            if sequence.emitted == sequence.output:
                 last[sequence.index] = at_s
                 heapq.heappush(freed, at_s)
-            at_s += gap_s
 
     def closed(self, streams: int) -> list[tuple[float, float, float]]:
         """(sent, first token, last token) of each, in seconds; a stream sends when its reply has ended."""

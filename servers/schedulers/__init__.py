@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 
 class Rejected(Exception):
@@ -20,17 +20,27 @@ class Rejected(Exception):
         self.status = status
 
 
+class Rounds(Protocol):
+    """Steps that were scheduled, and how many of them are over."""
+
+    scheduled: int
+    finished: int
+
+
 class Sequence:
     """One request as a scheduler sees it. Lengths in tokens; `output` is what it will have generated in the end.
 
     `segments`: (key, tokens) pieces of the prompt, going on into the reply. Equal keys mean equal tokens from the
     piece's beginning on, however long the piece is in each request. What they leave of prompt and reply nobody shares.
     Keys are whole numbers of 64 bits.
+
+    While it is `counted` with others, `computed`, `sampled` and `emitted` are not kept here but worked out for whoever
+    asks; `offset` and `joined` are then those of `decoding.Decoding`.
     """
 
     __slots__ = (
-        "blocks", "cached", "computed", "done", "emitted", "index", "output", "preemptions", "prompt", "sampled",
-        "segments",
+        "blocks", "cached", "computed", "counted", "done", "emitted", "index", "joined", "offset", "output",
+        "preemptions", "prompt", "sampled", "segments",
     )  # fmt: skip
 
     def __init__(self, index: int, prompt: int, output: int, segments: tuple[tuple[int, int], ...] = ()) -> None:
@@ -45,6 +55,21 @@ class Sequence:
         self.blocks = 0
         self.preemptions = 0
         self.done = False
+        self.counted: Rounds | None = None
+        self.offset = self.joined = 0
+
+    if not TYPE_CHECKING:  # else every name would be known
+
+        def __getattr__(self, name: str) -> int:
+            """Of a slot that is empty."""
+            counted = self.counted
+            if name == "emitted":
+                return self.offset + max(counted.finished, self.joined)
+            if name == "sampled":
+                return self.offset + counted.scheduled
+            if name == "computed":
+                return self.prompt + self.offset + counted.scheduled - 1
+            raise AttributeError(f"a Sequence has no {name}")
 
 
 @dataclass(slots=True)
@@ -53,6 +78,10 @@ class Step:
 
     prefill_work counts pairs of query and key: the sum of q * (c + q / 2) over chunks of q tokens that follow c cached.
     chunks: (c, q) of each.
+
+    `turning`: places in `emits` of those whose first or last token it is; None: not known before the step ends.
+    `ends`: those that were counted up to their last token, which this step gives; `singles`: those of `emits` that are
+    counted one by one. `lengths`: tokens of each of `emits`, prompt and reply, where its cost needs them.
     """
 
     emits: list[Sequence] = field(default_factory=list)
@@ -62,6 +91,10 @@ class Step:
     prefill_tokens: int = 0
     prefill_work: float = 0.0
     chunks: list[tuple[int, int]] = field(default_factory=list)
+    turning: list[int] | None = None
+    ends: list[Sequence] = field(default_factory=list)
+    singles: list[Sequence] = field(default_factory=list)
+    lengths: list[int] | None = None
 
     def prefill(self, tokens: int, cached: int) -> None:
         self.prefill_rows += 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 import msgspec
 
 from servers.schedulers import Paged, Rejected, Sequence, Step
 from servers.schedulers.blocks import BlockCache
+from servers.schedulers.decoding import Decoding, Held
 from servers.schedulers.groups import BLOCK_TOKENS, Groups
 
 
@@ -47,12 +47,6 @@ class _Recomputing(Paged):
         self._waiting.appendleft(sequence)
 
 
-class _Held(Protocol):
-    """Blocks of the pool that a request holds, by the blocks that its tokens would fill."""
-
-    def __getitem__(self, token_blocks: int, /) -> int: ...
-
-
 _EVERY = range(1 << 40)
 
 
@@ -74,7 +68,13 @@ class VllmV1(_Recomputing):
         super().__init__(kv_tokens, kv_tokens // BLOCK_TOKENS - 1)  # one block is kept as the null block
         self.depth = depth
         self._settings = settings
-        self._held: _Held = _EVERY
+        self._under_way: deque[Step] = deque()
+        self._hold(_EVERY)
+
+    def _hold(self, held: Held, publishes: bool = False) -> None:
+        self._held = held
+        self._decoding = Decoding(held, BLOCK_TOKENS, publishes)
+        self._others: list[Sequence] = []  # that run and are not in there, in order; they came after those that are
 
     def admit(self, sequence: Sequence) -> None:
         if self._asked(sequence.prompt + sequence.output) > self._total:
@@ -84,11 +84,113 @@ class VllmV1(_Recomputing):
         """Blocks that must be free for so many tokens."""
         return -(-tokens // BLOCK_TOKENS)
 
+    def cancel(self, sequence: Sequence) -> None:
+        self._settle()
+        super().cancel(sequence)
+        self._others = list(self._running)
+
     def schedule(self) -> Step | None:
         step = Step()
         budget = self._settings.budget_tokens
-        emits = step.emits
-        running, held = self._running, self._held
+        decoding = self._decoding
+        rows, counted = decoding.rows, 0
+        preempted = False
+        if self._suffices(budget):
+            step.emits, counted = rows, len(rows)
+            step.decode_rows, step.decode_context = counted, decoding.context + counted
+            for sequence, blocks in decoding.taking:
+                if blocks != sequence.blocks:
+                    self._take(sequence, blocks - sequence.blocks)
+            step.ends = decoding.advance()
+            budget -= counted
+            if self._others or self._waiting:
+                step.emits = rows.copy()
+                budget, _ = self._visit(step, self._others, budget)
+        else:
+            self._settle()
+            decoding.scheduled += 1
+            budget, preempted = self._visit(step, self._running, budget)
+            self._others = list(self._running)
+        self._let_in(step, 0 if preempted else budget, counted)
+        if not (step.decode_rows or step.prefill_rows):
+            decoding.scheduled -= 1
+            return None
+        step.turning = [rows.index(sequence) for sequence in step.ends]
+        if len(step.emits) > counted:
+            self._count_on(step, counted)
+        self._under_way.append(step)
+        return step
+
+    def _suffices(self, budget: int) -> bool:
+        """Whether there are tokens for all that decode, and blocks for all that will run: then none is preempted."""
+        budget -= len(self._decoding.rows)
+        missing = self._decoding.missing()
+        for sequence in self._others if budget > 0 else ():
+            if sequence.sampled < sequence.output:
+                tokens = min(sequence.prompt + sequence.sampled - sequence.computed, max(budget, 0))
+                missing += self._held[-(-(sequence.computed + tokens) // BLOCK_TOKENS)] - sequence.blocks
+                budget -= tokens
+        return budget >= 0 and missing <= self._free
+
+    def _count_on(self, step: Step, counted: int) -> None:
+        """Of a step that is put together, whose first `counted` tokens are of those that are counted: who of the others
+        will take one token in every step from now on is counted with them."""
+        step.singles = step.emits[counted:]
+        assert step.turning is not None
+        step.turning += [
+            place for place, sequence in enumerate(step.singles, counted) if sequence.sampled in (1, sequence.output)
+        ]
+        joining: list[Sequence] = []
+        passed = emitting = 0
+        for sequence in self._others:
+            if sequence.sampled < sequence.output:
+                if emitting == len(step.singles) or step.singles[emitting] is not sequence:
+                    break
+                joining.append(sequence)
+                emitting += 1
+            elif emitting < len(step.singles) and step.singles[emitting] is sequence:
+                emitting += 1
+            passed += 1
+        del self._others[:passed]
+        if joining:
+            self._decoding.join(joining)
+
+    def _settle(self) -> None:
+        """All are counted one by one again, also for the steps that are under way."""
+        for step in self._under_way:
+            self._decoding.settle(step.ends)
+            step.singles, step.ends = step.emits, []
+        self._decoding.settle([])
+
+    def finish(self, step: Step) -> None:
+        self._under_way.popleft()
+        self._decoding.finished += 1
+        ended = step.ends
+        for sequence in ended:
+            sequence.counted = None
+            sequence.emitted = sequence.output
+        for sequence in step.singles:
+            if sequence.counted is None:
+                sequence.emitted += 1
+                if sequence.emitted == sequence.output:
+                    ended = [*ended, sequence]
+        if ended:
+            self._end(ended)
+
+    def _end(self, ended: list[Sequence]) -> None:
+        for sequence in ended:
+            if not sequence.done:
+                sequence.done = True
+                self._release(sequence)
+        self._running = [sequence for sequence in self._running if not sequence.done]
+        if self._others:
+            self._others = [sequence for sequence in self._others if not sequence.done]
+        if any(not sequence.computed for sequence in ended):  # preempted with its last token on the way
+            self._waiting = deque(sequence for sequence in self._waiting if not sequence.done)
+
+    def _visit(self, step: Step, running: list[Sequence], budget: int) -> tuple[int, bool]:
+        """Tokens for each of `running` in turn; what is left of the budget, and whether any was preempted."""
+        emits, held = step.emits, self._held
         preempted = False
         rows = context = 0
         index = 0
@@ -122,10 +224,16 @@ class VllmV1(_Recomputing):
                 sequence.sampled += 1
                 emits.append(sequence)
             index += 1
-        step.decode_rows = rows
-        step.decode_context = context
-        self._admit(step, 0 if preempted else budget)
-        return step if rows or step.prefill_rows else None
+        step.decode_rows += rows
+        step.decode_context += context
+        return budget, preempted
+
+    def _let_in(self, step: Step, budget: int, counted: int) -> None:
+        """Requests that wait, and run then. counted: how many of the first tokens are of those that are counted."""
+        if self._waiting:
+            came = len(self._running)
+            self._admit(step, budget)
+            self._others += self._running[came:]
 
     def _take(self, sequence: Sequence, blocks: int) -> None:
         self._free -= blocks
@@ -159,12 +267,21 @@ class WindowedVllmV1(VllmV1):
         super().__init__(kv_tokens, settings, depth)
         self._groups = groups
         self._total = self._free = groups.blocks(kv_tokens) - 1
-        self._held = _HeldInGroups(groups)
+        self._hold(_HeldInGroups(groups))
+        self._least_window = min(window.tokens for window in groups.windows if window is not None)
 
     @property
     def used_tokens(self) -> int:
         """In proportion to the blocks."""
         return round((self._total - self._free) / self._total * self.kv_tokens)
+
+    def schedule(self) -> Step | None:
+        step = super().schedule()
+        if step is not None and step.decode_context > self._least_window:
+            finished, counted = self._decoding.finished, len(step.emits) - len(step.singles)
+            lengths = [sequence.prompt + sequence.offset + finished for sequence in step.emits[:counted]]
+            step.lengths = lengths + [sequence.prompt + sequence.emitted for sequence in step.singles]
+        return step
 
     def _asked(self, tokens: int) -> int:
         return self._groups.asked(tokens)
@@ -197,19 +314,28 @@ class CachingVllmV1(VllmV1):
     def __init__(self, kv_tokens: int, settings: VllmV1.Settings, depth: int = 2) -> None:
         super().__init__(kv_tokens, settings, depth)
         self.cache = BlockCache(self._total, BLOCK_TOKENS)
+        self._hold(_EVERY, publishes=True)
 
     def cancel(self, sequence: Sequence) -> None:
         super().cancel(sequence)
         self.cache.forget(sequence)
 
     def finish(self, step: Step) -> None:
-        for sequence in step.emits:
-            if sequence.blocks and not sequence.done:
+        self._publish_known(self._decoding.finished + 1)
+        for sequence in step.singles:
+            if sequence.counted is None and sequence.blocks and not sequence.done:
                 self.cache.publish(sequence, sequence.computed + sequence.emitted + 1 - sequence.sampled)
         super().finish(step)
-        for sequence in step.emits:
-            if sequence.done:
-                self.cache.forget(sequence)
+
+    def _end(self, ended: list[Sequence]) -> None:
+        super()._end(ended)
+        for sequence in ended:
+            self.cache.forget(sequence)
+
+    def _publish_known(self, step: int) -> None:
+        """Of those that are counted and in the step with this number, the blocks whose last token is known by now."""
+        for sequence, tokens in self._decoding.known(self._decoding.finished, step):
+            self.cache.publish(sequence, tokens)
 
     def _take(self, sequence: Sequence, blocks: int) -> None:
         super()._take(sequence, blocks)
@@ -219,13 +345,19 @@ class CachingVllmV1(VllmV1):
         self._free += self.cache.release(sequence)
         sequence.blocks = 0
 
+    def _let_in(self, step: Step, budget: int, counted: int) -> None:
+        """What the step fills can be found already by requests that it lets in."""
+        self._publish_known(self._decoding.scheduled)
+        if self._others:
+            for sequence in step.emits[counted:]:
+                self.cache.publish(sequence, min(sequence.computed, sequence.prompt + sequence.emitted))
+            for sequence in self._others:
+                if sequence.sampled == sequence.emitted:  # a part of its prompt
+                    self.cache.publish(sequence, sequence.computed)
+        super()._let_in(step, budget, counted)
+
     def _admit(self, step: Step, budget: int) -> None:
         cache = self.cache
-        for sequence in step.emits:
-            cache.publish(sequence, min(sequence.computed, sequence.prompt + sequence.emitted))
-        for sequence in self._running:
-            if sequence.sampled == sequence.emitted:  # a part of its prompt
-                cache.publish(sequence, sequence.computed)
         while self._waiting and budget > 0 and len(self._running) < self._settings.max_running:
             sequence = self._waiting[0]
             whole = sequence.prompt + sequence.sampled

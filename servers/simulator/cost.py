@@ -381,7 +381,7 @@ def _context_seen(step: Step, window: Window | None) -> float:
     get a token: alone each is known only to the scheduler."""
     if window is None or step.decode_context <= window.tokens:
         return step.decode_context
-    lengths = [sequence.prompt + sequence.emitted for sequence in step.emits]
+    lengths = step.lengths or [sequence.prompt + sequence.emitted for sequence in step.emits]
     scale = step.decode_context / step.decode_rows * len(lengths) / sum(lengths)
     longest = max(lengths) * scale
     if longest <= window.tokens:

@@ -42,7 +42,7 @@ class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
 class Engine:
     """Runs a scheduler's steps, each of which takes the seconds of `takes` on the GPU and to be launched.
     `deliver(emits, first_s, gap_s)` is called with the tokens of each step: the k-th of `emits` leaves the server at
-    first_s + k * gap_s."""
+    first_s + k * gap_s. Meanwhile `turning` has the places in `emits` of those whose first or last token it is."""
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class Engine:
         self._token_s = front.token_us * 1e-6
         self._first_token_s = front.first_token_us * 1e-6
         self._latency_s = front.latency_us * 1e-6
+        self.turning: list[int] = []
         self.now_s = 0.0
         self._taking_in: list[Sequence] = []
         self._taken_in_s = math.inf  # when they are through
@@ -151,13 +152,27 @@ class Engine:
         return filled
 
     def _hand_out(self, step: Step) -> None:
-        if step.emits:
-            # what has not gone out when the next tokens of the same requests come goes out together with them
-            took_s = len(step.emits) * self._token_s
-            self._front_s = max(min(max(self._front_s, self.now_s), self.now_s + took_s), self._first_s)
-            if step.prefill_rows and self._first_token_s:
-                prompts = sum([sequence.prompt for sequence in step.emits if sequence.emitted == 1])
-                self._front_s += prompts * self._first_token_s
-                self._first_s = self._front_s + took_s
-            self._deliver(step.emits, self._front_s + self._token_s + self._latency_s, self._token_s)
-            self._front_s += took_s
+        emits = step.emits
+        if not emits:
+            return
+        turning = step.turning
+        if turning is None:
+            turning = [place for place, each in enumerate(emits) if each.emitted == 1 or each.emitted == each.output]
+        self.turning = turning
+        # what has not gone out when the next tokens of the same requests come goes out together with them
+        now_s, token_s = self.now_s, self._token_s
+        took_s = len(emits) * token_s
+        front_s = max(min(max(self._front_s, now_s), now_s + took_s), self._first_s)
+        if step.prefill_rows and self._first_token_s:
+            prompts = sum([emits[place].prompt for place in turning if emits[place].emitted == 1])
+            front_s += prompts * self._first_token_s
+            self._first_s = front_s + took_s
+        self._front_s = front_s + took_s
+        self._deliver(emits, front_s + token_s + self._latency_s, token_s)
+
+
+def place_s(first_s: float, gap_s: float, place: int) -> float:
+    """When the token at `place` of a delivery leaves, added up one by one as for all of them."""
+    for _ in range(place):
+        first_s += gap_s
+    return first_s

@@ -13,6 +13,9 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from loadgen import rundir
 from loadgen.config import Config
 from loadgen.load.arrivals import Streams
@@ -20,8 +23,10 @@ from loadgen.load.load import Load
 from loadgen.load.sessions import Turns
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated, EmulationError
+from servers.simulator.engine import place_s
 
 URL = "virtual time"  # in the place of an address
+TOKENS_AT_ONCE = 1 << 20
 
 
 class Arrival(NamedTuple):
@@ -66,14 +71,16 @@ def simulate(
     freed = [] if streams is None else [streams.start_s(stream) for stream in range(streams.most)]
     going = len(freed)
 
-    def deliver(emits: list[Sequence], at_s: float, gap_s: float) -> None:
-        for sequence in emits:
-            outcomes[sequence.index].times_s.append(at_s)
+    tokens = _Tokens(outcomes)
+
+    def deliver(emits: list[Sequence], first_s: float, gap_s: float) -> None:
+        tokens.put(emits, first_s, gap_s)
+        for place in engine.turning:
+            sequence = emits[place]
             if sequence.emitted == sequence.output:
                 outcomes[sequence.index].cached_tokens = sequence.cached
                 if streams is not None:
-                    heapq.heappush(freed, at_s)
-            at_s += gap_s
+                    heapq.heappush(freed, place_s(first_s, gap_s, place))
 
     engine = emulated.engine(deliver)
 
@@ -106,9 +113,72 @@ def simulate(
                 break
             send(at_s, arrival)
     engine.advance(math.inf)
+    tokens.sort()
     if any(map(_lacks, outcomes)):
         raise _stuck(outcomes)
     return outcomes
+
+
+class _Tokens:
+    """When each token came: put down by the step, and given to the requests' outcomes when there are many."""
+
+    def __init__(self, outcomes: list[Outcome] | dict[int, Outcome]) -> None:
+        """outcomes: by the requests' numbers."""
+        self._outcomes = outcomes
+        self._steps: list[tuple[list[Sequence], float, float]] = []
+        self._count = 0
+
+    def put(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
+        self._steps.append((emits, first_s, gap_s))
+        self._count += len(emits)
+        if self._count > TOKENS_AT_ONCE:
+            self.sort()
+
+    def sort(self) -> None:
+        """Gives out what was put down."""
+        if not self._steps:
+            return
+        whose, times_s = self._whose(), self._times_s()
+        self._steps, self._count = [], 0
+        whose -= (least := int(whose.min()))
+        # by the radix where numbers are short
+        order = np.argsort(whose.astype(np.uint16) if int(whose.max()) < 1 << 16 else whose, kind="stable")
+        whose, times_s = whose[order], times_s[order]
+        begins = np.flatnonzero(np.diff(whose, prepend=-1))
+        ends = np.append(begins[1:], len(whose))
+        numbers = (whose[begins] + least).tolist()
+        raw, size = memoryview(times_s).cast("B"), times_s.itemsize
+        for number, begin, end in zip(numbers, begins.tolist(), ends.tolist(), strict=True):
+            self._outcomes[number].times_s.frombytes(raw[begin * size : end * size])
+
+    def _whose(self) -> NDArray[np.int64]:
+        """The number of the request of each token (all tokens,)."""
+        parts: list[NDArray[np.int64]] = []
+        before: list[Sequence] = []
+        for emits, _, _ in self._steps:
+            if emits is not before:
+                part = np.array([sequence.index for sequence in emits], np.int64)
+                before = emits
+            parts.append(part)
+        return np.concatenate(parts)
+
+    def _times_s(self) -> NDArray[np.float64]:
+        """When each token came (all tokens,), added up one by one within a step."""
+        counts = np.array([len(emits) for emits, _, _ in self._steps])
+        begins = np.cumsum(counts) - counts
+        first_s = np.array([each for _, each, _ in self._steps])
+        gap_s = np.array([each for _, _, each in self._steps])
+        times_s = np.empty(int(counts.sum()))
+        sizes = np.ceil(np.log2(counts)).astype(np.int64)
+        for size in np.unique(sizes).tolist():  # together with others at most twice as long
+            steps = np.flatnonzero(sizes == size)
+            places = np.arange(int(counts[steps].max()))
+            sums = np.repeat(gap_s[steps, None], len(places), axis=1)
+            sums[:, 0] = first_s[steps]
+            np.add.accumulate(sums, axis=1, out=sums)
+            there = places < counts[steps, None]
+            times_s[(begins[steps, None] + places)[there]] = sums[there]
+        return times_s
 
 
 def simulate_sessions(
@@ -130,6 +200,7 @@ class _Sessions:
         self._arrivals, self._turns, self._streams = arrivals, turns, streams
         self._engine = emulated.engine(self._deliver)
         self._outcomes: dict[int, Outcome] = {}
+        self._tokens = _Tokens(self._outcomes)
         begins = [number for number in turns.first.tolist() if number < len(arrivals)]
         self._begins = iter(begins)
         self._due: list[tuple[float, int]]  # a heap of (seconds, turn)
@@ -150,6 +221,7 @@ class _Sessions:
             turn = self._begin(at_s) if number == self._ANY else number
             if turn is not None:
                 self._send(at_s, turn)
+        self._tokens.sort()
         outcomes = [self._outcomes[number] for number in sorted(self._outcomes)]
         if any(map(_lacks, outcomes)):
             raise _stuck(outcomes)
@@ -172,15 +244,13 @@ class _Sessions:
             outcome.status = refused.status
             self._give_up(number, at_s)
 
-    def _deliver(self, emits: list[Sequence], at_s: float, gap_s: float) -> None:
-        outcomes = self._outcomes
-        for sequence in emits:
-            outcome = outcomes[sequence.index]
-            outcome.times_s.append(at_s)
+    def _deliver(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
+        self._tokens.put(emits, first_s, gap_s)
+        for place in self._engine.turning:
+            sequence = emits[place]
             if sequence.emitted == sequence.output:
-                outcome.cached_tokens = sequence.cached
-                self._ended(sequence.index, at_s)
-            at_s += gap_s
+                self._outcomes[sequence.index].cached_tokens = sequence.cached
+                self._ended(sequence.index, place_s(first_s, gap_s, place))
 
     def _ended(self, number: int, at_s: float) -> None:
         if not self._turns.is_last(number):
