@@ -6,6 +6,7 @@ A shape depends on nothing but the load and the request's number; clients, predi
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -146,6 +147,21 @@ class TraceShapes:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._shared = trace.shared_tokens().tolist()
+
+    def __len__(self) -> int:
+        return len(self._trace)
+
+    def in_common(self) -> Iterator[Shape]:
+        """Each request of the trace once, with those segments only that another has too: the others are as its own."""
+        trace = self._trace
+        block = trace.block_tokens
+        rows = (trace.input_tokens, trace.output_tokens, trace.hash_offsets[:-1], trace.common_blocks(), self._shared)
+        for prompt_tokens, output_tokens, begin, common, shared in zip(
+            *(column.tolist() if not isinstance(column, list) else column for column in rows), strict=True
+        ):
+            keys = trace.hash_ids[begin : begin + common].tolist() if common else ()
+            segments = tuple([(key, min(block, prompt_tokens - place * block)) for place, key in enumerate(keys)])
+            yield Shape(prompt_tokens, output_tokens, segments, shared)
 
     def shape(self, number: int) -> Shape:
         """Beyond its end, for a warm-up that has more requests, the trace begins again."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import gzip
 import itertools
 import math
@@ -117,7 +118,15 @@ class Trace:
     def shared_tokens(self) -> NDArray[np.int64]:
         """How many tokens at the beginning of each prompt an earlier request of the trace has had, in whole blocks; a
         block counts as the same after the same blocks only. Shape (n,)."""
-        shared = np.zeros(len(self), np.int64)
+        return self._shared[0]
+
+    def common_blocks(self) -> NDArray[np.int64]:
+        """How many blocks at the beginning of each prompt any other request of the trace has had. Shape (n,)."""
+        return self._shared[1]
+
+    @functools.cached_property
+    def _shared(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        shared, common = np.zeros(len(self), np.int64), np.zeros(len(self), np.int64)
         begins, counts = self.hash_offsets[:-1], np.diff(self.hash_offsets)
         _, ids = np.unique(self.hash_ids, return_inverse=True)
         requests = np.flatnonzero(counts)  # those that may still share a block with another
@@ -128,9 +137,10 @@ class Trace:
             _, first, parents, sizes = np.unique(chains, return_index=True, return_inverse=True, return_counts=True)
             shared[requests[first[parents] < np.arange(len(requests))]] += self.block_tokens
             depth += 1
+            common[requests[sizes[parents] > 1]] = depth
             more = (sizes[parents] > 1) & (counts[requests] > depth)
             requests, parents = requests[more], parents[more]
-        return np.minimum(shared, self.input_tokens)
+        return np.minimum(shared, self.input_tokens), common
 
 
 class _Mooncake(msgspec.Struct):

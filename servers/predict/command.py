@@ -21,7 +21,7 @@ from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, Placeme
 from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
 from loadgen.load.sessions import Turns
-from loadgen.load.shapes import Shapes
+from loadgen.load.shapes import Shapes, TraceShapes
 from loadgen.option_types import names, offers, option
 from loadgen.plan import planned_load, read_dataset
 from loadgen.rundir import records
@@ -173,7 +173,10 @@ def requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
     due_s = load.due_ns() / 1e9 if load.streams is None else np.zeros(load.requests or 0)
     if (turns := load.turns()) is not None:
         due_s = np.repeat(due_s, np.diff(turns.first)[: len(due_s)])
-    return [Arrival(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(due_s.tolist())]
+    asked = (shapes.shape(number) for number in range(len(due_s)))
+    if isinstance(shapes, TraceShapes) and len(due_s) == len(shapes):
+        asked = shapes.in_common()
+    return [Arrival(at_s, *shape[:3]) for at_s, shape in zip(due_s.tolist(), asked, strict=True)]
 
 
 def _longest_tokens(load: Load, shapes: Shapes, sent: list[Arrival] | Iterator[Arrival]) -> int:

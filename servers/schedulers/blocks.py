@@ -4,6 +4,9 @@ Free blocks wait in one queue: those that hold nothing known first, then the oth
 by how long nobody has held them. A block that is handed out loses its content. Within a request that lets go, later
 blocks go before earlier ones, so that the end of a prefix is lost before its beginning. Several blocks may hold the
 same: the one that was there first is found.
+
+Blocks that end in what a request shares with nobody are only counted. Nobody but the request itself finds them, when it
+comes back after it was preempted; and then all that are left of them, since whatever is before them is lost later.
 """
 
 from __future__ import annotations
@@ -24,83 +27,123 @@ class Block:
         self.holders = 1
 
 
-class _Held:
-    """What a request holds, and what its blocks will hold: the first `published` of them can be found."""
+_OWN = Block()  # stands for one that is only counted, and which nobody holds
+_OWN.holders = 0
 
-    __slots__ = ("blocks", "contents", "published")
+
+class _Held:
+    """What a request holds: `blocks`, and what they will hold, and behind them `own` ones that are only counted. The
+    first `published` of all can be found. idle: own ones that it has let go of and that can still be found."""
+
+    __slots__ = ("blocks", "contents", "idle", "own", "published")
 
     def __init__(self, contents: list[Position]) -> None:
         self.blocks: list[Block] = []
         self.contents = contents
+        self.own = self.idle = 0
         self.published = 0
 
 
 class BlockCache:
-    """`blank` blocks hold nothing known; `idle` ones are held by nobody, in the order in which they are handed out."""
+    """`blank` blocks hold nothing known; `idle` ones are held by nobody, in the order in which they are handed out: by
+    themselves, or a request's own ones together, the last of them first."""
 
     def __init__(self, blocks: int, block_tokens: int) -> None:
         self.blank = blocks
-        self.idle: OrderedDict[Block, None] = OrderedDict()
+        self.idle: OrderedDict[Block | _Held, None] = OrderedDict()
         self._block_tokens = block_tokens
         self._known: dict[Position, dict[Block, None]] = {}
+        self._own_known = 0
         self._held: dict[Sequence, _Held] = {}
 
     @property
     def findable(self) -> int:
         """Contents that can be found."""
-        return len(self._known)
+        return len(self._known) + self._own_known
 
     def find(self, sequence: Sequence, most: int) -> list[Block]:
         """The blocks that hold the beginning of the request's tokens, at most so many. Nothing changes."""
         held = self._held.get(sequence)
         if held is None:
-            held = self._held[sequence] = _Held(block_ends(sequence, self._block_tokens))
+            held = self._held[sequence] = _Held(block_ends(sequence, self._block_tokens, own=False))
         found: list[Block] = []
         for content in held.contents[:most]:
             same = self._known.get(content)
             if same is None:
-                break
+                return found
             found.append(next(iter(same)))
-        return found
+        return found + [_OWN] * held.idle
 
     def hold(self, sequence: Sequence, found: list[Block]) -> None:
         """A request that holds nothing takes over what `find` found for it."""
-        for block in found:
+        held = self._held[sequence]
+        held.published = len(found)
+        held.blocks = found[: len(held.contents)]
+        for block in held.blocks:
             if not block.holders:
                 del self.idle[block]
             block.holders += 1
-        held = self._held[sequence]
-        held.blocks = found
-        held.published = len(found)
+        if held.idle:
+            del self.idle[held]
+        held.own, held.idle = held.idle, 0
 
     def take(self, sequence: Sequence, blocks: int) -> None:
         """Hands out so many free blocks, which there must be."""
-        blank = min(blocks, self.blank)
-        self.blank -= blank
-        for _ in range(blocks - blank):
-            block, _ = self.idle.popitem(last=False)
+        left = blocks - min(blocks, self.blank)
+        self.blank -= blocks - left
+        idle, known = self.idle, self._known
+        while left:
+            block, _ = idle.popitem(last=False)
+            if isinstance(block, _Held):
+                lost = min(left, block.idle)
+                block.idle -= lost
+                self._own_known -= lost
+                left -= lost
+                if block.idle:
+                    idle[block] = None
+                    idle.move_to_end(block, last=False)
+                continue
+            left -= 1
             assert block.content is not None
-            same = self._known[block.content]
-            del same[block]
-            if not same:
-                del self._known[block.content]
-        self._held[sequence].blocks += [Block() for _ in range(blocks)]
+            same = known[block.content]
+            if len(same) == 1:
+                del known[block.content]
+            else:
+                del same[block]
+        held = self._held[sequence]
+        shared = min(blocks, len(held.contents) - len(held.blocks))
+        if shared:
+            held.blocks += [Block() for _ in range(shared)]
+        held.own += blocks - shared
 
     def publish(self, sequence: Sequence, tokens: int) -> None:
         """The request's blocks that are whole with its first `tokens` can be found from now on."""
         held = self._held[sequence]
-        for number in range(held.published, tokens // self._block_tokens):
+        whole, shared = tokens // self._block_tokens, len(held.contents)
+        for number in range(held.published, min(whole, shared)):
             block, content = held.blocks[number], held.contents[number]
             block.content = content
-            self._known.setdefault(content, {})[block] = None
-            held.published = number + 1
+            same = self._known.get(content)
+            if same is None:
+                self._known[content] = {block: None}
+            else:
+                same[block] = None
+        if whole > held.published:
+            self._own_known += max(0, whole - shared) - max(0, held.published - shared)
+            held.published = whole
 
     def release(self, sequence: Sequence) -> int:
         """The request lets go of all its blocks; how many of them have come free."""
         held = self._held.get(sequence)
         if held is None:
             return 0
-        freed = 0
+        freed = held.own
+        if freed:
+            held.idle = max(0, held.published - len(held.contents))
+            self.blank += freed - held.idle
+            if held.idle:
+                self.idle[held] = None
+            held.own = 0
         for block in reversed(held.blocks):
             block.holders -= 1
             if not block.holders:
