@@ -151,6 +151,11 @@ class TraceShapes:
     def __len__(self) -> int:
         return len(self._trace)
 
+    def shared_tokens(self, number: int) -> int:
+        """Of `shape`."""
+        shared: int = self._shared[number % len(self._trace)]
+        return shared
+
     def in_common(self) -> Iterator[Shape]:
         """Each request of the trace once, with those segments only that another has too: the others are as its own."""
         trace = self._trace

@@ -320,9 +320,10 @@ def table(records: Iterable[Record]) -> Table:
 
 class RecordsFile:
     """Appends records to a JSONL file, and goes on in the next one where it is full; every line is with the kernel when
-    `write` returns, so kill -9 loses none."""
+    `write` returns, so kill -9 loses none. Not `at_once`: what can be computed again is written when there is much."""
 
-    def __init__(self, path: Path, run_id: str, version: str, t0_monotonic_ns: int) -> None:
+    def __init__(self, path: Path, run_id: str, version: str, t0_monotonic_ns: int, at_once: bool = True) -> None:
+        self._at_once = at_once
         self._encode = msgspec.json.Encoder().encode
         self._path, self._number = path, 1
         self._header = Header(run_id=run_id, version=version, t0_monotonic_ns=t0_monotonic_ns)
@@ -333,7 +334,8 @@ class RecordsFile:
     def _line(self, value: msgspec.Struct) -> None:
         line = self._encode(value) + b"\n"
         self._file.write(line)
-        self._file.flush()  # whole lines only, or an OSError
+        if self._at_once:
+            self._file.flush()  # whole lines only, or an OSError
         self._size_bytes += len(line)
 
     def _next_part(self) -> None:

@@ -41,6 +41,7 @@ from servers.simulator import hardware
 from servers.simulator.build import EmulationError, Setup, emulate, profiles, read_profile
 from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware
+from servers.simulator.virtual import uncollected
 
 LARGEST_TP = 8  # a host of eight GPUs
 MOST_RATE = 1e9
@@ -216,13 +217,19 @@ def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
     largest_tp = min(LARGEST_TP, options.max_gpus)
-    rows, unmet = ranked([
-        judge(
-            candidate, lambda each: emulate(options.setup(each, demand.load)), demand, limits, prices,
-            options.max_gpus,
-        )
-        for candidate in _shown(candidates(specs, kinds, options.quantization, largest_tp, options.max_running))
-    ])  # fmt: skip
+    with uncollected():
+        judged = [
+            judge(
+                candidate,
+                lambda each: emulate(options.setup(each, demand.load)),
+                demand,
+                limits,
+                prices,
+                options.max_gpus,
+            )
+            for candidate in _shown(candidates(specs, kinds, options.quantization, largest_tp, options.max_running))
+        ]
+    rows, unmet = ranked(judged)
     plan = Plan(rows=rows, unmet=unmet, demand=demand, limits=limits, prices=prices, profile=profile)
     if options.json:
         terminal.say(render(plan))

@@ -89,20 +89,20 @@ class BlockCache:
 
     def take(self, sequence: Sequence, blocks: int) -> None:
         """Hands out so many free blocks, which there must be."""
-        left = blocks - min(blocks, self.blank)
+        left = blocks - self.blank if blocks > self.blank else 0
         self.blank -= blocks - left
         idle, known = self.idle, self._known
         while left:
-            block, _ = idle.popitem(last=False)
+            block = next(iter(idle))
             if isinstance(block, _Held):
-                lost = min(left, block.idle)
+                lost = left if left < block.idle else block.idle
                 block.idle -= lost
                 self._own_known -= lost
                 left -= lost
-                if block.idle:
-                    idle[block] = None
-                    idle.move_to_end(block, last=False)
+                if not block.idle:
+                    del idle[block]
                 continue
+            del idle[block]
             left -= 1
             assert block.content is not None
             same = known[block.content]
@@ -111,16 +111,24 @@ class BlockCache:
             else:
                 del same[block]
         held = self._held[sequence]
-        shared = min(blocks, len(held.contents) - len(held.blocks))
-        if shared:
+        lacking = len(held.contents) - len(held.blocks)
+        if lacking:
+            shared = min(blocks, lacking)
             held.blocks += [Block() for _ in range(shared)]
-        held.own += blocks - shared
+            blocks -= shared
+        held.own += blocks
 
     def publish(self, sequence: Sequence, tokens: int) -> None:
         """The request's blocks that are whole with its first `tokens` can be found from now on."""
         held = self._held[sequence]
-        whole, shared = tokens // self._block_tokens, len(held.contents)
-        for number in range(held.published, min(whole, shared)):
+        whole, shared, published = tokens // self._block_tokens, len(held.contents), held.published
+        if whole <= published:
+            return
+        held.published = whole
+        if published >= shared:
+            self._own_known += whole - published
+            return
+        for number in range(published, min(whole, shared)):
             block, content = held.blocks[number], held.contents[number]
             block.content = content
             same = self._known.get(content)
@@ -128,9 +136,8 @@ class BlockCache:
                 self._known[content] = {block: None}
             else:
                 same[block] = None
-        if whole > held.published:
-            self._own_known += max(0, whole - shared) - max(0, held.published - shared)
-            held.published = whole
+        if whole > shared:
+            self._own_known += whole - shared
 
     def release(self, sequence: Sequence) -> int:
         """The request lets go of all its blocks; how many of them have come free."""

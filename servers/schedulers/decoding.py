@@ -25,7 +25,7 @@ class Held(Protocol):
 class Decoding:
     """`rows`: in the order in which they came; the list is never changed, since steps hold it. context: the sum of what
     all have computed. `taking`: who takes blocks in the next step, and how many it has then, once `missing` was asked.
-    At most two steps are under way at once."""
+    `whole`: by steps that are over, of whom all tokens of a block are known then. At most two are under way at once."""
 
     def __init__(self, held: Held, block_tokens: int, publishes: bool = False) -> None:
         """publishes: whether `known` will be asked."""
@@ -38,7 +38,7 @@ class Decoding:
         self._publishes = publishes
         self._full: dict[int, list[Sequence]] = {}  # by step: whose blocks are full before it
         self._last: dict[int, list[Sequence]] = {}  # by step: who takes its last token in it
-        self._whole: dict[int, list[Sequence]] = {}  # by steps that are over: of whom all tokens of a block are known
+        self.whole: dict[int, list[Sequence]] = {}
 
     def join(self, joining: list[Sequence]) -> None:
         """All of them have sampled a token, not their last, in the step that was scheduled last; what is under way of
@@ -54,7 +54,7 @@ class Decoding:
             if self._publishes:
                 begin = sequence.prompt + offset
                 known = begin + max(self.finished, sequence.joined)
-                self._whole.setdefault((known // size + 1) * size - begin, []).append(sequence)
+                self.whole.setdefault((known // size + 1) * size - begin, []).append(sequence)
             sequence.counted = self
             del sequence.computed, sequence.sampled, sequence.emitted
         self.rows = self.rows + joining
@@ -95,16 +95,16 @@ class Decoding:
     def known(self, finished: int, step: int) -> Iterator[tuple[Sequence, int]]:
         """After so many steps: of whom a block more is known, and how many tokens of each. Of those that are in the
         step with this number; each request once."""
-        whole = self._whole.pop(finished, None)
+        whole = self.whole.pop(finished, None)
         if whole is None:
             return
         for sequence in whole:
             last = sequence.output - sequence.offset
             if step <= last:
-                self._whole.setdefault(finished + self._block_tokens, []).append(sequence)
+                self.whole.setdefault(finished + self._block_tokens, []).append(sequence)
                 yield sequence, sequence.prompt + sequence.offset + finished
             elif finished < last:  # it has left, and its last step is under way
-                self._whole.setdefault(finished, []).append(sequence)
+                self.whole.setdefault(finished, []).append(sequence)
 
     def settle(self, others: list[Sequence]) -> None:
         """All leave, in the state that they now have, and so do those of `others` that have left before their last
@@ -118,4 +118,4 @@ class Decoding:
         self.context = 0
         self._full.clear()
         self._last.clear()
-        self._whole.clear()
+        self.whole.clear()

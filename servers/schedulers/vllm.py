@@ -334,8 +334,10 @@ class CachingVllmV1(VllmV1):
 
     def _publish_known(self, step: int) -> None:
         """Of those that are counted and in the step with this number, the blocks whose last token is known by now."""
-        for sequence, tokens in self._decoding.known(self._decoding.finished, step):
-            self.cache.publish(sequence, tokens)
+        decoding = self._decoding
+        if decoding.finished in decoding.whole:
+            for sequence, tokens in decoding.known(decoding.finished, step):
+                self.cache.publish(sequence, tokens)
 
     def _take(self, sequence: Sequence, blocks: int) -> None:
         super()._take(sequence, blocks)

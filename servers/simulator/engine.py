@@ -96,30 +96,43 @@ class Engine:
     def advance(self, until_s: float) -> None:
         """All that happens up to and including `until_s`."""
         arriving, under_way, scheduler = self._arriving, self._under_way, self.scheduler
+        depth = scheduler.depth
         while True:
-            free = self._free_s()
+            now_s, cpu_s = self.now_s, self._cpu_s  # what follows is `next_s`, without its calls
+            if cpu_s > now_s and len(under_way) < depth:
+                now = cpu_s
+            elif under_way:
+                now = under_way[0][0]
+                if now < cpu_s:
+                    now = cpu_s
+            else:
+                now = math.inf
             comes = arriving[0][0] if arriving else math.inf
+            if comes < now:
+                now = comes
             taken = self._taken_in_s
-            now = min(free, comes, taken)
+            if taken < now:
+                now = taken
             if now > until_s or now == math.inf:
                 return
             if taken == now:
                 self._pass_on()
                 continue
-            launched = self.now_s < self._cpu_s <= now
             self.now_s = now
             if comes == now:
                 while arriving and arriving[0][0] == now:
                     _, sequence = arriving.popleft()
                     if not sequence.done:  # its client may have gone
                         scheduler.add(sequence)
-            elif launched and self._fill():
+            elif now_s < cpu_s <= now and self._fill():
                 continue  # the next step comes before the results of one that has just ended
             elif under_way and under_way[0][0] <= now:
                 _, step = under_way.popleft()
                 scheduler.finish(step)
-                self._hand_out(step)
-            self._fill()
+                if step.emits:
+                    self._hand_out(step)
+            if cpu_s <= now and len(under_way) < depth:
+                self._fill()
 
     def _free_s(self) -> float:
         """When the thread that launches can go on: with the results of a step, or with the next one."""
@@ -141,21 +154,22 @@ class Engine:
     def _fill(self) -> bool:
         """Launches steps while the thread is free; whether there was one."""
         filled = False
-        while self._cpu_s <= self.now_s and len(self._under_way) < self.scheduler.depth:
-            step = self.scheduler.schedule()
+        now_s, under_way, scheduler = self.now_s, self._under_way, self.scheduler
+        while self._cpu_s <= now_s and len(under_way) < scheduler.depth:
+            step = scheduler.schedule()
             if step is None:
                 break
             filled = True
-            self._cpu_s = self.now_s + self._launch_s(step)
-            self._gpu_s = max(max(self.now_s, self._gpu_s) + self._step_s(step), self._cpu_s)
-            self._under_way.append((self._gpu_s, step))
+            cpu_s, gpu_s = now_s + self._launch_s(step), self._gpu_s
+            end_s = (gpu_s if gpu_s > now_s else now_s) + self._step_s(step)
+            if end_s < cpu_s:
+                end_s = cpu_s
+            self._cpu_s, self._gpu_s = cpu_s, end_s
+            under_way.append((end_s, step))
         return filled
 
     def _hand_out(self, step: Step) -> None:
-        emits = step.emits
-        if not emits:
-            return
-        turning = step.turning
+        emits, turning = step.emits, step.turning
         if turning is None:
             turning = [place for place, each in enumerate(emits) if each.emitted == 1 or each.emitted == each.output]
         self.turning = turning
