@@ -103,6 +103,7 @@ def predict(
     terminal.say(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
     run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
     write(directory, run_manifest, outcomes, shapes, load.turns())
+    del outcomes, sent  # the report reads the records again, and needs as much memory
     return cli.report_one(directory, "loadgen")
 
 

@@ -46,12 +46,12 @@ def _chain(chain: int, before: int, key: int) -> int:
 def block_ends(sequence: Sequence, block_tokens: int, own: bool = True) -> list[Position]:
     """The last position of each whole block of the prompt and the reply; without `own`, of those only that end within
     the segments."""
-    pieces = chains(sequence)
-    if not own:
-        pieces = itertools.islice(pieces, sum(tokens > 0 for _, tokens in sequence.segments))
+    shared = sum(tokens > 0 for _, tokens in sequence.segments)
     ends: list[Position] = []
     start, end = 0, block_tokens
-    for chain, tokens in pieces:
+    for piece, (chain, tokens) in enumerate(chains(sequence)):
+        if piece == shared and not own:
+            break
         stop = start + tokens
         while end <= stop:
             ends.append((chain, end - start))

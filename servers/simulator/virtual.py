@@ -25,7 +25,7 @@ from loadgen.load.load import Load
 from loadgen.load.sessions import Turns
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated, EmulationError
-from servers.simulator.engine import place_s
+from servers.simulator.engine import Engine, place_s
 
 URL = "virtual time"  # in the place of an address
 TOKENS_AT_ONCE = 1 << 20
@@ -83,8 +83,6 @@ def simulate(
     feed = (Arrival(*arrival) for arrival in arrivals)
     # when each stream of a closed loop is free: an ascending list is a heap
     freed = [] if streams is None else [streams.start_s(stream) for stream in range(streams.most)]
-    going = len(freed)
-
     tokens = _Tokens(outcomes)
 
     def deliver(emits: list[Sequence], first_s: float, gap_s: float) -> None:
@@ -113,16 +111,7 @@ def simulate(
         for arrival in feed:
             send(arrival.at_s, arrival)
     else:
-        for arrival in feed:
-            while True:
-                while not freed or engine.next_s() < freed[0]:
-                    if engine.next_s() == math.inf:
-                        raise _stuck(outcomes)
-                    engine.advance(engine.next_s())
-                at_s = max(heapq.heappop(freed), engine.now_s)
-                if streams.last >= streams.first or going <= streams.at(at_s):
-                    break
-                going -= 1  # the ramp goes down, and this stream ends
+        for at_s, arrival in _as_freed(engine, feed, streams, freed):
             if at_s >= until_s:
                 break
             send(at_s, arrival)
@@ -131,6 +120,25 @@ def simulate(
     if any(map(_lacks, outcomes)):
         raise _stuck(outcomes)
     return outcomes
+
+
+def _as_freed(
+    engine: Engine, feed: Iterable[Arrival], streams: Streams, freed: list[float]
+) -> Iterator[tuple[float, Arrival]]:
+    """When each is sent in a closed loop. freed: a heap of when streams are free, which fills as replies end. Ends
+    early where the server keeps all that it has."""
+    going = len(freed)
+    for arrival in feed:
+        while True:
+            while not freed or engine.next_s() < freed[0]:
+                if engine.next_s() == math.inf:
+                    return
+                engine.advance(engine.next_s())
+            at_s = max(heapq.heappop(freed), engine.now_s)
+            if streams.last >= streams.first or going <= streams.at(at_s):
+                break
+            going -= 1  # the ramp goes down, and this stream ends
+        yield at_s, arrival
 
 
 class _Tokens:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servers.schedulers import Sequence, Step
+from servers.schedulers.blocks import Block
 from servers.schedulers.lightllm import CachingLightLLMNow, LightLLMNow
 from servers.schedulers.prefixes import block_ends, chains
 from servers.schedulers.radix import BlockTree, Node, RadixTree, Stretch, cut, length, shared, stretch
@@ -73,14 +74,22 @@ def check(scheduler: Any) -> None:
     if isinstance(scheduler, CachingVllmV1):
         cache = scheduler.cache
         holders = Counter(itertools.chain.from_iterable(held.blocks for held in cache._held.values()))
+        idle = {block for block in cache.idle if isinstance(block, Block)}
+        counted = [held for held in cache.idle if not isinstance(held, Block)]  # a request's own ones, together
+        assert all(held.idle > 0 and not held.own for held in counted)
         assert all(block.holders == count for block, count in holders.items())
-        assert not holders.keys() & cache.idle.keys()
-        assert cache.blank + len(cache.idle) + len(holders) == scheduler._total
-        assert scheduler._free == cache.blank + len(cache.idle)
+        assert not holders.keys() & idle
+        free = cache.blank + len(idle) + sum(held.idle for held in counted)
+        assert free + len(holders) + sum(held.own for held in cache._held.values()) == scheduler._total
+        assert scheduler._free == free
         findable = {block for same in cache._known.values() for block in same}
-        assert set(cache.idle) <= findable <= cache.idle.keys() | holders.keys()
+        assert idle <= findable <= idle | holders.keys()
+        own = [max(0, held.published - len(held.contents)) for held in cache._held.values()]
+        assert cache.findable == len(cache._known) + sum(own) + sum(held.idle for held in counted)
         for sequence, held in cache._held.items():
-            assert len(held.blocks) == sequence.blocks
+            assert len(held.blocks) + held.own == sequence.blocks
+            assert len(held.blocks) <= len(held.contents) and bool(held.idle) == (held in counted)
+            assert not held.own or len(held.blocks) == len(held.contents)
     else:
         check_tree(scheduler.tree)
         if isinstance(scheduler, CachingTgi3):
