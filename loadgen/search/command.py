@@ -11,9 +11,8 @@ from loadgen.event_loop import Stop, run_loop
 from loadgen.probe import ServerError
 from loadgen.progress import ProgressLine
 from loadgen.run import Run, Stopped
-from loadgen.search import found as founds
-from loadgen.search import live, objective
-from loadgen.search.found import AxisName, Found
+from loadgen.search import live, objective, results
+from loadgen.search.results import AxisName, SearchResult
 from loadgen.server.embedded import EmbeddedError
 from loadgen.server.managed import quoted
 from loadgen.target import TransportError
@@ -24,20 +23,20 @@ def search(
     config: Config, slo: str | None, attain: float, budget_minutes: float, axis: AxisName, resume: Path | None
 ) -> int:  # fmt: skip
     """Gives the exit code. Raises ConfigError, RunError and what a run raises before it begins."""
-    config = live.options_of(config)
+    config = live.plain_config(config)
     if resume is not None:
-        found, config = live.resumed(resume, config)
+        result, config = live.resumed(resume, config)
         directory = resume
     else:
         if slo is None:
             raise ConfigError("--slo is missing; say what the server is to keep, such as --slo ttft_ms=500,tpot_ms=50.")
-        wanted = live.asked(config, objective.parse(slo), attain, budget_minutes, axis)
-        found = Found(version=rundir.package_version(), asked=wanted)
+        options = live.search_options(config, objective.parse(slo), attain, budget_minutes, axis)
+        result = SearchResult(version=rundir.package_version(), options=options)
         directory = config.out or Path("runs") / rundir.new_run_id()
     whole = Run(config, directory, rundir.new_run_id(), say)
     whole.check()
     made = None if resume is not None else rundir.create(directory, private=config.dataset is not None)
-    return _measured(live.Search(whole, found, ProgressLine()), made)
+    return _measured(live.Search(whole, result, ProgressLine()), made)
 
 
 def _measured(one: live.Search, made: Path | None) -> int:
@@ -57,17 +56,17 @@ def _measured(one: live.Search, made: Path | None) -> int:
             one.progress.end()  # type: ignore[attr-defined]
             one.stopped()
             rundir.remove_if_empty(directory, made)
-        show(directory, one.found)
+        show(directory, one.result)
     return stop.exit_code or code or exit_codes.OK
 
 
-def show(directory: Path, found: Found) -> None:
+def show(directory: Path, result: SearchResult) -> None:
     """Prints the answer and writes its text and figure."""
-    say(founds.render(found))
+    say(results.render(result))
     try:
-        rundir.replace(directory / "search.md", founds.markdown(found).encode())
-        if found.loads:
-            founds.draw(found, directory / "search.png")
+        rundir.replace(directory / "search.md", results.markdown(result).encode())
+        if result.loads:
+            results.draw(result, directory / "search.png")
     except OSError as error:  # it is printed all the same
         say_error("loadgen", f"cannot write to {directory}: {error.strerror or error}.")
-    print(founds.to_json(found), flush=True)
+    print(results.to_json(result), flush=True)

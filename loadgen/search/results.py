@@ -1,4 +1,4 @@
-"""search.json: what a search was asked, its probes, and what they say; with its text and its figure.
+"""search.json: the options of a search, its probes, and what they show; with its text and its figure.
 
 The file is written after every probe, so it is also from where a search that was killed goes on.
 """
@@ -35,7 +35,7 @@ class Range(msgspec.Struct, frozen=True):
     high: float | None
 
 
-class Shown(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeRun(msgspec.Struct, frozen=True, kw_only=True):
     """One probe. kind: `alone`, of a request at a time; `saturation`, of a closed loop, which says where to begin; and
     `probe`, at a load. missed: share of the requests that missed each limit."""
 
@@ -55,7 +55,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
         return any(code in CLIENT_LIMITS for code in self.findings)
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is sought. config: the options of the run that differ from their defaults."""
 
     slo_ms: dict[str, float]
@@ -69,7 +69,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return Goal(attain=self.attain, budget_s=self.budget_s, whole=self.axis == "concurrency")
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     """search.json. rate_per_s, or concurrency: the highest load that meets the objective. attained_ratio: the share of
     requests that meet it there. started_from: where the first load came from, in words."""
 
@@ -78,7 +78,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = ""
     model: str = ""
     emulated: bool = False
-    asked: Asked
+    options: SearchOptions = msgspec.field(name="asked")
     rate_per_s: Range | None = None
     concurrency: Range | None = None
     attained_ratio: float | None = None
@@ -89,42 +89,42 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     ended: str = "running"
     guess: Guess | None = None
     started_from: str = ""
-    probes: list[Shown] = []
+    probes: list[ProbeRun] = []
 
     @property
     def loads(self) -> list[Probe]:
         """What the statistics see."""
-        return [shown.probe for shown in self.probes if shown.kind == "probe"]
+        return [run.probe for run in self.probes if run.kind == "probe"]
 
     @property
     def spent_s(self) -> float:
-        return sum(shown.probe.seconds for shown in self.probes)
+        return sum(run.probe.seconds for run in self.probes)
 
     @property
     def range(self) -> Range:
         return self.rate_per_s or self.concurrency or Range(None, None, None)
 
 
-def with_answer(found: Found, ended: Ended | None) -> Found:
+def with_answer(result: SearchResult, ended: Ended | None) -> SearchResult:
     """With what its probes say, and why it ended; None: it goes on, or was stopped."""
     none = ended is not None and ended.code == "none"
-    result = Answer(value=None, low=0.0, high=math.inf, attained=None, attained_low=None, attained_high=None)
-    if found.guess is not None and found.loads and not none:
-        result = answer(found.asked.goal, found.guess, found.loads, ended)
-    sought = Range(result.value, _finite(result.low) or None, _finite(result.high))
+    estimate = Answer(value=None, low=0.0, high=math.inf, attained=None, attained_low=None, attained_high=None)
+    if result.guess is not None and result.loads and not none:
+        estimate = answer(result.options.goal, result.guess, result.loads, ended)
+    sought = Range(estimate.value, _finite(estimate.low) or None, _finite(estimate.high))
     interval = None
-    if result.attained_low is not None and result.attained_high is not None:
-        interval = (result.attained_low, result.attained_high)
+    if estimate.attained_low is not None and estimate.attained_high is not None:
+        interval = (estimate.attained_low, estimate.attained_high)
     return msgspec.structs.replace(
-        found,
-        rate_per_s=sought if found.asked.axis == "rate" else None,
-        concurrency=sought if found.asked.axis == "concurrency" else None,
-        attained_ratio=result.attained,
+        result,
+        rate_per_s=sought if result.options.axis == "rate" else None,
+        concurrency=sought if result.options.axis == "concurrency" else None,
+        attained_ratio=estimate.attained,
         attained_interval=interval,
-        lower_bound=_is_lower_bound(found, result.value),
-        limited_by=_limited_by(found, result.value, none),
-        ended=found.ended if ended is None else ended.code,
-        ended_because=found.ended_because if ended is None else ended.reason,
+        lower_bound=_is_lower_bound(result, estimate.value),
+        limited_by=_limited_by(result, estimate.value, none),
+        ended=result.ended if ended is None else ended.code,
+        ended_because=result.ended_because if ended is None else ended.reason,
     )
 
 
@@ -132,98 +132,96 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _is_lower_bound(found: Found, value: float | None) -> bool:
+def _is_lower_bound(result: SearchResult, value: float | None) -> bool:
     """Whether the client, and not the server, was the limit just above the answer."""
-    above = _above(found, value)
+    above = _above(result, value)
     return above is not None and above.by_client
 
 
-def _above(found: Found, value: float | None) -> Shown | None:
+def _above(result: SearchResult, value: float | None) -> ProbeRun | None:
     """The lowest probe that missed what is wanted; where none did, the highest of all."""
-    probes = [shown for shown in found.probes if shown.kind == "probe"]
+    probes = [run for run in result.probes if run.kind == "probe"]
     missed = [
-        shown
-        for shown in probes
-        if shown.probe.ended_per_s is not None or (shown.probe.share or 0.0) < found.asked.attain
+        run for run in probes if run.probe.ended_per_s is not None or (run.probe.share or 0.0) < result.options.attain
     ]
-    by_load = sorted(missed, key=lambda shown: shown.probe.load)
-    at_least = [shown for shown in by_load if value is None or shown.probe.load >= 0.98 * value]
+    by_load = sorted(missed, key=lambda run: run.probe.load)
+    at_least = [run for run in by_load if value is None or run.probe.load >= 0.98 * value]
     return next(iter(at_least), by_load[-1] if by_load else max(probes, key=lambda s: s.probe.load, default=None))
 
 
-def _limited_by(found: Found, value: float | None, none: bool) -> str | None:
+def _limited_by(result: SearchResult, value: float | None, none: bool) -> str | None:
     """What was in the way of more: client, preemptions, KV cache, a metric, or the throughput where requests pile up
     before they miss a limit."""
-    shown = found.probes[0] if none and len(found.probes) == 1 else _above(found, value)
-    if shown is None:
+    run = result.probes[0] if none and len(result.probes) == 1 else _above(result, value)
+    if run is None:
         return None
-    if shown.by_client:
+    if run.by_client:
         return "client"
-    if shown.preemptions and shown.preemptions > (1 - found.asked.attain) * shown.probe.requests:
+    if run.preemptions and run.preemptions > (1 - result.options.attain) * run.probe.requests:
         return "preemptions"
-    if (shown.kv_cache_usage_max_ratio or 0.0) >= FULL_KV_RATIO:
+    if (run.kv_cache_usage_max_ratio or 0.0) >= FULL_KV_RATIO:
         return "kv"
-    worst = max(shown.missed, key=lambda name: shown.missed[name], default=None)
-    if worst is None or shown.missed[worst] == 0:
-        return "throughput" if shown.probe.ended_per_s is not None else None
+    worst = max(run.missed, key=lambda name: run.missed[name], default=None)
+    if worst is None or run.missed[worst] == 0:
+        return "throughput" if run.probe.ended_per_s is not None else None
     return worst
 
 
-def write(directory: Path, found: Found) -> None:
+def write(directory: Path, result: SearchResult) -> None:
     """Replaces search.json. Raises RunError."""
     try:
-        rundir.replace(directory / FILE, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+        rundir.replace(directory / FILE, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     except OSError as error:
         raise RunError(f"cannot write to {directory}: {error.strerror or error}; name another --out.") from None
 
 
-def read(directory: Path) -> Found:
+def read(directory: Path) -> SearchResult:
     """Raises RunError."""
     path = directory / FILE
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Found)
+        result = msgspec.json.decode(path.read_bytes(), type=SearchResult)
     except OSError as error:
         why = error.strerror or str(error)
         raise RunError(f"cannot read {path}: {why}; name the --out of a search with --resume.") from None
     except UNDECODABLE as error:
         raise RunError(f"{path} is no search of this version: {reason(error)}.") from None
-    if found.schema != SCHEMA:
-        raise RunError(f"{path} has schema '{found.schema}', and this version reads {SCHEMA}.")
-    return found
+    if result.schema != SCHEMA:
+        raise RunError(f"{path} has schema '{result.schema}', and this version reads {SCHEMA}.")
+    return result
 
 
-def to_json(found: Found) -> str:
+def to_json(result: SearchResult) -> str:
     """One line, ASCII."""
-    return json.dumps(msgspec.to_builtins(found))
+    return json.dumps(msgspec.to_builtins(result))
 
 
-def sentence(found: Found) -> str:
+def sentence(result: SearchResult) -> str:
     """The answer in one sentence."""
-    unit, share = UNITS[found.asked.axis], f"{100 * found.asked.attain:g} %"
-    wanted = f"{share} of the requests within {objective.text(found.asked.slo_ms)}"
-    value, low, high = found.range.value, found.range.low, found.range.high
+    unit, share = UNITS[result.options.axis], f"{100 * result.options.attain:g} %"
+    wanted = f"{share} of the requests within {objective.text(result.options.slo_ms)}"
+    value, low, high = result.range.value, result.range.low, result.range.high
     if value is None:
-        if found.ended == "none":
-            return f"No load meets the objective ({wanted}): {found.ended_because}."
-        return f"There is no answer yet ({wanted}): {found.ended_because}."
-    lower = "At least " if found.lower_bound else ""
+        if result.ended == "none":
+            return f"No load meets the objective ({wanted}): {result.ended_because}."
+        return f"There is no answer yet ({wanted}): {result.ended_because}."
+    lower = "At least " if result.lower_bound else ""
     between = f"between {number(low or 0.0)} and {number(high)}" if high is not None else f"above {number(low or 0.0)}"
     text = f"{lower}{number(value)} {unit}, {between} with 95 % confidence: {wanted}."
-    return f"{text} The client was the limit, so the server may take more." if found.lower_bound else text
+    return f"{text} The client was the limit, so the server may take more." if result.lower_bound else text
 
 
-def _row(shown: Shown, attain: float) -> tuple[str, ...]:
-    probe = shown.probe
+def _row(run: ProbeRun, attain: float) -> tuple[str, ...]:
+    probe = run.probe
     share = probe.share
     interval = ""
     if share is not None and probe.counted:
         low, high = wilson(share, max(1.0, probe.counted / probe.dispersion), 1.96)
         interval = f"{100 * max(0.0, low):.2f} to {100 * min(1.0, high):.2f}"
-    missed = ", ".join(f"{name} {100 * each:.1f} %" for name, each in shown.missed.items() if each > 1 - attain)
-    verdict = probe.verdict.replace("_", " ") if shown.kind == "probe" else shown.kind
-    shown_share = "-" if share is None else f"{100 * share:.2f}"
+    missed = ", ".join(f"{name} {100 * each:.1f} %" for name, each in run.missed.items() if each > 1 - attain)
+    verdict = probe.verdict.replace("_", " ") if run.kind == "probe" else run.kind
+    met_percent = "-" if share is None else f"{100 * share:.2f}"
     return (
-        str(shown.number), number(probe.load), verdict, shown_share, interval, str(probe.counted), str(probe.requests),
+        str(run.number), number(probe.load), verdict, met_percent, interval, str(probe.counted), str(probe.requests),
         f"{probe.seconds:.0f}", missed or "-",
     )  # fmt: skip
 
@@ -231,41 +229,46 @@ def _row(shown: Shown, attain: float) -> tuple[str, ...]:
 HEADINGS = ("probe", "load", "verdict", "met %", "95 %", "counted", "sent", "s", "missed most")
 
 
-def render(found: Found) -> str:
+def render(result: SearchResult) -> str:
     """For a terminal: plain text, nothing in it that a terminal obeys."""
-    rows = [HEADINGS, *(_row(shown, found.asked.attain) for shown in found.probes)]
+    rows = [HEADINGS, *(_row(run, result.options.attain) for run in result.probes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    lines = [EMULATED, ""] if found.emulated else []
-    lines += [f"Highest {UNITS[found.asked.axis]} of {found.backend} {found.model}".rstrip(), "", sentence(found), ""]
+    lines = [EMULATED, ""] if result.emulated else []
+    lines += [
+        f"Highest {UNITS[result.options.axis]} of {result.backend} {result.model}".rstrip(),
+        "",
+        sentence(result),
+        "",
+    ]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["", f"Ended because {found.ended_because}. Began at {found.started_from}."]
-    lines += [f"What limited next: {found.limited_by}."] if found.limited_by else []
+    lines += ["", f"Ended because {result.ended_because}. Began at {result.started_from}."]
+    lines += [f"What limited next: {result.limited_by}."] if result.limited_by else []
     return "\n".join(map(escaped, lines)) + "\n"
 
 
-def markdown(found: Found) -> str:
-    lines = [f"# Highest {UNITS[found.asked.axis]} of {found.backend} {found.model}", ""]
-    lines += ["**EMULATED: modelled hardware, no real server.**", ""] if found.emulated else []
-    lines += [sentence(found), "", f"Ended because {found.ended_because}. Began at {found.started_from}."]
-    lines += [f"What limited next: {found.limited_by}."] if found.limited_by else []
+def markdown(result: SearchResult) -> str:
+    lines = [f"# Highest {UNITS[result.options.axis]} of {result.backend} {result.model}", ""]
+    lines += ["**EMULATED: modelled hardware, no real server.**", ""] if result.emulated else []
+    lines += [sentence(result), "", f"Ended because {result.ended_because}. Began at {result.started_from}."]
+    lines += [f"What limited next: {result.limited_by}."] if result.limited_by else []
     lines += ["", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    lines += ["| " + " | ".join(_row(shown, found.asked.attain)) + " |" for shown in found.probes]
+    lines += ["| " + " | ".join(_row(run, result.options.attain)) + " |" for run in result.probes]
     lines += ["", "![probes](search.png)"]
     return "\n".join(map(escaped, lines)) + "\n"
 
 
-def draw(found: Found, path: Path) -> None:
+def draw(result: SearchResult, path: Path) -> None:
     """Writes each probe's share over its load, with the answer and its interval."""
     import matplotlib
 
     from loadgen.report import figures
 
     colours: Mapping[str, str] = dict(zip(("met", "missed", "falls_behind", "unsure"), figures.COLOURS, strict=False))
-    title = figures.marked(sentence(found), found.emulated, False, 1)
+    title = figures.marked(sentence(result), result.emulated, False, 1)
     with matplotlib.rc_context(figures.STYLE):  # type: ignore[arg-type]
         figure = figures.titled(8.0, 4.4, *title)
         axis = figure.subplots()
-        for probe in found.loads:
+        for probe in result.loads:
             if probe.share is None:
                 continue
             low, high = wilson(probe.share, max(1.0, probe.counted / probe.dispersion), 1.96)
@@ -274,14 +277,14 @@ def draw(found: Found, path: Path) -> None:
             axis.plot(probe.load, 100 * probe.share, "o", color=colour, markersize=5)
         for name, colour in colours.items():
             axis.plot([], [], "o", color=colour, label=name.replace("_", " "))
-        axis.axhline(100 * found.asked.attain, color=figures.INK, linewidth=0.8, linestyle=":")
-        if found.range.value is not None:
-            axis.axvline(found.range.value, color=figures.INK, linewidth=1.0)
-            loads = [probe.load for probe in found.loads]
-            axis.axvspan(found.range.low or 0.0, found.range.high or max(loads), color=figures.GRID, alpha=0.6)
+        axis.axhline(100 * result.options.attain, color=figures.INK, linewidth=0.8, linestyle=":")
+        if result.range.value is not None:
+            axis.axvline(result.range.value, color=figures.INK, linewidth=1.0)
+            loads = [probe.load for probe in result.loads]
+            axis.axvspan(result.range.low or 0.0, result.range.high or max(loads), color=figures.GRID, alpha=0.6)
         axis.set_ylim(0, 102)
         axis.set_xlim(left=0)
-        axis.set_xlabel(UNITS[found.asked.axis])
+        axis.set_xlabel(UNITS[result.options.axis])
         axis.set_ylabel("requests that meet the objective, %")
         axis.legend(loc="lower left")
         figure.savefig(path, dpi=160)
