@@ -284,12 +284,12 @@ def compare(
     from loadgen.report import gate, limits
 
     gate.check_options(fail_if, junit, summary)
-    asked = limits.parse(fail_if, comparison.LIMITED)
+    allowed = limits.parse(fail_if, comparison.LIMITED)
     compared = comparison.compare(a, b)
     print(comparison.render(compared))
-    if not asked:
+    if not allowed:
         return exit_codes.OK
-    checks, warnings = comparison.judged(compared, asked), comparison.warnings(compared)
+    checks, warnings = comparison.judged(compared, allowed), comparison.warnings(compared)
     print(gate.render(checks, warnings), end="", flush=True)
     return gate.finish(checks, warnings, "loadgen", junit, summary)
 
@@ -311,12 +311,12 @@ class ComposeOptions(Config):
 
 
 @offers(*(name for name in names(Config) if name not in NOT_SEARCHED))
-class SearchOptions(Config):
+class ProbeOptions(Config):
     """Of `run`, without the load's rate and number of requests, which a search decides on."""
 
 
 def search(
-    config: Annotated[SearchOptions | None, Parameter(name="*")] = None,
+    config: Annotated[ProbeOptions | None, Parameter(name="*")] = None,
     *,
     slo: Annotated[
         str | None, Parameter(group=SEARCH, help="Limits in ms: ttft_ms=500,tpot_ms=50 and e2el_ms; at least one.")
@@ -339,7 +339,7 @@ def search(
     """
     from loadgen.search import command
 
-    return command.search(config or SearchOptions(), slo, attain, budget_minutes, axis, resume)
+    return command.search(config or ProbeOptions(), slo, attain, budget_minutes, axis, resume)
 
 
 def doctor(config: Annotated[DoctorOptions | None, Parameter(name="*")] = None) -> int:

@@ -87,19 +87,19 @@ def price(prices: Prices, gpu: str) -> float | None:
     return next((each for name, each in prices.usd_per_gpu_hour.items() if name.lower() in names), None)
 
 
-def quantizations(asked: Sequence[str], gpu: str, model: ModelSpec) -> list[str | None]:
-    """Which of the asked ones to try on that GPU: of `any` the weights as they come and, where these are not quantized
-    already, every format that makes sense there. Raises HardwareError."""
+def quantizations(formats_wanted: Sequence[str], gpu: str, model: ModelSpec) -> list[str | None]:
+    """Which of `formats_wanted` to try on that GPU: of `any` the weights as they come and, where these are not
+    quantized already, every format that makes sense there. Raises HardwareError."""
     formats_of_gpu = [] if model.quantization else formats.choices(hardware.find(gpu).name)
     tried: dict[str | None, None] = {}
-    for each in asked or (NONE,):
+    for each in formats_wanted or (NONE,):
         names = [NONE, *formats_of_gpu] if each == ANY else [each]
         tried |= dict.fromkeys(None if name == NONE else name for name in names)
     return list(tried)
 
 
 def candidates(
-    models: dict[str, ModelSpec], kinds: Iterable[str], asked: Sequence[str], largest_tp: int,
+    models: dict[str, ModelSpec], kinds: Iterable[str], formats_wanted: Sequence[str], largest_tp: int,
     max_running: Iterable[int],
 ) -> Iterator[Candidate]:  # fmt: skip
     """All that is looked at, one GPU after another. models: by the user's name for each."""
@@ -107,7 +107,7 @@ def candidates(
     for gpu in dict.fromkeys(kinds):
         for model, spec in models.items():
             for tp in (1 << power for power in range(largest_tp.bit_length())):
-                for quantization in quantizations(asked, gpu, spec):
+                for quantization in quantizations(formats_wanted, gpu, spec):
                     for most in running:
                         yield Candidate(gpu=gpu, tp=tp, max_running=most, model=model, quantization=quantization)
 

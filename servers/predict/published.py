@@ -159,13 +159,13 @@ class Predicted:
             yield from results
 
 
-def predict_all(seed: int, told: Callable[[str], None] = lambda _: None) -> Predicted:
-    """told: gets a line when a source is through."""
+def predict_all(seed: int, report_progress: Callable[[str], None] = lambda _: None) -> Predicted:
+    """report_progress: gets a line when a source is through."""
     results, alternatives = {}, {}
     for source in sources():
         results[source.name] = predict_source(source, seed)
         alternatives[source.name] = [(each.why, predict_source(source, seed, each)) for each in source.alternatives]
-        told(f"{source.name}: {len(results[source.name])} rows")
+        report_progress(f"{source.name}: {len(results[source.name])} rows")
     return Predicted(results, alternatives)
 
 
