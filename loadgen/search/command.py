@@ -21,7 +21,7 @@ from loadgen.terminal import say, say_error
 
 def search(
     config: Config, slo: str | None, attain: float, budget_minutes: float, axis: AxisName, resume: Path | None
-) -> int:  # fmt: skip
+) -> int:
     """Gives the exit code. Raises ConfigError, RunError and what a run raises before it begins."""
     config = live.plain_config(config)
     if resume is not None:
@@ -53,7 +53,7 @@ def _measured(one: live.Search, made: Path | None) -> int:
         except Stopped:
             code = exit_codes.STOPPED
         finally:
-            one.progress.end()  # type: ignore[attr-defined]
+            one.progress.end()
             one.stopped()
             rundir.remove_if_empty(directory, made)
         show(directory, one.result)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import os
 import shutil
 import sys
 import time
@@ -27,6 +28,7 @@ from loadgen import child_env, rundir
 from loadgen.client.engine import Progress, Snapshot
 from loadgen.config import Config, ConfigError, flag
 from loadgen.load.load import Load
+from loadgen.progress import ProgressLine
 from loadgen.report import build
 from loadgen.report.text import markdown, number
 from loadgen.run import Run, Served, stoppable
@@ -96,7 +98,7 @@ class Search:
 
     whole: Run
     result: SearchResult
-    progress: Progress
+    progress: ProgressLine
     _watcher: Watcher = field(init=False)
 
     def __post_init__(self) -> None:
@@ -354,8 +356,6 @@ class _Modelled(msgspec.Struct):
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, **child_env.environment(os.environ)}
 
 
