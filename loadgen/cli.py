@@ -44,15 +44,11 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     line of standard output is the report as JSON. `--config FILE.toml` gives any of these options as keys, with
     underscores.
     """
-    from backends.launch import LaunchError
     from loadgen.event_loop import Stop, run_loop
-    from loadgen.probe import ServerError
     from loadgen.progress import ProgressLine
     from loadgen.report import repeats
-    from loadgen.run import Run, Stopped, dry_run
+    from loadgen.run import BACKEND_ERRORS, Run, Stopped, backend_failed, dry_run
     from loadgen.search import repeat
-    from loadgen.server.embedded import EmbeddedError
-    from loadgen.target import TransportError
 
     config = config or Config()
     run_id = rundir.new_run_id()
@@ -70,7 +66,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
         one_run.stop = stop
         try:
             run_loop(repeat.measure(one_run, progress, _shown) if repeated else one_run.measure(progress))
-        except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
+        except BACKEND_ERRORS as error:
             code = backend_failed(error)
         except Stopped as error:
             say_error("loadgen", error)
@@ -94,14 +90,10 @@ def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -
     figures put them together. The last line of standard output is sweep.json. --resume DIR goes on after a kill or
     Ctrl-C: points that finished stay as they are.
     """
-    from backends.launch import LaunchError
     from loadgen.event_loop import Stop, run_loop
-    from loadgen.probe import ServerError
     from loadgen.progress import ProgressLine
-    from loadgen.run import Stopped
+    from loadgen.run import BACKEND_ERRORS, Stopped, backend_failed
     from loadgen.search import sweep as sweeping
-    from loadgen.server.embedded import EmbeddedError
-    from loadgen.target import TransportError
 
     planned = sweeping.prepare(options or SweepOptions(), say)
     code = None
@@ -110,7 +102,7 @@ def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -
         try:
             if planned.waiting:
                 run_loop(sweeping.measure(planned, progress, stop))
-        except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
+        except BACKEND_ERRORS as error:
             code = backend_failed(error)
         except Stopped as error:
             if not planned.began:
@@ -125,17 +117,6 @@ def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -
         left = f"{len(planned.waiting)} of {len(planned.runs)}"
         say(f"{left} runs are left for `loadgen sweep --resume {planned.directory}`")
     return stop.exit_code or code or exit_codes.OK
-
-
-def backend_failed(error: Exception) -> int:
-    """Says why, after the end of the server's log where there is one; the exit code."""
-    from backends.launch import LaunchError
-    from loadgen.server.managed import quoted
-
-    if isinstance(error, LaunchError) and error.log:
-        say(quoted(error.log))
-    say_error("loadgen", error)
-    return exit_codes.FAILED
 
 
 def report(

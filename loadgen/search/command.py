@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backends.launch import LaunchError
 from loadgen import exit_codes, rundir
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop, run_loop
-from loadgen.probe import ServerError
 from loadgen.progress import ProgressLine
-from loadgen.run import Run, Stopped
+from loadgen.run import BACKEND_ERRORS, Run, Stopped, backend_failed
 from loadgen.search import live, objective, results
 from loadgen.search.results import AxisName, SearchResult
-from loadgen.server.embedded import EmbeddedError
-from loadgen.server.managed import quoted
-from loadgen.target import TransportError
 from loadgen.terminal import say, say_error
 
 
@@ -45,11 +40,8 @@ def _measured(one: live.Search, made: Path | None) -> int:
         one.whole.stop = stop
         try:
             run_loop(one.measure())
-        except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
-            if isinstance(error, LaunchError) and error.log:
-                say(quoted(error.log))
-            say_error("loadgen", error)
-            code = exit_codes.FAILED
+        except BACKEND_ERRORS as error:
+            code = backend_failed(error)
         except Stopped:
             code = exit_codes.STOPPED
         finally:

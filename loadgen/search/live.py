@@ -35,9 +35,9 @@ from loadgen.run import Run, Served, stoppable
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.search import results
 from loadgen.search.highest import Ended, Guess, Order, Probe, answer, conclude, next_probe
-from loadgen.search.objective import Times, lateness
+from loadgen.search.objective import lateness
 from loadgen.search.results import UNITS, AxisName, ProbeRun, SearchOptions, SearchResult
-from loadgen.search.watch import Enough, Watch, seen_of, worst
+from loadgen.search.watch import Enough, Watch, seen_of, times_of, worst
 
 ALONE_REQUESTS = 4
 SATURATION_STREAMS, SATURATION_RATIO = 64, 0.6  # what part of a closed loop's throughput is tried first
@@ -256,12 +256,8 @@ class Search:
             rundir.replace(directory / "report.json", build.to_json(report).encode() + b"\n")
             rundir.replace(directory / "report.md", markdown(report).encode())
         measured = table.measured()
-        times = Times(
-            measured.sent_ns, measured.first_token_ns, measured.last_token_ns, measured.done_ns,
-            measured.output_tokens, measured.events, measured.ok,
-        )  # fmt: skip
         slo_ms = self.result.options.slo_ms
-        late = lateness(slo_ms, times)
+        late = lateness(slo_ms, times_of(measured))
         over = measured.done_ns[measured.done_ns >= 0]
         stopped_ns = int(measured.scheduled_ns.max(initial=0))
         seen = seen_of(measured, load, slo_ms, stopped_ns)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE, escaped, reason
+from backends.untrusted import escaped, read_json
 from loadgen import rundir
 from loadgen.report.text import EMULATED, number
 from loadgen.rundir import RunError
@@ -169,22 +169,15 @@ def _limited_by(result: SearchResult, value: float | None, none: bool) -> str | 
 
 def write(directory: Path, result: SearchResult) -> None:
     """Replaces search.json. Raises RunError."""
-    try:
-        rundir.replace(directory / FILE, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-    except OSError as error:
-        raise RunError(f"cannot write to {directory}: {error.strerror or error}; name another --out.") from None
+    rundir.write_json(directory / FILE, result)
 
 
 def read(directory: Path) -> SearchResult:
     """Raises RunError."""
     path = directory / FILE
-    try:
-        result = msgspec.json.decode(path.read_bytes(), type=SearchResult)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise RunError(f"cannot read {path}: {why}; name the --out of a search with --resume.") from None
-    except UNDECODABLE as error:
-        raise RunError(f"{path} is no search of this version: {reason(error)}.") from None
+    if not path.exists():
+        raise RunError(f"{directory} holds no {FILE}; name the --out of a search with --resume.")
+    result = read_json(path, SearchResult, RunError, "is no search of this version")
     if result.schema != SCHEMA:
         raise RunError(f"{path} has schema '{result.schema}', and this version reads {SCHEMA}.")
     return result

@@ -25,6 +25,7 @@ from loadgen.config import (
     Config,
     ConfigError,
     DtypeOption,
+    ExpertImbalanceOption,
     KvCacheDtypeOption,
     MemoryRatioOption,
     ProfileOption,
@@ -48,7 +49,7 @@ from servers.plan.candidates import (
 from servers.plan.sizing import BEYOND, STRETCH, Demand, Limits, trace_rate
 from servers.plan.table import Plan, render, to_json
 from servers.simulator import hardware
-from servers.simulator.build import EmulationError, Setup, emulate, profiles, read_profile
+from servers.simulator.build import EmulationError, Setup, emulate, profiles, read_profile, routed
 from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware
 
@@ -129,6 +130,7 @@ class PlanOptions:
         "auto"
     )
     scheduler: SchedulerOption = None
+    expert_imbalance: ExpertImbalanceOption = 1.0
     profile: ProfileOption = None
     prices: Annotated[Path | None, option(GPUS, "Your prices, in the form of servers/data/prices.json.")] = None
     requests: Annotated[
@@ -155,12 +157,13 @@ class PlanOptions:
     def models(self) -> dict[str, ModelSpec]:
         """By the user's names. Raises ConfigError."""
         specs = {name: models.find(name).described() for name in self.model}
-        for spec in specs.values():
-            for name in self.quantization:
-                try:
+        try:
+            for spec in specs.values():
+                routed(spec, self.expert_imbalance)
+                for name in self.quantization:
                     spec.precision(self.dtype, None if name in (ANY, NONE) else name, self.kv_cache_dtype)
-                except PrecisionError as error:
-                    raise ConfigError(str(error)) from None
+        except (EmulationError, PrecisionError) as error:
+            raise ConfigError(str(error)) from None
         return specs
 
     def demand(self, longest: int, limits: Limits) -> Demand:
@@ -198,6 +201,7 @@ class PlanOptions:
             scheduler=self.scheduler, dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype, max_running=candidate.max_running,
             max_requests=embedded.UNREFUSED, memory_ratio=self.memory_ratio, profile=self.profile,
+            expert_imbalance=self.expert_imbalance,
             prefix_caching="on" if load.shares else "off",
         )  # fmt: skip
         setup = hardware.setup(self.backend, candidate.model, max(4096, load.longest_tokens()))

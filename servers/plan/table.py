@@ -231,6 +231,7 @@ def _commands(row: Row, demand: Demand, limits: Limits) -> Iterator[str]:
     words += ["--max-running", str(setup.max_running), "--memory-ratio"]
     words += [f"{setup.memory_ratio:g}", *([] if setup.p2p else ["--p2p", "off"])]
     modelled = ["--gpu", row.candidate.gpu, "--gpus", str(row.candidate.tp), "--scheduler", setup.scheduler]
+    modelled += [] if setup.expert_imbalance == 1 else ["--expert-imbalance", f"{setup.expert_imbalance:g}"]
     modelled += [] if setup.profile is None else ["--profile", str(setup.profile)]
     load = demand.load
     load_flags = [*_load_flags(load, demand.rate / row.servers), "--goodput"]

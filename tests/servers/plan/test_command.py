@@ -332,6 +332,21 @@ def test_the_commands_that_it_names_are_understood(
     assert "llama-2-7b" in capsys.readouterr().out.lower()
 
 
+def test_uneven_experts_are_planned_for_as_they_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step reads fewer of the experts' weights where routing is uneven: a token takes a little less time."""
+    tpot_ms, commands = [], []
+    for imbalance in ("1", "6"):
+        server = ("--model", "qwen3-30b-a3b", "--gpu", "h200", "--max-gpus", "1", "--expert-imbalance", imbalance)
+        decode = ("--input-tokens", "16", "--output-tokens", "64", "--rate", "20", "--percentile", "90")
+        _, out, err = plan(capsys, *server, *decode, "--json")
+        (row,) = json.loads(out)["rows"]
+        assert (row["servers"], "6 times the mean load" in " ".join(row["notes"])) == (1, imbalance == "6")
+        tpot_ms.append(row["share_percentiles_ms"]["tpot"])
+        commands.append("--expert-imbalance 6" in err)
+    assert 0.8 < tpot_ms[1] / tpot_ms[0] < 0.97
+    assert commands == [False, True]
+
+
 def test_a_gpu_and_prices_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
     h200 = json.loads((hardware.DATA / "gpus.json").read_text())["h200"]
@@ -373,6 +388,12 @@ def test_limits_are_read() -> None:
             "gpt-oss-20b comes quantized as mxfp4 and --quantization says",
         ),
         (("--quantization", "int4"), "int4"),
+        (("--expert-imbalance", "2"), "llama-2-7b has no experts; leave --expert-imbalance out."),
+        (("--model", "mixtral-8x7b", "7b", "--expert-imbalance", "2"), "llama-2-7b has no experts; leave --expert-"),
+        (
+            ("--model", "mixtral-8x7b", "--expert-imbalance", "4"),
+            "--expert-imbalance is 4; for mixtral-8x7b it must be",
+        ),
         (("--rate", "0"), "--rate is 0; it must be above 0 and at most 1e+09."),
         (("--rate", "-3"), "--rate is -3; it must be above 0 and at most 1e+09."),
         (("--rate", "nan"), "--rate is nan; it must be above 0 and at most 1e+09."),
