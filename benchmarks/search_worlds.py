@@ -8,12 +8,14 @@ Worlds: an M/D/1 queue; c slots of a fixed service time (M/D/c; both by Franx' f
 H200 in virtual time, whose highest rate is that of a virtual run of 40,000 requests. Beside each search stands a plain
 bisection: it doubles or halves its load to a bracket and halves that (in logarithms) until it is as wide as the
 search's interval in the median; every probe has n requests, n being the least power of two at which its bracket holds
-the truth as often as the search's interval does. The guess at the start is wrong by 25 % (a standard deviation of its
+the truth as often as the search's interval does (or, less sure than that, at which it takes MOST_RATIO times the
+search's requests: it would take more still). The guess at the start is wrong by 25 % (a standard deviation of its
 logarithm).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -28,8 +30,8 @@ from numpy.typing import NDArray
 from loadgen.search.highest import Goal, Guess, Order, Probe, Seen, highest, watched
 
 Floats = NDArray[np.float64]
-SEARCHES, FIRST_SEED, GUESS_SD, START_RATIO = 200, 1000, 0.25, 0.1
-MOST_BITS = 20  # of a bisection's probe: a million requests
+SEARCHES, FIRST_SEED, GUESS_SD, START_RATIO = 200, 3000, 0.25, 0.1
+MOST_RATIO = 4.0
 
 
 @dataclass(frozen=True)
@@ -157,14 +159,14 @@ def bisected(world: World, seed: int, count: int, width: float) -> tuple[bool, i
     return low <= world.truth <= high, spent
 
 
-def bisections(world: World, width: float, share: float, searches: int) -> Iterator[dict[str, Any]]:
-    """From few requests a probe on, until the bracket holds the truth as often as `share`."""
-    for bits in range(9, MOST_BITS + 1):
-        each = [bisected(world, 10_000 + seed, 1 << bits, width) for seed in range(searches)]
-        held = float(np.mean([inside for inside, _ in each]))
-        yield {"requests_a_probe": 1 << bits, "holds_truth_ratio": held,
-               "requests": float(np.median([spent for _, spent in each]))}  # fmt: skip
-        if held >= share:
+def bisections(world: World, width: float, share: float, most: float) -> Iterator[dict[str, Any]]:
+    """From few requests a probe on, until the bracket holds the truth as often as `share` or `most` requests are
+    spent."""
+    for bits in itertools.count(9):
+        each = [bisected(world, 10_000 + seed, 1 << bits, width) for seed in range(world.searches)]
+        held, spent = float(np.mean([inside for inside, _ in each])), float(np.median([used for _, used in each]))
+        yield {"requests_a_probe": 1 << bits, "holds_truth_ratio": held, "requests": spent}
+        if held >= share or spent >= most:
             return
 
 
@@ -174,7 +176,7 @@ def measure(world: World) -> dict[str, Any]:
     held = float(np.mean((lows <= world.truth) & (world.truth <= highs)))
     width, spent = float(np.median(np.log(highs / lows))), float(np.median([one["requests"] for one in each]))
     print(world.name, world.truth, held, float(np.median(np.abs(values / world.truth - 1))), spent, width, flush=True)
-    plain = list(bisections(world, width, min(held, 0.95), world.searches))
+    plain = list(bisections(world, width, min(held, 0.95), MOST_RATIO * spent))
     print(json.dumps(plain[-1]), spent / plain[-1]["requests"], flush=True)
     return {
         "world": world.name, "attain": world.attain, "truth": world.truth, "capacity": world.capacity,
