@@ -186,7 +186,7 @@ def _judged(goal: Goal, seen: Seen, load: float, most: float, *, over: bool) -> 
     elif look:
         looked = first + min(count, int(FIRST_LOOK * LOOK_GROWTH ** (look - 1)))
         verdict = _tested(goal, seen.late[first:looked], look)
-        if verdict == "met" and not settled:
+        if verdict == "met" and (not settled or count < SETTLED * dispersion(late, goal.attain)):
             verdict = "unsure"
     if not over and verdict == "unsure" and count < most:
         return None

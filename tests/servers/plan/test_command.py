@@ -310,7 +310,8 @@ def test_a_percentile_is_of_enough_requests(capsys: pytest.CaptureFixture[str], 
 
 
 def test_nothing_that_was_asked_about_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = plan(capsys, "--model", "70b", "--gpu", "h200", "a40", "--max-running", "8", "256")
+    words = ("--model", "70b", "--gpu", "h200", "a40", "--max-running", "8", "256", "--slo", "e2el_ms=1e6")
+    _, out, _ = plan(capsys, *words)
     for gpu in ("h200", "a40"):
         for tp in (1, 2, 4, 8):
             assert len(re.findall(rf"^ .*\b{tp} x {gpu}\b", out, re.MULTILINE)) == 2, (gpu, tp)
@@ -323,7 +324,8 @@ def test_the_commands_that_it_names_are_understood(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    _, out, _ = plan(capsys, "--gpu", "rtx4090", "--p2p", "off", "--max-running", "64")
+    words = ("--gpu", "rtx4090", "--p2p", "off", "--max-running", "64", "--slo", "e2el_ms=1e6")
+    _, out, _ = plan(capsys, *words)
     predict, compose = re.findall(r": loadgen ((?:predict|compose) .*)$", out, re.MULTILINE)
     assert cli.invoke([*shlex.split(predict), "--requests", "50", "--out", "run"]) in (0, 4)
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
