@@ -35,7 +35,17 @@ from loadgen.load.load import Load
 from loadgen.option_types import NumberOrText, Whole, WholeOrText, option
 from loadgen.search import objective
 from loadgen.server import embedded
-from servers.plan.candidates import ANY, NONE, Candidate, candidates, judge, ranked, read_prices
+from servers.plan.candidates import (
+    ANY,
+    NONE,
+    Candidate,
+    Question,
+    candidates,
+    judge,
+    made_sure,
+    ranked,
+    read_prices,
+)
 from servers.plan.sizing import BEYOND, STRETCH, Demand, Limits, trace_rate
 from servers.plan.table import Plan, render, to_json
 from servers.simulator import hardware
@@ -89,7 +99,7 @@ class PlanOptions:
     trace_speed: Annotated[float, option(LOAD, "The trace so many times as fast.")] = 1.0
     trace_limit: Annotated[Whole | None, option(LOAD, "At most this many of its requests.")] = None
     trace_from: Annotated[float, option(LOAD, "From so many seconds after its first request on.")] = 0.0
-    percentile: Annotated[float, option(LOAD, "How many percent of the requests keep each limit.")] = 99.0
+    percentile: Annotated[float, option(LOAD, "How many percent of the requests keep every limit.")] = 99.0
     gpu: Annotated[
         tuple[str, ...],
         option(
@@ -220,13 +230,13 @@ def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
     largest_tp = min(LARGEST_TP, options.max_gpus)
-    rows, unmet = ranked([
-        judge(
-            candidate, lambda each: emulate(options.setup(each, demand.load)), demand, limits, prices,
-            options.max_gpus,
-        )
-        for candidate in _shown(candidates(specs, kinds, options.quantization, largest_tp, options.max_running))
-    ])  # fmt: skip
+    question = Question(
+        emulation=lambda each: emulate(options.setup(each, demand.load)), demand=demand, limits=limits, prices=prices,
+        max_gpus=options.max_gpus,
+    )  # fmt: skip
+    looked_at = _shown(candidates(specs, kinds, options.quantization, largest_tp, options.max_running))
+    rows, unmet = ranked([judge(candidate, question) for candidate in looked_at])
+    rows, unmet = made_sure(rows, unmet, question)
     plan = Plan(rows=rows, unmet=unmet, demand=demand, limits=limits, prices=prices, profile=profile)
     if options.json:
         terminal.say(render(plan))

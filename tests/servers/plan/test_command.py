@@ -6,16 +6,18 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loadgen import cli
 from loadgen.config import Config, ConfigError
 from servers.plan import candidates
-from servers.plan.candidates import Candidate, Prices, Row, Unmet, judge, ranked
+from servers.plan.candidates import Candidate, Prices, Question, Row, Unmet, judge, ranked
 from servers.plan.command import parse_slo
 from servers.plan.sizing import STRETCH, Demand, Limits, SizedServer, trial
 from servers.simulator import hardware
@@ -45,7 +47,17 @@ def highest(gpu: str, tp: int, limits: Limits = LIMITS) -> float:
 
 
 def judged(gpu: str, tp: int, rate: float, prices: Prices = PRICES, max_gpus: int = 64) -> Row | Unmet:
-    return judge(Candidate(gpu=gpu, tp=tp), emulation, load(rate), LIMITS, prices, max_gpus)
+    return judge(Candidate(gpu=gpu, tp=tp), question(load(rate), prices=prices, max_gpus=max_gpus))
+
+
+def question(
+    demand: Demand,
+    limits: Limits = LIMITS,
+    prices: Prices = PRICES,
+    max_gpus: int = 64,
+    emulated: Callable[[Candidate], Emulated] = emulation,
+) -> Question:
+    return Question(emulation=emulated, demand=demand, limits=limits, prices=prices, max_gpus=max_gpus)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
@@ -135,6 +147,29 @@ def test_a_price_reorders_and_what_has_none_comes_last() -> None:
     assert order(h200=9.0, rtx4090=0.1)[-1] == ("a100", None)
 
 
+def test_the_rate_of_the_first_row_has_its_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of other requests, and far more of them, keep the limits below the interval and miss them above it."""
+    words = ("--gpu", "rtx4090", "--max-gpus", "2", "--slo", "tpot_ms=35", "--percentile", "90", "--json")
+    _, out, err = plan(capsys, *words)
+    first, second = json.loads(out)["rows"]
+    low, high = first["rate_interval_per_s"]
+    assert first["bound"] == "tpot" and low <= first["rate_per_s"] <= high and second["rate_interval_per_s"] is None
+    assert "95 % between" in err and "searched for as loadgen search does" in err
+    emulated = emulation(Candidate(gpu="rtx4090", tp=first["tp"]))
+
+    def kept(rate: float) -> float:
+        at_s = np.cumsum(np.random.default_rng(9).exponential(1 / rate, 4000)).tolist()
+        times_s = [each.times_s for each in simulate(emulated, [(each, 128, 16) for each in at_s])]
+        return float(np.mean([(times[-1] - times[0]) / 15 <= 0.035 for times in times_s[400:]]))
+
+    assert kept(0.93 * low) > 0.9 > kept(1.07 * high)
+
+
+def test_where_throughput_is_the_limit_no_rate_is_searched_for(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = plan(capsys, "--gpu", "rtx4090", "--max-gpus", "1", "--slo", "e2el_ms=1e7")
+    assert "throughput" in out and "95 % between" not in out
+
+
 def test_a_price_is_found_by_any_name_of_the_gpu() -> None:
     assert [candidates.price(PRICES, name) for name in ("4090", "RTX4090", "NVIDIA GeForce RTX 4090 24 GB")] == [
         0.5
@@ -163,9 +198,8 @@ def test_a_price_is_found_by_any_name_of_the_gpu() -> None:
 def test_what_will_not_do_is_listed_with_the_reason(
     gpu: str, tp: int, slo: str, model: str, max_gpus: int, reason: str
 ) -> None:
-    unmet = judge(
-        Candidate(gpu=gpu, tp=tp), lambda each: emulation(each, model), load(500.0), parse_slo(slo), PRICES, max_gpus
-    )
+    asked = question(load(500.0), parse_slo(slo), max_gpus=max_gpus, emulated=lambda each: emulation(each, model))
+    unmet = judge(Candidate(gpu=gpu, tp=tp), asked)
     assert isinstance(unmet, Unmet)
     assert re.search(reason, unmet.reason)
 
@@ -173,14 +207,13 @@ def test_what_will_not_do_is_listed_with_the_reason(
 def test_a_limit_that_only_a_lonely_request_keeps() -> None:
     emulated = emulation(Candidate(gpu="rtx4090", tp=1))
     ((_, first_s, _),) = bounds(simulate(emulated, [(0.0, 512, 32)]))
-    unmet = judge(
-        Candidate(gpu="rtx4090", tp=1), emulation, load(), Limits(seconds={"ttft": first_s * 1.001}), PRICES, 64
-    )
+    unmet = judge(Candidate(gpu="rtx4090", tp=1), question(load(), Limits(seconds={"ttft": first_s * 1.001})))
     assert isinstance(unmet, Unmet) and "ttft is missed even at" in unmet.reason
 
 
 def test_a_request_that_the_server_refuses() -> None:
-    unmet = judge(Candidate(gpu="h200", tp=1), lambda each: emulation(each, kv_tokens=256), load(), LIMITS, PRICES, 64)
+    asked = question(load(), emulated=lambda each: emulation(each, kv_tokens=256))
+    unmet = judge(Candidate(gpu="h200", tp=1), asked)
     assert isinstance(unmet, Unmet) and "refuses a request of this length" in unmet.reason
 
 
