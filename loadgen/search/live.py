@@ -36,7 +36,7 @@ from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.search import results
 from loadgen.search.highest import Ended, Guess, Order, Probe, answer, conclude, next_probe
 from loadgen.search.objective import lateness
-from loadgen.search.results import UNITS, AxisName, ProbeRun, SearchOptions, SearchResult
+from loadgen.search.results import UNITS, AxisName, ProbeKind, ProbeRun, SearchOptions, SearchResult
 from loadgen.search.watch import Enough, Watch, seen_of, times_of, worst
 
 ALONE_REQUESTS = 4
@@ -291,7 +291,7 @@ class Search:
 class Try:
     """One run to be made: `options` of its load; sent for so many seconds at the most, or so many counted requests."""
 
-    kind: Any
+    kind: ProbeKind
     load: float
     options: dict[str, Any]
     seconds: float

@@ -22,8 +22,11 @@ from loadgen.search.highest import Answer, Ended, Goal, Guess, Probe, answer, wi
 
 SCHEMA, FILE = "loadgen.search/1", "search.json"
 AxisName = Literal["rate", "concurrency"]
+ProbeKind = Literal["alone", "saturation", "probe"]
 UNITS = {"rate": "requests/s", "concurrency": "requests in flight"}
-CLIENT_LIMITS = ("LOOP_LAG", "CLIENT_CPU", "SEND_LAG", "DROPPED")  # findings that say so where they are `invalid`
+# Findings: where one of them is `invalid`, the client was the limit.
+CLIENT_LIMITS = ("LOOP_LAG", "CLIENT_CPU", "SEND_LAG", "DROPPED")
+ABOVE_RATIO = 0.98  # of the answer: a probe at this load or more is taken to be above it
 FULL_KV_RATIO = 0.98
 
 
@@ -41,7 +44,7 @@ class ProbeRun(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     directory: str
-    kind: Literal["alone", "saturation", "probe"]
+    kind: ProbeKind
     probe: Probe
     attained_ratio: float | None
     missed: dict[str, float] = {}
@@ -145,8 +148,8 @@ def _above(result: SearchResult, value: float | None) -> ProbeRun | None:
         run for run in probes if run.probe.ended_per_s is not None or (run.probe.share or 0.0) < result.options.attain
     ]
     by_load = sorted(missed, key=lambda run: run.probe.load)
-    at_least = [run for run in by_load if value is None or run.probe.load >= 0.98 * value]
-    return next(iter(at_least), by_load[-1] if by_load else max(probes, key=lambda s: s.probe.load, default=None))
+    at_least = [run for run in by_load if value is None or run.probe.load >= ABOVE_RATIO * value]
+    return next(iter(at_least), by_load[-1] if by_load else max(probes, key=lambda run: run.probe.load, default=None))
 
 
 def _limited_by(result: SearchResult, value: float | None, none: bool) -> str | None:
@@ -203,13 +206,24 @@ def sentence(result: SearchResult) -> str:
     return f"{text} The client was the limit, so the server may take more." if result.lower_bound else text
 
 
+def _met_percent(probe: Probe, share: float) -> tuple[float, float]:
+    """The interval of 95 % of the share of requests that meet the objective."""
+    low, high = wilson(share, max(1.0, probe.counted / probe.dispersion), 1.96)
+    return 100 * max(0.0, low), 100 * min(1.0, high)
+
+
+def _end(result: SearchResult) -> str:
+    """Why it ended and where it began; it may have ended before it began."""
+    began = f" Began at {result.started_from}." if result.started_from else ""
+    return f"Ended because {result.ended_because}.{began}"
+
+
 def _row(run: ProbeRun, attain: float) -> tuple[str, ...]:
     probe = run.probe
     share = probe.share
     interval = ""
     if share is not None and probe.counted:
-        low, high = wilson(share, max(1.0, probe.counted / probe.dispersion), 1.96)
-        interval = f"{100 * max(0.0, low):.2f} to {100 * min(1.0, high):.2f}"
+        interval = "{:.2f} to {:.2f}".format(*_met_percent(probe, share))
     missed = ", ".join(f"{name} {100 * each:.1f} %" for name, each in run.missed.items() if each > 1 - attain)
     verdict = probe.verdict.replace("_", " ") if run.kind == "probe" else run.kind
     met_percent = "-" if share is None else f"{100 * share:.2f}"
@@ -234,7 +248,7 @@ def render(result: SearchResult) -> str:
         "",
     ]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["", f"Ended because {result.ended_because}. Began at {result.started_from}."]
+    lines += ["", _end(result)]
     lines += [f"What limited next: {result.limited_by}."] if result.limited_by else []
     return "\n".join(map(escaped, lines)) + "\n"
 
@@ -242,7 +256,7 @@ def render(result: SearchResult) -> str:
 def markdown(result: SearchResult) -> str:
     lines = [f"# Highest {UNITS[result.options.axis]} of {result.backend} {result.model}", ""]
     lines += ["**EMULATED: modelled hardware, no real server.**", ""] if result.emulated else []
-    lines += [sentence(result), "", f"Ended because {result.ended_because}. Began at {result.started_from}."]
+    lines += [sentence(result), "", _end(result)]
     lines += [f"What limited next: {result.limited_by}."] if result.limited_by else []
     lines += ["", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     lines += ["| " + " | ".join(_row(run, result.options.attain)) + " |" for run in result.probes]
@@ -264,9 +278,8 @@ def draw(result: SearchResult, path: Path) -> None:
         for probe in result.loads:
             if probe.share is None:
                 continue
-            low, high = wilson(probe.share, max(1.0, probe.counted / probe.dispersion), 1.96)
             colour = colours[probe.verdict]
-            axis.plot([probe.load] * 2, [100 * max(0.0, low), 100 * min(1.0, high)], color=colour, linewidth=1.2)
+            axis.plot([probe.load] * 2, _met_percent(probe, probe.share), color=colour, linewidth=1.2)
             axis.plot(probe.load, 100 * probe.share, "o", color=colour, markersize=5)
         for name, colour in colours.items():
             axis.plot([], [], "o", color=colour, label=name.replace("_", " "))

@@ -1,6 +1,7 @@
 """What is compared: GPUs, how many as one server, in which number format, for which model; and what each would need.
 
-A load that is split at random over n servers is Poisson again, at 1/n of the rate: so many servers are needed.
+A Poisson load that is split at random over n servers is Poisson again, at 1/n of the rate: one server at that rate
+stands for all.
 """
 
 from __future__ import annotations
