@@ -302,15 +302,24 @@ def search(
     slo: Annotated[
         str | None, Parameter(group=SEARCH, help="Limits in ms: ttft_ms=500,tpot_ms=50 and e2el_ms; at least one.")
     ] = None,
-    attain: Annotated[float, Parameter(group=SEARCH, help="Share of the requests that keep every limit.")] = 0.99,
-    budget_minutes: Annotated[float, Parameter(group=SEARCH, help="Minutes for all probes, at the most.")] = 20.0,
+    attain: Annotated[
+        float | None, Parameter(group=SEARCH, help="Share of the requests that keep every limit (default 0.99).")
+    ] = None,
+    budget_minutes: Annotated[
+        float | None, Parameter(group=SEARCH, help="Minutes for all probes, at the most (default 20).")
+    ] = None,
     axis: Annotated[
-        Literal["rate", "concurrency"],
-        Parameter(group=SEARCH, help="What is raised: requests/s of a Poisson process, or requests in flight."),
-    ] = "rate",
+        Literal["rate", "concurrency"] | None,
+        Parameter(
+            group=SEARCH, help="What is raised: requests/s of a Poisson process (default), or requests in flight."
+        ),
+    ] = None,
     resume: Annotated[
         Path | None,
-        Parameter(group=SEARCH, help="Go on with the search in this directory, which was stopped."),
+        Parameter(
+            group=SEARCH,
+            help="Go on with the search in this directory, which was stopped; --budget-minutes may give it more time.",
+        ),
     ] = None,
 ) -> int:
     """Find the highest load at which a server keeps limits on its latencies, with how sure that is.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from loadgen import exit_codes, rundir
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop, run_loop
@@ -13,19 +15,38 @@ from loadgen.search import live, objective, results
 from loadgen.search.results import AxisName, SearchResult
 from loadgen.terminal import say, say_error
 
+ATTAIN, BUDGET_MINUTES = 0.99, 20.0  # where none is given
+
 
 def search(
-    config: Config, slo: str | None, attain: float, budget_minutes: float, axis: AxisName, resume: Path | None
+    config: Config,
+    slo: str | None,
+    attain: float | None,
+    budget_minutes: float | None,
+    axis: AxisName | None,
+    resume: Path | None,
 ) -> int:
-    """Gives the exit code. Raises ConfigError, RunError and what a run raises before it begins."""
+    """Gives the exit code. None: not given. Raises ConfigError, RunError and what a run raises before it begins."""
     config = live.plain_config(config)
+    limits_ms = None if slo is None else objective.parse(slo)
     if resume is not None:
         result, config = live.resumed(resume, config)
-        directory = resume
+        options, directory = result.options, resume
+        for name, given, kept in (
+            ("slo", limits_ms, options.slo_ms), ("attain", attain, options.attain), ("axis", axis, options.axis),
+        ):  # fmt: skip
+            if given is not None and given != kept:
+                raise ConfigError(f"--resume goes on with the options of {directory}; leave --{name} out.")
+        if budget_minutes is not None:
+            options = msgspec.structs.replace(options, budget_s=live.budget_s(budget_minutes))
+            result = msgspec.structs.replace(result, options=options)
     else:
-        if slo is None:
+        if limits_ms is None:
             raise ConfigError("--slo is missing; say what the server is to keep, such as --slo ttft_ms=500,tpot_ms=50.")
-        options = live.search_options(config, objective.parse(slo), attain, budget_minutes, axis)
+        options = live.search_options(
+            config, limits_ms, ATTAIN if attain is None else attain,
+            BUDGET_MINUTES if budget_minutes is None else budget_minutes, axis or "rate",
+        )  # fmt: skip
         result = SearchResult(version=rundir.package_version(), options=options)
         directory = config.out or Path("runs") / rundir.new_run_id()
     whole = Run(config, directory, rundir.new_run_id(), say)

@@ -54,8 +54,7 @@ def search_options(
     config: Config, limits_ms: Mapping[str, float], attain: float, budget_minutes: float, axis: AxisName
 ) -> SearchOptions:
     """The options of a new search, of those that were typed. Raises ConfigError for what makes no search."""
-    if not 0 < budget_minutes < math.inf:
-        raise ConfigError(f"--budget-minutes is {budget_minutes:g}; it must be above 0.")
+    whole_s = budget_s(budget_minutes)
     if attain == 1:
         raise ConfigError(
             "--attain is 1, which no number of requests can show; ask for 0.999, which takes "
@@ -77,7 +76,14 @@ def search_options(
         raise ConfigError("--slo limits tpot_ms and replies of one token have none; leave it out.")
     plain = config.as_dict()
     kept = {name: plain[name] for name in config.given(plain) if name != "out"}
-    return SearchOptions(slo_ms=dict(limits_ms), attain=attain, axis=axis, budget_s=60 * budget_minutes, config=kept)
+    return SearchOptions(slo_ms=dict(limits_ms), attain=attain, axis=axis, budget_s=whole_s, config=kept)
+
+
+def budget_s(minutes: float) -> float:
+    """Raises ConfigError."""
+    if not 0 < minutes < math.inf:
+        raise ConfigError(f"--budget-minutes is {minutes:g}; it must be above 0.")
+    return 60 * minutes
 
 
 def _least(attain: float) -> int:
