@@ -356,9 +356,9 @@ def fit(goal: Goal, guess: Guess, probes: Sequence[Probe]) -> Posterior:
 
 
 def _dispersions(probes: Sequence[Probe]) -> Floats:
-    """Of each probe, at least what those at its load and below make of it: the busier a server, the longer it
-    remembers, so the logarithm is fitted as a function that never falls (pool adjacent violators, weighed by
-    requests). A short probe has seen too little of a cluster to know its length."""
+    """Of each probe, as all of them have it: the busier a server, the longer it remembers, so the logarithm is fitted as
+    a function of the load that never falls (pool adjacent violators, weighed by requests). A short probe has seen too
+    little of a cluster to know its length, and one that met few misses by luck would count for too much."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, probes
     order = sorted(range(len(probes)), key=lambda number: probes[number].load)
     for number in order:
@@ -371,7 +371,7 @@ def _dispersions(probes: Sequence[Probe]) -> Floats:
     fitted = np.repeat([mean for mean, _, _ in pools], [count for _, _, count in pools])
     dispersions = np.empty(len(probes))
     dispersions[order] = np.exp(fitted)
-    return np.maximum(dispersions, [probe.dispersion for probe in probes])
+    return dispersions
 
 
 def _posterior(
