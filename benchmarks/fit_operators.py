@@ -162,8 +162,8 @@ def attention(rows: Rows, flops: float, bandwidth: float, kind: str = "", width:
         "prefill_token_head_ns": round(p[1], 3),
     }
     errors = [
-        (f"decode attention{said(kind)}", decode(d), decode_us),
-        (f"prefill attention{said(kind)}", prefill(p), prefill_us),
+        (f"decode attention{label(kind)}", decode(d), decode_us),
+        (f"prefill attention{label(kind)}", prefill(p), prefill_us),
     ]
     if "mixed" + kind in rows:
         mb, mp, mh, mkv, mixed_us = columns(rows["mixed" + kind], "b", "p", "h", "kv")
@@ -171,11 +171,11 @@ def attention(rows: Rows, flops: float, bandwidth: float, kind: str = "", width:
         prompts = d[1] + 256 * mh * mp * 512 * 512 / (p[0] * flops) + p[1] * 1e-3 * mp * 512 * mh
         m = fit(lambda x: x[0] * alone + prompts, mixed_us, (1.2,))
         part["mixed"] = round(m[0], 3)
-        errors.append((f"mixed{said(kind)}", m[0] * alone + prompts, mixed_us))
+        errors.append((f"mixed{label(kind)}", m[0] * alone + prompts, mixed_us))
     return part, errors
 
 
-def said(kind: str) -> str:
+def label(kind: str) -> str:
     return kind.replace("_", " in ")
 
 
@@ -231,8 +231,8 @@ def fitted(rows: Rows, flops: float, bandwidth: float, given: float) -> dict[str
             errors.append((f"experts in {dtype}", *of))
     reduced = rows.get("all_reduce", [])
     entry["links"] = {name: of for p2p, name in (("on", "nvlink"), ("off", "host")) if (of := link(reduced, p2p))}
-    said_errors = (f"{what} {error(predicted, us):.1%} of {len(us)}" for what, predicted, us in errors)
-    return entry | {"error": "mean absolute relative error: " + ", ".join(said_errors)}
+    mean_errors = (f"{what} {error(predicted, us):.1%} of {len(us)}" for what, predicted, us in errors)
+    return entry | {"error": "mean absolute relative error: " + ", ".join(mean_errors)}
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -155,9 +156,9 @@ def seeded(load: str) -> list[str]:
     return words if "--seed" in words else [*words, "--seed", "1"]
 
 
-def predict(out: Path, groups: list[str]) -> None:
+def predict(out: Path, groups: list[str], scratch: Path) -> None:
     for group in map(GROUPS.__getitem__, groups):
-        model = model_in(Path("/tmp/frozen-model"), group.model)
+        model = model_in(scratch, group.model)
         for name, load in group.loads.items():
             loadgen(
                 "predict", "--backend", "vllm", "--model", str(model), "--gpu", "h200", "--dtype", "bfloat16",
@@ -197,9 +198,9 @@ def vllm(model: Path, options: str, log: Path) -> Iterator[str]:
         process.wait(60)
 
 
-def measure(out: Path, groups: list[str]) -> None:
+def measure(out: Path, groups: list[str], scratch: Path) -> None:
     for group, of in ((name, GROUPS[name]) for name in groups):
-        model = model_in(Path("/tmp/frozen-model"), of.model)
+        model = model_in(scratch, of.model)
         target = ["run", "--backend", "vllm", "--no-calibrate", "--vocab-size", str(vocabulary(of.model)), "--url"]
         began = time.monotonic()
         try:
@@ -207,7 +208,7 @@ def measure(out: Path, groups: list[str]) -> None:
                 print(f"{group}: ready after {time.monotonic() - began:.0f} s", flush=True)
                 # unmeasured: kernels that compile at their first use, and prompts that no load has
                 settling = f"{MIXED} --requests 60 --seed 77 --no-server-metrics"
-                loadgen(*target, url, *settling.split(), "--out", f"/tmp/frozen-settling-{group}")
+                loadgen(*target, url, *settling.split(), "--out", str(scratch / f"settling-{group}"))
                 for name, load in of.loads.items():
                     at = time.monotonic()
                     loadgen(*target, url, *seeded(load), "--out", str(out / name))
@@ -262,13 +263,15 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
     options = parser.parse_args()
     predicted, measured = (options.directory.absolute() / name for name in ("predicted", "measured"))
-    if options.step == "predict":
-        predict(predicted, options.groups)
-    elif options.step == "measure":
-        measured.mkdir(parents=True, exist_ok=True)
-        measure(measured, options.groups)
-    else:
+    if options.step == "compare":
         compare(predicted, measured, options.groups)
+        return
+    with tempfile.TemporaryDirectory(prefix="frozen-") as scratch:
+        if options.step == "predict":
+            predict(predicted, options.groups, Path(scratch))
+        else:
+            measured.mkdir(parents=True, exist_ok=True)
+            measure(measured, options.groups, Path(scratch))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Conversation:
     hash_ids: list[int]
 
 
-class Talk:
+class Conversations:
     """The texts of all conversations, as numbers of tokens and ids of blocks."""
 
     def __init__(self, rng: np.random.Generator, options: argparse.Namespace) -> None:
@@ -76,8 +76,8 @@ class Talk:
 
     def gone_on(self, last: Conversation) -> Conversation | None:
         """The next turn; None where it would be too long."""
-        said = last.input_tokens + last.output_tokens
-        tokens = said + self._length(TURN_RATIO * self._options.input_tokens, INPUT_SIGMA)
+        history_tokens = last.input_tokens + last.output_tokens
+        tokens = history_tokens + self._length(TURN_RATIO * self._options.input_tokens, INPUT_SIGMA)
         output = self._length(self._options.output_tokens, OUTPUT_SIGMA)
         if tokens + output > self._options.most_tokens:
             return None
@@ -87,11 +87,11 @@ class Talk:
 def requests(options: argparse.Namespace) -> Iterator[tuple[float, Conversation]]:
     """When each comes, in seconds from the first one, and what it is."""
     rng = np.random.default_rng(options.seed)
-    talk, at_s = Talk(rng, options), 0.0
+    conversations, at_s = Conversations(rng, options), 0.0
     waiting: list[tuple[float, int, Conversation]] = []  # by when the next turn is ready
     for number in range(options.requests):
         ready = heapq.heappop(waiting)[2] if waiting and waiting[0][0] <= at_s else None
-        request = (talk.gone_on(ready) if ready else None) or talk.begun()
+        request = (conversations.gone_on(ready) if ready else None) or conversations.begun()
         yield at_s, request
         if rng.random() < GOES_ON_RATIO:
             ready_s = at_s + TOKEN_S * request.output_tokens + rng.exponential(READING_S)

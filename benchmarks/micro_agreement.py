@@ -45,22 +45,22 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", nargs="+", choices=get_args(Dtype), default=["bf16"])
     parser.add_argument("--only", choices=["gemm", "memcpy", "pageable"])
-    asked = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print("micro_agreement: torch sees no GPU.", file=sys.stderr)
         return 2
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {asked.repeats} repeats in turns")
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {options.repeats} repeats in turns")
     rows = []
-    if asked.only in (None, "gemm"):
-        for dtype in asked.dtype:
-            rows += [products(shape, dtype, device, asked.repeats) for shape in SHAPES]
-    if asked.only != "gemm":
+    if options.only in (None, "gemm"):
+        for dtype in options.dtype:
+            rows += [products(shape, dtype, device, options.repeats) for shape in SHAPES]
+    if options.only != "gemm":
         bare = Bare()
-        for route, pinned in PAGEABLE if asked.only == "pageable" else ROUTES:
+        for route, pinned in PAGEABLE if options.only == "pageable" else ROUTES:
             for size in SIZES:
-                rows.append(copies(Copy(route=route, pinned=pinned, size_bytes=size), bare, device, asked.repeats))
+                rows.append(copies(Copy(route=route, pinned=pinned, size_bytes=size), bare, device, options.repeats))
     failed = [row["what"] for row in rows if not row["ok"]]
     print(
         f"{len(rows) - len(failed)} of {len(rows)} within the limits"

@@ -48,10 +48,10 @@ def command(words: list[str]) -> None:
     """One command line in this process; what it prints is dropped."""
     from loadgen import cli
 
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
         code = cli.invoke(words)
     if code not in (0, 4):  # 4: too few requests for a percentile, or the like
-        raise SystemExit(f"loadgen {' '.join(words)} ended with {code}: {said.getvalue()}")
+        raise SystemExit(f"loadgen {' '.join(words)} ended with {code}: {errors.getvalue()}")
 
 
 def burst(model: str, repeats: int) -> None:

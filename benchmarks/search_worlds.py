@@ -1,17 +1,21 @@
 """How right `loadgen search` is where the answer is known: many simulated searches in worlds whose capacity is known.
 
-    python benchmarks/search_worlds.py benchmarks/search_worlds.json
+    python benchmarks/search_worlds.py benchmarks/search_worlds/ [WORLD ...]
+
+writes DIR/WORLD.json. The constants of highest.py were chosen with other seeds in view than those used here.
 
 Worlds: an M/D/1 queue; c slots of a fixed service time (M/D/c; both by Franx' formula, 2001); and vLLM on a modelled
 H200 in virtual time, whose highest rate is that of a virtual run of 40,000 requests. Beside each search stands a plain
 bisection: it doubles or halves its load to a bracket and halves that (in logarithms) until it is as wide as the
 search's interval in the median; every probe has n requests, n being the least power of two at which its bracket holds
-the truth as often as the search's interval does. The guess at the start is wrong by 25 % (a standard deviation of its
+the truth as often as the search's interval does (or, less sure than that, at which it takes MOST_RATIO times the
+search's requests: it would take more still). The guess at the start is wrong by 25 % (a standard deviation of its
 logarithm).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -26,8 +30,8 @@ from numpy.typing import NDArray
 from loadgen.search.highest import Goal, Guess, Order, Probe, Seen, highest, watched
 
 Floats = NDArray[np.float64]
-SEARCHES, GUESS_SD, START_RATIO = 200, 0.25, 0.1
-MOST_BITS = 20  # of a bisection's probe: a million requests
+SEARCHES, FIRST_SEED, GUESS_SD, START_RATIO = 200, 3000, 0.25, 0.1
+MOST_RATIO = 4.0
 
 
 @dataclass(frozen=True)
@@ -155,24 +159,24 @@ def bisected(world: World, seed: int, count: int, width: float) -> tuple[bool, i
     return low <= world.truth <= high, spent
 
 
-def bisections(world: World, width: float, share: float, searches: int) -> Iterator[dict[str, Any]]:
-    """From few requests a probe on, until the bracket holds the truth as often as `share`."""
-    for bits in range(9, MOST_BITS + 1):
-        each = [bisected(world, 10_000 + seed, 1 << bits, width) for seed in range(searches)]
-        held = float(np.mean([inside for inside, _ in each]))
-        yield {"requests_a_probe": 1 << bits, "holds_truth_ratio": held,
-               "requests": float(np.median([spent for _, spent in each]))}  # fmt: skip
-        if held >= share:
+def bisections(world: World, width: float, share: float, most: float) -> Iterator[dict[str, Any]]:
+    """From few requests a probe on, until the bracket holds the truth as often as `share` or `most` requests are
+    spent."""
+    for bits in itertools.count(9):
+        each = [bisected(world, 10_000 + seed, 1 << bits, width) for seed in range(world.searches)]
+        held, spent = float(np.mean([inside for inside, _ in each])), float(np.median([used for _, used in each]))
+        yield {"requests_a_probe": 1 << bits, "holds_truth_ratio": held, "requests": spent}
+        if held >= share or spent >= most:
             return
 
 
 def measure(world: World) -> dict[str, Any]:
-    each = [searched(world, seed) for seed in range(world.searches)]
+    each = [searched(world, FIRST_SEED + seed) for seed in range(world.searches)]
     values, lows, highs = (np.asarray([one[name] for one in each], float) for name in ("value", "low", "high"))
     held = float(np.mean((lows <= world.truth) & (world.truth <= highs)))
     width, spent = float(np.median(np.log(highs / lows))), float(np.median([one["requests"] for one in each]))
     print(world.name, world.truth, held, float(np.median(np.abs(values / world.truth - 1))), spent, width, flush=True)
-    plain = list(bisections(world, width, min(held, 0.95), world.searches))
+    plain = list(bisections(world, width, min(held, 0.95), MOST_RATIO * spent))
     print(json.dumps(plain[-1]), spent / plain[-1]["requests"], flush=True)
     return {
         "world": world.name, "attain": world.attain, "truth": world.truth, "capacity": world.capacity,
@@ -192,10 +196,11 @@ WORLDS: dict[str, Callable[[], World]] = {
 
 
 def main() -> None:
-    path = Path(sys.argv[1])
-    chosen = sys.argv[2:] or list(WORLDS)
-    results = [measure(WORLDS[name]()) for name in chosen]
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    directory = Path(sys.argv[1])
+    directory.mkdir(exist_ok=True)
+    for name in sys.argv[2:] or WORLDS:
+        result = measure(WORLDS[name]())
+        (directory / f"{name}.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

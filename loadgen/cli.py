@@ -44,15 +44,11 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     line of standard output is the report as JSON. `--config FILE.toml` gives any of these options as keys, with
     underscores.
     """
-    from backends.launch import LaunchError
     from loadgen.event_loop import Stop, run_loop
-    from loadgen.probe import ServerError
     from loadgen.progress import ProgressLine
     from loadgen.report import repeats
-    from loadgen.run import Run, Stopped, dry_run
+    from loadgen.run import BACKEND_ERRORS, Run, Stopped, backend_failed, dry_run
     from loadgen.search import repeat
-    from loadgen.server.embedded import EmbeddedError
-    from loadgen.target import TransportError
 
     config = config or Config()
     run_id = rundir.new_run_id()
@@ -70,7 +66,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
         one_run.stop = stop
         try:
             run_loop(repeat.measure(one_run, progress, _shown) if repeated else one_run.measure(progress))
-        except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
+        except BACKEND_ERRORS as error:
             code = backend_failed(error)
         except Stopped as error:
             say_error("loadgen", error)
@@ -94,14 +90,10 @@ def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -
     figures put them together. The last line of standard output is sweep.json. --resume DIR goes on after a kill or
     Ctrl-C: points that finished stay as they are.
     """
-    from backends.launch import LaunchError
     from loadgen.event_loop import Stop, run_loop
-    from loadgen.probe import ServerError
     from loadgen.progress import ProgressLine
-    from loadgen.run import Stopped
+    from loadgen.run import BACKEND_ERRORS, Stopped, backend_failed
     from loadgen.search import sweep as sweeping
-    from loadgen.server.embedded import EmbeddedError
-    from loadgen.target import TransportError
 
     planned = sweeping.prepare(options or SweepOptions(), say)
     code = None
@@ -110,7 +102,7 @@ def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -
         try:
             if planned.waiting:
                 run_loop(sweeping.measure(planned, progress, stop))
-        except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
+        except BACKEND_ERRORS as error:
             code = backend_failed(error)
         except Stopped as error:
             if not planned.began:
@@ -125,17 +117,6 @@ def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -
         left = f"{len(planned.waiting)} of {len(planned.runs)}"
         say(f"{left} runs are left for `loadgen sweep --resume {planned.directory}`")
     return stop.exit_code or code or exit_codes.OK
-
-
-def backend_failed(error: Exception) -> int:
-    """Says why, after the end of the server's log where there is one; the exit code."""
-    from backends.launch import LaunchError
-    from loadgen.server.managed import quoted
-
-    if isinstance(error, LaunchError) and error.log:
-        say(quoted(error.log))
-    say_error("loadgen", error)
-    return exit_codes.FAILED
 
 
 def report(
@@ -284,12 +265,12 @@ def compare(
     from loadgen.report import gate, limits
 
     gate.check_options(fail_if, junit, summary)
-    asked = limits.parse(fail_if, comparison.LIMITED)
+    allowed = limits.parse(fail_if, comparison.LIMITED)
     compared = comparison.compare(a, b)
     print(comparison.render(compared))
-    if not asked:
+    if not allowed:
         return exit_codes.OK
-    checks, warnings = comparison.judged(compared, asked), comparison.warnings(compared)
+    checks, warnings = comparison.judged(compared, allowed), comparison.warnings(compared)
     print(gate.render(checks, warnings), end="", flush=True)
     return gate.finish(checks, warnings, "loadgen", junit, summary)
 
@@ -311,25 +292,34 @@ class ComposeOptions(Config):
 
 
 @offers(*(name for name in names(Config) if name not in NOT_SEARCHED))
-class SearchOptions(Config):
+class ProbeOptions(Config):
     """Of `run`, without the load's rate and number of requests, which a search decides on."""
 
 
 def search(
-    config: Annotated[SearchOptions | None, Parameter(name="*")] = None,
+    config: Annotated[ProbeOptions | None, Parameter(name="*")] = None,
     *,
     slo: Annotated[
         str | None, Parameter(group=SEARCH, help="Limits in ms: ttft_ms=500,tpot_ms=50 and e2el_ms; at least one.")
     ] = None,
-    attain: Annotated[float, Parameter(group=SEARCH, help="Share of the requests that keep every limit.")] = 0.99,
-    budget_minutes: Annotated[float, Parameter(group=SEARCH, help="Minutes for all probes, at the most.")] = 20.0,
+    attain: Annotated[
+        float | None, Parameter(group=SEARCH, help="Share of the requests that keep every limit (default 0.99).")
+    ] = None,
+    budget_minutes: Annotated[
+        float | None, Parameter(group=SEARCH, help="Minutes for all probes, at the most (default 20).")
+    ] = None,
     axis: Annotated[
-        Literal["rate", "concurrency"],
-        Parameter(group=SEARCH, help="What is raised: requests/s of a Poisson process, or requests in flight."),
-    ] = "rate",
+        Literal["rate", "concurrency"] | None,
+        Parameter(
+            group=SEARCH, help="What is raised: requests/s of a Poisson process (default), or requests in flight."
+        ),
+    ] = None,
     resume: Annotated[
         Path | None,
-        Parameter(group=SEARCH, help="Go on with the search in this directory, which was stopped."),
+        Parameter(
+            group=SEARCH,
+            help="Go on with the search in this directory, which was stopped; --budget-minutes may give it more time.",
+        ),
     ] = None,
 ) -> int:
     """Find the highest load at which a server keeps limits on its latencies, with how sure that is.
@@ -339,7 +329,7 @@ def search(
     """
     from loadgen.search import command
 
-    return command.search(config or SearchOptions(), slo, attain, budget_minutes, axis, resume)
+    return command.search(config or ProbeOptions(), slo, attain, budget_minutes, axis, resume)
 
 
 def doctor(config: Annotated[DoctorOptions | None, Parameter(name="*")] = None) -> int:

@@ -241,6 +241,9 @@ MemoryRatioOption = Annotated[float, _settings("Part of each GPU's memory that i
 SchedulerOption = Annotated[
     str | None, _modelled("Which version of the server: vllm@v1, vllm@0.2, tgi@3, tgi@1, lightllm@1.2, ...")
 ]
+ExpertImbalanceOption = Annotated[
+    float, _modelled("Of a mixture: the load of its busiest expert over the mean; 1: tokens choose evenly.")
+]
 ProfileOption = Annotated[Path | None, _modelled("Profile from `loadgen calibrate` (default: the built-in one).")]
 
 
@@ -316,9 +319,7 @@ class ModelledOptions:
         tuple[str, ...], _modelled("A setting of the scheduler, repeatable: max_concurrent_requests=128.")
     ] = ()
     kv_tokens: Annotated[Whole | None, _modelled("Tokens in the KV cache (default: what memory leaves).")] = None
-    expert_imbalance: Annotated[
-        float, _modelled("Of a mixture: the load of its busiest expert over the mean; 1: tokens choose evenly.")
-    ] = 1.0
+    expert_imbalance: ExpertImbalanceOption = 1.0
     profile: ProfileOption = None
     speed: Annotated[float, _modelled("Modelled seconds that pass in a real one.")] = 1.0
 

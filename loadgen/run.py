@@ -20,8 +20,9 @@ import numpy as np
 
 import backends
 from backends import gpus
+from backends.launch import LaunchError
 from backends.protocol import ServerInfo
-from loadgen import rundir, warmup
+from loadgen import exit_codes, rundir, warmup
 from loadgen.calibration import calibrate
 from loadgen.client.engine import Progress, Snapshot
 from loadgen.client.limits import check_workers, make_room
@@ -41,8 +42,13 @@ from loadgen.server.launch import Launch, plan_launch
 from loadgen.server.managed import END_WAIT_S, ManagedServer, managed, quoted
 from loadgen.server.placement import chosen
 from loadgen.target import Target, TransportError
+from loadgen.terminal import say, say_error
 
 Say = Callable[[str], None]  # a line for the person who watches
+
+
+# A run that ends with one of these failed by its server, not by its options or by this program.
+BACKEND_ERRORS = (ServerError, TransportError, embedded.EmbeddedError, LaunchError)
 
 
 class Stopped(Exception):
@@ -340,6 +346,14 @@ def dry_run(config: Config, directory: Path, run_id: str) -> str:
     headers = "\n".join(f"{name}: {value}" for name, value in request.headers)
     parts += ["", "# the first of its requests", f"{request.method} {request.path}", headers, "", request.body.decode()]
     return "\n".join(parts)
+
+
+def backend_failed(error: Exception) -> int:
+    """Says why, after the end of the server's log where there is one; the exit code. error: of BACKEND_ERRORS."""
+    if isinstance(error, LaunchError) and error.log:
+        say(quoted(error.log))
+    say_error("loadgen", error)
+    return exit_codes.FAILED
 
 
 def _both(progress: Progress, monitor: Monitor) -> Progress:

@@ -7,15 +7,12 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from backends.launch import LaunchError
 from loadgen import cli, exit_codes, rundir
 from loadgen.breakdown import measure, tables
 from loadgen.config import LOAD, OUTPUT, Config, ConfigError, LaunchOptions, ModelledOptions, PlacementOptions
 from loadgen.event_loop import Stop, run_loop
 from loadgen.option_types import Whole, names, offers, option
-from loadgen.probe import ServerError
-from loadgen.run import Stopped
-from loadgen.target import TransportError
+from loadgen.run import BACKEND_ERRORS, Stopped, backend_failed
 from loadgen.terminal import say, say_error
 from loadgen.trace import TraceError
 from servers.predict.breakdown import modelled
@@ -65,8 +62,8 @@ def breakdown(
         else:
             with stop:
                 result = run_loop(measure.measure(measure.load(config), steps, directory, run_id, say, stop))
-    except (ServerError, TransportError, LaunchError) as error:
-        return cli.backend_failed(error)
+    except BACKEND_ERRORS as error:
+        return backend_failed(error)
     except TraceError as error:
         say_error("loadgen", error)
         return exit_codes.INVALID

@@ -108,8 +108,8 @@ def _ended(a: Mapping[str, tuple[str, str]], b: Mapping[str, tuple[str, str]]) -
             checks.append(Check("run", name, "unknown", f"It is {state} in A and {state_b} in B: {reason or reason_b}"))
         elif state == "ok":
             how = {"ok": "ok", "missing": "unknown"}.get(state_b, "beyond")
-            said = "It ended ok in A and B." if state_b == "ok" else f"It is ok in A and {state_b} in B: {reason_b}"
-            checks.append(Check("run", name, how, said))  # type: ignore[arg-type]
+            message = "It ended ok in A and B." if state_b == "ok" else f"It is ok in A and {state_b} in B: {reason_b}"
+            checks.append(Check("run", name, how, message))  # type: ignore[arg-type]
     return checks
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a line of options is read in a moment; what it means may ta
     from cyclopts import Token
 
     from backends.gpus import Inventory
-    from loadgen.models import Model as Found
+    from loadgen.models import Model as NamedModel
     from training_probe.memory.text import Described
     from training_probe.sweep.manifests import Settings
 
@@ -274,21 +274,21 @@ def _model(name: str) -> Model:
 
     if name == TINY.name:
         return Model(spec=TINY)
-    found = _found(name)
-    spec, unknown = None, found.unknown
-    if found.spec is not None:
+    named = _named(name)
+    spec, unknown = None, named.unknown
+    if named.spec is not None:
         try:
-            spec = shape_of(found.spec)
+            spec = shape_of(named.spec)
         except NoShape as reason:
             unknown = str(reason)
     if spec is not None and catalog.find(name) is not None:
         return Model(spec=spec)
-    if found.directory is None:
+    if named.directory is None:
         raise GridError(
             f"{unknown}, which is not built of a name; give a directory that holds its config.json, or ask "
             "training_probe memory."
         )
-    return Model(spec=spec, directory=str(found.directory), unknown=unknown)
+    return Model(spec=spec, directory=str(named.directory), unknown=unknown)
 
 
 def _described(name: str) -> Described:
@@ -296,23 +296,23 @@ def _described(name: str) -> Described:
 
     if name == TINY.name:
         return Described(TINY.decoder)
-    found = _found(name)
-    if found.spec is None:
-        return Described(None, found.unknown, found.unknown)
+    named = _named(name)
+    if named.spec is None:
+        return Described(None, named.unknown, named.unknown)
     try:
-        return Described(shape_of(found.spec).decoder)
+        return Described(shape_of(named.spec).decoder)
     except NoShape as reason:
-        return Described(found.spec, unbuilt=str(reason))
+        return Described(named.spec, unbuilt=str(reason))
 
 
-def _found(name: str) -> Found:
+def _named(name: str) -> NamedModel:
     """What of that name is there. Raises GridError or ConfigError."""
     from loadgen import models
 
-    found = models.find(name)
-    if found.spec is None and found.directory is None:
+    named = models.find(name)
+    if named.spec is None and named.directory is None:
         raise GridError(f"the shape of '{name}' is not known here; give a directory that holds its config.json.")
-    return found
+    return named
 
 
 def visible_gpus(inventory: Inventory) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class _Protocol(ResponseHandler):
         super().data_received(data)
 
     @property
-    def spoke_unasked(self) -> bool:
+    def received_unasked(self) -> bool:
         return self.requests > 0 and (self.should_close or self.received_bytes != self.reply_bytes)
 
     @property
@@ -52,7 +52,7 @@ _protocol: ContextVar[_Protocol] = ContextVar("_protocol")  # of the request tha
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Gives out no connection that spoke while it was idle: aiohttp would take those bytes for the next reply."""
+    """Gives out no connection that received bytes while it was idle: aiohttp would take these for the next reply."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -63,7 +63,7 @@ class _Connector(aiohttp.TCPConnector):
             connection = await super().connect(*args, **kwargs)
             protocol = connection.protocol
             assert isinstance(protocol, _Protocol)
-            if protocol.spoke_unasked:
+            if protocol.received_unasked:
                 connection.close()
                 continue
             protocol.requests += 1

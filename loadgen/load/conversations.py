@@ -132,15 +132,15 @@ class _File:
             self.left_out.no_user += 1
             return
         self.left_out.beginnings += begins_with_reply
-        asked = conversation.output_tokens
-        if isinstance(asked, list) and len(asked) != len(turns):
+        output_tokens = conversation.output_tokens
+        if isinstance(output_tokens, list) and len(output_tokens) != len(turns):
             raise WorkloadError(
-                f"{where} has {len(asked)} output_tokens for {counted(len(turns), 'turn')}; give one number, or one "
-                "for each turn."
+                f"{where} has {len(output_tokens)} output_tokens for {counted(len(turns), 'turn')}; give one number, "
+                "or one for each turn."
             )
-        if asked is not None:
+        if output_tokens is not None:
             for place, turn in enumerate(turns):
-                turn.output_tokens = asked[place] if isinstance(asked, list) else asked
+                turn.output_tokens = output_tokens[place] if isinstance(output_tokens, list) else output_tokens
         self.conversations.append(tuple(turns))
 
     def lengths(self, index: int) -> tuple[tuple[int, int], ...]:

@@ -74,8 +74,8 @@ def thinking(measured: Table) -> Spans:
 def added_tokens(measured: Table) -> NDArray[np.int64]:
     """The prompt tokens that were asked of each request (n,); of a session's later turns, those that the turn adds to
     what was said before; 0 where that is not known."""
-    asked = measured.asked_prompt_tokens
-    return np.where(measured.turn > 1, np.maximum(asked - measured.shared_tokens, 0), asked)
+    asked_tokens = measured.asked_prompt_tokens
+    return np.where(measured.turn > 1, np.maximum(asked_tokens - measured.shared_tokens, 0), asked_tokens)
 
 
 def build(measured: Table, rules: Convention, offered_per_s: float | None, complete: bool) -> SessionStats | None:
@@ -115,7 +115,8 @@ def by_turn(measured: Table, rules: Convention) -> list[TurnStats]:
     has more than one."""
     if measured.turn.max(initial=0) < 2:
         return []
-    told = bool((measured.cached_tokens[measured.ok] != -1).any())  # vLLM leaves the count out of a reply where it is 0
+    # Whether replies count at all; vLLM leaves the count out of a reply where it is 0.
+    replies_count = bool((measured.cached_tokens[measured.ok] != -1).any())
     highest = np.where(measured.turn > EACH_TURN, 2 ** np.ceil(np.log2(np.maximum(measured.turn, 1))), measured.turn)
     columns = {name: metrics.column(measured, name, rules) for name in TURN_METRICS}
     stats = []
@@ -130,7 +131,7 @@ def by_turn(measured: Table, rules: Convention) -> list[TurnStats]:
                 requests=int(chosen.sum()),
                 ok=int(ok.sum()),
                 prompt_tokens_mean=_mean(prompt[prompt != -1]),
-                cached_tokens_mean=_mean(np.maximum(measured.cached_tokens[ok], 0)) if told else None,
+                cached_tokens_mean=_mean(np.maximum(measured.cached_tokens[ok], 0)) if replies_count else None,
                 metrics={
                     name: metrics.summary(metrics.defined(values[ok]), rules.percentile)
                     for name, values in columns.items()

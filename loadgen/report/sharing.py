@@ -39,19 +39,20 @@ def build(measured: Table, server: ServerStats | None, rules: Convention) -> Sha
     if not shareable_tokens(measured):
         return None
     ok = measured.ok
-    told = bool((measured.cached_tokens[ok] != -1).any())  # vLLM leaves the count out of a reply where it is 0
+    # Whether replies count at all; vLLM leaves the count out of a reply where it is 0.
+    replies_count = bool((measured.cached_tokens[ok] != -1).any())
     hits = None if server is None else server.prefix_cache_hits
-    cached = total(measured.cached_tokens[ok]) if told else hits
+    cached = total(measured.cached_tokens[ok]) if replies_count else hits
     prompt, shareable = total(measured.prompt_tokens[ok]), int(measured.shared_tokens[ok].sum())
-    warm = (measured.cached_tokens if told else measured.shared_tokens) > 0
+    warm = (measured.cached_tokens if replies_count else measured.shared_tokens) > 0
     return Sharing(
         prompt_tokens=prompt,
         shareable_tokens=shareable,
         cached_tokens=cached,
-        cached_by=None if cached is None else "replies" if told else "server",
+        cached_by=None if cached is None else "replies" if replies_count else "server",
         cached_of_prompt_ratio=None if cached is None or not prompt else cached / prompt,
         cached_of_shareable_ratio=None if cached is None or not shareable else cached / shareable,
-        warm_by="cached_tokens" if told else "shared_tokens",
+        warm_by="cached_tokens" if replies_count else "shared_tokens",
         ttft_cold_ms=_ttft(measured, ok & ~warm, rules),
         ttft_warm_ms=_ttft(measured, ok & warm, rules),
     )

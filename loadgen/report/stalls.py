@@ -66,8 +66,9 @@ def _expected_us(silences: _Silences, measured: Table) -> NDArray[np.float64]:
     rows = np.flatnonzero(measured.first_token_ns != -1)
     rows = rows[np.argsort(measured.first_token_ns[rows], kind="stable")]
     first_us, sent_us = measured.first_token_ns[rows] // 1000, measured.sent_ns[rows] // 1000
-    counted, asked = measured.prompt_tokens[rows], measured.asked_prompt_tokens[rows]
-    walked = np.concatenate(([0], np.cumsum(np.maximum(np.where(counted >= 0, counted, asked), 0))))
+    counted_tokens, asked_tokens = measured.prompt_tokens[rows], measured.asked_prompt_tokens[rows]
+    prompt_tokens = np.maximum(np.where(counted_tokens >= 0, counted_tokens, asked_tokens), 0)
+    walked = np.concatenate(([0], np.cumsum(prompt_tokens)))
     begins = np.searchsorted(first_us, silences.end_us, side="left")
     within_us = round(step_us / 2)  # the events of one step come one after another, but before those of the next
     ends = np.searchsorted(first_us, silences.end_us + within_us, side="right")
@@ -104,9 +105,9 @@ def _silences(measured: Table) -> _Silences:
         cell = times_us // width_us
         np.minimum.at(earliest_us, cell, times_us)
         np.maximum.at(latest_us, cell, times_us)
-    heard = np.flatnonzero(latest_us >= 0)
-    short_us = int((latest_us[heard] - earliest_us[heard]).sum())
-    return _Silences(latest_us[heard[:-1]] + origin_us, earliest_us[heard[1:]] + origin_us, short_us)
+    filled = np.flatnonzero(latest_us >= 0)
+    short_us = int((latest_us[filled] - earliest_us[filled]).sum())
+    return _Silences(latest_us[filled[:-1]] + origin_us, earliest_us[filled[1:]] + origin_us, short_us)
 
 
 def _under_way(silences: _Silences, measured: Table) -> _Silences:

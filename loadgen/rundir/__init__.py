@@ -172,11 +172,15 @@ def create(directory: Path, *, private: bool = False) -> Path | None:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Raises RunError."""
-    text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+    write_json(directory / "manifest.json", manifest)
+
+
+def write_json(path: Path, value: msgspec.Struct) -> None:
+    """Replaces a file of a run's or a search's directory, indented. Raises RunError."""
     try:
-        replace(directory / "manifest.json", text + b"\n")
+        replace(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
     except OSError as error:
-        raise RunError(f"cannot write to {directory}: {error.strerror or error}; name another --out.") from None
+        raise RunError(f"cannot write to {path.parent}: {error.strerror or error}; name another --out.") from None
 
 
 def read_manifest(directory: Path) -> Manifest:

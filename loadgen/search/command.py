@@ -4,40 +4,55 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backends.launch import LaunchError
+import msgspec
+
 from loadgen import exit_codes, rundir
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop, run_loop
-from loadgen.probe import ServerError
 from loadgen.progress import ProgressLine
-from loadgen.run import Run, Stopped
-from loadgen.search import found as founds
-from loadgen.search import live, objective
-from loadgen.search.found import AxisName, Found
-from loadgen.server.embedded import EmbeddedError
-from loadgen.server.managed import quoted
-from loadgen.target import TransportError
+from loadgen.run import BACKEND_ERRORS, Run, Stopped, backend_failed
+from loadgen.search import live, objective, results
+from loadgen.search.results import AxisName, SearchResult
 from loadgen.terminal import say, say_error
+
+ATTAIN, BUDGET_MINUTES = 0.99, 20.0  # where none is given
 
 
 def search(
-    config: Config, slo: str | None, attain: float, budget_minutes: float, axis: AxisName, resume: Path | None
-) -> int:  # fmt: skip
-    """Gives the exit code. Raises ConfigError, RunError and what a run raises before it begins."""
-    config = live.options_of(config)
+    config: Config,
+    slo: str | None,
+    attain: float | None,
+    budget_minutes: float | None,
+    axis: AxisName | None,
+    resume: Path | None,
+) -> int:
+    """Gives the exit code. None: not given. Raises ConfigError, RunError and what a run raises before it begins."""
+    config = live.plain_config(config)
+    limits_ms = None if slo is None else objective.parse(slo)
     if resume is not None:
-        found, config = live.resumed(resume, config)
-        directory = resume
+        result, config = live.resumed(resume, config)
+        options, directory = result.options, resume
+        for name, given, kept in (
+            ("slo", limits_ms, options.slo_ms), ("attain", attain, options.attain), ("axis", axis, options.axis),
+        ):  # fmt: skip
+            if given is not None and given != kept:
+                raise ConfigError(f"--resume goes on with the options of {directory}; leave --{name} out.")
+        if budget_minutes is not None:
+            options = msgspec.structs.replace(options, budget_s=live.budget_s(budget_minutes))
+            result = msgspec.structs.replace(result, options=options)
     else:
-        if slo is None:
+        if limits_ms is None:
             raise ConfigError("--slo is missing; say what the server is to keep, such as --slo ttft_ms=500,tpot_ms=50.")
-        wanted = live.asked(config, objective.parse(slo), attain, budget_minutes, axis)
-        found = Found(version=rundir.package_version(), asked=wanted)
+        options = live.search_options(
+            config, limits_ms, ATTAIN if attain is None else attain,
+            BUDGET_MINUTES if budget_minutes is None else budget_minutes, axis or "rate",
+        )  # fmt: skip
+        result = SearchResult(version=rundir.package_version(), options=options)
         directory = config.out or Path("runs") / rundir.new_run_id()
     whole = Run(config, directory, rundir.new_run_id(), say)
     whole.check()
     made = None if resume is not None else rundir.create(directory, private=config.dataset is not None)
-    return _measured(live.Search(whole, found, ProgressLine()), made)
+    return _measured(live.Search(whole, result, ProgressLine()), made)
 
 
 def _measured(one: live.Search, made: Path | None) -> int:
@@ -46,28 +61,25 @@ def _measured(one: live.Search, made: Path | None) -> int:
         one.whole.stop = stop
         try:
             run_loop(one.measure())
-        except (ServerError, TransportError, EmbeddedError, LaunchError) as error:
-            if isinstance(error, LaunchError) and error.log:
-                say(quoted(error.log))
-            say_error("loadgen", error)
-            code = exit_codes.FAILED
+        except BACKEND_ERRORS as error:
+            code = backend_failed(error)
         except Stopped:
             code = exit_codes.STOPPED
         finally:
-            one.progress.end()  # type: ignore[attr-defined]
+            one.progress.end()
             one.stopped()
             rundir.remove_if_empty(directory, made)
-        show(directory, one.found)
+        show(directory, one.result)
     return stop.exit_code or code or exit_codes.OK
 
 
-def show(directory: Path, found: Found) -> None:
+def show(directory: Path, result: SearchResult) -> None:
     """Prints the answer and writes its text and figure."""
-    say(founds.render(found))
+    say(results.render(result))
     try:
-        rundir.replace(directory / "search.md", founds.markdown(found).encode())
-        if found.loads:
-            founds.draw(found, directory / "search.png")
+        rundir.replace(directory / "search.md", results.markdown(result).encode())
+        if result.loads:
+            results.draw(result, directory / "search.png")
     except OSError as error:  # it is printed all the same
         say_error("loadgen", f"cannot write to {directory}: {error.strerror or error}.")
-    print(founds.to_json(found), flush=True)
+    print(results.to_json(result), flush=True)

@@ -47,13 +47,13 @@ FILLED = 1 / 8  # of the time: what was sent in it must have lived no longer, be
 SETTLED = 30  # times its dispersion is a probe long that has come to its steady state
 FAR = 0.5  # of its limits: where no request comes nearer, the tail beyond what was seen is thought about
 WELL_KNOWN = 16  # times its dispersion is a probe long whose dispersion is known well
-AT_KNEE_MISSES = 10  # in clusters:  expected misses of an undecided probe at the highest load: it is then long enough
+AT_KNEE_MISSES = 10  # clusters of misses that a probe at the highest load is long enough to have, on average
 OFFSETS = (1.2, -0.8, 0.4)  # of probes around the answer, in logits
 NEAR = 1.5  # logits from what is wanted within which a probe weighs about in full
 SLOPE, SLOPE_SPREAD = 16.0, 1.2  # median of the prior of the slope, and standard deviation of its logarithm
 PRIOR_DISPERSION = 4.0  # what the dispersion is taken for where nothing can be seen of it
 LEAST_LONG = 2  # probes that must have come to a steady state, for the answer to be sure
-UNSURE_DISPERSION = 2.0  # by which each dispersion may be too low, being an estimate itself
+UNSURE_DISPERSION = 2.5  # by which each dispersion may be too low, being an estimate itself
 LONELY = 0.1  # requests under way on average: where a load as low misses the objective, no lower one will meet it
 CONFIDENCE = 0.95
 LEAST_RATIO = 1e-4  # of the guess: the lowest load that is tried
@@ -186,7 +186,7 @@ def _judged(goal: Goal, seen: Seen, load: float, most: float, *, over: bool) -> 
     elif look:
         looked = first + min(count, int(FIRST_LOOK * LOOK_GROWTH ** (look - 1)))
         verdict = _tested(goal, seen.late[first:looked], look)
-        if verdict == "met" and not settled:
+        if verdict == "met" and (not settled or count < SETTLED * dispersion(late, goal.attain)):
             verdict = "unsure"
     if not over and verdict == "unsure" and count < most:
         return None
@@ -356,9 +356,9 @@ def fit(goal: Goal, guess: Guess, probes: Sequence[Probe]) -> Posterior:
 
 
 def _dispersions(probes: Sequence[Probe]) -> Floats:
-    """Of each probe, at least what those at its load and below make of it: the busier a server, the longer it
-    remembers, so the logarithm is fitted as a function that never falls (pool adjacent violators, weighed by
-    requests). A short probe has seen too little of a cluster to know its length."""
+    """Of each probe, as all of them have it: the busier a server, the longer it remembers, so the logarithm is fitted as
+    a function of the load that never falls (pool adjacent violators, weighed by requests). A short probe has seen too
+    little of a cluster to know its length, and one that met few misses by luck would count for too much."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, probes
     order = sorted(range(len(probes)), key=lambda number: probes[number].load)
     for number in order:
@@ -371,7 +371,7 @@ def _dispersions(probes: Sequence[Probe]) -> Floats:
     fitted = np.repeat([mean for mean, _, _ in pools], [count for _, _, count in pools])
     dispersions = np.empty(len(probes))
     dispersions[order] = np.exp(fitted)
-    return np.maximum(dispersions, [probe.dispersion for probe in probes])
+    return dispersions
 
 
 def _posterior(

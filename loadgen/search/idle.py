@@ -80,7 +80,7 @@ class _ByMetrics:
         self._source = source
 
     async def shown(self) -> bool:
-        """Whether the server shows any of what tells."""
+        """Whether the server's metrics have any of BUSY."""
         try:
             return bool(await self._read())
         except Unreadable:
@@ -114,7 +114,7 @@ class _ByProbe:
         self._limit_ms = 0.0
 
     async def measure(self) -> None:
-        """How long a probe takes at the start."""
+        """Sets what a probe of an idle server may take, by how long the first ones take."""
         took_ms = [await self._probe() for _ in range(FIRST_PROBES)]
         self._limit_ms = max((each for each in took_ms if each is not None), default=0.0) * PROBE_RATIO + PROBE_SPARE_MS
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import os
 import shutil
 import sys
 import time
@@ -27,15 +28,16 @@ from loadgen import child_env, rundir
 from loadgen.client.engine import Progress, Snapshot
 from loadgen.config import Config, ConfigError, flag
 from loadgen.load.load import Load
+from loadgen.progress import ProgressLine
 from loadgen.report import build
 from loadgen.report.text import markdown, number
 from loadgen.run import Run, Served, stoppable
 from loadgen.rundir.outcomes import OUTCOMES
-from loadgen.search import found as founds
-from loadgen.search.found import UNITS, Asked, AxisName, Found, Shown
+from loadgen.search import results
 from loadgen.search.highest import Ended, Guess, Order, Probe, answer, conclude, next_probe
-from loadgen.search.objective import Times, lateness
-from loadgen.search.watch import Enough, Watch, seen_of, worst
+from loadgen.search.objective import lateness
+from loadgen.search.results import UNITS, AxisName, ProbeKind, ProbeRun, SearchOptions, SearchResult
+from loadgen.search.watch import Enough, Watch, seen_of, times_of, worst
 
 ALONE_REQUESTS = 4
 SATURATION_STREAMS, SATURATION_RATIO = 64, 0.6  # what part of a closed loop's throughput is tried first
@@ -48,12 +50,11 @@ LEAST_SENT_S, SHORT_S = 2.0, 8.0  # of sending; of a whole probe, where the budg
 OWN = ("requests", "duration", "arrival", "concurrency", "workload", "goodput", "repeat")  # the search decides on them
 
 
-def asked(
+def search_options(
     config: Config, limits_ms: Mapping[str, float], attain: float, budget_minutes: float, axis: AxisName
-) -> Asked:
-    """Raises ConfigError for what makes no search."""
-    if not 0 < budget_minutes < math.inf:
-        raise ConfigError(f"--budget-minutes is {budget_minutes:g}; it must be above 0.")
+) -> SearchOptions:
+    """The options of a new search, of those that were typed. Raises ConfigError for what makes no search."""
+    whole_s = budget_s(budget_minutes)
     if attain == 1:
         raise ConfigError(
             "--attain is 1, which no number of requests can show; ask for 0.999, which takes "
@@ -75,28 +76,35 @@ def asked(
         raise ConfigError("--slo limits tpot_ms and replies of one token have none; leave it out.")
     plain = config.as_dict()
     kept = {name: plain[name] for name in config.given(plain) if name != "out"}
-    return Asked(slo_ms=dict(limits_ms), attain=attain, axis=axis, budget_s=60 * budget_minutes, config=kept)
+    return SearchOptions(slo_ms=dict(limits_ms), attain=attain, axis=axis, budget_s=whole_s, config=kept)
+
+
+def budget_s(minutes: float) -> float:
+    """Raises ConfigError."""
+    if not 0 < minutes < math.inf:
+        raise ConfigError(f"--budget-minutes is {minutes:g}; it must be above 0.")
+    return 60 * minutes
 
 
 def _least(attain: float) -> int:
-    return Asked(slo_ms={}, attain=attain, axis="rate", budget_s=1.0, config={}).goal.least_requests
+    return SearchOptions(slo_ms={}, attain=attain, axis="rate", budget_s=1.0, config={}).goal.least_requests
 
 
-def config_of(wanted: Asked) -> Config:
+def run_config(options: SearchOptions) -> Config:
     """The options of a search that goes on. Raises ConfigError."""
     try:
-        return msgspec.convert(wanted.config, Config, strict=False)
+        return msgspec.convert(options.config, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"search.json holds options that this version does not know: {error}.") from None
 
 
 @dataclass
 class Search:
-    """One search in `whole.directory`, which exists. `found`: what it has found so far."""
+    """One search in `whole.directory`, which exists. `result`: what its probes have shown so far."""
 
     whole: Run
-    found: Found
-    progress: Progress
+    result: SearchResult
+    progress: ProgressLine
     _watcher: Watcher = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,38 +126,38 @@ class Search:
 
     def stopped(self) -> None:
         """Keeps the answer of a search that a signal or a failure has ended."""
-        if self.found.ended == "running":
+        if self.result.ended == "running":
             self._keep(Ended(code="stopped", reason="it was stopped"))
 
     def _keep(self, ended: Ended | None) -> None:
-        self.found = founds.with_answer(self.found, ended)
-        founds.write(self.whole.directory, self.found)
+        self.result = results.with_answer(self.result, ended)
+        results.write(self.whole.directory, self.result)
 
     # What is tried next.
 
     async def _next(self) -> Try | Ended:
-        found = self.found
-        if not found.probes:
-            return Try("alone", 1.0, {"concurrency": 1, "requests": ALONE_REQUESTS}, found.asked.budget_s / 4)
-        alone = found.probes[0].probe
+        result = self.result
+        if not result.probes:
+            return Try("alone", 1.0, {"concurrency": 1, "requests": ALONE_REQUESTS}, result.options.budget_s / 4)
+        alone = result.probes[0].probe
         if alone.met == 0:
             return Ended(code="none", reason="a request misses it even where it is alone")
-        if found.guess is None:
+        if result.guess is None:
             step = await self._guess(alone)
             if step is not None:
                 return step
-        guess = self.found.guess
+        guess = self.result.guess
         assert guess is not None
-        left_s = found.asked.budget_s - found.spent_s
-        goal = replace(found.asked.goal, budget_s=left_s + sum(probe.seconds for probe in found.loads))
-        order = next_probe(goal, guess, found.loads)
+        left_s = result.options.budget_s - result.spent_s
+        goal = replace(result.options.goal, budget_s=left_s + sum(probe.seconds for probe in result.loads))
+        order = next_probe(goal, guess, result.loads)
         if isinstance(order, Ended):
             return order
         seconds = min(max(order.seconds, SHORT_S), left_s) - OVERHEAD_S - min(alone.life_s, order.seconds / 4)
-        if seconds < max(LEAST_SENT_S, 8 * alone.life_s, found.asked.budget_s / 20):
+        if seconds < max(LEAST_SENT_S, 8 * alone.life_s, result.options.budget_s / 20):
             return Ended(code="budget", reason="the time is over")
         self._say(order, seconds)
-        if found.asked.axis == "concurrency":
+        if result.options.axis == "concurrency":
             load: dict[str, Any] = {"concurrency": int(order.load)}
         else:
             load = {"arrival": f"poisson:{order.load:.6g}"}
@@ -157,46 +165,46 @@ class Search:
 
     async def _guess(self, alone: Probe) -> Try | None:
         """Where to start: known now, or after a closed loop, which is then returned."""
-        found = self.found
-        if found.asked.axis == "concurrency":
-            self.found = msgspec.structs.replace(found, guess=CONCURRENCY, started_from="16 requests in flight")
+        result = self.result
+        if result.options.axis == "concurrency":
+            self.result = msgspec.structs.replace(result, guess=CONCURRENCY, started_from="16 requests in flight")
             return None
-        rate = await modelled_rate(found.asked, self.whole)
+        rate = await modelled_rate(result.options, self.whole)
         if rate is not None:
             source = f"the modelled {number(rate)} requests/s"
             guess = Guess(load=rate, spread=MODELLED_SPREAD)
-            self.found = msgspec.structs.replace(found, guess=guess, started_from=source)
+            self.result = msgspec.structs.replace(result, guess=guess, started_from=source)
             return None
-        saturated = [shown.probe for shown in found.probes if shown.kind == "saturation"]
+        saturated = [run.probe for run in result.probes if run.kind == "saturation"]
         if saturated:
             rate = saturated[0].load
             source = f"{SATURATION_RATIO:g} of the {number(rate)} requests/s that a closed loop got"
             guess = Guess(load=max(1e-3, SATURATION_RATIO * rate), spread=SATURATION_SPREAD)
-            self.found = msgspec.structs.replace(found, guess=guess, started_from=source)
+            self.result = msgspec.structs.replace(result, guess=guess, started_from=source)
             return None
-        seconds = min(max(SATURATION_LIVES * alone.life_s, 3.0), SATURATION_S, found.asked.budget_s / 6)
+        seconds = min(max(SATURATION_LIVES * alone.life_s, 3.0), SATURATION_S, result.options.budget_s / 6)
         return Try("saturation", 0.0, {"concurrency": SATURATION_STREAMS, "duration": seconds}, seconds)
 
     def _say(self, order: Order, seconds: float) -> None:
-        found = self.found
+        result = self.result
         between = ""
-        if found.guess is not None and found.loads:
-            so_far = answer(found.asked.goal, found.guess, found.loads)
+        if result.guess is not None and result.loads:
+            so_far = answer(result.options.goal, result.guess, result.loads)
             high = "?" if math.isinf(so_far.high) else number(so_far.high)
             between = f"; so far between {number(so_far.low)} and {high}"
-        left_min = max(0.0, found.asked.budget_s - found.spent_s) / 60
+        left_min = max(0.0, result.options.budget_s - result.spent_s) / 60
         self.whole.say(
-            f"probe {len(found.probes) + 1}: {number(order.load)} {UNITS[found.asked.axis]}, at most {seconds:.0f} s"
-            f"{between}; {left_min:.1f} min left"
+            f"probe {len(result.probes) + 1}: {number(order.load)} {UNITS[result.options.axis]}, "
+            f"at most {seconds:.0f} s{between}; {left_min:.1f} min left"
         )
 
     # One probe.
 
     async def _probe(self, served: Served, step: Try) -> None:
-        whole, number_ = self.whole, len(self.found.probes) + 1
+        whole, number_ = self.whole, len(self.result.probes) + 1
         directory = whole.directory / str(number_)
         _remove_unfinished(directory)
-        limits = tuple(f"{name}:{limit:g}" for name, limit in self.found.asked.slo_ms.items())
+        limits = tuple(f"{name}:{limit:g}" for name, limit in self.result.options.slo_ms.items())
         config = replace(
             whole.config, seed=whole.config.seed + number_, out=directory, goodput=limits, calibrate=False,
             **step.options,
@@ -205,8 +213,8 @@ class Search:
         made = rundir.create(directory, private=config.dataset is not None)
         began_s = time.monotonic()
         watch = Watch(
-            directory=str(directory.absolute()), load=config.load, limits_ms=self.found.asked.slo_ms,
-            attain=self.found.asked.attain, requests=step.requests,
+            directory=str(directory.absolute()), load=config.load, limits_ms=self.result.options.slo_ms,
+            attain=self.result.options.attain, requests=step.requests,
         )  # fmt: skip
         try:
             with stoppable(whole.stop, "between two probes"):
@@ -217,20 +225,20 @@ class Search:
         finally:
             self._watcher.over()
             rundir.remove_if_empty(directory, made)
-        shown = await asyncio.to_thread(self._shown, directory, step, config.load)
-        probe = msgspec.structs.replace(shown.probe, seconds=time.monotonic() - began_s)
+        run = await asyncio.to_thread(self._probe_run, directory, step, config.load)
+        probe = msgspec.structs.replace(run.probe, seconds=time.monotonic() - began_s)
         if whole.stop.number is not None and probe.counted == 0:
             return
         self._describe(one)
-        self.found = msgspec.structs.replace(
-            self.found, probes=[*self.found.probes, msgspec.structs.replace(shown, number=number_, probe=probe)]
+        self.result = msgspec.structs.replace(
+            self.result, probes=[*self.result.probes, msgspec.structs.replace(run, number=number_, probe=probe)]
         )
         self._keep(None)
 
     def _describe(self, one: Run) -> None:
         manifest = rundir.read_manifest(one.directory)
-        self.found = msgspec.structs.replace(
-            self.found, backend=manifest.backend, model=manifest.model, emulated=manifest.emulated
+        self.result = msgspec.structs.replace(
+            self.result, backend=manifest.backend, model=manifest.model, emulated=manifest.emulated
         )
 
     def _watched(self, step: Try) -> Progress:
@@ -247,23 +255,19 @@ class Search:
 
         return watched
 
-    def _shown(self, directory: Path, step: Try, load: Load) -> Shown:
+    def _probe_run(self, directory: Path, step: Try, load: Load) -> ProbeRun:
         """What a probe showed, with its report."""
         report, table = build.from_directory(directory)
         with contextlib.suppress(OSError):  # `loadgen report` makes it again, with its figures
             rundir.replace(directory / "report.json", build.to_json(report).encode() + b"\n")
             rundir.replace(directory / "report.md", markdown(report).encode())
         measured = table.measured()
-        times = Times(
-            measured.sent_ns, measured.first_token_ns, measured.last_token_ns, measured.done_ns,
-            measured.output_tokens, measured.events, measured.ok,
-        )  # fmt: skip
-        slo_ms = self.found.asked.slo_ms
-        late = lateness(slo_ms, times)
+        slo_ms = self.result.options.slo_ms
+        late = lateness(slo_ms, times_of(measured))
         over = measured.done_ns[measured.done_ns >= 0]
         stopped_ns = int(measured.scheduled_ns.max(initial=0))
         seen = seen_of(measured, load, slo_ms, stopped_ns)
-        probe = conclude(self.found.asked.goal, seen, step.load)
+        probe = conclude(self.result.options.goal, seen, step.load)
         if step.kind != "probe":  # none of a steady state: all count
             met = int((worst(late) <= 1).sum())
             per_s = len(over) / max(1e-9, float(over.max(initial=0)) / 1e9)
@@ -276,7 +280,7 @@ class Search:
             )
         judged = measured.outcome != OUTCOMES.index("cancelled")
         server = report.server
-        return Shown(
+        return ProbeRun(
             number=0,
             directory=directory.name,
             kind=step.kind,
@@ -293,7 +297,7 @@ class Search:
 class Try:
     """One run to be made: `options` of its load; sent for so many seconds at the most, or so many counted requests."""
 
-    kind: Any
+    kind: ProbeKind
     load: float
     options: dict[str, Any]
     seconds: float
@@ -310,7 +314,7 @@ def _remove_unfinished(directory: Path) -> None:
         shutil.rmtree(directory)
 
 
-async def modelled_rate(wanted: Asked, whole: Run) -> float | None:
+async def modelled_rate(options: SearchOptions, whole: Run) -> float | None:
     """The highest rate that the model of the server's hardware keeps, in a process of its own; None where the hardware
     is not known, or no model of it."""
     config = whole.config
@@ -321,18 +325,18 @@ async def modelled_rate(wanted: Asked, whole: Run) -> float | None:
         cards = (await asyncio.to_thread(gpus.read)).gpus
         if not cards or config.gpus == "none":
             return None
-        shared = {name: wanted.config[name] for name in _MODELLED if name in wanted.config}
-        options = {**shared, "gpu": cards[0].name, "gpus": str(len(cards))}
+        shared = {name: options.config[name] for name in _MODELLED if name in options.config}
+        modelled = {**shared, "gpu": cards[0].name, "gpus": str(len(cards))}
     else:
-        options = {name: value for name, value in wanted.config.items() if name not in _NOT_MODELLED}
-    question = msgspec.json.encode({"config": options, "limits_ms": wanted.slo_ms, "attain": wanted.attain})
+        modelled = {name: value for name, value in options.config.items() if name not in _NOT_MODELLED}
+    query = msgspec.json.encode({"config": modelled, "limits_ms": options.slo_ms, "attain": options.attain})
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "servers.plan.knee", stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
         env=_environment(), start_new_session=True,
     )  # fmt: skip
     try:
         async with asyncio.timeout(MODEL_TIMEOUT_S):
-            reply, _ = await process.communicate(question)
+            reply, _ = await process.communicate(query)
     except TimeoutError:
         return None
     finally:
@@ -354,8 +358,6 @@ class _Modelled(msgspec.Struct):
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, **child_env.environment(os.environ)}
 
 
@@ -401,18 +403,18 @@ class Watcher:
                     self._whole.stop.end()
 
 
-def resumed(directory: Path, config: Config) -> tuple[Found, Config]:
+def resumed(directory: Path, config: Config) -> tuple[SearchResult, Config]:
     """A search that goes on, and its options; those that are given again must be the same. Raises RunError or
     ConfigError."""
-    found = founds.read(directory)
-    kept = config_of(found.asked)
+    result = results.read(directory)
+    kept = run_config(result.options)
     plain = config.as_dict()
     for name in config.given(plain):
         if name not in ("out", *OWN) and plain[name] != kept.as_dict()[name]:
             raise ConfigError(f"--resume goes on with the options of {directory}; leave {flag(name)} out.")
-    return msgspec.structs.replace(found, ended="running", ended_because="it goes on"), replace(kept, out=directory)
+    return msgspec.structs.replace(result, ended="running", ended_because="it goes on"), replace(kept, out=directory)
 
 
-def options_of(config: Config) -> Config:
+def plain_config(config: Config) -> Config:
     """As a plain Config: a probe's manifest holds the options of a run."""
     return Config(**{each.name: getattr(config, each.name) for each in dataclasses.fields(Config)})

@@ -104,6 +104,7 @@ class Follower:
 
 
 def worst(late: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Of each request (n,) the metric that is latest, as how many times its limit."""
     latest: NDArray[np.float64] = np.max(list(late.values()), axis=0)
     return latest
 
@@ -135,14 +136,17 @@ def assemble(
     )  # fmt: skip
 
 
-def seen_of(table: Table, load: Load, limits_ms: Mapping[str, float], stopped_ns: int) -> Seen:
-    """A probe that is over, from its measured requests. stopped_ns: when its last request was sent."""
-    kept = table.outcome != OUTCOMES.index("cancelled")
-    times = Times(
+def times_of(table: Table) -> Times:
+    return Times(
         table.sent_ns, table.first_token_ns, table.last_token_ns, table.done_ns, table.output_tokens, table.events,
         table.ok,
     )  # fmt: skip
-    late = worst(lateness(limits_ms, times))
+
+
+def seen_of(table: Table, load: Load, limits_ms: Mapping[str, float], stopped_ns: int) -> Seen:
+    """A probe that is over, from its measured requests. stopped_ns: when its last request was sent."""
+    kept = table.outcome != OUTCOMES.index("cancelled")
+    late = worst(lateness(limits_ms, times_of(table)))
     due_ns = load.due_ns() if load.streams is None else None
     if due_ns is not None:
         due_ns = due_ns[: len(table)]

@@ -1,13 +1,14 @@
 """What is compared: GPUs, how many as one server, in which number format, for which model; and what each would need.
 
-A load that is split at random over n servers is Poisson again, at 1/n of the rate: so many servers are needed.
+A Poisson load that is split at random over n servers is Poisson again, at 1/n of the rate: one server at that rate
+stands for all.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -15,11 +16,14 @@ import msgspec
 from backends.decoder import ModelSpec
 from backends.untrusted import read_json
 from loadgen.config import ConfigError
-from servers.plan.sizing import Demand, Limits, NotMet, SizedServer, Trial
+from loadgen.search.highest import Answer
+from servers.plan.sizing import THROUGHPUT, Demand, Limits, NotMet, SizedServer, Trial
+from servers.plan.sure import surest
 from servers.simulator import formats, hardware
 from servers.simulator.build import Emulated, EmulationError
 from servers.simulator.hardware import HardwareError
 
+MOST_SURE = 3  # rows whose rate is searched for again
 ANY, NONE = "any", "none"  # of --quantization: every format that makes sense; the weights as they come
 
 
@@ -45,17 +49,23 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What would do. server_rate: the highest that one server keeps up with, requests/s; bound: by which limit.
-    highest: one server at that rate; trial: at its share of the load."""
+    """What would do. server_rate: the highest that one server keeps up with, requests/s; bound: by which limit; answer:
+    that rate with its interval, where it was searched for again. highest: one server at that rate; trial: at its share
+    of the load."""
 
     candidate: Candidate
-    emulated: Emulated
+    server: SizedServer
     servers: int
     usd_per_hour: float | None
     server_rate: float
     bound: str
     highest: Trial
     trial: Trial
+    answer: Answer | None = None
+
+    @property
+    def emulated(self) -> Emulated:
+        return self.server.emulated
 
     @property
     def gpus(self) -> int:
@@ -87,19 +97,19 @@ def price(prices: Prices, gpu: str) -> float | None:
     return next((each for name, each in prices.usd_per_gpu_hour.items() if name.lower() in names), None)
 
 
-def quantizations(asked: Sequence[str], gpu: str, model: ModelSpec) -> list[str | None]:
-    """Which of the asked ones to try on that GPU: of `any` the weights as they come and, where these are not quantized
-    already, every format that makes sense there. Raises HardwareError."""
+def quantizations(formats_wanted: Sequence[str], gpu: str, model: ModelSpec) -> list[str | None]:
+    """Which of `formats_wanted` to try on that GPU: of `any` the weights as they come and, where these are not
+    quantized already, every format that makes sense there. Raises HardwareError."""
     formats_of_gpu = [] if model.quantization else formats.choices(hardware.find(gpu).name)
     tried: dict[str | None, None] = {}
-    for each in asked or (NONE,):
+    for each in formats_wanted or (NONE,):
         names = [NONE, *formats_of_gpu] if each == ANY else [each]
         tried |= dict.fromkeys(None if name == NONE else name for name in names)
     return list(tried)
 
 
 def candidates(
-    models: dict[str, ModelSpec], kinds: Iterable[str], asked: Sequence[str], largest_tp: int,
+    models: dict[str, ModelSpec], kinds: Iterable[str], formats_wanted: Sequence[str], largest_tp: int,
     max_running: Iterable[int],
 ) -> Iterator[Candidate]:  # fmt: skip
     """All that is looked at, one GPU after another. models: by the user's name for each."""
@@ -107,45 +117,80 @@ def candidates(
     for gpu in dict.fromkeys(kinds):
         for model, spec in models.items():
             for tp in (1 << power for power in range(largest_tp.bit_length())):
-                for quantization in quantizations(asked, gpu, spec):
+                for quantization in quantizations(formats_wanted, gpu, spec):
                     for most in running:
                         yield Candidate(gpu=gpu, tp=tp, max_running=most, model=model, quantization=quantization)
 
 
-def judge(
-    candidate: Candidate, emulation: Callable[[Candidate], Emulated], demand: Demand, limits: Limits, prices: Prices,
-    max_gpus: int,
-) -> Row | Unmet:  # fmt: skip
-    """What one kind of server needs for the whole load. `emulation` raises EmulationError or HardwareError for what
-    cannot be."""
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What every candidate is asked. `emulation` raises EmulationError or HardwareError for what cannot be."""
+
+    emulation: Callable[[Candidate], Emulated]
+    demand: Demand
+    limits: Limits
+    prices: Prices
+    max_gpus: int
+
+
+def judge(candidate: Candidate, question: Question) -> Row | Unmet:
+    """What one kind of server needs for the whole load."""
+    demand = question.demand
     try:
-        emulated = emulation(candidate)
-        server = SizedServer(emulated, demand, limits)
-        highest, bound = server.highest(demand.rate / max(1, max_gpus // candidate.tp))
-        servers = math.ceil(demand.rate / highest)
-        while True:
-            if servers * candidate.tp > max_gpus:
-                raise NotMet(
-                    f"needs {servers} servers of {highest:.3g} {demand.what} (limited by {bound}), "
-                    f"{servers * candidate.tp} GPUs; --max-gpus is {max_gpus}"
-                )
-            share = server.at(demand.rate / servers)
-            if share.missed is None:
-                break
-            servers += 1  # missed at less than the highest: rare, where a percentile hangs on a few requests
+        server = SizedServer(question.emulation(candidate), demand, question.limits)
+        rate, bound = server.highest(demand.rate / max(1, question.max_gpus // candidate.tp))
+        return _row(candidate, server, rate, bound, question)
     except (EmulationError, HardwareError, NotMet) as reason:
         return Unmet(candidate=candidate, reason=str(reason))
-    each = price(prices, candidate.gpu)
+
+
+def _row(candidate: Candidate, server: SizedServer, rate: float, bound: str, question: Question) -> Row:
+    """At that highest rate of one server. Raises NotMet and EmulationError."""
+    demand, servers = question.demand, math.ceil(question.demand.rate / rate)
+    while True:
+        if servers * candidate.tp > question.max_gpus:
+            raise NotMet(
+                f"needs {servers} servers of {rate:.3g} {demand.what} (limited by {bound}), "
+                f"{servers * candidate.tp} GPUs; --max-gpus is {question.max_gpus}"
+            )
+        share = server.at(demand.rate / servers)
+        if share.missed is None:
+            break
+        servers += 1  # missed at less than the highest: rare, where a percentile hangs on a few requests
+    each = price(question.prices, candidate.gpu)
     return Row(
         candidate=candidate,
-        emulated=emulated,
+        server=server,
         servers=servers,
         usd_per_hour=None if each is None else each * servers * candidate.tp,
-        server_rate=highest,
+        server_rate=rate,
         bound=bound,
-        highest=server.at(highest),
+        highest=server.at(rate),
         trial=share,
     )
+
+
+def made_sure(rows: list[Row], unmet: list[Unmet], question: Question) -> tuple[list[Row], list[Unmet]]:
+    """Searches for the rate of the first row again, as `loadgen search` does, until the first needs it no more: it has
+    its interval, or its limit is what the server works off, which hangs on no single requests. Another row may come
+    first by that. Only loads of single requests can be drawn again."""
+    load = question.demand.load
+    if load.sessions is not None or load.trace is not None:
+        return rows, unmet
+    for _ in range(MOST_SURE):
+        if not rows or rows[0].answer is not None or rows[0].bound == THROUGHPUT:
+            break
+        rows, unmet = ranked([_sure(rows[0], question), *rows[1:], *unmet])
+    return rows, unmet
+
+
+def _sure(row: Row, question: Question) -> Row | Unmet:
+    answer = surest(row.emulated, question.demand, question.limits, row.server_rate)
+    try:
+        rate = row.server_rate if answer.value is None else answer.value
+        return replace(_row(row.candidate, row.server, rate, row.bound, question), answer=answer)
+    except NotMet as reason:
+        return Unmet(candidate=row.candidate, reason=str(reason))
 
 
 def ranked(judged: Iterable[Row | Unmet]) -> tuple[list[Row], list[Unmet]]:

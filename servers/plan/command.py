@@ -25,6 +25,7 @@ from loadgen.config import (
     Config,
     ConfigError,
     DtypeOption,
+    ExpertImbalanceOption,
     KvCacheDtypeOption,
     MemoryRatioOption,
     ProfileOption,
@@ -34,14 +35,23 @@ from loadgen.load.load import Load
 from loadgen.option_types import NumberOrText, Whole, WholeOrText, option
 from loadgen.search import objective
 from loadgen.server import embedded
-from servers.plan.candidates import ANY, NONE, Candidate, candidates, judge, ranked, read_prices
+from servers.plan.candidates import (
+    ANY,
+    NONE,
+    Candidate,
+    Question,
+    candidates,
+    judge,
+    made_sure,
+    ranked,
+    read_prices,
+)
 from servers.plan.sizing import BEYOND, STRETCH, Demand, Limits, trace_rate
 from servers.plan.table import Plan, render, to_json
 from servers.simulator import hardware
-from servers.simulator.build import EmulationError, Setup, emulate, profiles, read_profile
+from servers.simulator.build import EmulationError, Setup, emulate, profiles, read_profile, routed
 from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware
-from servers.simulator.virtual import uncollected
 
 LARGEST_TP = 8  # a host of eight GPUs
 MOST_RATE = 1e9
@@ -89,7 +99,7 @@ class PlanOptions:
     trace_speed: Annotated[float, option(LOAD, "The trace so many times as fast.")] = 1.0
     trace_limit: Annotated[Whole | None, option(LOAD, "At most this many of its requests.")] = None
     trace_from: Annotated[float, option(LOAD, "From so many seconds after its first request on.")] = 0.0
-    percentile: Annotated[float, option(LOAD, "How many percent of the requests keep each limit.")] = 99.0
+    percentile: Annotated[float, option(LOAD, "How many percent of the requests keep every limit.")] = 99.0
     gpu: Annotated[
         tuple[str, ...],
         option(
@@ -120,6 +130,7 @@ class PlanOptions:
         "auto"
     )
     scheduler: SchedulerOption = None
+    expert_imbalance: ExpertImbalanceOption = 1.0
     profile: ProfileOption = None
     prices: Annotated[Path | None, option(GPUS, "Your prices, in the form of servers/data/prices.json.")] = None
     requests: Annotated[
@@ -146,12 +157,13 @@ class PlanOptions:
     def models(self) -> dict[str, ModelSpec]:
         """By the user's names. Raises ConfigError."""
         specs = {name: models.find(name).described() for name in self.model}
-        for spec in specs.values():
-            for name in self.quantization:
-                try:
+        try:
+            for spec in specs.values():
+                routed(spec, self.expert_imbalance)
+                for name in self.quantization:
                     spec.precision(self.dtype, None if name in (ANY, NONE) else name, self.kv_cache_dtype)
-                except PrecisionError as error:
-                    raise ConfigError(str(error)) from None
+        except (EmulationError, PrecisionError) as error:
+            raise ConfigError(str(error)) from None
         return specs
 
     def demand(self, longest: int, limits: Limits) -> Demand:
@@ -189,6 +201,7 @@ class PlanOptions:
             scheduler=self.scheduler, dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype, max_running=candidate.max_running,
             max_requests=embedded.UNREFUSED, memory_ratio=self.memory_ratio, profile=self.profile,
+            expert_imbalance=self.expert_imbalance,
             prefix_caching="on" if load.shares else "off",
         )  # fmt: skip
         setup = hardware.setup(self.backend, candidate.model, max(4096, load.longest_tokens()))
@@ -217,19 +230,13 @@ def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
     largest_tp = min(LARGEST_TP, options.max_gpus)
-    with uncollected():
-        judged = [
-            judge(
-                candidate,
-                lambda each: emulate(options.setup(each, demand.load)),
-                demand,
-                limits,
-                prices,
-                options.max_gpus,
-            )
-            for candidate in _shown(candidates(specs, kinds, options.quantization, largest_tp, options.max_running))
-        ]
-    rows, unmet = ranked(judged)
+    question = Question(
+        emulation=lambda each: emulate(options.setup(each, demand.load)), demand=demand, limits=limits, prices=prices,
+        max_gpus=options.max_gpus,
+    )  # fmt: skip
+    looked_at = _shown(candidates(specs, kinds, options.quantization, largest_tp, options.max_running))
+    rows, unmet = ranked([judge(candidate, question) for candidate in looked_at])
+    rows, unmet = made_sure(rows, unmet, question)
     plan = Plan(rows=rows, unmet=unmet, demand=demand, limits=limits, prices=prices, profile=profile)
     if options.json:
         terminal.say(render(plan))

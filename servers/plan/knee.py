@@ -20,7 +20,7 @@ from servers.simulator.options import Hardware
 REQUESTS = 400  # of a virtual run, at least
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class Query(msgspec.Struct, frozen=True, kw_only=True):
     """config: options of a run that differ from their defaults."""
 
     config: dict[str, Any]
@@ -28,15 +28,15 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     attain: float
 
 
-def knee(asked: Asked) -> float | None:
+def knee(query: Query) -> float | None:
     """Requests a second; None where no rate keeps the limits."""
-    config = msgspec.convert({**asked.config, "requests": STRETCH * REQUESTS}, Config, strict=False)
+    config = msgspec.convert({**query.config, "requests": STRETCH * REQUESTS}, Config, strict=False)
     hardware = Hardware(**embedded.modelled(config))
     emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), embedded.model_len(config)))
     demand = Demand(rate=1.0, load=config.load, requests=REQUESTS)
     limits = Limits(
-        seconds={name: limit_ms / 1e3 * config.speed for name, limit_ms in asked.limits_ms.items()},
-        percentile=100 * asked.attain,
+        seconds={name: limit_ms / 1e3 * config.speed for name, limit_ms in query.limits_ms.items()},
+        percentile=100 * query.attain,
     )
     try:
         return SizedServer(emulated, demand, limits).highest()[0] * config.speed
@@ -45,5 +45,5 @@ def knee(asked: Asked) -> float | None:
 
 
 if __name__ == "__main__":
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
-    sys.stdout.write(msgspec.json.encode({"rate_per_s": knee(asked)}).decode() + "\n")
+    query = msgspec.json.decode(sys.stdin.buffer.read(), type=Query)
+    sys.stdout.write(msgspec.json.encode({"rate_per_s": knee(query)}).decode() + "\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 import msgspec
@@ -22,13 +23,14 @@ from loadgen.search.objective import METRICS
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated
 from servers.simulator.engine import place_s
-from servers.simulator.virtual import Arrival, Outcome, bounds, simulate, simulate_sessions
+from servers.simulator.virtual import Arrival, Outcome, bounds, simulate, simulate_sessions, uncollected
 
 BURST = 512  # most requests of the burst that shows how fast a server can work off what it has
 STABLE_RATIO = 0.95  # of that rate; beyond it, queues grow for longer than a short run can show
 LIVES = 8  # a run lasts at least so many times as long as a request
 STRETCH = 10  # and at most so many times the requests of the option
 TOLERANCE = 1.1  # the highest rate is found within this factor
+THROUGHPUT = "throughput"  # what limits where no latency does
 BEYOND = 10  # requests beyond a percentile that it takes to say where the percentile is
 LONELY = 0.1  # requests under way on average: below this a server is not crowded, and a lower rate will not help it
 
@@ -43,10 +45,16 @@ class _Missed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Seconds by metric; `percentile` percent of the requests keep each of them."""
+    """Seconds by metric; `percentile` percent of the requests keep all of them."""
 
     seconds: dict[str, float]
     percentile: float = 99.0
+
+    def missed_most(self, took_s: Several[float]) -> str | None:
+        """The limit that a request exceeds by the largest factor, from its METRICS in seconds; None: it keeps all."""
+        late = {name: took_s[METRICS.index(name)] / limit_s for name, limit_s in self.seconds.items()}
+        worst = max(late, key=lambda name: late[name] if late[name] > 1 else 0.0)
+        return worst if late[worst] > 1 else None
 
     @property
     def least_requests(self) -> int:
@@ -134,20 +142,21 @@ class Trial:
     in_flight: int
 
 
+@uncollected()
 def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settled_s: float) -> Trial:
     """One server at `rate` requests/s. It ends early when more have missed a limit than may. Those that come before
     `settled_s` are served and not judged: the server is not yet as full as it will be."""
     first_s: dict[int, float] = {}
     sent_s: list[float] = []
     values: dict[str, list[float]] = {name: [] for name in METRICS}
-    misses = dict.fromkeys(limits.seconds, 0)
     may_miss = 1 - limits.percentile / 100
-    judged = ended = most = 0
+    judged = ended = missed_any = most = 0
     lives_s = 0.0
 
     def miss(name: str) -> None:
-        misses[name] += 1
-        if misses[name] > may_miss * max(judged, demand.requests) + 1e-9:
+        nonlocal missed_any
+        missed_any += 1
+        if missed_any > may_miss * max(judged, demand.requests) + 1e-9:
             raise _Missed(name)
 
     def end(index: int, output: int, at_s: float) -> None:
@@ -160,8 +169,9 @@ def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settl
         took = (first - sent, (at_s - first) / (output - 1) if output > 1 else math.nan, at_s - sent)
         for name, value in zip(METRICS, took, strict=True):
             values[name].append(value)
-            if value > limits.seconds.get(name, math.inf):
-                miss(name)
+        worst = limits.missed_most(took)
+        if worst is not None:
+            miss(worst)
 
     def deliver(emits: list[Sequence], begin_s: float, gap_s: float) -> None:
         for place in engine.turning:
@@ -185,8 +195,7 @@ def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settl
             except Rejected:
                 ended += 1
                 if at_s >= settled_s:
-                    for name in limits.seconds:
-                        miss(name)
+                    miss(next(iter(limits.seconds)))
             most = max(most, index + 1 - ended)
         engine.advance(math.inf)
     except _Missed as reason:
@@ -195,6 +204,7 @@ def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settl
     return Trial(missed=missed, percentiles=percentiles, in_flight=most)
 
 
+@uncollected()
 def session_trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settled_s: float) -> Trial:
     """One server at `rate` sessions/s. Turns that are sent before `settled_s`, or after the last session has begun, are
     served and not judged: the server is not as full as it will be, or not any more."""
@@ -203,15 +213,11 @@ def session_trial(emulated: Emulated, demand: Demand, limits: Limits, rate: floa
     arrivals = [each._replace(at_s=each.at_s / rate) for each in drawn]
     outcomes = simulate_sessions(emulated, arrivals, turns)
     judged = [each for each in outcomes if settled_s <= each.sent_s <= arrivals[-1].at_s]
-    values: dict[str, list[float]] = {name: [] for name in METRICS}
-    for each in judged:
-        for name, value in zip(METRICS, _took(each), strict=True):
-            values[name].append(value)
-    missed = None
-    for name, limit_s in limits.seconds.items():
-        misses = sum(value > limit_s for value in values[name])  # what was refused has no time: endless
-        if misses > (1 - limits.percentile / 100) * len(judged) + 1e-9:
-            missed = missed or name
+    took = [_took(each) for each in judged]  # what was refused has no time: endless
+    values = {name: [each[place] for each in took] for place, name in enumerate(METRICS)}
+    worst = [name for each in took if (name := limits.missed_most(each)) is not None]
+    too_many = len(worst) > (1 - limits.percentile / 100) * len(judged) + 1e-9
+    missed = max(limits.seconds, key=worst.count) if too_many else None
     served = {name: [value for value in each if value < math.inf] for name, each in values.items()}
     percentiles = {name: _percentile(each, limits.percentile) for name, each in served.items()}
     ends = sorted((at_s, change) for each in bounds(outcomes) for at_s, change in ((each[0], 1), (each[2], -1)))
@@ -237,7 +243,7 @@ class SizedServer:
     """One server's limits. Raises NotMet where the longest request, or one of usual length, is too much for it."""
 
     def __init__(self, emulated: Emulated, demand: Demand, limits: Limits) -> None:
-        self._emulated = emulated
+        self.emulated = emulated
         self._demand = demand
         self._limits = limits
         arrivals = demand.arrivals if demand.load.sessions is None else demand.sessions(demand.requests)[0]
@@ -270,8 +276,8 @@ class SizedServer:
 
     def _run(self, rate: float) -> Trial:
         if self._demand.load.sessions is None:
-            return trial(self._emulated, self._demand, self._limits, rate, 2 * self._alone_s)
-        return session_trial(self._emulated, self._demand, self._limits, rate, self._session_s)
+            return trial(self.emulated, self._demand, self._limits, rate, 2 * self._alone_s)
+        return session_trial(self.emulated, self._demand, self._limits, rate, self._session_s)
 
     @functools.cached_property
     def _session_s(self) -> float:
@@ -285,7 +291,7 @@ class SizedServer:
         """The highest rate, requests/s or sessions/s, within the limits, and what is in the way of a higher one. Raises
         NotMet, also where it is below `least`, at which nobody asks by how much."""
         low = high = STABLE_RATIO * self.capacity
-        bound, what = "throughput", self._demand.what
+        bound, what = THROUGHPUT, self._demand.what
         while high >= least and (missed := self.at(low).missed) is not None:
             high, bound = low, missed
             if low * self._demand.turns_each * self._alone_s < LONELY:

@@ -122,6 +122,7 @@ def _row(row: Row, plan: Plan) -> dict[str, object]:
         "gpus": row.gpus,
         "usd_per_hour": row.usd_per_hour,
         "rate_per_s": row.server_rate,
+        "rate_interval_per_s": _interval(row),
         "bound": row.bound,
         "in_flight": row.highest.in_flight,
         "share_per_s": plan.demand.rate / row.servers,
@@ -131,6 +132,13 @@ def _row(row: Row, plan: Plan) -> dict[str, object]:
         "held_out_off_percent": {what: {"median": usual, "worst": worst} for what, (usual, worst) in off.items()},
         "notes": list(facts.notes),
     }
+
+
+def _interval(row: Row) -> list[float | None] | None:
+    """Where 95 % of such searches have the rate; None on a side that nothing bounds."""
+    if row.answer is None or row.answer.value is None:
+        return None
+    return [row.answer.low or None, row.answer.high if math.isfinite(row.answer.high) else None]
 
 
 def _name(candidate: Candidate, plan: Plan) -> str:
@@ -146,13 +154,14 @@ def _table(plan: Plan) -> list[str]:
     percentile = plan.limits.percentile
     heads = [
         "$/hour", "GPUs", "servers", "each on", "joined by", "model", "weights", "max-running",
-        _each(plan.demand.what), "limited by", *(f"p{percentile:g} {name} ms" for name in METRICS), "in flight",
-        "e2el was off by",
+        _each(plan.demand.what), "95 % between", "limited by", *(f"p{percentile:g} {name} ms" for name in METRICS),
+        "in flight", "e2el was off by",
     ]  # fmt: skip
     cells = [heads, *(_cells(row, plan) for row in plan.rows)]
-    hidden = {"model": not plan.several_models, "weights": not plan.several_formats}
+    sure = any(_interval(row) is not None for row in plan.rows)
+    hidden = {"model": not plan.several_models, "weights": not plan.several_formats, "95 % between": not sure}
     shown = [column for column, head in enumerate(heads) if not hidden.get(head)]
-    words = {"each on", "joined by", "model", "weights", "limited by", "e2el was off by"}
+    words = {"each on", "joined by", "model", "weights", "95 % between", "limited by", "e2el was off by"}
     widths = {column: max(len(line[column]) for line in cells) for column in shown}
     return [
         "  ".join(
@@ -169,11 +178,19 @@ def _cells(row: Row, plan: Plan) -> list[str]:
     return [
         "no price" if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}", str(row.gpus), str(row.servers),
         f"{candidate.tp} x {candidate.gpu}", "-" if candidate.tp == 1 else facts.topology, candidate.model,
-        facts.quantization or facts.dtype, str(candidate.max_running), text.number(row.server_rate), row.bound,
+        facts.quantization or facts.dtype, str(candidate.max_running), text.number(row.server_rate),
+        _between(row), row.bound,
         *(text.number(None if math.isnan(value_s) else 1e3 * value_s) for value_s in seen),
         str(row.trial.in_flight),
         f"{text.off_by(held_out, 'e2el_w1')[0]:.1f} % ({len(held_out)} runs)" if held_out else "none measured",
     ]  # fmt: skip
+
+
+def _between(row: Row) -> str:
+    low, high = _interval(row) or (None, None)
+    if low is None and high is None:
+        return "-"
+    return f"{text.number(low or 0.0)} and {'?' if high is None else text.number(high)}"
 
 
 def _each(what: str) -> str:
@@ -189,11 +206,19 @@ def _legend(plan: Plan) -> str:
     beyond = math.floor(fewest * (1 - percentile / 100) + 1e-9)
     few = "" if beyond >= BEYOND else f", too few: a p{percentile:g} that means something has {BEYOND} beyond it"
     return (
-        f"{_each(demand.what)}: the highest rate at which one server keeps the limits (found within 10 %), and what is "
-        "in the way of more. Latencies and requests in flight: predicted at one server's share of the load; each "
+        f"{_each(demand.what)}: the highest rate at which one server keeps the limits, and what is in the way of "
+        f"more{_sureness(plan)}. Latencies and requests in flight: predicted at one server's share of the load; each "
         f"p{percentile:g} is of at least {fewest} requests, {beyond} of them beyond it{few}. e2el was off by: median "
         "of the real runs on that GPU, with weights in that format, that were kept aside."
     )
+
+
+def _sureness(plan: Plan) -> str:
+    """How far to trust a rate as an answer of the model, whose own errors come on top."""
+    rough = "from one short run, within 10 % of what keeps them there"
+    if not plan.rows or _interval(plan.rows[0]) is None:
+        return f" ({rough})"
+    return f" (the first row's searched for as loadgen search does, with its interval; others {rough})"
 
 
 def _commands(row: Row, demand: Demand, limits: Limits) -> Iterator[str]:
@@ -206,6 +231,7 @@ def _commands(row: Row, demand: Demand, limits: Limits) -> Iterator[str]:
     words += ["--max-running", str(setup.max_running), "--memory-ratio"]
     words += [f"{setup.memory_ratio:g}", *([] if setup.p2p else ["--p2p", "off"])]
     modelled = ["--gpu", row.candidate.gpu, "--gpus", str(row.candidate.tp), "--scheduler", setup.scheduler]
+    modelled += [] if setup.expert_imbalance == 1 else ["--expert-imbalance", f"{setup.expert_imbalance:g}"]
     modelled += [] if setup.profile is None else ["--profile", str(setup.profile)]
     load = demand.load
     load_flags = [*_load_flags(load, demand.rate / row.servers), "--goodput"]

@@ -11,9 +11,9 @@ import csv
 import functools
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,11 +28,15 @@ NAMES = dict(zip(METRICS, ("ttft", "tpot", "e2e", "throughput"), strict=True))
 TARGETS = {"ttft_ms": 0.20, "tpot_ms": 0.10, "e2e_ms": 0.10, "output_tokens_per_s": 0.10}  # of the median error
 
 
-class Alternative(Conditions, frozen=True, kw_only=True, omit_defaults=True):
+Named = TypeVar("Named", bound=msgspec.Struct)
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Another assumption for all rows of a source; what it does not name stays."""
 
     why: str
-    servers: dict[str, Any] = msgspec.field(default_factory=dict)
+    conditions: dict[str, Any] = {}
+    servers: dict[str, Any] = {}
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,11 +60,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     def under(self, alternative: Alternative) -> tuple[Server, Conditions]:
         """Server and conditions with what the alternative names in place of its own."""
-        named = {
-            name: value for name, value in msgspec.to_builtins(alternative).items() if name not in ("why", "servers")
-        }
-        conditions = msgspec.structs.replace(self.conditions(), **named)
-        return msgspec.structs.replace(self.servers, **alternative.servers), conditions
+        return _with(self.servers, alternative.servers), _with(self.conditions(), alternative.conditions)
 
     def facts(self) -> dict[str, str]:
         """Of its CSV's head: `source` (URL), `licence`, `commit`, `read` (when) and `what`."""
@@ -76,6 +76,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
                             Row, strict=False)
             for each in table
         ]  # fmt: skip
+
+
+def _with(assumed: Named, named: Mapping[str, Any]) -> Named:
+    """Raises msgspec.ValidationError for a name or a value that `assumed` cannot have."""
+    return msgspec.convert(msgspec.to_builtins(assumed) | dict(named), type(assumed))
 
 
 @dataclass(frozen=True)
@@ -159,13 +164,13 @@ class Predicted:
             yield from results
 
 
-def predict_all(seed: int, told: Callable[[str], None] = lambda _: None) -> Predicted:
-    """told: gets a line when a source is through."""
+def predict_all(seed: int, report_progress: Callable[[str], None] = lambda _: None) -> Predicted:
+    """report_progress: gets a line when a source is through."""
     results, alternatives = {}, {}
     for source in sources():
         results[source.name] = predict_source(source, seed)
         alternatives[source.name] = [(each.why, predict_source(source, seed, each)) for each in source.alternatives]
-        told(f"{source.name}: {len(results[source.name])} rows")
+        report_progress(f"{source.name}: {len(results[source.name])} rows")
     return Predicted(results, alternatives)
 
 

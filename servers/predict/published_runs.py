@@ -26,7 +26,7 @@ EDGE = 500  # requests of an open loop's beginning and end
 LEAST_ROUNDS = 3  # of a closed loop: the first, the last and one between
 
 
-class Server(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a source says of its servers; a row may say it itself."""
 
     kv_cache_dtype: str = "auto"
@@ -37,7 +37,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_caching: bool = False
 
 
-class Conditions(msgspec.Struct, frozen=True, kw_only=True):
+class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a source's rows are played, all of them alike.
 
     rounds: requests of a closed loop for each stream. shortest_ratio: lengths are drawn evenly from so much of the

@@ -288,7 +288,9 @@ def emulate(setup: Setup) -> Emulated:
         setup=setup,
         tp=tp,
         kv_tokens=kv_tokens,
-        cost=StepCost(_routed(setup), gpu, tp, link, precision, profile.overheads_over(topology)),
+        cost=StepCost(
+            routed(setup.model, setup.expert_imbalance), gpu, tp, link, precision, profile.overheads_over(topology)
+        ),
         profile=profile,
         settings=settings,
         facts=_facts(setup, gpu, tp, topology, kv_tokens, profile),
@@ -297,9 +299,8 @@ def emulate(setup: Setup) -> Emulated:
     return emulated
 
 
-def _routed(setup: Setup) -> ModelSpec:
-    """The model, its experts chosen as unevenly as the setup says. Raises EmulationError."""
-    imbalance, model = setup.expert_imbalance, setup.model
+def routed(model: ModelSpec, imbalance: float) -> ModelSpec:
+    """The model with the load of its busiest expert `imbalance` times the mean. Raises EmulationError."""
     if imbalance == 1:
         return model
     mixtures = [kind.mlp for kind in model.kinds if kind.mlp.experts > 1]

@@ -44,6 +44,12 @@ def sweep(options: str) -> str:
     return f'{{"version": "1", "started_unix_s": 0, "argv": [], "plan": {{{plan}, "options": {options}}}}}'
 
 
+# A search that was stopped.
+SEARCHED = (
+    '{"schema": "loadgen.search/1", "version": "1", "ended": "stopped", "asked": {"slo_ms": {"ttft": 500}, '
+    '"attain": 0.95, "axis": "rate", "budget_s": 60, "config": {}}}'
+)
+
 # What the command lines name; each runs in a directory of its own that holds these.
 FILES = {
     "empty/x": "", "file": "", "full/report.json": "precious",
@@ -64,6 +70,7 @@ FILES = {
     "bad.json": "{", "damaged/manifest.json": '{"schema":7}', "damaged/results.jsonl": "{]\n",
     "half/manifest.json": '{"schema": "loadgen.man', "loadgen_run/manifest.json": '{"schema": "loadgen.manifest/1"}',
     "training/manifest.json": '{"platform": "GPU", "schema": "training_probe.manifest/1"}',
+    "searched/search.json": SEARCHED,
     "swept/results.jsonl": "", "points/micro.jsonl": "",
     "bad_sweep/sweep.json": '{"schema": "loadgen.sweep/1"}', "no_options/sweep.json": sweep('{"seed": "x"}'),
     "half_sweep/sweep.json": sweep('{"rates": [1.0, 2.0]}'),
@@ -164,6 +171,7 @@ def interpreter() -> Iterator[warm.Interpreter]:
 
 
 @pytest.mark.processes
+@pytest.mark.processes
 @each_case
 def test_as_a_process(case: Case, place: Path, tmp_path_factory: pytest.TempPathFactory,
                       interpreter: warm.Interpreter) -> None:  # fmt: skip
@@ -176,6 +184,7 @@ def test_as_a_process(case: Case, place: Path, tmp_path_factory: pytest.TempPath
     assert ended.cpu_s < MOST_CPU_S
 
 
+@pytest.mark.processes
 @pytest.mark.processes
 @pytest.mark.parametrize("case", FIRST, ids=[f"{case.program} {case.line}" for case in FIRST])
 def test_as_a_user_starts_it(case: Case, place: Path) -> None:

@@ -27,6 +27,7 @@ def test_the_fixed_load_has_the_means_of_the_trace(tmp_path: Path) -> None:
     assert fixed.trace is None and fixed.rate_per_s == trace.rate_per_s
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(
     not sys.platform.startswith("linux")
     or not shutil.which("taskset")

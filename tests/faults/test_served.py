@@ -20,6 +20,7 @@ CASES = [
 ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("dialect", "backend", "kind"), CASES)
 def test_each_fault_is_noticed(tmp_path: Path, dialect: str, backend: str, kind: str) -> None:
     fault = f"{kind.replace('STATUS', '503')}:@{served.STRUCK + 1}"

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.vllm
 DRIVER = Path(__file__).parent / "drive_scheduler.py"
 
 
-Told = dict[str, Any]  # of one step; drive_scheduler.py says what
+StepFacts = dict[str, Any]  # of one step; drive_scheduler.py says what
 
 
 def workload(blocks: int, max_running: int, budget_tokens: int, requests: list[Request]) -> Workload:
@@ -159,7 +159,7 @@ def with_scheduling(asynchronous: bool, shape: str) -> list[Workload]:
 
 
 @pytest.fixture(scope="module")
-def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Told]]:
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepFacts]]:
     """What vLLM's scheduler did with each workload."""
     if "vllm" not in request.config.option.markexpr:
         pytest.skip("needs a real vLLM; run `make test-vllm`")
@@ -172,7 +172,7 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    steps: dict[str, list[Told]] = {workload["name"]: [] for workload in workloads}
+    steps: dict[str, list[StepFacts]] = {workload["name"]: [] for workload in workloads}
     for line in done.stdout.splitlines():
         step = json.loads(line)
         step["tokens"] = dict(step["tokens"])
@@ -180,7 +180,7 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return steps
 
 
-def ours(workload: Workload) -> list[Told]:
+def ours(workload: Workload) -> list[StepFacts]:
     """What VllmV1 does with it, called in the order in which the simulated engine calls it."""
     scheduler = (CachingVllmV1 if workload["caching"] else VllmV1)(
         workload["blocks"] * BLOCK_TOKENS,
@@ -193,8 +193,8 @@ def ours(workload: Workload) -> list[Told]:
     coming = deque(enumerate(workload["requests"]))
     present: dict[int, Sequence] = {}
     leaving: dict[int, int] = {}
-    under_way: deque[tuple[Step, Told]] = deque()
-    told: list[Told] = []
+    under_way: deque[tuple[Step, StepFacts]] = deque()
+    steps: list[StepFacts] = []
     scheduled = 0
     preempted: list[int] = []
     while coming or present or under_way:
@@ -224,7 +224,7 @@ def ours(workload: Workload) -> list[Told]:
             }
             assert step.decode_rows + step.prefill_rows == len(tokens)
             assert step.decode_rows + step.prefill_tokens == sum(tokens.values())
-            about: Told = {
+            about: StepFacts = {
                 "tokens": tokens,
                 "preempted": preempted,
                 "free_blocks": workload["blocks"] - 1 - scheduler.used_tokens // BLOCK_TOKENS,
@@ -245,10 +245,10 @@ def ours(workload: Workload) -> list[Told]:
         about["finished"] = [sequence.index for sequence in emits if sequence.done]
         for index in about["finished"]:
             del present[index]
-        told.append(about)
+        steps.append(about)
     assert scheduler.used_tokens == 0
-    assert scheduler.preemptions == preemptions(told) + len(preempted)
-    return told
+    assert scheduler.preemptions == preemptions(steps) + len(preempted)
+    return steps
 
 
 def note_taken_over(scheduler: CachingVllmV1, taken_over: dict[int, int]) -> None:
@@ -262,11 +262,11 @@ def note_taken_over(scheduler: CachingVllmV1, taken_over: dict[int, int]) -> Non
     cache.hold = noted  # type: ignore[method-assign]
 
 
-def preemptions(steps: list[Told]) -> int:
+def preemptions(steps: list[StepFacts]) -> int:
     return sum(len(step["preempted"]) for step in steps)
 
 
-def token_steps(steps: list[Told]) -> tuple[dict[int, int], dict[int, int]]:
+def token_steps(steps: list[StepFacts]) -> tuple[dict[int, int], dict[int, int]]:
     """In which step each request got its first token, and its last."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -277,7 +277,7 @@ def token_steps(steps: list[Told]) -> tuple[dict[int, int], dict[int, int]]:
     return first, last
 
 
-def first_difference(mine: list[Told], other: list[Told]) -> str:
+def first_difference(mine: list[StepFacts], other: list[StepFacts]) -> str:
     for number, (one, two) in enumerate(itertools.zip_longest(mine, other)):
         if one != two:
             return f"step {number}, ours: {one}, vLLM's: {two}"
@@ -286,7 +286,7 @@ def first_difference(mine: list[Told], other: list[Told]) -> str:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("shape", SHAPES_OF_BOTH)
-def test_no_step_differs(shape: str, asynchronous: bool, theirs: dict[str, list[Told]]) -> None:
+def test_no_step_differs(shape: str, asynchronous: bool, theirs: dict[str, list[StepFacts]]) -> None:
     counts: Counter[str] = Counter()
     differences = []
     for workload in with_scheduling(asynchronous, shape):
@@ -310,7 +310,7 @@ def test_no_step_differs(shape: str, asynchronous: bool, theirs: dict[str, list[
     assert differences == []
 
 
-def test_the_workloads_are_hard_enough(theirs: dict[str, list[Told]]) -> None:
+def test_the_workloads_are_hard_enough(theirs: dict[str, list[StepFacts]]) -> None:
     steps = [step for workload in theirs.values() for step in workload]
     chunks = sum(index not in step["emitted"] for step in steps for index in step["tokens"])
     assert sum(len(step["finished"]) for step in steps) > 2000
@@ -321,7 +321,7 @@ def test_the_workloads_are_hard_enough(theirs: dict[str, list[Told]]) -> None:
     assert any(set(before["finished"]) & set(step["preempted"]) for before, step in pairs)
 
 
-def test_the_workloads_with_caching_are_hard_enough(theirs: dict[str, list[Told]]) -> None:
+def test_the_workloads_with_caching_are_hard_enough(theirs: dict[str, list[StepFacts]]) -> None:
     cached = {
         workload["name"]: theirs[workload["name"]]
         for shape in CACHED_SHAPES

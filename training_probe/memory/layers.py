@@ -217,7 +217,7 @@ def _mlp(spec: ModelSpec, mlp: Mlp, wide: int) -> tuple[float, str]:
     ran = mlp.experts if operators.every_expert else mlp.active
     expert = wide - _LLAMA.wide + operators.wide
     shared = wide * mlp.shared + (2 * spec.hidden if mlp.shared_gate else 0)
-    text = f"{ran * expert}*b*s*f" + (f" + {shared}*b*s (shared)" if shared else "")
+    text = f"{ran * expert}*b*s*f + {4 * ran}*b*s*h" + (f" + {shared}*b*s (shared)" if shared else "")
     return ran * (expert * mlp.width + 4 * spec.hidden) + shared, text
 
 

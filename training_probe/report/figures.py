@@ -247,7 +247,7 @@ def timeline(of: Timeline, title: str, stem: Path) -> None:
     gib = np.array(of.bytes, dtype=np.float64).reshape(len(of.categories), -1) / GIB  # (categories, samples)
     time_s = np.array(of.time_s, dtype=np.float64)
     event = np.arange(len(time_s), dtype=np.float64)
-    seen = _telling(gib.sum(axis=0))
+    seen = _extremes(gib.sum(axis=0))
     begins_s = np.maximum(0, np.array(of.steps_s, dtype=np.float64) - time_s[0])
     over = (
         (time_s - time_s[0], begins_s, "s"),
@@ -264,7 +264,7 @@ def timeline(of: Timeline, title: str, stem: Path) -> None:
         _save(figure, stem)
 
 
-def _telling(total: Array) -> NDArray[np.int64]:
+def _extremes(total: Array) -> NDArray[np.int64]:
     """Which samples are drawn, ascending: the highest and the lowest of each of `MOST_SAMPLES` stretches."""
     stretches = np.array_split(np.arange(len(total)), min(len(total), MOST_SAMPLES))
     ends = [part[end] for part in stretches for end in (np.argmax(total[part]), np.argmin(total[part]))]

@@ -9,7 +9,7 @@ from loadgen.client.exchange import Exchange
 from loadgen.rundir.records import table
 
 
-class Told:
+class ScriptedDecoder:
     """A decoder that reads one digit a delta: t a token, u the counts, e an error, x garbage."""
 
     plain = None
@@ -40,7 +40,7 @@ def message(status: int, body: bytes) -> str:
 
 def exchange(end: Exception | None = None) -> tuple[Exchange, list[Exchange]]:
     done: list[Exchange] = []
-    made = Exchange(4, "measured", 1000, 5, 3, Told(end), done.append)
+    made = Exchange(4, "measured", 1000, 5, 3, ScriptedDecoder(end), done.append)
     made.sent_ns = 2_000
     return made, done
 

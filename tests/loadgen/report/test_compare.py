@@ -168,6 +168,7 @@ def rate(a: Table, b: Table) -> compare.Contrast:
     return compare.build(manifest(), a, manifest(), b).throughput["output_tokens_per_s"]
 
 
+@pytest.mark.processes
 def test_the_interval_of_a_closed_loops_throughput_covers_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "RESAMPLES", 400)
     hits, wide = [], []
@@ -227,6 +228,7 @@ def test_intervals_of_percentiles_cover_the_truth(thousandths: int, n: int) -> N
     assert 0.90 <= coverage(hits) <= 0.99
 
 
+@pytest.mark.processes
 def test_intervals_of_means_and_of_pooled_gaps_cover_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "RESAMPLES", 1000)
     truth = {("ttft_ms", "mean"): 50.0, ("itl_ms", "mean"): 0.0, ("itl_ms", "p50"): 0.0, ("itl_ms", "p99"): 0.0}

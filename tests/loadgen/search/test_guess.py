@@ -17,8 +17,8 @@ LIMITS_MS = {"ttft": 500.0, "tpot": 50.0}
 
 def guess(tmp_path: Path, model: str | None) -> float | None:
     config = Config(url="http://127.0.0.1:1", model=model, backend="vllm", output_tokens=16)
-    asked = live.asked(config, LIMITS_MS, 0.95, 1.0, "rate")
-    return asyncio.run(live.modelled_rate(asked, Run(config, tmp_path, "r", print)))
+    options = live.search_options(config, LIMITS_MS, 0.95, 1.0, "rate")
+    return asyncio.run(live.modelled_rate(options, Run(config, tmp_path, "r", print)))
 
 
 def test_a_server_at_a_url_is_modelled_where_its_model_is_named(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import signal
 import subprocess
 import time
@@ -11,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.loadgen.test_run import LOADGEN
+from tests.loadgen.test_run import LOADGEN, serving
 
 pytestmark = pytest.mark.processes
 MODELLED = ("--gpu", "h200", "--model", "13b", "--input-tokens", "512", "--output-tokens", "16")
 FIXED = ("--launch", "embedded", "--output-tokens", "4", "--warmup", "2")
+SHORT = (*FIXED, "--slo", "ttft_ms=500", "--budget-minutes", "0.4")
 SLO = ("--slo", "ttft_ms=400,tpot_ms=60")
 
 
@@ -67,15 +70,39 @@ def test_ctrl_c_leaves_an_answer(tmp_path: Path) -> None:
     assert "Traceback" not in stderr
 
 
-def test_a_killed_search_goes_on_with_the_same_probes(tmp_path: Path) -> None:
-    out = tmp_path / "a"
-    process = begun(out, 3, *FIXED, "--slo", "ttft_ms=500", "--budget-minutes", "0.4")
-    process.kill()
-    process.communicate()
-    before = json.loads((out / "search.json").read_text())["probes"]
+def test_a_search_that_is_killed_again_and_again_goes_on_with_the_same_probes(tmp_path: Path) -> None:
+    """Wherever it was: before its server listens, within a probe, between two."""
+    out, moments = tmp_path / "a", random.Random(3)
+    before: list[dict[str, Any]] = []
+    for _ in range(6):
+        going_on = (out / "search.json").exists()
+        argv = ("--resume", str(out)) if going_on else (*SHORT, "--out", str(out))
+        process = subprocess.Popen([*LOADGEN, "search", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(moments.uniform(0.3, 9))
+        process.kill()
+        process.wait()
+        if (out / "search.json").exists():
+            kept = json.loads((out / "search.json").read_text())["probes"]
+            assert kept[: len(before)] == before
+            before = kept
     assert before
     found, _ = search("--resume", str(out))
     assert found["probes"][: len(before)] == before
     assert [each["number"] for each in found["probes"]] == list(range(1, len(found["probes"]) + 1))
-    assert len({each["directory"] for each in found["probes"]}) == len(found["probes"]) > len(before)
+    assert len({each["directory"] for each in found["probes"]}) == len(found["probes"])
     assert found["ended"] != "running"
+
+
+@pytest.mark.parametrize("options", [("--axis", "concurrency"), ("--workers", "2"), ("--transport", "aiohttp")])
+def test_a_server_that_was_not_started_for_it(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Modelled behind a URL, so the search does not know its hardware. It has 8 places: with 16 in flight all wait for
+    one, and alone none does."""
+    with serving("--gpu", "h200", "--gpus", "1", "--model", "13b", "--max-running", "8") as url:
+        found, _ = search("--url", url, "--output-tokens", "16", "--warmup", "2", "--slo", "ttft_ms=100", "--attain",
+                          "0.9", "--budget-minutes", "0.3", *options, "--out", str(tmp_path / "a"))  # fmt: skip
+    in_flight = options[0] == "--axis"
+    highest = found["concurrency" if in_flight else "rate_per_s"]
+    assert 0 < highest["value"] < (16 if in_flight else 30) and found["limited_by"] in ("ttft", "throughput")
+    assert [each["kind"] for each in found["probes"][:2]] == ["alone", "probe" if in_flight else "saturation"]
+    assert "modelled" not in found["started_from"]

@@ -6,16 +6,18 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loadgen import cli
 from loadgen.config import Config, ConfigError
 from servers.plan import candidates
-from servers.plan.candidates import Candidate, Prices, Row, Unmet, judge, ranked
+from servers.plan.candidates import Candidate, Prices, Question, Row, Unmet, judge, ranked
 from servers.plan.command import parse_slo
 from servers.plan.sizing import STRETCH, Demand, Limits, SizedServer, trial
 from servers.simulator import hardware
@@ -45,7 +47,17 @@ def highest(gpu: str, tp: int, limits: Limits = LIMITS) -> float:
 
 
 def judged(gpu: str, tp: int, rate: float, prices: Prices = PRICES, max_gpus: int = 64) -> Row | Unmet:
-    return judge(Candidate(gpu=gpu, tp=tp), emulation, load(rate), LIMITS, prices, max_gpus)
+    return judge(Candidate(gpu=gpu, tp=tp), question(load(rate), prices=prices, max_gpus=max_gpus))
+
+
+def question(
+    demand: Demand,
+    limits: Limits = LIMITS,
+    prices: Prices = PRICES,
+    max_gpus: int = 64,
+    emulated: Callable[[Candidate], Emulated] = emulation,
+) -> Question:
+    return Question(emulation=emulated, demand=demand, limits=limits, prices=prices, max_gpus=max_gpus)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
@@ -135,6 +147,29 @@ def test_a_price_reorders_and_what_has_none_comes_last() -> None:
     assert order(h200=9.0, rtx4090=0.1)[-1] == ("a100", None)
 
 
+def test_the_rate_of_the_first_row_has_its_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of other requests, and far more of them, keep the limits below the interval and miss them above it."""
+    words = ("--gpu", "rtx4090", "--max-gpus", "2", "--slo", "tpot_ms=35", "--percentile", "90", "--json")
+    _, out, err = plan(capsys, *words)
+    first, second = json.loads(out)["rows"]
+    low, high = first["rate_interval_per_s"]
+    assert first["bound"] == "tpot" and low <= first["rate_per_s"] <= high and second["rate_interval_per_s"] is None
+    assert "95 % between" in err and "searched for as loadgen search does" in err
+    emulated = emulation(Candidate(gpu="rtx4090", tp=first["tp"]))
+
+    def kept(rate: float) -> float:
+        at_s = np.cumsum(np.random.default_rng(9).exponential(1 / rate, 4000)).tolist()
+        times_s = [each.times_s for each in simulate(emulated, [(each, 128, 16) for each in at_s])]
+        return float(np.mean([(times[-1] - times[0]) / 15 <= 0.035 for times in times_s[400:]]))
+
+    assert kept(0.93 * low) > 0.9 > kept(1.07 * high)
+
+
+def test_where_throughput_is_the_limit_no_rate_is_searched_for(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = plan(capsys, "--gpu", "rtx4090", "--max-gpus", "1", "--slo", "e2el_ms=1e7")
+    assert "throughput" in out and "95 % between" not in out
+
+
 def test_a_price_is_found_by_any_name_of_the_gpu() -> None:
     assert [candidates.price(PRICES, name) for name in ("4090", "RTX4090", "NVIDIA GeForce RTX 4090 24 GB")] == [
         0.5
@@ -163,9 +198,8 @@ def test_a_price_is_found_by_any_name_of_the_gpu() -> None:
 def test_what_will_not_do_is_listed_with_the_reason(
     gpu: str, tp: int, slo: str, model: str, max_gpus: int, reason: str
 ) -> None:
-    unmet = judge(
-        Candidate(gpu=gpu, tp=tp), lambda each: emulation(each, model), load(500.0), parse_slo(slo), PRICES, max_gpus
-    )
+    asked = question(load(500.0), parse_slo(slo), max_gpus=max_gpus, emulated=lambda each: emulation(each, model))
+    unmet = judge(Candidate(gpu=gpu, tp=tp), asked)
     assert isinstance(unmet, Unmet)
     assert re.search(reason, unmet.reason)
 
@@ -173,14 +207,13 @@ def test_what_will_not_do_is_listed_with_the_reason(
 def test_a_limit_that_only_a_lonely_request_keeps() -> None:
     emulated = emulation(Candidate(gpu="rtx4090", tp=1))
     ((_, first_s, _),) = bounds(simulate(emulated, [(0.0, 512, 32)]))
-    unmet = judge(
-        Candidate(gpu="rtx4090", tp=1), emulation, load(), Limits(seconds={"ttft": first_s * 1.001}), PRICES, 64
-    )
+    unmet = judge(Candidate(gpu="rtx4090", tp=1), question(load(), Limits(seconds={"ttft": first_s * 1.001})))
     assert isinstance(unmet, Unmet) and "ttft is missed even at" in unmet.reason
 
 
 def test_a_request_that_the_server_refuses() -> None:
-    unmet = judge(Candidate(gpu="h200", tp=1), lambda each: emulation(each, kv_tokens=256), load(), LIMITS, PRICES, 64)
+    asked = question(load(), emulated=lambda each: emulation(each, kv_tokens=256))
+    unmet = judge(Candidate(gpu="h200", tp=1), asked)
     assert isinstance(unmet, Unmet) and "refuses a request of this length" in unmet.reason
 
 
@@ -277,7 +310,8 @@ def test_a_percentile_is_of_enough_requests(capsys: pytest.CaptureFixture[str], 
 
 
 def test_nothing_that_was_asked_about_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = plan(capsys, "--model", "70b", "--gpu", "h200", "a40", "--max-running", "8", "256")
+    words = ("--model", "70b", "--gpu", "h200", "a40", "--max-running", "8", "256", "--slo", "e2el_ms=1e6")
+    _, out, _ = plan(capsys, *words)
     for gpu in ("h200", "a40"):
         for tp in (1, 2, 4, 8):
             assert len(re.findall(rf"^ .*\b{tp} x {gpu}\b", out, re.MULTILINE)) == 2, (gpu, tp)
@@ -290,13 +324,29 @@ def test_the_commands_that_it_names_are_understood(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    _, out, _ = plan(capsys, "--gpu", "rtx4090", "--p2p", "off", "--max-running", "64")
+    words = ("--gpu", "rtx4090", "--p2p", "off", "--max-running", "64", "--slo", "e2el_ms=1e6")
+    _, out, _ = plan(capsys, *words)
     predict, compose = re.findall(r": loadgen ((?:predict|compose) .*)$", out, re.MULTILINE)
     assert cli.invoke([*shlex.split(predict), "--requests", "50", "--out", "run"]) in (0, 4)
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     assert manifest["emulation"]["max_running"] == 64
     assert cli.invoke(shlex.split(compose)) == 0
     assert "llama-2-7b" in capsys.readouterr().out.lower()
+
+
+def test_uneven_experts_are_planned_for_as_they_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step reads fewer of the experts' weights where routing is uneven: a token takes a little less time."""
+    tpot_ms, commands = [], []
+    for imbalance in ("1", "6"):
+        server = ("--model", "qwen3-30b-a3b", "--gpu", "h200", "--max-gpus", "1", "--expert-imbalance", imbalance)
+        decode = ("--input-tokens", "16", "--output-tokens", "64", "--rate", "20", "--percentile", "90")
+        _, out, err = plan(capsys, *server, *decode, "--json")
+        (row,) = json.loads(out)["rows"]
+        assert (row["servers"], "6 times the mean load" in " ".join(row["notes"])) == (1, imbalance == "6")
+        tpot_ms.append(row["share_percentiles_ms"]["tpot"])
+        commands.append("--expert-imbalance 6" in err)
+    assert 0.8 < tpot_ms[1] / tpot_ms[0] < 0.97
+    assert commands == [False, True]
 
 
 def test_a_gpu_and_prices_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -340,6 +390,12 @@ def test_limits_are_read() -> None:
             "gpt-oss-20b comes quantized as mxfp4 and --quantization says",
         ),
         (("--quantization", "int4"), "int4"),
+        (("--expert-imbalance", "2"), "llama-2-7b has no experts; leave --expert-imbalance out."),
+        (("--model", "mixtral-8x7b", "7b", "--expert-imbalance", "2"), "llama-2-7b has no experts; leave --expert-"),
+        (
+            ("--model", "mixtral-8x7b", "--expert-imbalance", "4"),
+            "--expert-imbalance is 4; for mixtral-8x7b it must be",
+        ),
         (("--rate", "0"), "--rate is 0; it must be above 0 and at most 1e+09."),
         (("--rate", "-3"), "--rate is -3; it must be above 0 and at most 1e+09."),
         (("--rate", "nan"), "--rate is nan; it must be above 0 and at most 1e+09."),

@@ -146,6 +146,15 @@ def test_alternatives_change_what_they_name() -> None:
     assert (not_in_step.in_step, not_in_step.shortest_ratio) == (False, 1.0)
 
 
+def test_an_alternative_may_name_what_is_the_default_elsewhere_and_no_name_that_is_unknown() -> None:
+    source = msgspec.structs.replace(SOURCES["aiconfigurator"], in_step=False, rounds=20)
+    alternative = published.Alternative(why="", conditions={"in_step": True, "rounds": 10})
+    _, conditions = source.under(alternative)
+    assert (conditions.in_step, conditions.rounds) == (True, 10)
+    with pytest.raises(msgspec.ValidationError, match="in_steps"):
+        source.under(published.Alternative(why="", conditions={"in_steps": True}))
+
+
 @pytest.fixture(scope="module")
 def few() -> Iterator[None]:
     """The cheapest two rows of each source."""

@@ -1,0 +1,296 @@
+"""search.json: the options of a search, its probes, and what they show; with its text and its figure.
+
+The file is written after every probe, so it is also from where a search that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from backends.untrusted import escaped, read_json
+from loadgen import rundir
+from loadgen.report.text import EMULATED, number
+from loadgen.rundir import RunError
+from loadgen.search import objective
+from loadgen.search.highest import Answer, Ended, Goal, Guess, Probe, answer, wilson
+
+SCHEMA, FILE = "loadgen.search/1", "search.json"
+AxisName = Literal["rate", "concurrency"]
+ProbeKind = Literal["alone", "saturation", "probe"]
+UNITS = {"rate": "requests/s", "concurrency": "requests in flight"}
+# Findings: where one of them is `invalid`, the client was the limit.
+CLIENT_LIMITS = ("LOOP_LAG", "CLIENT_CPU", "SEND_LAG", "DROPPED")
+ABOVE_RATIO = 0.98  # of the answer: a probe at this load or more is taken to be above it
+FULL_KV_RATIO = 0.98
+
+
+class Range(msgspec.Struct, frozen=True):
+    """An estimate and its interval of 95 %; None where there is no answer, or no probe bounds it on that side."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+class ProbeRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One probe. kind: `alone`, of a request at a time; `saturation`, of a closed loop, which says where to begin; and
+    `probe`, at a load. missed: share of the requests that missed each limit."""
+
+    number: int
+    directory: str
+    kind: ProbeKind
+    probe: Probe
+    attained_ratio: float | None
+    missed: dict[str, float] = {}
+    kv_cache_usage_max_ratio: float | None = None
+    preemptions: int | None = None
+    findings: list[str] = []
+
+    @property
+    def by_client(self) -> bool:
+        """Whether the client was the limit."""
+        return any(code in CLIENT_LIMITS for code in self.findings)
+
+
+class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is sought. config: the options of the run that differ from their defaults."""
+
+    slo_ms: dict[str, float]
+    attain: float
+    axis: AxisName
+    budget_s: float
+    config: dict[str, Any]
+
+    @property
+    def goal(self) -> Goal:
+        return Goal(attain=self.attain, budget_s=self.budget_s, whole=self.axis == "concurrency")
+
+
+class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """search.json. rate_per_s, or concurrency: the highest load that meets the objective. attained_ratio: the share of
+    requests that meet it there. started_from: where the first load came from, in words."""
+
+    schema: str = SCHEMA
+    version: str
+    backend: str = ""
+    model: str = ""
+    emulated: bool = False
+    options: SearchOptions = msgspec.field(name="asked")
+    rate_per_s: Range | None = None
+    concurrency: Range | None = None
+    attained_ratio: float | None = None
+    attained_interval: tuple[float, float] | None = None
+    lower_bound: bool = False
+    limited_by: str | None = None
+    ended_because: str = "it goes on"
+    ended: str = "running"
+    guess: Guess | None = None
+    started_from: str = ""
+    probes: list[ProbeRun] = []
+
+    @property
+    def loads(self) -> list[Probe]:
+        """What the statistics see."""
+        return [run.probe for run in self.probes if run.kind == "probe"]
+
+    @property
+    def spent_s(self) -> float:
+        return sum(run.probe.seconds for run in self.probes)
+
+    @property
+    def range(self) -> Range:
+        return self.rate_per_s or self.concurrency or Range(None, None, None)
+
+
+def with_answer(result: SearchResult, ended: Ended | None) -> SearchResult:
+    """With what its probes say, and why it ended; None: it goes on, or was stopped."""
+    none = ended is not None and ended.code == "none"
+    estimate = Answer(value=None, low=0.0, high=math.inf, attained=None, attained_low=None, attained_high=None)
+    if result.guess is not None and result.loads and not none:
+        estimate = answer(result.options.goal, result.guess, result.loads, ended)
+    sought = Range(estimate.value, _finite(estimate.low) or None, _finite(estimate.high))
+    interval = None
+    if estimate.attained_low is not None and estimate.attained_high is not None:
+        interval = (estimate.attained_low, estimate.attained_high)
+    return msgspec.structs.replace(
+        result,
+        rate_per_s=sought if result.options.axis == "rate" else None,
+        concurrency=sought if result.options.axis == "concurrency" else None,
+        attained_ratio=estimate.attained,
+        attained_interval=interval,
+        lower_bound=_is_lower_bound(result, estimate.value),
+        limited_by=_limited_by(result, estimate.value, none),
+        ended=result.ended if ended is None else ended.code,
+        ended_because=result.ended_because if ended is None else ended.reason,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _is_lower_bound(result: SearchResult, value: float | None) -> bool:
+    """Whether the client, and not the server, was the limit just above the answer."""
+    above = _above(result, value)
+    return above is not None and above.by_client
+
+
+def _above(result: SearchResult, value: float | None) -> ProbeRun | None:
+    """The lowest probe that missed what is wanted; where none did, the highest of all."""
+    probes = [run for run in result.probes if run.kind == "probe"]
+    missed = [
+        run for run in probes if run.probe.ended_per_s is not None or (run.probe.share or 0.0) < result.options.attain
+    ]
+    by_load = sorted(missed, key=lambda run: run.probe.load)
+    at_least = [run for run in by_load if value is None or run.probe.load >= ABOVE_RATIO * value]
+    return next(iter(at_least), by_load[-1] if by_load else max(probes, key=lambda run: run.probe.load, default=None))
+
+
+def _limited_by(result: SearchResult, value: float | None, none: bool) -> str | None:
+    """What was in the way of more: client, preemptions, KV cache, a metric, or the throughput where requests pile up
+    before they miss a limit."""
+    run = result.probes[0] if none and len(result.probes) == 1 else _above(result, value)
+    if run is None:
+        return None
+    if run.by_client:
+        return "client"
+    if run.preemptions and run.preemptions > (1 - result.options.attain) * run.probe.requests:
+        return "preemptions"
+    if (run.kv_cache_usage_max_ratio or 0.0) >= FULL_KV_RATIO:
+        return "kv"
+    worst = max(run.missed, key=lambda name: run.missed[name], default=None)
+    if worst is None or run.missed[worst] == 0:
+        return "throughput" if run.probe.ended_per_s is not None else None
+    return worst
+
+
+def write(directory: Path, result: SearchResult) -> None:
+    """Replaces search.json. Raises RunError."""
+    rundir.write_json(directory / FILE, result)
+
+
+def read(directory: Path) -> SearchResult:
+    """Raises RunError."""
+    path = directory / FILE
+    if not path.exists():
+        raise RunError(f"{directory} holds no {FILE}; name the --out of a search with --resume.")
+    result = read_json(path, SearchResult, RunError, "is no search of this version")
+    if result.schema != SCHEMA:
+        raise RunError(f"{path} has schema '{result.schema}', and this version reads {SCHEMA}.")
+    return result
+
+
+def to_json(result: SearchResult) -> str:
+    """One line, ASCII."""
+    return json.dumps(msgspec.to_builtins(result))
+
+
+def sentence(result: SearchResult) -> str:
+    """The answer in one sentence."""
+    unit, share = UNITS[result.options.axis], f"{100 * result.options.attain:g} %"
+    wanted = f"{share} of the requests within {objective.text(result.options.slo_ms)}"
+    value, low, high = result.range.value, result.range.low, result.range.high
+    if value is None:
+        if result.ended == "none":
+            return f"No load meets the objective ({wanted}): {result.ended_because}."
+        return f"There is no answer yet ({wanted}): {result.ended_because}."
+    lower = "At least " if result.lower_bound else ""
+    between = f"between {number(low or 0.0)} and {number(high)}" if high is not None else f"above {number(low or 0.0)}"
+    text = f"{lower}{number(value)} {unit}, {between} with 95 % confidence: {wanted}."
+    return f"{text} The client was the limit, so the server may take more." if result.lower_bound else text
+
+
+def _met_percent(probe: Probe, share: float) -> tuple[float, float]:
+    """The interval of 95 % of the share of requests that meet the objective."""
+    low, high = wilson(share, max(1.0, probe.counted / probe.dispersion), 1.96)
+    return 100 * max(0.0, low), 100 * min(1.0, high)
+
+
+def _end(result: SearchResult) -> str:
+    """Why it ended and where it began; it may have ended before it began."""
+    began = f" Began at {result.started_from}." if result.started_from else ""
+    return f"Ended because {result.ended_because}.{began}"
+
+
+def _row(run: ProbeRun, attain: float) -> tuple[str, ...]:
+    probe = run.probe
+    share = probe.share
+    interval = ""
+    if share is not None and probe.counted:
+        interval = "{:.2f} to {:.2f}".format(*_met_percent(probe, share))
+    missed = ", ".join(f"{name} {100 * each:.1f} %" for name, each in run.missed.items() if each > 1 - attain)
+    verdict = probe.verdict.replace("_", " ") if run.kind == "probe" else run.kind
+    met_percent = "-" if share is None else f"{100 * share:.2f}"
+    return (
+        str(run.number), number(probe.load), verdict, met_percent, interval, str(probe.counted), str(probe.requests),
+        f"{probe.seconds:.0f}", missed or "-",
+    )  # fmt: skip
+
+
+HEADINGS = ("probe", "load", "verdict", "met %", "95 %", "counted", "sent", "s", "missed most")
+
+
+def render(result: SearchResult) -> str:
+    """For a terminal: plain text, nothing in it that a terminal obeys."""
+    rows = [HEADINGS, *(_row(run, result.options.attain) for run in result.probes)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    lines = [EMULATED, ""] if result.emulated else []
+    lines += [
+        f"Highest {UNITS[result.options.axis]} of {result.backend} {result.model}".rstrip(),
+        "",
+        sentence(result),
+        "",
+    ]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += ["", _end(result)]
+    lines += [f"What limited next: {result.limited_by}."] if result.limited_by else []
+    return "\n".join(map(escaped, lines)) + "\n"
+
+
+def markdown(result: SearchResult) -> str:
+    lines = [f"# Highest {UNITS[result.options.axis]} of {result.backend} {result.model}", ""]
+    lines += ["**EMULATED: modelled hardware, no real server.**", ""] if result.emulated else []
+    lines += [sentence(result), "", _end(result)]
+    lines += [f"What limited next: {result.limited_by}."] if result.limited_by else []
+    lines += ["", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+    lines += ["| " + " | ".join(_row(run, result.options.attain)) + " |" for run in result.probes]
+    lines += ["", "![probes](search.png)"]
+    return "\n".join(map(escaped, lines)) + "\n"
+
+
+def draw(result: SearchResult, path: Path) -> None:
+    """Writes each probe's share over its load, with the answer and its interval."""
+    import matplotlib
+
+    from loadgen.report import figures
+
+    colours: Mapping[str, str] = dict(zip(("met", "missed", "falls_behind", "unsure"), figures.COLOURS, strict=False))
+    title = figures.marked(sentence(result), result.emulated, False, 1)
+    with matplotlib.rc_context(figures.STYLE):  # type: ignore[arg-type]
+        figure = figures.titled(8.0, 4.4, *title)
+        axis = figure.subplots()
+        for probe in result.loads:
+            if probe.share is None:
+                continue
+            colour = colours[probe.verdict]
+            axis.plot([probe.load] * 2, _met_percent(probe, probe.share), color=colour, linewidth=1.2)
+            axis.plot(probe.load, 100 * probe.share, "o", color=colour, markersize=5)
+        for name, colour in colours.items():
+            axis.plot([], [], "o", color=colour, label=name.replace("_", " "))
+        axis.axhline(100 * result.options.attain, color=figures.INK, linewidth=0.8, linestyle=":")
+        if result.range.value is not None:
+            axis.axvline(result.range.value, color=figures.INK, linewidth=1.0)
+            loads = [probe.load for probe in result.loads]
+            axis.axvspan(result.range.low or 0.0, result.range.high or max(loads), color=figures.GRID, alpha=0.6)
+        axis.set_ylim(0, 102)
+        axis.set_xlim(left=0)
+        axis.set_xlabel(UNITS[result.options.axis])
+        axis.set_ylabel("requests that meet the objective, %")
+        axis.legend(loc="lower left")
+        figure.savefig(path, dpi=160)
