@@ -191,7 +191,7 @@ WORLDS: dict[str, Callable[[], World]] = {
     "md1": lambda: queue("M/D/1, wait within 9 services", 1, 9.0, 0.99),
     "slots": lambda: queue("4 slots, wait within 2 services", 4, 2.0, 0.95),
     "short": lambda: queue("M/D/1, wait within 3 services", 1, 3.0, 0.9),
-    "vllm": lambda: modelled_vllm(40),
+    "vllm": lambda: modelled_vllm(100),
 }
 
 

@@ -356,9 +356,9 @@ def fit(goal: Goal, guess: Guess, probes: Sequence[Probe]) -> Posterior:
 
 
 def _dispersions(probes: Sequence[Probe]) -> Floats:
-    """Of each probe, as all of them have it: the busier a server, the longer it remembers, so the logarithm is fitted as
-    a function of the load that never falls (pool adjacent violators, weighed by requests). A short probe has seen too
-    little of a cluster to know its length, and one that met few misses by luck would count for too much."""
+    """Of each probe, as all of them have it: the busier a server, the longer it remembers, so the logarithm is fitted
+    as a function of the load that never falls (pool adjacent violators, weighed by requests). A short probe has seen
+    too little of a cluster to know its length, and one that met few misses by luck would count for too much."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, probes
     order = sorted(range(len(probes)), key=lambda number: probes[number].load)
     for number in order:
@@ -428,7 +428,14 @@ def next_probe(goal: Goal, guess: Guess, probes: Sequence[Probe]) -> Order | End
     if posterior.sd < 0.15:  # the answer is between known loads: around it
         reach = min(OFFSETS[len(probes) % len(OFFSETS)] / posterior.slope, 0.1)
         middle += reach
+    if _is_blind(probes[-1]):
+        middle = min(middle, math.log(probes[-1].load / 2))
     return _order(goal, math.exp(middle), probes)
+
+
+def _is_blind(probe: Probe) -> bool:
+    """Whether it was over before anything of it counted: too short for the lives that its load makes."""
+    return not probe.counted and probe.ended_per_s is None
 
 
 def _bracketed(goal: Goal, probes: Sequence[Probe]) -> bool:
@@ -450,9 +457,8 @@ def _order(goal: Goal, load: float, probes: Sequence[Probe]) -> Order | Ended:
         return Ended(code="budget", reason="the time is over")
     load = max(1, round(load)) if goal.whole else load
     scatter = max(PRIOR_DISPERSION, float(np.median(_dispersions(probes)))) if probes else PRIOR_DISPERSION
-    return Order(
-        load=load, seconds=most_s, requests=math.ceil(max(AT_KNEE_MISSES / (1 - goal.attain), SETTLED) * scatter)
-    )
+    requests = max(AT_KNEE_MISSES / (1 - goal.attain), SETTLED) * scatter * 2 ** min(10, sum(map(_is_blind, probes)))
+    return Order(load=load, seconds=most_s, requests=math.ceil(requests))
 
 
 def answer(goal: Goal, guess: Guess, probes: Sequence[Probe], ended: Ended | None = None) -> Answer:
