@@ -14,6 +14,8 @@ from loadgen.search.highest import Answer, Goal, Guess, Order, Probe, Seen, high
 from servers.plan.sizing import Demand, Limits
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated
+from servers.simulator.engine import place_s
+from servers.simulator.virtual import uncollected
 
 MOST_REQUESTS = 30_000  # of all probes: seconds of computing
 GUESS_SPREAD = 0.1  # of the rate that screening found, as a logarithm
@@ -40,6 +42,7 @@ class _Probes:
         self._shapes = [each[1:] for each in demand.arrivals]
         self._random = np.random.default_rng(demand.load.seed)
 
+    @uncollected()
     def play(self, goal: Goal, order: Order) -> Probe:
         """One probe, as far as it takes to be sure."""
         most = int(min(MARGIN * order.requests, order.seconds * order.load))
@@ -48,15 +51,15 @@ class _Probes:
         done_s, late = np.full(count, np.inf), np.zeros(count)
         first_s: dict[int, float] = {}
 
-        def deliver(emits: list[Sequence], at_s: float, gap_s: float) -> None:
-            for sequence in emits:
+        def deliver(emits: list[Sequence], begin_s: float, gap_s: float) -> None:
+            for place in engine.turning:
+                sequence, at_s = emits[place], place_s(begin_s, gap_s, place)
                 if sequence.emitted == 1:
                     first_s[sequence.index] = at_s
                 if sequence.emitted == sequence.output:
                     index = sequence.index
                     done_s[index] = at_s
                     late[index] = self._lateness(sent_s[index], first_s.pop(index), at_s, sequence.output)
-                at_s += gap_s
 
         engine, submitted = self._emulated.engine(deliver), 0
 
