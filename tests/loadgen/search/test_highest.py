@@ -177,3 +177,21 @@ def test_least_requests_that_make_an_attainment_sure() -> None:
     least = Goal(attain=0.99).least_requests
     z = 1.959964
     assert wilson(1.0, least, z)[0] >= 0.99 > wilson(1.0, least - 2, z)[0]
+
+
+def test_a_start_far_too_high_shows_nothing_and_is_left() -> None:
+    """Above 100 a probe is over before anything of it counts, as where all requests pile up; 60 is the answer."""
+    rng = np.random.default_rng(4)
+
+    def probing(order: Order) -> Probe:
+        blind = order.load > 100
+        counted = 0 if blind else order.requests
+        share = 1 / (1 + math.exp(-GOAL.logit + 16 * math.log(order.load / 60)))
+        return Probe(
+            load=order.load, verdict="unsure", counted=counted, met=int(rng.binomial(counted, share)), dispersion=1.0,
+            requests=order.requests, seconds=8.0, life_s=2.5 if blind else 0.1,
+        )  # fmt: skip
+
+    found, probes, ended = highest(probing, GOAL, Guess(load=140.0))
+    assert ended.code == "sure" and found.value == pytest.approx(60, rel=0.05)
+    assert sum(probe.counted == 0 for probe in probes) <= 3
