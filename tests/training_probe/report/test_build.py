@@ -148,7 +148,7 @@ def test_a_broken_timeline_costs_no_report(tmp_path: Path, broken: bytes) -> Non
 def test_a_long_timeline_keeps_its_highest_and_lowest_sample() -> None:
     total = np.full(200_000, 5.0)
     total[123_457], total[99_999] = 9.0, 1.0
-    drawn = figures._telling(total)
+    drawn = figures._extremes(total)
     assert len(drawn) <= 2 * figures.MOST_SAMPLES + 2
     assert {0, 123_457, 99_999, len(total) - 1} <= set(drawn.tolist())
 
