@@ -46,6 +46,7 @@ def test_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[-1].startswith("note: step times did not settle") and len(prompts) == 12
 
 
+@pytest.mark.processes
 def test_a_lasting_load_is_played_for_its_first_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "PLAY_S", 0.5)
     monkeypatch.setattr(warmup, "SETTLED_RATIO", 9.0)

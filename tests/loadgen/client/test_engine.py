@@ -128,6 +128,7 @@ def test_warmup_is_apart(tmp_path: Path) -> None:
     assert (table.done_ns[table.phase == 0] < 0).all()  # before t = 0
 
 
+@pytest.mark.processes
 def test_workers_send_the_same_load(tmp_path: Path) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
     one.mkdir()
@@ -142,6 +143,7 @@ def test_workers_send_the_same_load(tmp_path: Path) -> None:
     assert sorted(path.name for path in many.iterdir()) == ["requests.jsonl"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "options",
     [
@@ -282,6 +284,7 @@ def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
         run_loop(story())
 
 
+@pytest.mark.processes
 def test_records_that_somebody_removes_end_the_run(tmp_path: Path) -> None:
     async def story() -> Scripted:
         async with scripted(lambda n: tokens(3)) as world:
@@ -350,6 +353,7 @@ def test_failures_are_rows(tmp_path: Path) -> None:
     assert len(table.errors) == 10
 
 
+@pytest.mark.processes
 def test_closed_loop_survives_a_server_that_only_fails(tmp_path: Path) -> None:
     _, table, _ = ran(lambda n: [CLOSE], tmp_path, requests=300, concurrency=8)
     assert outcomes(table) == {"reset": 300}

@@ -121,6 +121,7 @@ def test_what_is_finished(tmp_path: Path) -> None:
     assert {path.name for path in directory.glob("*.png")} == set(sweeps.FIGURES)
 
 
+@pytest.mark.processes
 def test_report_makes_it_again_of_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = swept_directory(tmp_path / "s", gpus=True)
     assert cli.invoke(["report", str(directory)]) in (0, 4)

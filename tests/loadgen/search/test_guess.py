@@ -21,6 +21,7 @@ def guess(tmp_path: Path, model: str | None) -> float | None:
     return asyncio.run(live.modelled_rate(options, Run(config, tmp_path, "r", print)))
 
 
+@pytest.mark.processes
 def test_a_server_at_a_url_is_modelled_where_its_model_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

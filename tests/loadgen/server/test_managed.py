@@ -277,6 +277,7 @@ def test_a_server_of_another_kind_that_lives(
 LOG = "INFO up\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
 
 
+@pytest.mark.processes
 def test_failed_requests_give_it_time_to_die(run: Callable[..., Any]) -> None:
     with serving("--model", "org/m", "--fault", "http_error:503:2") as url:
         report, said = run(Fake([url], LOG, Exit(1), polls=2), 4)
@@ -286,6 +287,7 @@ def test_failed_requests_give_it_time_to_die(run: Callable[..., Any]) -> None:
     assert "  | torch.OutOfMemoryError: CUDA out of memory." in said
 
 
+@pytest.mark.processes
 def test_one_that_lives_on_after_failures_may_say_why(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadgen.run.END_WAIT_S", 0.0)
     with serving("--model", "org/m", "--fault", "http_error:503:2") as url:
@@ -294,6 +296,7 @@ def test_one_that_lives_on_after_failures_may_say_why(run: Callable[..., Any], m
     assert "vllm still runs, but its log tells: CUDA out of memory" in said
 
 
+@pytest.mark.processes
 def test_one_that_fails_nothing_is_not_watched_for_its_end(run: Callable[..., Any]) -> None:
     with serving("--model", "org/m") as url:
         report, said = run(Fake([url], LOG, Exit(1), polls=2), (0, 4))

@@ -230,6 +230,7 @@ def test_the_table_says_that_it_is_a_prediction_and_how_far_off(capsys: pytest.C
     assert len(dollars) == 4 and dollars == sorted(dollars)
 
 
+@pytest.mark.processes
 def test_each_row_has_the_error_of_its_own_gpu_and_format(capsys: pytest.CaptureFixture[str]) -> None:
     """The median of those held-out runs alone whose name begins with the row's GPU, all of them in 16 bit."""
     _, out, _ = plan(
@@ -249,6 +250,7 @@ def test_each_row_has_the_error_of_its_own_gpu_and_format(capsys: pytest.Capture
     )
 
 
+@pytest.mark.processes
 def test_any_quantization_is_each_that_the_gpu_has(capsys: pytest.CaptureFixture[str]) -> None:
     def tried(gpu: str, *models: str) -> list[tuple[str, str | None]]:
         words = ("--gpu", gpu, "--max-gpus", "1", "--quantization", "any", "--model", *models, "--json")
@@ -309,6 +311,7 @@ def test_a_percentile_is_of_enough_requests(capsys: pytest.CaptureFixture[str], 
     assert "each p99 is of at least 150 requests, 1 of them beyond it, too few" in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_nothing_that_was_asked_about_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", "70b", "--gpu", "h200", "a40", "--max-running", "8", "256", "--slo", "e2el_ms=1e6")
     _, out, _ = plan(capsys, *words)
@@ -320,6 +323,7 @@ def test_nothing_that_was_asked_about_is_left_out(capsys: pytest.CaptureFixture[
     assert out.startswith("PREDICTIONS") and "Nothing that was looked at would do." in out and "Held out:" in out
 
 
+@pytest.mark.processes
 def test_the_commands_that_it_names_are_understood(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

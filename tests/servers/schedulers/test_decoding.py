@@ -120,6 +120,7 @@ def test_steps_are_those_of_visiting_every_request(seed: int, kind: str) -> None
     assert steps > 700
 
 
+@pytest.mark.processes
 def test_the_loads_of_that_test_preempt_and_end_and_find() -> None:
     schedulers = [made(seed, "caching", visited=False) for seed in range(20)]
     ended = [list(played(scheduler, seed))[-1] for seed, scheduler in enumerate(schedulers)]
