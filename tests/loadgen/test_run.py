@@ -525,17 +525,18 @@ def test_a_slow_rank_shows_in_every_token(factor: tuple[str, ...], tmp_path: Pat
 
 
 class Arguments:
-    """The arguments of every process of this machine, read again and again while the block lasts: its own thread reads,
-    so that what the test itself waits for goes on."""
+    """The arguments of every process of this machine that starts while the block lasts, read again and again: its own
+    thread reads, so that what the test itself waits for goes on."""
 
     def __init__(self) -> None:
         self.seen: set[bytes] = set()
+        self._before = set(Path("/proc").glob("[0-9]*"))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
 
     def _read(self) -> None:
         while not self._over.wait(0.02):
-            for process in Path("/proc").glob("[0-9]*"):
+            for process in set(Path("/proc").glob("[0-9]*")) - self._before:
                 with contextlib.suppress(OSError):  # it has ended
                     self.seen.add((process / "cmdline").read_bytes())
 
