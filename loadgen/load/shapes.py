@@ -160,10 +160,9 @@ class TraceShapes:
         """Each request of the trace once, with those segments only that another has too: the others are as its own."""
         trace = self._trace
         block = trace.block_tokens
-        rows = (trace.input_tokens, trace.output_tokens, trace.hash_offsets[:-1], trace.common_blocks(), self._shared)
-        for prompt_tokens, output_tokens, begin, common, shared in zip(
-            *(column.tolist() if not isinstance(column, list) else column for column in rows), strict=True
-        ):
+        columns = (trace.input_tokens, trace.output_tokens, trace.hash_offsets[:-1], trace.common_blocks())
+        rows = zip(*(column.tolist() for column in columns), self._shared, strict=True)
+        for prompt_tokens, output_tokens, begin, common, shared in rows:
             keys = trace.hash_ids[begin : begin + common].tolist() if common else ()
             segments = tuple([(key, min(block, prompt_tokens - place * block)) for place, key in enumerate(keys)])
             yield Shape(prompt_tokens, output_tokens, segments, shared)

@@ -30,15 +30,10 @@ def search(
     config = live.plain_config(config)
     limits_ms = None if slo is None else objective.parse(slo)
     if resume is not None:
-        result, config = live.resumed(resume, config)
-        options, directory = result.options, resume
-        for name, given, kept in (
-            ("slo", limits_ms, options.slo_ms), ("attain", attain, options.attain), ("axis", axis, options.axis),
-        ):  # fmt: skip
-            if given is not None and given != kept:
-                raise ConfigError(f"--resume goes on with the options of {directory}; leave --{name} out.")
+        directory = resume
+        result, config = live.resumed(directory, config, {"slo": limits_ms, "attain": attain, "axis": axis})
         if budget_minutes is not None:
-            options = msgspec.structs.replace(options, budget_s=live.budget_s(budget_minutes))
+            options = msgspec.structs.replace(result.options, budget_s=live.budget_s(budget_minutes))
             result = msgspec.structs.replace(result, options=options)
     else:
         if limits_ms is None:

@@ -403,14 +403,17 @@ class Watcher:
                     self._whole.stop.end()
 
 
-def resumed(directory: Path, config: Config) -> tuple[SearchResult, Config]:
-    """A search that goes on, and its options; those that are given again must be the same. Raises RunError or
-    ConfigError."""
+def resumed(directory: Path, config: Config, own: dict[str, object]) -> tuple[SearchResult, Config]:
+    """A search that goes on, and its options; those that are given again must be the same. own: search's own, None
+    where one is not given. Raises RunError or ConfigError."""
     result = results.read(directory)
-    kept = run_config(result.options)
+    options, kept = result.options, run_config(result.options)
+    before = {**kept.as_dict(), "slo": options.slo_ms, "attain": options.attain, "axis": options.axis}
     plain = config.as_dict()
-    for name in config.given(plain):
-        if name not in ("out", *OWN) and plain[name] != kept.as_dict()[name]:
+    again = {name: plain[name] for name in config.given(plain) if name not in ("out", *OWN)}
+    again |= {name: value for name, value in own.items() if value is not None}
+    for name, value in again.items():
+        if value != before[name]:
             raise ConfigError(f"--resume goes on with the options of {directory}; leave {flag(name)} out.")
     return msgspec.structs.replace(result, ended="running", ended_because="it goes on"), replace(kept, out=directory)
 

@@ -185,11 +185,11 @@ def made_sure(rows: list[Row], unmet: list[Unmet], question: Question) -> tuple[
 
 
 def _sure(row: Row, question: Question) -> Row | Unmet:
-    answer = surest(row.emulated, question.demand, question.limits, row.server_rate)
     try:
+        answer = surest(row.emulated, question.demand, question.limits, row.server_rate)
         rate = row.server_rate if answer.value is None else answer.value
         return replace(_row(row.candidate, row.server, rate, row.bound, question), answer=answer)
-    except NotMet as reason:
+    except (EmulationError, NotMet) as reason:
         return Unmet(candidate=row.candidate, reason=str(reason))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from loadgen.load.sessions import Turns
 from loadgen.search.objective import METRICS
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated
-from servers.simulator.engine import place_s
+from servers.simulator.engine import Engine, place_s
 from servers.simulator.virtual import Arrival, Outcome, bounds, simulate, simulate_sessions, uncollected
 
 BURST = 512  # most requests of the burst that shows how fast a server can work off what it has
@@ -50,10 +51,16 @@ class Limits:
     seconds: dict[str, float]
     percentile: float = 99.0
 
-    def missed_most(self, took_s: Several[float]) -> str | None:
-        """The limit that a request exceeds by the largest factor, from its METRICS in seconds; None: it keeps all."""
+    def lateness(self, took_s: Several[float]) -> dict[str, float]:
+        """How many times its limit each limited metric of a request is, from its METRICS in seconds; 0 where its reply
+        has no such metric."""
         late = {name: took_s[METRICS.index(name)] / limit_s for name, limit_s in self.seconds.items()}
-        worst = max(late, key=lambda name: late[name] if late[name] > 1 else 0.0)
+        return {name: 0.0 if math.isnan(ratio) else ratio for name, ratio in late.items()}
+
+    def missed_most(self, took_s: Several[float]) -> str | None:
+        """The limit that a request exceeds by the largest factor; None: it keeps all."""
+        late = self.lateness(took_s)
+        worst = max(late, key=lambda name: late[name])
         return worst if late[worst] > 1 else None
 
     @property
@@ -146,7 +153,6 @@ class Trial:
 def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settled_s: float) -> Trial:
     """One server at `rate` requests/s. It ends early when more have missed a limit than may. Those that come before
     `settled_s` are served and not judged: the server is not yet as full as it will be."""
-    first_s: dict[int, float] = {}
     sent_s: list[float] = []
     values: dict[str, list[float]] = {name: [] for name in METRICS}
     may_miss = 1 - limits.percentile / 100
@@ -159,29 +165,21 @@ def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settl
         if missed_any > may_miss * max(judged, demand.requests) + 1e-9:
             raise _Missed(name)
 
-    def end(index: int, output: int, at_s: float) -> None:
+    def end(sequence: Sequence, first_s: float, last_s: float) -> None:
         nonlocal ended, lives_s
-        sent, first = sent_s[index], first_s.pop(index)
+        sent = sent_s[sequence.index]
         ended += 1
-        lives_s += at_s - sent
+        lives_s += last_s - sent
         if sent < settled_s:
             return
-        took = (first - sent, (at_s - first) / (output - 1) if output > 1 else math.nan, at_s - sent)
+        took = took_s(sent, first_s, last_s, sequence.output)
         for name, value in zip(METRICS, took, strict=True):
             values[name].append(value)
         worst = limits.missed_most(took)
         if worst is not None:
             miss(worst)
 
-    def deliver(emits: list[Sequence], begin_s: float, gap_s: float) -> None:
-        for place in engine.turning:
-            sequence, at_s = emits[place], place_s(begin_s, gap_s, place)
-            if sequence.emitted == 1:
-                first_s[sequence.index] = at_s
-            if sequence.emitted == sequence.output:
-                end(sequence.index, sequence.output, at_s)
-
-    engine = emulated.engine(deliver)
+    engine = replying(emulated, end)
     missed = None
     try:
         for index, arrival in enumerate(demand.arrivals):
@@ -202,6 +200,23 @@ def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settl
         missed = str(reason)
     percentiles = {name: _percentile(each, limits.percentile) for name, each in values.items()}
     return Trial(missed=missed, percentiles=percentiles, in_flight=most)
+
+
+def replying(emulated: Emulated, end: Callable[[Sequence, float, float], None]) -> Engine:
+    """A server that begins. `end(request, first_s, last_s)` is called when a reply is over: when its first and its last
+    token came."""
+    first_s: dict[int, float] = {}
+
+    def deliver(emits: list[Sequence], begin_s: float, gap_s: float) -> None:
+        for place in engine.turning:
+            sequence, at_s = emits[place], place_s(begin_s, gap_s, place)
+            if sequence.emitted == 1:
+                first_s[sequence.index] = at_s
+            if sequence.emitted == sequence.output:
+                end(sequence, first_s.pop(sequence.index), at_s)
+
+    engine = emulated.engine(deliver)
+    return engine
 
 
 @uncollected()
@@ -226,13 +241,17 @@ def session_trial(emulated: Emulated, demand: Demand, limits: Limits, rate: floa
 
 
 def _took(outcome: Outcome) -> tuple[float, float, float]:
-    """ttft, tpot and e2el in seconds; endless where there was no reply, NaN where a reply has no such time."""
+    """Its METRICS in seconds; endless where there was no reply."""
     times_s = outcome.times_s
     if not times_s:
         return math.inf, math.inf, math.inf
-    first_s, last_s = times_s[0], times_s[-1]
-    tpot_s = (last_s - first_s) / (len(times_s) - 1) if len(times_s) > 1 else math.nan
-    return first_s - outcome.sent_s, tpot_s, last_s - outcome.sent_s
+    return took_s(outcome.sent_s, times_s[0], times_s[-1], len(times_s))
+
+
+def took_s(sent_s: float, first_s: float, last_s: float, output: int) -> tuple[float, float, float]:
+    """METRICS of a reply of `output` tokens, in seconds; NaN where it has no such time."""
+    tpot_s = (last_s - first_s) / (output - 1) if output > 1 else math.nan
+    return first_s - sent_s, tpot_s, last_s - sent_s
 
 
 def _percentile(values: list[float], percent: float) -> float:
@@ -252,10 +271,8 @@ class SizedServer:
             raise NotMet(f"refuses a request of this length (KV cache of {emulated.kv_tokens} tokens)")
         prompt, output = demand.load.typical_tokens()
         alone = simulate(emulated, [(0.0, prompt, output)])[0]
-        first_s, last_s = alone.times_s[0], alone.times_s[-1]
-        self._alone_s = last_s
-        took = (first_s, (last_s - first_s) / max(output - 1, 1), last_s)
-        for name, value in zip(METRICS, took, strict=True):
+        self._alone_s = alone.times_s[-1]
+        for name, value in zip(METRICS, _took(alone), strict=True):
             if value > limits.seconds.get(name, math.inf):
                 raise NotMet(f"{name} is {1e3 * value:.3g} ms for a request that is alone")
         burst = min(BURST, emulated.setup.max_running, max(1, emulated.kv_tokens // (prompt + output)))

@@ -11,10 +11,9 @@ import math
 import numpy as np
 
 from loadgen.search.highest import Answer, Goal, Guess, Order, Probe, Seen, highest, watched
-from servers.plan.sizing import Demand, Limits
+from servers.plan.sizing import Demand, Limits, replying, took_s
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated
-from servers.simulator.engine import place_s
 from servers.simulator.virtual import uncollected
 
 MOST_REQUESTS = 30_000  # of all probes: seconds of computing
@@ -38,7 +37,7 @@ class _Probes:
 
     def __init__(self, emulated: Emulated, demand: Demand, limits: Limits) -> None:
         self._emulated = emulated
-        self._limits_s = limits.seconds
+        self._limits = limits
         self._shapes = [each[1:] for each in demand.arrivals]
         self._random = np.random.default_rng(demand.load.seed)
 
@@ -49,19 +48,13 @@ class _Probes:
         sent_s = np.cumsum(self._random.exponential(1 / order.load, max(2 * FIRST_LOOK, most)))
         count = len(sent_s)
         done_s, late = np.full(count, np.inf), np.zeros(count)
-        first_s: dict[int, float] = {}
 
-        def deliver(emits: list[Sequence], begin_s: float, gap_s: float) -> None:
-            for place in engine.turning:
-                sequence, at_s = emits[place], place_s(begin_s, gap_s, place)
-                if sequence.emitted == 1:
-                    first_s[sequence.index] = at_s
-                if sequence.emitted == sequence.output:
-                    index = sequence.index
-                    done_s[index] = at_s
-                    late[index] = self._lateness(sent_s[index], first_s.pop(index), at_s, sequence.output)
+        def end(sequence: Sequence, first_s: float, last_s: float) -> None:
+            index = sequence.index
+            done_s[index] = last_s
+            late[index] = max(self._limits.lateness(took_s(sent_s[index], first_s, last_s, sequence.output)).values())
 
-        engine, submitted = self._emulated.engine(deliver), 0
+        engine, submitted = replying(self._emulated, end), 0
 
         def seen(until_s: float) -> Seen:
             nonlocal submitted
@@ -78,8 +71,3 @@ class _Probes:
 
         looks = np.unique((FIRST_LOOK * LOOK_GROWTH ** np.arange(50)).astype(int))
         return watched(goal, order, seen, [float(sent_s[look]) for look in (*looks[looks < count - 1], count - 1)])
-
-    def _lateness(self, sent_s: float, first_s: float, last_s: float, output: int) -> float:
-        """How many times its limit the worst metric of a reply is."""
-        took_s = {"ttft": first_s - sent_s, "tpot": (last_s - first_s) / max(output - 1, 1), "e2el": last_s - sent_s}
-        return max(took_s[name] / limit_s for name, limit_s in self._limits_s.items())
