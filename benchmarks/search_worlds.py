@@ -8,7 +8,7 @@ Worlds: an M/D/1 queue; c slots of a fixed service time (M/D/c; both by Franx' f
 H200 in virtual time, whose highest rate is that of a virtual run of 40,000 requests. Beside each search stands a plain
 bisection: it doubles or halves its load to a bracket and halves that (in logarithms) until it is as wide as the
 search's interval in the median; every probe has n requests, n being the least power of two at which its bracket holds
-the truth as often as the search's interval does (or, less sure than that, at which it takes MOST_RATIO times the
+the truth as often as the search's interval does (or, less sure than that, at which it takes most_ratio times the
 search's requests: it would take more still). The guess at the start is wrong by 25 % (a standard deviation of its
 logarithm).
 """
@@ -18,8 +18,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,6 @@ from loadgen.search.highest import Goal, Guess, Order, Probe, Seen, highest, wat
 
 Floats = NDArray[np.float64]
 SEARCHES, FIRST_SEED, GUESS_SD, START_RATIO = 200, 3000, 0.25, 0.1
-MOST_RATIO = 4.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class World:
     capacity: float
     precision_ratio: float = 0.05
     searches: int = SEARCHES
+    most_ratio: float = 4.0  # of a bisection's requests to those of a search
 
 
 def wait_s(rate: float, slots: int, count: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
@@ -116,7 +118,7 @@ def modelled_vllm(searches: int) -> World:
         return float((send(rate, 40_000, np.random.default_rng(99))[2][4000:] <= 1).mean())
 
     truth = crossing(share, 0.95, 5.0, 200.0, 11)
-    return World("vLLM 7B on a modelled H200", 0.95, truth, send, math.nan, searches=searches)
+    return World("vLLM 7B on a modelled H200", 0.95, truth, send, math.nan, searches=searches, most_ratio=2.0)
 
 
 def probing(world: World, goal: Goal, rng: np.random.Generator, spent: list[int]) -> Callable[[Order], Probe]:
@@ -159,11 +161,27 @@ def bisected(world: World, seed: int, count: int, width: float) -> tuple[bool, i
     return low <= world.truth <= high, spent
 
 
+def each_of(world: World, task: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """task(world, ...) for each of them, on all cores. The processes are forked with the world: it cannot be sent."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(mp_context=context, initializer=_live_in, initargs=(world,)) as processes:
+        return list(processes.map(_here, itertools.repeat(task), arguments))
+
+
+def _live_in(world: World) -> None:
+    global _world
+    _world = world
+
+
+def _here(task: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return task(_world, *arguments)
+
+
 def bisections(world: World, width: float, share: float, most: float) -> Iterator[dict[str, Any]]:
     """From few requests a probe on, until the bracket holds the truth as often as `share` or `most` requests are
     spent."""
     for bits in itertools.count(9):
-        each = [bisected(world, 10_000 + seed, 1 << bits, width) for seed in range(world.searches)]
+        each = each_of(world, bisected, ((10_000 + seed, 1 << bits, width) for seed in range(world.searches)))
         held, spent = float(np.mean([inside for inside, _ in each])), float(np.median([used for _, used in each]))
         yield {"requests_a_probe": 1 << bits, "holds_truth_ratio": held, "requests": spent}
         if held >= share or spent >= most:
@@ -171,12 +189,12 @@ def bisections(world: World, width: float, share: float, most: float) -> Iterato
 
 
 def measure(world: World) -> dict[str, Any]:
-    each = [searched(world, FIRST_SEED + seed) for seed in range(world.searches)]
+    each = each_of(world, searched, ((FIRST_SEED + seed,) for seed in range(world.searches)))
     values, lows, highs = (np.asarray([one[name] for one in each], float) for name in ("value", "low", "high"))
     held = float(np.mean((lows <= world.truth) & (world.truth <= highs)))
     width, spent = float(np.median(np.log(highs / lows))), float(np.median([one["requests"] for one in each]))
     print(world.name, world.truth, held, float(np.median(np.abs(values / world.truth - 1))), spent, width, flush=True)
-    plain = list(bisections(world, width, min(held, 0.95), MOST_RATIO * spent))
+    plain = list(bisections(world, width, min(held, 0.95), world.most_ratio * spent))
     print(json.dumps(plain[-1]), spent / plain[-1]["requests"], flush=True)
     return {
         "world": world.name, "attain": world.attain, "truth": world.truth, "capacity": world.capacity,
