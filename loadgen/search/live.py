@@ -408,13 +408,15 @@ def resumed(directory: Path, config: Config, own: dict[str, object]) -> tuple[Se
     where one is not given. Raises RunError or ConfigError."""
     result = results.read(directory)
     options, kept = result.options, run_config(result.options)
-    before = {**kept.as_dict(), "slo": options.slo_ms, "attain": options.attain, "axis": options.axis}
-    plain = config.as_dict()
-    again = {name: plain[name] for name in config.given(plain) if name not in ("out", *OWN)}
-    again |= {name: value for name, value in own.items() if value is not None}
-    for name, value in again.items():
-        if value != before[name]:
-            raise ConfigError(f"--resume goes on with the options of {directory}; leave {flag(name)} out.")
+    before = {"--slo": options.slo_ms, "--attain": options.attain, "--axis": options.axis}
+    again = {f"--{name}": value for name, value in own.items() if value is not None}
+    plain, plain_before = config.as_dict(), kept.as_dict()
+    for name in config.given(plain):
+        if name not in ("out", *OWN):
+            before[flag(name)], again[flag(name)] = plain_before[name], plain[name]
+    for option, value in again.items():
+        if value != before[option]:
+            raise ConfigError(f"--resume goes on with the options of {directory}; leave {option} out.")
     return msgspec.structs.replace(result, ended="running", ended_because="it goes on"), replace(kept, out=directory)
 
 
