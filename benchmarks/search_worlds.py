@@ -44,7 +44,7 @@ class World:
     attain: float
     truth: float
     send: Callable[[float, int, np.random.Generator], tuple[Floats, Floats, Floats]]
-    capacity: float
+    capacity: float | None  # in closed form
     precision_ratio: float = 0.05
     searches: int = SEARCHES
     most_ratio: float = 4.0  # of a bisection's requests to those of a search
@@ -118,7 +118,7 @@ def modelled_vllm(searches: int) -> World:
         return float((send(rate, 40_000, np.random.default_rng(99))[2][4000:] <= 1).mean())
 
     truth = crossing(share, 0.95, 5.0, 200.0, 11)
-    return World("vLLM 7B on a modelled H200", 0.95, truth, send, math.nan, searches=searches, most_ratio=2.0)
+    return World("vLLM 7B on a modelled H200", 0.95, truth, send, None, searches=searches, most_ratio=2.0)
 
 
 def probing(world: World, goal: Goal, rng: np.random.Generator, spent: list[int]) -> Callable[[Order], Probe]:
