@@ -3,7 +3,7 @@
     python benchmarks/search_agreement.py benchmarks/search_agreement.json
 
 Each load is planned once and searched for on the wire. Beyond the model a search meets the machine that it runs on:
-leave it alone meanwhile. FIRST LAST as further arguments: those loads only, from 0 on.
+leave it alone meanwhile. Numbers as further arguments choose among LOADS, from 0 on.
 """
 
 from __future__ import annotations
@@ -25,38 +25,31 @@ LOADS = (  # model, prompt tokens, output tokens, limits, share, minutes
 )
 
 
-def said(command: list[str]) -> dict[str, Any]:
+def answer(command: list[str]) -> dict[str, Any]:
     done = subprocess.run([*PROGRAM, *command], capture_output=True, text=True, check=True)
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    last_line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return last_line
 
 
 def main() -> None:
     rows: list[dict[str, Any]] = []
-    chosen = slice(*(int(word) for word in sys.argv[2:])) if sys.argv[2:] else slice(None)
-    for model, prompt, output, slo, share, minutes in LOADS[chosen]:
+    chosen = [LOADS[int(number)] for number in sys.argv[2:]] or LOADS
+    for model, prompt, output, slo, share, minutes in chosen:
         load = ["--model", model, "--gpu", "h200", "--input-tokens", prompt, "--output-tokens", output, "--slo", slo]
-        planned = said(["plan", *load, "--rate", "1", "--max-gpus", "1", "--percentile", f"{100 * share:g}", "--json"])
+        planned = answer(
+            ["plan", *load, "--rate", "1", "--max-gpus", "1", "--percentile", f"{100 * share:g}", "--json"]
+        )
         (row,) = planned["rows"]
         plan = {name: row[name] for name in ("rate_per_s", "rate_interval_per_s", "bound")}
         for seed in SEEDS:
             with tempfile.TemporaryDirectory() as directory:
                 budget = ["--attain", f"{share}", "--budget-minutes", f"{minutes}", "--seed", f"{seed}"]
-                found = said(["search", *load, *budget, "--out", str(Path(directory) / "search")])
+                result = answer(["search", *load, *budget, "--out", str(Path(directory) / "search")])
             names = ("rate_per_s", "attained_ratio", "limited_by", "ended_because")
-            live = {name: found[name] for name in names} | {"probes": len(found["probes"])}
-            off = found["rate_per_s"]["value"] / plan["rate_per_s"] - 1
-            rows.append(
-                {
-                    "load": load,
-                    "attain": share,
-                    "minutes": minutes,
-                    "seed": seed,
-                    "plan": plan,
-                    "live": live,
-                    "off_ratio": off,
-                }
-            )
+            live = {name: result[name] for name in names} | {"probes": len(result["probes"])}
+            off = result["rate_per_s"]["value"] / plan["rate_per_s"] - 1
+            rows.append({"load": load, "attain": share, "minutes": minutes, "seed": seed, "plan": plan, "live": live,
+                         "off_ratio": off})  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
     Path(sys.argv[1]).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
