@@ -21,7 +21,7 @@ from loadgen import exit_codes, terminal
 from loadgen.option_types import JunitOption, SummaryOption, Whole, option
 from loadgen.terminal import say, width
 from training_probe.micro import cli
-from training_probe.options import CELLS, OUTPUT, Grid, Measuring, PredictedGrid, TracedGrid, Tracing
+from training_probe.options import CELLS, OUTPUT, Grid, Measuring, OnCluster, PredictedGrid, TracedGrid, Tracing
 
 if TYPE_CHECKING:
     from training_probe.grid import Cell, Device, Model
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 def sweep(
     grid: Annotated[Grid | None, Parameter(name="*")] = None,
     measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
+    where: Annotated[OnCluster | None, Parameter(name="*")] = None,
     *,
     out: Annotated[Path | None, option(OUTPUT, "Directory of the sweep; by default runs/ and its time.")] = None,
     metrics_port: Annotated[
@@ -66,15 +67,41 @@ def sweep(
 
     if metrics_port is not None and not 0 < metrics_port < 1 << 16:
         raise GridError(f"--metrics-port is {metrics_port}; it must be from 1 to 65535.")
-    grid, measuring = grid or Grid(), measuring or Measuring()
+    grid, measuring, where = grid or Grid(), measuring or Measuring(), where or OnCluster()
     if resume is not None:
-        if grid != Grid() or measuring != Measuring() or out is not None or dry_run:
+        asked = (grid, measuring, where) != (Grid(), Measuring(), OnCluster())
+        if asked or out is not None or dry_run:
             raise GridError("--resume goes on with what was asked for before; leave all other options out.")
         from training_probe.sweep.run import resume as go_on
 
         _serve_metrics(resume, metrics_port)
         return _report(resume, go_on(resume, say))
+    where.check()
+    if where.on is not None:
+        return _sweep_on_cluster(grid, measuring, where, out, metrics_port, dry_run)
     return _sweep(grid, measuring, out, metrics_port, dry_run)
+
+
+def _sweep_on_cluster(
+    grid: Grid, measuring: Measuring, where: OnCluster, out: Path | None, metrics_port: int | None, dry_run: bool
+) -> int:
+    from loadgen import rundir
+    from training_probe import on_cluster
+    from training_probe.grid import GridError
+
+    directory = out or Path("runs") / rundir.new_run_id()
+    if where.on == "slurm":
+        if metrics_port is not None:
+            raise GridError("--on slurm starts nothing that has metrics; leave --metrics-port out.")
+        print(on_cluster.scripts(grid, measuring, where, sys.argv[1:], directory), end="")
+        say("nothing was started; save each script and submit it with sbatch")
+        return exit_codes.OK
+    if dry_run:
+        raise GridError("--dry-run shows what one machine would start; leave --on out, or name --on slurm.")
+    code = on_cluster.sweep(
+        grid, measuring, where, sys.argv[1:], directory, lambda: _serve_metrics(directory, metrics_port)
+    )
+    return _report(directory, code)
 
 
 def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int | None, dry_run: bool) -> int:
@@ -320,6 +347,7 @@ def _exit_code_of(error: Exception) -> int | None:
     from backends.gpus import GpuError
     from loadgen.config import ConfigError
     from loadgen.rundir import RunError
+    from loadgen.target import TransportError
     from training_probe.grid import GridError
     from training_probe.launch.runner import RunnerError
     from training_probe.points import MicroError
@@ -328,7 +356,7 @@ def _exit_code_of(error: Exception) -> int | None:
 
     if isinstance(error, (GridError, ConfigError, RunError, GpuError, MicroError, ReportError, ResultsError)):
         return exit_codes.BAD_OPTIONS
-    return exit_codes.FAILED if isinstance(error, RunnerError) else None
+    return exit_codes.FAILED if isinstance(error, (RunnerError, TransportError)) else None
 
 
 def invoke(tokens: Sequence[str]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group
@@ -30,6 +29,7 @@ TINY = LlamaShape(
 PACKAGES = ("torch", "transformers")  # besides those of the engine and the method
 PAPER_STEPS, LAPTOP_STEPS = (30, 100, 3), (2, 8, 1)  # warm-up, timed, runs
 CPU_PARAMETERS = 1e9  # a model with more takes a CPU minutes a step and all memory of a laptop
+MAX_NODES = 1024
 BILLION = 1e9  # beyond it nothing is meant seriously
 
 
@@ -52,9 +52,10 @@ def check_above_0(flag: str, value: float | None) -> None:
 
 CELLS = Group("Cells: every combination of what is named", sort_key=1)
 MEASURED = Group("How they are measured", sort_key=2)
-OUTPUT = Group("The results", sort_key=3)
+WHERE = Group("Where they run", sort_key=3)
+OUTPUT = Group("The results", sort_key=4)
 
-_cells, _measured = partial(option, CELLS), partial(option, MEASURED)
+_cells, _measured, _where = partial(option, CELLS), partial(option, MEASURED), partial(option, WHERE)
 _list = partial(_cells, consume_multiple=1, show_default=False)
 
 Skip = Annotated[bool, _measured("Leave out cells that are certain to run out of memory.", negative=None)]
@@ -198,7 +199,12 @@ class Measuring:
     platform: Platform = ""
 
     def settings(
-        self, preset: str | None, known: dict[str, Model], gpu_ids: tuple[int, ...], argv: Iterable[str]
+        self,
+        preset: str | None,
+        known: dict[str, Model],
+        gpu_ids: tuple[int, ...],
+        argv: Iterable[str],
+        where: OnCluster | None = None,
     ) -> Settings:
         """Raises GridError for numbers that make no measurement."""
         from training_probe.sweep.manifests import Settings
@@ -220,6 +226,7 @@ class Measuring:
             timeline=self.timeline, timeout_s=self.timeout, limit_s=self.limit,
             max_micro_batch=self.max_micro_batch, no_skip=not self.skip,
             host_memory_bytes=None if self.host_memory_gb is None else int(self.host_memory_gb * (1 << 30)),
+            on=where.on if where else None, nodes_per_cell=where.nodes_per_cell if where else 1,
             argv=tuple(argv),
         )  # fmt: skip
 
@@ -248,6 +255,35 @@ class Tracing:
             platform=self.platform, preset=preset, models=known, gpu_ids=gpu_ids, warmup_steps=self.warmup_steps,
             steps=self.steps, runs=1, timeout_s=self.timeout, no_skip=not self.skip, argv=tuple(argv),
         )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnCluster:
+    """Where the cells run."""
+
+    on: Annotated[
+        str | None,
+        _where(
+            "ray: on the nodes of the Ray cluster that this machine is part of, at most one cell on a node at a time; "
+            "ray:HOST:PORT: of that one; slurm: print sbatch scripts, start nothing. By default on this machine."
+        ),
+    ] = None
+    nodes_per_cell: Annotated[int, _where("Nodes that share each cell's processes.", converter=whole)] = 1
+
+    def check(self) -> None:
+        """Raises GridError and ConfigError."""
+        if self.on is None:
+            if self.nodes_per_cell != 1:
+                raise GridError(
+                    "--nodes-per-cell is for the nodes of a cluster; name it with --on ray, or leave it out."
+                )
+            return
+        if self.on != "slurm":
+            from loadgen.config import ray_address
+
+            ray_address(self.on, "slurm, or ")
+        if not 1 <= self.nodes_per_cell <= MAX_NODES:
+            raise GridError(f"--nodes-per-cell is {self.nodes_per_cell}; it must be from 1 to {MAX_NODES}.")
 
 
 def _micro_batch(text: str) -> int | None:
@@ -333,13 +369,23 @@ def check_large(cells: Sequence[Cell], known: Mapping[str, Model]) -> None:
             )
 
 
+def check_divisible(cells: Sequence[Cell], nodes: int) -> None:
+    """That each cell has as many processes on each of its nodes. Raises GridError."""
+    for cell in cells:
+        if cell.gpus % nodes:
+            what = f"{cell.gpus} process{'' if cell.gpus == 1 else 'es'}"
+            raise GridError(f"{nodes} nodes cannot share {what} evenly; name --gpus as a multiple of {nodes}.")
+
+
 def check_machine(cells: Sequence[Cell], here: int) -> None:
     """That the cells can be started on this machine at all. Raises GridError."""
+    from training_probe.launch.node import installed
+
     most = max(cells, key=lambda cell: cell.gpus)
     if most.device == "cuda" and most.gpus > here:
         have = f"has {here}" if here else "has none that can be used; --device cpu needs none"
         raise GridError(f"{most.gpus} GPU{'' if most.gpus == 1 else 's'} would be needed and this machine {have}.")
-    lacking = [name for name in _needed(cells) if not _installed(name)]
+    lacking = [name for name in needed(cells) if not installed(name)]
     if lacking:
         extra = "train,megatron" if "megatron.core" in lacking else "train"
         names = ", ".join(name.partition(".")[0] for name in lacking)
@@ -348,23 +394,17 @@ def check_machine(cells: Sequence[Cell], here: int) -> None:
         )
 
 
-def _needed(cells: Sequence[Cell]) -> list[str]:
-    needed = dict.fromkeys(PACKAGES)
+def needed(cells: Sequence[Cell]) -> list[str]:
+    """The modules that the cells' processes import."""
+    names = dict.fromkeys(PACKAGES)
     for cell in cells:
         method = cell.letters
         if cell.engine == "deepspeed":
-            needed["deepspeed"] = None
+            names["deepspeed"] = None
         if cell.engine == "megatron":
-            needed["megatron.core"] = None
+            names["megatron.core"] = None
         if method.adapter:
-            needed["peft"] = None
+            names["peft"] = None
         if method.four_bit:
-            needed["bitsandbytes"] = None
-    return list(needed)
-
-
-def _installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
+            names["bitsandbytes"] = None
+    return list(names)

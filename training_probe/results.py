@@ -113,6 +113,7 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     started_unix_s: float = 0.0
     wall_s: float = 0.0  # of the whole cell, its start and its search included
     log: str = ""  # of the last run, relative to the sweep's directory
+    nodes: list[str] = []  # addresses of the nodes that it ran on, where that was a cluster
 
     @property
     def state(self) -> Outcome | Literal["invalid"]:

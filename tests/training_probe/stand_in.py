@@ -1,7 +1,7 @@
 """Training without training: a launcher that behaves as torchrun does, and ranks that obey the files of a trial.
 
-    python stand_in.py PROCESSES DIR      the launcher
-    RANK=0 python stand_in.py DIR         one rank
+    python stand_in.py PROCESSES DIR FIRST      the launcher of ranks FIRST and up
+    RANK=0 python stand_in.py DIR               one rank
 
 What a rank does is the name of the cell's model. Standard library only: it starts in no time.
 """
@@ -22,14 +22,15 @@ STEP_S = 0.02
 GIB = 1 << 30
 
 
-def command(*, python: str, processes: int, port: int, directory: Path) -> tuple[str, ...]:
-    return python, "-I", "-S", str(Path(__file__).resolve()), str(processes), str(directory)
+def command(*, python: str, processes: int, port: int, directory: Path, node: Any = None) -> tuple[str, ...]:
+    first = processes * node.rank if node else 0
+    return python, "-I", "-S", str(Path(__file__).resolve()), str(processes), str(directory), str(first)
 
 
-def launch(processes: int, directory: str) -> int:
+def launch(processes: int, directory: str, first: int) -> int:
     """As torchrun: the first that fails ends the others, and is named in a block of this very form."""
     argv = [sys.executable, "-I", "-S", __file__, directory]
-    ranks = [subprocess.Popen(argv, env={**os.environ, "RANK": str(rank)}) for rank in range(processes)]
+    ranks = [subprocess.Popen(argv, env={**os.environ, "RANK": str(first + rank)}) for rank in range(processes)]
     failed: list[int] = []
     while not failed:
         running = any(rank.poll() is None for rank in ranks)
@@ -46,7 +47,7 @@ def launch(processes: int, directory: str) -> int:
     print("E1121 18:25:30.95 488 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: ...)")
     print("Failures:\n  <NO_OTHER_FAILURES>\nRoot Cause (first observed failure):\n[0]:")
     number = failed[0]
-    print(f"  rank      : {number} (local_rank: {number})\n  exitcode  : {codes[number]} (pid: 1) ", flush=True)
+    print(f"  rank      : {first + number} (local_rank: {number})\n  exitcode  : {codes[number]} (pid: 1) ", flush=True)
     return 1
 
 
@@ -169,6 +170,14 @@ class Rank:
             os.kill(os.getpid(), signal.SIGSEGV)
         self.wait()
 
+    def second_node_dies(self) -> None:
+        """The first rank waits for it."""
+        self.steps(2)
+        if self.rank:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.abort()
+        self.wait()
+
     def sigkill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -245,7 +254,7 @@ class Rank:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        sys.exit(launch(int(sys.argv[1]), sys.argv[2]))
+    if len(sys.argv) == 4:
+        sys.exit(launch(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
     rank = Rank(Path(sys.argv[1]))
     getattr(rank, rank.cell["model"])()

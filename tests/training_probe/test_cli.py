@@ -14,8 +14,9 @@ import pytest
 
 from backends import gpus
 from loadgen import exit_codes
-from training_probe import cli, options, results
+from training_probe import cli, results
 from training_probe.grid import LETTERS, Cell, cell
+from training_probe.launch import node
 from training_probe.protocol import deepspeed_config
 from training_probe.results import CellResult, of_cell
 
@@ -27,7 +28,7 @@ ROOT = Path(cli.__file__).parents[1]
 def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine without GPUs and without the engines, in an empty directory."""
     monkeypatch.setattr(gpus, "read", gpus.Inventory)
-    monkeypatch.setattr(options, "_installed", lambda name: False)
+    monkeypatch.setattr(node, "installed", lambda name: False)
     monkeypatch.chdir(tmp_path)
 
 
@@ -108,7 +109,7 @@ def test_bad_input(argv: list[str], message: str, tmp_path: Path, capsys: pytest
 def test_a_directory_in_use_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(options, "_installed", lambda name: True)
+    monkeypatch.setattr(node, "installed", lambda name: True)
     (tmp_path / "notes.txt").write_text("precious")
     one_sentence(["sweep", "--device", "cpu", "--out", str(tmp_path)], capsys, "nothing was overwritten")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -14,6 +14,7 @@ import pytest
 from backends import gpus
 from training_probe import cli, options, paper
 from training_probe.grid import Cell, GridError
+from training_probe.launch import node
 from training_probe.options import Grid, Measuring
 from training_probe.sweep import run as sweeps
 from training_probe.sweep.manifests import Settings
@@ -70,7 +71,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return gpus.Inventory(gpus=tuple(here))
 
     monkeypatch.setattr(gpus, "read", read)
-    monkeypatch.setattr(options, "_installed", lambda name: True)
+    monkeypatch.setattr(node, "installed", lambda name: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return sizes
 

@@ -41,10 +41,11 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 class Ended:
     """How processes ended. exit_code: of the first of them, negative for a signal. given_up: why they were ended, a
     clause; None: they ended by themselves, or had written everything. oom_killed: whether the kernel killed a process
-    for want of memory meanwhile."""
+    for want of memory meanwhile. lost: which of the nodes that they ran on is gone, a clause."""
 
     exit_code: int = 0
     given_up: str | None = None
+    lost: str | None = None
     log: str = ""
     oom_killed: bool = False
 
@@ -80,7 +81,13 @@ def judge(evidence: Evidence) -> tuple[ProcessOutcome, str]:
     if evidence.ranks and all(rank in reports and reports[rank].outcome == "ok" for rank in range(evidence.ranks)):
         doubt = _not_timed(reports) if evidence.timed else None
         return ("crashed", doubt) if doubt else ("ok", "")
-    return _from_reports(evidence) or _out_of_memory(evidence) or _hung(evidence) or ("crashed", _crash(evidence))
+    return (
+        _from_reports(evidence)
+        or _lost(evidence)
+        or _out_of_memory(evidence)
+        or _hung(evidence)
+        or ("crashed", _crash(evidence))
+    )
 
 
 def _not_timed(reports: Mapping[int, RankReport]) -> str | None:
@@ -102,6 +109,13 @@ def _from_reports(evidence: Evidence) -> tuple[ProcessOutcome, str] | None:
         if report.outcome == "unsupported":
             return "unsupported", one_line(report.reason or f"rank {rank} cannot run it")
     return None
+
+
+def _lost(evidence: Evidence) -> tuple[ProcessOutcome, str] | None:
+    """A node that is gone explains all that the others say of it."""
+    if evidence.ended.lost is None:
+        return None
+    return "crashed", one_line("; ".join(filter(None, (evidence.ended.lost, evidence.progress))))
 
 
 def _out_of_memory(evidence: Evidence) -> tuple[ProcessOutcome, str] | None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -24,8 +24,9 @@ import msgspec
 import loadgen.child_env
 from backends import process
 from backends.gpus import Probe
-from backends.launch import LaunchError, Start
+from backends.launch import LaunchError, Running, Start
 from backends.untrusted import UNDECODABLE
+from loadgen.cluster.link import NodeLost
 from loadgen.monitor.tail import Tail
 from loadgen.rundir import usable_cpus
 from training_probe.launch.outcome import Ended, Evidence, ProcessOutcome, judge, oom_kills
@@ -52,10 +53,47 @@ class RunnerError(Exception):
     """No process can be started here. One sentence."""
 
 
-class Command(Protocol):
-    """The command line that starts the processes of a run."""
+@dataclass(frozen=True, kw_only=True)
+class NodeRank:
+    """Which of the nodes of a run a machine is, and where the first of them answers."""
 
-    def __call__(self, *, python: str, processes: int, port: int, directory: Path) -> tuple[str, ...]: ...
+    rank: int | str = 0  # a shell's variable in a script
+    nodes: int = 1
+    master: str = "127.0.0.1"
+
+
+ALONE = NodeRank()
+
+
+class Command(Protocol):
+    """The command line that starts the processes of a run on one node: `processes` of them."""
+
+    def __call__(
+        self, *, python: str, processes: int, port: int, directory: Path, node: NodeRank = ALONE
+    ) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Processes to be started, wherever that is. directory: here; what it holds is all that they read. ranks: on all
+    nodes together. gpu_ids: NVML indices, one a rank; none: no process sees a GPU. env: besides `environment`."""
+
+    directory: Path
+    ranks: int
+    command: Command
+    python: str = sys.executable
+    gpu_ids: Sequence[int] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Place(Protocol):
+    """Where processes run. What they write appears in the job's directory, wherever that is."""
+
+    def start(self, job: Job, cancelled: threading.Event) -> Running:
+        """Raises LaunchError; this and `poll` of what is started raise NodeLost."""
+
+    def oom_kills(self) -> int | None:
+        """How many processes the kernels there have killed for want of memory; None: not known."""
 
 
 # Any processes.
@@ -84,43 +122,83 @@ class Output(Protocol):
         `TEARDOWN_S`."""
 
 
-def run_processes(start: Start, output: Output, limits: Limits, cancelled: threading.Event) -> Ended:
+class Here:
+    """This machine."""
+
+    def start(self, job: Job, cancelled: threading.Event) -> Running:
+        return process.start(start_here(job, process.free_port()), lambda _: None, cancelled)
+
+    def oom_kills(self) -> int | None:
+        return oom_kills()
+
+
+HERE = Here()
+
+
+def start_here(job: Job, port: int) -> Start:
+    """The start of a job on this machine alone."""
+    directory = job.directory.absolute()
+    return Start(
+        run_id=directory.name,
+        backend="training_probe",
+        argv=job.command(python=job.python, processes=job.ranks, port=port, directory=directory),
+        env={**environment(os.environ, job.ranks), **job.env},
+        port=port,
+        log=directory / LOG_FILE,
+        gpu_ids=tuple(map(str, job.gpu_ids)),
+        stop_s=STOP_S,
+    )
+
+
+def run_processes(job: Job, output: Output, limits: Limits, cancelled: threading.Event, place: Place = HERE) -> Ended:
     """Starts processes, watches their output and ends them. Raises StoppedError, LaunchError."""
-    kills = oom_kills()
+    kills = place.oom_kills()
     try:
-        running = process.start(start, lambda _: None, cancelled)
+        running = place.start(job, cancelled)
+    except NodeLost as lost:
+        return Ended(lost=str(lost))
     except LaunchError:
         if cancelled.is_set():
             raise StoppedError from None
         raise
+    given_up = lost_node = None
     with contextlib.closing(Tail(output.path)) as tail:
-        given_up = None
-        began = moved = time.monotonic()
-        completed: float | None = None
         try:
-            while running.poll() is None:
-                now = time.monotonic()
-                if output.take_in(tail.lines()):
-                    moved = now
-                if completed is None and output.is_complete():
-                    completed = now
-                if completed is not None and now - completed > TEARDOWN_S:
-                    break
-                given_up = _why_to_give_up(output, limits, now - moved, now - began) if completed is None else None
-                if given_up is not None:
-                    break
-                if cancelled.wait(POLL_S):
-                    raise StoppedError
+            given_up = _watch(running, output, tail, limits, cancelled)
+        except NodeLost as lost:
+            lost_node = str(lost)
         finally:
             running.stop()
             output.take_in(tail.lines())
-    kills_after, exit = oom_kills(), running.poll()
+    kills_after, exit = place.oom_kills(), running.poll()
     return Ended(
         exit_code=0 if exit is None else exit.code,
         given_up=given_up,
+        lost=lost_node,
         log=running.log_tail(LOG_LINES),
         oom_killed=kills is not None and kills_after is not None and kills_after > kills,
     )
+
+
+def _watch(running: Running, output: Output, tail: Tail, limits: Limits, cancelled: threading.Event) -> str | None:
+    """Until the processes are over or need no longer run; why they are given up, a clause. Raises StoppedError and
+    NodeLost."""
+    began = moved = time.monotonic()
+    completed: float | None = None
+    while running.poll() is None:
+        now = time.monotonic()
+        if output.take_in(tail.lines()):
+            moved = now
+        if completed is None and output.is_complete():
+            completed = now
+        if completed is not None and now - completed > TEARDOWN_S:
+            return None
+        given_up = _why_to_give_up(output, limits, now - moved, now - began) if completed is None else None
+        if given_up is not None:
+            return given_up
+        if cancelled.wait(POLL_S):
+            raise StoppedError
+    return None
 
 
 def _why_to_give_up(output: Output, limits: Limits, quiet_s: float, age_s: float) -> str | None:
@@ -131,11 +209,14 @@ def _why_to_give_up(output: Output, limits: Limits, quiet_s: float, age_s: float
     return None
 
 
-def torchrun(*, python: str, processes: int, port: int, module: str, directory: Path) -> tuple[str, ...]:
-    """The command line of `processes` ranks of `python -m MODULE DIRECTORY` on this machine."""
+def torchrun(
+    *, python: str, processes: int, port: int, module: str, directory: Path, node: NodeRank = ALONE
+) -> tuple[str, ...]:
+    """The command line of a node's `processes` ranks of `python -m MODULE DIRECTORY`."""
+    several = ("--nnodes", str(node.nodes), "--node-rank", str(node.rank)) if node.nodes > 1 else ()
     return (
-        python, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-addr", "127.0.0.1",
-        "--master-port", str(port), "-m", module, str(directory),
+        python, "-m", "torch.distributed.run", *several, "--nproc-per-node", str(processes),
+        "--master-addr", node.master, "--master-port", str(port), "-m", module, str(directory),
     )  # fmt: skip
 
 
@@ -171,9 +252,13 @@ def _text(path: Path) -> str:
 # One run of one cell.
 
 
-def worker_command(*, python: str, processes: int, port: int, directory: Path) -> tuple[str, ...]:
+def worker_command(
+    *, python: str, processes: int, port: int, directory: Path, node: NodeRank = ALONE
+) -> tuple[str, ...]:
     """The real one."""
-    return torchrun(python=python, processes=processes, port=port, module="training_probe.worker", directory=directory)
+    return torchrun(
+        python=python, processes=processes, port=port, module="training_probe.worker", directory=directory, node=node
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +269,7 @@ class Launching:
     python: str = sys.executable
     gpu_ids: Sequence[int] = ()
     command: Command = worker_command
+    place: Place = HERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,22 +282,21 @@ class TrialOutcome:
     log: Path
 
 
-def start_of(trial: Trial, directory: Path, how: Launching, port: int) -> Start:
-    """What is to be started for a run in `directory`: one process a GPU of the cell."""
-    directory = directory.absolute()
-    cell, env = trial.cell, environment(os.environ, trial.cell.gpus)
+def job_of(trial: Trial, directory: Path, how: Launching) -> Job:
+    """A run in `directory`: one process a GPU of the cell."""
+    cell = trial.cell
+    env = {}
     if cell.engine == "megatron" and cell.tp * cell.cp > 1 and ONE_QUEUE not in os.environ:
         env[ONE_QUEUE] = "1"  # its backward pass relies on it: an all-reduce runs ahead of the weights' gradients
-    return Start(
-        run_id=directory.name,
-        backend="training_probe",
-        argv=how.command(python=how.python, processes=cell.gpus, port=port, directory=directory),
-        env=env,
-        port=port,
-        log=directory / LOG_FILE,
-        gpu_ids=tuple(str(index) for index in how.gpu_ids[: cell.gpus]),
-        stop_s=STOP_S,
-    )
+    return Job(
+        directory=directory.absolute(), ranks=cell.gpus, command=how.command, python=how.python,
+        gpu_ids=tuple(how.gpu_ids[: cell.gpus]), env=env,
+    )  # fmt: skip
+
+
+def start_of(trial: Trial, directory: Path, how: Launching, port: int) -> Start:
+    """What is to be started for a run on this machine."""
+    return start_here(job_of(trial, directory, how), port)
 
 
 def run_trial(
@@ -227,7 +312,7 @@ def run_trial(
     StoppedError, RunnerError."""
     if sys.platform != "linux":
         raise RunnerError("training runs are started on Linux only; use a Linux machine.")
-    if trial.cell.device == "cuda":  # on the CPU nothing is compiled
+    if trial.cell.device == "cuda" and how.place is HERE:  # on the CPU nothing is compiled
         remove_forsaken_locks()
     for last_try in (False, True):
         if cancelled.is_set():
@@ -236,9 +321,8 @@ def run_trial(
         directory.mkdir(parents=True)
         write_atomically(directory / TRIAL_FILE, trial)
         output = _TrialFiles(trial, directory, on_step)
-        start = start_of(trial, directory, how, process.free_port())
         try:
-            ended = run_processes(start, output, limits, cancelled)
+            ended = run_processes(job_of(trial, directory, how), output, limits, cancelled, how.place)
         except LaunchError as error:
             raise RunnerError(f"no training process can be started: {error}") from None
         evidence = output.evidence(ended)
@@ -246,7 +330,7 @@ def run_trial(
             break
     outcome, reason = judge(evidence)
     measured = run_result(trial.cell, evidence.reports, output.steps)
-    return TrialOutcome(outcome=outcome, reason=reason, measured=measured, log=start.log)
+    return TrialOutcome(outcome=outcome, reason=reason, measured=measured, log=directory.absolute() / LOG_FILE)
 
 
 class _TrialFiles:

@@ -6,9 +6,10 @@ What cannot be measured here, or runs out of memory, is a result.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ from training_probe.points import Dtype, Kind, MicroError, Name, Point, Task
 
 if TYPE_CHECKING:
     from backends.gpus import Inventory
+    from training_probe.launch.nodes import Nodes
     from training_probe.report.page import Page
 
 SAMPLES = 50
@@ -72,6 +74,30 @@ class Measuring:
         if self.samples is not None and not 2 <= self.samples <= MAX_SAMPLES:
             raise MicroError(f"--samples is {self.samples}; it must be from 2 to {MAX_SAMPLES}.")
         options.check_above_0("--timeout", self.timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnCluster:
+    """Where the ranks are."""
+
+    on: Annotated[
+        str | None,
+        _measured("ray: on nodes of the Ray cluster that this machine is part of; ray:HOST:PORT: of that one."),
+    ] = None
+    nodes: Annotated[
+        int | None, _measured("Nodes that share the ranks; by default all of the cluster.", converter=whole)
+    ] = None
+
+    def check(self) -> None:
+        """Raises MicroError and ConfigError."""
+        if self.on is None and self.nodes is not None:
+            raise MicroError("--nodes is for the nodes of a cluster; name it with --on ray, or leave it out.")
+        if self.on is not None:
+            from loadgen.config import ray_address
+
+            ray_address(self.on)
+        if self.nodes is not None and not 1 <= self.nodes <= options.MAX_NODES:
+            raise MicroError(f"--nodes is {self.nodes}; it must be from 1 to {options.MAX_NODES}.")
 
 
 def gemm(
@@ -125,18 +151,59 @@ def collectives(
         int | None, _points("Ranks, one a GPU; by default all GPUs here, without any 2.", converter=whole)
     ] = None,
     preset: Annotated[CollectivePreset | None, _points("The collectives of the paper's Figures 13 to 15.")] = None,
+    where: Annotated[OnCluster | None, Parameter(name="*")] = None,
     measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
 ) -> int:
-    """Time collectives over NCCL, with P2P and without, or over gloo on the CPU; each result is checked once.
+    """Time collectives over NCCL, with P2P and without, or over gloo on the CPU, within this machine or between the
+    nodes of a Ray cluster; each result is checked once.
 
     For example: training_probe micro collectives --op allreduce allgather --sizes 1M 64M 1G
     """
-    measuring = measuring or Measuring()
+    measuring, where = measuring or Measuring(), where or OnCluster()
+    where.check()
+    ways = [way == "on" for way in p2p]
+    if where.on is not None:
+        with _nodes(measuring, where, gpus) as (machine, place):
+            points = presets.collectives(machine.device, machine.ranks, names=op, sizes=sizes, p2p=ways, preset=preset)
+            return _run("collectives", preset, points, measuring, machine, place)
     machine = _machine(measuring, preset)
     ranks = _ranks(gpus, machine.device, len(machine.gpu_ids))
-    ways = [way == "on" for way in p2p]
     points = presets.collectives(machine.device, ranks, names=op, sizes=sizes, p2p=ways, preset=preset)
     return _run("collectives", preset, points, measuring, machine.using(ranks))
+
+
+@contextlib.contextmanager
+def _nodes(measuring: Measuring, where: OnCluster, gpus: int | None) -> Iterator[tuple[Machine, Nodes]]:
+    """Nodes of a cluster, and what they are together. Raises MicroError, ConfigError and ClusterError."""
+    from backends.gpus import Inventory
+    from loadgen.cluster.link import NodeLost
+    from loadgen.cluster.ray_cluster import ClusterError
+    from loadgen.config import ray_address
+    from training_probe.launch import cluster
+
+    measuring.check()
+    assert where.on is not None
+    with cluster.joined(ray_address(where.on), where.nodes or 1, "--nodes") as joined:
+        nodes = joined.nodes_per_cell = where.nodes or len(joined.machines)
+        device: Device = measuring.device or ("cuda" if joined.gpus() else "cpu")
+        most = joined.gpus() if device == "cuda" else MAX_RANKS * nodes
+        ranks = gpus if gpus is not None else most if device == "cuda" else max(nodes, CPU_RANKS)
+        if ranks % nodes or not CPU_RANKS <= ranks <= most:
+            raise MicroError(
+                f"{nodes} node{'' if nodes == 1 else 's'} of the cluster cannot share {ranks} ranks; name --gpus as a "
+                f"multiple of {nodes}, from {CPU_RANKS} to {most}, and --nodes as how many share them."
+            )
+        joined.check(("torch",))
+        each = ranks // nodes if device == "cuda" else 0
+        chosen = cluster.choose(joined.machines, nodes, each)
+        assert chosen is not None
+        try:
+            with cluster.ray_nodes_placed(chosen, each) as placed:
+                found = cluster.gpus_of(placed.look(), each)
+                numbered = tuple(msgspec.structs.replace(gpu, index=rank) for rank, gpu in enumerate(found))
+                yield Machine(device, Inventory(gpus=numbered), tuple(range(len(found))), ranks), placed
+        except NodeLost as lost:
+            raise ClusterError(f"{lost}.") from None
 
 
 def _ranks(gpus: int | None, device: Device, here: int) -> int:
@@ -201,16 +268,24 @@ def _sampling(measuring: Measuring, kind: Kind, preset: str | None, device: Devi
     return SAMPLES, BUDGET_S[device]
 
 
-def _run(kind: Kind, preset: str | None, points: Sequence[Point], measuring: Measuring, machine: Machine) -> int:
+def _run(
+    kind: Kind,
+    preset: str | None,
+    points: Sequence[Point],
+    measuring: Measuring,
+    machine: Machine,
+    nodes: Nodes | None = None,
+) -> int:
     import time
 
     from backends import gpus, process
     from loadgen import rundir
+    from training_probe.launch.runner import HERE
     from training_probe.micro import run
 
     device = machine.device
     samples, budget_s = _sampling(measuring, kind, preset, device)
-    between = kind == "collectives" and device == "cuda"
+    between = kind == "collectives" and device == "cuda" and nodes is None
     manifest = run.MicroManifest(
         run_id=rundir.new_run_id(),
         started_unix_s=time.time(),
@@ -221,6 +296,7 @@ def _run(kind: Kind, preset: str | None, points: Sequence[Point], measuring: Mea
         device_name=machine.device_name,
         gpu_ids=machine.gpu_ids,
         ranks=machine.ranks,
+        nodes=nodes.hosts if nodes is not None else [],
         p2p=gpus.decide_p2p("auto", machine.inventory, machine.gpu_ids).reason if between else "",
         driver=machine.inventory.driver,
         task=Task(device=device, points=list(points), samples=samples, budget_s=budget_s),
@@ -229,7 +305,7 @@ def _run(kind: Kind, preset: str | None, points: Sequence[Point], measuring: Mea
         environment=process.gpu_variables(os.environ),
     )
     directory = measuring.out or Path("runs") / manifest.run_id
-    return reported(directory, run.measure(manifest, directory, say))
+    return reported(directory, run.measure(manifest, directory, say, place=nodes or HERE))
 
 
 def reported(directory: Path, code: int) -> int:

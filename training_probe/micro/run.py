@@ -21,15 +21,14 @@ from pathlib import Path
 
 import msgspec
 
-from backends import process
-from backends.launch import WITHOUT_P2P, LaunchError, Start
+from backends.launch import WITHOUT_P2P, LaunchError
 from backends.untrusted import UNDECODABLE, read_json, read_json_lines
 from loadgen import exit_codes, rundir
 from loadgen.event_loop import Stop
 from loadgen.rundir import Machine, this_machine
 from training_probe.launch import runner
 from training_probe.launch.outcome import Evidence, judge
-from training_probe.launch.runner import Limits, RunnerError, StoppedError
+from training_probe.launch.runner import ALONE, HERE, Job, Limits, NodeRank, Place, RunnerError, StoppedError
 from training_probe.points import (
     ABOUT_FILE,
     LOG_FILE,
@@ -70,6 +69,7 @@ class MicroManifest(msgspec.Struct, frozen=True, kw_only=True):
     device_name: str
     gpu_ids: tuple[int, ...] = ()
     ranks: int = 1
+    nodes: list[str] = []  # hosts of a cluster, where it was measured on one
     p2p: str = ""
     driver: str | None = None
     task: Task
@@ -82,10 +82,14 @@ class MicroManifest(msgspec.Struct, frozen=True, kw_only=True):
 class Command:
     """The command lines of the processes; another in tests."""
 
-    def __call__(self, *, python: str, processes: int, port: int, directory: Path) -> tuple[str, ...]:
-        if processes == 1:
+    def __call__(
+        self, *, python: str, processes: int, port: int, directory: Path, node: NodeRank = ALONE
+    ) -> tuple[str, ...]:
+        if processes == node.nodes == 1:
             return (python, "-m", MODULE, str(directory))
-        return runner.torchrun(python=python, processes=processes, port=port, module=MODULE, directory=directory)
+        return runner.torchrun(
+            python=python, processes=processes, port=port, module=MODULE, directory=directory, node=node
+        )
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,9 @@ class _Launch:
     env: Mapping[str, str]
 
 
-def measure(manifest: MicroManifest, directory: Path, say: Say, command: Command | None = None) -> int:
+def measure(
+    manifest: MicroManifest, directory: Path, say: Say, command: Command | None = None, place: Place = HERE
+) -> int:
     """Measures into a new directory; the exit code. Raises RunError, RunnerError."""
     if sys.platform != "linux":
         raise RunnerError("measurements are started on Linux only; use a Linux machine.")
@@ -115,7 +121,7 @@ def measure(manifest: MicroManifest, directory: Path, say: Say, command: Command
         try:
             for launch in _launches(manifest.task.points, os.environ):
                 points = _PointFile(launch, directory / RUNS / launch.name, say, keep)
-                _run(manifest, points, command or Command(), cancelled)
+                _run(manifest, points, command or Command(), place, cancelled)
         except StoppedError:
             say(f"stopped; what was measured is in {directory}")
             return stop.exit_code or exit_codes.STOPPED
@@ -135,23 +141,16 @@ def _launches(points: Sequence[Point], ours: Mapping[str, str]) -> Iterator[_Lau
             yield _Launch("p2p-off", part, WITHOUT_P2P)
 
 
-def _run(manifest: MicroManifest, points: _PointFile, command: Command, cancelled: threading.Event) -> None:
+def _run(
+    manifest: MicroManifest, points: _PointFile, command: Command, place: Place, cancelled: threading.Event
+) -> None:
     """One launch: measures all its points. Raises StoppedError, RunnerError."""
-    directory, launch, ranks, port = points.directory, points.launch, manifest.ranks, process.free_port()
+    directory, launch, ranks = points.directory, points.launch, manifest.ranks
     directory.mkdir(parents=True)
     write_atomically(directory / TASK_FILE, msgspec.structs.replace(manifest.task, points=launch.points))
-    start = Start(
-        run_id=launch.name,
-        backend="training_probe",
-        argv=command(python=sys.executable, processes=ranks, port=port, directory=directory),
-        env={**runner.environment(os.environ, ranks), **launch.env},
-        port=port,
-        log=directory / LOG_FILE,
-        gpu_ids=tuple(map(str, manifest.gpu_ids[:ranks])),
-        stop_s=runner.STOP_S,
-    )
+    job = Job(directory=directory, ranks=ranks, command=command, gpu_ids=manifest.gpu_ids[:ranks], env=launch.env)
     try:
-        ended = runner.run_processes(start, points, Limits(timeout_s=manifest.timeout_s), cancelled)
+        ended = runner.run_processes(job, points, Limits(timeout_s=manifest.timeout_s), cancelled, place)
     except LaunchError as error:
         raise RunnerError(f"no measuring process can be started: {error}") from None
     if not points.is_complete():

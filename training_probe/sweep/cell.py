@@ -20,12 +20,13 @@ from backends.decoder import ModelSpec
 from training_probe import flops, memory
 from training_probe.grid import Cell, impossible
 from training_probe.launch import runner
-from training_probe.launch.runner import Launching, Limits, MemoryReturn, TrialOutcome
+from training_probe.launch.cluster import Cluster
+from training_probe.launch.runner import HERE, Launching, Limits, Place, TrialOutcome
 from training_probe.memory import Fit, Prediction
 from training_probe.protocol import TIMELINE_STEPS, Step, Trial
 from training_probe.results import GIB, Attempt, CellResult, Outcome, RunResult, loss_doubt, of_cell
 from training_probe.sweep.manifests import Settings, SweepManifest
-from training_probe.sweep.progress import Progress
+from training_probe.sweep.progress import CellProgress
 
 SEARCH_WARMUP_STEPS, SEARCH_STEPS = 2, 3
 
@@ -41,6 +42,12 @@ class Predictor(Protocol):
     def largest_micro_batch(self, cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int, /) -> int: ...
 
 
+class Memory(Protocol):
+    """The memory of the GPUs that runs use, as runner.MemoryReturn knows it."""
+
+    def wait(self, cancelled: threading.Event, /) -> str | None: ...
+
+
 class Predicted(TypedDict, total=False):
     """The fields of CellResult that have what was predicted."""
 
@@ -50,12 +57,15 @@ class Predicted(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a sweep needs of others: how processes are started, which GPUs there are, what will fit."""
+    """What a sweep needs of others: how processes are started, which GPUs there are, what will fit. place: where the
+    processes of a cell run; cluster: the one whose nodes it gets; None: cells run here, one after another."""
 
     command: runner.Command = runner.worker_command
     inventory: Callable[[], gpus.Inventory] = gpus.read
     probe: Callable[[Sequence[int]], gpus.Probe] = gpus.Probe
     predictor: Predictor = memory
+    place: Place = HERE
+    cluster: Cluster | None = None
 
     def predict(self, cell: Cell, settings: Settings) -> Prediction | None:
         """The prediction for a cell, `sized`; None where nothing is known."""
@@ -75,7 +85,7 @@ class Surroundings:
     def launching(self, cell: Cell, settings: Settings) -> Launching:
         """How the cell's processes are started."""
         gpu_ids = settings.gpu_ids if cell.device == "cuda" else ()
-        return Launching(python=settings.python, gpu_ids=gpu_ids, command=self.command)
+        return Launching(python=settings.python, gpu_ids=gpu_ids, command=self.command, place=self.place)
 
     def refusal(self, cell: Cell, settings: Settings, memory_bytes: int | None) -> tuple[Outcome, str] | None:
         """Why a cell is not to be run on devices of this memory, and the outcome that this is; None when it is."""
@@ -135,14 +145,15 @@ class _Failed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """The sweep that a cell belongs to."""
+    """The sweep that a cell belongs to, as the cell sees it. nodes: the hosts that it runs on, on a cluster."""
 
     directory: Path
     manifest: SweepManifest
     around: Surroundings
-    progress: Progress
-    memory: MemoryReturn
+    progress: CellProgress
+    memory: Memory
     cancelled: threading.Event
+    nodes: Sequence[str] = ()
 
 
 class CellRun:
@@ -181,7 +192,7 @@ class CellRun:
             reason="; ".join([*(sorted(doubts) if ok else [failed.reason]), *self._notes]),
             steps=settings.steps, warmup_steps=settings.warmup_steps, batch_size=cell.micro_batch,
             search=self._attempts, started_unix_s=self._started_unix_s, wall_s=time.monotonic() - self._begun,
-            log=self._log, **self._sweep.around.predicted_fields(cell, settings),
+            log=self._log, nodes=list(self._sweep.nodes), **self._sweep.around.predicted_fields(cell, settings),
         )  # fmt: skip
         result.add_runs(self._measured)
         result.valid = ok and result.valid

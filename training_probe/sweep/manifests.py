@@ -25,7 +25,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     not in it is looked up in the catalog. gpu_ids: NVML indices, of which a cell takes as many as it needs from the
     front. timeline: whether what the first steps hold is recorded as well, in a launch of its own. timeout_s: without a
     new step; limit_s: of a whole cell. max_micro_batch: where a search ends. no_skip: cells that are predicted not to
-    fit are run as well. host_memory_bytes: limit of each process, for the CPU.
+    fit are run as well. host_memory_bytes: limit of each process, for the CPU. on: the cluster whose nodes
+    the cells run on, as `--on` names it; None: this machine.
     """
 
     platform: str = ""
@@ -41,6 +42,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_micro_batch: int = PAPER_MAX_MICRO_BATCH
     no_skip: bool = False
     host_memory_bytes: int | None = None
+    on: str | None = None
+    nodes_per_cell: int = 1
     argv: tuple[str, ...] = ()
     python: str = sys.executable
 

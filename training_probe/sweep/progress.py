@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -24,9 +25,50 @@ LATEST_STEPS = 10  # the live speed is their mean
 Utilization = Callable[[Cell, float], tuple[float | None, float | None]]
 
 
+class CellProgress:
+    """One cell that runs, as its Progress shows it. predicted_gb: the memory that it is predicted to need, GiB."""
+
+    def __init__(self, progress: Progress, cell: Cell, predicted_gb: float | None) -> None:
+        self.cell, self.running, self.predicted_gb = cell, cell, predicted_gb
+        self.begun = time.monotonic()
+        self.share, self.latest = 0.0, deque[Step](maxlen=LATEST_STEPS)
+        self._what, self._progress = "", progress
+
+    def trial(self, cell: Cell, what: str, share: float) -> None:
+        """A run of it is started: the cell with its micro batch, what the run is, the share of the cell done before."""
+        with self._progress.lock:
+            self.running, self._what, self.share = cell, what, share
+            self.latest.clear()
+            self._progress.show(self, what)
+
+    def step(self, step: Step, done: int, of: int, share: float) -> None:
+        """Rank 0 has finished a step of the present run, `done` of `of` by now; `share` of the cell is done."""
+        with self._progress.lock:
+            self.latest.append(step)
+            self.share = share
+            if time.monotonic() - self._progress.shown_at >= EVERY_S:
+                speed = self.speed()
+                text = f"{self._what} step {done}/{of}" + (f", {speed:,.0f} tokens/s" if speed else "")
+                self._progress.show(self, text)
+
+    def over(self, result: CellResult) -> None:
+        """It has its result."""
+        self._progress.over(result, self)
+
+    def speed(self) -> float | None:
+        """Tokens/s of the latest steps."""
+        seconds = sum(step.step_s for step in self.latest)
+        return self.running.tokens_per_step * len(self.latest) / seconds if seconds > 0 else None
+
+    def left_s(self, cell_s: float) -> float:
+        """Until its end, where a cell takes `cell_s`."""
+        elapsed_s = time.monotonic() - self.begun
+        return elapsed_s * (1 / self.share - 1) if self.share > 0 else max(0.0, cell_s - elapsed_s)
+
+
 class Progress:
-    """One sweep's. `labels`: what it is, for its snapshot. `utilization`: MFU and HFU of a cell at a speed, tokens/s.
-    `done`: results there are already."""
+    """One sweep's; of the cells that run, which may be several, on different nodes. `labels`: what it is, for its
+    snapshot. `utilization`: MFU and HFU of a cell at a speed, tokens/s. `done`: results there are already."""
 
     def __init__(
         self,
@@ -43,73 +85,56 @@ class Progress:
         self._say, self._utilization = say, utilization
         self._live = sys.stderr.isatty()
         self._walls_s: list[float] = []  # of the cells that were run, now
-        self._cell: Cell | None = None
+        self._running: list[CellProgress] = []
         self._to_run = 0
-        self._begun = self._shown_at = time.monotonic()
-        self._share, self._what = 0.0, ""
-        self._latest: deque[Step] = deque(maxlen=LATEST_STEPS)
-        self._running: Cell | None = None
-        self._predicted_gb: float | None = None
+        self.lock = threading.RLock()
+        self.shown_at = time.monotonic()
 
-    def begin(self, cell: Cell, predicted_gb: float | None, to_run: int) -> None:
+    def begin(self, cell: Cell, predicted_gb: float | None, to_run: int) -> CellProgress:
         """A cell is to be run; `to_run` more are after it."""
-        self._cell, self._predicted_gb, self._to_run = cell, predicted_gb, to_run
-        self._begun = time.monotonic()
-        self.trial(cell, "starting", 0.0)
+        with self.lock:
+            self._to_run = to_run
+            begun = CellProgress(self, cell, predicted_gb)
+            self._running.append(begun)
+            begun.trial(cell, "starting", 0.0)
+            return begun
 
-    def trial(self, cell: Cell, what: str, share: float) -> None:
-        """A run of it is started: the cell with its micro batch, what the run is, the share of the cell done before."""
-        self._running, self._what, self._share = cell, what, share
-        self._latest.clear()
-        self._show(what)
-
-    def step(self, step: Step, done: int, of: int, share: float) -> None:
-        """Rank 0 has finished a step of the present run, `done` of `of` by now; `share` of the cell is done."""
-        self._latest.append(step)
-        self._share = share
-        if time.monotonic() - self._shown_at >= EVERY_S:
-            speed = self._speed()
-            self._show(f"{self._what} step {done}/{of}" + (f", {speed:,.0f} tokens/s" if speed else ""))
-
-    def over(self, result: CellResult) -> None:
+    def over(self, result: CellResult, was: CellProgress | None = None) -> None:
         """A cell has its result; one that was not run counts no time."""
-        if self._cell is not None:
-            self._walls_s.append(time.monotonic() - self._begun)
-        self._cell = self._running = None
-        self._latest.clear()
-        self._results.append(result)
-        self._clear()
-        self._say(f"cell {len(self._results)} of {self._planned}  {finished(result)}")
-        self._write("running")
+        with self.lock:
+            if was is not None:
+                self._walls_s.append(time.monotonic() - was.begun)
+                self._running.remove(was)
+            self._results.append(result)
+            self._clear()
+            self._say(f"cell {len(self._results)} of {self._planned}  {finished(result)}")
+            self._write("running")
 
     def end(self, state: Literal["finished", "stopped"]) -> None:
-        self._cell = self._running = None
-        self._clear()
-        self._write(state)
+        with self.lock:
+            self._running.clear()
+            self._clear()
+            self._write(state)
 
     def left_s(self) -> float | None:
         """Until the end, if cells take as long as those that were run; None while there is nothing to go by."""
-        elapsed_s = time.monotonic() - self._begun
-        if self._walls_s:
-            cell_s = statistics.fmean(self._walls_s)
-        elif self._share > 0:
-            cell_s = elapsed_s / self._share
-        else:
+        now = time.monotonic()
+        known = self._walls_s or [(now - cell.begun) / cell.share for cell in self._running if cell.share > 0]
+        if not known:
             return None
-        present_s = elapsed_s * (1 / self._share - 1) if self._share > 0 else max(0.0, cell_s - elapsed_s)
-        return present_s + cell_s * self._to_run
+        cell_s = statistics.fmean(known)
+        present_s = max((cell.left_s(cell_s) for cell in self._running), default=0.0)
+        return present_s + cell_s * self._to_run / max(1, len(self._running))
 
-    def _speed(self) -> float | None:
-        seconds = sum(step.step_s for step in self._latest)
-        return self._running.tokens_per_step * len(self._latest) / seconds if self._running and seconds > 0 else None
-
-    def _show(self, doing: str) -> None:
-        self._shown_at = time.monotonic()
-        if self._live and self._cell is not None:
+    def show(self, cell: CellProgress, doing: str) -> None:
+        """What one of the cells that run does now."""
+        self.shown_at = time.monotonic()
+        if self._live:
             left_s = self.left_s()
             left = "" if left_s is None else f", {duration(left_s)} left"
+            others = f" (and {len(self._running) - 1} more)" if len(self._running) > 1 else ""
             number = len(self._results) + 1
-            _write_live(f"\r\x1b[2Kcell {number} of {self._planned}  {self._cell.name}: {doing}{left}")
+            _write_live(f"\r\x1b[2Kcell {number} of {self._planned}  {cell.cell.name}{others}: {doing}{left}")
         self._write("running")
 
     def _clear(self) -> None:
@@ -131,8 +156,8 @@ class Progress:
         samples: dict[str, list[MetricSample]] = {name: [] for name, _ in _GAUGES}
         for result in self._results:
             _add(samples, _values(result), result, result.cell)
-        if self._cell is not None:
-            _add(samples, self._present(), self._cell, self._cell.name)
+        for cell in self._running:
+            _add(samples, self._present(cell), cell.cell, cell.cell.name)
         outcomes = Counter(result.outcome for result in self._results)
         return [
             *(Family(_PREFIX + name, "gauge", what, samples[name]) for name, what in _GAUGES),
@@ -141,14 +166,14 @@ class Progress:
             Family(_PREFIX + "cells_planned", "gauge", "Cells of the sweep.", [MetricSample(self._planned)]),
         ]  # fmt: skip
 
-    def _present(self) -> dict[str, float | None]:
-        speed, last = self._speed(), self._latest[-1] if self._latest else None
+    def _present(self, cell: CellProgress) -> dict[str, float | None]:
+        speed, last = cell.speed(), cell.latest[-1] if cell.latest else None
         return {
             "step_seconds": last.step_s if last else None,
             "tokens_per_second": speed,
             "loss": last.loss if last else None,
-            "mfu_ratio": self._utilization(self._running, speed)[0] if speed and self._running else None,
-            "predicted_memory_bytes": _bytes(self._predicted_gb),
+            "mfu_ratio": self._utilization(cell.running, speed)[0] if speed else None,
+            "predicted_memory_bytes": _bytes(cell.predicted_gb),
         }
 
 

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,14 +26,25 @@ import msgspec
 
 from backends import process
 from loadgen import exit_codes, rundir
+from loadgen.config import ray_address
 from loadgen.event_loop import Stop
 from training_probe import results
 from training_probe.grid import Cell, impossible
+from training_probe.launch.cluster import Placed, joined
 from training_probe.launch.runner import MemoryReturn, StoppedError, start_of
 from training_probe.protocol import Trial, deepspeed_config, write_atomically
-from training_probe.results import GIB, CellResult, of_cell
+from training_probe.results import GIB, CellResult, Outcome, of_cell
 from training_probe.sweep import manifests
-from training_probe.sweep.cell import CellRun, Context, Predicted, Surroundings, device_memory_bytes, sized, utilization
+from training_probe.sweep.cell import (
+    CellRun,
+    Context,
+    Memory,
+    Predicted,
+    Surroundings,
+    device_memory_bytes,
+    sized,
+    utilization,
+)
 from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.progress import Progress
 
@@ -56,7 +68,7 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Su
     rundir.create(directory)
     inventory = around.inventory()
     chosen = {gpu.index: gpu for gpu in inventory.gpus}
-    devices = [chosen.get(index) for index in settings.gpu_ids]
+    devices = [chosen.get(index) for index in settings.gpu_ids] if around.cluster is None else around.cluster.devices()
     names = [device.name if device else "unknown" for device in devices]
     platform = settings.platform or ", ".join(dict.fromkeys(names)) or "CPU"
     manifest = SweepManifest(
@@ -83,7 +95,19 @@ def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int
         results.mend(directory)
         done = results.read(directory) if (directory / results.RESULTS_FILE).exists() else []
         say(f"{len(done)} of {len(manifest.cells)} cells are done; going on with the rest")
-        return _measure(directory, manifest, done, say, around or Surroundings())
+        with _again(manifest, around or Surroundings()) as there:
+            return _measure(directory, manifest, done, say, there)
+
+
+@contextlib.contextmanager
+def _again(manifest: SweepManifest, around: Surroundings) -> Iterator[Surroundings]:
+    """With the cluster that the sweep was on. Raises ConfigError and ClusterError."""
+    if manifest.on is None or around.cluster is not None:
+        yield around
+        return
+    with joined(ray_address(manifest.on), manifest.nodes_per_cell, "--nodes-per-cell") as cluster:
+        cluster.check(())
+        yield replace(around, cluster=cluster)
 
 
 @contextlib.contextmanager
@@ -110,45 +134,98 @@ def _measure(
     """Measures the cells that have no result yet."""
     finished = {result.cell for result in done}
     cells = [cell for cell in manifest.cells if cell.name not in finished]
-    refused = {cell.name: around.refusal(cell, manifest, device_memory_bytes(cell, manifest)) for cell in cells}
-    to_run = sum(why is None for why in refused.values())
     labels = {"platform": manifest.platform, "version": manifest.version, "preset": manifest.preset or ""}
     progress = Progress(
         directory, manifest.run_id, labels, len(manifest.cells), done, say,
         lambda cell, speed: utilization(cell, manifest, speed),
     )  # fmt: skip
-    context = Context(
-        directory=directory, manifest=manifest, around=around, progress=progress,
-        memory=MemoryReturn(around.probe, manifest.gpu_ids), cancelled=threading.Event(),
-    )  # fmt: skip
+    measuring = _Measuring(directory, manifest, around, progress, cells)
     state: Literal["finished", "stopped"] = "stopped"
     stop = Stop()
     try:
         with stop:
-            stop.on_signal(context.cancelled.set)
-            for cell in cells:
-                shutil.rmtree(directory / "trials" / cell.name, ignore_errors=True)
-                why = refused[cell.name]
-                predicted: Predicted = (
-                    {} if why and why[0] == "unsupported" else around.predicted_fields(cell, manifest)
-                )
-                if why is None:
-                    to_run -= 1
-                    progress.begin(cell, predicted.get("predicted_memory_gb"), to_run)
-                    result = CellRun(context, cell).result()
-                else:
-                    result = of_cell(cell, platform=manifest.platform, outcome=why[0], reason=why[1],
-                                     started_unix_s=time.time(), **predicted)  # fmt: skip
-                results.append(directory, result)
-                progress.over(result)
+            stop.on_signal(measuring.cancelled.set)
+            if around.cluster is None:
+                measuring.here(cells)
+            else:
+                around.cluster.each(cells, measuring.on_nodes, measuring.cancelled)
         state = "finished"
     except StoppedError:
         say(f"stopped; what is done is in {directory}, and a resumed sweep goes on from there")
         return stop.exit_code or exit_codes.STOPPED
     finally:
         progress.end(state)
-        context.memory.close()
     return exit_codes.OK
+
+
+class _Measuring:
+    """The cells of a sweep, as they are measured; on a cluster several at a time."""
+
+    def __init__(
+        self, directory: Path, manifest: SweepManifest, around: Surroundings, progress: Progress, cells: Sequence[Cell]
+    ) -> None:
+        self.cancelled = threading.Event()
+        self._directory, self._manifest, self._around, self._progress = directory, manifest, around, progress
+        self._lock = threading.Lock()
+        self._left = {cell.name for cell in cells}  # to be run
+        if around.cluster is None:
+            self._left = {cell.name for cell in cells if self._refusal(cell, manifest) is None}
+
+    def here(self, cells: Sequence[Cell]) -> None:
+        """One after another."""
+        with contextlib.closing(MemoryReturn(self._around.probe, self._manifest.gpu_ids)) as memory:
+            for cell in cells:
+                self._cell(cell, self._manifest, self._around, memory)
+
+    def on_nodes(self, cell: Cell, placed: Placed | str) -> None:
+        """One, on nodes that it has to itself; or why there are none."""
+        if isinstance(placed, str):
+            self._over(cell, "crashed", placed)
+            return
+        found = placed.gpus
+        manifest = msgspec.structs.replace(
+            self._manifest,
+            gpu_ids=tuple(range(len(found))),
+            device_names=[gpu.name for gpu in found],
+            device_memory_bytes=[gpu.memory_bytes for gpu in found],
+        )
+        self._cell(cell, manifest, replace(self._around, place=placed.nodes), placed.nodes, placed.nodes.hosts)
+
+    def _cell(
+        self, cell: Cell, manifest: SweepManifest, around: Surroundings, memory: Memory, nodes: Sequence[str] = ()
+    ) -> None:
+        """Raises StoppedError."""
+        why = self._refusal(cell, manifest)
+        if why is not None:
+            self._over(cell, *why)
+            return
+        shutil.rmtree(self._directory / "trials" / cell.name, ignore_errors=True)
+        predicted = around.predicted_fields(cell, manifest)
+        with self._lock:
+            self._left.discard(cell.name)
+            progress = self._progress.begin(cell, predicted.get("predicted_memory_gb"), len(self._left))
+        context = Context(
+            directory=self._directory, manifest=manifest, around=around, progress=progress, memory=memory,
+            cancelled=self.cancelled, nodes=nodes,
+        )  # fmt: skip
+        result = CellRun(context, cell).result()
+        with self._lock:
+            results.append(self._directory, result)
+            progress.over(result)
+
+    def _refusal(self, cell: Cell, manifest: SweepManifest) -> tuple[Outcome, str] | None:
+        return self._around.refusal(cell, manifest, device_memory_bytes(cell, manifest))
+
+    def _over(self, cell: Cell, outcome: Outcome, reason: str) -> None:
+        """A cell that is not run."""
+        shutil.rmtree(self._directory / "trials" / cell.name, ignore_errors=True)
+        predicted: Predicted = {} if outcome == "unsupported" else self._around.predicted_fields(cell, self._manifest)
+        result = of_cell(cell, platform=self._manifest.platform, outcome=outcome, reason=reason,
+                         started_unix_s=time.time(), **predicted)  # fmt: skip
+        with self._lock:
+            self._left.discard(cell.name)
+            results.append(self._directory, result)
+            self._progress.over(result)
 
 
 def dry_run(cells: Sequence[Cell], settings: Settings, directory: Path, around: Surroundings | None = None) -> str:

@@ -103,7 +103,7 @@ class Trained:
             (self._places[cell] / "port").write_text(str(ports[number]))
         program = Path(__file__).with_name("many_trials.py")
 
-        def command(*, python: str, processes: int, port: int, directory: Path) -> tuple[str, ...]:
+        def command(*, python: str, processes: int, port: int, directory: Path, node: object = None) -> tuple[str, ...]:
             return (
                 python, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-addr", "127.0.0.1",
                 "--master-port", str(port), str(program), str(directory),

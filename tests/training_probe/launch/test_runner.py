@@ -374,7 +374,7 @@ def test_children_import_this_very_package_and_inherit_the_environment(
     for name in ("NCCL_TEST", "TORCH_TEST", "NVSHMEM_TEST"):
         monkeypatch.setenv(name, name)
 
-    def command(*, python: str, processes: int, port: int, directory: Path) -> tuple[str, ...]:
+    def command(*, python: str, processes: int, port: int, directory: Path, node: object = None) -> tuple[str, ...]:
         return python, "-c", IMPORTS, str(directory)
 
     def told(**options: Any) -> dict[str, Any]:

@@ -53,7 +53,9 @@ class StandIn(run.Command):
     def __init__(self, fails_at: int = -1, how: str = "crash") -> None:
         self._arguments = (str(fails_at), how)
 
-    def __call__(self, *, python: str, processes: int, port: int, directory: Path) -> tuple[str, ...]:
+    def __call__(
+        self, *, python: str, processes: int, port: int, directory: Path, node: object = None
+    ) -> tuple[str, ...]:
         return (python, "-c", STAND_IN, str(directory), *self._arguments)
 
 
@@ -229,7 +231,7 @@ def test_products_on_a_gpu_are_sampled_for_longer(
     argv: list[str], samples: int, budget_s: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tasks = []
-    monkeypatch.setattr(run, "measure", lambda manifest, *_: tasks.append(manifest.task) or 0)
+    monkeypatch.setattr(run, "measure", lambda manifest, *_, **more: tasks.append(manifest.task) or 0)
     monkeypatch.setattr(micro_cli, "reported", lambda directory, code: code)
     assert cli.invoke(["micro", *argv, "--out", str(tmp_path)]) == 0
     assert [(task.samples, task.budget_s) for task in tasks] == [(samples, budget_s)]

@@ -436,11 +436,11 @@ def test_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         tmp_path, "r", {"platform": "here"}, 4, [], lines.append, lambda cell, speed: (speed / 10_000, None)
     )
     one = cell("ok", micro_batch=2)
-    told.begin(one, 3.0, to_run=3)
+    shown = told.begin(one, 3.0, to_run=3)
     assert told.left_s() is None
-    told.trial(one, "run 1/1", 0.0)
+    shown.trial(one, "run 1/1", 0.0)
     now = 10.0
-    told.step(step(0, 0.5), 1, 4, share=0.25)
+    shown.step(step(0, 0.5), 1, 4, share=0.25)
     live = capsys.readouterr().err.split("\r\x1b[2K")
     assert live[-1] == f"cell 1 of 4  {one.name}: run 1/1 step 1/4, 40 tokens/s, 2 min left"
     assert told.left_s() == pytest.approx(30 + 3 * 40)
@@ -449,15 +449,15 @@ def test_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert seen["mfu_ratio"] == {one.name: pytest.approx(0.004)}
     assert seen["step_seconds"] == {one.name: 0.5} and seen["loss"] == {one.name: 2.5}
     assert seen["predicted_memory_bytes"] == {one.name: 3 * GIB}
-    told.step(step(1, 0.5), 2, 4, share=0.5)  # within the same second: the file is not written again
+    shown.step(step(1, 0.5), 2, 4, share=0.5)  # within the same second: the file is not written again
     assert snapshot(tmp_path) == seen
     now = 20.0
-    told.over(results.of_cell(one, platform="here", outcome="ok"))
+    shown.over(results.of_cell(one, platform="here", outcome="ok"))
     assert lines == [f"cell 1 of 4  {one.name}: ok"]
-    told.begin(one, None, to_run=2)
+    shown = told.begin(one, None, to_run=2)
     assert told.left_s() == pytest.approx(20 + 2 * 20)
     now = 25.0
-    told.trial(one, "run 1/1", 0.5)
+    shown.trial(one, "run 1/1", 0.5)
     assert told.left_s() == pytest.approx(5 + 2 * 20)
 
 
