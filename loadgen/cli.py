@@ -239,6 +239,19 @@ def _last_words(directory: Path, json: str) -> None:
     print(json, flush=True)
 
 
+def collect(
+    directory: Annotated[Path, Parameter(name="run", help="Run directory of a `run --on ray`.")],
+    /,
+) -> int:
+    """Fetch the records of a run of several machines that stayed on them, and redo its report: where the run's own
+    process was killed, or a machine was cut off and is back."""
+    from loadgen.cluster.collect import collect as fetch
+
+    files = fetch(directory, say)
+    say(f"{files} file{'' if files == 1 else 's'} of records came home")
+    return report_one(directory, "loadgen")
+
+
 def compare(
     a: Annotated[Path, Parameter(help="Run directory, or directory of run --repeat.")],
     b: Annotated[Path, Parameter(help="Run directory, or directory of repeats, to compare with it.")],
@@ -419,7 +432,7 @@ def build_app(*, described: bool = False) -> App:
         version=rundir.package_version,
         result_action="return_value",
     )
-    for command in (run, sweep, search, report, compare, doctor, compose, export):
+    for command in (run, sweep, search, report, collect, compare, doctor, compose, export):
         app.command(command)
     app.command(list_backends, name="backends")
     app.command(clean)

@@ -166,7 +166,14 @@ class LoadOptions:
 class ClientOptions:
     """How the client sends and waits. Units: seconds."""
 
-    workers: Annotated[str, _client("Client processes: a number, or auto.")] = "1"
+    workers: Annotated[str, _client("Client processes: a number, or auto; with --on, of each machine.")] = "1"
+    on: Annotated[
+        str | None,
+        _client("Send from the machines of a Ray cluster: ray (this machine is part of it), or ray:HOST:PORT."),
+    ] = None
+    nodes: Annotated[
+        Whole | None, _client("From how many of them (default: all but those that the server runs on).")
+    ] = None
     transport: Annotated[
         Literal["fast", "aiohttp"], _client("fast is the measuring client; aiohttp an independent check.")
     ] = "fast"
@@ -343,6 +350,7 @@ class Config(
             ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1),
             ("max_batched_tokens", 1), ("port", 1),
             ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1), ("trace_limit", 1), ("sessions", 1), ("repeat", 1),
+            ("nodes", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
@@ -358,6 +366,7 @@ class Config(
                 raise ConfigError(f"{flag(name)} is {value:g}; it must be above zero.")
         if self.workers != "auto" and not (self.workers.isdecimal() and int(self.workers) >= 1):
             raise ConfigError(f"--workers is '{self.workers}'; it must be auto or a number of at least 1.")
+        self._check_on()
         self._check_together()
         self._check_launch()
         self._check_modelled()
@@ -412,6 +421,18 @@ class Config(
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._check_load(self.load)
+
+    def _check_on(self) -> None:
+        if self.on is None:
+            if self.nodes is not None:
+                raise ConfigError("--nodes is for the machines of a cluster; name it with --on ray, or leave it out.")
+            return
+        ray_address(self.on)
+        if self.url is None:
+            raise ConfigError(
+                "--on sends from several machines to a server that all of them reach; name it with --url (one that "
+                "loadgen starts listens on 127.0.0.1)."
+            )
 
     def _check_repeat(self) -> None:
         if self.repeat == 1:
@@ -589,6 +610,11 @@ class Config(
         return self.load.shares if self.prefix_caching is None else self.prefix_caching == "on"
 
     @property
+    def cluster_address(self) -> str | None:
+        """The Ray cluster of --on; None: the one that this machine is part of."""
+        return None if self.on is None else ray_address(self.on)
+
+    @property
     def headers(self) -> list[tuple[str, str, str | None]]:
         """What --header adds: name, value, and the variable that holds the value where it is a secret. Raises
         ConfigError."""
@@ -736,6 +762,14 @@ def _is_secret(word: str) -> bool:
         flag.startswith(secret) or (secret.startswith(flag) and flag.startswith(least))
         for secret, least in (("--api-key", "--api"), ("--hf-token", "--hf-t"))
     )
+
+
+def ray_address(on: str, others: str = "") -> str | None:
+    """The Ray cluster that --on names; None: the one that this machine is part of. others: what else --on may be, for
+    the sentence. Raises ConfigError."""
+    if not re.fullmatch(r"ray(:(\[[0-9A-Fa-f:.]+\]|[^\s:/]+):[0-9]{1,5})?", on):
+        raise ConfigError(f"--on is '{on}'; it must be {others}ray, or ray:HOST:PORT, the address of a Ray cluster.")
+    return on.removeprefix("ray").removeprefix(":") or None
 
 
 def flag(name: str) -> str:

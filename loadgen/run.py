@@ -24,9 +24,12 @@ from backends.launch import LaunchError
 from backends.protocol import ServerInfo
 from loadgen import exit_codes, rundir, warmup
 from loadgen.calibration import calibrate
-from loadgen.client.engine import Progress, Snapshot
+from loadgen.client.engine import Progress, Send, Snapshot
 from loadgen.client.limits import check_workers, make_room
-from loadgen.client.workers import send
+from loadgen.client.workers import sender
+from loadgen.cluster import machines
+from loadgen.cluster.fleet import Fleet
+from loadgen.cluster.ray_cluster import check_installed
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop
 from loadgen.load.prompts import tokenizer_count
@@ -57,11 +60,13 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Served:
-    """The server that is measured. managed: where loadgen started it. emulation: of modelled hardware."""
+    """The server that is measured. managed: where loadgen started it. emulation: of modelled hardware. fleet: the
+    machines that send to it, where they are those of a cluster."""
 
     target: Target
     managed: ManagedServer | None = None
     emulation: Emulation | None = None
+    fleet: Fleet | None = None
 
     def gpu_indices(self, config: Config) -> tuple[int, ...]:
         """The GPUs that the server uses: those it was given; of one that --url names and that runs here, those of
@@ -114,6 +119,9 @@ class Run:
                 chosen(config, gpus.read())
         if plan.prompts.tokenizer is not None:
             tokenizer_count(plan.prompts.tokenizer)
+        if config.on is not None:
+            check_installed()
+            return  # what the machines can hold, they say themselves
         workers = worker_count(config, plan)
         check_workers(workers)
         make_room(plan, workers)
@@ -133,9 +141,12 @@ class Run:
     async def measure_on(self, served: Served, monitor: Monitor, progress: Progress) -> None:
         """Sends the load to a server that is there, and leaves the records."""
         plan = await self.plan(served)
-        ceiling = await self.ceiling(plan)
+        if served.fleet is not None:
+            served.fleet.processes(self.config, plan)
+            await served.fleet.agree(plan)
+        ceiling = await self.ceiling(plan, served.fleet)
         if self.config.warmup_load:
-            await warmup.play(plan, worker_count(self.config, plan), self.say)
+            await warmup.play(plan, self._sender(plan, served), self.say)
         manifest = self.write_manifest(plan, served, ceiling)
         await self._send(plan, served, monitor, progress)
         if served.managed is not None:
@@ -145,7 +156,14 @@ class Run:
     async def served(self, *, profiled: bool = False) -> AsyncIterator[Served]:
         """The server: the one that --url names, or one that is started and ends with the block. An error of the block
         gives way to the reason why a started server died."""
-        if self.config.url is not None:
+        if self.config.on is not None:
+            async with machines.fleet(self.config, self.target) as fleet:
+                names = ", ".join(node.member.name for node in fleet.nodes)
+                self.say(f"{len(fleet.nodes)} machines send the load: {names}")
+                for note in fleet.facts().notes:
+                    self.say(f"note: {note}")
+                yield Served(self.target, fleet=fleet)
+        elif self.config.url is not None:
             yield Served(self.target)
         elif self.config.where == "embedded":
             async with self._embedded() as serving:
@@ -200,18 +218,22 @@ class Run:
             if info.max_total_tokens is None:  # it does not say, but was started so
                 info = msgspec.structs.replace(info, max_total_tokens=launch.settings.max_model_len)
         plan = plan_run(self.config, self.backend, served.target, info, self.run_id, model)
-        make_room(plan, worker_count(self.config, plan))
+        if served.fleet is None:
+            make_room(plan, worker_count(self.config, plan))
         if plan.job.load.left_out:
             source = "dataset" if plan.job.load.trace is None else "trace"
             self.say(f"note: of the {source} these are not sent: {plan.job.load.left_out}.")
         return await fit_text(plan)
 
-    async def ceiling(self, plan: Plan) -> Ceiling | None:
-        """The client's own ceiling for this load, unless --no-calibrate."""
-        ceiling = await calibrate(plan) if self.config.calibrate else None
+    async def ceiling(self, plan: Plan, fleet: Fleet | None = None) -> Ceiling | None:
+        """The client's own ceiling for this load, unless --no-calibrate; of several machines the slowest's."""
+        if not self.config.calibrate:
+            return None
+        ceiling = await calibrate(plan) if fleet is None else await fleet.ceiling(plan)
         if ceiling is not None:
+            whose = "this client's" if fleet is None else "the slowest machine's"
             self.say(
-                f"this client's ceiling: {ceiling.events_per_s_per_core:,.0f} events/s on one core "
+                f"{whose} ceiling: {ceiling.events_per_s_per_core:,.0f} events/s on one core "
                 f"({ceiling.cpu_us_per_event:.1f} us each)"
             )
         return ceiling
@@ -230,7 +252,7 @@ class Run:
             emulated=self.emulated,
             server_version=self.info.version,
             requests_planned=plan.job.load.planned,
-            client_processes=worker_count(self.config, plan),
+            client_processes=self._processes(plan, served),
             arrival=plan.job.load.when,
             left_out=plan.job.load.left_out,
             phases=tuple(plan.job.load.phases()),
@@ -240,9 +262,19 @@ class Run:
             ceiling=ceiling,
             launch=served.managed.facts if served.managed is not None else None,
             emulation=served.emulation,
+            cluster=served.fleet.facts() if served.fleet is not None else None,
         )
         rundir.write_manifest(self.directory, manifest)
         return manifest
+
+    def _processes(self, plan: Plan, served: Served) -> int:
+        """Client processes, of all machines together."""
+        if served.fleet is not None:
+            return served.fleet.processes(self.config, plan)
+        return worker_count(self.config, plan)
+
+    def _sender(self, plan: Plan, served: Served) -> Send:
+        return sender(worker_count(self.config, plan)) if served.fleet is None else served.fleet.play
 
     async def _send(self, plan: Plan, served: Served, monitor: Monitor, progress: Progress) -> None:
         """Sends the load and leaves the records, watched from beside."""
@@ -253,11 +285,10 @@ class Run:
             await monitor.begin(self.directory, self.run_id, source, gpu_indices)
         else:
             await monitor.begin(self.directory, self.run_id)
-        workers = worker_count(self.config, plan)
-        watched = _both(progress, monitor)
+        send, watched = self._sender(plan, served), _both(progress, monitor)
         try:
-            await send(plan, workers, self.directory, watched, monitor.sample, self.stop)
-            if workers > 1:
+            await send(plan, self.directory, watched, monitor.sample, self.stop)
+            if served.fleet is not None or worker_count(self.config, plan) > 1:
                 self._join()
         except rundir.WriteError as error:
             raise rundir.RunError(_not_kept(self.directory, error)) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from loadgen.client.workers import send
+from loadgen.client.engine import Send
 from loadgen.plan import Plan
 from loadgen.rundir import records
 
@@ -22,12 +22,12 @@ MOST_PLAYS = 6
 SETTLED_RATIO = 0.05  # of the mean time a token: two plays draw other lengths and arrivals, and differ by a few percent
 
 
-async def play(plan: Plan, workers: int, say: Callable[[str], None]) -> None:
+async def play(plan: Plan, send: Send, say: Callable[[str], None]) -> None:
     """Plays the first seconds of the plan's load until the mean time between tokens of two plays is about the same.
     Raises TransportError."""
     before_ms = None
     for number in range(1, MOST_PLAYS + 1):
-        token_ms = await _played(_beginning(plan, number), workers)
+        token_ms = await _played(_beginning(plan, number), send)
         if token_ms is None:
             say(f"note: no request of the load's warm-up succeeded, in play {number}; the run begins all the same.")
             return
@@ -47,12 +47,12 @@ def _beginning(plan: Plan, number: int) -> Plan:
     return msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, load=part, warmup=0))
 
 
-async def _played(plan: Plan, workers: int) -> float | None:
+async def _played(plan: Plan, send: Send) -> float | None:
     """Mean milliseconds between tokens, or of a request where replies have one token or come whole; None where no
     request succeeded."""
     with tempfile.TemporaryDirectory(prefix="loadgen-warmup-") as scratch:
         directory = Path(scratch)
-        await send(plan, workers, directory, lambda snapshots: None)
+        await send(plan, directory, lambda snapshots: None)
         table = records.read(directory)[0].measured()
     served = table.select(table.ok)
     if not len(served):

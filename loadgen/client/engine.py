@@ -19,7 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -82,6 +82,14 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
 Progress = Callable[[list[Snapshot]], None]
 Warm = Callable[[], Awaitable[None]]  # what to do once clients and server are warm
+
+
+class Send(Protocol):
+    """Sends a plan's load and leaves its records, or their parts, in `directory`; as `run_here`."""
+
+    def __call__(
+        self, plan: Plan, directory: Path, progress: Progress, warm: Warm | None = None, stop: Stop | None = None
+    ) -> Awaitable[None]: ...
 
 
 class Client:

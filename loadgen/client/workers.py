@@ -12,10 +12,10 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -24,6 +24,7 @@ from loadgen.client.engine import (
     DRAIN_S,
     START_MARGIN_NS,
     Progress,
+    Send,
     Snapshot,
     Warm,
     WarmUp,
@@ -51,15 +52,17 @@ class Done(NamedTuple):
 DIED = "the process died"  # in place of the last message of a worker that was killed
 
 
-async def send(
-    plan: Plan, workers: int, directory: Path, progress: Progress, warm: Warm | None = None, stop: Stop | None = None
-) -> None:
-    """Sends the plan's load from this process, or from several, and leaves the records, or their parts, in `directory`;
-    otherwise as `run_here`. Raises TransportError, and WriteError."""
+def sender(workers: int) -> Send:
+    """Sends from this process, or from several."""
     if workers == 1:
-        await run_here(plan, directory, progress, warm, stop)
-    else:
-        await run_in_workers(plan, workers, directory, progress, warm, stop)
+        return run_here
+
+    def send(
+        plan: Plan, directory: Path, progress: Progress, warm: Warm | None = None, stop: Stop | None = None
+    ) -> Awaitable[None]:
+        return run_in_workers(plan, workers, directory, progress, warm, stop)
+
+    return send
 
 
 async def run_in_workers(
@@ -67,36 +70,65 @@ async def run_in_workers(
 ) -> None:
     """Sends the plan's load from `workers` processes and leaves their parts of the records in `directory`; otherwise as
     `run_here`. Raises TransportError, and WriteError."""
-    context = multiprocessing.get_context("spawn")
-    with child_env.spawning():
-        shards = [_Shard(context, plan.share(shard, workers), directory) for shard in range(workers)]
-    loop = asyncio.get_running_loop()
-
-    def stop_all() -> None:
-        for shard in shards:
-            shard.stop()
-
-    try:
-        check_warm_up([await shard.ready() for shard in shards])
+    with Workers(plan, range(workers), workers, directory) as clients:
+        check_warm_up(await clients.ready())
         if warm is not None:
             await warm()
         if stop is not None:
-            stop.on_signal(stop_all, hurry=stop_all)
-        t0_ns = now_ns() + START_MARGIN_NS
-        for shard in shards:
-            shard.start(t0_ns)
-        ticker = loop.create_task(every_second(lambda: progress([s.snapshot for s in shards if s.snapshot])))
-        ends = await asyncio.gather(*(shard.over(stop_all) for shard in shards))
+            stop.on_signal(clients.stop, hurry=clients.stop)
+        clients.start(now_ns() + START_MARGIN_NS)
+        ticker = asyncio.get_running_loop().create_task(every_second(lambda: progress(clients.snapshots)))
+        end = await clients.over()
         ticker.cancel()
-        progress([s.snapshot for s in shards if s.snapshot])
-    finally:
-        for shard in shards:
+        progress(clients.snapshots)
+    if end.writing:
+        raise WriteError(end.problem)
+    if end.problem:
+        raise TransportError(f"a worker process failed: {end.problem}; {directory} keeps what was written.")
+
+
+class Workers:
+    """Client processes that play `numbers` of the `shards` shares of a load; the caller says when. They end with the
+    block."""
+
+    def __init__(self, plan: Plan, numbers: range, shards: int, directory: Path) -> None:
+        """Starts them. Their records will be in `directory`, one file for each share."""
+        context = multiprocessing.get_context("spawn")
+        with child_env.spawning():
+            self._shards = [_Shard(context, plan.share(number, shards), directory) for number in numbers]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for shard in self._shards:
             shard.end()
-    for end in ends:
-        if end.writing:
-            raise WriteError(end.problem)
-        if end.problem and end.problem != DIED:
-            raise TransportError(f"a worker process failed: {end.problem}; {directory} keeps what was written.")
+
+    async def ready(self) -> list[WarmUp]:
+        """What became of each one's warm-up, once all are ready to begin. Raises TransportError."""
+        return [await shard.ready() for shard in self._shards]
+
+    def start(self, t0_ns: int) -> None:
+        """They send from monotonic `t0_ns` on."""
+        for shard in self._shards:
+            shard.start(t0_ns)
+
+    def stop(self) -> None:
+        """They send nothing more and drain; the second time they do not."""
+        for shard in self._shards:
+            shard.stop()
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """The latest of each."""
+        return [shard.snapshot for shard in self._shards if shard.snapshot]
+
+    async def over(self) -> Done:
+        """Waits for the end of all. The problem of the first that failed; where one cannot write, that. A killed one is
+        none: its records say so."""
+        ends = await asyncio.gather(*(shard.over(self.stop) for shard in self._shards))
+        failed = [end for end in ends if end.problem and end.problem != DIED]
+        return next((end for end in failed if end.writing), failed[0] if failed else Done())
 
 
 def _send(pipe: Pipe, message: object) -> None:

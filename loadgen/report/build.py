@@ -54,8 +54,7 @@ def build(
 ) -> Report:
     """The report of a run from its records (`table`) and the facts of each client process.
 
-    slos: limits in milliseconds by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. Raises
-    ReportError for an unknown limit or convention.
+    slos: limits in ms by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. Raises ReportError.
     """
     if convention not in CONVENTIONS:
         raise ReportError(f"Unknown convention {convention!r}; use one of {', '.join(CONVENTIONS)}.")
@@ -100,6 +99,7 @@ def build(
         stalls=stalls.find(measured, _worst(facts, "loop_lag_max_ms")),
         sessions=_sessions(manifest, measured, rules),
         turns=sessions.by_turn(measured, rules),
+        cluster=manifest.cluster,
     )
     listed = findings.find(numbers, table, measured, facts, manifest)
     verdict = schema.Verdict(all(finding.severity != "invalid" for finding in listed), listed)

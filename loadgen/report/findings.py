@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from msgspec import UNSET
 
-from loadgen.report import client_findings, sessions, sharing
+from loadgen.report import client_findings, cluster, sessions, sharing
 from loadgen.report.finding import Finding, Severity, share, worst_first
 from loadgen.report.metrics import PERCENTILES
 from loadgen.report.schema import Numbers
@@ -55,6 +55,7 @@ def find(
     """Everything that a reader of `numbers` must know, worst first. measured: the part of `table` that counts."""
     listed = [
         *_server_ended(numbers.launch),
+        *_cluster(numbers),
         *_completeness(manifest, measured, facts),
         *_dropped(measured),
         *_warm_up(table, len(table) - len(measured)),
@@ -91,6 +92,16 @@ def _server_ended(launch: LaunchFacts | None) -> Iterator[Finding]:
         )
 
 
+def _cluster(numbers: Numbers) -> Iterator[Finding]:
+    if numbers.cluster is not None:
+        yield from cluster.find(numbers.cluster, numbers.metrics["ttft_ms"].p50)
+
+
+def _lost_processes(manifest: Manifest) -> int:
+    """Client processes whose machine was lost, which another finding tells."""
+    return 0 if manifest.cluster is None else sum(node.client_processes for node in manifest.cluster.lost)
+
+
 def _insecure(manifest: Manifest) -> Iterator[Finding]:
     if manifest.config.get("insecure"):
         yield Finding(
@@ -108,7 +119,7 @@ def _count(measured: Table, *outcomes: str) -> int:
 def _completeness(manifest: Manifest, measured: Table, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
     planned, interrupted = manifest.requests_planned, any(fact.state == "interrupted" for fact in facts)
     missing = 0 if interrupted or planned is None else max(0, planned - len(measured))
-    if len(facts) < (manifest.client_processes or 1) or missing:
+    if len(facts) + _lost_processes(manifest) < (manifest.client_processes or 1) or missing:
         lost = f"{missing} of {planned} planned requests left no record" if missing else "how many it lost is unknown"
         yield Finding(
             code="KILLED",

@@ -12,6 +12,7 @@ from loadgen.monitor.server_view import GpuStats, ServerStats
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import Summary
 from loadgen.rundir import Ceiling
+from loadgen.rundir.cluster_facts import ClusterFacts
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.launch_facts import LaunchFacts
 
@@ -204,7 +205,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     closed the connection that they reused.
     Left out where they say nothing: asked lengths that are all one, ttft by prompt length where the prompts' lengths
     are about one, phases of a load that has none, stalls of a run without any, sharing where nothing is shared,
-    sessions and turns where there are none."""
+    sessions and turns where there are none, cluster where one machine sent it all."""
 
     schema: str
     version: str
@@ -241,6 +242,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stalls: list[Stall] = []
     sessions: SessionStats | None = None
     turns: list[TurnStats] = []
+    cluster: ClusterFacts | None = None
 
 
 class Report(Numbers, frozen=True, kw_only=True):

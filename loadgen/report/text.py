@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from backends.untrusted import escaped
 from loadgen.monitor.server_view import ServerStats
+from loadgen.report import cluster
 from loadgen.report.finding import share
 from loadgen.report.metrics import Summary
 from loadgen.report.schema import GpuUse, Lengths, PhaseStats, Report, SessionStats, Sharing, TurnStats
@@ -122,6 +123,8 @@ def _summary_lines(report: Report) -> list[str]:
             f"Ceiling: {number(ceiling.events_per_s_per_core)} events/s a core, {number(ceiling.headroom_ratio)} "
             f"times what the busiest second needed ({number(ceiling.peak_events_per_s)})."
         )
+    if report.cluster is not None:
+        lines += cluster.lines(report.cluster)
     if report.server is not None:
         lines += _server_lines(report.server, report.metrics["ttft_ms"].mean, requests.ok > 0)
     if report.gpus is not None:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 
 from backends.untrusted import UNDECODABLE, reason
+from loadgen.rundir.cluster_facts import ClusterFacts
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.launch_facts import LaunchFacts
 
@@ -85,6 +86,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     ceiling: Ceiling | None = None
     emulation: Emulation | None = None  # what was modelled where no real server ran
     launch: LaunchFacts | None = None  # the server that was started for the run
+    cluster: ClusterFacts | None = None  # the machines that sent it, where they are several
 
 
 class MetricSample(msgspec.Struct, frozen=True):

@@ -11,4 +11,5 @@ OUTCOMES = (
     "stream_error",  # an error inside a 200 reply
     "cancelled",  # in flight when the run was stopped
     "dropped",  # due, but never sent
+    "node_lost",  # its machine, one of several, was lost before it was known how it ended
 )

@@ -492,3 +492,24 @@ def merge(directory: Path) -> None:
                 out.writelines(line for line in file if line.endswith(b"\n"))
     for part in chosen:
         part.path.unlink()
+
+
+def ids(path: Path) -> list[int]:
+    """The measured requests in one file of records. Raises RecordsError."""
+    columns = _Columns()
+    _read_part(Part(OF_THE_RUN, 1, path), columns, [], full=False)
+    measured: list[int] = columns.table().measured().id.tolist()
+    return measured
+
+
+def without(path: Path, left_out: set[int], out: Path) -> None:
+    """Writes one file of records anew, without those measured requests. Raises OSError."""
+    record_of = msgspec.json.Decoder(Record).decode
+    with path.open("rb") as file, replacing(out) as kept:
+        kept.write(file.readline())
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            record = None if line.startswith(b'{"client":') else record_of(line)
+            if record is None or record.phase != "measured" or record.id not in left_out:
+                kept.write(line)

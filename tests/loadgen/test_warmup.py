@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from loadgen import warmup
+from loadgen.client.engine import run_here
 from loadgen.event_loop import run_loop
 from tests.loadgen.client.test_engine import plan
 from tests.loadgen.scripted import STREAM_HEAD, scripted, tokens
@@ -24,7 +25,7 @@ def played(slow: int, **options: Any) -> tuple[list[str], list[tuple[int, ...]]]
 
     async def story() -> None:
         async with scripted(script) as world:
-            await warmup.play(plan(world.url, **options), 1, lines.append)
+            await warmup.play(plan(world.url, **options), run_here, lines.append)
             prompts.extend(tuple(msgspec.json.decode(body)["prompt"]) for _, _, body in world.requests)
 
     run_loop(story())

@@ -1,0 +1,1 @@
+"""Many machines: one load from all of them, on a Ray cluster (`--on ray`)."""
