@@ -207,12 +207,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 def train(progress: Progress, during: subprocess.Popen[str]) -> None:
     """Steps of a cell, for as long as the run lasts."""
-    progress.begin(cell("F+Z2"), 11.0, to_run=1)
-    progress.trial(cell("F+Z2"), "run 1/1", 0.0)
+    present = progress.begin(cell("F+Z2"), 11.0, to_run=1)
+    present.trial(cell("F+Z2"), "run 1/1", 0.0)
     number = 1
     while during.poll() is None:
         step_s = 0.1 + number % 7 / 100
-        progress.step(
+        present.step(
             Step(step=number, phase="timed", step_s=step_s, forward_s=0, backward_s=0, optimizer_s=0, loss=5 / number),
             number, 100, 0.5,
         )  # fmt: skip
