@@ -35,6 +35,7 @@ LINE_HEIGHT, STAT_HEIGHT = 8, 4
 
 # Units as Grafana calls them.
 SECONDS, BYTES, RATIO, PER_SECOND, WATTS, COUNT = "s", "bytes", "percentunit", "cps", "watt", "short"
+NO_DATA = "no data"  # without it a bar of nothing reads as a tiny value of its unit
 
 Panel = timeseries.Panel | heatmap.Panel | stat.Panel | bargauge.Panel | table.Panel
 
@@ -61,7 +62,7 @@ def lines(
     """Values over time."""
     panel = (
         timeseries.Panel().title(title).description(about).unit(unit).min(0).datasource(SOURCE)
-        .height(LINE_HEIGHT).span(width).line_width(1).fill_opacity(60 if stacked else 8)
+        .no_value(NO_DATA).height(LINE_HEIGHT).span(width).line_width(1).fill_opacity(60 if stacked else 8)
         .show_points(common.VisibilityMode.AUTO)
         .legend(parts.VizLegendOptions().display_mode(common.LegendDisplayMode.LIST)
                 .placement(common.LegendPlacement.BOTTOM).show_legend(True).calcs(["lastNotNull"]))
@@ -85,7 +86,8 @@ def heat(title: str, expr: str, about: str = "", width: int = 8) -> heatmap.Pane
     """A histogram over time. `expr`: counts by `le`, in seconds."""
     target = _target("A", Query(expr, "{{le}}")).range().format(PromQueryFormat.HEATMAP)
     return (
-        heatmap.Panel().title(title).description(about).datasource(SOURCE).height(LINE_HEIGHT).span(width)
+        heatmap.Panel().title(title).description(about).datasource(SOURCE).no_value(NO_DATA)
+        .height(LINE_HEIGHT).span(width)
         .calculate(False)
         .color(heatmap.HeatmapColorOptions().mode(heatmaps.HeatmapColorMode.SCHEME).scheme("Turbo").steps(64)
                .fill("dark-blue").scale(heatmaps.HeatmapColorScale.EXPONENTIAL).exponent(0.5).reverse(False))
@@ -97,7 +99,7 @@ def heat(title: str, expr: str, about: str = "", width: int = 8) -> heatmap.Pane
 
 
 def number(
-    title: str, unit: str, query: Query, about: str = "", width: int = 4, name: bool = False, none: str = "-"
+    title: str, unit: str, query: Query, about: str = "", width: int = 4, name: bool = False, none: str = NO_DATA
 ) -> stat.Panel:
     """The present value, large; `name`: the legend in its place. `none` stands where there is nothing."""
     mode = common.BigValueTextMode.NAME if name else common.BigValueTextMode.AUTO
@@ -114,7 +116,7 @@ def bars(title: str, unit: str, *queries: Query, about: str = "", width: int = 8
     """Present values beside each other, each as a bar from zero."""
     panel = (
         bargauge.Panel().title(title).description(about).unit(unit).min(0).datasource(SOURCE)
-        .height(LINE_HEIGHT).span(width).orientation(common.VizOrientation.HORIZONTAL)
+        .no_value(NO_DATA).height(LINE_HEIGHT).span(width).orientation(common.VizOrientation.HORIZONTAL)
         .display_mode(common.BarGaugeDisplayMode.BASIC).value_mode(common.BarGaugeValueMode.TEXT)
         .reduce_options(parts.ReduceDataOptions().calcs(["lastNotNull"]))
     )  # fmt: skip
@@ -127,7 +129,8 @@ def rows(title: str, *queries: Query, about: str = "", width: int = 24, height: 
     """A table with a line for each set of labels that the queries share, and a column for each query."""
     hidden = {"Time": True}
     names: dict[str, str] = {}
-    panel = table.Panel().title(title).description(about).datasource(SOURCE).height(height).span(width)
+    panel = table.Panel().title(title).description(about).datasource(SOURCE).no_value(NO_DATA)
+    panel.height(height).span(width)
     for letter, query in zip(string.ascii_uppercase, queries, strict=False):
         # The value of a query without a unit says nothing: its labels are what is wanted.
         if query.unit is None:

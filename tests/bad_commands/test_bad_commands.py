@@ -171,7 +171,6 @@ def interpreter() -> Iterator[warm.Interpreter]:
 
 
 @pytest.mark.processes
-@pytest.mark.processes
 @each_case
 def test_as_a_process(case: Case, place: Path, tmp_path_factory: pytest.TempPathFactory,
                       interpreter: warm.Interpreter) -> None:  # fmt: skip
@@ -184,7 +183,6 @@ def test_as_a_process(case: Case, place: Path, tmp_path_factory: pytest.TempPath
     assert ended.cpu_s < MOST_CPU_S
 
 
-@pytest.mark.processes
 @pytest.mark.processes
 @pytest.mark.parametrize("case", FIRST, ids=[f"{case.program} {case.line}" for case in FIRST])
 def test_as_a_user_starts_it(case: Case, place: Path) -> None:

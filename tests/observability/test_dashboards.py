@@ -86,6 +86,12 @@ def test_the_comparison_reads_runs_that_were_over_before_they_were_seen() -> Non
 
 
 @pytest.mark.parametrize("name", BOARDS)
+def test_a_panel_without_data_says_so(name: str) -> None:
+    for panel in panels(names.boards()[name]):
+        assert panel["fieldConfig"]["defaults"].get("noValue") in {"no data", "none"}, panel["title"]
+
+
+@pytest.mark.parametrize("name", BOARDS)
 def test_panels_have_a_place_and_an_id_of_their_own(name: str) -> None:
     board = names.boards()[name]
     ids = [panel["id"] for panel in board["panels"]]
