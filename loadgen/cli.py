@@ -22,7 +22,7 @@ from loadgen import exit_codes, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions
 from loadgen.option_types import JunitOption, SummaryOption, Whole, names, offers
 from loadgen.search.points import SweepOptions
-from loadgen.terminal import say, say_error
+from loadgen.terminal import result_line, say, say_error
 
 if TYPE_CHECKING:
     from loadgen.breakdown.tables import Breakdown
@@ -87,8 +87,8 @@ def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -
     other option of the load that is given as a list.
 
     Each point is an ordinary run directory in --out, named after its value, such as rate-5; sweep.json, sweep.md and
-    figures put them together. The last line of standard output is sweep.json. --resume DIR goes on after a kill or
-    Ctrl-C: points that finished stay as they are.
+    figures put them together. Where standard output is no terminal, its last line is sweep.json. --resume DIR goes on
+    after a kill or Ctrl-C: points that finished stay as they are.
     """
     from loadgen.event_loop import Stop, run_loop
     from loadgen.progress import ProgressLine
@@ -236,7 +236,7 @@ def report_sweep(directory: Path) -> int:
 
 def _last_words(directory: Path, json: str) -> None:
     say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json, flush=True)
+    result_line(json)
 
 
 def collect(
@@ -338,7 +338,8 @@ def search(
     """Find the highest load at which a server keeps limits on its latencies, with how sure that is.
 
     Probes at several loads, each an ordinary run in 1, 2, ... of the directory, each as long as it takes. Takes the
-    options of `run` for the server and the requests. The last line of standard output is search.json.
+    options of `run` for the server and the requests. Where standard output is no terminal, its last line is
+    search.json.
     """
     from loadgen.search import command
 

@@ -26,6 +26,12 @@ def say(text: str) -> None:
         _discard(sys.stderr)
 
 
+def result_line(json: str) -> None:
+    """The result as one line of JSON, the last of standard output, for scripts; a person at a terminal has the text."""
+    if not sys.stdout.isatty():
+        print(json, flush=True)
+
+
 def say_error(program: str, error: object) -> None:
     """One line: parts of it may come from a server, so nothing in it may command the terminal."""
     say(f"{program}: {printable(str(error), MAX_ERROR_CHARS)}")

@@ -58,8 +58,8 @@ def sweep(
     this machine's column beside the paper's.
 
     Without cells it is the laptop preset: a tiny model through three real engines, in minutes, also without a GPU. Each
-    cell runs in processes of its own; what fails becomes a row with its reason. The last line of standard output is the
-    report as JSON.
+    cell runs in processes of its own; what fails becomes a row with its reason. Where standard output is no
+    terminal, its last line is the report as JSON.
 
     For example: training_probe sweep --model 7b --method F+Z3 F+R+Z3 --micro-batch 1 max
     """

@@ -13,7 +13,7 @@ from loadgen.progress import ProgressLine
 from loadgen.run import BACKEND_ERRORS, Run, Stopped, backend_failed
 from loadgen.search import live, objective, results
 from loadgen.search.results import AxisName, SearchResult
-from loadgen.terminal import say, say_error
+from loadgen.terminal import result_line, say, say_error
 
 ATTAIN, BUDGET_MINUTES = 0.99, 20.0  # where none is given
 
@@ -77,4 +77,4 @@ def show(directory: Path, result: SearchResult) -> None:
             results.draw(result, directory / "search.png")
     except OSError as error:  # it is printed all the same
         say_error("loadgen", f"cannot write to {directory}: {error.strerror or error}.")
-    print(results.to_json(result), flush=True)
+    result_line(results.to_json(result))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,3 +126,21 @@ def test_output_that_cannot_be_written() -> None:
     with open("/dev/full", "wb") as full:  # noqa: PTH123
         code, said = ended("loadgen", "backends", stdout=full.fileno())
     assert code == exit_codes.BAD_OPTIONS and said.endswith("No space left on device\n")
+
+
+RESULT = "from loadgen.terminal import result_line, say; say('the text'); result_line('{}')"
+
+
+def test_scripts_have_the_line_of_json() -> None:
+    ended = subprocess.run([sys.executable, "-c", RESULT], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("{}\n", "the text\n")
+
+
+def test_a_terminal_has_the_text_alone() -> None:
+    ours, terminal = pty.openpty()
+    try:
+        subprocess.run([sys.executable, "-c", RESULT], stdout=terminal, stderr=terminal, check=True)
+        assert os.read(ours, 1000) == b"the text\r\n"
+    finally:
+        os.close(ours)
+        os.close(terminal)

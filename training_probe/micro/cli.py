@@ -21,7 +21,7 @@ from cyclopts import App, Group, Parameter
 
 from loadgen import exit_codes
 from loadgen.option_types import option
-from loadgen.terminal import say, say_error, width
+from loadgen.terminal import result_line, say, say_error, width
 from training_probe import options
 from training_probe.grid import Device
 from training_probe.micro import presets
@@ -319,8 +319,8 @@ def reported(directory: Path, code: int) -> int:
 
 
 def finished(directory: Path, page: Page, outcomes: Set[str], code: int) -> int:
-    """Writes the report, names the files that are there and prints the report as JSON; the exit code, where `code` is
-    not one yet."""
+    """Writes the report, names the files that are there and prints the report as JSON for scripts; the exit code, where
+    `code` is not one yet."""
     import json
 
     from training_probe.report.page import ReportError
@@ -330,7 +330,7 @@ def finished(directory: Path, page: Page, outcomes: Set[str], code: int) -> int:
     except ReportError as error:  # it is printed all the same
         say_error("training_probe", error)
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    print(json.dumps(msgspec.to_builtins(page.report)))
+    result_line(json.dumps(msgspec.to_builtins(page.report)))
     if code != exit_codes.OK or outcomes.isdisjoint(("crashed", "timeout", "wrong", "invalid")):
         return code
     return exit_codes.INVALID if outcomes.isdisjoint(("crashed", "timeout")) else exit_codes.FAILED
