@@ -27,6 +27,10 @@ class UnknownModel(ValueError):
     """A config.json that describes no decoder that is known here. A clause, with the field that stopped it."""
 
 
+class MalformedConfig(UnknownModel):
+    """One that describes no model at all: a size is missing or makes no sense."""
+
+
 class _Entry(msgspec.Struct, frozen=True):
     """A model of the catalog: its names, and of its config.json what decides its size."""
 
@@ -40,11 +44,20 @@ class _Entry(msgspec.Struct, frozen=True):
 @functools.cache
 def models() -> tuple[ModelSpec, ...]:
     """Those that come with this package."""
-    entries = msgspec.json.decode(DATA.read_bytes(), type=list[_Entry])
     return tuple(
         replace(from_config(each.name, each.config), hf_id=each.hf_id, aliases=each.aliases, gated=each.gated)
-        for each in entries
+        for each in _entries()
     )
+
+
+@functools.cache
+def _entries() -> tuple[_Entry, ...]:
+    return msgspec.json.decode(DATA.read_bytes(), type=tuple[_Entry, ...])
+
+
+def config_of(model: ModelSpec) -> dict[str, Any]:
+    """What the config.json of a model of the catalog says of its size; the rest is as its family has it by default."""
+    return next(each.config for each in _entries() if each.name == model.name)
 
 
 @functools.cache
@@ -67,7 +80,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSpec:
         raise UnknownModel(f"model_type '{printable(str(model_type), 40)}' is not known here")
     layers = fields.size("num_hidden_layers")
     if layers > MOST_LAYERS:
-        raise UnknownModel(f"num_hidden_layers is {layers}, at most {MOST_LAYERS} are counted")
+        raise MalformedConfig(f"num_hidden_layers is {layers}, at most {MOST_LAYERS} are counted")
     attention, windows = family.attention(fields), _windows(fields, family, layers)
     mlps = _mlps(fields, family, layers)
     kinds = Counter(zip(windows, mlps, strict=True))
@@ -101,13 +114,17 @@ class _Fields:
         value = self._config.get(name)
         return default if value is None else value
 
+    def stated(self, name: str, default: Any) -> Any:
+        """As it is there, null too; the default where it is not."""
+        return self._config.get(name, default)
+
     def size(self, name: str, default: int | None = None) -> int:
         """A number above 0. Raises UnknownModel."""
         value = self.get(name, default)
         if value is None:
-            raise UnknownModel(f"{name} is missing")
+            raise MalformedConfig(f"{name} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MOST:
-            raise UnknownModel(f"{name} is {printable(repr(value), 40)} and must be a whole number above 0")
+            raise MalformedConfig(f"{name} is {printable(repr(value), 40)} and must be a whole number above 0")
         return value
 
     def numbers(self, name: str) -> list[int] | None:
@@ -116,14 +133,19 @@ class _Fields:
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
-            raise UnknownModel(f"{name} is no list of layers")
+            raise MalformedConfig(f"{name} is no list of layers")
         return value
 
 
 def _grouped(
-    biased: Callable[[_Fields], int], qk_norm: bool | str = False, head_dim: int | None = None, sinks: bool = False
+    biased: Callable[[_Fields], int],
+    qk_norm: bool | str = False,
+    head_dim: int | None = None,
+    sinks: bool = False,
+    cap: float | None = None,
 ) -> Callable[[_Fields], Attention]:
-    """How a family's attention is read. qk_norm: whether it has these norms, or the field that says so."""
+    """How a family's attention is read. qk_norm: whether it has these norms, or the field that says so. cap: of the
+    scores, where attn_logit_softcapping does not say otherwise."""
 
     def attention(fields: _Fields) -> Attention:
         heads = fields.size("num_attention_heads")
@@ -131,18 +153,19 @@ def _grouped(
         if usual is None and fields.get("head_dim") is None:
             usual = fields.size("hidden_size") // heads
             if not usual or fields.size("hidden_size") % heads:
-                raise UnknownModel(
+                raise MalformedConfig(
                     f"num_attention_heads is {heads}, which does not divide hidden_size, and head_dim is missing"
                 )
         kv_heads = fields.size("num_key_value_heads", heads)
         if heads % kv_heads:
-            raise UnknownModel(
+            raise MalformedConfig(
                 f"num_key_value_heads is {kv_heads}, which does not divide the {heads} num_attention_heads"
             )
+        capped = cap is not None and fields.stated("attn_logit_softcapping", cap) is not None
         normed = bool(fields.get(qk_norm)) if isinstance(qk_norm, str) else qk_norm
         return Attention(
             heads=heads, kv_heads=kv_heads, head_dim=fields.size("head_dim", usual), biased=biased(fields),
-            qk_norm=normed, sinks=sinks,
+            qk_norm=normed, sinks=sinks, capped=capped,
         )  # fmt: skip
 
     return attention
@@ -162,6 +185,10 @@ def _latent(fields: _Fields) -> LatentAttention:
 
 def _biased(fields: _Fields) -> int:
     return 4 if fields.get("attention_bias") else 0
+
+
+def _biased_unless(fields: _Fields) -> int:
+    return 4 if fields.get("attention_bias", True) else 0
 
 
 def _never(fields: _Fields) -> int:
@@ -243,7 +270,7 @@ def _deepseek_experts(fields: _Fields) -> Mlp:
 def _deepseek_sparse(fields: _Fields, layers: int) -> list[bool]:
     first, every = fields.get("first_k_dense_replace", 0), fields.size("moe_layer_freq", 1)
     if not isinstance(first, int):
-        raise UnknownModel("first_k_dense_replace is no number of layers")
+        raise MalformedConfig("first_k_dense_replace is no number of layers")
     return [layer >= first and layer % every == 0 for layer in range(layers)]
 
 
@@ -269,7 +296,7 @@ def _late(fields: _Fields, layers: int) -> list[str]:
     """Qwen's: layers from max_window_layers on, where windows are in use at all."""
     first = fields.get("max_window_layers", 28) if fields.get("use_sliding_window") else layers
     if not isinstance(first, int):
-        raise UnknownModel("max_window_layers is no number of layers")
+        raise MalformedConfig("max_window_layers is no number of layers")
     return ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
 
 
@@ -309,11 +336,11 @@ _FAMILIES = {
     "qwen3": _QWEN3,
     "qwen3_moe": replace(_QWEN3, experts=_qwen_experts, sparse=_qwen_sparse, windows=_none),
     "gemma": _Family(attention=_grouped(_biased, head_dim=256), tied=True),
-    "gemma2": _Family(attention=_grouped(_biased, head_dim=256), windows=_alternating(2), norms=4, tied=True),
+    "gemma2": _Family(attention=_grouped(_biased, head_dim=256, cap=50.0), windows=_alternating(2), norms=4, tied=True),
     "gemma3": _Family(
         attention=_grouped(_biased, qk_norm=True, head_dim=256), windows=_alternating(6), norms=4, tied=True
     ),
-    "gpt_oss": _Family(attention=_grouped(_biased, sinks=True), experts=_gpt_oss, windows=_alternating(2)),
+    "gpt_oss": _Family(attention=_grouped(_biased_unless, sinks=True), experts=_gpt_oss, windows=_alternating(2)),
     "llama4": _Family(
         attention=_grouped(_biased), mlp=_llama4_dense, experts=_llama4_experts, sparse=_llama4_sparse,
         windows=_chunked,
@@ -344,7 +371,7 @@ def _windows(fields: _Fields, family: _Family, layers: int) -> list[Window | Non
     if types is None:
         types = family.windows(fields, layers)
     if not isinstance(types, list) or len(types) != layers:
-        raise UnknownModel(f"layer_types does not name the {layers} layers")
+        raise MalformedConfig(f"layer_types does not name the {layers} layers")
     seen: dict[str, Window | None] = {"full_attention": None}
     if "sliding_attention" in types:
         seen["sliding_attention"] = Window(tokens=fields.size("sliding_window"))
@@ -368,7 +395,7 @@ def _mlps(fields: _Fields, family: _Family, layers: int) -> list[Mlp]:
     sparse = family.sparse(fields, layers)
     experts = family.experts(fields)
     if experts.active > experts.experts:
-        raise UnknownModel(f"num_experts_per_tok is {experts.active} and there are {experts.experts} experts")
+        raise MalformedConfig(f"num_experts_per_tok is {experts.active} and there are {experts.experts} experts")
     dense = family.mlp(fields) if not all(sparse) else experts
     return [experts if each else dense for each in sparse]
 
@@ -389,7 +416,7 @@ def _quantization(fields: _Fields) -> tuple[str | None, bool]:
     if not config:
         return None, False
     if not isinstance(config, dict):
-        raise UnknownModel("quantization_config is no object")
+        raise MalformedConfig("quantization_config is no object")
     method = str(config.get("quant_method"))
     name = _METHODS.get(method)
     if method in ("awq", "gptq") and config.get("bits", config.get("w_bit", 4)) != 4:

@@ -111,7 +111,7 @@ class Attention:
     """Queries, keys and values of `head_dim` each; `kv_heads` of the latter two, that several query heads share.
 
     biased: how many of q, k, v, o have a bias, in that order (0, 3 or 4). qk_norm: learned norms of each head's query
-    and key. sinks: a learned logit a head."""
+    and key. sinks: a learned logit a head. capped: scores pass through a tanh."""
 
     heads: int
     kv_heads: int
@@ -120,6 +120,7 @@ class Attention:
     biased: int = 0
     qk_norm: bool = False
     sinks: bool = False
+    capped: bool = False
 
     @property
     def query_width(self) -> int:

@@ -6,7 +6,7 @@ id in TGI, something else elsewhere. `/info` is TGI's, `/get_model_name` LightLL
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -14,6 +14,7 @@ from backends.protocol import ProtocolError, ServerInfo
 from backends.replies import Count, quoted
 from backends.untrusted import UNDECODABLE, printable
 
+MOST_SETTINGS, MOST_CHARS = 64, 60
 PATHS = ("/v1/models", "/info", "/get_model_name")
 
 _TITLES = {"vllm": "vLLM", "lightllm": "LightLLM", "tgi": "TGI"}
@@ -70,6 +71,12 @@ def read_as(name: str) -> Callable[[str, bytes], ServerInfo]:
         raise ProtocolError(f"this is not a {_TITLES[name]} server ({path} names {owner}); use --backend openai")
 
     return read
+
+
+def settings_of(fields: Mapping[str, object]) -> dict[str, str]:
+    """What a server says of its settings, as text that a report can have; the first of very many."""
+    shown = list(fields.items())[:MOST_SETTINGS]
+    return {printable(name, MOST_CHARS): printable(str(value), MOST_CHARS) for name, value in shown}
 
 
 def read_any(path: str, body: bytes) -> ServerInfo:

@@ -103,8 +103,13 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
 def _added(start: Start) -> dict[str, str]:
     """What the server's environment has besides ours."""
     env = dict(start.env)
-    # Without any, there are to be none. NVML counts GPUs by their place on the bus; CUDA does not unless told to.
-    return env | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(start.gpu_ids)}
+    return env | visible(start.gpu_ids)
+
+
+def visible(gpu_ids: Sequence[str]) -> dict[str, str]:
+    """Variables with which CUDA sees these GPUs, and without any none. NVML counts GPUs by their place on the bus; CUDA
+    does not unless told to."""
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
 
 
 def inherited() -> dict[str, str]:

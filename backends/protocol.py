@@ -109,6 +109,14 @@ class ServerInfo(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
 
 
+class Account(msgspec.Struct, frozen=True):
+    """What a server says of how it runs. kv_cache_tokens: that its KV cache holds. settings: by its own names."""
+
+    version: str | None = None
+    kv_cache_tokens: int | None = None
+    settings: Mapping[str, str] = {}
+
+
 @dataclass(frozen=True)
 class Backend:
     """One kind of server.
@@ -117,6 +125,7 @@ class Backend:
     into `kept` as well, for sessions (None: this server cannot be sent any); error_message(status, body) makes one line
     of any other reply (never raises). `info_paths` are tried in order and the first that answers 200 is
     read: read_info(path, body) returns what it says, or raises ProtocolError when another kind of server answered.
+    Of `account_paths` all that answer 200 are read: read_account(path, body) never raises.
     server_metrics maps a neutral name to the server's Prometheus series, for those that the server has; where versions
     differ, to several, newest first, with a space between. Histograms ttft_seconds, itl_seconds, e2el_seconds (without
     _sum, _count, _bucket); gauges running, waiting, paused (requests; paused: preempted and waiting to go on),
@@ -135,3 +144,5 @@ class Backend:
     server_metrics: Mapping[str, str]
     adapter: Adapter | None = None
     keeper: Callable[[bool, Kept], Decoder] | None = None
+    account_paths: tuple[str, ...] = ()
+    read_account: Callable[[str, bytes], Account] = lambda path, body: Account()

@@ -15,12 +15,23 @@ from typing import Any
 
 import msgspec
 
-from backends.identity import PATHS, read_as
+from backends.identity import PATHS, read_as, settings_of
 from backends.launch import GRAPH_BATCH, WITHOUT_P2P, Adapter, Failure, Invocation, LaunchError, Settings
-from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Kept, Prompt, ProtocolError, Sampling
+from backends.protocol import (
+    TOKEN,
+    Account,
+    Backend,
+    Decoder,
+    Delta,
+    HttpRequest,
+    Kept,
+    Prompt,
+    ProtocolError,
+    Sampling,
+)
 from backends.replies import Count, WholeReply, error_message, error_text
 from backends.sse import EventReply
-from backends.untrusted import UNDECODABLE
+from backends.untrusted import UNDECODABLE, printable
 
 _ONE_TOKEN = (TOKEN,)
 _encode = msgspec.json.Encoder().encode
@@ -163,6 +174,20 @@ def invoke(settings: Settings) -> Invocation:
     return Invocation(arguments=(*arguments, *settings.extra), env=env)
 
 
+def read_account(path: str, body: bytes) -> Account:
+    """All that /info has. A router 2 that knows it says how many tokens a batch may hold: those of its KV cache."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+    except UNDECODABLE:
+        return Account()
+    capacity, version = fields.get("max_batch_total_tokens"), fields.get("version")
+    return Account(
+        version=printable(version, 60) if isinstance(version, str) else None,
+        kv_cache_tokens=capacity if type(capacity) is int and 0 < capacity < 1 << 40 else None,
+        settings=settings_of({name: value for name, value in fields.items() if isinstance(value, (str, int, float))}),
+    )
+
+
 ADAPTER = Adapter(
     image="ghcr.io/huggingface/text-generation-inference:3.3.7",
     process_command=("text-generation-launcher",),
@@ -223,6 +248,8 @@ BACKEND = Backend(
     error_message=error_message,
     info_paths=("/info", *(path for path in PATHS if path != "/info")),  # says most, and every TGI has it
     read_info=read_as("tgi"),
+    account_paths=("/info",),
+    read_account=read_account,
     server_metrics={
         "e2el_seconds": "tgi_request_duration",
         "running": "tgi_batch_current_size",

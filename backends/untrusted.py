@@ -60,11 +60,25 @@ def read_json(path: Path | str, kind: type[T], error: Callable[[str], Exception]
         raise error(f"{path} {wrong}: {reason(undecodable)}{advice}.") from None
 
 
+def is_cut(path: Path) -> bool:
+    """Whether a file of lines ends within one, because its writer was killed. Raises OSError."""
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        file.seek(max(0, end - 1))
+        return file.read() not in (b"", b"\n")
+
+
 def read_json_lines(
-    path: Path, kind: type[T], error: Callable[[str], Exception], wrong: str, advice: str = ""
+    path: Path,
+    kind: type[T],
+    error: Callable[[str], Exception],
+    wrong: str,
+    advice: str = "",
+    doubt: Callable[[T], str] = lambda _: "",
 ) -> list[T]:
-    """The lines of a file, each JSON of a `kind`, without empty ones and a last one that a kill cut. Raises `error` of
-    one sentence: the file cannot be read, with the advice, or line N of PATH `wrong`, with the reason."""
+    """The lines of a file, each JSON of a `kind`, without empty ones and a last one that a kill cut. doubt: why one
+    makes no sense, a clause, empty where it does. Raises `error` of one sentence: the file cannot be read, with the
+    advice, or line N of PATH `wrong`, with the reason."""
     decode = msgspec.json.Decoder(kind).decode
     try:
         lines = path.read_bytes().split(b"\n")
@@ -75,6 +89,8 @@ def read_json_lines(
         try:
             if line:
                 found.append(decode(line))
+                if why := doubt(found[-1]):
+                    raise error(f"line {number} of {path} {wrong}: {why}.")
         except UNDECODABLE as undecodable:
             if number < len(lines):  # the last has no newline after it: its writer was killed
                 raise error(f"line {number} of {path} {wrong}: {reason(undecodable)}.") from None

@@ -8,12 +8,16 @@ and output do not fit its `max_model_len`: the usage at the end of every reply t
 from __future__ import annotations
 
 import json
+import re
 
-from backends.identity import PATHS, read_as
+import msgspec
+
+from backends.identity import PATHS, read_as, settings_of
 from backends.launch import WITHOUT_P2P, Adapter, Failure, Invocation, Profiler, Settings
 from backends.openai import decoder, request
-from backends.protocol import Backend, HttpRequest, Prompt, Sampling
+from backends.protocol import Account, Backend, HttpRequest, Prompt, Sampling
 from backends.replies import error_message
+from backends.untrusted import UNDECODABLE, printable
 
 
 def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
@@ -78,6 +82,31 @@ def invoke(settings: Settings) -> Invocation:
         arguments += ["--profiler-config", json.dumps(profiler)]
     return Invocation(arguments=(*arguments, *settings.extra), env=env)
 
+
+def read_account(path: str, body: bytes) -> Account:
+    """Of /version, and of the metric whose labels are the settings of the KV cache, one a data-parallel engine."""
+    if path == "/version":
+        try:
+            return Account(version=printable(msgspec.json.decode(body, type=_Version).version, 60))
+        except UNDECODABLE:
+            return Account()
+    engines = [dict(_LABEL.findall(line)) for line in _CACHE_CONFIG.findall(body.decode(errors="replace"))]
+    if not engines:
+        return Account()
+    sizes = [(labels.get("num_gpu_blocks", ""), labels.get("block_size", "")) for labels in engines]
+    known = all(re.fullmatch(r"\d{1,12}", size) for pair in sizes for size in pair)
+    return Account(
+        kv_cache_tokens=sum(int(blocks) * int(tokens) for blocks, tokens in sizes) if known else None,
+        settings=settings_of({name: value for name, value in engines[0].items() if name != "engine"}),
+    )
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+_CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{([^\n]*)\} ", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 ADAPTER = Adapter(
     image="vllm/vllm-openai:v0.32.0",
@@ -147,6 +176,8 @@ BACKEND = Backend(
     error_message=error_message,
     info_paths=PATHS,
     read_info=read_as("vllm"),
+    account_paths=("/version", "/metrics"),
+    read_account=read_account,
     server_metrics={
         "ttft_seconds": "vllm:time_to_first_token_seconds",
         "itl_seconds": "vllm:inter_token_latency_seconds vllm:time_per_output_token_seconds",

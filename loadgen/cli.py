@@ -9,8 +9,9 @@ waits for matplotlib.
 
 from __future__ import annotations
 
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,7 +20,7 @@ from cyclopts import App, Group, Parameter
 from cyclopts.config import Toml
 
 from loadgen import exit_codes, rundir, terminal
-from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions
+from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file
 from loadgen.option_types import JunitOption, SummaryOption, Whole, names, offers
 from loadgen.search.points import SweepOptions
 from loadgen.terminal import result_line, say, say_error
@@ -45,10 +46,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     underscores.
     """
     from loadgen.event_loop import Stop, run_loop
-    from loadgen.progress import ProgressLine
-    from loadgen.report import repeats
     from loadgen.run import BACKEND_ERRORS, Run, Stopped, backend_failed, dry_run
-    from loadgen.search import repeat
 
     config = config or Config()
     run_id = rundir.new_run_id()
@@ -59,26 +57,27 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     one_run = Run(config, directory, run_id, say)
     one_run.check()
     made = rundir.create(directory, private=config.dataset is not None)
-    progress = ProgressLine()
     repeated = config.repeat > 1
     code = None
+    if repeated:
+        from loadgen.report import repeats
+        from loadgen.search import repeat
     with Stop() as stop:
         one_run.stop = stop
         try:
-            run_loop(repeat.measure(one_run, progress, _shown) if repeated else one_run.measure(progress))
+            run_loop(repeat.measure(one_run, _one_of_several) if repeated else one_run.measure())
         except BACKEND_ERRORS as error:
             code = backend_failed(error)
         except Stopped as error:
             say_error("loadgen", error)
             code = exit_codes.STOPPED
         finally:
-            progress.end()
             rundir.remove_if_empty(directory, made)
         if repeated and repeats.is_repeated(directory):
-            of_runs = report_repeats(directory)
+            of_runs = report_repeats(directory, brief=terminal.is_watched())
             code = of_runs if code is None else code
         elif code is None:
-            code = report_one(directory, "loadgen")
+            code = report_one(directory, "loadgen", brief=terminal.is_watched())
     return stop.exit_code or code
 
 
@@ -86,32 +85,28 @@ def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -
     """Send one load after another to one start of a server: a point for each value of --rates, --concurrencies, or one
     other option of the load that is given as a list.
 
-    Each point is an ordinary run directory in --out, named after its value, such as rate-5; sweep.json, sweep.md and
-    figures put them together. Where standard output is no terminal, its last line is sweep.json. --resume DIR goes on
-    after a kill or Ctrl-C: points that finished stay as they are.
+    Each point is an ordinary run directory in --out, named after its value, such as rate-5; sweep.html, sweep.json,
+    sweep.md and figures put them together. Where standard output is no terminal, its last line is sweep.json. --resume
+    DIR goes on after a kill or Ctrl-C: points that finished stay as they are.
     """
     from loadgen.event_loop import Stop, run_loop
-    from loadgen.progress import ProgressLine
     from loadgen.run import BACKEND_ERRORS, Stopped, backend_failed
     from loadgen.search import sweep as sweeping
 
     planned = sweeping.prepare(options or SweepOptions(), say)
     code = None
     with Stop() as stop, sweeping.alone(planned):
-        progress = ProgressLine()
         try:
             if planned.waiting:
-                run_loop(sweeping.measure(planned, progress, stop))
+                run_loop(sweeping.measure(planned, stop))
         except BACKEND_ERRORS as error:
             code = backend_failed(error)
         except Stopped as error:
             if not planned.began:
                 say_error("loadgen", error)
             code = exit_codes.STOPPED
-        finally:
-            progress.end()
         if planned.began:
-            of_runs = report_sweep(planned.directory)
+            of_runs = report_sweep(planned.directory, brief=terminal.is_watched())
             code = of_runs if code is None else code
     if planned.waiting and planned.directory.exists():
         left = f"{len(planned.waiting)} of {len(planned.runs)}"
@@ -126,14 +121,28 @@ def report(
     convention: Annotated[
         ConventionName, Parameter(help="Whose definitions of the metrics: our own, or another tool's.")
     ] = "loadgen",
-    out: Annotated[Path, Parameter(help="Where several runs' CDFs are drawn over each other (.png or .svg).")] = Path(
-        "cdf.png"
-    ),
+    html: Annotated[
+        bool,
+        Parameter(
+            help="Several runs on one page, a curve each, not in a figure. (One run has its page, report.html, in its "
+            "directory.)",
+            negative=(),
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        Parameter(
+            help="Where several runs' CDFs are drawn over each other (.png or .svg; default cdf.png), or their page is "
+            "written (.html; default runs.html)."
+        ),
+    ] = None,
 ) -> int:
     """Redo the report of a run from its records (also of a killed one), of a directory of `run --repeat`, or of a
-    breakdown from its trace, of a sweep from its runs; or draw several runs in one figure."""
+    breakdown from its trace, of a sweep from its runs; or show several runs in one figure or on one page."""
     from loadgen.breakdown.tables import FILE as BREAKDOWN
 
+    if len(directories) == 1 and out is not None:
+        raise ConfigError("--out is for several runs; leave it out: the report of one goes into its directory.")
     if len(directories) == 1 and (directories[0] / BREAKDOWN).exists():
         from loadgen.breakdown import measure
 
@@ -155,9 +164,10 @@ def report(
     from loadgen.report import build as reports
     from loadgen.report import text
 
-    if out.exists():
-        raise rundir.RunError(f"{out} exists; name another --out, nothing was overwritten.")
-    for result in reports.overlay(directories, out, convention):
+    out = out or Path("runs.html" if html else "cdf.png")
+    check_file("--out", out, new=True)
+    show = reports.overlay_page if html else reports.overlay
+    for result in show(directories, out, convention):
         say(text.render(result) + "\n")
     say(f"wrote {out}")
     return exit_codes.OK
@@ -165,33 +175,39 @@ def report(
 
 def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
     """Prints it and writes its files; the exit code."""
-    from loadgen.breakdown import tables
+    from loadgen.breakdown import page, tables
 
     say(tables.render(breakdown))
     try:
         tables.write(directory, breakdown)
+        page.write(directory, breakdown)
     except OSError as error:  # it is printed all the same
         say_error("loadgen", f"cannot write the breakdown to {directory}: {error.strerror or error}.")
     _last_words(directory, tables.to_json(breakdown))
     return exit_codes.OK
 
 
-def report_one(directory: Path, convention: ConventionName) -> int:
-    """Another tool's definitions are only shown: report.json keeps ours."""
+def report_one(directory: Path, convention: ConventionName, *, brief: bool = False) -> int:
+    """Another tool's definitions are only shown: report.json keeps ours. brief: one screen, for who watches the run."""
     from loadgen.report import build as reports
 
-    result = _shown(directory, convention)
-    _last_words(directory, reports.to_json(result))
+    result = _shown(directory, convention, _screen if brief else None)
+    _last_words(directory, reports.to_json(result), brief=brief)
     return exit_codes.OK if result.verdict.valid else exit_codes.INVALID
 
 
-def _shown(directory: Path, convention: ConventionName = "loadgen") -> Report:
-    """Prints a run's report and writes its files."""
+def _shown(
+    directory: Path, convention: ConventionName = "loadgen", show: Callable[[Report], None] | None = None
+) -> Report:
+    """Prints a run's report, as `show` does or as its whole text, and writes its files."""
     from loadgen.report import build as reports
     from loadgen.report import text
 
     result, table = reports.from_directory(directory, convention=convention)
-    say(text.render(result))
+    if show is None:
+        say(text.render(result))
+    else:
+        show(result)
     if convention == "loadgen":
         try:
             reports.write(directory, result, table)
@@ -200,42 +216,76 @@ def _shown(directory: Path, convention: ConventionName = "loadgen") -> Report:
     return result
 
 
-def report_repeats(directory: Path) -> int:
-    """Prints what several runs of one server gave together, and writes repeat.json; the exit code."""
+def _screen(report: Report) -> None:
+    from loadgen import summary
+
+    terminal.show(summary.of_run(report, terminal.columns(sys.stderr)))
+
+
+def _one_of_several(directory: Path) -> None:
+    """Prints the report of a run that others follow, on a terminal as one line, and writes its files."""
+    from loadgen import summary
+
+    watched = terminal.is_watched()
+    _shown(directory, show=(lambda report: say(summary.line(directory.name, report))) if watched else None)
+
+
+def report_repeats(directory: Path, *, brief: bool = False) -> int:
+    """Prints what several runs of one server gave together, and writes repeat.json and its page; the exit code."""
     from loadgen.report import build as reports
     from loadgen.report import repeats
+    from loadgen.report.pages import repeat as page
 
     repeated = repeats.read(directory)
-    say(repeats.render(repeated))
+    if brief:
+        from loadgen import summary
+
+        terminal.show(summary.of_repeats(repeated, terminal.columns(sys.stderr)))
+    else:
+        say(repeats.render(repeated))
     try:
         repeats.write(directory, repeated)
+        page.write(directory, repeated)
     except reports.ReportError as error:  # it is printed all the same
         say_error("loadgen", error)
-    _last_words(directory, repeats.to_json(repeated))
+    _last_words(directory, repeats.to_json(repeated), brief=brief)
     return exit_codes.OK if all(run.valid for run in repeated.runs) else exit_codes.INVALID
 
 
-def report_sweep(directory: Path) -> int:
-    """Prints what the runs of a sweep gave together, and writes sweep.json, sweep.md and figures; the exit code."""
+def report_sweep(directory: Path, *, brief: bool = False) -> int:
+    """Prints what the runs of a sweep gave together; writes sweep.json, sweep.md, page and figures; the exit code."""
     from loadgen.report import build as reports
     from loadgen.report import sweeps
 
     swept = sweeps.read(directory)
-    say(sweeps.render(swept))
+    if brief:
+        from loadgen import summary
+
+        terminal.show(summary.of_sweep(swept, terminal.columns(sys.stderr)))
+    else:
+        say(sweeps.render(swept))
     try:
         sweeps.write(directory, swept)
         from loadgen.report import sweep_figures  # matplotlib: after the numbers are safe
+        from loadgen.report.pages import sweep as page
 
-        sweep_figures.draw(directory, swept)
+        samples = sweeps.samples(directory, swept)
+        page.write(directory, swept, samples)
+        sweep_figures.draw(directory, swept, samples)
     except reports.ReportError as error:  # it is printed all the same
         say_error("loadgen", error)
-    _last_words(directory, sweeps.to_json(swept))
+    _last_words(directory, sweeps.to_json(swept), brief=brief)
     begun = [run for run in swept.runs if run.state != "waiting"]
     return exit_codes.OK if all(run.valid and run.state == "finished" for run in begun) else exit_codes.INVALID
 
 
-def _last_words(directory: Path, json: str) -> None:
-    say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
+def _last_words(directory: Path, json: str, *, brief: bool = False) -> None:
+    if brief:
+        from loadgen import summary
+
+        terminal.show(summary.files(directory, terminal.columns(sys.stderr)))
+    else:
+        say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     result_line(json)
 
 
@@ -267,6 +317,9 @@ def compare(
     ] = (),
     junit: JunitOption = None,
     summary: SummaryOption = None,
+    html: Annotated[
+        Path | None, Parameter(help="Page to write, one file: differences with intervals, CDFs, the gate's checks.")
+    ] = None,
 ) -> int:
     """Print how run B differs from run A, with 95 % confidence intervals: between runs where there are repeats, else by
     bootstrap within the two runs.
@@ -276,14 +329,20 @@ def compare(
     """
     from loadgen.report import compare as comparison
     from loadgen.report import gate, limits
+    from loadgen.report.pages import compare as page
 
     gate.check_options(fail_if, junit, summary)
+    check_file("--html", html, new=True)
     allowed = limits.parse(fail_if, comparison.LIMITED)
     compared = comparison.compare(a, b)
     print(comparison.render(compared))
+    checks = comparison.judged(compared, allowed) if allowed else []
+    if html is not None:
+        page.write(html, compared, checks, ["loadgen", *sys.argv[1:]])
+        say(f"wrote {html}")
     if not allowed:
         return exit_codes.OK
-    checks, warnings = comparison.judged(compared, allowed), comparison.warnings(compared)
+    warnings = comparison.warnings(compared)
     print(gate.render(checks, warnings), end="", flush=True)
     return gate.finish(checks, warnings, "loadgen", junit, summary)
 

@@ -775,3 +775,13 @@ def ray_address(on: str, others: str = "") -> str | None:
 def flag(name: str) -> str:
     """As it is typed to differ from its default."""
     return ("--no-" if getattr(Config, name) is True else "--") + name.replace("_", "-")
+
+
+def check_file(flag: str, path: Path | None, *, new: bool = False) -> None:
+    """Raises ConfigError for a file that could not be written at the end; new: or that is there."""
+    if path is None:
+        return
+    if new and path.exists():
+        raise ConfigError(f"{path} exists; name another {flag}, nothing was overwritten.")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {flag} {path}; name a file in a directory that is there.")

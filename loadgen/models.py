@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from backends import catalog
-from backends.catalog import UnknownModel
+from backends.catalog import MalformedConfig, UnknownModel
 from backends.decoder import ModelSpec
-from backends.untrusted import UNDECODABLE, nearest
+from backends.untrusted import UNDECODABLE, nearest, reason
 from loadgen.config import ConfigError
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
@@ -28,7 +28,8 @@ class Model:
     """`name` is what requests call it. `hf_id`: None for a directory. `directory`: where it lies on this host, if it
     does (weights included unless `has_weights` is false). `spec`: None where it is not known how large it is, and
     `unknown` says why, in a clause. `max_position`: tokens of the longest sequence that it was made for, where that is
-    known."""
+    known. `config`: its config.json, where that was read. `flaw`: why that describes no model at all, a clause; empty
+    where it does."""
 
     name: str
     hf_id: str | None
@@ -37,6 +38,8 @@ class Model:
     has_weights: bool = False
     max_position: int | None = None
     unknown: str = ""
+    config: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    flaw: str = ""
 
     def described(self) -> ModelSpec:
         """Raises ConfigError where it is not known how large it is."""
@@ -127,10 +130,10 @@ def _directory(path: Path) -> Model:
     name, path = Path(os.path.abspath(path)).name, path.resolve()  # noqa: PTH100  ".." has a name, links keep theirs
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} holds no config.json; name the directory of a model.")
-    config = _read_config(path)
-    spec, unknown = _spec(name, config)
+    config, flaw = _read_config(path)
+    spec, unknown, flaw = _spec(name, config, flaw)
     spec = None if spec is None else dataclasses.replace(spec, hf_id=str(path))
-    return Model(name, None, path, spec, _has_weights(path), _max_position(config), unknown)
+    return Model(name, None, path, spec, _has_weights(path), _max_position(config), unknown, config, flaw)
 
 
 def _from_hub(name: str, hf_id: str, spec: ModelSpec | None) -> Model:
@@ -139,28 +142,34 @@ def _from_hub(name: str, hf_id: str, spec: ModelSpec | None) -> Model:
     if directory is None:
         advice = f"its config.json is not on this machine; `hf download {hf_id} config.json`, or name a directory"
         return Model(name, hf_id, None, spec, max_position=limit, unknown="" if spec else advice)
-    config = _read_config(directory)
+    config, flaw = _read_config(directory)
     unknown = ""
     if spec is None:
-        spec, unknown = _spec(hf_id, config)
-    return Model(name, hf_id, directory, spec, _has_weights(directory), limit or _max_position(config), unknown)
+        spec, unknown, flaw = _spec(hf_id, config, flaw)
+    weights, limit = _has_weights(directory), limit or _max_position(config)
+    return Model(name, hf_id, directory, spec, weights, limit, unknown, config, flaw)
 
 
-def _spec(name: str, config: Mapping[str, object]) -> tuple[ModelSpec | None, str]:
-    """The model that a config.json describes; why there is none."""
+def _spec(name: str, config: Mapping[str, object], flaw: str) -> tuple[ModelSpec | None, str, str]:
+    """The model that a config.json describes; why there is none; what is wrong with it, if anything is."""
+    if not flaw and _type(config) is None:
+        flaw = "model_type is missing"  # here it then is a Llama, to those who load it nothing
     try:
-        return catalog.from_config(name, config), ""
-    except UnknownModel as reason:
-        return None, f"in its config.json {reason}"
+        return catalog.from_config(name, config), "", flaw
+    except MalformedConfig as malformed:
+        return None, f"in its config.json {malformed}", flaw or str(malformed)
+    except UnknownModel as unknown:
+        return None, f"in its config.json {unknown}", flaw
 
 
 def _snapshot(hf_id: str) -> Path | None:
-    """The directory of the cached main revision, if any."""
+    """The directory of the cached main revision, if any; where no revision is called main, of the only one."""
     repository = hub_cache() / f"models--{hf_id.replace('/', '--')}"
     try:
         revision = (repository / "refs/main").read_text().strip()
-    except OSError:
-        return None
+    except (OSError, UnicodeDecodeError):
+        snapshots = [path.name for path in repository.glob("snapshots/*")]
+        revision = snapshots[0] if len(snapshots) == 1 else ""
     directory = repository / "snapshots" / revision
     return directory if revision and (directory / "config.json").is_file() else None
 
@@ -187,12 +196,19 @@ def _is_complete(index: Path) -> bool:
         return False
 
 
-def _read_config(directory: Path) -> dict[str, object]:
-    """Its config.json; empty for one that cannot be read."""
+def _read_config(directory: Path) -> tuple[dict[str, object], str]:
+    """Its config.json; empty for one that cannot be read, with the reason."""
     try:
-        return msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, object])
-    except (OSError, *UNDECODABLE):
-        return {}
+        return msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, object]), ""
+    except OSError as error:
+        return {}, f"it cannot be read ({error.strerror or error})"
+    except UNDECODABLE as error:
+        return {}, f"it is no JSON object ({reason(error)})"
+
+
+def _type(config: Mapping[str, object]) -> str | None:
+    name = config.get("model_type")
+    return name if isinstance(name, str) else None
 
 
 def _max_position(config: Mapping[str, object]) -> int | None:

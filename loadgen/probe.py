@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import msgspec
 
 import backends
-from backends.protocol import Backend, Prompt, ProtocolError, ServerInfo
+from backends.protocol import Account, Backend, Prompt, ProtocolError, ServerInfo
 from backends.untrusted import printable
 from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
@@ -15,7 +16,7 @@ from loadgen.client.transport import Transport
 from loadgen.load.prompts import Text
 from loadgen.plan import Plan
 from loadgen.server.embedded import EMULATED_MARK
-from loadgen.target import UNQUEUED_S, Target, get
+from loadgen.target import UNQUEUED_S, Target, TransportError, get
 
 
 class ServerError(Exception):
@@ -42,6 +43,22 @@ def identify(backend: Backend, target: Target) -> tuple[ServerInfo, bool]:
         except ProtocolError as error:
             reasons.append(str(error))
     raise ServerError(f"{target.url} does not look like a {backend.name} server: {'; '.join(reasons)}.")
+
+
+def account(backend: Backend, target: Target) -> Account:
+    """What the server says of how it runs, where it says it. Never raises: a run needs none of it."""
+    whole = Account()
+    for path in backend.account_paths:
+        with contextlib.suppress(TransportError):
+            status, _, body = get(target, path)
+            if status == 200:
+                part = backend.read_account(path, body)
+                whole = Account(
+                    part.version or whole.version,
+                    whole.kv_cache_tokens if part.kv_cache_tokens is None else part.kv_cache_tokens,
+                    {**whole.settings, **part.settings},
+                )
+    return whole
 
 
 async def fit_text(plan: Plan) -> Plan:

@@ -1,50 +1,31 @@
-"""What a person sees while a run goes on: one line kept up to date on a terminal, a quiet line at times elsewhere."""
+"""What a person sees of a run while it goes on, where no terminal shows the live view: a quiet line at times."""
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import sys
 import time
 
 from loadgen.client.engine import Snapshot
+from loadgen.terminal import say
 
 QUIET_EVERY_S = 10.0
 
 
 class ProgressLine:
-    """Takes the snapshots of all client processes once a second and writes to standard error."""
+    """Takes the snapshots of all client processes once a second, and writes a line to standard error at times."""
 
     def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
-        self._last = (time.monotonic(), 0)
         self._written_s = time.monotonic()
+        self._last = (0.0, 0)  # s since t = 0, and the events until then
 
-    def __call__(self, snapshots: list[Snapshot]) -> None:
-        if not snapshots:
-            return
-        now = time.monotonic()
-        events = sum(snapshot.events for snapshot in snapshots)
-        if events < self._last[1]:  # another run of the same command has begun
-            self._last = (self._last[0], 0)
-        rate = (events - self._last[1]) / max(now - self._last[0], 1e-3)
-        text = line(snapshots, rate)
-        if self._live:
-            _write(f"\r\x1b[2K{text}")
-        elif now - self._written_s >= QUIET_EVERY_S:
-            _write(text + "\n")
-            self._written_s = now
-        self._last = (now, events)
-
-    def end(self) -> None:
-        if self._live:
-            _write("\r\x1b[2K")
-
-
-def _write(text: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal is gone, and the run goes on
-        sys.stderr.write(text)
-        sys.stderr.flush()
+    def __call__(self, snapshots: list[Snapshot], drawn: bool) -> None:
+        """drawn: the live view shows it all."""
+        events, elapsed_s = sum(each.events for each in snapshots), max(each.elapsed_s for each in snapshots)
+        rate = (events - self._last[1]) / max(elapsed_s - self._last[0], 1e-3)
+        self._last = (elapsed_s, events)
+        if not drawn and time.monotonic() - self._written_s >= QUIET_EVERY_S:
+            say(line(snapshots, rate))
+            self._written_s = time.monotonic()
 
 
 def line(snapshots: list[Snapshot], events_per_s: float) -> str:

@@ -11,9 +11,11 @@ import os
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -21,31 +23,33 @@ import numpy as np
 import backends
 from backends import gpus
 from backends.launch import LaunchError
-from backends.protocol import ServerInfo
+from backends.protocol import Account, ServerInfo
 from loadgen import exit_codes, rundir, warmup
 from loadgen.calibration import calibrate
 from loadgen.client.engine import Progress, Send, Snapshot
 from loadgen.client.limits import check_workers, make_room
 from loadgen.client.workers import sender
-from loadgen.cluster import machines
-from loadgen.cluster.fleet import Fleet
-from loadgen.cluster.ray_cluster import check_installed
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop
+from loadgen.load.load import Load
 from loadgen.load.prompts import tokenizer_count
-from loadgen.monitor.messages import Live, MetricsSource
+from loadgen.monitor.messages import Expected, Live, MetricsSource
 from loadgen.monitor.sidecar import Monitor, sidecar
 from loadgen.plan import Plan, plan_run, read_dataset, worker_count
-from loadgen.probe import ServerError, fit_text, identify
+from loadgen.probe import ServerError, account, fit_text, identify
+from loadgen.progress import ProgressLine
 from loadgen.rundir import Ceiling, Manifest, records
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.server import embedded
-from loadgen.server.launch import Launch, plan_launch
-from loadgen.server.managed import END_WAIT_S, ManagedServer, managed, quoted
 from loadgen.server.placement import chosen
 from loadgen.target import Target, TransportError
 from loadgen.terminal import say, say_error
+
+if TYPE_CHECKING:  # most runs start no server and use no cluster: what these stand on is imported where it is used
+    from loadgen.cluster.fleet import Fleet
+    from loadgen.server.launch import Launch
+    from loadgen.server.managed import ManagedServer
 
 Say = Callable[[str], None]  # a line for the person who watches
 
@@ -95,6 +99,7 @@ class Run:
         self.backend = backends.get(self.config.kind)
         self.target = target_of(self.config)
         self.info = ServerInfo(None)
+        self.account = Account()
         self.emulated = False
         self._launch: Launch | None = None
 
@@ -103,6 +108,8 @@ class Run:
         and what this machine can hold. Raises ConfigError, WorkloadError, LaunchError or TransportError."""
         config = self.config
         if config.where in ("docker", "process"):
+            from loadgen.server.launch import plan_launch
+
             self._launch = plan_launch(config, self.directory, self.run_id)
             plan = plan_run(
                 config, self.backend, Target(""), ServerInfo(self._launch.model.name), self.run_id, self._launch.model
@@ -120,26 +127,28 @@ class Run:
         if plan.prompts.tokenizer is not None:
             tokenizer_count(plan.prompts.tokenizer)
         if config.on is not None:
+            from loadgen.cluster.ray_cluster import check_installed
+
             check_installed()
             return  # what the machines can hold, they say themselves
         workers = worker_count(config, plan)
         check_workers(workers)
         make_room(plan, workers)
 
-    async def measure(self, progress: Progress) -> None:
+    async def measure(self) -> None:
         """All of it: starts the server where there is none, sends the load, and leaves the records."""
         with stoppable(self.stop):
             async with contextlib.AsyncExitStack() as stack:
                 monitor = await stack.enter_async_context(self.sidecar())
                 served = await stack.enter_async_context(self.served())
-                await self.measure_on(served, monitor, progress)
+                await self.measure_on(served, monitor)
 
     def sidecar(self) -> contextlib.AbstractAsyncContextManager[Monitor]:
         """The process that watches this run from beside."""
         return sidecar(self.config.metrics_port, self.config.server_metrics)
 
-    async def measure_on(self, served: Served, monitor: Monitor, progress: Progress) -> None:
-        """Sends the load to a server that is there, and leaves the records."""
+    async def measure_on(self, served: Served, monitor: Monitor, watch: Progress | None = None) -> None:
+        """Sends the load to a server that is there, and leaves the records. watch: is given the clients' snapshots."""
         plan = await self.plan(served)
         if served.fleet is not None:
             served.fleet.processes(self.config, plan)
@@ -148,7 +157,7 @@ class Run:
         if self.config.warmup_load:
             await warmup.play(plan, self._sender(plan, served), self.say)
         manifest = self.write_manifest(plan, served, ceiling)
-        await self._send(plan, served, monitor, progress)
+        await self._send(plan, served, monitor, watch)
         if served.managed is not None:
             await self._inspect(served.managed, manifest)
 
@@ -157,6 +166,8 @@ class Run:
         """The server: the one that --url names, or one that is started and ends with the block. An error of the block
         gives way to the reason why a started server died."""
         if self.config.on is not None:
+            from loadgen.cluster import machines
+
             async with machines.fleet(self.config, self.target) as fleet:
                 names = ", ".join(node.member.name for node in fleet.nodes)
                 self.say(f"{len(fleet.nodes)} machines send the load: {names}")
@@ -169,11 +180,13 @@ class Run:
             async with self._embedded() as serving:
                 yield Served(self._at(serving.url), emulation=serving.emulation)
         else:
+            from loadgen.server import managed
+
             async with self._managed(profiled) as server:
                 try:
                     yield Served(self._at(server.url), server)
                 except (ServerError, TransportError):
-                    ended = await server.ended(END_WAIT_S)
+                    ended = await server.ended(managed.END_WAIT_S)
                     if ended is None:
                         raise
                     raise ended from None
@@ -195,6 +208,9 @@ class Run:
 
     @contextlib.asynccontextmanager
     async def _managed(self, profiled: bool) -> AsyncIterator[ManagedServer]:
+        from loadgen.server.launch import plan_launch
+        from loadgen.server.managed import managed
+
         launch = self._launch
         if launch is None:
             launch = await asyncio.to_thread(
@@ -211,6 +227,8 @@ class Run:
         """Asks the server what it is, and plans the load for it: the machine has room for that many streams, and text
         prompts are exact as the server counts them."""
         self.info, self.emulated = await asyncio.to_thread(identify, self.backend, served.target)
+        if not self.emulated:
+            self.account = await asyncio.to_thread(account, self.backend, served.target)
         info, model = self.info, None
         if served.managed is not None:
             launch = served.managed.launch
@@ -250,7 +268,9 @@ class Run:
             model=plan.job.model,
             url=plan.target.url,
             emulated=self.emulated,
-            server_version=self.info.version,
+            server_version=self.info.version or self.account.version,
+            kv_cache_tokens=self.account.kv_cache_tokens,
+            server_settings=dict(self.account.settings),
             requests_planned=plan.job.load.planned,
             client_processes=self._processes(plan, served),
             arrival=plan.job.load.when,
@@ -276,16 +296,16 @@ class Run:
     def _sender(self, plan: Plan, served: Served) -> Send:
         return sender(worker_count(self.config, plan)) if served.fleet is None else served.fleet.play
 
-    async def _send(self, plan: Plan, served: Served, monitor: Monitor, progress: Progress) -> None:
+    async def _send(self, plan: Plan, served: Served, monitor: Monitor, watch: Progress | None) -> None:
         """Sends the load and leaves the records, watched from beside."""
         if self.config.server_metrics:
             target = msgspec.structs.asdict(served.target)
             source = MetricsSource(**target, series=dict(self.backend.server_metrics))
             gpu_indices = await asyncio.to_thread(served.gpu_indices, self.config)
-            await monitor.begin(self.directory, self.run_id, source, gpu_indices)
+            monitor.begin(self.directory, self.run_id, source, gpu_indices, expected(plan.job.load))
         else:
-            await monitor.begin(self.directory, self.run_id)
-        send, watched = self._sender(plan, served), _both(progress, monitor)
+            monitor.begin(self.directory, self.run_id, expected=expected(plan.job.load))
+        send, watched = self._sender(plan, served), self._watched(monitor, served, watch)
         try:
             await send(plan, self.directory, watched, monitor.sample, self.stop)
             if served.fleet is not None or worker_count(self.config, plan) > 1:
@@ -294,9 +314,27 @@ class Run:
             raise rundir.RunError(_not_kept(self.directory, error)) from None
         finally:
             self.stop.on_signal()
-        await monitor.end()  # a server that loadgen started may take long to end: the run is over now
+            # The run is over now, and whatever is written next stands below no live view. What the report needs is
+            # imported while the sidecar takes its last sample.
+            await asyncio.gather(monitor.end(), asyncio.to_thread(import_module, "loadgen.report.build"))
         if monitor.trouble:
             self.say(f"note: {monitor.trouble}")
+
+    def _watched(self, monitor: Monitor, served: Served, watch: Progress | None) -> Progress:
+        """Shows a person how the run goes, and tells the sidecar what only the clients know."""
+        line, remote = ProgressLine(), served.fleet is not None
+
+        def watched(clients: list[Snapshot]) -> None:
+            if watch is not None:
+                watch(clients)
+            if clients:  # else no worker has reported anything yet
+                drawn = monitor.draws
+                line(clients, drawn)
+                live = together(clients, remote)
+                live.stopping, live.drawn = self.stop.number is not None, drawn
+                monitor.progress(live)
+
+        return watched
 
     def _join(self) -> None:
         """Joins the workers' records. Where that cannot be written the parts stay, and a report is made of them."""
@@ -307,11 +345,13 @@ class Run:
 
     async def _inspect(self, server: ManagedServer, manifest: Manifest) -> None:
         """How the server took the load: its death goes into the manifest. One that failed requests gets time to die."""
+        from loadgen.server import managed
+
         failed = await asyncio.to_thread(_any_failed, self.directory)
-        ended = await server.ended(END_WAIT_S if failed else 0.0)
+        ended = await server.ended(managed.END_WAIT_S if failed else 0.0)
         if ended is not None:
             if ended.log:
-                self.say(quoted(ended.log))
+                self.say(managed.quoted(ended.log))
             self.say(str(ended))
             launch = msgspec.structs.replace(server.facts, ended=str(ended))
             rundir.write_manifest(self.directory, msgspec.structs.replace(manifest, launch=launch))
@@ -364,6 +404,8 @@ def stoppable(stop: Stop, when: str = "before the load began") -> Iterator[None]
 
 def dry_run(config: Config, directory: Path, run_id: str) -> str:
     """What a run would start and send first, as text; nothing is started and no file written. Raises as `Run` does."""
+    from loadgen.server.launch import plan_launch
+
     launch = plan_launch(config, directory, run_id)
     backend = launch.backend
     target = Target(f"http://127.0.0.1:{launch.start.port}")
@@ -382,23 +424,43 @@ def dry_run(config: Config, directory: Path, run_id: str) -> str:
 def backend_failed(error: Exception) -> int:
     """Says why, after the end of the server's log where there is one; the exit code. error: of BACKEND_ERRORS."""
     if isinstance(error, LaunchError) and error.log:
+        from loadgen.server.managed import quoted
+
         say(quoted(error.log))
     say_error("loadgen", error)
     return exit_codes.FAILED
 
 
-def _both(progress: Progress, monitor: Monitor) -> Progress:
-    """Progress for the person who watches, and for the sidecar what only the clients know."""
+def expected(load: Load) -> Expected:
+    """What the live view is to know of a load."""
+    due_ns = load.due_ns()
+    plain = load.trace is None and load.output_tokens.kind == "fixed"
+    return Expected(
+        duration_s=load.duration_s,
+        last_due_s=float(due_ns[-1]) / 1e9 if len(due_ns) else None,
+        reply_tokens=load.output_tokens.least if plain else None,
+    )
 
-    def both(clients: list[Snapshot]) -> None:
-        progress(clients)
-        if clients:  # else no worker has reported anything yet
-            plans = [client.planned for client in clients]
-            planned = None if None in plans else sum(plan or 0 for plan in plans)
-            in_flight, events = (sum(getattr(client, key) for client in clients) for key in ("in_flight", "events"))
-            monitor.progress(Live(planned, in_flight, events))
 
-    return both
+def together(clients: Sequence[Snapshot], remote: bool = False) -> Live:
+    """The snapshots of all client processes, at least one, as one. remote: their records are on other machines."""
+    plans = [client.planned for client in clients]
+
+    def total(name: str) -> int:
+        return sum(getattr(client, name) for client in clients)
+
+    return Live(
+        planned=None if None in plans else sum(plan or 0 for plan in plans),
+        in_flight=total("in_flight"),
+        events=total("events"),
+        events_in_flight=total("events_in_flight"),
+        done=total("done"),
+        failed=total("failed"),
+        elapsed_s=max(client.elapsed_s for client in clients),
+        cpu_ratio=max(client.cpu_ratio for client in clients),
+        loop_lag_ms=max(client.loop_lag_ms for client in clients),
+        latest_ttft_ms=[ttft for client in clients for ttft in client.ttft_ms] if remote else [],
+    )
 
 
 def _not_kept(directory: Path, error: rundir.WriteError) -> str:

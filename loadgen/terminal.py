@@ -1,5 +1,5 @@
 """How a program runs its command line, writes to standard error and ends, also when its standard streams are closed or
-its output is no longer read; and how wide its tables may be."""
+its output is no longer read; what may be drawn there, and how wide."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from backends.untrusted import printable
 from loadgen import exit_codes
 
+if TYPE_CHECKING:  # it takes 40 ms to load
+    from rich.text import Text
+
 MAX_ERROR_CHARS = 2000
 MIN_WIDTH, PLAIN_WIDTH = 80, 160
+UNBROKEN = 10_000  # columns: no line is broken here
 
 
 def say(text: str) -> None:
@@ -40,6 +44,51 @@ def say_error(program: str, error: object) -> None:
 def width(stream: TextIO) -> int:
     """Columns of a terminal; of anything else enough for every table."""
     return max(MIN_WIDTH, shutil.get_terminal_size().columns) if stream.isatty() else PLAIN_WIDTH
+
+
+def columns(stream: TextIO) -> int:
+    """Of a terminal, as it is now."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or MIN_WIDTH
+    except OSError:
+        return MIN_WIDTH
+
+
+def styled(lines: Sequence[Text]) -> list[str]:
+    """Lines for a terminal, with what TERM and NO_COLOR allow of their colours."""
+    import io
+
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), force_terminal=True, width=UNBROKEN, highlight=False)
+    with console.capture() as capture:
+        for line in lines:
+            console.print(line, no_wrap=True, overflow="ignore", crop=False)
+    return capture.get().split("\n")[:-1]
+
+
+def show(lines: Sequence[Text]) -> None:
+    """Writes lines to standard error, which is a terminal."""
+    say("\n".join(styled(lines)))
+
+
+def is_watched() -> bool:
+    """Whether a person sees standard error at once; otherwise it is a file or a program's."""
+    return sys.stderr.isatty()
+
+
+def draws(stream: TextIO) -> bool:
+    """Whether a stream is a terminal on which a picture can be kept up to date."""
+    dumb = os.environ.get("TERM", "") in ("", "dumb", "unknown")
+    return stream.isatty() and not dumb and stream.encoding.lower().replace("-", "") == "utf8"
+
+
+def in_foreground(fd: int) -> bool:
+    """Whether this program has the terminal; one that a shell runs in the background does not."""
+    try:
+        return os.tcgetpgrp(fd) == os.getpgrp()
+    except OSError:  # a terminal without a shell
+        return True
 
 
 def invoke(program: str, command: Callable[[], object], exit_code_of: Callable[[Exception], int | None]) -> int:

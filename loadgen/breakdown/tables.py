@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -159,7 +160,7 @@ def write(directory: Path, breakdown: Breakdown) -> None:
     bars = {"Table X": breakdown.kinds, "Table XI": breakdown.parts}
     if breakdown.paper is not None:
         bars |= {"the paper's X": breakdown.paper.kinds, "the paper's XI": breakdown.paper.parts}
-    figures.stacked(bars, escaped(_title(breakdown)), "ms of an average step", [directory / "breakdown.png"])
+    figures.stacked(bars, escaped(title(breakdown)), "ms of an average step", [directory / "breakdown.png"])
 
 
 def read(directory: Path) -> Breakdown:
@@ -186,50 +187,61 @@ def _page(breakdown: Breakdown, shown: Callable[[str], str]) -> str:
     """shown: how text that came from a server or a file may stand there."""
     return "\n".join(
         [
-            f"# {shown(_title(breakdown))}",
+            f"# {shown(title(breakdown))}",
             "",
-            *(f"- {shown(fact)}" for fact in _facts(breakdown)),
+            *(f"- {shown(fact)}" for fact in facts(breakdown)),
             "",
             "## What kind of work (the paper's Table X)",
             "",
-            *_table(_kind_rows(breakdown), breakdown),
+            *_table(kind_rows(breakdown), breakdown),
             "",
             "## Which part of the model (the paper's Table XI)",
             "",
-            *_table(_part_rows(breakdown), breakdown),
+            *_table(part_rows(breakdown), breakdown),
             *(["", *(f"- {shown(note)}" for note in breakdown.notes)] if breakdown.notes else []),
         ]
     )
 
 
-TableRow = tuple[str, float, float | None]  # name, milliseconds, and the paper's
+class Row(NamedTuple):
+    """A row of a table, in milliseconds: the breakdown's and the paper's. total: it is a sum of other rows."""
+
+    name: str
+    ms: float
+    paper_ms: float | None
+    total: bool = False
 
 
-def _kind_rows(breakdown: Breakdown) -> list[TableRow]:
+def kind_rows(breakdown: Breakdown) -> list[Row]:
     kinds, theirs = breakdown.kinds, breakdown.paper.kinds if breakdown.paper else {}
-    rows: list[TableRow] = []
+    rows: list[Row] = []
     for heading, names in (("Comp.", COMPUTING), ("Comm.", COMMUNICATION)):
         printed = sum(theirs.get(name, 0.0) for name in names) if theirs else None
-        rows.append((f"**{heading}**", sum(kinds.get(name, 0.0) for name in names), printed))
+        rows.append(Row(heading, sum(kinds.get(name, 0.0) for name in names), printed, total=True))
         rows += [
-            (f"{heading} {_HEADINGS.get(name, name)}", kinds.get(name, 0.0), theirs.get(name))
+            Row(f"{heading} {_HEADINGS.get(name, name)}", kinds.get(name, 0.0), theirs.get(name))
             for name in names
             if name != "Unrecognised" or kinds.get(name)
         ]
-    return [*rows, (f"**{_HEADINGS[IDLE]}**", kinds.get(IDLE, 0.0), theirs.get(IDLE))]
+    return [*rows, Row(_HEADINGS[IDLE], kinds.get(IDLE, 0.0), theirs.get(IDLE), total=True), _step_row(breakdown)]
 
 
-def _part_rows(breakdown: Breakdown) -> list[TableRow]:
+def part_rows(breakdown: Breakdown) -> list[Row]:
     parts, theirs = breakdown.parts, breakdown.paper.parts if breakdown.paper else {}
     layers = f"{breakdown.layers} x " if breakdown.layers else ""
-    return [
-        (f"{layers}{name}" if name in (ATTENTION, FFN) else name, parts.get(name, 0.0), theirs.get(name))
+    rows = [
+        Row(f"{layers}{name}" if name in (ATTENTION, FFN) else name, parts.get(name, 0.0), theirs.get(name))
         for name in PARTS
         if name != UNASSIGNED or parts.get(name)
     ]
+    return [*rows, _step_row(breakdown)]
 
 
-def _title(breakdown: Breakdown) -> str:
+def _step_row(breakdown: Breakdown) -> Row:
+    return Row("Step", breakdown.step_ms, breakdown.paper.step_ms if breakdown.paper else None, total=True)
+
+
+def title(breakdown: Breakdown) -> str:
     emulated = "emulated " if breakdown.emulated else ""
     return (
         f"A decode step of {emulated}{breakdown.backend}, {breakdown.model} on {breakdown.hardware}, "
@@ -237,7 +249,7 @@ def _title(breakdown: Breakdown) -> str:
     )
 
 
-def _facts(breakdown: Breakdown) -> list[str]:
+def facts(breakdown: Breakdown) -> list[str]:
     lines = []
     if breakdown.emulated:
         lines.append("emulated: nothing was measured; these are the terms of the cost model that the server runs on")
@@ -261,13 +273,14 @@ def _facts(breakdown: Breakdown) -> list[str]:
     return lines
 
 
-def _table(rows: list[TableRow], breakdown: Breakdown) -> list[str]:
+def _table(rows: list[Row], breakdown: Breakdown) -> list[str]:
     printed = breakdown.paper
     lines = ["| | ms | % |", "|---|--:|--:|"]
     if printed is not None:
         lines = ["| | ms | % | paper, ms | paper, % |", "|---|--:|--:|--:|--:|"]
-    for name, ms, theirs in [*rows, ("**Step**", breakdown.step_ms, printed.step_ms if printed else None)]:
-        line = f"| {name} | {ms:.3f} | {ms / breakdown.step_ms:.2%} |".replace("%", "")
+    for name, ms, theirs, total in rows:
+        shown = f"**{name}**" if total else name
+        line = f"| {shown} | {ms:.3f} | {ms / breakdown.step_ms:.2%} |".replace("%", "")
         if printed is not None:
             line += " - | - |" if theirs is None else f" {theirs:.2f} | {100 * theirs / printed.step_ms:.2f} |"
         lines.append(line)

@@ -69,15 +69,19 @@ def check_warm_up(clients: Sequence[WarmUp]) -> None:
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """Live counters of one process. `ttft_ms`: a sample of the latest."""
+    """Live counters of one process. `ttft_ms`: a sample of the latest. Since the snapshot before: `cpu_ratio` of a
+    core, and the largest `loop_lag_ms`."""
 
     planned: int | None
     done: int
     failed: int
     in_flight: int
     events: int
+    events_in_flight: int = 0  # of `events`, those of requests that are not over
     elapsed_s: float
     ttft_ms: list[float]
+    cpu_ratio: float = 0.0
+    loop_lag_ms: float = 0.0
 
 
 Progress = Callable[[list[Snapshot]], None]
@@ -434,14 +438,18 @@ class Client:
 
     def snapshot(self) -> Snapshot:
         in_flight_events = sum(len(exchange.times) for exchange in self.in_flight)
+        cpu_ratio, loop_lag_ms = self._health.since_last_look()
         return Snapshot(
             planned=self.planned,
             done=self.done,
             failed=self.failed,
             in_flight=len(self.in_flight),
             events=self.events + in_flight_events,
+            events_in_flight=in_flight_events,
             elapsed_s=max(0.0, (now_ns() - self._t0_ns) / 1e9),
             ttft_ms=list(self._recent_ttft_ms),
+            cpu_ratio=cpu_ratio,
+            loop_lag_ms=loop_lag_ms,
         )
 
 
@@ -513,10 +521,14 @@ async def run_here(
 class Health:
     """What the client knows of its own fitness: the loop's lag every 10 ms, CPU every second, memory at the end."""
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self) -> None:
         self._lag_ns = array("q")
+        self._looked = (now_ns(), time.process_time_ns(), 0)  # the last: of the lags, how many had been seen
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._busiest_ratio = 0.0
         self._began = self._second = (now_ns(), time.process_time_ns())
+        self._looked = (*self._began, 0)
         self._due_ns = now_ns() + TICK_NS
         self._alarm = Alarm(loop, self._tick)
         self._alarm.set(self._due_ns)
@@ -534,6 +546,12 @@ class Health:
         cpu = time.process_time_ns()
         self._busiest_ratio = max(self._busiest_ratio, (cpu - self._second[1]) / max(1, now - self._second[0]))
         self._second = (now, cpu)
+
+    def since_last_look(self) -> tuple[float, float]:
+        """CPU as a part of a core and the largest lag in ms, since this was asked before."""
+        then_ns, then_cpu_ns, seen = self._looked
+        self._looked = now, cpu, _ = (now_ns(), time.process_time_ns(), len(self._lag_ns))
+        return (cpu - then_cpu_ns) / max(1, now - then_ns), max(self._lag_ns[seen:], default=0) / 1e6
 
     def stop(self, client: Client, state: str) -> ClientFacts:
         self._alarm.close()

@@ -51,6 +51,7 @@ class Turns:
         self.first = np.concatenate([[0], np.cumsum(counts)])
         self.total = int(self.first[-1])
         self._think_time_ms = think_time_ms
+        think_time_ms.at(0)  # the first of a law imports scipy for most of a second: now, not during the load
         self._first: list[int] = self.first.tolist()  # looked up one by one while the clock runs
 
     def begin(self, session: int) -> int:

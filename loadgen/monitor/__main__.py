@@ -34,6 +34,7 @@ async def _work() -> bool:
     """Until standard input ends. Whether the snapshots are up to date."""
     sampler: Sampler | None = None
     snapshots: Snapshots | None = None
+    ordered = False  # whether the end was; else the run was killed, and a shell may have written below the view
     stdin = await _standard_input()
     while (line := await stdin.readline()).endswith(b"\n"):
         try:
@@ -43,24 +44,33 @@ async def _work() -> bool:
             continue
         match order:
             case Prepare():
-                import httpx  # noqa: F401  whoever started us is busy with something else until the run begins
-                import prometheus_client.parser  # noqa: F401
+                _prepare(order)
             case Begin():
-                snapshots = Snapshots(Path(order.directory), order.metrics_port)
+                snapshots = Snapshots(Path(order.directory), order.metrics_port, order.view)
                 if order.samples:
                     sampler = Sampler(order, snapshots.keep)
                     _send(Begun(await sampler.begin()))
             case Live():
                 if snapshots is not None:
-                    snapshots.live = order
+                    snapshots.take(order)
             case TakeSample():
                 if sampler is not None:
                     await sampler.take()
                 _send(SampleTaken(order.number))
             case End():
+                ordered = True
                 if sampler is not None:
                     await sampler.end()
-    return snapshots is None or snapshots.end()
+    return snapshots is None or snapshots.end(erase=ordered)
+
+
+def _prepare(order: Prepare) -> None:
+    """Whoever started us is busy with something else until the run begins."""
+    if order.sample:
+        import httpx  # noqa: F401
+        import prometheus_client.parser  # noqa: F401
+    if order.draw:
+        import loadgen.monitor.view  # noqa: F401
 
 
 def _send(reply: Reply) -> None:

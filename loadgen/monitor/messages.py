@@ -21,7 +21,27 @@ class MetricsSource(Target, frozen=True, kw_only=True):
 
 
 class Prepare(msgspec.Struct, tag=True):
-    """Import now what sampling a server needs: half a second of CPU that the run does not wait for later."""
+    """Import now what sampling a server needs, and what drawing the view does: half a second of CPU that the run does
+    not wait for later."""
+
+    sample: bool = False
+    draw: bool = False
+
+
+class Expected(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a load before it begins. duration_s: until when a closed loop sends. last_due_s: when the last
+    request is due, or the last session begins. reply_tokens: of each reply, where all are asked for as many."""
+
+    duration_s: float | None = None
+    last_due_s: float | None = None
+    reply_tokens: int | None = None
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """Draw the live view. fd: of the terminal, as the process inherits it."""
+
+    fd: int
+    expected: Expected
 
 
 class Begin(msgspec.Struct, tag=True, kw_only=True):
@@ -33,6 +53,7 @@ class Begin(msgspec.Struct, tag=True, kw_only=True):
     gpus: list[int] = []
     period_s: float = PERIOD_S
     metrics_port: int | None = None
+    view: View | None = None
 
     @property
     def samples(self) -> bool:
@@ -40,11 +61,22 @@ class Begin(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Live(msgspec.Struct, tag=True):
-    """The clients' own counters, added up over all client processes."""
+    """The clients' own counters, added up over all client processes; of CPU and lag the worst process'. drawn: whether
+    the view may be drawn now, which a program in the background may not. latest_ttft_ms: a sample of the latest, where
+    the records are on other machines."""
 
     planned: int | None
     in_flight: int
     events: int = 0  # also of requests in flight
+    events_in_flight: int = 0
+    done: int = 0
+    failed: int = 0
+    elapsed_s: float = 0.0
+    cpu_ratio: float = 0.0
+    loop_lag_ms: float = 0.0
+    latest_ttft_ms: list[float] = []
+    stopping: bool = False
+    drawn: bool = False
 
 
 class TakeSample(msgspec.Struct, tag=True):

@@ -7,6 +7,8 @@ Times are the machine's monotonic clock in nanoseconds, so samples lie beside th
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,6 +22,7 @@ from backends.untrusted import UNDECODABLE
 
 SCHEMA = "loadgen.server/1"
 FILE = "server.jsonl"
+MOST_BYTES = 1 << 30  # of a packed one: a year of samples, or a file that was made to fill the memory
 
 
 class Header(msgspec.Struct, kw_only=True):
@@ -109,11 +112,13 @@ def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | 
     good one after the end. Only energy is corrected for time outside the run. None when nothing was sampled.
     """
     try:
-        lines = (directory / FILE).read_bytes().splitlines(keepends=True)
+        lines = _lines(directory)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        return ServerView(server=ServerStats(problem=f"{FILE} cannot be read: {error.strerror or error}"))
+    except (OSError, EOFError, zlib.error) as error:
+        return ServerView(
+            server=ServerStats(problem=f"{FILE} cannot be read: {getattr(error, 'strerror', None) or error}")
+        )
     header, samples, problem = _decode(lines, run_id)
     if header is None:
         return ServerView(server=ServerStats(problem=problem))
@@ -136,10 +141,19 @@ def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | 
 def samples(directory: Path, run_id: str) -> list[ServerSample]:
     """The good samples of that run in `server.jsonl`, as far as they can be read; none without it."""
     try:
-        lines = (directory / FILE).read_bytes().splitlines(keepends=True)
-    except OSError:
+        lines = _lines(directory)
+    except (OSError, EOFError, zlib.error):
         return []
     return [sample for sample in _decode(lines, run_id)[1] if sample.good]
+
+
+def _lines(directory: Path) -> list[bytes]:
+    """Of the file, or of the one that was packed with gzip, as records may be. Raises OSError, EOFError, zlib.error."""
+    plain = directory / FILE
+    if plain.exists() or not (packed := plain.with_name(f"{FILE}.gz")).exists():
+        return plain.read_bytes().splitlines(keepends=True)
+    with gzip.open(packed) as file:
+        return file.read(MOST_BYTES).splitlines(keepends=True)
 
 
 def _decode(lines: Sequence[bytes], run_id: str) -> tuple[Header | None, list[ServerSample], str | None]:

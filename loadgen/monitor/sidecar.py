@@ -24,6 +24,7 @@ from loadgen.monitor.messages import (
     Begin,
     Begun,
     End,
+    Expected,
     Live,
     MetricsSource,
     Order,
@@ -31,8 +32,10 @@ from loadgen.monitor.messages import (
     Reply,
     SampleTaken,
     TakeSample,
+    View,
 )
 from loadgen.monitor.server_view import FILE, Header
+from loadgen.terminal import draws, in_foreground, say
 
 START_TIMEOUT_S = 10.0
 SAMPLE_TIMEOUT_S = 2.0  # for a sample that has begun and the one that is wanted
@@ -47,23 +50,28 @@ async def sidecar(metrics_port: int | None = None, sample_server: bool = False) 
         from loadgen.monitor.exporter import HOST, Exporter, serve
 
         serve(Exporter(Path()), HOST, metrics_port).server_close()
-    monitor = Monitor(metrics_port)
+    terminal = os.dup(sys.stderr.fileno()) if draws(sys.stderr) else None
+    monitor = Monitor(metrics_port, terminal)
     await monitor.start()
-    if sample_server:
-        monitor.send(Prepare())
+    if sample_server or terminal is not None:
+        monitor.send(Prepare(sample=sample_server, draw=terminal is not None))
     try:
         yield monitor
     finally:
         await monitor.end()
+        if terminal is not None:
+            os.close(terminal)
 
 
 class Monitor:
-    """The sidecar's process, as its run handles it."""
+    """The sidecar's process, as its run handles it. terminal: the file descriptor of one to draw the live view on."""
 
-    def __init__(self, metrics_port: int | None) -> None:
-        self._metrics_port = metrics_port
+    def __init__(self, metrics_port: int | None, terminal: int | None = None) -> None:
+        self._metrics_port, self._terminal = metrics_port, terminal
+        self._view: View | None = None  # what is drawn, from `begin` on
         self._process: Process | None = None
         self._start_problem: str | None = None
+        self._unready: Begin | None = None  # what was begun, until its first sample is there
         self._sampling = False
         self._samples_wanted = 0
 
@@ -72,34 +80,48 @@ class Monitor:
         env = os.environ | child_env.environment(os.environ)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *argv, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, env=env
-            )
+                *argv, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, env=env,
+                pass_fds=() if self._terminal is None else (self._terminal,),
+            )  # fmt: skip
         except OSError as error:
             self._start_problem = f"the sampling process was not started: {error.strerror or error}"
 
-    async def begin(
-        self, directory: Path, run_id: str, source: MetricsSource | None = None, gpus: Sequence[int] = ()
+    def begin(
+        self,
+        directory: Path,
+        run_id: str,
+        source: MetricsSource | None = None,
+        gpus: Sequence[int] = (),
+        expected: Expected | None = None,
     ) -> None:
-        """Watches a run directory from now on; its manifest is there. Where there is something to sample, the first
-        sample is there when this returns. Without series and GPUs there is nothing, and no `server.jsonl`."""
+        """Watches a run directory from now on; its manifest is there. Waits for nothing: `sample` does. Without series
+        and GPUs there is nothing to sample, and no `server.jsonl`. expected: draws the view, where there is a terminal
+        for it."""
+        if self._terminal is not None and expected is not None:
+            self._view = View(fd=self._terminal, expected=expected)
         begin = Begin(
             directory=str(directory.absolute()),
             run_id=run_id,
             source=source,
             gpus=list(gpus),
             metrics_port=self._metrics_port,
+            view=self._view,
         )
         self.send(begin)
-        if not begin.samples:
-            return
+        self._unready = begin if begin.samples else None
+
+    async def _ready(self, begin: Begin) -> None:
+        """Waits for the first sample, or leaves a header that says why there will be none."""
         problem = self._start_problem or await self._sampling_problem()
         self._sampling = problem is None
         if problem is not None:
             if self._process is not None and self._process.returncode is not None:  # of a GPU library that crashed
                 await self.start()
                 self.send(msgspec.structs.replace(begin, source=None, gpus=[]))
-            header = Header(run_id=run_id, series=list(source.series) if source else [], gpus=[], error=problem)
-            with contextlib.suppress(OSError), (directory / FILE).open("xb") as file:  # what it did write stays
+            series = list(begin.source.series) if begin.source else []
+            header = Header(run_id=begin.run_id, series=series, gpus=[], error=problem)
+            path = Path(begin.directory) / FILE
+            with contextlib.suppress(OSError), path.open("xb") as file:  # what it did write stays
                 file.write(msgspec.json.encode(header) + b"\n")
 
     async def _sampling_problem(self) -> str | None:
@@ -115,12 +137,21 @@ class Monitor:
         code = None if self._process is None else self._process.returncode
         return f"the sampling process ended with exit code {code} before it was ready"
 
+    @property
+    def draws(self) -> bool:
+        """Whether somebody sees the view now."""
+        alive = self._process is not None and self._process.returncode is None
+        return self._view is not None and alive and in_foreground(self._view.fd)
+
     def progress(self, live: Live) -> None:
         self.send(live)
 
     async def sample(self) -> None:
-        """Has one more sample taken now: between warm-up and load, it separates what the server and the GPUs counted
-        before the load from what they counted during it."""
+        """Has a sample taken now, after the first one: between warm-up and load, it separates what the server and the
+        GPUs counted before the load from what they counted during it."""
+        if self._unready is not None:
+            begin, self._unready = self._unready, None
+            await self._ready(begin)
         if not self._sampling:
             return
         self._samples_wanted += 1
@@ -154,6 +185,8 @@ class Monitor:
         self.send(End())
         process.stdin.close()
         await child_env.ended(process, STOP_TIMEOUT_S)
+        if self._view is not None and process.returncode != 0:  # it may have been killed within an escape sequence
+            say("\x1b[0m")
 
     def send(self, order: Order) -> None:
         if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():

@@ -12,25 +12,29 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from backends.untrusted import UNDECODABLE
-from loadgen.monitor.messages import PERIOD_S, Live
+from loadgen.monitor.messages import PERIOD_S, Live, View
 from loadgen.monitor.server_view import ServerSample
 from loadgen.monitor.tail import Tail
 from loadgen.monitor.totals import Record, Totals
 from loadgen.rundir import Family, Manifest, MetricSample, RunError, Snapshot, parts, read_manifest, write_snapshot
 from loadgen.rundir.parts import OF_THE_RUN, Part
 
+if TYPE_CHECKING:  # it loads rich, which a run without a view does without
+    from loadgen.monitor.view import Drawing, Recent
+
 
 class Recorder:
     """Follows one run's directory."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._directory, self._manifest = directory, manifest
-        self._totals = Totals()
+    def __init__(self, directory: Path, manifest: Manifest, recent: Recent | None = None) -> None:
+        """recent: is given the records, too."""
+        self._directory, self._manifest, self._recent = directory, manifest, recent
+        self.totals = Totals()
         self._tails: dict[Part, Tail | None] = {}  # None: read to its end
         self._decode = msgspec.json.Decoder(Record).decode
         self.live: Live | None = None
@@ -42,20 +46,21 @@ class Recorder:
         writers = {part.worker for part in self._tails}
         if over and OF_THE_RUN not in writers and len(writers) < clients:
             # A file came and was joined with the others between two looks: from the beginning, which is not long ago.
-            self._totals, self._tails = Totals(), {}
-        self._follow_records()
+            self.totals, self._tails = Totals(), {}
+        self.follow()
         state: Literal["running", "finished", "stopped"] = "running"
         if over:
-            ended = self._totals.clients
+            ended = self.totals.clients
             state = "finished" if set(ended) == {"complete"} and len(ended) >= clients else "stopped"
-        families = [*self._totals.families(), *self._live_families(over), *self._server_families()]
+        families = [*self.totals.families(), *self._live_families(over), *self._server_families()]
         snapshot = Snapshot(
             run_id=self._manifest.run_id, program="loadgen", state=state, labels=labels(self._manifest),
             families=families,
         )  # fmt: skip
         write_snapshot(self._directory, snapshot)
 
-    def _follow_records(self) -> None:
+    def follow(self) -> None:
+        """Adds up the records that are new."""
         found = [part for part in parts.find(self._directory) if not part.packed]
         followed = [part for part in found if part.worker != OF_THE_RUN]
         if not any(part.worker != OF_THE_RUN for part in self._tails) and len(followed) < len(found):
@@ -68,7 +73,10 @@ class Recorder:
                 continue
             for line in tail.lines():
                 with contextlib.suppress(*UNDECODABLE):
-                    self._totals.add(self._decode(line))
+                    record = self._decode(line)
+                    self.totals.add(record)
+                    if self._recent is not None:
+                        self._recent.add(record)
             if (part.worker, part.number) in full:  # before these lines were read
                 tail.close()
                 self._tails[part] = None
@@ -126,25 +134,33 @@ def labels(manifest: Manifest) -> dict[str, str]:
 
 
 class Snapshots:
-    """Writes them, and serves them where a port is given, in threads of their own until `end`."""
+    """Writes them, serves them where a port is given, and draws the view where there is one, in threads of their own
+    until `end`."""
 
-    def __init__(self, directory: Path, metrics_port: int | None = None) -> None:
-        self.live: Live | None = None
+    def __init__(self, directory: Path, metrics_port: int | None = None, view: View | None = None) -> None:
+        self._live: Live | None = None
         self._sample: ServerSample | None = None
-        self._directory, self._metrics_port = directory, metrics_port
-        self._over = threading.Event()
+        self._directory, self._metrics_port, self._view = directory, metrics_port, view
+        self._woken, self._over, self._erase = threading.Event(), False, False
         self._up_to_date = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def take(self, live: Live) -> None:
+        """The clients' counters as they are now."""
+        self._live = live
+        if live.drawn:
+            self._woken.set()
 
     def keep(self, sample: ServerSample) -> None:
         """The last sample that shows anything is in the snapshots."""
         if sample.metrics or sample.gpus:
             self._sample = sample
 
-    def end(self) -> bool:
-        """Waits for the last one; whether it was written."""
-        self._over.set()
+    def end(self, erase: bool = False) -> bool:
+        """Waits for the last one; whether it was written. erase: the view goes, since nobody wrote below it."""
+        self._over, self._erase = True, erase
+        self._woken.set()
         self._thread.join()
         return self._up_to_date
 
@@ -156,15 +172,34 @@ class Snapshots:
 
             with contextlib.suppress(RunError):  # somebody took the port meanwhile
                 in_background(self._directory, self._metrics_port)
-        recorder = Recorder(self._directory, read_manifest(self._directory))
-        due = time.monotonic()
-        while not self._over.wait(max(0.0, due - time.monotonic())):
-            due = max(due + PERIOD_S, time.monotonic())
-            self._write(recorder)
+        manifest = read_manifest(self._directory)
+        if self._view is None:
+            self._write_until_over(Recorder(self._directory, manifest))
+            return
+        from loadgen.monitor.view import Drawing
+
+        drawing = Drawing(self._view, manifest)
+        self._write_until_over(Recorder(self._directory, manifest, drawing.recent), drawing)
+
+    def _write_until_over(self, recorder: Recorder, drawing: Drawing | None = None) -> None:
+        """A snapshot every PERIOD_S, and a picture for each message of the clients that is to be drawn."""
+        due, drawn = time.monotonic(), None
+        while not self._over:
+            if drawing is not None and (live := self._live) is not None and live.drawn and live is not drawn:
+                recorder.follow()
+                drawing.show(live, recorder.totals, self._sample)
+                drawn = live
+            if time.monotonic() >= due:
+                due = max(due + PERIOD_S, time.monotonic())
+                self._write(recorder)
+            self._woken.wait(max(0.0, due - time.monotonic()))
+            self._woken.clear()
+        if drawing is not None:
+            drawing.end(self._erase)
         self._write(recorder, over=True)
         self._up_to_date = True
 
     def _write(self, recorder: Recorder, over: bool = False) -> None:
-        recorder.live, recorder.sample = self.live, self._sample
+        recorder.live, recorder.sample = self._live, self._sample
         with contextlib.suppress(OSError):  # a full disk: the next one may have room
             recorder.write(over)

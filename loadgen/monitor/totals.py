@@ -66,6 +66,7 @@ class Totals:
 
     def __init__(self) -> None:
         self.outcomes = dict.fromkeys(OUTCOMES, 0)
+        self._replies_ns = 0
         self.prompt_tokens = self.output_tokens = self.events = 0
         self.clients: list[object] = []  # how each that is done ended
         self._first_sent_ns = self._last_done_ns = -1
@@ -87,9 +88,26 @@ class Totals:
         self.prompt_tokens += record.prompt_tokens or 0
         self.output_tokens += record.output_tokens or 0
         self.events += record.events
+        if record.sent_ns is not None and record.done_ns is not None:
+            self._replies_ns += record.done_ns - record.sent_ns
         for name, value in _seconds(record):
             self._latencies[name].add(value, record.id)
         self._gaps_us.add_all(record.itl_us)
+
+    @property
+    def tokens_per_event(self) -> float:
+        """Of the requests that ended ok; 1 before."""
+        return self.output_tokens / self.events if self.events and self.output_tokens else 1.0
+
+    @property
+    def events_per_reply(self) -> float | None:
+        """In the mean, of the requests that ended ok."""
+        return self.events / self.outcomes["ok"] if self.outcomes["ok"] else None
+
+    @property
+    def reply_s(self) -> float | None:
+        """How long a request took, in the mean, of those that ended ok."""
+        return self._replies_ns / 1e9 / self.outcomes["ok"] if self.outcomes["ok"] else None
 
     def families(self) -> Iterator[Family]:
         yield Family(

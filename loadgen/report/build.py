@@ -1,5 +1,5 @@
-"""From a run directory to its report: numbers (report.json), text (report.md) and the figures: the latencies' CDF, the
-run over time, and ttft by prompt length where lengths differ.
+"""From a run directory to its report: numbers (report.json), text (report.md), the page (report.html) and the figures:
+the latencies' CDF, the run over time, and ttft by prompt length where lengths differ.
 
 `build` is pure; the same records and manifest always give the same report. The word `emulated` must stand in every
 output of an emulated run.
@@ -7,9 +7,11 @@ output of an emulated run.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +24,12 @@ from loadgen import rundir
 from loadgen.config import Config, ConfigError
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
+from loadgen.page import html
 from loadgen.report import findings, metrics, schema, sessions, sharing, slices, stalls
 from loadgen.report.finding import share
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
+from loadgen.report.pages import parts, run, runs
+from loadgen.report.pages.charts import Samples, Shown
 from loadgen.report.schema import SCHEMA, Numbers, Report
 from loadgen.report.text import markdown, name_of
 from loadgen.rundir import Manifest, records
@@ -34,7 +39,6 @@ from loadgen.rundir.records import ClientFacts, Table
 if TYPE_CHECKING:
     from loadgen.report.figures import Curves
 
-RATES = ("constant", "poisson", "gamma", "ramp", "steps")  # arrivals that have one, in the mean
 MAX_ERRORS = 5  # distinct messages that a report lists
 MAX_ERROR_CHARACTERS = 300
 MEASURED, PREDICTED = "measured, ", "predicted, "  # what the label of a curve begins with
@@ -151,7 +155,7 @@ def _worst(facts: Sequence[ClientFacts], name: str) -> float | None:
 
 def _offered(manifest: Manifest, due_ns: NDArray[np.int64]) -> float | None:
     """The mean rate of what was due then (n,), requests or sessions, as it was drawn; None without a rate."""
-    if manifest.arrival.partition(":")[0] not in RATES or len(due_ns) < 2:
+    if manifest.arrival.partition(":")[0] not in metrics.RATES or len(due_ns) < 2:
         return None
     return _per_s(len(due_ns) - 1, float(due_ns.max() - due_ns.min()) / 1e9 or None)  # at 1e9/s all may be due at once
 
@@ -260,30 +264,45 @@ def to_json(report: Report) -> str:
 
 
 def write(directory: Path, report: Report, table: Table) -> None:
-    """Writes report.json, report.md, cdf.png, cdf.svg and timeline.png, and ttft_by_prompt.png where the lengths of
-    prompts differ, replacing earlier ones. Raises ReportError."""
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    """Writes report.json, report.md, report.html, cdf.png, cdf.svg and timeline.png, and ttft_by_prompt.png where the
+    lengths of prompts differ, replacing earlier ones. Raises ReportError, or RunError where the manifest is lost."""
+    gc.disable()  # modules and figures are thousands of objects, and each search for cycles looks at the run's as well
     try:
-        rundir.replace(directory / "report.json", text + b"\n")
-        rundir.replace(directory / "report.md", markdown(report).encode())
+        samples = write_numbers(directory, report, table)
         from loadgen.report import figures, timeline  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
 
         title = escaped(f"{name_of(report)}, {report.arrival}, {report.requests.ok} requests{_lost(report)}")
         figures.draw([_curves(report, table)], title, [directory / "cdf.png", directory / "cdf.svg"])
         measured = table.measured()
-        timeline.draw(report, measured, _sampled(directory, report.run_id), title, directory / "timeline.png")
+        sampled = [(at_s, sample.metrics) for at_s, sample in samples]
+        timeline.draw(report, measured, sampled, title, directory / "timeline.png")
         prompts = slices.prompts(measured, CONVENTIONS[report.convention])
         if prompts is not None:
-            timeline.draw_prompts(report, *prompts, title, directory / "ttft_by_prompt.png")
+            timeline.draw_prompts(report, prompts, title, directory / "ttft_by_prompt.png")
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
+    finally:
+        gc.enable()
 
 
-def _sampled(directory: Path, run_id: str) -> list[tuple[float, Mapping[str, float]]]:
-    """What the server showed of itself, and at what second of the run; nothing where it was not sampled."""
-    samples = server_view.samples(directory, run_id)
+def write_numbers(directory: Path, report: Report, table: Table) -> Samples:
+    """Writes what needs no drawing: report.json, report.md and the page, report.html. Gives back what the server showed
+    of itself. Raises OSError and RunError."""
+    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    rundir.replace(directory / "report.json", text + b"\n")
+    rundir.replace(directory / "report.md", markdown(report).encode())
+    shown = _shown(directory, report, table)
+    rundir.replace(directory / run.FILE, html.render(run.page(shown)).encode())
+    return shown.samples
+
+
+def _shown(directory: Path, report: Report, table: Table, place: int = 0, name: str = "") -> Shown:
+    """A run as pages show it. place: among the runs of its page."""
+    manifest = rundir.read_manifest(directory)
+    samples = server_view.samples(directory, report.run_id)
     t0_ns = records.read_header(directory).t0_monotonic_ns if samples else 0
-    return [((sample.at_ns - t0_ns) / 1e9, sample.metrics) for sample in samples]
+    at_s = [((sample.at_ns - t0_ns) / 1e9, sample) for sample in samples]
+    return Shown(name or name_of(report), report, manifest, table.measured(), at_s, place)
 
 
 def overlay(directories: Sequence[Path], out_path: Path, convention: str = "loadgen") -> list[Report]:
@@ -308,6 +327,37 @@ def overlay(directories: Sequence[Path], out_path: Path, convention: str = "load
     except OSError as error:
         raise ReportError(f"cannot write {out_path}: {error.strerror or error}.") from None
     return reports
+
+
+def overlay_page(directories: Sequence[Path], out_path: Path, convention: str = "loadgen") -> list[Report]:
+    """Writes one page of several runs, with a curve for each, into `out_path` (.html); gives their reports back.
+
+    Raises ReportError, RunError or RecordsError.
+    """
+    if out_path.suffix != ".html":
+        raise ReportError(f"{out_path} must end in .html.")
+    shown = [
+        _shown(directory, *from_directory(directory, convention=convention), place, name)
+        for place, (directory, name) in enumerate(zip(directories, _names(directories), strict=True))
+    ]
+    if len({each.origin for each in shown}) > 1:
+        shown = [replace(each, name=f"{each.name} ({each.origin or 'measured'})") for each in shown]
+    hrefs = [parts.href(directory / run.FILE, out_path.parent) for directory in directories]
+    try:
+        rundir.replace(out_path, html.render(runs.page(shown, hrefs)).encode())
+    except OSError as error:
+        raise ReportError(f"cannot write {out_path}: {error.strerror or error}.") from None
+    return [each.report for each in shown]
+
+
+def _names(directories: Sequence[Path]) -> list[str]:
+    """A name for each that no other has: the end of its path, as long as it takes."""
+    paths = [directory.resolve().parts for directory in directories]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{number} {directory}" for number, directory in enumerate(directories, 1)]  # one of them twice
 
 
 def _origin(report: Report) -> str:

@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -33,8 +34,10 @@ from loadgen.report import build as reports
 from loadgen.report import metrics, repeats
 from loadgen.report.contrast import CONFIDENCE, Bounds, Contrast, contrast, of_runs, widened
 from loadgen.report.limits import Check, Limit, Measure, judge
-from loadgen.report.metrics import CONVENTIONS, METRICS
-from loadgen.report.repeats import GOODPUT, RunVerdict
+from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS
+from loadgen.report.pages import intervals, parts
+from loadgen.report.pages.intervals import LATENCY, PARTS
+from loadgen.report.repeats import RunVerdict
 from loadgen.report.schema import Report
 from loadgen.report.text import EMULATED, number
 from loadgen.rundir import Manifest
@@ -44,12 +47,10 @@ SCHEMA = "loadgen.compare/1"
 SEED = 20231107  # fixed: the same two runs always give the same intervals
 RESAMPLES = 2000
 QUANTILES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}
-PARTS, LEAST_IN_PART = 10, 5  # of a run, for batch means; requests that ended ok
 GRID = 51  # candidate values at which a resample's share of gaps is counted
 GRID_REACH = 5.0  # of the standard error that the quantile would have if every request had one single gap
 MAX_UNITS = 4096  # of neighbouring requests, drawn together: the standard error is known to 1 / sqrt(2 * 4096) = 1 %
 BLOCK = 1_000_000  # weights held at once
-LATENCY = "latency"  # of what each request gave, the last column
 
 NOTES = (
     "An interval covers the chance in which requests were measured, not the noise from run to run, which is often "
@@ -279,8 +280,8 @@ def build(
         throughput={
             name: widened(
                 _contrast(rate, rates_b[name], (drawn_a["rate", name], drawn_b["rate", name])),
-                parts_a.get(("rate", name), ()),
-                parts_b.get(("rate", name), ()),
+                _sized(parts_a.get(("rate", name), ()), rate),
+                _sized(parts_b.get(("rate", name), ()), rates_b[name]),
             )
             for name, rate in rates_a.items()
         },
@@ -314,13 +315,13 @@ def _bootstrap(
         for quantile, thousandths in QUANTILES.items():
             drawn[name, quantile] = quantile_resamples(values, thousandths, rng)
     grids = {quantile: _grid(measured, thousandths) for quantile, thousandths in QUANTILES.items()}
-    work = _work(measured, slos or {})
+    work = intervals.work(measured, slos or {})
     tables = [_means(measured, columns), _units(np.column_stack(list(work.values()))), *(c for _, c in grids.values())]
     means, worked, *shares = _weighted_sums(tables, rng)
     with np.errstate(invalid="ignore", divide="ignore"):
         for at, name in enumerate((*columns, "itl_ms")):
             drawn[name, "mean"] = means[:, 2 * at] / means[:, 2 * at + 1]
-        moved = 1 + _rate_noise(measured, arrival) * rng.standard_normal(RESAMPLES)
+        moved = 1 + intervals.rate_noise(measured, arrival) * rng.standard_normal(RESAMPLES)
         for at, (name, rate) in enumerate(_rates(measured, slos or {}).items()):
             done, latency = work[name].sum(), work[LATENCY].sum()
             as_measured = np.nan if rate is None else rate * latency / done
@@ -361,50 +362,26 @@ def _means(measured: Table, columns: Mapping[str, Array]) -> Array:
     return _units(np.column_stack([*parts, np.where(gaps > 0, elapsed_us / 1000, 0.0), gaps]).astype(np.float64))
 
 
-def _work(measured: Table, slos: Mapping[str, float]) -> dict[str, Array]:
-    """What each ok request gave to each rate (n,), by the names of `_rates`, and last its latency in ms."""
-    ok = measured.ok
-    prompt, output = (np.maximum(tokens[ok], 0) for tokens in (measured.prompt_tokens, measured.output_tokens))
-    gave: dict[str, NDArray[Any]] = {
-        "requests_per_s": np.ones(len(output)), "output_tokens_per_s": output, "total_tokens_per_s": prompt + output,
-    }  # fmt: skip
-    if slos:
-        gave[GOODPUT] = metrics.good(measured, slos, _RULES)[ok]
-    gave[LATENCY] = metrics.between_ms(measured, "sent_ns", "done_ns")[ok]
-    return {name: values.astype(np.float64) for name, values in gave.items()}
-
-
 def _by_part(measured: Table, slos: Mapping[str, float]) -> dict[tuple[str, str], list[float]]:
     """Each statistic in `PARTS` parts of the requests that ended ok, by when they were sent, by the keys of
     `_bootstrap`; of a rate in proportion to it. Left out where a part does not define it, or parts are too small."""
-    ok = np.flatnonzero(measured.ok)
     found: dict[tuple[str, str], list[float]] = {}
-    if len(ok) < PARTS * LEAST_IN_PART:
-        return found
-    for rows in np.array_split(ok[np.argsort(measured.sent_ns[ok], kind="stable")], PARTS):
-        part = measured.select(np.isin(np.arange(len(measured)), rows))
+    for part in intervals.parts(measured):
         for name in METRICS:
             summary = metrics.summary(metrics.sample(part, name, _RULES), _RULES.percentile)
             for statistic in repeats.STATISTICS:
                 if (value := getattr(summary, statistic)) is not None:
                     found.setdefault((name, statistic), []).append(value)
-        work = _work(part, slos)
+        work = intervals.work(part, slos)
         for name in work:
             found.setdefault(("rate", name), []).append(float(work[name].sum() / work[LATENCY].sum()))
     return {key: values for key, values in found.items() if len(values) == PARTS}
 
 
-def _rate_noise(measured: Table, arrival: str) -> float:
-    """Standard deviation of a rate, as a ratio to it, by the run's end and by arrivals that were drawn."""
-    seconds, latency_ms = metrics.duration_s(measured, _RULES), _work(measured, {})[LATENCY]
-    if seconds is None or len(latency_ms) < 2:
-        return 0.0
-    sent_ns, due_ns = measured.sent_ns[measured.ok], np.sort(measured.scheduled_ns)
-    is_burst = (sent_ns.max() - sent_ns.min()) / 1e6 < latency_ms.mean()
-    by_end = 0.0 if is_burst else float(latency_ms.std(ddof=1)) / 2000 / seconds
-    gaps = np.diff(due_ns) if arrival.partition(":")[0] in reports.RATES else np.empty(0)
-    by_arrivals = float(gaps.std() / gaps.mean()) / math.sqrt(len(gaps)) if len(gaps) and gaps.any() else 0.0
-    return math.hypot(by_end, by_arrivals)
+def _sized(parts: Sequence[float], rate: float | None) -> list[float]:
+    """Parts in proportion to a rate, as parts of its size; none where there is no rate."""
+    mean = fmean(parts) if parts else 0.0
+    return [part * rate / mean for part in parts] if rate is not None and mean > 0 else []
 
 
 def _units(each: Array) -> Array:
@@ -513,20 +490,12 @@ def _rates(measured: Table, slos: Mapping[str, float]) -> dict[str, float | None
 
 
 def differing(a: Manifest, b: Manifest) -> dict[str, list[Any]]:
-    """What was set differently, name -> [A, B]: the configuration (but for `out`), the server and the machine."""
-    fields = ("version", "backend", "model", "url", "emulated", "server_version", "arrival", "requests_planned")
-    flat_a, flat_b = (
-        {
-            **{f"config.{key}": value for key, value in manifest.config.items() if key != "out"},
-            **{key: getattr(manifest, key) for key in fields},
-            **{f"machine.{key}": getattr(manifest.machine, key) for key in manifest.machine.__struct_fields__},
-        }
-        for manifest in (a, b)
-    )
+    """What was set differently, name -> [A, B]."""
+    of_a, of_b = parts.settings(a), parts.settings(b)
     return {
-        key: [flat_a.get(key), flat_b.get(key)]
-        for key in sorted(flat_a.keys() | flat_b.keys())
-        if flat_a.get(key) != flat_b.get(key)
+        key: [of_a.get(key), of_b.get(key)]
+        for key in sorted(of_a.keys() | of_b.keys())
+        if of_a.get(key) != of_b.get(key)
     }
 
 

@@ -20,9 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from loadgen.report.metrics import Distribution
+from loadgen.report.pages.series import cdf
 
 PANELS = {
     "e2el_ms": "End-to-end latency",
@@ -34,7 +34,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 GAP = " \N{NO-BREAK SPACE}"  # two spaces; SVG would draw neighbouring ones as one
 INK, GRID = "#222222", "#D9D9D9"
-MAX_STEPS = 2000  # a figure 600 pixels high cannot show more; a drawn line is within 1 / 2000 of the exact one
 SECONDS_FROM_MS = 2000.0  # axes that reach this far are in seconds
 ZOOM_RATIO = 0.8  # when all values lie in the top fifth of the axis it does not begin at 0
 
@@ -76,21 +75,6 @@ class Curves:
         return self.label + marks + self.lost
 
 
-def cdf(sample: Distribution) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Corners of the step function: x (m,) in milliseconds, ascending, and the share of values <= x (m,), from 0 to 1.
-
-    With more than `MAX_STEPS` values only every k-th corner is kept, always with the smallest and the largest.
-    """
-    values, unit_ms = sample
-    n = len(values)
-    if n == 0:
-        return np.empty(0), np.empty(0)
-    rank = np.unique(np.concatenate((np.arange(0, n, max(1, math.ceil(n / MAX_STEPS))), [n - 1])))
-    x = values[rank].astype(np.float64) * unit_ms
-    share = np.searchsorted(values, values[rank], side="right") / n
-    return np.concatenate((x[:1], x)), np.concatenate(([0.0], share))
-
-
 def draw(runs: Sequence[Curves], title: str, paths: Sequence[Path]) -> None:
     """Writes one figure to every path; the suffix (.png, .svg) says how."""
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
@@ -101,8 +85,14 @@ def draw(runs: Sequence[Curves], title: str, paths: Sequence[Path]) -> None:
         axes[0].set_ylabel("Cumulative fraction of requests")
         if len(runs) > 1:
             legend_below(figure, axes[0], 2)
-        for path in paths:
-            figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+        save(figure, paths)
+
+
+def save(figure: Figure, paths: Sequence[Path]) -> None:
+    """Writes the figure to every path, laid out once: a layout takes as long as the drawing."""
+    for path in paths:
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.set_layout_engine("none")
 
 
 def titled(width: float, height: float, title: str, colour: str = INK) -> Figure:
@@ -233,8 +223,7 @@ def stacked(
         axis.set_xlim(0, float(left.max(initial=0.0)) or 1.0)
         axis.set_xlabel(unit)
         legend_below(figure, axis, 6)
-        for path in paths:
-            figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+        save(figure, paths)
 
 
 def _lighter(colour: str) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from backends.untrusted import escaped
 from loadgen import exit_codes, rundir
-from loadgen.config import ConfigError
+from loadgen.config import ConfigError, check_file
 from loadgen.report.limits import Check
 from loadgen.report.text import markdown_text
 
@@ -23,8 +23,7 @@ def check_options(limits: Sequence[str], junit: Path | None, summary: Path | Non
             continue
         if not limits:
             raise ConfigError(f"{flag} says what came of limits; name one with --fail-if, or leave it out.")
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {flag} {path}; name a file in a directory that is there.")
+        check_file(flag, path)
 
 
 def exit_code(checks: Sequence[Check]) -> int:

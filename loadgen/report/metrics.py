@@ -32,7 +32,9 @@ METRICS = (
     "e2el_from_schedule_ms",
 )
 PERCENTILES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p99_9": 999}  # in thousandths, so ranks are exact
+RATES = ("constant", "poisson", "gamma", "ramp", "steps")  # arrivals that have one, in the mean
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+GOODPUT = "goodput_requests_per_s"  # the name of its rate
 
 Column = NDArray[np.float64]  # (n,) one value a request, NaN where undefined
 PercentileMethod = Literal["linear", "nearest_rank", "index_floor"]

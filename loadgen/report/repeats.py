@@ -13,12 +13,13 @@ from statistics import fmean, stdev
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.report import build
 from loadgen.report.contrast import CONFIDENCE, Bounds, mean_interval
-from loadgen.report.metrics import METRICS
+from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, Distribution, sample
 from loadgen.report.schema import Report
 from loadgen.report.text import EMULATED, number
 
@@ -27,22 +28,24 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 LESSER = tuple(name.removesuffix("ms") for name in METRICS if "schedule" in name or "lag" in name)  # in the JSON alone
 UNFINISHED = ("INTERRUPTED", "KILLED")
 THROUGHPUT = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
-GOODPUT = "goodput_requests_per_s"
+POOLED = ("ttft_ms", "tpot_ms", "e2el_ms")  # a value a request
 NOTE = "An interval is that of the mean of such runs, one value a run (Student's t): the noise between runs is in it."
 INVALID_NOTE = "Runs that are INVALID count as the others do; do not quote these numbers."
 UNFINISHED_NOTE = "A run that did not come to its end is in none of these numbers."
+NONE_FINISHED_NOTE = "No run came to its end; these numbers are of the requests that ended before."
 ONE_NOTE = "One run has no noise between runs, so there are no intervals."
 
 
 class RunVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """One run. directory: as it was named. finished: whether it came to its end. reasons: its findings that are
-    `invalid`."""
+    `invalid`; warnings: those that are warnings."""
 
     directory: str
     run_id: str
     valid: bool
     finished: bool
     reasons: list[str]
+    warnings: list[str] = []
 
 
 class Repeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,11 +100,15 @@ def values(report: Report) -> dict[str, float | None]:
 
 
 def verdict(directory: Path, report: Report) -> RunVerdict:
-    reasons = [f"{each.code}: {each.message}" for each in report.verdict.findings if each.severity == "invalid"]
-    finished = not any(each.code in UNFINISHED for each in report.verdict.findings)
-    return RunVerdict(
-        directory=str(directory), run_id=report.run_id, valid=report.verdict.valid, finished=finished, reasons=reasons
+    findings = report.verdict.findings
+    reasons, warnings = (
+        [f"{each.code}: {each.message}" for each in findings if each.severity == severity]
+        for severity in ("invalid", "warning")
     )
+    return RunVerdict(
+        directory=str(directory), run_id=report.run_id, valid=report.verdict.valid,
+        finished=not any(each.code in UNFINISHED for each in findings), reasons=reasons, warnings=warnings,
+    )  # fmt: skip
 
 
 def read(directory: Path) -> Repeated:
@@ -110,6 +117,21 @@ def read(directory: Path) -> Repeated:
     planned = rundir.read_manifest(paths[0]).config.get("repeat")
     reports = [build.from_directory(path)[0] for path in paths]
     return of_reports(paths, reports, planned if isinstance(planned, int) else len(paths))
+
+
+def pooled(paths: Sequence[Path]) -> dict[str, Distribution]:
+    """The values of each metric of `POOLED` over all of the runs, ascending. Raises as `from_directory` does."""
+    parts: dict[str, list[Distribution]] = {name: [] for name in POOLED}
+    for path in paths:
+        report, table = build.from_directory(path)
+        measured = table.measured()
+        for name in POOLED:
+            parts[name].append(sample(measured, name, CONVENTIONS[report.convention]))
+    return {
+        name: Distribution(np.sort(np.concatenate([each.values for each in of_runs])), of_runs[0].unit_ms)
+        for name, of_runs in parts.items()
+        if of_runs
+    }
 
 
 def of_reports(paths: Sequence[Path], reports: Sequence[Report], planned: int) -> Repeated:
@@ -164,12 +186,19 @@ def render(repeated: Repeated) -> str:
         interval = f"[{number(over.ci[0])}, {number(over.ci[1])}]" if over.ci else "-"
         runs = " ".join(map(number, over.runs))
         lines.append(f"{name + unit:<32}{number(over.mean):>10}{number(over.std):>10}   {interval:<22}{runs}")
-    lines += ["", *map(escaped, verdict_lines(repeated.runs)), "", NOTE if count > 1 else ONE_NOTE]
-    if not all(run.finished for run in repeated.runs):
-        lines.append(UNFINISHED_NOTE)
+    lines += ["", *map(escaped, verdict_lines(repeated.runs)), "", *notes(repeated)]
+    return "\n".join(lines) + "\n"
+
+
+def notes(repeated: Repeated) -> list[str]:
+    """What the numbers hold."""
+    finished = [run.finished for run in repeated.runs]
+    lines = [NOTE if len(finished) > 1 else ONE_NOTE]
+    if not all(finished):
+        lines.append(UNFINISHED_NOTE if any(finished) else NONE_FINISHED_NOTE)
     if not all(run.valid for run in repeated.runs):
         lines.append(INVALID_NOTE)
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def verdict_lines(runs: Sequence[RunVerdict]) -> list[str]:

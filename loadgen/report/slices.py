@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,17 +60,25 @@ def lengths(asked_tokens: NDArray[np.int64], law: object = None) -> Lengths | No
     return Lengths(law=text, mean=float(known.mean()), p10=p10, p50=p50, p90=p90, p99=p99, max=int(known.max()))
 
 
-def prompts(measured: Table, rules: Convention) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-    """Prompt length in tokens and ttft in milliseconds of the requests that ended ok and have both (n,) each, where
-    their lengths differ (`MANY_LENGTHS`, `LENGTHS_RATIO`); else None."""
+class Prompts(NamedTuple):
+    """Requests by their rows of the table, the length of each prompt in tokens and its ttft in ms: (n,) each."""
+
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    ttft_ms: NDArray[np.float64]
+
+
+def prompts(measured: Table, rules: Convention) -> Prompts | None:
+    """Of the requests that ended ok and have both, where their lengths differ (`MANY_LENGTHS`, `LENGTHS_RATIO`); else
+    None."""
     tokens = np.where(measured.asked_prompt_tokens > 0, measured.asked_prompt_tokens, measured.prompt_tokens)
     ttft_ms = metrics.column(measured, "ttft_ms", rules)
-    known = measured.ok & (tokens > 0) & ~np.isnan(ttft_ms)
+    known = np.flatnonzero(measured.ok & (tokens > 0) & ~np.isnan(ttft_ms))
     tokens, ttft_ms = tokens[known], ttft_ms[known]
     if len(tokens) == 0:
         return None
     differ = len(np.unique(tokens)) >= MANY_LENGTHS or tokens.max() > LENGTHS_RATIO * tokens.min()
-    return (tokens, ttft_ms) if differ else None
+    return Prompts(known, tokens, ttft_ms) if differ else None
 
 
 def ttft_by_prompt(measured: Table, rules: Convention) -> list[PromptQuartile]:
@@ -78,7 +87,7 @@ def ttft_by_prompt(measured: Table, rules: Convention) -> list[PromptQuartile]:
     found = prompts(measured, rules)
     if found is None:
         return []
-    tokens, ttft_ms = found
+    _, tokens, ttft_ms = found
     quarter = np.searchsorted(np.percentile(tokens, (25, 50, 75)), tokens, side="left")
     return [
         PromptQuartile(

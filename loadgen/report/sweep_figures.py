@@ -6,7 +6,8 @@ It must never smooth, join points across one that has no value, or hide that a r
 
 from __future__ import annotations
 
-import itertools
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
@@ -14,26 +15,37 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from backends.untrusted import escaped
-from loadgen.report import figures, sweeps
+from loadgen.report import figures
 from loadgen.report.build import ReportError
 from loadgen.report.figures import COLOURS, DASHES, GRID, SECONDS_FROM_MS, STYLE, legend_below, marked, titled
-from loadgen.report.sweeps import BY_TOKENS, INTERACTIVITY, PER_GPU, Swept, SweptPoint, mean
+from loadgen.report.metrics import Distribution
+from loadgen.report.sweeps import (
+    BY_TOKENS,
+    INTERACTIVITY,
+    LATENCIES,
+    PER_GPU,
+    PERCENTILES,
+    Swept,
+    by_throughput,
+    mean,
+    stretches,
+    varied,
+)
 
-PERCENTILES = ("p50", "p90", "p99")
-LATENCIES = {"ttft": "Time to first token", "tpot": "Time per output token", "e2el": "End-to-end latency"}
 MOST_NAMES = 14  # points that have room for their values beside them
 LOG_FROM = 30.0  # times the smallest latency: an axis that reaches this far is logarithmic
 
 
-def draw(directory: Path, swept: Swept) -> None:
-    """Writes latency.png, pareto.png and cdf.png, where a point has a finished run. Raises ReportError."""
+def draw(directory: Path, swept: Swept, samples: Mapping[str, Mapping[str, Distribution]]) -> None:
+    """Writes latency.png, pareto.png and cdf.png, where a point has a finished run. samples: as `sweeps.samples` gives
+    them. Raises ReportError."""
     if not any(point.runs for point in swept.points):
         return
     try:
         with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
             _latency(swept).savefig(directory / "latency.png", dpi=160)
             _pareto(swept).savefig(directory / "pareto.png", dpi=160)
-        _cdf(directory, swept)
+        _cdf(directory / "cdf.png", swept, samples)
     except OSError as error:
         raise ReportError(f"cannot write the figures to {directory}: {error.strerror or error}.") from None
 
@@ -47,14 +59,13 @@ def _figure(swept: Swept, what: str, width: float, height: float) -> Figure:
 
 
 def _latency(swept: Swept) -> Figure:
-    figure = _figure(swept, f"latency against throughput, by {_varied(swept)}", 11.0, 4.4)
+    figure = _figure(swept, f"latency against throughput, by {varied(swept)}", 11.0, 4.4)
     axes: list[Axes] = list(figure.subplots(1, len(LATENCIES)))
-    by_tokens = all(mean(point, BY_TOKENS[0]) is not None for point in swept.points if point.runs)
-    throughput = BY_TOKENS[0] if by_tokens else "requests_per_s"
+    throughput = by_throughput(swept)
     for axis, (latency, name) in zip(axes, LATENCIES.items(), strict=True):
         _latency_panel(axis, swept, throughput, latency)
         axis.set_title(name)
-        axis.set_xlabel("output tokens/s" if by_tokens else "requests/s")
+        axis.set_xlabel("output tokens/s" if throughput == BY_TOKENS[0] else "requests/s")
     legend_below(figure, axes[0], len(PERCENTILES))
     return figure
 
@@ -69,7 +80,7 @@ def _latency_panel(axis: Axes, swept: Swept, throughput: str, latency: str) -> N
     for number, percentile in enumerate(PERCENTILES):
         colour = COLOURS[number]
         label: str | None = percentile
-        for stretch in _stretches(swept, throughput, f"{latency}_{percentile}"):
+        for stretch in stretches(swept, throughput, f"{latency}_{percentile}"):
             x = [at for _, at, _ in stretch]
             y = [value / divisor for _, _, value in stretch]
             axis.plot(
@@ -84,29 +95,18 @@ def _latency_panel(axis: Axes, swept: Swept, throughput: str, latency: str) -> N
                         axis.plot([at], [value / divisor], ".", color=colour, alpha=0.35, markersize=5)
     _name_points(axis, swept, throughput, f"{latency}_{PERCENTILES[-1]}", divisor)
     axis.set_ylabel(f"{unit}, logarithmic" if logarithmic else unit)
+    axis.set_xlim(0, _beyond(axis.dataLim.x1))
     if logarithmic:
         axis.set_yscale("log")
+        axis.margins(y=0.1)
     else:
-        axis.set_ylim(bottom=0)
-    axis.margins(x=0.08, y=0.1)
-    axis.set_xlim(left=0)
+        axis.set_ylim(0, _beyond(axis.dataLim.y1))
     _grid(axis)
-
-
-def _stretches(swept: Swept, x: str, y: str) -> list[list[tuple[SweptPoint, float, float]]]:
-    """Neighbouring points that have both values: a line joins these alone."""
-    placed = [(point, mean(point, x), mean(point, y)) for point in swept.points]
-    groups = itertools.groupby(placed, key=lambda each: each[1] is not None and each[2] is not None)
-    return [
-        [(point, at, value) for point, at, value in group if at is not None and value is not None]
-        for known, group in groups
-        if known
-    ]
 
 
 def _name_points(axis: Axes, swept: Swept, x: str, y: str, divisor: float = 1.0) -> None:
     """The value of each point beside it, where there are few."""
-    placed = [each for stretch in _stretches(swept, x, y) for each in stretch]
+    placed = [each for stretch in stretches(swept, x, y) for each in stretch]
     if len(placed) > MOST_NAMES:
         return
     for point, at, value in placed:
@@ -119,7 +119,7 @@ def _name_points(axis: Axes, swept: Swept, x: str, y: str, divisor: float = 1.0)
 def _pareto(swept: Swept) -> Figure:
     """Interactivity against throughput; the line joins the points that no other one beats."""
     of = "a GPU" if swept.gpus is not None else "of the server"
-    figure = _figure(swept, f"interactivity against throughput {of}, by {_varied(swept)}", 10.0, 4.6)
+    figure = _figure(swept, f"interactivity against throughput {of}, by {varied(swept)}", 10.0, 4.6)
     for axis, name in zip(figure.subplots(1, len(BY_TOKENS)), BY_TOKENS, strict=True):
         throughput = name if swept.gpus is None else name + PER_GPU
         _pareto_panel(axis, swept, throughput, swept.pareto[name])
@@ -133,7 +133,7 @@ def _pareto(swept: Swept) -> Figure:
 
 
 def _pareto_panel(axis: Axes, swept: Swept, throughput: str, front: list[str]) -> None:
-    placed = [each for stretch in _stretches(swept, INTERACTIVITY, throughput) for each in stretch]
+    placed = [each for stretch in stretches(swept, INTERACTIVITY, throughput) for each in stretch]
     best = sorted((x, y) for point, x, y in placed if point.value in front)
     rest = [(x, y) for point, x, y in placed if point.value not in front]
     axis.plot(
@@ -144,10 +144,14 @@ def _pareto_panel(axis: Axes, swept: Swept, throughput: str, front: list[str]) -
         [x for x, _ in rest], [y for _, y in rest], "x", color=COLOURS[1], label="another point is better in both"
     )
     _name_points(axis, swept, INTERACTIVITY, throughput)
-    axis.margins(0.1)
-    axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
+    axis.set_xlim(0, _beyond(axis.dataLim.x1))
+    axis.set_ylim(0, _beyond(axis.dataLim.y1))
     _grid(axis)
+
+
+def _beyond(largest: float) -> float:
+    """Where an axis from 0 ends: no point lies on the edge, and names of points have room."""
+    return 1.12 * largest if 0 < largest < math.inf else 1.0
 
 
 def _grid(axis: Axes) -> None:
@@ -155,22 +159,18 @@ def _grid(axis: Axes) -> None:
     axis.set_axisbelow(True)
 
 
-def _varied(swept: Swept) -> str:
-    return f"{swept.plan.varies} ({swept.plan.unit})" if swept.plan.unit else swept.plan.varies
-
-
-def _cdf(directory: Path, swept: Swept) -> None:
+def _cdf(path: Path, swept: Swept, samples: Mapping[str, Mapping[str, Distribution]]) -> None:
     """A line for each point, over all its finished runs."""
     curves = [
         figures.Curves(
             escaped(f"{swept.plan.varies} {point.value}"),
             swept.emulated,
-            sweeps.samples(directory, point, tuple(figures.PANELS)),
+            samples[point.value],
             not point.valid,
             f"; {point.requests_failed} failed and are in no curve" if point.requests_failed else "",
         )
         for point in swept.points
-        if point.runs
+        if point.value in samples
     ]
-    title = escaped(f"{swept.backend} {swept.model}, latency by {_varied(swept)}")
-    figures.draw(curves, title, [directory / "cdf.png"])
+    title = escaped(f"{swept.backend} {swept.model}, latency by {varied(swept)}")
+    figures.draw(curves, title, [path])

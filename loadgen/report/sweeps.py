@@ -7,19 +7,19 @@ draws them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from backends.untrusted import UNDECODABLE, escaped, reason
 from loadgen import rundir
 from loadgen.report import build, repeats
-from loadgen.report.metrics import CONVENTIONS, Distribution, sample
+from loadgen.report.metrics import Distribution
 from loadgen.report.repeats import Repeat, RunVerdict
 from loadgen.report.schema import Report
 from loadgen.report.text import EMULATED, markdown_text, number
@@ -34,6 +34,8 @@ RUN_NAME = re.compile(r"[a-z][a-zA-Z0-9_.=+-]{0,160}")  # of a directory in the 
 INTERACTIVITY = "interactivity_tokens_per_s"
 BY_TOKENS = ("output_tokens_per_s", "total_tokens_per_s")
 PER_GPU = "_per_gpu"
+PERCENTILES = ("p50", "p90", "p99")
+LATENCIES = {"ttft": "Time to first token", "tpot": "Time per output token", "e2el": "End-to-end latency"}
 
 State = Literal["finished", "unfinished", "waiting"]
 
@@ -251,6 +253,27 @@ def mean(point: SweptPoint, name: str) -> float | None:
     return point.metrics[name].mean if name in point.metrics else None
 
 
+def stretches(swept: Swept, x: str, y: str) -> list[list[tuple[SweptPoint, float, float]]]:
+    """Neighbouring points of the list that have both metrics, with their means: a line joins these alone."""
+    placed = [(point, mean(point, x), mean(point, y)) for point in swept.points]
+    groups = itertools.groupby(placed, key=lambda each: each[1] is not None and each[2] is not None)
+    return [
+        [(point, at, value) for point, at, value in group if at is not None and value is not None]
+        for known, group in groups
+        if known
+    ]
+
+
+def by_throughput(swept: Swept) -> str:
+    """The metric that latency is drawn against: output tokens/s where every point has it."""
+    by_tokens = all(mean(point, BY_TOKENS[0]) is not None for point in swept.points if point.runs)
+    return BY_TOKENS[0] if by_tokens else "requests_per_s"
+
+
+def varied(swept: Swept) -> str:
+    return f"{swept.plan.varies} ({swept.plan.unit})" if swept.plan.unit else swept.plan.varies
+
+
 def _front(points: Sequence[SweptPoint], throughput: str) -> list[str]:
     """The points that no other one beats: as good or better in both, and better in one. In the order of the list."""
     known = [(point.value, mean(point, throughput), mean(point, INTERACTIVITY)) for point in points]
@@ -264,39 +287,39 @@ def to_json(swept: Swept) -> str:
     return json.dumps(builtins)
 
 
-def samples(directory: Path, point: SweptPoint, metrics: Sequence[str]) -> dict[str, Distribution]:
-    """The values of each metric over all finished runs of a point, ascending. Raises as `from_directory` does."""
-    pooled: dict[str, list[Distribution]] = {name: [] for name in metrics}
-    for run in point.runs:
-        report, table = build.from_directory(directory / run)
-        measured = table.measured()
-        for name in metrics:
-            pooled[name].append(sample(measured, name, CONVENTIONS[report.convention]))
+def samples(directory: Path, swept: Swept) -> dict[str, dict[str, Distribution]]:
+    """By the value of each point that has a finished run, over all of them. Raises as `repeats.pooled` does."""
     return {
-        name: Distribution(np.sort(np.concatenate([each.values for each in parts])), parts[0].unit_ms)
-        for name, parts in pooled.items()
-        if parts
+        point.value: repeats.pooled([directory / run for run in point.runs]) for point in swept.points if point.runs
     }
 
 
-_COLUMNS = {
-    "requests/s": "requests_per_s", "output tokens/s": "output_tokens_per_s",
-    "ttft p50": "ttft_p50", "p90": "ttft_p90", "p99": "ttft_p99", "tpot p50": "tpot_p50", "p90 ": "tpot_p90",
-    "p99 ": "tpot_p99", "e2el p50": "e2el_p50", "p90  ": "e2el_p90", "p99  ": "e2el_p99",
-    "tokens/s a user": INTERACTIVITY,
-}  # fmt: skip
+_COLUMNS = (
+    ("requests/s", "requests_per_s"), ("output tokens/s", "output_tokens_per_s"),
+    *((f"{latency} {each}", f"{latency}_{each}") for latency in LATENCIES for each in PERCENTILES),
+    ("tokens/s a user", INTERACTIVITY),
+)  # fmt: skip
+
+
+def columns(swept: Swept) -> list[tuple[str, str]]:
+    """What a table of points has beside them: the heading and the metric of each column."""
+    per_gpu = [("output tokens/s a GPU", "output_tokens_per_s" + PER_GPU)] if swept.gpus is not None else []
+    return [*_COLUMNS, *per_gpu]
+
+
+def _short(heading: str) -> str:
+    """Beside its neighbours: the latency stands before its first percentile alone."""
+    return heading.partition(" ")[2] if heading.endswith(PERCENTILES[1:]) else heading
 
 
 def table(swept: Swept) -> list[list[str]]:
     """A heading and a line for each point; plain text."""
-    columns = dict(_COLUMNS)
-    if swept.gpus is not None:
-        columns["output tokens/s a GPU"] = "output_tokens_per_s" + PER_GPU
+    shown = columns(swept)
     unit = f", {swept.plan.unit}" if swept.plan.unit else ""
-    lines = [[escaped(swept.plan.varies) + unit, "runs", *(name.strip() for name in columns), "verdict"]]
+    lines = [[escaped(swept.plan.varies) + unit, "runs", *(_short(name) for name, _ in shown), "verdict"]]
     for point in swept.points:
         verdict = "-" if not point.runs else "VALID" if point.valid else "INVALID"
-        values = [number(mean(point, name)) for name in columns.values()]
+        values = [number(mean(point, name)) for _, name in shown]
         lines.append([escaped(point.value), f"{len(point.runs)} of {swept.plan.repeat}", *values, verdict])
     return lines
 
@@ -307,30 +330,32 @@ def render(swept: Swept) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     shown = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     first = [EMULATED, ""] if swept.emulated else []
-    return "\n".join([*first, _title(swept), "", *shown, "", *map(escaped, _remarks(swept))]) + "\n"
+    return (
+        "\n".join([*first, title(swept), "", *shown, "", *map(escaped, (*remarks(swept), *run_remarks(swept)))]) + "\n"
+    )
 
 
 def markdown(swept: Swept) -> str:
     """sweep.md."""
     heading, *rows = table(swept)
-    lines = [f"# {markdown_text(_title(swept))}", ""]
+    lines = [f"# {markdown_text(title(swept))}", ""]
     if swept.emulated:
         lines += [f"**{EMULATED}**", ""]
     lines += [f"| {' | '.join(map(markdown_text, heading))} |", "|" + "---:|" * (len(heading) - 1) + "---|"]
     lines += [f"| {' | '.join(map(markdown_text, row))} |" for row in rows]
-    lines += ["", *(f"- {markdown_text(remark)}" for remark in _remarks(swept))]
+    lines += ["", *(f"- {markdown_text(remark)}" for remark in (*remarks(swept), *run_remarks(swept)))]
     if any(point.runs for point in swept.points):
         lines += ["", *(f"![{what}]({name})" for name, what in FIGURES.items())]
     return "\n".join(lines) + "\n"
 
 
-def _title(swept: Swept) -> str:
+def title(swept: Swept) -> str:
     finished = sum(run.state == "finished" for run in swept.runs)
     what = f"{swept.backend} {swept.model}".strip() or "a server that answered nothing yet"
     return escaped(f"{what} by {swept.plan.varies}: {finished} of {len(swept.runs)} runs finished")
 
 
-def _remarks(swept: Swept) -> list[str]:
+def remarks(swept: Swept) -> list[str]:
     """What a reader must know beside the table, a sentence each."""
     plan = swept.plan
     share = (
@@ -352,9 +377,13 @@ def _remarks(swept: Swept) -> list[str]:
     busy = [f"{name} ({wait.detail or wait.by})" for name, wait in swept.waits.items() if not wait.idle]
     if busy:
         lines.append(f"The server was not seen idle before {', '.join(busy)}.")
+    return lines
+
+
+def run_remarks(swept: Swept) -> Iterator[str]:
+    """On each run that is in no number, or must not be quoted."""
     for run in swept.runs:
         if run.state == "unfinished":
-            lines.append(f"{run.directory} did not come to its end and is in no number; --resume does it again.")
+            yield (f"{run.directory} did not come to its end and is in no number; --resume does it again.")
         elif run.state == "finished" and not run.valid:
-            lines.append(f"{run.directory} is INVALID, do not quote it: {' '.join(run.reasons)}")
-    return lines
+            yield f"{run.directory} is INVALID, do not quote it: {' '.join(run.reasons)}"

@@ -51,12 +51,12 @@ MODELLED = "EMULATED: computed by a model of the hardware, not measured; how far
 SPED = "EMULATED: computed by a model of the hardware, not measured, and not at its own speed; see below."
 
 
-def _warning(report: Report) -> str:
+def warning(report: Report) -> str:
     emulation = report.emulation
     return EMULATED if emulation is None else MODELLED if emulation.speed == 1 else SPED
 
 
-def _known(value: T | UnsetType) -> T | None:
+def known(value: T | UnsetType) -> T | None:
     return None if value is UNSET else value
 
 
@@ -73,7 +73,7 @@ def _cells(summary: Summary) -> list[str]:
     return [number(getattr(summary, statistic)) for statistic in _SHOWN]
 
 
-def _summary_lines(report: Report) -> list[str]:
+def summary_lines(report: Report) -> list[str]:
     """Requests, throughput, burst, goodput, client, server and GPUs in a line each. Numbers and our own words only."""
     requests, throughput, offered = report.requests, report.throughput, report.offered_requests_per_s
     held_out = _held_out(report)
@@ -165,7 +165,7 @@ def _sharing_line(sharing: Sharing) -> str:
     )
 
 
-def _latencies(report: Report) -> Iterator[tuple[str, Summary]]:
+def latencies(report: Report) -> Iterator[tuple[str, Summary]]:
     """The rows of the table; ttft of cold and warm requests too, where prompts begin alike and the server did not count
     that it kept nothing."""
     for name, summary in report.metrics.items():
@@ -175,18 +175,18 @@ def _latencies(report: Report) -> Iterator[tuple[str, Summary]]:
             yield "ttft, warm", report.sharing.ttft_warm_ms
 
 
-def _launch_line(launch: LaunchFacts) -> str:
+def launch_line(launch: LaunchFacts) -> str:
     """What was started for the run, and how."""
-    image = _known(launch.image_digest) or launch.image
+    image = known(launch.image_digest) or launch.image
     where = f"Docker image {image}" if image else f"a process{f' (version {launch.version})' if launch.version else ''}"
     cards, p2p = launch.gpus, launch.p2p
     on = f" on {len(cards)} x {cards[0].name} (driver {launch.driver})" if cards else " without a GPU"
     parts = [f"{where}, tensor parallel {launch.tensor_parallel}{on}, {launch.dtype}"]
     if len(cards) > 1:
         parts.append(f"P2P {'on' if p2p.enabled else 'off'}: {p2p.reason}")
-    if (kv_cache_tokens := _known(launch.kv_cache_tokens)) is not None:
+    if (kv_cache_tokens := known(launch.kv_cache_tokens)) is not None:
         parts.append(f"KV cache of {number(kv_cache_tokens)} tokens")
-    if (ready_s := _known(launch.ready_s)) is not None:
+    if (ready_s := known(launch.ready_s)) is not None:
         parts.append(f"ready after {number(ready_s)} s")
     return f"Started: {'; '.join(parts)}."
 
@@ -239,7 +239,7 @@ def _off(held_out: Sequence[HeldOut], name: str) -> str:
     return f"{usual:.1f}, {worst:.1f} %"
 
 
-def _off_by_metric(report: Report) -> dict[str, str]:
+def off_by_metric(report: Report) -> dict[str, str]:
     """By row of the table: how far off a predicted distribution was on real runs; empty for what was measured."""
     held_out = _held_out(report)
     if not held_out:
@@ -292,22 +292,22 @@ def _phrases(*templates: tuple[str, float | None]) -> list[str]:
     return [template.format(number(value)) for template, value in templates if value is not None]
 
 
-def _verdict_line(report: Report) -> str:
+def verdict_line(report: Report) -> str:
     return "VALID" if report.verdict.valid else "INVALID: do not quote these numbers"
 
 
 def render(report: Report) -> str:
     """A summary for a terminal: plain text (no markup), nothing in it that a terminal obeys."""
-    lines = [_warning(report), ""] if report.emulated else []
-    lines += [escaped(f"{name_of(report)}, {report.arrival}, run {report.run_id}"), *_summary_lines(report)]
+    lines = [warning(report), ""] if report.emulated else []
+    lines += [escaped(f"{name_of(report)}, {report.arrival}, run {report.run_id}"), *summary_lines(report)]
     if report.launch is not None:
-        lines.append(escaped(_launch_line(report.launch)))
+        lines.append(escaped(launch_line(report.launch)))
     lines.append("")
-    off = _off_by_metric(report)
+    off = off_by_metric(report)
     lines.append(
         f"{'latency, ms':<22}" + "".join(f"{name:>9}" for name in _SHOWN) + ("  held out, off by" if off else "")
     )
-    for name, summary in _latencies(report):
+    for name, summary in latencies(report):
         cells = "".join(f"{cell:>9}" for cell in _cells(summary))
         lines.append(f"{name:<22}{cells}" + (f"  {off.get(name, '-')}" if off else ""))
     for what, columns, rows in _parts(report):
@@ -317,7 +317,7 @@ def render(report: Report) -> str:
             lines.append(f"{escaped(row):<22}" + "".join(padded))
     if report.convention != "loadgen":
         lines += ["", f"By the definitions of {report.convention_differs}"]
-    lines += ["", f"Verdict: {_verdict_line(report)}"]
+    lines += ["", f"Verdict: {verdict_line(report)}"]
     for finding in report.verdict.findings:
         lines.append(f"  {finding.severity:<8}{finding.code}: {escaped(finding.message)}")
         lines.append(f"  {'':<8}{finding.advice}")
@@ -339,7 +339,7 @@ def _parts(report: Report) -> Iterator[tuple[str, tuple[str, ...], _Rows]]:
         yield "phase", columns, [(phase.name, _phase_cells(phase)) for phase in report.phases]
     if report.turns:
         columns = ("requests", "ok", "prompt tokens", "cached tokens", *_LATENCY_COLUMNS)
-        yield "turn", columns, [(_turn_name(turn), _turn_cells(turn)) for turn in report.turns]
+        yield "turn", columns, [(turn_name(turn), _turn_cells(turn)) for turn in report.turns]
 
 
 def _phase_cells(phase: PhaseStats) -> list[str]:
@@ -347,7 +347,7 @@ def _phase_cells(phase: PhaseStats) -> list[str]:
     return [*map(number, (phase.start_s, phase.end_s, phase.requests, *rates)), *_latency_cells(phase)]
 
 
-def _turn_name(turn: TurnStats) -> str:
+def turn_name(turn: TurnStats) -> str:
     same = turn.from_turn == turn.to_turn
     return f"turn {turn.to_turn}" if same else f"turns {turn.from_turn} to {turn.to_turn}"
 
@@ -385,17 +385,17 @@ def markdown(report: Report) -> str:
     title = f"# {markdown_text(name_of(report))}, {markdown_text(report.arrival)}"
     lines = [title, ""]
     if report.emulated:
-        lines += [f"> **{_warning(report)}**", ""]
-    lines += [f"**Verdict: {_verdict_line(report)}.**", ""]
-    lines += [f"- {line}" for line in _summary_lines(report)]
+        lines += [f"> **{warning(report)}**", ""]
+    lines += [f"**Verdict: {verdict_line(report)}.**", ""]
+    lines += [f"- {line}" for line in summary_lines(report)]
     if report.launch is not None:
-        lines += [f"- {markdown_text(_launch_line(report.launch))}", "", f"      {escaped(report.launch.command)}"]
+        lines += [f"- {markdown_text(launch_line(report.launch))}", "", f"      {escaped(report.launch.command)}"]
     lines += ["", "![Latency CDF](cdf.svg)", "", "![The run over time](timeline.png)", ""]
-    off = _off_by_metric(report)
+    off = off_by_metric(report)
     shown = [*_SHOWN, "held out, off by"] if off else _SHOWN
     lines.append("| latency, ms | " + " | ".join(shown) + " |")
     lines.append("|---" * (len(shown) + 1) + "|")
-    for name, summary in _latencies(report):
+    for name, summary in latencies(report):
         cells = " | ".join([*_cells(summary), *([off.get(name, "-")] if off else [])])
         lines.append(f"| `{name}` | {cells} |")
     lines += [*_part_tables(report), *_prompt_table(report)]

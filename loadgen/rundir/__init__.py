@@ -75,6 +75,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     url: str
     emulated: bool
     server_version: str | None = None
+    kv_cache_tokens: int | None = None  # as the server says, also one that was not started for the run
+    server_settings: dict[str, str] = {}  # likewise, by its own names
     requests_planned: int | None = None  # None: as many as the duration holds
     client_processes: int | None = None  # None: of a version that did not write it, or of no load
     arrival: str
@@ -142,6 +144,13 @@ def new_run_id() -> str:
 def usable_cpus() -> set[int]:
     """The logical CPUs that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def machine_memory_bytes() -> int | None:
+    """All memory of this machine; None where the system does not tell it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
 
 
 def this_machine() -> Machine:

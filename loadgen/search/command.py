@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
 
-from loadgen import exit_codes, rundir
+from loadgen import exit_codes, rundir, summary, terminal
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop, run_loop
-from loadgen.progress import ProgressLine
 from loadgen.run import BACKEND_ERRORS, Run, Stopped, backend_failed
-from loadgen.search import live, objective, results
+from loadgen.search import live, objective, page, results
 from loadgen.search.results import AxisName, SearchResult
 from loadgen.terminal import result_line, say, say_error
 
@@ -47,7 +47,7 @@ def search(
     whole = Run(config, directory, rundir.new_run_id(), say)
     whole.check()
     made = None if resume is not None else rundir.create(directory, private=config.dataset is not None)
-    return _measured(live.Search(whole, result, ProgressLine()), made)
+    return _measured(live.Search(whole, result), made)
 
 
 def _measured(one: live.Search, made: Path | None) -> int:
@@ -61,7 +61,6 @@ def _measured(one: live.Search, made: Path | None) -> int:
         except Stopped:
             code = exit_codes.STOPPED
         finally:
-            one.progress.end()
             one.stopped()
             rundir.remove_if_empty(directory, made)
         show(directory, one.result)
@@ -69,12 +68,18 @@ def _measured(one: live.Search, made: Path | None) -> int:
 
 
 def show(directory: Path, result: SearchResult) -> None:
-    """Prints the answer and writes its text and figure."""
-    say(results.render(result))
+    """Prints the answer and writes its text, figure and page."""
+    if terminal.is_watched():
+        terminal.show(results.screen(result, terminal.columns(sys.stderr)))
+    else:
+        say(results.render(result))
     try:
         rundir.replace(directory / "search.md", results.markdown(result).encode())
+        page.write(directory, result)
         if result.loads:
             results.draw(result, directory / "search.png")
     except OSError as error:  # it is printed all the same
         say_error("loadgen", f"cannot write to {directory}: {error.strerror or error}.")
+    if terminal.is_watched():
+        terminal.show(summary.files(directory, terminal.columns(sys.stderr)))
     result_line(results.to_json(result))

@@ -28,9 +28,8 @@ from loadgen import child_env, rundir
 from loadgen.client.engine import Progress, Snapshot
 from loadgen.config import Config, ConfigError, flag
 from loadgen.load.load import Load
-from loadgen.progress import ProgressLine
 from loadgen.report import build
-from loadgen.report.text import markdown, number
+from loadgen.report.text import number
 from loadgen.run import Run, Served, stoppable
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.search import results
@@ -104,7 +103,6 @@ class Search:
 
     whole: Run
     result: SearchResult
-    progress: ProgressLine
     _watcher: Watcher = field(init=False)
 
     def __post_init__(self) -> None:
@@ -247,7 +245,6 @@ class Search:
 
         def watched(clients: list[Snapshot]) -> None:
             nonlocal ended
-            self.progress(clients)
             elapsed_s = max((client.elapsed_s for client in clients), default=0.0)
             if not ended and elapsed_s > step.seconds + GRACE_S and any(client.in_flight for client in clients):
                 ended = True
@@ -259,8 +256,7 @@ class Search:
         """What a probe showed, with its report."""
         report, table = build.from_directory(directory)
         with contextlib.suppress(OSError):  # `loadgen report` makes it again, with its figures
-            rundir.replace(directory / "report.json", build.to_json(report).encode() + b"\n")
-            rundir.replace(directory / "report.md", markdown(report).encode())
+            build.write_numbers(directory, report, table)
         measured = table.measured()
         slo_ms = self.result.options.slo_ms
         late = lateness(slo_ms, times_of(measured))

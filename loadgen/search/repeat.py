@@ -12,11 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from loadgen import rundir
-from loadgen.client.engine import Progress
 from loadgen.run import Run, stoppable
 
 
-async def measure(whole: Run, progress: Progress, finished: Callable[[Path], object]) -> None:
+async def measure(whole: Run, finished: Callable[[Path], object]) -> None:
     """Does `whole.config.repeat` runs in `whole.directory`, which exists, and calls `finished` after each, in a thread.
     A signal ends the run that it meets in good order, and no other begins. Raises as `Run.measure` does; the runs
     before are kept."""
@@ -29,7 +28,7 @@ async def measure(whole: Run, progress: Progress, finished: Callable[[Path], obj
                 try:
                     with stoppable(whole.stop):
                         async with one.sidecar() as monitor:
-                            await one.measure_on(served, monitor, progress)
+                            await one.measure_on(served, monitor)
                 finally:
                     rundir.remove_if_empty(one.directory, made)
                 await asyncio.to_thread(finished, one.directory)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from rich.text import Text
 
 from backends.untrusted import escaped, read_json
-from loadgen import rundir
+from loadgen import rundir, summary
 from loadgen.report.text import EMULATED, number
 from loadgen.rundir import RunError
 from loadgen.search import objective
@@ -206,13 +207,19 @@ def sentence(result: SearchResult) -> str:
     return f"{text} The client was the limit, so the server may take more." if result.lower_bound else text
 
 
-def _met_percent(probe: Probe, share: float) -> tuple[float, float]:
-    """The interval of 95 % of the share of requests that meet the objective."""
-    low, high = wilson(share, max(1.0, probe.counted / probe.dispersion), 1.96)
+def met_percent(probe: Probe) -> tuple[float, float] | None:
+    """The interval of 95 % of the share of requests that meet the objective; None where none counts."""
+    if probe.share is None:
+        return None
+    low, high = wilson(probe.share, max(1.0, probe.counted / probe.dispersion), 1.96)
     return 100 * max(0.0, low), 100 * min(1.0, high)
 
 
-def _end(result: SearchResult) -> str:
+def verdict(run: ProbeRun) -> str:
+    return run.probe.verdict.replace("_", " ") if run.kind == "probe" else run.kind
+
+
+def end(result: SearchResult) -> str:
     """Why it ended and where it began; it may have ended before it began."""
     began = f" Began at {result.started_from}." if result.started_from else ""
     return f"Ended because {result.ended_because}.{began}"
@@ -221,15 +228,13 @@ def _end(result: SearchResult) -> str:
 def _row(run: ProbeRun, attain: float) -> tuple[str, ...]:
     probe = run.probe
     share = probe.share
-    interval = ""
-    if share is not None and probe.counted:
-        interval = "{:.2f} to {:.2f}".format(*_met_percent(probe, share))
+    bounds = met_percent(probe)
+    interval = "" if bounds is None else "{:.2f} to {:.2f}".format(*bounds)
     missed = ", ".join(f"{name} {100 * each:.1f} %" for name, each in run.missed.items() if each > 1 - attain)
-    verdict = probe.verdict.replace("_", " ") if run.kind == "probe" else run.kind
-    met_percent = "-" if share is None else f"{100 * share:.2f}"
+    share_percent = "-" if share is None else f"{100 * share:.2f}"
     return (
-        str(run.number), number(probe.load), verdict, met_percent, interval, str(probe.counted), str(probe.requests),
-        f"{probe.seconds:.0f}", missed or "-",
+        str(run.number), number(probe.load), verdict(run), share_percent, interval, str(probe.counted),
+        str(probe.requests), f"{probe.seconds:.0f}", missed or "-",
     )  # fmt: skip
 
 
@@ -248,15 +253,26 @@ def render(result: SearchResult) -> str:
         "",
     ]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["", _end(result)]
+    lines += ["", end(result)]
     lines += [f"What limited next: {result.limited_by}."] if result.limited_by else []
     return "\n".join(map(escaped, lines)) + "\n"
+
+
+def screen(result: SearchResult, columns: int) -> list[Text]:
+    """The answer first, for a terminal."""
+    warning = [Text(EMULATED, style="bold yellow")] if result.emulated else []
+    what = Text(escaped(f"{result.backend} {result.model}"))
+    answer = Text(escaped(sentence(result)), style="bold")
+    head = [line for text in (answer, *warning, what) for line in summary.wrapped(text, columns)]
+    rows = [HEADINGS, *(_row(run, result.options.attain) for run in result.probes)]
+    limits = [f"What limited next: {result.limited_by}."] if result.limited_by else []
+    return summary.of_table(head, [list(map(escaped, row)) for row in rows], [*limits, end(result)], columns)
 
 
 def markdown(result: SearchResult) -> str:
     lines = [f"# Highest {UNITS[result.options.axis]} of {result.backend} {result.model}", ""]
     lines += ["**EMULATED: modelled hardware, no real server.**", ""] if result.emulated else []
-    lines += [sentence(result), "", _end(result)]
+    lines += [sentence(result), "", end(result)]
     lines += [f"What limited next: {result.limited_by}."] if result.limited_by else []
     lines += ["", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     lines += ["| " + " | ".join(_row(run, result.options.attain)) + " |" for run in result.probes]
@@ -276,10 +292,10 @@ def draw(result: SearchResult, path: Path) -> None:
         figure = figures.titled(8.0, 4.4, *title)
         axis = figure.subplots()
         for probe in result.loads:
-            if probe.share is None:
+            if probe.share is None or (bounds := met_percent(probe)) is None:
                 continue
             colour = colours[probe.verdict]
-            axis.plot([probe.load] * 2, _met_percent(probe, probe.share), color=colour, linewidth=1.2)
+            axis.plot([probe.load] * 2, bounds, color=colour, linewidth=1.2)
             axis.plot(probe.load, 100 * probe.share, "o", color=colour, markersize=5)
         for name, colour in colours.items():
             axis.plot([], [], "o", color=colour, label=name.replace("_", " "))
@@ -292,5 +308,5 @@ def draw(result: SearchResult, path: Path) -> None:
         axis.set_xlim(left=0)
         axis.set_xlabel(UNITS[result.options.axis])
         axis.set_ylabel("requests that meet the objective, %")
-        axis.legend(loc="lower left")
+        figures.legend_below(figure, axis, len(colours))
         figure.savefig(path, dpi=160)

@@ -20,8 +20,7 @@ from pathlib import Path
 import msgspec
 
 from backends.untrusted import printable
-from loadgen import rundir
-from loadgen.client.engine import Progress
+from loadgen import rundir, summary
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop
 from loadgen.load.lengths import WorkloadError
@@ -29,7 +28,6 @@ from loadgen.probe import identify
 from loadgen.report import build, sweeps
 from loadgen.report.schema import Report
 from loadgen.report.sweeps import PlannedRun, State, SweepPlan, Swept
-from loadgen.report.text import number
 from loadgen.run import Run, Say, Served, stoppable
 from loadgen.search.idle import Look, idle, looking_at
 from loadgen.search.points import UNITS, PointRun, SweepOptions
@@ -210,7 +208,7 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(file)
 
 
-async def measure(sweep: Sweep, progress: Progress, stop: Stop) -> None:
+async def measure(sweep: Sweep, stop: Stop) -> None:
     """Does the runs that wait, and writes sweep.json after each. A signal ends the run that it meets in good order, and
     no other begins. Raises as `Run.measure` does; the runs before are kept."""
     whole = sweep.whole
@@ -226,7 +224,7 @@ async def measure(sweep: Sweep, progress: Progress, stop: Stop) -> None:
                 look = await looking_at(whole, served)
                 for run in sweep.waiting:
                     with stoppable(stop):
-                        await _one(sweep, run, served, look, progress)
+                        await _one(sweep, run, served, look)
                     if stop.number is not None:
                         return
     finally:
@@ -234,7 +232,7 @@ async def measure(sweep: Sweep, progress: Progress, stop: Stop) -> None:
             whole.directory.rmdir()  # where the server left nothing
 
 
-async def _one(sweep: Sweep, run: PointRun, served: Served, look: Look, progress: Progress) -> None:
+async def _one(sweep: Sweep, run: PointRun, served: Served, look: Look) -> None:
     """One run, once the server is idle, with its report."""
     directory, whole = sweep.directory / run.name, sweep.whole
     assert whole is not None
@@ -251,7 +249,7 @@ async def _one(sweep: Sweep, run: PointRun, served: Served, look: Look, progress
     made = rundir.create(directory, private=config.dataset is not None)
     try:
         async with one.sidecar() as monitor:
-            await one.measure_on(served, monitor, progress)
+            await one.measure_on(served, monitor)
     finally:
         rundir.remove_if_empty(directory, made)
     await asyncio.to_thread(_reported, sweep, run)
@@ -267,13 +265,7 @@ def _reported(sweep: Sweep, run: PointRun) -> None:
     state, report = sweep.states[run.name] = sweeps.state_of(directory)
     sweeps.write(sweep.directory, sweep.results())
     if report is not None:
-        verdict = "VALID" if report.verdict.valid else "INVALID"
-        ttft, throughput = report.metrics["ttft_ms"], report.throughput
-        sweep.say(
-            f"{run.name}: {verdict}, {state}: {number(throughput.requests_per_s)} requests/s, "
-            f"{number(throughput.output_tokens_per_s)} output tokens/s, ttft p50 {number(ttft.p50)} ms, "
-            f"p99 {number(ttft.p99)} ms"
-        )
+        sweep.say(summary.line(run.name, report, state))
 
 
 def _report_finished(sweep: Sweep) -> None:

@@ -23,6 +23,8 @@ from loadgen.load.load import Load
 from loadgen.load.sessions import Turns
 from loadgen.load.shapes import Shape, Shapes, TraceShapes
 from loadgen.option_types import names, offers, option
+from loadgen.page import html
+from loadgen.page.content import Page
 from loadgen.plan import planned_load, read_dataset
 from loadgen.rundir import records
 from loadgen.server import embedded
@@ -124,24 +126,34 @@ def _preset(config: PredictOptions, preset: Literal["paper", "published"]) -> in
 
 
 def _paper(seed: int, directory: Path) -> tuple[int, str, bytes]:
-    """Writes the figures; how many runs, and what the two other files hold."""
-    from servers.predict import paper, paper_figures  # with matplotlib
+    """Writes figures and page; how many runs, and what the two other files hold."""
+    from servers.predict import paper, paper_figures, paper_page  # with matplotlib
 
     results = paper.predict_all(seed)
     summary = paper.summary(results, seed)
     paper_figures.draw(paper.load(), results, directory)
+    _write_page(directory / "paper.html", paper_page.page(summary, results, _argv()))
     return len(results), paper.markdown(summary), summary.as_json()
 
 
 def _published(seed: int, directory: Path) -> tuple[int, str, bytes]:
-    """Writes the table and the figure; how many rows, and what the two other files hold."""
-    from servers.predict import published, published_figure  # with matplotlib
+    """Writes table, figure and page; how many rows, and what the two other files hold."""
+    from servers.predict import published, published_figure, published_page  # with matplotlib
 
     predicted = published.predict_all(seed, terminal.say)
     results = list(predicted.all())
     (directory / "published.csv").write_text(published.table_csv(results), encoding="utf-8")
     published_figure.draw(results, directory)
+    _write_page(directory / "published.html", published_page.page(predicted, _argv()))
     return len(results), published.markdown(predicted), published.as_json(predicted, seed)
+
+
+def _argv() -> list[str]:
+    return ["loadgen", *sys.argv[1:]]
+
+
+def _write_page(path: Path, page: Page) -> None:
+    path.write_text(html.render(page), encoding="utf-8")
 
 
 def drawn(config: Config) -> tuple[Load, Shapes]:

@@ -392,7 +392,7 @@ def markdown(summary: Summary) -> str:
         "",
         *_table(
             ("", "Place", "The paper says", "Predicted (emulated)", "Counts as met"),
-            ((_verdict(fact), fact.place, fact.statement, fact.predicted, fact.criterion) for fact in summary.facts),
+            ((verdict(fact) if fact.met else f"**{verdict(fact)}**", *stated(fact)) for fact in summary.facts),
         ),
         "",
         "## Every run (emulated)",
@@ -440,8 +440,12 @@ def _numbers(result: Result) -> Numbers | DoesNotFit:
     )
 
 
-def _verdict(fact: FactResult) -> str:
-    return ("fitted" if fact.fitted else "met") if fact.met else "**MISS**"
+def verdict(fact: FactResult) -> str:
+    return ("fitted" if fact.fitted else "met") if fact.met else "MISS"
+
+
+def stated(fact: FactResult) -> tuple[str, str, str, str]:
+    return fact.place, fact.statement, fact.predicted, fact.criterion
 
 
 def _cells(numbers: Numbers | DoesNotFit) -> tuple[str, ...]:

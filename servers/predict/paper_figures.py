@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
@@ -11,34 +11,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadgen.report.figures import COLOURS, DASHES, GRID, STYLE, legend_below, titled
+from servers.predict import paper_layout
 from servers.predict.paper import Paper, Result
-
-Panel = tuple[str, Sequence[str], int]  # title, runs, which part of a run's name its lines are told apart by
 
 
 def draw(paper: Paper, results: Mapping[str, Result], directory: Path) -> None:
     """Writes figure6 to figure10, as .png and .svg."""
-    platforms, models, servers = list(paper.platforms), list(paper.models), list(paper.servers)
-    rtx3090 = [name for name in platforms if name.startswith("rtx3090")]
-
-    def same_gpu(platform: str, model: str) -> Panel:
-        title = f"{paper.platforms[platform].name}, Llama2-{model.upper()}"
-        return title, [f"{platform}/{model}/{server}" for server in servers], 2
-
-    def same_server(server: str, model: str) -> Panel:
-        title = f"{paper.servers[server].name}, Llama2-{model.upper()}"
-        return title, [f"{platform}/{model}/{server}" for platform in platforms], 0
-
-    seventh = [(platform, "7b") for platform in (*rtx3090, "a800")]
-    ninth = [(platform, model) for platform in platforms for model in models if (platform, model) not in seventh]
     _throughput(paper, results, directory)
-    for number, title, panels in (
-        (7, "latency on the same GPU platform", [same_gpu(*each) for each in seventh]),
-        (8, "latency on different GPU platforms, Llama2-13B", [same_server(each, "13b") for each in servers]),
-        (9, "latency on the same GPU platform", [same_gpu(*each) for each in ninth]),
-        (10, "latency with the same server", [same_server(s, m) for m in ("7b", "70b") for s in servers]),
-    ):
-        _latencies(paper, results, number, title, panels, directory)
+    for figure in paper_layout.figures(paper):
+        _latencies(figure, results, directory)
 
 
 def _throughput(paper: Paper, results: Mapping[str, Result], directory: Path) -> None:
@@ -65,26 +46,24 @@ def _throughput(paper: Paper, results: Mapping[str, Result], directory: Path) ->
         _save(figure, 6, directory)
 
 
-def _latencies(
-    paper: Paper, results: Mapping[str, Result], number: int, title: str, panels: Sequence[Panel], directory: Path
-) -> None:
+def _latencies(of: paper_layout.Figure, results: Mapping[str, Result], directory: Path) -> None:
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        rows = -(-len(panels) // 3)
-        figure = _figure(1.2 + 2.7 * rows, number, title)
+        rows = -(-len(of.panels) // 3)
+        figure = _figure(1.2 + 2.7 * rows, of.number, of.title)
         axes = figure.subplots(rows, 3, squeeze=False).flat
-        for axis, (name, runs, part) in zip(axes, panels, strict=False):
-            axis.set_title(name)
-            for row, run in enumerate(runs):
-                _line(axis, results[run], row, _label(paper, run, part))
+        for axis, panel in zip(axes, of.panels, strict=False):
+            axis.set_title(panel.title)
+            for row, (label, run) in enumerate(panel.runs.items()):
+                _line(axis, results[run], row, label)
             axis.set_ylim(0, 1.02)
             axis.set_xlim(left=0)
             axis.grid(color=GRID, linewidth=0.6)
             axis.set_axisbelow(True)
             axis.set_xlabel("Latency, s (predicted)")
-        for axis in list(axes)[len(panels) :]:
+        for axis in list(axes)[len(of.panels) :]:
             axis.set_axis_off()
         legend_below(figure, max(figure.axes, key=lambda axis: len(axis.get_legend_handles_labels()[1])), 4)
-        _save(figure, number, directory)
+        _save(figure, of.number, directory)
 
 
 def _line(axis: Axes, result: Result, row: int, label: str) -> None:
@@ -95,11 +74,6 @@ def _line(axis: Axes, result: Result, row: int, label: str) -> None:
     share = np.arange(len(latencies_s) + 1) / len(latencies_s)
     corners = np.concatenate((latencies_s[:1], latencies_s))
     axis.step(corners, share, where="post", label=label, color=COLOURS[row], linestyle=DASHES[row], linewidth=1.6)
-
-
-def _label(paper: Paper, run: str, part: int) -> str:
-    key = run.split("/")[part]
-    return paper.platforms[key].name if part == 0 else paper.servers[key].name
 
 
 def _figure(height: float, number: int, title: str) -> Figure:

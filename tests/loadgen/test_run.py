@@ -73,7 +73,7 @@ def test_the_main_job(backend: str, tmp_path: Path) -> None:
     lateness = watched.during(tmp_path / "run")
     assert_valid_unless_the_machine_was_late(report, lateness)
     names = {"manifest.json", "requests.jsonl", "report.json", "report.md", "cdf.png", "cdf.svg", "snapshot.json"}
-    names.add("timeline.png")
+    names |= {"report.html", "timeline.png"}
     if backends.get(backend).server_metrics:
         names.add("server.jsonl")
     assert {path.name for path in (tmp_path / "run").iterdir()} == names

@@ -35,7 +35,7 @@ def test_an_address_where_nobody_answers_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray_cluster, "check_installed", lambda: None)
-    monkeypatch.setattr("loadgen.run.check_installed", lambda: None)
+    monkeypatch.setattr("loadgen.cluster.ray_cluster.check_installed", lambda: None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 
 from backends.gpus import GpuSample
-from loadgen.monitor.server_view import Header, ServerSample, ServerStats, ServerView, read
+from loadgen.monitor.server_view import Header, ServerSample, ServerStats, ServerView, read, samples
 
 SECONDS = 1_000_000_000
 RUN = "20261121-120000-abc123"
@@ -104,6 +105,19 @@ def test_a_mean_of_nothing_is_nothing(tmp_path: Path) -> None:
 def test_metrics_that_hold_nothing_of_ours(tmp_path: Path) -> None:
     write(tmp_path, [at(9), at(13)])
     assert seen(tmp_path).problem == "GET /metrics shows none of the series that this kind of server has"
+
+
+def test_a_packed_file_is_read_where_there_is_no_plain_one(tmp_path: Path) -> None:
+    write(tmp_path, [at(9, prompt_tokens=5), at(13, prompt_tokens=9)])
+    plain = tmp_path / "server.jsonl"
+    packed = gzip.compress(plain.read_bytes())
+    plain.unlink()
+    for damaged in (packed[:-9], b"no gzip at all"):
+        (tmp_path / "server.jsonl.gz").write_bytes(damaged)
+        assert (seen(tmp_path).problem or "").startswith("server.jsonl cannot be read: ")
+        assert samples(tmp_path, RUN) == []
+    (tmp_path / "server.jsonl.gz").write_bytes(packed)
+    assert seen(tmp_path).prompt_tokens == 4 and len(samples(tmp_path, RUN)) == 2
 
 
 def test_no_file_and_files_that_are_damaged(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from loadgen.monitor import sidecar as sidecar_module
 from loadgen.monitor.messages import Begin, Live, MetricsSource
 from loadgen.monitor.server_view import read
 from loadgen.monitor.sidecar import sidecar
-from loadgen.run import _both
+from loadgen.run import together
 from loadgen.rundir import RunError
 from tests.loadgen.monitor.directories import RUN, read_snapshot, record, value, write_manifest, write_records
 from tests.loadgen.monitor.metrics_server import Script
@@ -40,7 +40,8 @@ def monitored(directory: Path, url: str, inside: Callable[[], None] = lambda: No
 
     async def run() -> None:
         async with sidecar(sample_server=True) as monitor:
-            await monitor.begin(directory, RUN, source, values["gpus"])
+            monitor.begin(directory, RUN, source, values["gpus"])
+            await monitor.sample()
             await asyncio.to_thread(inside)
 
     asyncio.run(run())
@@ -109,9 +110,9 @@ def test_a_gpu_library_that_crashes_costs_the_samples_and_no_snapshot(
     async def beside() -> str | None:
         async with sidecar() as monitor:
             source = MetricsSource(url=script.url, series={"running": "running"})
-            await monitor.begin(tmp_path, RUN, source, [0])
-            monitor.progress(Live(planned=50, in_flight=3))
+            monitor.begin(tmp_path, RUN, source, [0])
             await monitor.sample()
+            monitor.progress(Live(planned=50, in_flight=3))
         return monitor.trouble
 
     assert asyncio.run(beside()) is None
@@ -145,7 +146,8 @@ asyncio.create_subprocess_exec = started
 async def run():
     async with sidecar() as monitor:
         source = MetricsSource(url={script.url!r}, series={{"running": "running"}})
-        await monitor.begin(Path({str(tmp_path)!r}), "r", source)
+        monitor.begin(Path({str(tmp_path)!r}), "r", source)
+        await monitor.sample()
         os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(run())
 """
@@ -216,17 +218,21 @@ def test_every_dialect_of_the_embedded_server(tmp_path: Path, dialect: str, abse
 # --- snapshots ---
 
 
-def test_workers_that_have_said_nothing_yet_are_not_counted() -> None:
-    lives: list[Live] = []
-
-    class Kept:
-        def progress(self, live: Live) -> None:
-            lives.append(live)
-
-    report = _both(lambda clients: None, Kept())  # type: ignore[arg-type]
-    report([])
-    report([Seen(planned=3, done=0, failed=0, in_flight=2, events=5, elapsed_s=1.0, ttft_ms=[])] * 2)
-    assert lives == [Live(planned=6, in_flight=4, events=10)]
+def test_client_processes_are_added_up_and_the_worst_of_them_is_shown() -> None:
+    one = Seen(
+        planned=3, done=1, failed=1, in_flight=2, events=5, events_in_flight=4, elapsed_s=1.0, ttft_ms=[7.0],
+        cpu_ratio=0.5, loop_lag_ms=0.25,
+    )  # fmt: skip
+    other = Seen(planned=3, done=0, failed=0, in_flight=2, events=5, elapsed_s=1.5, ttft_ms=[], loop_lag_ms=3.0)
+    assert together([one, other]) == Live(
+        planned=6, in_flight=4, events=10, events_in_flight=4, done=1, failed=1, elapsed_s=1.5, cpu_ratio=0.5,
+        loop_lag_ms=3.0,
+    )  # fmt: skip
+    assert together([one, other], remote=True).latest_ttft_ms == [7.0]
+    assert (
+        together([one, Seen(planned=None, done=0, failed=0, in_flight=0, events=0, elapsed_s=0.0, ttft_ms=[])]).planned
+        is None
+    )
 
 
 def test_the_process_beside_a_run_writes_a_last_snapshot_when_it_is_let_go(tmp_path: Path) -> None:
@@ -235,7 +241,7 @@ def test_the_process_beside_a_run_writes_a_last_snapshot_when_it_is_let_go(tmp_p
 
     async def beside() -> None:
         async with sidecar() as monitor:
-            await monitor.begin(tmp_path, RUN)
+            monitor.begin(tmp_path, RUN)
             monitor.progress(Live(planned=50, in_flight=3))
         assert monitor.trouble is None
 
@@ -272,7 +278,7 @@ def test_the_run_is_served_at_the_port(tmp_path: Path) -> None:
 
     async def beside() -> str:
         async with sidecar(port) as monitor:
-            await monitor.begin(tmp_path, RUN)
+            monitor.begin(tmp_path, RUN)
             monitor.progress(Live(planned=50, in_flight=3))
             return await asyncio.to_thread(page)
 
@@ -288,7 +294,7 @@ def test_a_port_that_somebody_takes_meanwhile_costs_no_snapshot(tmp_path: Path) 
     async def beside(port: int) -> None:
         async with sidecar(port) as monitor:
             with socket.create_server(("127.0.0.1", port)):
-                await monitor.begin(tmp_path, RUN)
+                monitor.begin(tmp_path, RUN)
                 await monitor.end()
 
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -302,7 +308,7 @@ def test_a_process_that_dies_does_not_disturb_the_run_and_is_told_of(tmp_path: P
 
     async def beside() -> str | None:
         async with sidecar() as monitor:
-            await monitor.begin(tmp_path, RUN)
+            monitor.begin(tmp_path, RUN)
             assert monitor._process is not None
             monitor._process.kill()
             for _ in range(20):
@@ -317,7 +323,7 @@ def test_a_process_that_dies_does_not_disturb_the_run_and_is_told_of(tmp_path: P
 def test_a_process_that_fails_is_told_of(tmp_path: Path) -> None:
     async def beside() -> str | None:
         async with sidecar() as monitor:
-            await monitor.begin(tmp_path, RUN)  # it holds no manifest
+            monitor.begin(tmp_path, RUN)  # it holds no manifest
         return monitor.trouble
 
     note = asyncio.run(beside())
@@ -331,7 +337,7 @@ def test_a_process_that_cannot_be_started_does_not_disturb_the_run(
 
     async def beside() -> str | None:
         async with sidecar() as monitor:
-            await monitor.begin(tmp_path, RUN)
+            monitor.begin(tmp_path, RUN)
             monitor.progress(Live(planned=50, in_flight=3))
         return monitor.trouble
 

@@ -10,15 +10,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
-import numpy as np
 import pytest
 
 from loadgen import cli, rundir
 from loadgen.monitor.server_view import GpuPeak, GpuStats, Header, ServerSample, ServerStats, ServerView
-from loadgen.report import build, figures
+from loadgen.report import build
 from loadgen.report import text as texts
 from loadgen.report.build import ReportError
-from loadgen.report.metrics import CONVENTIONS, METRICS, Distribution, Summary
+from loadgen.report.metrics import CONVENTIONS, METRICS, Summary
 from loadgen.report.schema import Burst, Connecting, ErrorCount, Goodput, Report, Requests, Throughput, TokenCounts
 from loadgen.rundir import records
 from loadgen.rundir.emulation import Emulation, HeldOut
@@ -267,6 +266,7 @@ def test_a_report_that_is_not_the_runs_has_nothing_on_its_server(tmp_path: Path,
 
 
 def test_what_is_missing_is_null_and_the_report_still_stands(tmp_path: Path) -> None:
+    rundir.write_manifest(tmp_path, manifest())
     for rows in ([], [failure(0), failure(1, "dropped", sent=None)]):
         built = build.build(manifest(), table(rows), [])
         assert built.client is built.connect_ms is built.ceiling is built.goodput is built.burst is None
@@ -288,7 +288,8 @@ def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
         outputs.append({path.name: path.read_bytes() for path in run.iterdir()})
     assert outputs[0] == outputs[1]
     assert sorted(outputs[0]) == [
-        "cdf.png", "cdf.svg", "manifest.json", "report.json", "report.md", "requests.jsonl", "timeline.png"
+        "cdf.png", "cdf.svg", "manifest.json", "report.html", "report.json", "report.md", "requests.jsonl",
+        "timeline.png",
     ]  # fmt: skip
     assert json.loads(outputs[0]["report.json"]) == msgspec.to_builtins(built)
     assert outputs[0]["cdf.png"].startswith(b"\x89PNG")
@@ -341,6 +342,8 @@ def test_unknown_names_are_refused_in_one_sentence(tmp_path: Path) -> None:
         hand_report(slos={"itl": 5})
     with pytest.raises(ReportError, match=r"must end in \.png or \.svg"):
         build.overlay([tmp_path], tmp_path / "cdf.jpeg")
+    with pytest.raises(ReportError, match=r"must end in \.html"):
+        build.overlay_page([tmp_path], tmp_path / "cdf.png")
     with pytest.raises(rundir.RunError, match=r"holds no manifest\.json"):
         build.from_directory(tmp_path)
     with pytest.raises(ReportError, match="cannot write the report to"):
@@ -356,6 +359,40 @@ def test_every_output_of_an_emulated_run_is_marked(tmp_path: Path) -> None:
         assert texts.render(built).startswith("EMULATED") is emulated
         for name in ("report.md", "cdf.svg"):
             assert ("emulated" in (run / name).read_text().lower()) is emulated
+
+
+def test_several_runs_on_one_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It goes where it is asked for, or to runs.html, and never over what is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    a, b = (write_run(path, HAND, manifest(), facts()) for path in (tmp_path / "run", tmp_path / "other/run"))
+    build.write(a, *build.from_directory(a))
+    assert cli.invoke(["report", str(a), str(b), "--html"]) == 0
+    assert "wrote runs.html" in capsys.readouterr().err
+    page = (tmp_path / "runs.html").read_text()
+    assert 'href="run/report.html"' in page and "other/run</td>" in page
+    assert cli.invoke(["report", str(a), str(b), "--html"]) == 2
+    assert "runs.html exists; name another --out, nothing was overwritten." in capsys.readouterr().err
+    assert (tmp_path / "runs.html").read_text() == page
+    assert cli.invoke(["report", str(a), str(a), "--html", "--out", "twice.html"]) == 0
+    assert f"1 {a}" in (tmp_path / "twice.html").read_text()
+    assert not (tmp_path / "cdf.png").exists()
+    assert cli.invoke(["report", str(a), str(b), "--html", "--out", "no/such/page.html"]) == 2
+    assert "cannot write --out no/such/page.html; name a file in a directory" in capsys.readouterr().err
+    assert cli.invoke(["report", str(a), "--out", "one.html"]) == 2
+    assert "--out is for several runs; leave it out" in capsys.readouterr().err
+
+
+def test_a_page_leads_to_runs_of_any_name(tmp_path: Path) -> None:
+    """A colon in the first folder of a path is no scheme of a URL."""
+    runs = [write_run(tmp_path / name, HAND, manifest(), facts()) for name in ("rate:5", "rate #6")]
+    for each in runs:
+        build.write(each, *build.from_directory(each))
+    build.overlay_page(runs, tmp_path / "runs.html")
+    page = (tmp_path / "runs.html").read_text()
+    assert 'href="./rate%3A5/report.html"' in page and 'href="rate%20%236/report.html"' in page
 
 
 def test_a_figure_tells_the_verdict_and_what_its_curves_leave_out(tmp_path: Path) -> None:
@@ -413,6 +450,7 @@ def test_markdown_shows_hostile_text_and_does_not_obey_it() -> None:
 
 def test_hostile_text_survives_in_json_and_figures(tmp_path: Path) -> None:
     built = hostile_report()
+    rundir.write_manifest(tmp_path, manifest(model=HOSTILE))
     build.write(tmp_path, built, table(HAND))
     ElementTree.fromstring((tmp_path / "cdf.svg").read_bytes())
     assert json.loads((tmp_path / "report.json").read_bytes())["model"] == HOSTILE
@@ -441,25 +479,6 @@ def test_numbers_keep_three_figures() -> None:
         1e6: "1,000,000",
     }
     assert {value: texts.number(value) for value in shown} == shown
-
-
-def test_the_cdf_is_the_exact_step_function() -> None:
-    x, share = figures.cdf(Distribution(np.array([1.0, 2.0, 2.0, 5.0]), 1.0))
-    # where the line jumps, and how high it is from there on
-    heights = {at: max(share[x == at]) for at in x.tolist()}
-    assert heights == {1.0: 0.25, 2.0: 0.75, 5.0: 1.0}
-    assert share[0] == 0.0
-
-
-def test_a_thinned_cdf_stays_within_a_pixel() -> None:
-    values = np.sort(np.random.default_rng(0).integers(0, 2**31, 300_000).astype(np.uint32))
-    x, share = figures.cdf(Distribution(values, 1.0))
-    assert len(x) <= figures.MAX_STEPS + 3
-    assert (x[0], x[-1], share[-1]) == (values[0], values[-1], 1.0)
-    probes = np.random.default_rng(1).choice(values, 2000)
-    exact = np.searchsorted(values, probes, side="right") / len(values)
-    drawn = share[np.searchsorted(x, probes, side="right") - 1]
-    assert np.abs(exact - drawn).max() <= 1.01 / figures.MAX_STEPS
 
 
 def test_runs_are_drawn_over_each_other_with_their_names(tmp_path: Path) -> None:

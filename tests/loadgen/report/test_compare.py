@@ -16,6 +16,8 @@ from loadgen.rundir.records import Table, table
 from tests.loadgen.report.test_metrics import HAND
 from tests.loadgen.tables import failure, manifest, request
 
+STAMPS = ("headers", "first_token", "last_token", "done")
+
 
 def columns(ttft_ms: np.ndarray[Any, Any], gaps_us: np.ndarray[Any, Any]) -> Table:
     """Ok requests with these times to a first token (n,) and gaps (n, k)."""
@@ -179,6 +181,22 @@ def test_the_interval_of_a_closed_loops_throughput_covers_the_truth(monkeypatch:
         wide.append(change.ratio_ci[1] - change.ratio_ci[0])
     assert coverage(hits) >= 0.9
     assert np.mean(wide) < 0.1  # and is no wider than helps: a loss of 10 % shows
+
+
+def test_the_interval_of_a_rates_difference_is_as_wide_as_that_of_its_ratio() -> None:
+    """Latencies that drift within a run move its parts apart, and so both intervals."""
+    drifting = [columns(np.linspace(50, 400, 400) + seed, np.full((400, 20), 20_000)) for seed in (0, 1)]
+    sent = np.arange(400) * 50_000_000
+    moved = [
+        replace(each, **{f"{name}_ns": getattr(each, f"{name}_ns") + sent for name in ("scheduled", "sent", *STAMPS)})
+        for each in drifting
+    ]
+    change = rate(*moved)
+    assert change.difference_ci is not None and change.ratio_ci is not None and change.a is not None
+    of_difference = (change.difference_ci[1] - change.difference_ci[0]) / change.a
+    of_ratio = np.log(change.ratio_ci[1] / change.ratio_ci[0])
+    assert of_ratio > 0.2
+    assert of_difference == pytest.approx(of_ratio, rel=0.1)
 
 
 def test_throughput_of_a_run_that_gave_nothing_has_no_interval() -> None:

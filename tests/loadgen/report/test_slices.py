@@ -141,4 +141,4 @@ def test_a_prompt_length_without_a_ttft_is_left_out() -> None:
     rows[0] = failure(0, asked_prompt_tokens=9000)
     rows[1] = msgspec.structs.replace(rows[1], first_token_ns=None, last_token_ns=None, itl_us=[], events=0)
     found = slices.prompts(table(rows), OURS)
-    assert found is not None and found[0].tolist() == list(range(102, 140)) == found[1].tolist()
+    assert found is not None and found.tokens.tolist() == list(range(102, 140)) == found.ttft_ms.tolist()

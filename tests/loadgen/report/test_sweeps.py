@@ -97,7 +97,7 @@ def test_repeats_are_a_mean_with_an_interval_and_one_pooled_curve(tmp_path: Path
     assert ttft.runs == pytest.approx([100, 101, 102]) and ttft.mean == pytest.approx(101)
     reach = 4.303 / 3**0.5  # Student's t, two degrees of freedom; the values differ by one
     assert ttft.ci == pytest.approx([101 - reach, 101 + reach], abs=1e-3)
-    pooled = sweeps.samples(directory, point, ("ttft_ms",))["ttft_ms"]
+    pooled = sweeps.samples(directory, swept)[point.value]["ttft_ms"]
     assert pooled.values * pooled.unit_ms == pytest.approx(np.repeat([100.0, 101, 102], COUNT))
 
 
@@ -117,7 +117,7 @@ def test_what_is_finished(tmp_path: Path) -> None:
         path.unlink()
     assert sweeps.read(directory).runs[1].state == "waiting"
     assert "rate-4 did not come to its end" in sweeps.render(swept)
-    sweep_figures.draw(directory, swept)
+    sweep_figures.draw(directory, swept, sweeps.samples(directory, swept))
     assert {path.name for path in directory.glob("*.png")} == set(sweeps.FIGURES)
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from loadgen.monitor.server_view import Header, ServerSample
@@ -32,38 +30,6 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: Any) -> F
     monkeypatch.setattr(Figure, "savefig", kept)
     timeline.draw(*arguments, tmp_path / "timeline.png")
     return figures[-1]
-
-
-def test_requests_in_flight_by_hand() -> None:
-    rows = [request(0, sent=0, first=50, gaps=(50,)), request(1, sent=40, first=60, gaps=(140,)), failure(2, sent=None)]
-    at_s, count = timeline.in_flight(table(rows))
-    assert at_s.tolist() == [0.0, 0.04, 0.1, 0.2] and count.tolist() == [1, 2, 1, 0]
-
-
-@given(st.lists(st.floats(0, 1000), max_size=50), st.floats(0.001, 1000))
-def test_rates_hold_every_request(at_s: list[float], end_s: float) -> None:
-    inside = np.array([round(1e9 * at) for at in at_s if at <= end_s], np.int64)
-    edges, per_s = timeline.rates(inside, end_s)
-    assert edges[0] == 0 and edges[-1] == end_s and (np.diff(edges) > 0).all()
-    assert len(per_s) <= timeline.MOST_BINS + 1
-    assert float((per_s * np.diff(edges)).sum()) == pytest.approx(len(inside))
-
-
-def test_a_rate_is_a_rate() -> None:
-    edges, per_s = timeline.rates(np.arange(5, 12_000, 10) * 1_000_000, 12.0)
-    assert np.diff(edges) == pytest.approx(0.1) and per_s == pytest.approx(100.0)
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(4001, 30_000))
-def test_few_points_keep_every_extreme(seed: int, n: int) -> None:
-    random = np.random.default_rng(seed)
-    x, y = np.sort(random.exponential(1.0, n)), random.lognormal(0, 2, n)
-    kept = timeline.thinned(x, y)
-    assert len(kept) <= 2 * timeline.MOST_BUCKETS + timeline.MOST_OTHERS + 1
-    assert (np.diff(kept) > 0).all() and kept[-1] == n - 1
-    assert y[kept].max() == y.max() and y[kept].min() == y.min()
-    assert timeline.thinned(x[:100], y[:100]).tolist() == list(range(100))
-    assert len(timeline.thinned(np.zeros(n), y)) <= timeline.MOST_OTHERS + 3  # a burst: all due at once
 
 
 def test_what_stands_on_the_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -96,10 +62,12 @@ def test_it_is_drawn_from_a_run_directory_with_its_samples(monkeypatch: pytest.M
         metrics = {} if error else {"running": 5.0}
         lines.append(msgspec.json.encode(ServerSample(at_ns=at_ns, took_ms=1, metrics=metrics, error=error)))
     (run / "server.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    assert build._sampled(run, manifest().run_id) == [(0.05, {"running": 5.0})]
-    assert build._sampled(run, "another") == []
     built, rows = build.from_directory(run)
-    figure = drawn(monkeypatch, tmp_path, built, rows.measured(), build._sampled(run, built.run_id), "title")
+    of_another = msgspec.structs.replace(built, run_id="another")
+    assert build._shown(run, of_another, rows).samples == []
+    sampled = [(at_s, sample.metrics) for at_s, sample in build._shown(run, built, rows).samples]
+    assert sampled == [(0.05, {"running": 5.0})]
+    figure = drawn(monkeypatch, tmp_path, built, rows.measured(), sampled, "title")
     assert len(figure.axes) == 4
     build.write(run, built, rows)
     assert (run / "timeline.png").exists()

@@ -42,7 +42,8 @@ def test_the_highest_rate_of_a_modelled_server(tmp_path: Path) -> None:
     for each in found["probes"]:
         assert (out / each["directory"] / "requests.jsonl").exists()
         assert (out / each["directory"] / "manifest.json").exists()
-    assert (out / "search.md").exists() and (out / "search.png").exists()
+        assert (out / each["directory"] / "report.html").exists()
+    assert all((out / name).exists() for name in ("search.md", "search.png", "search.html"))
 
 
 def test_an_objective_that_one_request_misses_has_no_answer(tmp_path: Path) -> None:

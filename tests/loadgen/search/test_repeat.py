@@ -20,7 +20,7 @@ def test_repeats_are_ordinary_runs_of_one_server(tmp_path: Path) -> None:
     out = tmp_path / "a"
     repeated, said = loadgen("run", *LOAD, "--requests", "40", "--repeat", "3", "--seed", "5", "--out", str(out))
     assert said.count("the embedded server runs") == 1
-    assert sorted(path.name for path in out.iterdir()) == ["1", "2", "3", "repeat.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["1", "2", "3", "repeat.html", "repeat.json"]
     assert repeated == json.loads((out / "repeat.json").read_text())
     manifests = [json.loads((out / str(number) / "manifest.json").read_text()) for number in (1, 2, 3)]
     assert [manifest["config"]["seed"] for manifest in manifests] == [5, 6, 7]

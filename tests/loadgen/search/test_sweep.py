@@ -19,10 +19,10 @@ from tests.loadgen.test_run import FAST, LOADGEN, loadgen, serving
 pytestmark = pytest.mark.processes
 LOAD = ("--launch", "embedded", "--output-tokens", "4", *FAST)
 RUN_FILES = {
-    "manifest.json", "requests.jsonl", "server.jsonl", "snapshot.json", "report.json", "report.md", "cdf.png",
-    "cdf.svg", "timeline.png",
+    "manifest.json", "requests.jsonl", "server.jsonl", "snapshot.json", "report.json", "report.md",
+    "report.html", "cdf.png", "cdf.svg", "timeline.png",
 }  # fmt: skip
-SWEEP_FILES = {"sweep.json", "sweep.md", "latency.png", "pareto.png", "cdf.png"}
+SWEEP_FILES = {"sweep.json", "sweep.md", "sweep.html", "latency.png", "pareto.png", "cdf.png"}
 
 
 def manifests(out: Path, names: list[str]) -> list[dict[str, Any]]:

@@ -269,7 +269,7 @@ def test_it_dies_before_the_first_request(server: Any, run: Callable[..., Any]) 
 def test_a_server_of_another_kind_that_lives(
     server: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loadgen.run.END_WAIT_S", 0.0)
+    monkeypatch.setattr("loadgen.server.managed.END_WAIT_S", 0.0)
     _, said = run(Fake([server.url]), 3)
     assert "does not look like a vllm server" in said.splitlines()[-1]
 
@@ -289,7 +289,7 @@ def test_failed_requests_give_it_time_to_die(run: Callable[..., Any]) -> None:
 
 @pytest.mark.processes
 def test_one_that_lives_on_after_failures_may_say_why(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadgen.run.END_WAIT_S", 0.0)
+    monkeypatch.setattr("loadgen.server.managed.END_WAIT_S", 0.0)
     with serving("--model", "org/m", "--fault", "http_error:503:2") as url:
         report, said = run(Fake([url], LOG), 4)
     assert "SERVER_ENDED" not in {found["code"] for found in report["verdict"]["findings"]}

@@ -1,0 +1,163 @@
+"""What a page shows, as data: sections of text, tables, code and charts. `html` renders it.
+
+Every string is data, never markup: rendering escapes all of it. None in a list of numbers is a gap in a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+Tone = Literal["plain", "good", "warning", "bad"]
+Numbers = Sequence[float | None]
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part of a page, as the script of the page reads it."""
+
+
+class Link(Part, frozen=True):
+    """A way to another page: `href` is a relative path of files beside this one, or `#ID` of a section. The path is as
+    the file system has it (rendering quotes it). Anything else, such as a URL with a scheme, is shown as plain text."""
+
+    text: str
+    href: str
+
+
+class Number(Part, frozen=True):
+    """A number in a table: `text` is shown, `value` is the exact number behind it (None: unknown)."""
+
+    text: str
+    value: float | None = None
+
+
+class Text(Part, tag="text", frozen=True):
+    """A paragraph; `tone` colours it."""
+
+    text: str
+    tone: Tone = "plain"
+
+
+class Listed(Part, frozen=True):
+    """An item: `head` in bold, then `text`, and `advice` on a line of its own."""
+
+    head: str
+    text: str = ""
+    advice: str = ""
+    tone: Tone = "plain"
+
+
+class Items(Part, tag="items", frozen=True):
+    """A list, such as findings."""
+
+    items: Sequence[Listed]
+
+
+class Code(Part, tag="code", frozen=True):
+    """A command, or a text to be shown as it is; a button copies it."""
+
+    text: str
+
+
+Cell = str | Link | Number
+
+
+class Table(Part, tag="table", frozen=True):
+    """Rows of cells under headers. `numeric`: all columns but the first are aligned right.
+    `folded`: the table is behind its caption until asked for."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    caption: str = ""
+    numeric: bool = True
+    folded: bool = False
+
+
+class Series(Part, frozen=True):
+    """One curve. x, y: as long as each other, x ascending, in the units of the axes. kind: how it is drawn; a step
+    holds its y until the next x. low, high: a band or whiskers around y. labels: what hover says of each point
+    beside its numbers. hrefs: where a click on each point leads, "" nowhere. group: series of one group are switched
+    together; the legend shows it once ("" is the series alone). colour: number of a colour of the palette."""
+
+    name: str
+    x: Numbers
+    y: Numbers
+    kind: Literal["line", "step", "points", "bars"] = "line"
+    low: Numbers | None = None
+    high: Numbers | None = None
+    labels: Sequence[str] | None = None
+    hrefs: Sequence[str] | None = None
+    group: str = ""
+    colour: int = 0
+    dashed: bool = False
+
+
+class Shade(Part, frozen=True):
+    """A stretch of the x axis: a phase of the load, a stall of the server, the bracket of a search."""
+
+    start: float
+    end: float
+    label: str
+    tone: Tone = "plain"
+
+
+class Mark(Part, frozen=True):
+    """A line across the chart at a value of one axis."""
+
+    axis: Literal["x", "y"]
+    value: float
+    label: str
+
+
+class Chart(Part, tag="chart", frozen=True):
+    """Curves over one x axis.
+
+    x_label, y_label: what an axis counts and in parentheses its unit, "ttft (ms)", or a unit of one word, "requests/s";
+    hover uses the unit. origin: "emulated", "predicted" or "", which stands on the chart itself. log: the axes that may
+    be switched to logarithmic, and log_now: those that begin so. quantile: the chart is a CDF with y from 0 to 1, and
+    hover reads the x at the y under the pointer: of a line between its points, of a step the first x with as much.
+    categories: names of x = 0, 1, 2, ... of bars. stacked: the bars of one x stand on each other. sync: charts of one
+    name share cursor and zoom. from_zero: the linear y axis begins at 0. note: one line under the chart, such as the
+    rule by which points were left out. A chart without a finite point says "no data".
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    origin: str = ""
+    shades: Sequence[Shade] = ()
+    marks: Sequence[Mark] = ()
+    log: Sequence[Literal["x", "y"]] = ()
+    log_now: Sequence[Literal["x", "y"]] = ()
+    quantile: bool = False
+    categories: Sequence[str] = ()
+    sync: str = ""
+    stacked: bool = False
+    from_zero: bool = True
+    note: str = ""
+
+
+Block = Text | Items | Code | Table | Chart
+
+
+class Section(Part, frozen=True):
+    """A part of the page under a heading; `id` is its anchor."""
+
+    id: str
+    title: str
+    blocks: Sequence[Block]
+
+
+class Page(Part, frozen=True):
+    """A whole page. verdict: one line under the title, coloured by `tone`. origin: "emulated", "predicted" or "" of all
+    of it, told beside the title. footer: one line at the end, such as what wrote the page."""
+
+    title: str
+    verdict: str
+    sections: Sequence[Section]
+    tone: Tone = "plain"
+    origin: str = ""
+    footer: str = ""

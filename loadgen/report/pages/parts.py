@@ -1,0 +1,161 @@
+"""What pages of all kinds are put together from: numbers as cells, findings, CDFs, and where numbers come from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.page.content import Cell, Chart, Items, Listed, Number, Series, Table, Tone
+from loadgen.report.contrast import Bounds
+from loadgen.report.finding import Finding
+from loadgen.report.metrics import Distribution, Summary
+from loadgen.report.pages import series
+from loadgen.report.schema import Numbers
+from loadgen.report.text import number
+from loadgen.rundir import Manifest
+
+SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")  # of a Summary
+TONES: dict[str, Tone] = {"invalid": "bad", "warning": "warning", "info": "plain"}  # by severity
+LEAST_STEPS = 250  # of each CDF, however many share a chart
+_DIGITS = 5  # significant: what a pixel can show
+
+
+def cell(value: float | None, unit: str = "") -> Number:
+    """A number as the report's text shows it, with the exact one behind it."""
+    return Number(f"{number(value)}{unit if value is not None else ''}", None if value is None else float(value))
+
+
+def interval(bounds: Bounds | None) -> str:
+    """A 95 % interval as text; a dash where there is none."""
+    return "-" if bounds is None else f"{number(bounds[0])} to {number(bounds[1])}"
+
+
+def summaries(
+    first: str,
+    rows: Mapping[str, Summary],
+    caption: str = "",
+    *,
+    folded: bool = False,
+    extra: tuple[str, Mapping[str, str]] = ("", {}),
+) -> Table:
+    """A table of the statistics of samples, by name. first: the header of the names. extra: the header of one more
+    column, and its texts by name; nothing where there are none."""
+    header, texts = extra
+    headers = [first, *(name.replace("_", ".") for name in SHOWN), *([header] if texts else [])]
+    cells: list[Sequence[Cell]] = [
+        [
+            name,
+            *(cell(getattr(summary, statistic)) for statistic in SHOWN),
+            *([texts.get(name, "-")] if texts else []),
+        ]
+        for name, summary in rows.items()
+    ]
+    return Table(headers=headers, rows=cells, caption=caption, folded=folded)
+
+
+def findings(each: Iterable[Finding]) -> Items:
+    return Items(
+        items=[
+            Listed(
+                head=f"{finding.severity} {finding.code}",
+                text=finding.message,
+                advice=finding.advice,
+                tone=TONES[finding.severity],
+            )
+            for finding in each
+        ]
+    )
+
+
+def settings(manifest: Manifest) -> dict[str, Any]:
+    """What a run was made with, by name: the configuration (but for `out`), the server and the machine."""
+    fields = ("version", "backend", "model", "url", "emulated", "server_version", "arrival", "requests_planned")
+    machine = manifest.machine
+    return {
+        **{f"config.{key}": value for key, value in manifest.config.items() if key != "out"},
+        **{key: getattr(manifest, key) for key in fields},
+        **{f"machine.{key}": getattr(machine, key) for key in machine.__struct_fields__},
+    }
+
+
+def origin(numbers: Numbers | Manifest) -> str:
+    """Of a run's numbers: "predicted" by a model of the hardware, "emulated" on the embedded server's fixed timetable,
+    which predicts nothing, or "", measured."""
+    if not numbers.emulated:
+        return ""
+    return "predicted" if numbers.emulation is not None else "emulated"
+
+
+def shared_origin(origins: Iterable[str]) -> str:
+    """Of a chart or page that shows several: "partly" where a part was measured."""
+    distinct = set(origins)
+    named = " and ".join(sorted(distinct - {""}))
+    return f"partly {named}" if named and "" in distinct else named
+
+
+def href(page: Path, directory: Path) -> str:
+    """From a page in the directory to another page, as a relative path; empty where that is not there."""
+    if not page.is_file():
+        return ""
+    path = Path(os.path.relpath(page, directory)).as_posix()
+    return f"./{path}" if path.startswith("#") or ":" in path.partition("/")[0] else path
+
+
+def rounded(values: NDArray[Any]) -> list[float | None]:
+    """The values (n,) of a curve, to 5 significant digits; None, a gap, where one is not finite."""
+    exact = np.asarray(values, np.float64)
+    finite = np.isfinite(exact)
+    known = np.where(finite, exact, 0.0)
+    with np.errstate(divide="ignore"):
+        magnitude = np.floor(np.log10(np.abs(known)))
+    places = np.where(known == 0, 0, _DIGITS - 1 - magnitude).clip(-300, 300)
+    # Powers of ten up to 22 are exact, so what is divided by one has the shortest text.
+    up, down = 10.0 ** np.maximum(places, 0), 10.0 ** np.maximum(-places, 0)
+    short: list[float | None] = (np.round(known * up / down) / up * down).tolist()
+    if not finite.all():
+        short = [value if here else None for value, here in zip(short, finite.tolist(), strict=True)]
+    return short
+
+
+class Curve(NamedTuple):
+    """A distribution in a chart of CDFs. colour: of the palette, the same in every chart of a page."""
+
+    name: str
+    sample: Distribution
+    colour: int = 0
+    origin: str = ""
+
+
+def cdf(title: str, curves: Sequence[Curve], x_label: str, *, log_now: bool = False) -> Chart:
+    """CDFs over each other, each switched by its name. Hover reads a quantile."""
+    steps = max(LEAST_STEPS, series.MAX_STEPS // max(1, len(curves)))
+    most = max((len(curve.sample.values) for curve in curves), default=0)
+    return Chart(
+        title=title,
+        x_label=x_label,
+        y_label="fraction of values",
+        series=[_step(curve, steps) for curve in curves],
+        origin=shared_origin(curve.origin for curve in curves),
+        log=("x",),
+        log_now=("x",) if log_now else (),
+        quantile=True,
+        note=cdf_rule(steps) if most > steps else "",
+    )
+
+
+def cdf_rule(steps: int) -> str:
+    """By which values are left out of a CDF."""
+    return (
+        f"Of more than {steps} values only every k-th is drawn, always with the smallest and the largest: a curve is "
+        f"within 1/{steps} of the exact share."
+    )
+
+
+def _step(curve: Curve, steps: int) -> Series:
+    x, share = series.cdf(curve.sample, steps)
+    return Series(name=curve.name, x=rounded(x), y=rounded(share), kind="step", group=curve.name, colour=curve.colour)

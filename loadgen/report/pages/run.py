@@ -1,0 +1,361 @@
+"""The page of a run: its verdict, what was measured on what, numbers with intervals, charts, the slowest requests,
+errors by outcome, and how to repeat it. Pure: the same records always give the same page."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.page.content import Block, Cell, Code, Items, Listed, Page, Section, Table, Text, Tone
+from loadgen.report import cluster, metrics, text
+from loadgen.report.pages import charts, intervals, parts
+from loadgen.report.pages.charts import LATENCIES, Shown
+from loadgen.report.pages.parts import cell, interval
+from loadgen.report.schema import PhaseStats, Report, TurnStats
+from loadgen.rundir.outcomes import OUTCOMES
+
+FILE = "report.html"
+SLOWEST = 20
+MAX_ERROR_CHARACTERS = 300
+RATES = {
+    "requests_per_s": "requests/s",
+    "output_tokens_per_s": "output tokens/s",
+    "total_tokens_per_s": "total tokens/s",
+    metrics.GOODPUT: "goodput, requests/s",
+}
+
+
+def page(run: Shown) -> Page:
+    report = run.report
+    prompts = charts.by_prompt([run])
+    sections = [
+        Section("verdict", "Verdict", list(_verdict(report))),
+        Section("setup", "What was measured on what", setup(run)),
+        Section("numbers", "Numbers", list(_numbers(run))),
+        Section("latency", "Latency distributions", charts.latencies([run])),
+        Section("time", "Over time", over_time([run])),
+        *([] if prompts is None else [Section("prompts", "Prompt length", [prompts, *_by_prompt(report)])]),
+        Section("slowest", "Slowest requests", list(_slowest(run))),
+        Section("errors", "Errors", list(_errors(run))),
+        Section("repeat", "The command, and how to repeat it", list(_repeat(run))),
+    ]
+    return Page(
+        title=f"{text.name_of(report)}, {report.arrival}",
+        verdict=text.verdict_line(report),
+        sections=sections,
+        tone=tone(report),
+        origin=parts.origin(report),
+        footer=f"Run {report.run_id}, llm-dissect {report.version}. {report.convention_differs}",
+    )
+
+
+def tone(report: Report) -> Tone:
+    """Of its verdict."""
+    if not report.verdict.valid:
+        return "bad"
+    return "warning" if any(finding.severity == "warning" for finding in report.verdict.findings) else "good"
+
+
+def _verdict(report: Report) -> Iterator[Block]:
+    if report.emulated:
+        yield Text(text.warning(report), "warning")
+    if report.verdict.findings:
+        yield parts.findings(report.verdict.findings)
+    else:
+        yield Text("Nothing was found that speaks against these numbers.", "good")
+
+
+def setup(run: Shown) -> list[Block]:
+    """Model, server, GPUs, flags, load and client; all options behind them."""
+    rows = [(what, value) for what, value in _facts(run) if value]
+    options = [[name, option(value)] for name, value in run.manifest.config.items() if value not in (None, [], ())]
+    return [
+        Table(headers=["", "value"], rows=rows, numeric=False),
+        Table(headers=["option", "value"], rows=options, caption="All options", numeric=False, folded=True),
+    ]
+
+
+def option(value: object) -> str:
+    """The value of an option, as text."""
+    return value if isinstance(value, str) else "-" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _facts(run: Shown) -> Iterator[tuple[str, str]]:
+    report, manifest, launch = run.report, run.manifest, run.report.launch
+    yield "model", report.model
+    yield "server", f"{report.backend} {report.server_version or '(version unknown)'} at {manifest.url}"
+    if manifest.kv_cache_tokens is not None and launch is None:
+        yield "its KV cache", f"{text.number(manifest.kv_cache_tokens)} tokens"
+    if manifest.server_settings and launch is None:
+        yield "its settings", ", ".join(f"{name} {value}" for name, value in manifest.server_settings.items())
+    if launch is not None:
+        yield "started", text.launch_line(launch).removeprefix("Started: ")
+        yield "its command", launch.command
+        yield "its notes", " ".join(launch.notes)
+    yield "GPUs", _gpus(report)
+    emulation = report.emulation
+    if emulation is not None:
+        yield "modelled", f"{emulation.scheduler} on {emulation.gpus} x {emulation.gpu}, {emulation.formats}"
+        yield "profile", emulation.profile
+    yield "load", _load(run)
+    yield "not sent", manifest.left_out
+    machine, client = manifest.machine, report.client
+    processes = manifest.client_processes or (client.processes if client is not None else None)
+    yield (
+        "client",
+        f"llm-dissect {report.version}, "
+        + (f"{processes} process{'' if processes == 1 else 'es'} on " if processes else "")
+        + f"{machine.hostname}: {machine.cpu_count} CPUs, Python {machine.python}, {machine.platform}",
+    )
+    if report.cluster is not None:
+        yield "machines", " ".join(cluster.lines(report.cluster))
+    yield "started at", _utc(manifest.started_unix_s)
+    yield "run", report.run_id
+
+
+def _utc(unix_s: float) -> str:
+    """Empty for a number that is no time, which a manifest from elsewhere may hold."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s))
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
+def _gpus(report: Report) -> str:
+    """As the launch or the samples name them; nothing where nobody looked."""
+    names = [card.name for card in report.launch.gpus] if report.launch is not None else []
+    if not names and report.gpus is not None:
+        names = [each.name for each in report.gpus.each]
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
+
+
+def _load(run: Shown) -> str:
+    report, config = run.report, run.manifest.config
+    planned = report.requests.planned
+    phrases = [
+        f"{report.arrival}, {text.number(planned)} requests" if planned is not None else report.arrival,
+        *(
+            f"{name.replace('_', ' ')} {config[name]}"
+            for name in ("duration", "input_tokens", "output_tokens", "dataset", "trace", "prefix",
+                         "sessions", "turns", "think_time", "seed")
+            if config.get(name) is not None
+        ),
+    ]  # fmt: skip
+    return ", ".join(phrases)
+
+
+def _numbers(run: Shown) -> Iterator[Block]:
+    report = run.report
+    requests = report.requests
+    outcomes: list[list[Cell]] = [[name, cell(count)] for name, count in requests.by_outcome.items()]
+    yield rates([run])
+    off = text.off_by_metric(report)
+    yield parts.summaries("latency, ms", dict(text.latencies(report)), "Latency", extra=("held out, off by", off))
+    yield latency_intervals([run])
+    yield Text(intervals.MEANING)
+    yield from _parts(report)
+    yield Table(headers=["outcome", "requests"], rows=outcomes, caption="Requests by outcome")
+    yield Items(items=[Listed(head, rest) for head, _, rest in (s.partition(": ") for s in text.summary_lines(report))])
+
+
+def rates(runs: Sequence[Shown]) -> Table:
+    """Throughput of each run, with its interval."""
+    rows: list[list[Cell]] = []
+    measured = [_rates(run) for run in runs]
+    slos = [{} if run.report.goodput is None else run.report.goodput.slos_ms for run in runs]
+    bounds = [
+        intervals.of_rates(run.measured, rates, limits, run.report.arrival)
+        for run, rates, limits in zip(runs, measured, slos, strict=True)
+    ]
+    for name, title in RATES.items():
+        for run, rates, of_run in zip(runs, measured, bounds, strict=True):
+            if name in rates:
+                rows.append([_row(runs, run, title), cell(rates[name]), interval(of_run[name])])
+    return Table(headers=["throughput", "value", "95 % interval"], rows=rows, caption="Throughput")
+
+
+def _rates(run: Shown) -> dict[str, float | None]:
+    throughput, goodput = run.report.throughput, run.report.goodput
+    return {
+        **{name: getattr(throughput, name) for name in throughput.__struct_fields__},
+        **({} if goodput is None else {metrics.GOODPUT: goodput.request_goodput}),
+    }
+
+
+def _row(runs: Sequence[Shown], run: Shown, what: str) -> str:
+    return what if len(runs) == 1 else f"{what}: {run.name}"
+
+
+def latency_intervals(runs: Sequence[Shown]) -> Table:
+    """Mean, p50 and p99 of each run, each with its interval."""
+    rows: list[list[Cell]] = []
+    for metric in LATENCIES:
+        for run in runs:
+            bounds = intervals.of_metric(run.measured, metric, run.rules)
+            row: list[Cell] = [_row(runs, run, metric.removesuffix("_ms"))]
+            for statistic in intervals.STATISTICS:
+                row += [cell(getattr(run.report.metrics[metric], statistic)), interval(bounds[statistic])]
+            rows.append(row)
+    headers = ["latency, ms", *(h for name in intervals.STATISTICS for h in (name, f"95 % interval of {name}"))]
+    return Table(headers=headers, rows=rows, caption="Latency with intervals")
+
+
+def _parts(report: Report) -> Iterator[Block]:
+    """By phase of the load and by turn of the sessions, where there are any."""
+    latency = [f"{name} {statistic}" for name in ("ttft", "tpot", "e2el") for statistic in ("p50", "p99")]
+    if report.phases:
+        due = "offered/s" if report.sessions is None else "due/s"
+        rows: list[list[Cell]] = [
+            [
+                phase.name,
+                *map(cell, (phase.start_s, phase.end_s, phase.requests, phase.offered_requests_per_s)),
+                cell(phase.finished_requests_per_s),
+                *_percentiles(phase),
+            ]
+            for phase in report.phases
+        ]
+        headers = ["phase, latency ms", "from s", "to s", "requests", due, "finished/s", *latency]
+        yield Table(headers=headers, rows=rows, caption="By phase of the load")
+    if report.turns:
+        rows = [
+            [
+                text.turn_name(turn),
+                *map(cell, (turn.requests, turn.ok, turn.prompt_tokens_mean, turn.cached_tokens_mean)),
+                *_percentiles(turn),
+            ]
+            for turn in report.turns
+        ]
+        headers = ["turn, latency ms", "requests", "ok", "prompt tokens", "cached tokens", *latency]
+        yield Table(headers=headers, rows=rows, caption="By turn of the sessions")
+
+
+def _percentiles(part: PhaseStats | TurnStats) -> Iterator[Cell]:
+    for summary in part.metrics.values():
+        yield from (cell(summary.p50), cell(summary.p99))
+
+
+def over_time(runs: Sequence[Shown]) -> list[Block]:
+    """The charts over time; where nobody sampled the server, a line that says so."""
+    blocks: list[Block] = list(charts.over_time(runs))
+    if not any(run.samples for run in runs):
+        blocks.append(Text("There are no samples of the server (queue, KV cache, preemptions) or of GPUs."))
+    return blocks
+
+
+def _by_prompt(report: Report) -> Iterator[Block]:
+    if report.ttft_by_prompt:
+        rows = {
+            f"{text.number(quarter.from_tokens)} to {text.number(quarter.to_tokens)}": quarter.ttft_ms
+            for quarter in report.ttft_by_prompt
+        }
+        yield parts.summaries("ttft, ms, by prompt tokens", rows, "ttft by quarter of the prompts")
+
+
+def _slowest(run: Shown) -> Iterator[Block]:
+    """Those of the longest e2el and how their tokens came; behind them those of the longest ttft."""
+    by_e2el = _longest(run, "e2el_ms")
+    if not len(by_e2el):
+        yield Text("No request ended ok.")
+        return
+    yield _requests(run, by_e2el, f"The {len(by_e2el)} requests of the longest e2el", folded=False)
+    yield charts.timelines(run, by_e2el)
+    by_ttft = _longest(run, "ttft_ms")
+    yield _requests(run, by_ttft, f"The {len(by_ttft)} requests of the longest ttft", folded=True)
+
+
+def _longest(run: Shown, metric: str) -> NDArray[np.int64]:
+    """Rows of the measured requests that ended ok, the longest first."""
+    values = metrics.column(run.measured, metric, run.rules)
+    rows = np.flatnonzero(run.measured.ok & ~np.isnan(values))
+    return rows[np.argsort(-values[rows], kind="stable")][:SLOWEST]
+
+
+def _requests(run: Shown, rows: NDArray[np.int64], caption: str, *, folded: bool) -> Table:
+    measured = run.measured
+    cells: list[list[Cell]] = []
+    columns = {name: metrics.column(measured, f"{name}_ms", run.rules) for name in ("ttft", "tpot", "e2el", "send_lag")}
+    in_sessions = bool((measured.turn > 0).any())
+    for rank, row in enumerate(rows.tolist(), 1):
+        gaps_us = measured.itl_us[measured.itl_offsets[row] : measured.itl_offsets[row + 1]]
+        cells.append(
+            [
+                f"{rank}. request {measured.id[row]}",
+                *([cell(int(measured.session[row])), cell(int(measured.turn[row]))] if in_sessions else []),
+                cell(float(measured.scheduled_ns[row]) / 1e9),
+                *(cell(_known(float(column[row]))) for column in columns.values()),
+                cell(float(gaps_us.max()) / 1000 if len(gaps_us) else None),
+                *(cell(_counted(int(tokens[row]))) for tokens in (measured.prompt_tokens, measured.output_tokens)),
+            ]
+        )
+    turns = ["session", "turn"] if in_sessions else []
+    latencies = ["ttft, ms", "tpot, ms", "e2el, ms", "send lag, ms", "longest gap, ms"]
+    headers = ["rank, request", *turns, "due, s", *latencies, "prompt tokens", "output tokens"]
+    return Table(headers=headers, rows=cells, caption=caption, folded=folded)
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else value
+
+
+def _counted(tokens: int) -> int | None:
+    return None if tokens < 0 else tokens
+
+
+def _errors(run: Shown) -> Iterator[Block]:
+    """Each outcome but ok, its most frequent message, and the first request that ended with it."""
+    measured = run.measured
+    if not len(measured):
+        yield Text("No request was measured.", "bad")
+        return
+    rows: list[list[Cell]] = []
+    for code in np.unique(measured.outcome[~measured.ok]).tolist():
+        those = np.flatnonzero(measured.outcome == code)
+        messages = Counter(measured.errors.get(key, "") for key in measured.id[those].tolist())
+        message, times = messages.most_common(1)[0]
+        example = next(row for row in those.tolist() if measured.errors.get(int(measured.id[row]), "") == message)
+        rows.append(
+            [
+                OUTCOMES[code],
+                cell(len(those)),
+                cell(int(measured.id[example])),
+                cell(float(measured.scheduled_ns[example]) / 1e9),
+                message[:MAX_ERROR_CHARACTERS] or "no message",
+                cell(times),
+            ]
+        )
+    if not rows:
+        yield Text("Every request ended ok.", "good")
+        return
+    headers = ["outcome", "requests", "such as request", "due, s", "most frequent message", "requests with it"]
+    yield Table(headers=headers, rows=rows, numeric=False)
+
+
+def _repeat(run: Shown) -> Iterator[Block]:
+    manifest, launch = run.manifest, run.report.launch
+    yield Text("What was typed:")
+    yield Code(shlex.join(manifest.argv))
+    repeats = manifest.config.get("repeat")
+    if manifest.argv[1:2] not in (["run"], ["predict"]) or (isinstance(repeats, int) and repeats > 1):
+        yield Text("This run alone, of several that the command made: its options as a file for loadgen run --config.")
+        yield Code("\n".join(_toml(manifest.config)))
+    if launch is not None:
+        yield Text("The server that was started for it:")
+        yield Code(launch.command)
+    yield Text(
+        "The same options and seed draw the same load; --out needs a new directory. "
+        "loadgen report DIRECTORY makes this page again from the records, and loadgen compare A B tells whether two "
+        "runs differ."
+    )
+
+
+def _toml(config: Mapping[str, object]) -> Iterable[str]:
+    """The options that were set, but for where the run is kept."""
+    for name, value in config.items():
+        if name not in ("out", "repeat", "dry_run") and value not in (None, [], ()):
+            yield f"{name} = {json.dumps(value, ensure_ascii=False)}"

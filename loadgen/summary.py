@@ -1,0 +1,191 @@
+"""What a person at a terminal has at the end: one screen, the verdict first. Everything else is in the files.
+
+No line is wider than the terminal. Where findings are too many or too long for the screen, each is cut to one line for
+what is wrong and one for what to do, the worst first, and a line says how many there are besides. Text that came from
+a server is escaped, and never read as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from backends.untrusted import escaped
+from loadgen.report import sweeps
+from loadgen.report.finding import Finding
+from loadgen.report.repeats import Repeated
+from loadgen.report.schema import Report, Verdict
+from loadgen.report.sweeps import Swept
+from loadgen.report.text import EMULATED, name_of, number, warning
+
+SCREEN_LINES, FILES_LINES = 24, 4  # of them, those that name the files
+LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+STATISTICS = ("mean", "p50", "p90", "p99", "max")
+SWEPT = {
+    "requests/s": "requests_per_s", "tokens/s": "output_tokens_per_s", "ttft p50": "ttft_p50", "ttft p99": "ttft_p99",
+    "tpot p50": "tpot_p50", "tpot p99": "tpot_p99", "e2el p50": "e2el_p50", "e2el p99": "e2el_p99",
+}  # fmt: skip
+STYLES = {"invalid": "bold red", "warning": "yellow", "info": "dim"}
+
+
+def of_run(report: Report, columns: int) -> list[Text]:
+    """The screen of a run, but for its files."""
+    top = _verdict(report.verdict, columns) + _emulated(report.emulated, warning(report), columns)
+    below = [Text(), *_facts(report, columns), Text(), *_latencies(report, columns)]
+    room = SCREEN_LINES - FILES_LINES - len(top) - len(below)
+    return [*top, *_findings(report.verdict.findings, columns, room), *below]
+
+
+def of_sweep(swept: Swept, columns: int) -> list[Text]:
+    """The screen of a sweep, but for its files: its points, and what is wrong with its runs."""
+    begun = [run for run in swept.runs if run.state != "waiting"]
+    verdict = _of_runs([run.valid and run.state == "finished" for run in begun], columns)
+    head = [*verdict, *_emulated(swept.emulated, EMULATED, columns), *wrapped(Text(sweeps.title(swept)), columns)]
+    unit = f", {swept.plan.unit}" if swept.plan.unit else ""
+    rows = [[escaped(swept.plan.varies) + unit, "runs", *SWEPT, "verdict"]]
+    for point in swept.points:
+        verdict_of = "-" if not point.runs else "VALID" if point.valid else "INVALID"
+        values = [number(sweeps.mean(point, name)) for name in SWEPT.values()]
+        rows.append([escaped(point.value), f"{len(point.runs)} of {swept.plan.repeat}", *values, verdict_of])
+    wrong = [f"{run.directory}: {' '.join(run.reasons)}" for run in begun if run.reasons]
+    return of_table(head, rows, [*wrong, "Latencies are in milliseconds."], columns)
+
+
+def of_repeats(repeated: Repeated, columns: int) -> list[Text]:
+    """The screen of several runs of one server, but for their files."""
+    what = escaped(f"{len(repeated.runs)} of {repeated.planned} runs of {repeated.backend} {repeated.model}")
+    verdict = _of_runs([run.valid for run in repeated.runs], columns)
+    head = [*verdict, *_emulated(repeated.emulated, EMULATED, columns), *wrapped(Text(what), columns)]
+    names = [f"{name.removesuffix('_ms')}_{statistic}" for name in LATENCIES for statistic in ("p50", "p99")]
+    rows = [["", "mean", "runs", "95 % CI"]]
+    for name in ("requests_per_s", "output_tokens_per_s", *names):
+        if (over := repeated.metrics.get(name)) is not None and over.mean is not None:
+            interval = f"{number(over.ci[0])} to {number(over.ci[1])}" if over.ci else "-"
+            rows.append([name, number(over.mean), " ".join(map(number, over.runs)), interval])
+    wrong = [f"{run.directory}: {' '.join(run.reasons)}" for run in repeated.runs if run.reasons]
+    return of_table(head, rows, [*wrong, "Latencies are in milliseconds."], columns)
+
+
+def of_table(head: Sequence[Text], rows: Sequence[Sequence[str]], remarks: Sequence[str], columns: int) -> list[Text]:
+    """A screen around a table, whose first row is its heading. Columns that do not fit are left out, the last but one
+    first; of rows that do not fit the last are kept."""
+    while len(rows[0]) > 2 and sum(_widths(rows)) + 2 * len(rows[0]) - 2 > columns:
+        rows = [[*row[:-2], row[-1]] for row in rows]
+    below = [line for remark in remarks[:3] for line in wrapped(Text(escaped(remark)), columns, most=2)]
+    room = SCREEN_LINES - FILES_LINES - len(head) - len(below) - 3  # the heading and two empty lines
+    widths = _widths(rows)
+    lines = [Text("  ".join(map(str.rjust, row, widths))) for row in rows]
+    lines[0].stylize("dim")
+    left = len(rows) - 1 - room
+    shown = (
+        lines if left <= 0 else [lines[0], Text(f"{left + 1} more are in the files", style="dim"), *lines[left + 2 :]]
+    )
+    for line in shown:
+        line.truncate(columns, overflow="ellipsis")
+    return [*head, Text(), *shown, Text(), *below]
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _of_runs(valid: Sequence[bool], columns: int) -> list[Text]:
+    if all(valid):
+        return [Text("VALID", style="bold green")]
+    text = f"INVALID: {valid.count(False)} of {len(valid)} runs, do not quote their numbers"
+    return wrapped(Text(text, style="bold red"), columns)
+
+
+def line(name: str, report: Report, state: str = "finished") -> str:
+    """A run in a line, while others follow."""
+    verdict = "VALID" if report.verdict.valid else "INVALID"
+    ttft, throughput = report.metrics["ttft_ms"], report.throughput
+    return (
+        f"{name}: {verdict}, {state}: {number(throughput.requests_per_s)} requests/s, "
+        f"{number(throughput.output_tokens_per_s)} output tokens/s, ttft p50 {number(ttft.p50)} ms, "
+        f"p99 {number(ttft.p99)} ms"
+    )
+
+
+def files(directory: Path, columns: int) -> list[Text]:
+    """Where everything is; first what a person reads."""
+    present = (path.name for path in directory.iterdir())
+    names = sorted(present, key=lambda name: (not name.endswith(".html"), not name.endswith(".md"), name))
+    return [Text(), *wrapped(Text(escaped(f"{directory}/: {', '.join(names)}")), columns, most=FILES_LINES - 1)]
+
+
+def wrapped(text: Text, columns: int, most: int | None = None) -> list[Text]:
+    """In lines, broken between words; `most`: the rest is cut off."""
+    broken = list(text.wrap(Console(width=columns), columns))
+    for line in broken:
+        line.rstrip()
+    if most is not None and len(broken) > most:
+        rest = Text(" ").join(broken[most - 1 :])
+        rest.truncate(columns, overflow="ellipsis")
+        return [*broken[: most - 1], rest]
+    return broken
+
+
+def _emulated(emulated: bool, text: str, columns: int) -> list[Text]:
+    return wrapped(Text(text, style="bold yellow"), columns) if emulated else []
+
+
+def _verdict(verdict: Verdict, columns: int) -> list[Text]:
+    if verdict.valid:
+        return [Text("VALID", style="bold green")]
+    return wrapped(Text("INVALID: do not quote these numbers", style="bold red"), columns)
+
+
+def _findings(findings: Sequence[Finding], columns: int, room: int) -> list[Text]:
+    whole = [line for finding in findings for line in _finding(finding, columns)]
+    if len(whole) <= room:
+        return whole
+    shown = max(1, (room - 1) // 2) if 2 * len(findings) > room else len(findings)
+    lines = [line for finding in findings[:shown] for line in _finding(finding, columns, most=1)]
+    left = len(findings) - shown
+    return [*lines, Text(f"  and {left} more, in report.md", style="dim")] if left else lines
+
+
+def _finding(finding: Finding, columns: int, most: int | None = None) -> Iterator[Text]:
+    style = STYLES[finding.severity]
+    what = Text.assemble((f"{finding.severity} {finding.code}", style), f": {escaped(finding.message)}")
+    for text, indent in ((what, 2), (Text(escaped(finding.advice)), 4)):
+        for line in wrapped(text, columns - indent, most):
+            yield Text(" " * indent).append_text(line)
+
+
+def _facts(report: Report, columns: int) -> Iterator[Text]:
+    """What was measured, and how much of it."""
+    requests, throughput, goodput = report.requests, report.throughput, report.goodput
+    outcomes = ", ".join(f"{count} {name}" for name, count in requests.by_outcome.items() if name != "ok")
+    facts = [
+        f"{name_of(report)}, {report.arrival}",
+        f"{number(requests.ok)} requests ok, {number(requests.failed)} failed"
+        + (f" ({outcomes})" if outcomes else "")
+        + (f" of {number(requests.planned)}" if requests.planned is not None else "")
+        + f", in {number(report.duration_s)} s",
+        f"{number(throughput.requests_per_s)} requests/s, {number(throughput.output_tokens_per_s)} output tokens/s, "
+        f"{number(throughput.total_tokens_per_s)} total tokens/s",
+    ]
+    if goodput is not None:
+        limits = ", ".join(f"{name} <= {number(limit)} ms" for name, limit in goodput.slos_ms.items())
+        facts.append(f"goodput {number(goodput.request_goodput)} requests/s within {limits}")
+    for fact in facts:
+        yield from wrapped(Text(escaped(fact)), columns, most=2)
+    for error in report.errors[:1]:
+        message = Text(escaped(f"{error.count} x {error.outcome}: {error.message}"))
+        yield from wrapped(message, columns, most=1)
+
+
+def _latencies(report: Report, columns: int) -> Iterator[Text]:
+    """Of a narrow terminal the first statistics."""
+    width = min(11, max(9, (columns - 12) // len(STATISTICS)))
+    shown = STATISTICS[: max(1, (columns - 12) // width)]
+    yield Text(f"{'latency, ms':<12}" + "".join(f"{name:>{width}}" for name in shown), style="dim")
+    for name in LATENCIES:
+        summary = report.metrics[name]
+        cells = "".join(f"{number(getattr(summary, statistic)):>{width}}" for statistic in shown)
+        yield Text(f"{name.removesuffix('_ms'):<12}{cells}")
