@@ -1,7 +1,7 @@
 """Fits a GPU's entry in servers/data/gpus.json to its tables of operators (benchmarks/gpu_operators.py).
 
     .venv/bin/python benchmarks/fit_operators.py benchmarks/operators/h200.csv benchmarks/operators/h200_dtypes.csv \\
-        --flops 989e12 --bandwidth 4.8e12
+        --flops 989e12 --bandwidth 4.8e12 --by-rows
 
 Prints the fitted part of the entry and its mean absolute relative errors. A product counts by the root of its time over
 that of the others of as many tokens: with all alike, the largest products, which a step's time is made of, would be 5 %
@@ -29,7 +29,7 @@ from servers.simulator.experts import chances, reached
 
 Floats = npt.NDArray[np.float64]
 Rows = dict[str, list[tuple[dict[str, str], float]]]
-Part = dict[str, float]
+Part = dict[str, Any]
 Error = tuple[str, Floats, Floats]  # what, predicted, measured
 Fitted = tuple[Part, Floats, Floats]
 MOST_SOFTNESS = 20  # beyond, a roofline is as good as sharp, and its exponent arbitrary
@@ -39,6 +39,7 @@ ELEMENTWISE: dict[str, Callable[[dict[str, int]], int]] = {  # values that are r
     "silu": lambda sizes: 3 * sizes["i"],
     "kv_write": lambda sizes: 512 * sizes["kv"],
 }
+NARROW = {"fp8": (16, 64)}  # rows up to which vLLM's products in fp8 have kernels of their own (scaled_mm, sm90)
 WIDTHS = {"fp8": 1.0, "nvfp4": 0.5 + 1 / 16}  # bytes of a value with its share of a block's scale
 
 
@@ -93,17 +94,26 @@ def as_gemm(x: Floats) -> Part:
     return dict(zip(("compute_ratio", "memory_ratio", "softness", "launch_us"), values, strict=True))
 
 
-def products(rows: list[tuple[dict[str, str], float]], flops: float, bandwidth: float, width: float) -> Fitted:
-    """width: bytes of a value of both operands; the product is in 16 bit."""
+def products(
+    rows: list[tuple[dict[str, str], float]], flops: float, bandwidth: float, width: float, narrow: tuple[int, ...] = ()
+) -> Fitted:
+    """width: bytes of a value of both operands; the product is in 16 bit. narrow: the most rows of a product that has
+    kernels of its own, each of which reads at its own rate."""
     t, n, k, us = columns(rows, "t", "n", "k")
     counts = np.sqrt([time / us[t == tokens].mean() for tokens, time in zip(t, us, strict=True)])
+    kernel = np.searchsorted(narrow, t)
 
     def gemm(x: Floats) -> Floats:
-        a, b = 2 * t * n * k / (x[0] * flops), (width * (n * k + t * k) + 2 * t * n) / (x[1] * bandwidth)
+        ratio = np.append(x[4:], x[1])[kernel]
+        a, b = 2 * t * n * k / (x[0] * flops), (width * (n * k + t * k) + 2 * t * n) / (ratio * bandwidth)
         return soft_roofline(a, b, x[2]) + x[3]
 
-    part = as_gemm(fit(gemm, us, (0.75, 0.9, 2.0, 4.0), counts))
-    return part, gemm(np.array(list(part.values()))), us
+    x = fit(gemm, us, (0.75, 0.9, 2.0, 4.0) + (0.9,) * len(narrow), counts)
+    part, ratios = as_gemm(x[:4]), x[4:].round(3).tolist()
+    predicted = gemm(np.array([*part.values(), *ratios]))
+    if narrow:
+        part["narrow"] = [[most, ratio] for most, ratio in zip(narrow, ratios, strict=True)]
+    return part, predicted, us
 
 
 def experts(rows: list[tuple[dict[str, str], float]], flops: float, bandwidth: float, part: Part) -> dict[str, Fitted]:
@@ -203,8 +213,9 @@ def elementwise(rows: Rows, bandwidth: float, given: float) -> tuple[Part, list[
     return part, [("element-wise", moved_bytes / (x[0] * bandwidth) + x[1], us)]
 
 
-def fitted(rows: Rows, flops: float, bandwidth: float, given: float) -> dict[str, Any]:
-    """The fitted part of the entry. flops, bandwidth: of the data sheet, in a microsecond."""
+def fitted(rows: Rows, flops: float, bandwidth: float, given: float, by_rows: bool = False) -> dict[str, Any]:
+    """The fitted part of the entry. flops, bandwidth: of the data sheet, in a microsecond. by_rows: vLLM's products of
+    few rows have rates of their own."""
     entry: dict[str, Any] = {}
     errors: list[Error] = []
     if "gemm" in rows:
@@ -213,7 +224,8 @@ def fitted(rows: Rows, flops: float, bandwidth: float, given: float) -> dict[str
     for dtype, width in WIDTHS.items():
         if of_dtype := rows.get(f"gemm_{dtype}"):
             by_vllm = [row for row in of_dtype if row[0]["by"] == "vllm"]
-            part, *of = products(by_vllm or of_dtype, flops, bandwidth, width)
+            kernels = NARROW.get(dtype, ()) if by_rows else ()
+            part, *of = products(by_vllm or of_dtype, flops, bandwidth, width, kernels)
             entry.setdefault("gemms", {})[dtype] = part
             errors.append((f"GEMM in {dtype}", *of))
     if "decode" in rows:
@@ -241,12 +253,13 @@ def main() -> None:
     parser.add_argument("--flops", type=float, required=True)
     parser.add_argument("--bandwidth", type=float, required=True)
     parser.add_argument("--elementwise", type=float, default=0.768)
+    parser.add_argument("--by-rows", action="store_true", help="vLLM's products of few rows at rates of their own")
     chosen = parser.parse_args()
     rows: Rows = {}
     for table in chosen.tables:
         for kind, of_kind in read(table).items():
             rows[kind] = rows.get(kind, []) + of_kind
-    entry = fitted(rows, chosen.flops / 1e6, chosen.bandwidth / 1e6, chosen.elementwise)
+    entry = fitted(rows, chosen.flops / 1e6, chosen.bandwidth / 1e6, chosen.elementwise, chosen.by_rows)
     print(json.dumps(entry, indent=1))
 
 

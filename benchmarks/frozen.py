@@ -54,16 +54,20 @@ MODELS: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 MAX_MODEL_LEN, MAX_RUNNING = 8192, 1024
+MEMORY_RATIO = 0.92  # vLLM 0.25's own default
 MIXED = "--input-tokens lognormal:400:0.8:16:4000 --output-tokens lognormal:150:0.7:8:800 --arrival poisson:12"
+LENGTHS = "--input-tokens lognormal:350:0.9:16:3500 --output-tokens lognormal:140:0.7:8:700"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Loads that one server plays. options: of the server; loads: the options of `loadgen run`, each with its name."""
+    """Loads that one server plays. options: of the server; loads: the options of `loadgen run`, each with its name;
+    gpu: the one that it is predicted for, and measured on."""
 
     options: str
     loads: dict[str, str]
     model: str = "mistral-7b-shape"
+    gpu: str = "h200"
 
 
 GROUPS = {
@@ -84,7 +88,7 @@ GROUPS = {
         "fp8_lognormal_poisson12": f"{MIXED} --requests 300",
         "fp8_burst": "--input-tokens 512 --output-tokens 128 --requests 500",
     }),
-    # The second round.
+    # The second round, likewise.
     "bf16_2": Group("", {
         "lognormal_poisson20": "--input-tokens lognormal:300:1:16:3000 --output-tokens lognormal:200:0.8:8:1000 "
         "--arrival poisson:20 --requests 400 --seed 21",
@@ -119,6 +123,43 @@ GROUPS = {
         "--seed 62",
         "qwen3_30b_a3b_burst": "--input-tokens 512 --output-tokens 128 --requests 300 --seed 63",
     }, "qwen3-30b-a3b-shape"),
+    # The third round.
+    "bf16_3": Group("", {
+        "lognormal_poisson6": f"{LENGTHS} --arrival poisson:6 --requests 120 --seed 101",
+        "lognormal_poisson12_b": f"{LENGTHS} --arrival poisson:12 --requests 240 --seed 102",
+        "lognormal_poisson18": f"{LENGTHS} --arrival poisson:18 --requests 320 --seed 103",
+        "gamma10_cv3": "--input-tokens 900 --output-tokens 160 --arrival gamma:10:3 --requests 180 --seed 104",
+        "closed16_mixed": "--input-tokens uniform:128:1024 --output-tokens 100 --concurrency 16 --requests 160 "
+        "--seed 105",
+        "closed64_mixed": "--input-tokens uniform:128:1536 --output-tokens uniform:48:192 --concurrency 64 "
+        "--requests 320 --seed 106",
+        "prompts1024_poisson8": "--input-tokens 1024 --output-tokens 120 --arrival poisson:8 --requests 120 --seed 107",
+        "prompts4096_poisson2": "--input-tokens 4096 --output-tokens 90 --arrival poisson:2 --requests 32 --seed 108",
+    }),
+    "prefixes_3": Group("--prefix-caching on", {
+        "hot8_b": "--prefix 8:1536 --input-tokens 1792 --output-tokens 110 --arrival poisson:10 --requests 180 "
+        "--seed 111",
+        "groups200_b": "--prefix 200:1024 --input-tokens 1344 --output-tokens 90 --arrival poisson:11 --requests 200 "
+        "--seed 112",
+    }),
+    "fp8_3": Group("--quantization fp8", {
+        "fp8_lognormal_poisson14": f"{LENGTHS} --arrival poisson:14 --requests 250 --seed 121",
+        "fp8_closed16": "--input-tokens uniform:128:1024 --output-tokens 128 --concurrency 16 --requests 160 "
+        "--seed 122",
+    }),
+    "qwen3_30b_a3b_2": Group("", {
+        "qwen3_30b_a3b_poisson5": f"{LENGTHS} --arrival poisson:5 --requests 100 --seed 131",
+        "qwen3_30b_a3b_closed16": "--input-tokens uniform:128:768 --output-tokens 100 --concurrency 16 --requests 96 "
+        "--seed 132",
+    }, "qwen3-30b-a3b-shape"),
+    # The third round on another GPU.
+    "h100": Group("", {
+        "h100_lognormal_poisson10": f"{LENGTHS} --arrival poisson:10 --requests 180 --seed 141",
+        "h100_closed32": "--input-tokens uniform:128:1024 --output-tokens 100 --concurrency 32 --requests 224 "
+        "--seed 142",
+        "h100_prompts2048_poisson4": "--input-tokens 2048 --output-tokens 100 --arrival poisson:4 --requests 60 "
+        "--seed 143",
+    }, gpu="h100"),
 }  # fmt: skip
 METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 
@@ -161,8 +202,9 @@ def predict(out: Path, groups: list[str], scratch: Path) -> None:
         model = model_in(scratch, group.model)
         for name, load in group.loads.items():
             loadgen(
-                "predict", "--backend", "vllm", "--model", str(model), "--gpu", "h200", "--dtype", "bfloat16",
-                "--max-model-len", str(MAX_MODEL_LEN), "--max-running", str(MAX_RUNNING), *group.options.split(),
+                "predict", "--backend", "vllm", "--model", str(model), "--gpu", group.gpu, "--dtype", "bfloat16",
+                "--max-model-len", str(MAX_MODEL_LEN), "--max-running", str(MAX_RUNNING), "--memory-ratio",
+                str(MEMORY_RATIO), *group.options.split(),
                 *seeded(load), "--out", os.path.relpath(out / name, ROOT),
             )  # fmt: skip
 
