@@ -1,11 +1,11 @@
 """The command line: `sweep`, `breakdown` and `micro` measure; `plan` and `memory` predict; `report` and `compare` read
 results.
 
-Exit codes: 0 ok, 2 bad options, 3 a cell or point crashed or hung, 4 a cell's losses make its speed meaningless, or a
-collective gave a wrong result, 5 a limit of `compare --fail-if` is broken, 129, 130, 143 stopped by SIGHUP, Ctrl-C,
-SIGTERM, 141 standard output was not read to its end. Out of memory is a result, and so is a cell that is unsupported or
-predicted not to fit. A user's mistake is one sentence on standard error. Only what a command needs is imported; torch
-never is: it belongs to the processes that measure.
+Exit codes: 0 ok, 2 bad options, 3 a cell or point crashed or hung, or none was run at all, 4 numbers are no
+measurement: by a cell's losses, a wrong collective or noise (training_probe.findings), 5 a limit of `compare --fail-if`
+is broken, 129, 130, 143 stopped by SIGHUP, Ctrl-C, SIGTERM, 141 standard output was not read to its end. Out of memory
+is a result, and so is a cell that is unsupported or predicted not to fit. A user's mistake is one sentence on standard
+error. Only what a command needs is imported; torch never is: it belongs to the processes that measure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from training_probe.options import CELLS, OUTPUT, Grid, Measuring, OnCluster, Pr
 
 if TYPE_CHECKING:
     from training_probe.grid import Cell, Device, Model
-    from training_probe.memory.text import Described
+    from training_probe.memory.text import Described, There
 
 
 def sweep(
@@ -68,18 +68,47 @@ def sweep(
     if metrics_port is not None and not 0 < metrics_port < 1 << 16:
         raise GridError(f"--metrics-port is {metrics_port}; it must be from 1 to 65535.")
     grid, measuring, where = grid or Grid(), measuring or Measuring(), where or OnCluster()
+    where.check(grid.gpus, ranked=not dry_run)
     if resume is not None:
-        asked = (grid, measuring, where) != (Grid(), Measuring(), OnCluster())
-        if asked or out is not None or dry_run:
+        if (grid, measuring, where.on, out, dry_run) != (Grid(), Measuring(), None, None, False):
             raise GridError("--resume goes on with what was asked for before; leave all other options out.")
-        from training_probe.sweep.run import resume as go_on
-
-        _serve_metrics(resume, metrics_port)
-        return _report(resume, go_on(resume, say))
-    where.check()
+        return _resume(where, resume, metrics_port)
     if where.on is not None:
         return _sweep_on_cluster(grid, measuring, where, out, metrics_port, dry_run)
+    if where.nnodes > 1:
+        return _sweep_on_nodes(grid, measuring, where, out, metrics_port, dry_run)
     return _sweep(grid, measuring, out, metrics_port, dry_run)
+
+
+def _resume(where: OnCluster, directory: Path, metrics_port: int | None) -> int:
+    from training_probe import on_cluster
+    from training_probe.sweep import run as sweeps
+
+    if where.node_rank:
+        return on_cluster.follow(Grid(), Measuring(), where, resumed=True)
+    _serve_metrics(directory, metrics_port)
+    if where.nnodes > 1:
+        return _report(directory, on_cluster.resume_on_nodes(where, directory))
+    return _report(directory, sweeps.resume(directory, say))
+
+
+def _sweep_on_nodes(
+    grid: Grid, measuring: Measuring, where: OnCluster, out: Path | None, metrics_port: int | None, dry_run: bool
+) -> int:
+    from loadgen import rundir
+    from training_probe import on_cluster
+
+    directory = out or Path("runs") / rundir.new_run_id()
+    if dry_run:
+        print(on_cluster.dry_run(grid, measuring, where, sys.argv[1:], directory), end="")
+        say("nothing was started")
+        return exit_codes.OK
+    if where.node_rank:
+        return on_cluster.follow(grid, measuring, where, resumed=False)
+    code = on_cluster.sweep_on_nodes(
+        grid, measuring, where, sys.argv[1:], directory, lambda: _serve_metrics(directory, metrics_port)
+    )
+    return _report(directory, code)
 
 
 def _sweep_on_cluster(
@@ -109,22 +138,26 @@ def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int
     from dataclasses import replace
 
     from loadgen import rundir
+    from training_probe import own_deepspeed
     from training_probe.sweep import run as sweeps
 
     if grid == Grid(device=grid.device, gpus=grid.gpus):
         grid = replace(grid, preset="laptop")
-    cells, known, gpu_ids, here = _chosen(grid)
+    cells, known, gpu_ids = _chosen(grid, elsewhere=dry_run)
     settings = measuring.settings(grid.preset, known, gpu_ids, sys.argv[1:])
+    for clause in own_deepspeed.check(cells, settings.deepspeed):
+        say(f"{clause}.")
     directory = out or Path("runs") / rundir.new_run_id()
     if dry_run:
         print(sweeps.dry_run(cells, settings, directory), end="")
         say(f"{len(cells)} cell{'' if len(cells) == 1 else 's'}; nothing was started")
         return exit_codes.OK
-    from training_probe.options import check_large, check_machine
+    from training_probe.options import check_built, check_large, check_machine
 
     if grid.device is None:
         check_large(cells, known)
-    check_machine(cells, here)
+    check_machine(cells, len(gpu_ids))
+    check_built(known)
     _serve_metrics(directory, metrics_port)
     return _report(directory, sweeps.sweep(cells, settings, directory, say))
 
@@ -146,18 +179,22 @@ def breakdown(
     from dataclasses import replace
 
     from loadgen import rundir
+    from training_probe import own_deepspeed
     from training_probe.breakdown import run as traced
-    from training_probe.options import check_large, check_machine
+    from training_probe.options import check_built, check_large, check_machine
 
     grid, tracing = grid or TracedGrid(), tracing or Tracing()
     if grid == TracedGrid(device=grid.device, gpus=grid.gpus):
         grid = replace(grid, method=("Naive", "F", "R"))
-    cells, known, gpu_ids, here = _chosen(grid)
+    cells, known, gpu_ids = _chosen(grid)
     traced.check(cells)
     settings = tracing.settings(grid.preset, known, gpu_ids, sys.argv[1:])
+    for clause in own_deepspeed.check(cells, settings.deepspeed):
+        say(f"{clause}.")
     if grid.device is None:
         check_large(cells, known)
-    check_machine(cells, here)
+    check_machine(cells, len(gpu_ids))
+    check_built(known)
     directory = out or Path("runs") / rundir.new_run_id()
     return _report(directory, traced.breakdown(cells, settings, directory, say))
 
@@ -169,17 +206,31 @@ def _serve_metrics(directory: Path, port: int | None) -> None:
         in_background(directory, port)
 
 
-def _chosen(grid: Grid) -> tuple[list[Cell], dict[str, Model], tuple[int, ...], int]:
-    """Cells, their models, the GPUs that may be used, and how many those are."""
+def _chosen(grid: Grid, elsewhere: bool = False) -> tuple[list[Cell], dict[str, Model], tuple[int, ...]]:
+    """Cells, their models and the GPUs that may be used. elsewhere: the cells may be another machine's: those that are
+    for GPUs, without any here, then are for as many as `plan` takes."""
     from backends import gpus
-    from training_probe.options import known_models, visible_gpus
+    from training_probe import paper
+    from training_probe.grid import GridError
+    from training_probe.options import check_large, check_possible, known_models, visible_gpus
 
     gpu_ids: tuple[int, ...] = ()
     if grid.device != "cpu":
         gpu_ids = visible_gpus(gpus.read())
     device: Device = grid.device or ("cuda" if gpu_ids else "cpu")
-    cells = grid.cells(device, len(gpu_ids))
-    return cells, known_models(cells), gpu_ids, len(gpu_ids)
+    there = paper.GPUS if grid.preset else 1
+    count = len(gpu_ids) or (there if elsewhere and device == "cuda" else 0)
+    cells = grid.cells(device, count)
+    known = known_models(cells)
+    if elsewhere and grid.device is None and device == "cpu":
+        try:
+            check_large(cells, known)
+        except GridError:
+            cells = grid.cells("cuda", there)
+    check_possible(cells, known)
+    for clause in grid.idle(device, count):
+        say(f"{clause}.")
+    return cells, known, gpu_ids
 
 
 def _report(directory: Path, code: int) -> int:
@@ -192,84 +243,136 @@ def _report(directory: Path, code: int) -> int:
     if not (directory / results.RESULTS_FILE).exists():
         return code
     measured = results.read(directory)
-    page = reports.page(measured, reports.read_manifest(directory))
-    say("\n" + page.text(width(sys.stderr)))
-    return cli.finished(directory, page, {result.state for result in measured}, code)
+    notes = reports.unread(directory / results.RESULTS_FILE)
+    document = reports.document(measured, reports.read_manifest(directory), notes)
+    say("\n" + document.text(width(sys.stderr)))
+    return cli.finished(directory, document, {result.state for result in measured}, code)
 
 
 def _report_breakdown(directory: Path, code: int) -> int:
     from training_probe.breakdown import report as reports
     from training_probe.breakdown.run import read
-    from training_probe.report.build import read_manifest
+    from training_probe.report.build import read_manifest, unread
+    from training_probe.results import BREAKDOWN_FILE
 
     traced = read(directory)
-    say("\n" + reports.text(traced, width(sys.stderr)))
-    page = reports.page(traced, read_manifest(directory))
-    return cli.finished(directory, page, {each.outcome for each in traced}, code)
+    document = reports.document(traced, read_manifest(directory), unread(directory / BREAKDOWN_FILE))
+    say("\n" + document.text(width(sys.stderr)))
+    return cli.finished(directory, document, {each.outcome for each in traced}, code)
+
+
+GpuMemory = Annotated[
+    float | None,
+    option(CELLS, "Memory of each GPU, GiB (2**30 bytes), as on its box; by default that of the GPUs here."),
+]
+NodeMemory = Annotated[
+    float | None,
+    option(CELLS, "Memory of each node for what is offloaded, GiB; by default this machine's, where it has GPUs."),
+]
+Verbose = Annotated[
+    bool, option(OUTPUT, "Show every moment of a step, and every term with its formula.", show_default=False)
+]
+AsJson = Annotated[bool, option(OUTPUT, "Print JSON, all terms included.", show_default=False)]
 
 
 def plan(
     grid: Annotated[PredictedGrid | None, Parameter(name="*")] = None,
     *,
-    gpu_memory_gb: Annotated[
-        float | None, option(CELLS, "Memory of each GPU, GiB; by default that of the GPUs here.")
-    ] = None,
+    gpu_memory_gb: GpuMemory = None,
+    node_memory_gb: NodeMemory = None,
+    verbose: Verbose = False,
+    json: AsJson = False,
 ) -> int:
-    """Predict the memory of each cell, term by term, and which are certain not to fit. Needs no GPU, starts nothing.
-
-    Without cells it is the preset paper-table3. A preset without GPUs here is for as many as the paper had.
+    """Predict the memory of each cell of a table of the paper, and which fit. It is the command memory, with the preset
+    paper-table3 where no cells are named. A preset without GPUs here is for as many as the paper had.
 
     For example: training_probe plan --preset paper-table3 --gpus 8 --gpu-memory-gb 80
     """
-    from training_probe.memory import text
-
     grid = grid or PredictedGrid()
     if grid == PredictedGrid(gpus=grid.gpus):
         grid = PredictedGrid(preset="paper-table3", gpus=grid.gpus)
-    cells, known, device_bytes = _hypothetical(grid, gpu_memory_gb)
-    print(text.plan(cells, known, device_bytes), end="")
-    return exit_codes.OK
+    return memory(grid, gpu_memory_gb=gpu_memory_gb, node_memory_gb=node_memory_gb, verbose=verbose, json=json)
 
 
 def memory(
     grid: Annotated[PredictedGrid | None, Parameter(name="*")] = None,
     *,
-    gpu_memory_gb: Annotated[
-        float | None, option(CELLS, "Memory of each GPU, GiB; by default the answer is for the usual cards.")
+    gpu_memory_gb: GpuMemory = None,
+    node_memory_gb: NodeMemory = None,
+    verbose: Verbose = False,
+    json: AsJson = False,
+    measured: Annotated[
+        Path | None,
+        option(OUTPUT, "With --preset published: a sweep of that preset, whose measured peaks stand beside."),
     ] = None,
 ) -> int:
-    """Predict the memory of a cell at each moment of a step, with the arithmetic, and on which cards it fits.
+    """Predict how much memory each cell takes and whether it fits, is tight or does not fit. Needs no GPU, starts
+    nothing. With --preset published the table is of what others published, beside what is predicted.
 
-    For example: training_probe memory --model 70b --method F+R+Z3+O --gpus 8
+    For example: training_probe memory --model 70b --method F+R+Z3+O --gpus 8 --gpu-memory-gb 80 --verbose
     """
+    from training_probe.grid import GridError
     from training_probe.memory import text
 
-    cells, known, device_bytes = _hypothetical(grid or PredictedGrid(), gpu_memory_gb)
-    print("\n".join(text.explained(cell, known, device_bytes if gpu_memory_gb else None) for cell in cells), end="")
+    if grid is not None and grid.preset == "published":
+        if gpu_memory_gb is not None or node_memory_gb is not None or verbose:
+            raise GridError("--preset published prints what others published; leave sizes and --verbose out.")
+        return _published(grid, measured, json)
+    if measured is not None:
+        raise GridError("--measured stands beside what others published; name --preset published with it.")
+    cells, known, there = _hypothetical(grid or PredictedGrid(), gpu_memory_gb, node_memory_gb)
+    given = text.answers(cells, known, there)
+    print(text.as_json(given) if json else text.text(given, verbose=verbose), end="")
+    return exit_codes.OK
+
+
+def _published(grid: PredictedGrid, measured: Path | None, json: bool) -> int:
+    """What is predicted beside what others published."""
+    from dataclasses import replace
+
+    from training_probe import results
+    from training_probe.memory import published
+    from training_probe.options import described_models
+
+    cells = replace(grid, device="cuda").cells("cuda", 1)
+    lines = published.beside(cells, described_models(cells), results.read(measured) if measured else ())
+    print(published.as_json(lines) if json else published.text(lines), end="")
     return exit_codes.OK
 
 
 def _hypothetical(
-    grid: PredictedGrid, gpu_memory_gb: float | None
-) -> tuple[list[Cell], dict[str, Described], int | None]:
-    """Cells on GPUs, however many there are here, and how much memory each of those has."""
+    grid: PredictedGrid, gpu_memory_gb: float | None, node_memory_gb: float | None
+) -> tuple[list[Cell], dict[str, Described], There]:
+    """Cells on GPUs, however many there are here, and how much memory each of those and their node has."""
     from dataclasses import replace
 
     from backends import gpus
+    from loadgen.rundir import machine_memory_bytes
     from training_probe import paper
     from training_probe.grid import GridError
+    from training_probe.memory.text import There
     from training_probe.options import check_above_0, described_models, visible_gpus
+    from training_probe.results import GIB
 
     check_above_0("--gpu-memory-gb", gpu_memory_gb)
+    check_above_0("--node-memory-gb", node_memory_gb)
     if grid.device == "cpu":
         raise GridError("memory is predicted for GPUs; leave --device cpu out.")
     inventory = gpus.read()
     visible = visible_gpus(inventory)
     count = len(visible) or (paper.GPUS if grid.preset else 1)
-    cells = replace(grid, device="cuda").cells("cuda", count)
+    grid = replace(grid, device="cuda")
+    cells = grid.cells("cuda", count)
+    if own := next((cell.engine for cell in cells if cell.own), None):
+        raise GridError(f"what {own} keeps in memory is not known; name one of the engines that are built in.")
+    for clause in grid.idle("cuda", count):
+        say(f"{clause}.")
     here = [gpu.memory_bytes for gpu in inventory.gpus if gpu.index in visible and gpu.memory_bytes]
-    given = None if gpu_memory_gb is None else int(gpu_memory_gb * (1 << 30))
-    return cells, described_models(cells), given or min(here, default=None)
+    gpu_bytes = min(here, default=None) if gpu_memory_gb is None else int(gpu_memory_gb * GIB)
+    node_bytes = None if node_memory_gb is None else int(node_memory_gb * GIB)
+    if node_bytes is None and here:
+        node_bytes = machine_memory_bytes()
+    return cells, described_models(cells), There(gpu_bytes, node_bytes)
 
 
 def report(directory: Annotated[Path, Parameter(help="Directory of a sweep, a breakdown or a micro.")], /) -> int:
@@ -299,19 +402,28 @@ def compare(
     ] = (),
     junit: JunitOption = None,
     summary: SummaryOption = None,
+    html: Annotated[
+        Path | None, Parameter(help="Page to write, one file: differences with intervals, and the gate's checks.")
+    ] = None,
 ) -> int:
     """Print how B differs from A, cell by cell, or point by point of micro-benchmarks.
 
     With --fail-if it is a gate. The exit code is 5 where a cell of B is worse than a limit by more than the interval
     explains, or failed that did not in A; 4 where a cell is invalid or a limit cannot be judged; and 0 otherwise.
     """
+    from loadgen.config import check_file
     from loadgen.report import gate
     from training_probe.compare import compare as compared
+    from training_probe.report.document import write_page
 
     gate.check_options(fail_if, junit, summary)
-    comparison = compared(a, b, width(sys.stdout))
+    check_file("--html", html, new=True)
+    comparison = compared(a, b)
     checks = comparison.judged(fail_if) if fail_if else []
-    print(comparison.text)
+    print(comparison.as_text.text(width(sys.stdout)))
+    if html is not None:
+        write_page(html, comparison.page(checks, sys.argv[1:]))
+        say(f"wrote {html}")
     if not checks:
         return exit_codes.OK
     print(gate.render(checks, comparison.warnings), end="", flush=True)
@@ -351,7 +463,7 @@ def _exit_code_of(error: Exception) -> int | None:
     from training_probe.grid import GridError
     from training_probe.launch.runner import RunnerError
     from training_probe.points import MicroError
-    from training_probe.report.page import ReportError
+    from training_probe.report.document import ReportError
     from training_probe.results import ResultsError
 
     if isinstance(error, (GridError, ConfigError, RunError, GpuError, MicroError, ReportError, ResultsError)):

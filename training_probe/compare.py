@@ -10,21 +10,25 @@ one number each and are compared as they are. The warnings say which.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backends.untrusted import escaped
-from loadgen.report.contrast import NORMAL_975, Bounds, Contrast, as_it_is, contrast, of_runs
+from loadgen.page import content
+from loadgen.report.contrast import NORMAL_975, SAME, Bounds, Contrast, as_it_is, contrast, of_runs
 from loadgen.report.limits import Check, Limit, Measure, judge, parse
 from loadgen.report.text import number
+from loadgen.rundir import package_version
 from training_probe.breakdown import run as traces
 from training_probe.breakdown.attribution import PASSES
 from training_probe.breakdown.run import Breakdown
 from training_probe.micro import run as micros
-from training_probe.points import Collective, Copy, Gemm, Measured, Point, size_text
+from training_probe.points import Collective, Copy, Gemm, Measured, label_of
 from training_probe.report import compare as sweeps
-from training_probe.report.layout import Column, Table, text
+from training_probe.report.compare import Comparison
+from training_probe.report.document import command
+from training_probe.report.layout import MOST_ROWS, Column, Table
 from training_probe.results import BREAKDOWN_FILE, CellResult, ResultsError
 from training_probe.results import read as read_results
 
@@ -33,6 +37,24 @@ SPEEDS = {"tokens_per_s": Measure(lower_is_better=False), "mfu_ratio": Measure(l
 MEMORY = {name: Measure(lower_is_better=True, unit="GiB") for name in ("peak_memory_gb", "peak_reserved_gb")}
 MS = Measure(lower_is_better=True, unit="ms")
 RATES = {Gemm: "flops_per_s", Copy: "bytes_per_s", Collective: "bytes_per_s"}
+# Of measures, where people read them; limits have their names.
+LABELS = {
+    "tokens_per_s": "tokens/s",
+    "mfu_ratio": "MFU",
+    "peak_memory_gb": "allocated (GiB)",
+    "peak_reserved_gb": "reserved (GiB)",
+    "median_ms": "median (ms)",
+    "flops_per_s": "FLOP/s",
+    "bytes_per_s": "bytes/s",
+    "step_ms": "step (ms)",
+    **{f"{phase}_ms": f"{phase} (ms)" for phase in PASSES},
+    "communication_ms": "exposed communication (ms)",
+    "memcpy_ms": "exposed memcpy (ms)",
+    "idle_ms": "idle (ms)",
+}
+
+BETTER, WORSE, UNKNOWN = "better", "worse", "without an interval"  # of B, beside SAME
+MOST_OF_CHART = 24  # ratios; more go into the next one
 
 ONE_RUN = "cells with one run on both sides have the noise between steps alone in their intervals; sweep with --runs 3."
 WITHIN = "the intervals hold the noise between the samples of one measurement, not that from one start to the next."
@@ -43,10 +65,11 @@ POINT = (
 
 @dataclass
 class Compared:
-    """text: the comparison as it is printed. measures: what limits may be on. changes: by cell or point, by measure.
-    ended: what did not end well, as checks of a gate."""
+    """kind: what is compared. as_text: as it is printed. measures: what limits may be on, what counts most first.
+    changes: by cell or point, by measure. ended: what did not end well, as checks of a gate."""
 
-    text: str
+    kind: str
+    as_text: Comparison
     measures: dict[str, Measure]
     changes: dict[str, dict[str, Contrast]] = field(default_factory=dict)
     ended: list[Check] = field(default_factory=list)
@@ -60,27 +83,127 @@ class Compared:
             checks.append(Check("limit", "limits", "unknown", "Nothing ended well in both A and B."))
         return [*self.ended, *checks]
 
+    def page(self, checks: Sequence[Check], argv: Sequence[str]) -> content.Page:
+        """The comparison as a page. checks: what came of the limits. argv: words of the command."""
+        ended_badly = any(check.state == "beyond" for check in [*self.ended, *checks])
+        warnings = (f"{warning[:1].upper()}{warning[1:]}" for warning in self.warnings)
+        sides = [*self.as_text.sides, *self.as_text.notes, *warnings]
+        sections = [
+            content.Section(id="sides", title="A and B", blocks=_texts(sides)),
+            content.Section(id="limits", title="Limits", blocks=[_checks(checks)] if checks else []),
+            content.Section(id="ratios", title="B over A", blocks=[*self._charts()]),
+            content.Section(id="differences", title="Differences", blocks=[*self._differences()]),
+            *(
+                content.Section(id=heading.lower().replace(" ", "-"), title=heading, blocks=_texts(lines))
+                for heading, lines in self.as_text.lists.items()
+            ),
+            content.Section(id="command", title="The command", blocks=[command(argv)]),
+        ]
+        return content.Page(
+            title=f"{self.kind}: B beside A",
+            verdict=self._verdict(),
+            tone="bad" if ended_badly else "plain",
+            sections=[section for section in sections if section.blocks],
+            footer=f"llm-dissect {package_version()}.",
+        )
 
-def compare(a: Path, b: Path, width: int) -> Compared:
+    def _verdict(self) -> str:
+        """By what counts most of each cell or point."""
+        name, measure = next(iter(self.measures.items()))
+        counts = Counter(_shown(of[name], measure) for of in self.changes.values() if of[name].ratio is not None)
+        listed = ", ".join(f"{counts[shown]} {shown}" for shown in (BETTER, WORSE, SAME, UNKNOWN) if counts[shown])
+        return (
+            f"{LABELS[name]} of {counts.total()} in both: {listed}."
+            if listed
+            else "Nothing ended well in both A and B."
+        )
+
+    def _charts(self) -> Iterator[content.Chart]:
+        """B / A with its interval, of each measure that is known."""
+        for measure in self.measures:
+            known = {name: of[measure] for name, of in self.changes.items() if of[measure].ratio is not None}
+            for start in range(0, len(known), MOST_OF_CHART):
+                part = dict([*known.items()][start : start + MOST_OF_CHART])
+                more = f" ({start // MOST_OF_CHART + 1})" if len(known) > MOST_OF_CHART else ""
+                ends = [of.ratio_ci or (None, None) for of in part.values()]
+                ratios = content.Series(
+                    name="B / A", x=[*range(len(part))], y=[of.ratio for of in part.values()], kind="points",
+                    low=[low for low, _ in ends], high=[high for _, high in ends],
+                )  # fmt: skip
+                yield content.Chart(
+                    title=f"{LABELS[measure]}{more}", x_label="", y_label="B / A", series=[ratios], categories=[*part],
+                    marks=[content.Mark(axis="y", value=1.0, label="no difference")], from_zero=False,
+                    note="Whiskers: 95 % interval, where there is one.",
+                )  # fmt: skip
+
+    def _differences(self) -> Iterator[content.Table]:
+        rows = [
+            _row(f"{name}, {LABELS[measure]}", of[measure])
+            for name, of in self.changes.items()
+            for measure in self.measures
+            if of[measure].a is not None or of[measure].b is not None
+        ]
+        headers = ("what", "A", "B", "B - A", "95 % interval", "B / A", "95 % interval")
+        folded = len(rows) > MOST_ROWS
+        caption = f"{len(rows)} rows" if folded else ""
+        if rows:
+            yield content.Table(headers=headers, rows=rows, folded=folded, caption=caption)
+
+
+def compare(a: Path, b: Path) -> Compared:
     """Reads two directories, or two files of a sweep's results. Raises ResultsError or MicroError."""
     kinds = [_kind(path) for path in (a, b)]
     if kinds[0] is not kinds[1]:
         raise ResultsError(f"{a} and {b} hold different measurements; name two sweeps, two breakdowns or two micros.")
-    return kinds[0](a, b, width)
+    return kinds[0](a, b)
 
 
-def _kind(path: Path) -> Callable[[Path, Path, int], Compared]:
+def _kind(path: Path) -> Callable[[Path, Path], Compared]:
     if (path / micros.RESULTS_FILE).is_file():
         return _micros
     return _breakdowns if (path / BREAKDOWN_FILE).is_file() else _sweeps
 
 
+def _shown(of: Contrast, measure: Measure) -> str:
+    """Whether B is better than A by more than the interval explains; a number compared as it is has none."""
+    if of.ratio_ci is None or of.ratio is None or of.ratio_ci[0] == of.ratio_ci[1]:
+        return UNKNOWN
+    low, high = of.ratio_ci
+    if low <= 1 <= high:
+        return SAME
+    return BETTER if (of.ratio < 1) == measure.lower_is_better else WORSE
+
+
+def _cell(value: float | None) -> content.Number:
+    return content.Number(text=number(value), value=value)
+
+
+def _row(name: str, of: Contrast) -> list[content.Cell]:
+    values = (_cell(of.a), _cell(of.b), _cell(of.difference), _ends(of.difference_ci, number))
+    return [name, *values, _cell(of.ratio), _ends(of.ratio_ci, "{:.3f}".format)]
+
+
+def _ends(interval: Bounds | None, text_of: Callable[[float], str]) -> str:
+    return "" if interval is None or interval[0] == interval[1] else f"[{', '.join(map(text_of, interval))}]"
+
+
+def _texts(lines: Sequence[str]) -> list[content.Text]:
+    return [content.Text(text=line) for line in lines]
+
+
+def _checks(checks: Sequence[Check]) -> content.Items:
+    tones: dict[str, content.Tone] = {"ok": "good", "beyond": "bad", "unknown": "warning"}
+    items = [content.Listed(head=check.name, text=check.detail, tone=tones[check.state]) for check in checks]
+    return content.Items(items=items)
+
+
 # Sweeps.
 
 
-def _sweeps(a: Path, b: Path, width: int) -> Compared:
+def _sweeps(a: Path, b: Path) -> Compared:
     results_a, results_b = read_results(a), read_results(b)
-    made = Compared(sweeps.render(results_a, results_b, str(a), str(b), width), {**SPEEDS, **MEMORY})
+    as_text = sweeps.sweeps(results_a, results_b, str(a), str(b))
+    made = Compared("Training", as_text, {**SPEEDS, **MEMORY})
     states = [{result.cell: (result.state, result.reason) for result in each} for each in (results_a, results_b)]
     made.ended = _ended(*states)
     in_b = {result.cell: result for result in results_b}
@@ -147,32 +270,20 @@ def _in_proportion(to: Contrast, a: float | None, b: float | None) -> Contrast:
 # Micro-benchmarks.
 
 
-def _micros(a: Path, b: Path, width: int) -> Compared:
+def _micros(a: Path, b: Path) -> Compared:
     in_a, in_b = ({result.point: result for result in micros.read_results(path)} for path in (a, b))
     rates = dict.fromkeys(RATES[type(point)] for point in (*in_a, *in_b))
     measures = {"median_ms": MS, **{name: Measure(lower_is_better=False) for name in rates}}
-    both = {_name(point): (of_a, in_b[point]) for point, of_a in in_a.items() if point in in_b}
+    both = {label_of(point): (of_a, in_b[point]) for point, of_a in in_a.items() if point in in_b}
     changes = {
         name: {"median_ms": _median(*pair), **{rate: _rate(rate, *pair) for rate in rates}}
         for name, pair in both.items()
         if pair[0].outcome == pair[1].outcome == "ok"
     }
-    states = [{_name(point): (each.outcome, each.reason) for point, each in of.items()} for of in (in_a, in_b)]
-    heads = [_head("A", a, len(in_a), "points"), _head("B", b, len(in_b), "points")]
-    return Compared(
-        _page(heads, "Points in both", changes, ["median_ms"], width), measures, changes, _ended(*states), [WITHIN]
-    )
-
-
-def _name(point: Point) -> str:
-    if isinstance(point, Gemm):
-        return f"{point.dtype} {point.m} x {point.n} x {point.k}{f', {point.curve}' if point.curve else ''}" + (
-            ", peak" if point.peak else ""
-        )
-    if isinstance(point, Copy):
-        return f"{point.label}, {size_text(point.size_bytes)}"
-    p2p = {True: ", P2P on", False: ", P2P off", None: ""}[point.p2p]
-    return f"{point.name}, {size_text(point.size_bytes)}, {point.ranks} ranks{p2p}"
+    states = [{label_of(point): (each.outcome, each.reason) for point, each in of.items()} for of in (in_a, in_b)]
+    sides = [_side("A", a, len(in_a), "points"), _side("B", b, len(in_b), "points")]
+    as_text = Comparison(sides=sides, table=_table("Points in both", changes, ["median_ms"]))
+    return Compared("Micro-benchmarks", as_text, measures, changes, _ended(*states), [WITHIN])
 
 
 def _median(a: Measured, b: Measured) -> Contrast:
@@ -197,7 +308,7 @@ def _rate(name: str, a: Measured, b: Measured) -> Contrast:
 # Breakdowns.
 
 
-def _breakdowns(a: Path, b: Path, width: int) -> Compared:
+def _breakdowns(a: Path, b: Path) -> Compared:
     in_a, in_b = ({each.cell.name: each for each in traces.read(path)} for path in (a, b))
     times_a, times_b = ({name: _times_ms(each) for name, each in of.items()} for of in (in_a, in_b))
     changes = {
@@ -206,9 +317,9 @@ def _breakdowns(a: Path, b: Path, width: int) -> Compared:
         if name in in_b and each.outcome == in_b[name].outcome == "ok"
     }
     states = [{name: (each.outcome, each.reason) for name, each in of.items()} for of in (in_a, in_b)]
-    heads = [_head("A", a, len(in_a), "cells"), _head("B", b, len(in_b), "cells")]
-    page = _page(heads, "Cells in both", changes, TIMES, width)
-    return Compared(page, dict.fromkeys(TIMES, MS), changes, _ended(*states), [POINT])
+    sides = [_side("A", a, len(in_a), "cells"), _side("B", b, len(in_b), "cells")]
+    as_text = Comparison(sides=sides, table=_table("Cells in both", changes, TIMES))
+    return Compared("Breakdowns", as_text, dict.fromkeys(TIMES, MS), changes, _ended(*states), [POINT])
 
 
 TIMES = ("step_ms", *(f"{phase}_ms" for phase in PASSES), "communication_ms", "memcpy_ms", "idle_ms")
@@ -231,19 +342,17 @@ def _times_ms(of: Breakdown) -> dict[str, float]:
     return {name: 1e3 * value for name, value in seconds.items()}
 
 
-# As text, plain, with nothing in it that a terminal obeys.
+# As text.
 
 
-def _head(side: str, path: Path, count: int, what: str) -> str:
-    return escaped(f"{side}: {path}, {count} {what}")
+def _side(side: str, path: Path, count: int, what: str) -> str:
+    return f"{side}: {path}, {count} {what}"
 
 
-def _page(
-    heads: Sequence[str], title: str, changes: Mapping[str, Mapping[str, Contrast]], shown: Sequence[str], width: int
-) -> str:
+def _table(title: str, changes: Mapping[str, Mapping[str, Contrast]], shown: Sequence[str]) -> Table:
     rows = tuple(
         (
-            escaped(name) if measure == shown[0] else "", measure, number(of[measure].a), number(of[measure].b),
+            name if measure == shown[0] else "", measure, number(of[measure].a), number(of[measure].b),
             "" if of[measure].ratio is None else f"{of[measure].ratio:.3f}", _between(of[measure].ratio_ci),
         )
         for name, of in changes.items()
@@ -253,7 +362,7 @@ def _page(
         Column("", left=True), Column("of it", left=True), Column("A"), Column("B"), Column("B / A"),
         Column("95 % CI", left=True),
     )  # fmt: skip
-    return "\n".join([*heads, "", text(Table("compare", title, columns, rows), width)])
+    return Table("compare", title, columns, rows)
 
 
 def _between(interval: Bounds | None) -> str:

@@ -2,8 +2,8 @@
 device's peak that a speed is: MFU and HFU. Pure.
 
 Parameters are frozen and quantized as the trials build them: Q and QL quantize the linear layers of the decoder and
-leave embeddings, norms and head in 16 bits; LoRA sits on the linear layers of seven names (`LORA_TARGETS`), prompt
-tuning before the first token.
+leave embeddings, norms and head in 16 bits; LoRA sits on the linear layers that the cell names (by default of seven
+names, `LORA_TARGETS`), prompt tuning before the first token.
 
 FLOPs are counted of matrix products and attention's two batched products, a multiply-add as 2. Attention counts the
 full s x s square although it is causal, as PaLM (appendix B) and llm-foundry do, so that numbers can be laid beside
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec
-from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell, Method
+from training_probe.grid import PROMPT_TOKENS, Cell
 
 # Dense bf16 matrix products with fp32 accumulation, FLOP/s, by words of the name that torch and NVML report; the first
 # entry that fits counts, so a longer name stands before a shorter one. NVIDIA's datasheets and white papers (GA102
@@ -51,10 +51,8 @@ OF_BF16 = {"bf16": 1.0, "fp16": 1.0, "tf32": 0.5, "int8": 2.0, "fp8": 2.0}
 INT8_OF_BF16 = {"RTX 4090": 4.0, "RTX 3090": 4.0}  # their bf16 is halved by fp32 accumulation
 WITHOUT_FP8 = {"A100", "A800", "A40", "A10", "RTX A6000", "RTX 3090"}
 
-# What LoRA adapts, by the names that transformers has for linear layers; and the model types whose gate and up are one
-# linear layer with another name.
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-GATE_WITH_UP = ("glm4",)
+# The model types whose gate and up are one linear layer with another name than LoRA's targets.
+GATE_WITH_UP, QKV_TOGETHER = ("glm", "glm4", "phi3"), ("phi3",)
 
 OTHER_CHIPS = {"mig", "laptop", "ti", "d"}  # words that make it a slower or faster one than the name before them
 
@@ -114,16 +112,26 @@ def mlp_linears(spec: ModelSpec, mlp: Mlp) -> dict[str, tuple[int, int]]:
     return {"gate_proj": (spec.hidden, width), "up_proj": (spec.hidden, width), **down}
 
 
-def adapted_linears(spec: ModelSpec, kind: Layers) -> list[tuple[int, int]]:
-    """(inputs, outputs) of the linear layers of such a layer that LoRA adapts: those with one of the seven names."""
-    linears = {**attention_linears(kind.attention, spec.hidden), **mlp_linears(spec, kind.mlp)}
-    return [sizes for name, sizes in linears.items() if name in LORA_TARGETS]
+def layer_linears(spec: ModelSpec, kind: Layers) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of the linear layers of one such layer, attention's first, in the order of their products."""
+    return {**attention_linears(kind.attention, spec.hidden), **mlp_linears(spec, kind.mlp)}
 
 
-def weights(spec: ModelSpec, method: Method) -> Weights:
-    """The counts of the model as this method trains it."""
-    table = spec.vocab_size * spec.hidden
-    layers = [_layer_weights(spec, kind, method) for kind in spec.kinds]
+def adapted_linears(cell: Cell, spec: ModelSpec, kind: Layers) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of the linear layers of such a layer that the cell's LoRA adapts, by their names; none without
+    LoRA."""
+    if cell.letters.adapter not in ("L", "QL"):
+        return {}
+    linears = layer_linears(spec, kind)
+    if spec.model_type in QKV_TOGETHER:
+        linears = {name: sizes for name, sizes in linears.items() if name not in ("q_proj", "k_proj", "v_proj")}
+    return {name: sizes for name, sizes in linears.items() if name in cell.lora_targets}
+
+
+def weights(spec: ModelSpec, cell: Cell) -> Weights:
+    """The counts of the model as this cell trains it."""
+    method, table = cell.letters, spec.vocab_size * spec.hidden
+    layers = [_layer_weights(spec, kind, cell) for kind in spec.kinds]
     counts = [kind.count for kind in spec.kinds]
     base = spec.parameters
     four_bit = sum(count * each.four_bit for count, each in zip(counts, layers, strict=True))
@@ -150,21 +158,20 @@ class _LayerWeights(NamedTuple):
     largest: int
 
 
-def _layer_weights(spec: ModelSpec, kind: Layers, method: Method) -> _LayerWeights:
-    mlp, attention = kind.mlp, kind.attention
+def _layer_weights(spec: ModelSpec, kind: Layers, cell: Cell) -> _LayerWeights:
+    mlp, attention, method = kind.mlp, kind.attention, cell.letters
     parameters = kind.parameters(spec.hidden, spec.norm_values, mlp.experts)
-    linears = [*attention_linears(attention, spec.hidden).values(), *mlp_linears(spec, mlp).values()]
+    linears = layer_linears(spec, kind).values()
     four_bit = sum(inputs * outputs for inputs, outputs in linears) if method.four_bit else 0
-    lora = 0
-    if method.adapter in ("L", "QL"):
-        lora = sum(LORA_RANK * (inputs + outputs) for inputs, outputs in adapted_linears(spec, kind))
+    adapted = adapted_linears(cell, spec, kind).values()
+    lora = sum(cell.lora_rank * (inputs + outputs) for inputs, outputs in adapted)
     # of a mixture, gate and up of all experts are one tensor
     largest = max(inputs * outputs for inputs, outputs in linears)
     if mlp.experts > 1:
         largest = max(largest, 2 * mlp.experts * spec.hidden * mlp.width)
     trains = parameters
     if method.adapter:
-        trains, largest = lora, LORA_RANK * max(spec.hidden, attention.query_width, mlp.width, mlp.shared)
+        trains, largest = lora, cell.lora_rank * max(spec.hidden, attention.query_width, mlp.width, mlp.shared)
     elif method.quantized:
         trains, largest = kind.norms * spec.norm_values * spec.hidden, 0
     return _LayerWeights(parameters=parameters, four_bit=four_bit, lora=lora, trains=trains, largest=largest)
@@ -201,7 +208,7 @@ def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
     window would spare is not taken off: no kernel that is used here leaves it out.
     """
     method = cell.letters
-    counts = weights(spec, method)
+    counts = weights(spec, cell)
     length = cell.seq_len + (PROMPT_TOKENS if method.adapter == "PT" else 0)
     longer = length / cell.seq_len  # virtual tokens pass through the model and are no tokens of the data
 
@@ -211,10 +218,12 @@ def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
     trained = lora if method.adapter else head if method.quantized else in_layers + head
     attention = float(length * sum(kind.count * kind.attention.pair_flops for kind in spec.kinds))
 
-    repeated = {
-        "none": 0.0, "full": 2.0 * (in_layers - _not_repeated(cell, spec)) + attention,
-        "selective": attention if method.flash else attention / 2,
-    }[method.recompute]  # fmt: skip
+    repeated = sum(
+        again * _repeated(cell, spec, kind, length)
+        for kind, again in zip(spec.kinds, repeating_layers(cell, spec), strict=True)
+    )
+    if cell.loss == "chunked":
+        repeated += 2.0 * head
     return Flops(
         forward=longer * (2.0 * (in_layers + head) + attention),
         backward=longer * (2.0 * (in_layers + head) + 2.0 * trained + 2.0 * attention),
@@ -258,15 +267,65 @@ def _utilization(flops: float, cell: Cell, tokens_per_s: float, device_name: str
     return None if peak is None else flops * tokens_per_s / (cell.gpus * peak)
 
 
-def _not_repeated(cell: Cell, spec: ModelSpec) -> int:
-    """Parameters whose product recomputed layers leave out: torch.utils.checkpoint stops once it has what the backward
-    pass needs, which of an MLP's last product is what goes in. With LoRA it is also what comes out; with experts the
-    routing needs that, and a norm behind the MLP does; Megatron has its own checkpoint; a compiled layer is one
-    piece."""
-    if cell.engine == "megatron" or cell.compile or cell.letters.adapter in ("L", "QL"):
+def repeating_layers(cell: Cell, spec: ModelSpec) -> list[int]:
+    """How many layers of each kind compute something twice. Every N-th: as if the kinds stood one after another."""
+    if (every := cell.recomputed_every) is None:
+        return [kind.count if cell.recomputes else 0 for kind in spec.kinds]
+    before, repeating = 0, []
+    for kind in spec.kinds:
+        repeating.append((before + kind.count) // every - before // every)
+        before += kind.count
+    return repeating
+
+
+def products(cell: Cell, spec: ModelSpec, kind: Layers) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of a layer's matrix products, in their order; LoRA's two follow that of their layer. Those with
+    a bias are another operator (addmm), and none of these."""
+    adapted, biased = adapted_linears(cell, spec, kind), 0
+    if isinstance(kind.attention, Attention):
+        biased = kind.attention.biased
+    sizes: dict[str, tuple[int, int]] = {}
+    for number, (name, (inputs, outputs)) in enumerate(layer_linears(spec, kind).items()):
+        if number >= biased:
+            sizes[name] = (inputs, outputs)
+        if name in adapted:
+            sizes |= {f"{name}, LoRA A": (inputs, cell.lora_rank), f"{name}, LoRA B": (cell.lora_rank, outputs)}
+    return sizes
+
+
+def kept_products(cell: Cell, spec: ModelSpec, kind: Layers) -> dict[str, tuple[int, int]]:
+    """Those that --checkpoint op keeps: the first and every second after it."""
+    return dict(list(products(cell, spec, kind).items())[::2])
+
+
+def _repeated(cell: Cell, spec: ModelSpec, kind: Layers, length: int) -> float:
+    """FLOPs per token that a layer which recomputes does twice. Selective recomputation, of eager attention, spares the
+    second product. By operator, eager attention is computed again and FlashAttention is kept."""
+    attention = float(length * kind.attention.pair_flops)
+    if cell.letters.recompute == "selective":
+        return attention if cell.letters.flash else attention / 2
+    lora = sum(cell.lora_rank * sum(sizes) for sizes in adapted_linears(cell, spec, kind).values())
+    again = _layer_parameters(spec, kind) + lora
+    if cell.checkpoint != "op":
+        return 2.0 * (again - _not_repeated(cell, spec, kind)) + attention
+    kept = kept_products(cell, spec, kind)
+    again -= sum(inputs * outputs for inputs, outputs in kept.values())
+    if "down_proj" not in kept:
+        again -= _not_repeated(cell, spec, kind)
+    return 2.0 * again + (0.0 if cell.letters.flash else attention)
+
+
+def _not_repeated(cell: Cell, spec: ModelSpec, kind: Layers) -> int:
+    """Parameters whose product a recomputed layer leaves out: torch.utils.checkpoint stops once it has what the
+    backward pass needs, which of an MLP's last product is what goes in. With LoRA on it it is also what comes out; with
+    experts the routing needs that, and a norm behind the MLP does; Megatron has its own checkpoint; ZeRO 3 of DeepSpeed
+    its own linear layers, which keep their inputs after the product; a compiled layer is one piece, but where its
+    operators are chosen."""
+    own = cell.engine == "megatron" or (cell.engine == "deepspeed" and cell.letters.zero == 3)
+    whole = own or (cell.compile and cell.checkpoint != "op")
+    if whole or kind.mlp.experts > 1 or kind.norms != 2 or "down_proj" in adapted_linears(cell, spec, kind):
         return 0
-    plain = [kind for kind in spec.kinds if kind.mlp.experts == 1 and kind.norms == 2]
-    return sum(kind.count * spec.hidden * kind.mlp.width for kind in plain)
+    return spec.hidden * kind.mlp.width
 
 
 def _layer_parameters(spec: ModelSpec, kind: Layers) -> int:

@@ -10,25 +10,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 
-from backends.decoder import ModelSpec
+from backends import catalog
+from backends.decoder import Attention, LatentAttention, ModelSpec
 from training_probe.llama_shape import LlamaShape
 
 Task = Literal["pretrain", "finetune"]
-Engine = Literal["deepspeed", "megatron", "fsdp2", "ddp"]
-Attention = Literal["eager", "math", "flash"]
+Engine = str  # one of ENGINES, or a trial of the user's own (training_probe.trials)
+AttentionKernel = Literal["eager", "math", "flash"]
 Recompute = Literal["none", "full", "selective"]
 Adapter = Literal["L", "QL", "PT"]
 Device = Literal["cuda", "cpu"]
+Loss = Literal["plain", "chunked", "liger"]
 
-ENGINES: tuple[Engine, ...] = get_args(Engine)
+ENGINES: tuple[Engine, ...] = ("deepspeed", "megatron", "fsdp2", "ddp")
 PAPER_SEQ_LEN = 350
-LORA_RANK = 64
+LORA_RANK, LORA_ALPHA = 64, 16
+# What LoRA adapts, by the names that transformers has for linear layers.
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT_TOKENS = 8
 PAPER_MAX_MICRO_BATCH = 64
+LOSS_CHUNKS = 8  # of the tokens of a micro batch, with --loss chunked; torchtune's number
+CAPPED_LOGITS = ("gemma2",)  # model types that do more to their logits than the head does
 
 LETTERS = {
     "Z1": "ZeRO 1: optimizer states sharded",
@@ -39,7 +45,7 @@ LETTERS = {
     "R": "recompute: activations of a layer are computed again in the backward pass",
     "RS": "selective recompute: only attention is computed again",
     "F": "FlashAttention",
-    "L": f"LoRA of rank {LORA_RANK}",
+    "L": f"LoRA, of rank {LORA_RANK} where --lora-rank names no other",
     "QL": "QLoRA: LoRA over 4-bit weights",
     "PT": f"prompt tuning with {PROMPT_TOKENS} virtual tokens",
 }
@@ -113,8 +119,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One training configuration. Sizes are per process where they say so.
 
     gpus: processes, one a GPU (on the CPU: one process each). micro_batch: sequences a process takes at once, None: the
-    largest that fits is searched. tp, pp, cp: how many GPUs share a layer, the layers, a sequence (Megatron).
+    largest that fits is searched. tp, pp, cp: how many GPUs share a layer (Megatron, FSDP2), the layers, a sequence.
     attention: `flash` with the letter F, else `eager` as in the paper, or SDPA's `math`.
+
+    The methods that came after the paper are options. lora_rank, lora_alpha, lora_targets: of L and QL. double_quant:
+    whether the scales of 4-bit weights are quantized as well. checkpoint: activation checkpointing in torchtitan's
+    sense, `op` or the number of layers of which one is recomputed; empty: as the letters R and RS have it.
+    dp_replicate: how many groups of GPUs each hold a whole sharded replica (HSDP). fp8: products of layers, torchao.
     """
 
     model: str
@@ -128,18 +139,47 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    attention: Attention = "eager"
+    attention: AttentionKernel = "eager"
     compile: bool = False
     device: Device = "cuda"
+    lora_rank: int = LORA_RANK
+    lora_alpha: int = LORA_ALPHA
+    lora_targets: tuple[str, ...] = LORA_TARGETS
+    double_quant: bool = True
+    adamw_8bit: bool = False
+    checkpoint: str = ""
+    loss: Loss = "plain"
+    dp_replicate: int = 1
+    fp8: bool = False
 
     @property
     def letters(self) -> Method:
         return Method.parse(self.method)
 
     @property
+    def own(self) -> bool:
+        """Whether a training script of the user's own runs it, of which nothing is known."""
+        return self.engine not in ENGINES
+
+    @property
     def data_parallel(self) -> int:
         """How many replicas, or shards of one, take different sequences."""
         return self.gpus // (self.tp * self.pp * self.cp)
+
+    @property
+    def shards(self) -> int:
+        """Among how many GPUs ZeRO divides: with HSDP those of one replica."""
+        return self.data_parallel // self.dp_replicate
+
+    @property
+    def recomputed_every(self) -> int | None:
+        """Of how many layers one is recomputed whole; None where --checkpoint names no number."""
+        return int(self.checkpoint) if self.checkpoint.isdecimal() else None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes anything again, by letters or --checkpoint."""
+        return bool(self.checkpoint) or self.letters.recompute != "none"
 
     @property
     def tokens_per_step(self) -> int:
@@ -159,27 +199,95 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         ]
         extras += ["math"] if self.attention == "math" else []
         extras += ["compile"] if self.compile else []
+        extras += beyond_letters(self)
         model = re.sub(
             r"[^\w.+-]", "_", self.model.rstrip("/").rpartition("/")[2]
         )  # a directory may be called anything
         return "_".join([model, self.task, self.engine, self.method, *sizes, *extras])
 
 
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Cell)}
+
+
+class Options(Protocol):
+    """What a cell has beside its letters, and what is measured of it as well."""
+
+    @property
+    def lora_rank(self) -> int: ...
+    @property
+    def lora_alpha(self) -> int: ...
+    @property
+    def lora_targets(self) -> tuple[str, ...]: ...
+    @property
+    def double_quant(self) -> bool: ...
+    @property
+    def adamw_8bit(self) -> bool: ...
+    @property
+    def checkpoint(self) -> str: ...
+    @property
+    def loss(self) -> str: ...
+    @property
+    def dp_replicate(self) -> int: ...
+    @property
+    def fp8(self) -> bool: ...
+
+
+def beyond_letters(of: Options) -> list[str]:
+    """Its options that are not the usual, as its name and tables have them."""
+    words = {
+        "lora_rank": f"r{of.lora_rank}",
+        "lora_alpha": f"alpha{of.lora_alpha}",
+        "lora_targets": "-".join(target.removesuffix("_proj") for target in of.lora_targets),
+        "double_quant": "single-quant",
+        "adamw_8bit": "adamw8bit",
+        "checkpoint": f"ac-{of.checkpoint}",
+        "loss": f"{of.loss}-loss",
+        "dp_replicate": f"hsdp{of.dp_replicate}",
+        "fp8": "fp8",
+    }
+    return [word for name, word in words.items() if getattr(of, name) != _DEFAULTS[name]]
+
+
+# Which options are of which letters alone.
+_OF_LORA, _OF_FOUR_BIT = ("lora_rank", "lora_alpha", "lora_targets"), ("double_quant",)
+
+
+def settled(cell: Cell, layers: int | None = None) -> tuple[Cell, list[str]]:
+    """The cell without the options that change nothing for it, and a clause for each of those. layers: of its model,
+    where they are known."""
+    idle: dict[str, str] = {}
+    if cell.letters.adapter not in ("L", "QL"):
+        idle |= dict.fromkeys(_OF_LORA, "it has no LoRA (L or QL)")
+    if not cell.letters.four_bit:
+        idle |= dict.fromkeys(_OF_FOUR_BIT, "it has no 4-bit weights (Q or QL)")
+    if layers is not None and (every := cell.recomputed_every) and every > layers:
+        idle["checkpoint"] = f"its model has {layers} layers, and none is the {every}-th"
+    idle = {name: why for name, why in idle.items() if getattr(cell, name) != _DEFAULTS[name]}
+    plain = msgspec.structs.replace(cell, **{name: _DEFAULTS[name] for name in idle})
+    flags = {name: f"--{name.replace('_', '-')}" for name in idle} | {"double_quant": "--no-double-quant"}
+    return plain, [f"{flags[name]} changes nothing for {plain.name}: {why}" for name, why in idle.items()]
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cell's model name stands for: its shape where it is known, or a directory with a config.json. unknown: why
-    there is no shape, a clause."""
+    """What a cell's model name stands for: numbers, of which the engines build a Llama, or what its config.json holds,
+    of which they build what that describes. name: in messages. directory: where the config.json is from. unknown: why
+    there are no such numbers, a clause."""
 
     spec: LlamaShape | None = None
+    name: str = ""
+    config: dict[str, Any] | None = None
     directory: str | None = None
     unknown: str = ""
 
     @property
     def decoder(self) -> ModelSpec | None:
-        """What the cell's parameters, FLOPs and memory follow from, where its shape is known."""
+        """What the cell's parameters, FLOPs and memory follow from, where that is known."""
+        if self.config is not None:
+            return catalog.from_config(self.name, self.config)
         return None if self.spec is None else self.spec.decoder
 
 
-def cell(method: str, *, attention: Attention = "eager", **more: object) -> Cell:
+def cell(method: str, *, attention: AttentionKernel = "eager", **more: object) -> Cell:
     """A cell of a method however it is written. Raises GridError."""
     letters = Method.parse(method)
     if letters.flash:
@@ -187,11 +295,19 @@ def cell(method: str, *, attention: Attention = "eager", **more: object) -> Cell
             raise GridError(f"method '{method}' asks for FlashAttention and --attention for math; name one.")
         attention = "flash"
     built = msgspec.convert({"method": str(letters), "attention": attention, **more}, Cell)
-    for field in ("gpus", "seq_len", "grad_accum", "tp", "pp", "cp"):
+    for field in ("gpus", "seq_len", "grad_accum", "tp", "pp", "cp", "lora_rank", "lora_alpha", "dp_replicate"):
         if getattr(built, field) < 1:
             raise GridError(f"--{field.replace('_', '-')} is {getattr(built, field)}; it must be at least 1.")
     if built.micro_batch is not None and built.micro_batch < 1:
         raise GridError(f"--micro-batch is {built.micro_batch}; it must be at least 1, or max.")
+    if built.checkpoint and letters.recompute != "none":
+        letter = "R" if letters.recompute == "full" else "RS"
+        raise GridError(f"method '{method}' recomputes with {letter} and --checkpoint in another way; name one.")
+    if built.checkpoint not in ("", "op") and not re.fullmatch(r"[1-9]\d{0,5}", built.checkpoint):
+        raise GridError(f"--checkpoint is '{built.checkpoint}'; it must be op, or N to recompute every N-th layer.")
+    for target in built.lora_targets:
+        if target not in LORA_TARGETS:
+            raise GridError(f"--lora-targets names '{target}'; known are {', '.join(LORA_TARGETS)}.")
     return built
 
 
@@ -229,25 +345,81 @@ def _objections(cell: Cell, spec: ModelSpec | None, unbuilt: str) -> Iterator[st
         yield f"{method.adapter} is a way of fine-tuning (--task finetune)"
     if cell.engine == "megatron" and unbuilt:
         yield f"Megatron's models are built like Llama here, and {unbuilt}"
+    if cell.engine == "fsdp2" and cell.tp > 1 and unbuilt:  # norms of heads, say: each rank would train its own
+        yield f"TP divides layers like Llama's here, and {unbuilt}"
     if spec is None:
         return
     attention = spec.kinds[0].attention
     if cell.engine == "megatron" and attention.biased:
         yield f"Megatron's models are built without biases here, and {spec.name} has them (attention_bias)"
+    if cell.engine == "megatron" and attention.window is not None:
+        yield f"Megatron's models are built without windows here, and {spec.name} has them (sliding_window)"
     if cell.seq_len > spec.max_position:
         yield f"{spec.name} ends at {spec.max_position} positions"
     if attention.undivided(cell.tp) is not None:
         yield f"the {attention.heads} heads of {spec.name} cannot be divided by TP {cell.tp}"
+    if cell.engine == "fsdp2" and isinstance(attention, Attention) and attention.kv_heads % cell.tp:
+        yield f"the {attention.kv_heads} KV heads of {spec.name} cannot be divided by TP {cell.tp}"
     if spec.layers % cell.pp:
         yield f"the {spec.layers} layers of {spec.name} cannot be divided by PP {cell.pp}"
+    if cell.loss != "plain" and spec.model_type.removesuffix("_text") in CAPPED_LOGITS:
+        yield f"{spec.name} caps its logits, which --loss {cell.loss} never has all of"
+    if isinstance(attention, Attention) and attention.head_dim % 2:
+        yield f"heads of {attention.head_dim} values cannot be rotated (RoPE takes pairs); name an even head_dim"
+    yield from _of_attention(cell, spec)
     mixture = any(kind.mlp.experts > 1 for kind in spec.kinds)
     if mixture and (method.four_bit or cell.engine == "megatron"):
         yield "experts are neither quantized to 4 bits nor built for Megatron here"
+    if mixture and (cell.fp8 or cell.tp > 1):
+        yield "experts are neither computed in fp8 nor divided by TP here"
+    if cell.fp8 and cell.device == "cuda":
+        yield from _of_fp8_products(cell, spec)
+
+
+def _of_fp8_products(cell: Cell, spec: ModelSpec) -> Iterator[str]:
+    """torch._scaled_mm takes multiples of 16 alone; each size is the inner one of a product of the three passes."""
+    kind = spec.kinds[0]
+    widths = {"hidden_size": spec.hidden, "width of all heads": kind.attention.query_width, "MLP": kind.mlp.width}
+    for name, width in widths.items():
+        if width // (1 if name == "hidden_size" else cell.tp) % 16:
+            yield f"fp8 products take multiples of 16, and {spec.name} has a {name} of {width}"
+    tokens = cell.seq_len * (cell.micro_batch or 1)
+    if tokens % 16:
+        yield f"fp8 products take multiples of 16 tokens, and a micro batch has {tokens}"
+
+
+def _of_attention(cell: Cell, spec: ModelSpec) -> Iterator[str]:
+    """What the kernels of torch's scaled_dot_product_attention do not compute."""
+    if cell.attention == "eager":
+        return
+    asked = "the letter F" if cell.attention == "flash" else "--attention math"
+    length = cell.seq_len + (PROMPT_TOKENS if cell.letters.adapter == "PT" else 0)
+    for kind in spec.kinds:
+        attention = kind.attention
+        if isinstance(attention, Attention) and attention.sinks:
+            yield f"only eager attention has the attention sinks of {spec.name}; leave {asked} out"
+        if isinstance(attention, Attention) and attention.capped:
+            yield f"only eager attention caps the scores of {spec.name} (attn_logit_softcapping); leave {asked} out"
+        if cell.attention != "flash":
+            continue
+        if isinstance(attention, LatentAttention) and attention.value != attention.nope + attention.rope:
+            yield f"torch's FlashAttention takes values as wide as queries (v_head_dim of {spec.name}); leave F out"
+        if cell.device == "cuda" and attention.window is not None and attention.window.tokens <= length:
+            field = "attention_chunk_size" if attention.window.chunked else "sliding_window"
+            yield (
+                f"torch's FlashAttention takes no mask on GPUs, and {spec.name} has windows of "
+                f"{attention.window.tokens} tokens ({field}); name a shorter --seq-len, or leave F out"
+            )
 
 
 def _of_engine(cell: Cell, method: Method) -> Iterator[str]:
-    if cell.engine != "megatron" and cell.tp * cell.pp * cell.cp > 1:
-        yield "TP, PP and CP are Megatron's (--engine megatron)"
+    yield from _of_sharding(cell, method)
+    if cell.checkpoint and cell.engine == "megatron":
+        yield "Megatron recomputes in its own ways (R and RS); --checkpoint is for deepspeed, fsdp2 and ddp"
+    if cell.fp8 and cell.engine not in ("fsdp2", "ddp"):
+        yield "fp8 is torchao's, which is built for fsdp2 and ddp only"
+    if cell.fp8 and (method.adapter or method.four_bit):
+        yield "torchao's fp8 products train whole weights; adapters and 4-bit weights have none"
     if cell.compile and cell.engine not in ("fsdp2", "ddp"):
         yield "compiled layers are built for fsdp2 and ddp only"
     if cell.engine == "megatron":
@@ -257,6 +429,12 @@ def _of_engine(cell: Cell, method: Method) -> Iterator[str]:
             yield "Megatron knows of these letters R, F and Z1 (its distributed optimizer) only"
         if method.zero and cell.device == "cpu":
             yield "Megatron's distributed optimizer takes tensors of a GPU only"
+        if cell.loss != "plain" or cell.adamw_8bit:
+            yield "Megatron has a loss and an optimizer of its own"
+    if cell.tp > 1 and (cell.loss != "plain" or cell.adamw_8bit):
+        yield "with TP the loss is plain and AdamW has 32 bits here"
+    if cell.adamw_8bit and method.offload:
+        yield "what is offloaded is updated with 32-bit states; leave O or --adamw-8bit out"
     if cell.engine == "ddp" and method.zero:
         yield "ddp shards nothing; use deepspeed or fsdp2 for ZeRO"
     if cell.engine == "fsdp2":
@@ -264,3 +442,21 @@ def _of_engine(cell: Cell, method: Method) -> Iterator[str]:
             yield "fsdp2 always shards: use Z2 (parameters kept after the forward pass) or Z3"
         if method.four_bit:
             yield "4-bit weights are not built for fsdp2 here; use deepspeed or ddp"
+
+
+def _of_sharding(cell: Cell, method: Method) -> Iterator[str]:
+    """What TP and HSDP go with."""
+    if cell.pp * cell.cp > 1 and cell.engine != "megatron":
+        yield "PP and CP are Megatron's (--engine megatron)"
+    if cell.tp > 1 and cell.engine not in ("megatron", "fsdp2"):
+        yield "TP is built for megatron and fsdp2 only"
+    if cell.tp > 1 and cell.engine == "fsdp2" and (method.adapter or method.offload):
+        yield "fsdp2 with TP is built for plain weights on the GPU, without adapters and O"
+    if cell.tp > 1 and cell.engine == "fsdp2" and cell.compile:
+        yield "compiled layers with TP give other gradients (seen with torch 2.13); leave --compile out"
+    if cell.tp > 1 and cell.engine == "fsdp2" and cell.loss != "plain":
+        yield "with TP each rank has a part of the vocabulary, and the loss of such parts is torch's (--loss plain)"
+    if cell.dp_replicate > 1 and cell.engine != "fsdp2":
+        yield "HSDP (--dp-replicate) is FSDP2's (--engine fsdp2)"
+    if cell.dp_replicate > 1 and cell.gpus % (cell.tp * cell.dp_replicate):
+        yield f"{cell.gpus} GPUs cannot be divided into {cell.dp_replicate} replicas with TP {cell.tp}"

@@ -100,6 +100,8 @@ def _objections(spec: ModelSpec, kind: Layers) -> Iterator[str]:
         other = next(each for each in spec.kinds if each is not kind)
         field = "layer_types" if other.attention != attention else "dense layers between mixtures of experts"
         yield f"has layers of {len(spec.kinds)} kinds ({field})"
+    if spec.model_type == "gemma":
+        yield "scales its embeddings (model_type)"
     if spec.quantization is not None:
         yield f"comes quantized (quantization_config: {spec.quantization})"
     if attention.qk_norm:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from cyclopts import Group
 
+from backends.untrusted import printable
 from loadgen.option_types import names, offers, option
-from training_probe import grid
-from training_probe.grid import Cell, Engine, GridError, Method, Model, Task
+from training_probe import grid, own_deepspeed, trials
+from training_probe.grid import Cell, GridError, Method, Model, Task
 from training_probe.llama_shape import LlamaShape, NoShape, shape_of
 
 if TYPE_CHECKING:  # a line of options is read in a moment; what it means may take longer
     from cyclopts import Token
 
+    from backends.decoder import ModelSpec
     from backends.gpus import Inventory
     from loadgen.models import Model as NamedModel
+    from training_probe.launch.rendezvous import Meeting
     from training_probe.memory.text import Described
     from training_probe.sweep.manifests import Settings
 
@@ -27,9 +35,11 @@ TINY = LlamaShape(
     max_position=2048,
 )  # fmt: skip
 PACKAGES = ("torch", "transformers")  # besides those of the engine and the method
+LAPTOP_PROCESSES = 2
 PAPER_STEPS, LAPTOP_STEPS = (30, 100, 3), (2, 8, 1)  # warm-up, timed, runs
 CPU_PARAMETERS = 1e9  # a model with more takes a CPU minutes a step and all memory of a laptop
 MAX_NODES = 1024
+TYPE_FILES = ("configuration_auto.py", "auto_mappings.py")  # where transformers 4 and 5 list what they build
 BILLION = 1e9  # beyond it nothing is meant seriously
 
 
@@ -51,14 +61,22 @@ def check_above_0(flag: str, value: float | None) -> None:
 
 
 CELLS = Group("Cells: every combination of what is named", sort_key=1)
-MEASURED = Group("How they are measured", sort_key=2)
-WHERE = Group("Where they run", sort_key=3)
-OUTPUT = Group("The results", sort_key=4)
+OF_METHODS = Group("Methods beyond the letters", sort_key=2)
+MEASURED = Group("How they are measured", sort_key=3)
+WHERE = Group("Where they run", sort_key=4)
+OUTPUT = Group("The results", sort_key=5)
+UNTRACED_METHODS = ("checkpoint", "loss", "dp_replicate", "fp8")
+METHODS = ("lora_rank", "lora_alpha", "lora_targets", "double_quant", "adamw_8bit", *UNTRACED_METHODS)
 
 _cells, _measured, _where = partial(option, CELLS), partial(option, MEASURED), partial(option, WHERE)
+_methods = partial(option, OF_METHODS)
 _list = partial(_cells, consume_multiple=1, show_default=False)
 
 Skip = Annotated[bool, _measured("Leave out cells that are certain to run out of memory.", negative=None)]
+OwnDeepSpeed = Annotated[
+    Path | None,
+    _measured("A JSON file that is merged over the DeepSpeed configurations of the cells.", show_default=False),
+]
 Platform = Annotated[str, _measured("This machine's name in tables; by default its GPUs' name.", show_default=False)]
 
 
@@ -82,15 +100,26 @@ class Grid:
             "paper-table16",
             "paper-fig4",
             "paper-fig5",
+            "published",
         ]
         | None,
         _cells("Ready cells; --model, --engine and --method then choose among them."),
     ] = None
     model: Annotated[
-        tuple[str, ...], _list("7b, 13b, 70b, llama-3-8b, mixtral-8x7b, ..., tiny, or a directory with a config.json.")
+        tuple[str, ...],
+        _list(
+            "7b, 13b, 70b, llama-3-8b, qwen3-8b, mixtral-8x7b, ..., tiny; a directory with a config.json; or the "
+            "Hugging Face id of a model whose config.json is in the local cache."
+        ),
     ] = ()
     task: Annotated[Task | None, _cells("By default finetune for methods with L, QL or PT, else pretrain.")] = None
-    engine: Annotated[tuple[Engine, ...], _list("By default deepspeed.")] = ()
+    engine: Annotated[
+        tuple[str, ...],
+        _list(
+            f"{', '.join(grid.ENGINES)}, or a training script of your own, by its name in the entry points "
+            "llm_dissect.trials; by default deepspeed."
+        ),
+    ] = ()
     method: Annotated[
         tuple[str, ...],
         _list(
@@ -108,25 +137,69 @@ class Grid:
         _list("Sequences a process takes at once, or max: the largest that fits is searched; by default 1."),
     ] = ()
     grad_accum: Annotated[int, _cells("Micro batches to an optimizer step.", converter=whole)] = 1
-    tp: Annotated[int, _cells("Tensor parallel (megatron).", converter=whole)] = 1
+    tp: Annotated[int, _cells("Tensor parallel (megatron, fsdp2).", converter=whole)] = 1
     pp: Annotated[int, _cells("Pipeline parallel (megatron).", converter=whole)] = 1
     cp: Annotated[int, _cells("Context parallel (megatron).", converter=whole)] = 1
     attention: Annotated[Literal["eager", "math"], _cells("What attention is without the letter F.")] = "eager"
     compile: Annotated[bool, _cells("torch.compile every layer (fsdp2, ddp).", show_default=False)] = False
     device: Annotated[Literal["cuda", "cpu"] | None, _cells("By default cuda where there is a GPU.")] = None
+    lora_rank: Annotated[int, _methods("Rank of L and QL.", converter=whole)] = grid.LORA_RANK
+    lora_alpha: Annotated[int, _methods("Alpha of L and QL.", converter=whole)] = grid.LORA_ALPHA
+    lora_targets: Annotated[
+        tuple[str, ...],
+        _methods(
+            f"Linear layers that L and QL adapt; by default {' '.join(grid.LORA_TARGETS)}.",
+            consume_multiple=1,
+            show_default=False,
+        ),
+    ] = grid.LORA_TARGETS
+    double_quant: Annotated[
+        bool, _methods("Quantize the scales of 4-bit weights too (Q, QL).", negative=("--no-double-quant",))
+    ] = True
+    adamw_8bit: Annotated[
+        bool, _methods("AdamW with moments in 8 bits, by bitsandbytes, for fsdp2 by torchao.", show_default=False)
+    ] = False
+    checkpoint: Annotated[
+        str,
+        _methods(
+            "Activation checkpointing in torchtitan's sense: op keeps what is dear to compute (attention, every second "
+            "product, collectives), a number N recomputes every N-th layer; R and RS are letters.",
+            show_default=False,
+        ),
+    ] = ""
+    loss: Annotated[
+        grid.Loss, _methods("chunked: the logits in parts; liger: Liger's fused head and loss, without logits.")
+    ] = "plain"
+    dp_replicate: Annotated[
+        int, _methods("Groups of GPUs that each hold a sharded replica: HSDP (fsdp2).", converter=whole)
+    ] = 1
+    fp8: Annotated[bool, _methods("Products of the layers in fp8, by torchao (fsdp2, ddp).", show_default=False)] = (
+        False
+    )
 
     def cells(self, device: grid.Device, here: int) -> list[Cell]:
-        """What the options name on a machine with `here` GPUs of its own. Raises GridError."""
+        """What the options name on a machine with `here` GPUs of its own, without the options that change nothing.
+        Raises GridError."""
+        return list(dict.fromkeys(_settled(cell)[0] for cell in self._named(device, here)))
+
+    def idle(self, device: grid.Device, here: int) -> list[str]:
+        """The options that change nothing for a cell, a clause each. Raises GridError."""
+        return list(dict.fromkeys(clause for cell in self._named(device, here) for clause in _settled(cell)[1]))
+
+    def _named(self, device: grid.Device, here: int) -> list[Cell]:
+        trials.check(self.engine)
         if self.preset is not None:
             return self._of_preset(self.preset, device, here)
-        if not self.method:
+        own = [name for name in self.engine if name not in grid.ENGINES]
+        if not self.method and (not own or len(own) < len(self.engine)):
             raise GridError("name --method (Naive Z2 F+R+Z3+O ...) or a --preset.")
+        usual = "own" if own and len(own) == len(self.engine) else "tiny" if device == "cpu" else "7b"
         default_gpus = (here,) if device == "cuda" and here else (1,)
         named: list[Cell] = []
-        for method in self.method:
+        for method in self.method or (grid.NAIVE,):
             task = self.task or Method.parse(method).task
             named += grid.grid(
-                models=self.model or ("tiny" if device == "cpu" else "7b",),
+                models=self.model or (usual,),
                 engines=self.engine or ("deepspeed",),
                 methods=(method,),
                 gpus=self.gpus or default_gpus,
@@ -134,6 +207,7 @@ class Grid:
                 micro_batches=[_micro_batch(text) for text in self.micro_batch or ("1",)],
                 task=task, grad_accum=self.grad_accum, tp=self.tp, pp=self.pp, cp=self.cp,
                 attention=self.attention, compile=self.compile, device=device,
+                **{name: getattr(self, name) for name in METHODS},
             )  # fmt: skip
         return list(dict.fromkeys(named))
 
@@ -142,12 +216,20 @@ class Grid:
             raise GridError(f"--preset {preset} takes one number of --gpus.")
         if self.gpus and self.gpus[0] < 1:
             raise GridError(f"--gpus is {self.gpus[0]}; it must be at least 1.")
-        for name in ("task", "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "attention", "compile"):
+        if preset == "laptop" and self.gpus and self.gpus[0] > LAPTOP_PROCESSES:
+            raise GridError(f"--preset laptop has cells of 1 and 2 processes; --gpus {self.gpus[0]} is more.")
+        sizes = ("task", "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "attention", "compile")
+        for name in (*sizes, *METHODS):
             if getattr(self, name) != getattr(Grid, name, None):
                 raise GridError(f"--preset {preset} has a --{name.replace('_', '-')} of its own; leave that out.")
-        from training_probe import paper
+        from training_probe import paper, published
 
-        cells = paper.presets()[preset](self.gpus[0] if self.gpus else here, device)
+        if preset == published.PRESET:
+            if self.gpus:
+                raise GridError(f"--preset {preset} has the --gpus of its sources; leave that out.")
+            cells = published.cells(device)
+        else:
+            cells = paper.presets()[preset](self.gpus[0] if self.gpus else here, device)
         methods = {str(Method.parse(text)) for text in self.method}
         chosen = [
             cell for cell in cells
@@ -160,7 +242,7 @@ class Grid:
         return chosen
 
 
-@offers(*(name for name in names(Grid) if name not in ("tp", "pp", "cp", "compile")))
+@offers(*(name for name in names(Grid) if name not in ("tp", "pp", "cp", "compile", *UNTRACED_METHODS)))
 class TracedGrid(Grid):
     """Cells of which every kernel is tied to a part of the model."""
 
@@ -189,6 +271,7 @@ class Measuring:
             show_default=False,
         ),
     ] = False
+    deepspeed: OwnDeepSpeed = None
     timeout: Annotated[float, _measured("Seconds without a new step after which a cell is ended.")] = 600.0
     limit: Annotated[float | None, _measured("Seconds that a whole cell may take.")] = None
     max_micro_batch: Annotated[int, _measured("Where a search for max ends.", converter=whole)] = (
@@ -207,6 +290,7 @@ class Measuring:
         where: OnCluster | None = None,
     ) -> Settings:
         """Raises GridError for numbers that make no measurement."""
+        from training_probe.results import LEAST_LOSSES
         from training_probe.sweep.manifests import Settings
 
         usual = LAPTOP_STEPS if preset == "laptop" else PAPER_STEPS
@@ -217,6 +301,11 @@ class Measuring:
         for flag, (value, at_least) in least.items():
             if value < at_least:
                 raise GridError(f"{flag} is {value}; it must be at least {at_least}.")
+        if warmup_steps + steps < LEAST_LOSSES:
+            raise GridError(
+                f"--warmup-steps {warmup_steps} and --steps {steps} are too few to see whether the loss falls; "
+                f"name at least {LEAST_LOSSES} together."
+            )
         check_above_0("--timeout", self.timeout)
         check_above_0("--limit", self.limit)
         check_above_0("--host-memory-gb", self.host_memory_gb)
@@ -226,7 +315,8 @@ class Measuring:
             timeline=self.timeline, timeout_s=self.timeout, limit_s=self.limit,
             max_micro_batch=self.max_micro_batch, no_skip=not self.skip,
             host_memory_bytes=None if self.host_memory_gb is None else int(self.host_memory_gb * (1 << 30)),
-            on=where.on if where else None, nodes_per_cell=where.nodes_per_cell if where else 1,
+            deepspeed=None if self.deepspeed is None else own_deepspeed.read(self.deepspeed),
+            on=where.on if where else None, nodes_per_cell=max(where.nodes_per_cell, where.nnodes) if where else 1,
             argv=tuple(argv),
         )  # fmt: skip
 
@@ -237,6 +327,7 @@ class Tracing:
 
     warmup_steps: Annotated[int, _measured("Steps before anything is timed.", converter=whole)] = 3
     steps: Annotated[int, _measured("Steps that are timed bare, and as many that are traced.", converter=whole)] = 3
+    deepspeed: OwnDeepSpeed = None
     timeout: Annotated[float, _measured("Seconds after which a cell is ended.")] = 600.0
     skip: Skip = True
     platform: Platform = ""
@@ -254,11 +345,76 @@ class Tracing:
         return Settings(
             platform=self.platform, preset=preset, models=known, gpu_ids=gpu_ids, warmup_steps=self.warmup_steps,
             steps=self.steps, runs=1, timeout_s=self.timeout, no_skip=not self.skip, argv=tuple(argv),
+            deepspeed=None if self.deepspeed is None else own_deepspeed.read(self.deepspeed),
         )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnCluster:
+class SeveralNodes:
+    """The same command on several nodes, as with torchrun."""
+
+    nnodes: Annotated[
+        int,
+        _where(
+            "Nodes that share each cell's processes, or the ranks: the same command is started on every one, with the "
+            "same LLM_DISSECT_TOKEN in its environment. --gpus counts all of them together; by default all GPUs of all "
+            "nodes, on the CPU one process a node.",
+            converter=whole,
+        ),
+    ] = 1
+    node_rank: Annotated[
+        int | None,
+        _where("Which of the nodes this one is, from 0. Node 0 keeps the results.", converter=whole),
+    ] = None
+    rdzv_endpoint: Annotated[
+        str | None, _where("HOST:PORT, an address of node 0 that the others reach, and a port that is free there.")
+    ] = None
+
+    def check_nodes(self, on: str | None, gpus: Sequence[int], *, ranked: bool = True) -> None:
+        """That nodes can meet. on: as in OnCluster; gpus: as they are named; ranked: whether this one's number must be
+        named. Raises GridError."""
+        if not 1 <= self.nnodes <= MAX_NODES:
+            raise GridError(f"--nnodes is {self.nnodes}; it must be from 1 to {MAX_NODES}.")
+        if self.nnodes == 1:
+            if (self.node_rank or 0) != 0:
+                raise GridError(f"--node-rank is {self.node_rank} of one node; name how many there are with --nnodes.")
+            if self.rdzv_endpoint is not None and self.node_rank is None:
+                raise GridError("--rdzv-endpoint is where several nodes meet; name how many with --nnodes.")
+            return
+        if on is not None:
+            raise GridError(f"--on {on.partition(':')[0]} finds its nodes itself; leave --nnodes or --on out.")
+        if self.rdzv_endpoint is None:
+            raise GridError(f"{self.nnodes} nodes need a place to meet; name --rdzv-endpoint HOST:PORT, of node 0.")
+        assert self.endpoint
+        if ranked and self.node_rank is None:
+            raise GridError(f"name which of the {self.nnodes} nodes this one is with --node-rank, from 0.")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+            raise GridError(f"--node-rank is {self.node_rank}; it must be from 0 to {self.nnodes - 1}.")
+        for count in gpus:
+            check_divisible(count, self.nnodes)
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Raises GridError."""
+        text = self.rdzv_endpoint or ""
+        host, _, port = text.rpartition(":")
+        known = port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16
+        if not known or not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?", host):
+            raise GridError(
+                f"--rdzv-endpoint is '{printable(text, 80)}'; it must be HOST:PORT, a name or an IPv4 address of "
+                "node 0 and a port from 1 to 65535."
+            )
+        return host, int(port)
+
+    def meeting(self, asked: object) -> Meeting:
+        """This node's part in it. asked: the options that must be equal on all nodes. Raises ConfigError."""
+        from training_probe.launch import rendezvous
+
+        return rendezvous.meeting(self.nnodes, self.node_rank or 0, self.endpoint, repr(asked))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnCluster(SeveralNodes):
     """Where the cells run."""
 
     on: Annotated[
@@ -270,8 +426,9 @@ class OnCluster:
     ] = None
     nodes_per_cell: Annotated[int, _where("Nodes that share each cell's processes.", converter=whole)] = 1
 
-    def check(self) -> None:
-        """Raises GridError and ConfigError."""
+    def check(self, gpus: Sequence[int], *, ranked: bool) -> None:
+        """gpus, ranked: as in check_nodes. Raises GridError and ConfigError."""
+        self.check_nodes(self.on, gpus, ranked=ranked)
         if self.on is None:
             if self.nodes_per_cell != 1:
                 raise GridError(
@@ -286,6 +443,12 @@ class OnCluster:
             raise GridError(f"--nodes-per-cell is {self.nodes_per_cell}; it must be from 1 to {MAX_NODES}.")
 
 
+def _settled(cell: Cell) -> tuple[Cell, list[str]]:
+    """Without what changes nothing. Raises GridError or ConfigError."""
+    spec = _described(cell.model).spec if cell.recomputed_every else None
+    return grid.settled(cell, None if spec is None else spec.layers)
+
+
 def _micro_batch(text: str) -> int | None:
     if text == "max":
         return None
@@ -296,7 +459,7 @@ def _micro_batch(text: str) -> int | None:
 
 def known_models(cells: Sequence[Cell]) -> dict[str, Model]:
     """What the engines build for the cells' models. Raises GridError or ConfigError for one that they cannot."""
-    return {name: _model(name) for name in dict.fromkeys(cell.model for cell in cells)}
+    return {name: _model(name) for name in dict.fromkeys(cell.model for cell in cells if not cell.own)}
 
 
 def described_models(cells: Sequence[Cell]) -> dict[str, Described]:
@@ -311,20 +474,20 @@ def _model(name: str) -> Model:
     if name == TINY.name:
         return Model(spec=TINY)
     named = _named(name)
-    spec, unknown = None, named.unknown
-    if named.spec is not None:
-        try:
-            spec = shape_of(named.spec)
-        except NoShape as reason:
-            unknown = str(reason)
-    if spec is not None and catalog.find(name) is not None:
+    if named.spec is None:
+        raise GridError(f"'{printable(name, 100)}' cannot be trained: {named.unknown}.")
+    spec, unknown, own = None, "", catalog.find(name) is None
+    try:
+        spec = shape_of(named.spec)
+    except NoShape as reason:
+        unknown = str(reason)
+    if spec is not None and not own:
         return Model(spec=spec)
-    if named.directory is None:
-        raise GridError(
-            f"{unknown}, which is not built of a name; give a directory that holds its config.json, or ask "
-            "training_probe memory."
-        )
-    return Model(spec=spec, directory=str(named.directory), unknown=unknown)
+    _check_type(named.spec)
+    return Model(
+        spec=spec, name=named.name, config=dict(named.config) if own else catalog.config_of(named.spec),
+        directory=str(named.directory) if named.directory else None, unknown=unknown,
+    )  # fmt: skip
 
 
 def _described(name: str) -> Described:
@@ -347,8 +510,30 @@ def _named(name: str) -> NamedModel:
 
     named = models.find(name)
     if named.spec is None and named.directory is None:
-        raise GridError(f"the shape of '{name}' is not known here; give a directory that holds its config.json.")
+        raise GridError(f"the shape of '{printable(name, 100)}' is not known: {named.unknown}.")
+    if named.flaw:
+        raise GridError(f"{named.directory}/config.json describes no model: {named.flaw}; mend it.")
     return named
+
+
+def _check_type(spec: ModelSpec) -> None:
+    """That the installed transformers knows the model_type, as far as its files show without being imported. Raises
+    GridError."""
+    from importlib.util import find_spec
+
+    found = find_spec("transformers")
+    if found is None:
+        return
+    types = ""
+    for place in found.submodule_search_locations or ():
+        for path in (Path(place) / "models" / "auto").glob("*.py"):
+            if path.name in TYPE_FILES:
+                types += path.read_text(encoding="utf-8")
+    if '"llama"' in types and f'"{spec.model_type}"' not in types:
+        raise GridError(
+            f"{spec.name} has the model_type '{spec.model_type}', which the installed transformers does not know; "
+            "install a version that does."
+        )
 
 
 def visible_gpus(inventory: Inventory) -> tuple[int, ...]:
@@ -361,7 +546,7 @@ def visible_gpus(inventory: Inventory) -> tuple[int, ...]:
 def check_large(cells: Sequence[Cell], known: Mapping[str, Model]) -> None:
     """That no model of real size is trained on the CPU because nobody chose a device. Raises GridError."""
     for cell in cells:
-        spec = known[cell.model].spec
+        spec = None if cell.own else known[cell.model].decoder
         if cell.device == "cpu" and spec is not None and spec.parameters > CPU_PARAMETERS:
             raise GridError(
                 f"{cell.model} is for GPUs and this machine has none that can be used; with --device cpu its "
@@ -369,12 +554,32 @@ def check_large(cells: Sequence[Cell], known: Mapping[str, Model]) -> None:
             )
 
 
-def check_divisible(cells: Sequence[Cell], nodes: int) -> None:
-    """That each cell has as many processes on each of its nodes. Raises GridError."""
-    for cell in cells:
-        if cell.gpus % nodes:
-            what = f"{cell.gpus} process{'' if cell.gpus == 1 else 'es'}"
-            raise GridError(f"{nodes} nodes cannot share {what} evenly; name --gpus as a multiple of {nodes}.")
+def check_divisible(count: int, nodes: int) -> None:
+    """That nodes can have equally many of so many processes. Raises GridError."""
+    if count % nodes:
+        what = f"{count} process{'' if count == 1 else 'es'}"
+        raise GridError(f"{nodes} nodes cannot share {what} evenly; name --gpus as a multiple of {nodes}.")
+
+
+def check_possible(cells: Sequence[Cell], known: Mapping[str, Model]) -> None:
+    """That any of the cells can be run anywhere. Raises GridError."""
+    models = [Model() if cell.own else known[cell.model] for cell in cells]
+    reasons = [grid.impossible(cell, model.decoder, model.unknown) for cell, model in zip(cells, models, strict=True)]
+    if all(reasons):
+        many = "" if len(cells) == 1 else f"none of the {len(cells)} cells can be run; "
+        raise GridError(f"{many}{cells[0].name} cannot be run: {reasons[0]}.")
+
+
+def check_processes(count: int) -> None:
+    """That so many processes can share the CPU of this machine. Raises GridError."""
+    from training_probe.launch.runner import PROCESSES_A_CORE, cores
+
+    here = cores()
+    if count > PROCESSES_A_CORE * here:
+        raise GridError(
+            f"--gpus asks for {count} processes on the CPU, and this machine's {here} core{'' if here == 1 else 's'} "
+            f"can take {PROCESSES_A_CORE * here}; name fewer."
+        )
 
 
 def check_machine(cells: Sequence[Cell], here: int) -> None:
@@ -382,6 +587,8 @@ def check_machine(cells: Sequence[Cell], here: int) -> None:
     from training_probe.launch.node import installed
 
     most = max(cells, key=lambda cell: cell.gpus)
+    if most.device == "cpu":
+        check_processes(most.gpus)
     if most.device == "cuda" and most.gpus > here:
         have = f"has {here}" if here else "has none that can be used; --device cpu needs none"
         raise GridError(f"{most.gpus} GPU{'' if most.gpus == 1 else 's'} would be needed and this machine {have}.")
@@ -391,6 +598,30 @@ def check_machine(cells: Sequence[Cell], here: int) -> None:
         names = ", ".join(name.partition(".")[0] for name in lacking)
         raise GridError(
             f"{names} {'is' if len(lacking) == 1 else 'are'} not installed; pip install 'llm-dissect[{extra}]'."
+        )
+
+
+def check_built(known: Mapping[str, Model]) -> None:
+    """That the installed transformers builds what config.json files of the user's describe. Takes the seconds that its
+    import takes. Raises GridError."""
+    import subprocess
+
+    configs = {name: model.config for name, model in known.items() if model.config is not None and model.directory}
+    if not configs:
+        return
+    from training_probe.launch.runner import environment
+
+    ended = subprocess.run(
+        (sys.executable, "-m", "training_probe.worker.buildable"), input=msgspec.json.encode(configs),
+        capture_output=True, env={**os.environ, **environment(os.environ, 1)}, check=False,
+    )  # fmt: skip
+    if ended.returncode != 0:
+        last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise GridError(f"transformers cannot be asked whether it builds the model: {printable(last, 200)}; mend that.")
+    for name, reason in msgspec.json.decode(ended.stdout, type=dict[str, str]).items():
+        raise GridError(
+            f"{printable(name, 100)}: transformers cannot build what its config.json describes "
+            f"({printable(reason, 400)}); mend it."
         )
 
 
@@ -405,6 +636,10 @@ def needed(cells: Sequence[Cell]) -> list[str]:
             names["megatron.core"] = None
         if method.adapter:
             names["peft"] = None
-        if method.four_bit:
+        if method.four_bit or (cell.adamw_8bit and cell.engine != "fsdp2"):
             names["bitsandbytes"] = None
+        if cell.fp8 or (cell.adamw_8bit and cell.engine == "fsdp2"):
+            names["torchao"] = None
+        if cell.loss == "liger":
+            names["liger_kernel"] = None
     return list(names)

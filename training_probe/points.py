@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from training_probe.conditions import Conditions
+
 TASK_FILE, ABOUT_FILE, POINTS_FILE, LOG_FILE = "task.json", "about.json", "points.jsonl", "log.txt"
 
 Kind = Literal["gemm", "memcpy", "collectives"]
@@ -125,6 +127,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     p10_s: Seconds | None = None
     p90_s: Seconds | None = None
     correct: bool | None = None
+    conditions: Conditions | None = None
 
     @property
     def flops_per_s(self) -> float | None:
@@ -161,6 +164,17 @@ def measured(
         p90_s=tenths[-1],
         correct=correct,
     )
+
+
+def label_of(point: Point) -> str:
+    """What tells it from the others of a measurement."""
+    if isinstance(point, Gemm):
+        curve = f", {point.curve}" if point.curve else ""
+        return f"{point.dtype} {point.m} x {point.n} x {point.k}{curve}{', peak' if point.peak else ''}"
+    if isinstance(point, Copy):
+        return f"{point.label}, {size_text(point.size_bytes)}"
+    p2p = {True: ", P2P on", False: ", P2P off", None: ""}[point.p2p]
+    return f"{point.name}, {size_text(point.size_bytes)}, {point.ranks} ranks{p2p}"
 
 
 def size_text(size_bytes: int) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from loadgen.rundir import replace
+from training_probe.conditions import Conditions
 from training_probe.grid import Cell, Method
 from training_probe.llama_shape import LlamaShape
 
@@ -47,20 +48,22 @@ class Unsupported(Exception):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of one cell. spec: the model's shape where it is known; model_dir: a directory with a config.json, used
-    instead of the shape when it is given. timeline: whether allocations of the first steps are recorded, which costs
-    time, so such a run is not timed. profile: whether as many steps again are traced. host_memory_bytes: limit of each
-    process's own memory, for the CPU."""
+    """One run of one cell. spec: the model's shape where the engines build it of numbers alone; config: what its
+    config.json holds, used instead of the shape where it is given. timeline: whether allocations of the first steps are
+    recorded, which costs time, so such a run is not timed. profile: whether as many steps again are traced.
+    host_memory_bytes: limit of each process's own memory, for the CPU. deepspeed: the user's own configuration, merged
+    over what the cell gives."""
 
     cell: Cell
     spec: LlamaShape | None = None
-    model_dir: str | None = None
+    config: dict[str, Any] | None = None
     warmup_steps: int = 30
     steps: int = 100
     seed: int = 0
     timeline: bool = False
     profile: bool = False
     host_memory_bytes: int | None = None
+    deepspeed: dict[str, Any] | None = None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,15 +101,17 @@ class RankReport(msgspec.Struct, kw_only=True):
     optimizer: str = ""
     versions: dict[str, str] = {}
     device_name: str = ""
+    conditions: Conditions | None = None  # of the timed steps
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 measured around its trace, in `profile.json`: seconds of a step, by the process's clock, without the
-    profiler and with it."""
+    profiler and with it. bare_steps_s: each of the former, between marks in the device's stream."""
 
     steps: int
     bare_step_s: float
     traced_step_s: float
+    bare_steps_s: list[float] = []
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +148,7 @@ def deepspeed_config(cell: Cell) -> dict[str, Any]:
 
     With ZeRO: bf16 weights and gradients, fp32 master weights and Adam moments. Without: a plain bf16 model and Adam
     moments in bf16, the paper's Naive. On the CPU the optimizer is torch's, given by the trial, because DeepSpeed's own
-    is compiled at its first use (about a minute).
+    is compiled at its first use (about a minute); 8-bit AdamW is given as well, because DeepSpeed has none.
     """
     method = cell.letters
     cuda = cell.device == "cuda"
@@ -155,7 +160,7 @@ def deepspeed_config(cell: Cell) -> dict[str, Any]:
         "zero_optimization": {"stage": method.zero},
         "zero_allow_untested_optimizer": True,
     }
-    if cuda:
+    if cuda and not cell.adamw_8bit:
         adam = {"lr": learning_rate(method), "betas": list(BETAS), "weight_decay": WEIGHT_DECAY}
         config["optimizer"] = {"type": "AdamW", "params": adam}
     if method.zero:

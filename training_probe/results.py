@@ -9,19 +9,24 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from backends.untrusted import read_json_lines
-from training_probe.grid import Cell
+from training_probe.conditions import Conditions, worst
+from training_probe.grid import LORA_ALPHA, LORA_RANK, LORA_TARGETS, Cell
 from training_probe.protocol import RankReport, Step
 
 RESULTS_FILE, BREAKDOWN_FILE = "results.jsonl", "breakdown.jsonl"
 SCHEMA = "training_probe.result/1"
 GIB = 1 << 30
 LEAST_LOSSES = 4
+LEAST_STEPS = 4  # for percentiles
 
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Size = Annotated[int, msgspec.Meta(ge=1)]
 Outcome = Literal["ok", "oom", "timeout", "unsupported", "crashed", "skipped"]
 
 
@@ -50,6 +55,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: tuple[int, ...] = ()
     device_memory_bytes: int | None = None
     energy_j_per_token: float | None = None
+    conditions: tuple[Conditions, ...] = ()  # of the ranks that know theirs
 
 
 class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
@@ -68,52 +74,65 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     method: str
     platform: str
     device_name: str = ""
-    gpus: int
-    seq_len: int
-    batch_size: int | None
-    grad_accum: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
+    gpus: Size
+    seq_len: Size
+    batch_size: Size | None
+    grad_accum: Size = 1
+    tp: Size = 1
+    pp: Size = 1
+    cp: Size = 1
     attention: str = "eager"
     compile: bool = False
     device: str = "cuda"
+    lora_rank: Size = LORA_RANK
+    lora_alpha: Size = LORA_ALPHA
+    lora_targets: tuple[str, ...] = LORA_TARGETS
+    double_quant: bool = True
+    adamw_8bit: bool = False
+    checkpoint: str = ""
+    loss: str = "plain"
+    dp_replicate: Size = 1
+    fp8: bool = False
+    deepspeed: dict[str, Any] | None = None  # the user's own configuration, merged over what the cell gives
     cell: str  # Cell.name: what resuming goes by
     outcome: Outcome
     reason: str = ""
     valid: bool = False
-    tokens_per_s: float | None = None
-    tokens_per_s_std: float | None = None
-    tokens_per_s_runs: list[float] = []
-    runs: int = 0
-    warmup_steps: int = 0
-    steps: int = 0
-    step_ms: float | None = None
-    step_ms_std: float | None = None  # over the steps of all runs
-    forward_ms: float | None = None
-    backward_ms: float | None = None
-    optimizer_ms: float | None = None
-    mfu_ratio: float | None = None
-    hfu_ratio: float | None = None
-    peak_memory_gb: float | None = None  # allocated
-    peak_reserved_gb: float | None = None
-    peak_memory_gb_by_rank: list[float] = []
-    peak_reserved_gb_by_rank: list[float] = []
-    device_memory_gb: float | None = None
-    predicted_memory_gb: float | None = None  # to be allocated
-    predicted_terms_gb: dict[str, float] = {}
-    energy_j_per_token: float | None = None
+    tokens_per_s: Amount | None = None
+    tokens_per_s_std: Amount | None = None
+    tokens_per_s_runs: list[Amount] = []
+    runs: Count = 0
+    warmup_steps: Count = 0
+    steps: Count = 0
+    step_ms: Amount | None = None
+    step_ms_std: Amount | None = None  # over the steps of all runs
+    step_ms_p10: Amount | None = None  # as the above, of at least 4 steps
+    step_ms_p90: Amount | None = None
+    forward_ms: Amount | None = None
+    backward_ms: Amount | None = None
+    optimizer_ms: Amount | None = None
+    mfu_ratio: Amount | None = None
+    hfu_ratio: Amount | None = None
+    peak_memory_gb: Amount | None = None  # allocated
+    peak_reserved_gb: Amount | None = None
+    peak_memory_gb_by_rank: list[Amount] = []
+    peak_reserved_gb_by_rank: list[Amount] = []
+    device_memory_gb: Amount | None = None
+    predicted_memory_gb: Amount | None = None  # to be allocated
+    predicted_terms_gb: dict[str, Amount] = {}
+    energy_j_per_token: Amount | None = None
     loss_first: float | None = None
     loss_last: float | None = None
-    parameters: int | None = None
-    trainable_parameters: int | None = None
+    parameters: Count | None = None
+    trainable_parameters: Count | None = None
     optimizer: str = ""
     versions: dict[str, str] = {}
     search: list[Attempt] = []
-    started_unix_s: float = 0.0
-    wall_s: float = 0.0  # of the whole cell, its start and its search included
+    started_unix_s: Amount = 0.0
+    wall_s: Amount = 0.0  # of the whole cell, its start and its search included
     log: str = ""  # of the last run, relative to the sweep's directory
     nodes: list[str] = []  # addresses of the nodes that it ran on, where that was a cluster
+    conditions: Conditions | None = None  # the worst of the runs and ranks
 
     @property
     def state(self) -> Outcome | Literal["invalid"]:
@@ -136,6 +155,10 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
         self.tokens_per_s, self.tokens_per_s_std, self.tokens_per_s_runs = _mean(speeds), _std(speeds), speeds
         self.runs, self.steps = len(speeds), first.steps
         self.step_ms, self.step_ms_std = _mean(step_ms), _std(step_ms)
+        if len(step_ms) >= LEAST_STEPS:
+            tenths = statistics.quantiles(step_ms, n=10, method="inclusive")
+            self.step_ms_p10, self.step_ms_p90 = tenths[0], tenths[-1]
+        self.conditions = worst([span for run in runs for span in run.conditions])
         self.forward_ms = _mean_ms(step.forward_s for step in timed)
         self.backward_ms = _mean_ms(step.backward_s for step in timed)
         self.optimizer_ms = _mean_ms(step.optimizer_s for step in timed)
@@ -182,6 +205,7 @@ def run_result(cell: Cell, reports: Mapping[int, RankReport], steps: Sequence[St
         reserved_bytes=tuple(r.peak_reserved_bytes for r in ranks if r.peak_reserved_bytes is not None),
         device_memory_bytes=min(memories, default=None),
         energy_j_per_token=sum(energies) / tokens if whole and tokens and len(energies) == len(ranks) else None,
+        conditions=tuple(report.conditions for report in ranks if report.conditions is not None),
     )
 
 
@@ -238,5 +262,10 @@ def read(path: Path) -> list[CellResult]:
     line that was cut by a kill is left out. Raises ResultsError."""
     path = path / RESULTS_FILE if path.is_dir() else path
     advice = "; name the directory of a sweep"
-    results = read_json_lines(path, CellResult, ResultsError, "is not a result of this version", advice)
+    wrong = "is not a result of this version"
+    results = read_json_lines(path, CellResult, ResultsError, wrong, advice, _doubt)
     return list({result.cell: result for result in results}.values())
+
+
+def _doubt(result: CellResult) -> str:
+    return "it is ok and has no tokens_per_s" if result.state == "ok" and not result.tokens_per_s else ""

@@ -55,6 +55,9 @@ def one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str], message: s
         (["--method", "F", "--engine", "ddp"], "torch, transformers are not installed; pip install 'llm-"),
         (["--method", "Z3"], "torch, transformers, deepspeed are not installed"),
         (["--method", "QL"], "deepspeed, peft, bitsandbytes are not installed; pip install 'llm-dissect[train]'"),
+        (["--method", "F", "--engine", "ddp", "--adamw-8bit"], "transformers, bitsandbytes are not installed"),
+        (["--method", "Z3", "--engine", "fsdp2", "--adamw-8bit"], "transformers, torchao are not installed"),
+        (["--method", "F", "--engine", "ddp", "--loss", "liger"], "transformers, liger_kernel are not installed"),
         (["--method", "F", "--engine", "megatron"], "megatron are not installed; pip install 'llm-dissect[train,meg"),
         ([], "pip install 'llm-dissect[train]'"),
         (["--preset", "paper-table3"], "7b is for GPUs and this machine has none that can be used; with --device cpu"),
@@ -131,6 +134,7 @@ def test_a_directory_in_use_is_left_alone(
         (["memory", "--method", "Z3", "--gpu-memory-gb", "inf"], "--gpu-memory-gb is inf"),
         (["memory", "--method", "Z3", "--gpu-memry-gb", "80"], "Did you mean --gpu-memory-gb?"),
         (["plan", "--gpu-memory-gb", "-1"], "--gpu-memory-gb is -1"),
+        (["memory", "--method", "Z3", "--node-memory-gb", "0"], "--node-memory-gb is 0"),
         (["plan", "--method", "Z4"], "unknown letter 'Z4'"),
         (["plan", "--steps", "3"], "--steps"),
         (["letters", "x"], "x"),
@@ -152,6 +156,7 @@ def test_what_is_typed_does_not_command_the_terminal(capsys: pytest.CaptureFixtu
 # -- predictions -------------------------------------------------------------------------------------------------------
 
 TERM = re.compile(r" +(\d+\.\d\d)  (\S.*?)  +(\S.*)")
+CARD = ["--gpu-memory-gb", "80", "--node-memory-gb", "1024"]
 
 
 def adds_up(total: float, parts: list[float]) -> bool:
@@ -159,11 +164,24 @@ def adds_up(total: float, parts: list[float]) -> bool:
     return abs(total - sum(parts)) <= 0.005 * (len(parts) + 1) + 1e-9
 
 
+def predicted(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, list[list[str]], str]:
+    """The summary, the columns of each cell's line, and what follows the table."""
+    assert cli.invoke(argv) == 0
+    summary, table, *rest = capsys.readouterr().out.split("\n\n", 2)
+    _, *lines = table.splitlines()
+    return summary, [re.split(r"  +", line) for line in lines], rest[0] if rest else ""
+
+
 def test_the_example_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.invoke(EXAMPLE) == 0
-    text = capsys.readouterr().out
-    head, *sections, answer = text.rstrip("\n").split("\n\n")
-    assert head.startswith("70b_pretrain_deepspeed_F+R+Z3+O_8x_s350_b1: PREDICTED, nothing was run.")
+    summary, ((name, *sizes, verdict),), rest = predicted([*EXAMPLE, *CARD, "--verbose"], capsys)
+    assert summary == (
+        "PREDICTED, nothing was run. 1 cell on GPUs of 80.0 GiB: 1 fits; "
+        "offload in nodes of 1024.0 GiB: 1 does not fit."
+    )
+    assert name == "70b_pretrain_deepspeed_F+R+Z3+O_8x_s350_b1" and verdict == "fits; host: does not fit"
+    allocated, reserved, process, host = map(float, sizes)
+    reason, *sections = rest.rstrip("\n").split("\n\n")
+    assert "of the 79.2 GiB that CUDA has of 80.0" in reason and "which is more than its 1024.0 GiB" in reason
     totals = {}
     for section in sections:
         title, *lines = section.splitlines()
@@ -173,66 +191,78 @@ def test_the_example_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert terms and all(terms)
         assert adds_up(float(found[2]), [float(term[1]) for term in terms if term])
         totals[found[1]] = (float(found[2]), bool(found[4]))
-    host = totals.pop("Host memory of a node that holds all ranks")[0]
+    assert totals.pop("host memory of a node that holds all ranks")[0] == host
+    assert totals.pop("beyond what is allocated")[0] == pytest.approx(process - allocated, abs=0.011)
     (peak,) = [size for size, peak in totals.values() if peak]
-    assert peak == max(size for size, _ in totals.values())
+    assert peak == max(size for size, _ in totals.values()) == allocated < reserved < process
     # Masters, moments and fp32 gradients of 69 billion parameters are 16 B each; bf16 weights and gradients 2 B each.
     assert host > 20 * 68_976_648_192 / (1 << 30)
-    assert answer == (
-        "It fits, the allocator's fragments left out, on GPUs of 24 GB or more; "
-        f"the host needs {host:.0f} GiB of memory for it."
-    )
 
 
-@pytest.mark.parametrize(
-    ("memory_gb", "answer"), [("80", "It fits: predicted peak of"), ("4", "It does not fit: predicted peak of")]
-)
-def test_memory_of_a_card(memory_gb: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.invoke([*EXAMPLE, "--gpu-memory-gb", memory_gb]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith(answer)
+def test_plan_and_memory_answer_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of a card: 24 are GiB in both."""
+    for options in (["--gpu-memory-gb", "24"], ["--gpu-memory-gb", "24", "--json"], ["--verbose"], []):
+        argv = ["--model", "7b", "--method", "Naive", "QL", "Z3+O", "--gpus", "1", "4", *options]
+        assert cli.invoke(["plan", *argv]) == 0
+        planned = capsys.readouterr().out
+        assert cli.invoke(["memory", *argv]) == 0
+        assert capsys.readouterr().out == planned
 
 
-def test_what_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.invoke(["memory", "--model", "70b", "--method", "Naive"]) == 0
-    assert "It fits on no GPU of up to 192 GB" in capsys.readouterr().out
+def test_where_nothing_is_there_to_compare_with_the_smallest_card_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["memory", "--model", "7b", "--method", "QL", "R", "Z2"]
+    summary, rows, _ = predicted(argv, capsys)
+    assert summary.endswith("3 cells, no GPU here to compare with (--gpu-memory-gb): 3 predicted.")
+    assert [row[-1] for row in rows] == ["RTX 4090", "A100-80", "B200"]
+    summary, ((*_, card),), _ = predicted(["memory", "--model", "70b", "--method", "Naive"], capsys)
+    assert card == "none that is known here"
+
+
+def test_json_has_every_term(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.invoke([*EXAMPLE, *CARD, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "training_probe.memory/1"
+    assert document["gpu_memory_bytes"] == 80 << 30 and document["node_memory_bytes"] == 1024 << 30
+    (answer,) = document["cells"]
+    assert (answer["verdict"], answer["host_verdict"]) == ("fits", "does not fit")
+    totals = {moment["name"]: sum(term["bytes"] for term in moment["terms"]) for moment in answer["moments"]}
+    assert totals[answer["peak"]] == max(totals.values()) == answer["allocated_bytes"]
+    assert answer["process_bytes"] == answer["allocated_bytes"] + sum(term["bytes"] for term in answer["beyond"])
+    assert answer["host_bytes"] == sum(term["bytes"] for term in answer["host"])
 
 
 def test_memory_of_what_cannot_be_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.invoke(["memory", "--method", "Z1", "--engine", "ddp"]) == 0
-    assert "unsupported: ddp shards nothing" in capsys.readouterr().out
+    summary, (row,), _ = predicted(["memory", "--method", "Z1", "--engine", "ddp"], capsys)
+    assert summary.endswith(": 1 unsupported.")
+    assert row[1:4] == ["-", "-", "-"] and row[4].startswith("unsupported: ddp shards nothing")
 
 
-def planned(text: str) -> list[tuple[str, list[str]]]:
-    """The first line of every cell, and the lines below it; without the heading and the last line."""
-    _, *cells, _ = text.rstrip("\n").split("\n\n")
-    return [(part.splitlines()[0], part.splitlines()[1:]) for part in cells]
-
-
-def test_plan_shows_every_term_of_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_a_line_of_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--model", "7b", "13b", "--method", "Naive", "QL", "F+R+Z3+O", "--gpus", "1", "8"]
-    assert cli.invoke(argv) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("PREDICTED memory") and "no GPU here to compare with (--gpu-memory-gb)" in text
-    assert text.endswith("\n12 cells: 12 predicted.\n")
-    for title, lines in planned(text):
-        found = re.fullmatch(r"\S+: (\d+\.\d\d) GiB \(.+\)", title)
-        assert found, title
-        terms = [term for line in lines if (term := TERM.fullmatch(line))]
-        assert adds_up(float(found[1]), [float(term[1]) for term in terms]), title
-        offloads = "+O" in title
-        assert len(terms) == len(lines) - offloads and (lines[-1].startswith("  host memory") == offloads)
+    summary, rows, rest = predicted(argv, capsys)
+    assert summary.endswith("12 cells, no GPU here to compare with (--gpu-memory-gb): 12 predicted.")
+    assert len(rows) == 12 and rest == ""
+    for name, allocated, reserved, process, *more in rows:
+        assert 0 < float(allocated) < float(reserved) < float(process)
+        assert len(more) == (2 if "+O" in name else 1)
 
 
 def test_plan_says_what_will_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--model", "7b", "--method", "Naive", "QL", "--engine", "deepspeed", "fsdp2", "--gpu-memory-gb=24"]
-    assert cli.invoke(argv) == 0
-    text = capsys.readouterr().out
-    assert "GPUs of 24.0 GiB" in text
-    naive, no_naive, qlora, no_qlora = (title for title, _ in planned(text))
-    assert re.search(r"GiB \(.+\), SKIPPED: predicted peak of .+, which is more than the 23\.\d GiB", naive)
-    assert qlora.endswith(", fits")
+    summary, rows, _ = predicted(argv, capsys)
+    assert summary.endswith("4 cells on GPUs of 24.0 GiB: 1 fits, 1 does not fit, 2 unsupported.")
+    naive, no_naive, qlora, no_qlora = (row[-1] for row in rows)
+    assert (naive, qlora) == ("does not fit", "fits")
     assert "unsupported: fsdp2 always shards" in no_naive and "unsupported: fsdp2 always shards" in no_qlora
-    assert text.endswith("\n4 cells: 1 fit, 1 certain not to fit, 2 unsupported.\n")
+
+
+def test_a_verdict_is_tight_where_fragments_decide(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["memory", "--model", "7b", "--method", "Naive", "--gpu-memory-gb"]
+    _, ((_, allocated, _, process, _),), _ = predicted([*argv, "200"], capsys)
+    for gib, expected in ((float(allocated), "does not fit"), (float(process), "tight"), (80, "fits")):
+        _, ((*_, verdict),), reason = predicted([*argv, str(gib)], capsys)
+        assert verdict == expected
+        assert ("expandable_segments" in reason) == (expected == "tight")
 
 
 def test_a_plan_without_gpus_is_of_the_papers_eight(capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,10 +274,9 @@ def test_a_plan_without_gpus_is_of_the_papers_eight(capsys: pytest.CaptureFixtur
 
 def test_a_batch_that_is_searched_is_planned_from_its_start(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--model", "7b", "--method", "F+R+Z3+O", "--micro-batch", "max", "--gpu-memory-gb", "80"]
-    assert cli.invoke(argv) == 0
-    ((title, _),) = planned(capsys.readouterr().out)
-    found = re.search(r"_b(\d+) \(max is searched from (\d+)\): .*, fits$", title)
-    assert found and found[1] == found[2] and int(found[1]) > 1
+    _, ((name, *_),), _ = predicted(argv, capsys)
+    found = re.search(r"_b(\d+) \(max is searched from here\)$", name)
+    assert found and int(found[1]) > 1
 
 
 def test_letters_are_all_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,25 +292,46 @@ def test_one_process_may_be_all_that_is_asked_for(capsys: pytest.CaptureFixture[
     assert "--nproc-per-node 1" in shown and "--nproc-per-node 2" not in shown
 
 
+@pytest.mark.parametrize("short", [False, True])
+def test_deepspeed_makes_adamw_itself_unless_it_has_8_bits(short: bool) -> None:
+    config = deepspeed_config(cell("Z2", model="7b", adamw_8bit=short))
+    assert ("optimizer" in config) != short
+    assert config["zero_allow_untested_optimizer"]
+
+
 def test_a_dry_run_needs_neither_gpus_nor_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", "7b", "--method", "Z3+O", "Naive", "--engine", "deepspeed", "ddp", "--gpus", "8"]
     assert cli.invoke(["sweep", *argv, "--device", "cuda", "--dry-run"]) == 0
     captured = capsys.readouterr()
     assert captured.err == "4 cells; nothing was started\n" and list(tmp_path.iterdir()) == []
     offloaded, sharded, plain, replicas = captured.out.rstrip("\n").split("\n\n")
-    assert sharded.splitlines()[1:] == ["unsupported: ddp shards nothing; use deepspeed or fsdp2 for ZeRO"]
+    assert sharded.splitlines()[1:] == ["# unsupported: ddp shards nothing; use deepspeed or fsdp2 for ZeRO"]
     for part, config in ((offloaded, True), (plain, True), (replicas, False)):
-        name, command, *more, predicted = part.splitlines()
+        name, there, directory, trial, command, *more, predicted = part.splitlines()
+        assert there.startswith("# for a machine with its 8 GPUs") and "CUDA_VISIBLE_DEVICES" not in command
+        assert directory.startswith("mkdir --parents runs/") and '"gpus":8' in trial
         assert name.startswith("# 7b_pretrain_") and name.endswith("_8x_s350_b1")
         assert "-m torch.distributed.run --nproc-per-node 8" in command and "-m training_probe.worker" in command
         if config:
             asked = cell(name.split("_")[3], model="7b", gpus=8)
-            assert json.loads("\n".join(more)) == deepspeed_config(asked)
+            assert json.loads("\n".join(line.removeprefix("# ") for line in more)) == deepspeed_config(asked)
         else:
             assert more == []
-        found = re.fullmatch(r"predicted memory: (\d+\.\d\d) GiB \((.+)\)", predicted)
+        found = re.fullmatch(r"# predicted memory: (\d+\.\d\d) GiB \((.+)\)", predicted)
         assert found
         assert adds_up(float(found[1]), [float(term.rpartition(" ")[2]) for term in found[2].split(", ")])
+
+
+def test_a_dry_run_without_gpus_is_of_as_many_as_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.invoke(["sweep", "--preset", "paper-table2", "--dry-run"]) == 0
+    dry = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("# 7b_")]
+    assert cli.invoke(["plan", "--preset", "paper-table2"]) == 0
+    plan = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("7b_")]
+    assert dry == plan and all("_8x_" in name for name in dry) and dry
+    assert cli.invoke(["sweep", "--model", "7b", "--method", "F", "--dry-run"]) == 0
+    assert "for a machine with its GPU;" in capsys.readouterr().out
+    assert cli.invoke(["sweep", "--dry-run"]) == 0
+    assert '"device":"cpu"' in capsys.readouterr().out  # what is for the CPU stays so
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -300,12 +350,16 @@ GOOD = row(valid=True, runs=1, tokens_per_s=100.0, tokens_per_s_runs=[100.0], pe
     [
         ([GOOD], 0),
         ([GOOD, row("oom", reason="out of memory")], 0),
-        ([row("unsupported", reason="no")], 0),
-        ([row("skipped", reason="too large")], 0),
+        ([GOOD, row("unsupported", reason="no")], 0),
+        ([row("oom", reason="out of memory")], 0),
+        ([row("unsupported", reason="no")], 3),  # nothing was run
+        ([row("skipped", reason="too large")], 3),
         ([GOOD, row("crashed", reason="signal 11")], 3),
         ([row("timeout", reason="no step")], 3),
         ([row(valid=False, runs=1, tokens_per_s=9.0, reason="the loss did not fall")], 4),
         ([row(valid=False, runs=1, tokens_per_s=9.0), row("crashed")], 3),
+        ([row(valid=True, runs=2, tokens_per_s=207.5, tokens_per_s_std=196.0)], 4),  # 346 and 69
+        ([row(valid=True, runs=2, tokens_per_s=207.5, tokens_per_s_std=20.0)], 0),
     ],
 )
 def test_the_report_tells_by_its_exit_code(
@@ -332,7 +386,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_program_itself() -> None:
     done = run(*EXAMPLE)
-    assert (done.returncode, done.stderr) == (0, "") and "It fits" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and "RTX 4090" in done.stdout
     done = run("sweep", "--method", "Z4")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("training_probe: unknown letter 'Z4'") and done.stderr.count("\n") == 1

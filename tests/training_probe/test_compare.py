@@ -11,7 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from loadgen.page import html
 from tests.training_probe.measured import result
+from tests.training_probe.pages import charts_of, numbers_of
 from training_probe import cli
 from training_probe import compare as comparison
 from training_probe.breakdown.attribution import PASSES, Attribution, Window
@@ -177,4 +179,59 @@ def test_breakdowns_are_compared_as_they_are(tmp_path: Path, capsys: pytest.Capt
 
 def test_kinds_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="hold different measurements"):
-        comparison.compare(traced(tmp_path / "a", 1, 0.5), points(tmp_path / "b", timed(GEMM, 1)), 100)
+        comparison.compare(traced(tmp_path / "a", 1, 0.5), points(tmp_path / "b", timed(GEMM, 1)))
+
+
+# As a page.
+
+
+def test_a_page_has_ratios_with_intervals_and_says_which_are_better(tmp_path: Path) -> None:
+    a = swept(tmp_path / "a", of_runs(990, 1000, 1010), of_runs(1000, 1001, method="Z2"), of_runs(500, 510, method="R"))
+    b = swept(tmp_path / "b", of_runs(890, 900, 910), of_runs(1000, 1001, method="Z2"), of_runs(900, 910, method="R"))
+    assert cli.invoke(["compare", str(a), str(b), "--html", str(tmp_path / "c.html")]) == 0
+    made = comparison.compare(a, b)
+    page = made.page([], [])
+    assert page.verdict == "tokens/s of 3 in both: 1 better, 1 worse, 1 no difference shown."
+    chart = charts_of(page)["tokens/s"]
+    ratios = chart.series[0]
+    assert not chart.from_zero and [mark.value for mark in chart.marks] == [1.0]
+    changes = [each["tokens_per_s"] for each in made.changes.values()]
+    assert list(ratios.y) == [each.ratio for each in changes]
+    assert not [measure for measure in made.measures if measure in html.render(page)]
+    assert ratios.low is not None and ratios.high is not None
+    assert [*zip(ratios.low, ratios.high, strict=True)] == [each.ratio_ci for each in changes]
+    assert set(numbers_of(page)) >= {value for each in changes for value in (each.a, each.b, each.difference)}
+    assert "data-value" in (tmp_path / "c.html").read_text()
+
+
+def test_a_page_names_what_ended_otherwise_and_what_a_limit_found(tmp_path: Path) -> None:
+    a = swept(tmp_path / "a", of_runs(990, 1000, 1010), result("Z2"), result("Q"))
+    b = swept(tmp_path / "b", of_runs(890, 900, 910), result("Z2", outcome="oom", reason="no room"))
+    made = comparison.compare(a, b)
+    page = made.page(made.judged(["tokens_per_s<-3%"]), [])
+    assert page.tone == "bad"
+    assert "has no interval" in made.as_text.text(200) and "has no interval" not in html.render(page)
+    assert {"Limits", "Ended differently", "Only in A"} <= {section.title for section in page.sections}
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("micro", "1 worse"), ("breakdown", "1 without an interval")])
+def test_other_kinds_have_pages_too(kind: str, shown: str, tmp_path: Path) -> None:
+    if kind == "micro":
+        a, b = points(tmp_path / "a", timed(GEMM, 1e-3)), points(tmp_path / "b", timed(GEMM, 1.2e-3, 1))
+    else:
+        a, b = traced(tmp_path / "a", 1.0, 0.5), traced(tmp_path / "b", 1.02, 0.6)
+    page = comparison.compare(a, b).page([], [])
+    assert page.verdict.endswith(f"of 1 in both: {shown}.")
+    measures = {"micro": ["median_ms", "flops_per_s"], "breakdown": comparison.TIMES}[kind]
+    assert {*charts_of(page)} <= {comparison.LABELS[measure] for measure in measures}
+    page_text = html.render(page)
+    assert not [measure for measure in measures if measure in page_text]
+
+
+def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = swept(tmp_path / "a", result())
+    assert cli.invoke(["compare", str(a), str(a), "--html", str(tmp_path / "none" / "c.html")]) == 2
+    assert "cannot write --html" in capsys.readouterr().err
+    (tmp_path / "c.html").touch()
+    assert cli.invoke(["compare", str(a), str(a), "--html", str(tmp_path / "c.html")]) == 2
+    assert "nothing was overwritten" in capsys.readouterr().err

@@ -66,6 +66,23 @@ def test_adapters_pay_their_own_products_and_only_their_weight_gradients(letter:
     assert flops.backward == 2 * (IN_LAYERS + HEAD + LORA) + 2 * LORA + 2 * ATTENTION
 
 
+def test_fewer_adapters_are_fewer_products() -> None:
+    flops = flops_per_token(seven("L+R", task="finetune", lora_rank=8, lora_targets=("q_proj", "v_proj")), SEVEN)
+    lora = 32 * 8 * 2 * (4096 + 4096)
+    assert flops.forward == 2 * (IN_LAYERS + HEAD + lora) + ATTENTION
+    assert flops.backward == 2 * (IN_LAYERS + HEAD + lora) + 2 * lora + 2 * ATTENTION
+    last = 32 * 4096 * 11008  # frozen, and not computed again: nothing behind it needs what comes out
+    assert flops.recomputed == 2 * (IN_LAYERS + lora - last) + ATTENTION
+
+
+def test_a_loss_in_chunks_computes_its_logits_twice_and_ligers_once() -> None:
+    plain, chunked, liger = (
+        flops_per_token(seven("Naive", loss=loss), SEVEN) for loss in ("plain", "chunked", "liger")
+    )
+    assert plain.model == chunked.model == liger.model
+    assert chunked.recomputed == 2 * HEAD and plain.recomputed == liger.recomputed == 0
+
+
 def test_quantized_pretraining_has_weight_gradients_of_the_head_alone() -> None:
     assert flops_per_token(seven("Q"), SEVEN).backward == 2 * (IN_LAYERS + HEAD) + 2 * HEAD + 2 * ATTENTION
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends import catalog
 from backends.decoder import ModelSpec
 from training_probe import llama_shape
-from training_probe.grid import ENGINES, LETTERS, NAIVE, Cell, GridError, Method, cell, grid, impossible
+from training_probe.grid import ENGINES, LETTERS, NAIVE, Cell, GridError, Method, cell, grid, impossible, settled
 
 
 def spec(name: str) -> ModelSpec:
@@ -127,8 +128,23 @@ def test_the_letter_f_is_flash_attention() -> None:
 @pytest.mark.parametrize(
     ("method", "fields", "why"),
     [
-        ("Naive", {"tp": 2, "gpus": 2}, "TP, PP and CP are Megatron's"),
-        ("Naive", {"pp": 2, "gpus": 2}, "TP, PP and CP are Megatron's"),
+        ("Naive", {"tp": 2, "gpus": 2}, "TP is built for megatron and fsdp2"),
+        ("Naive", {"pp": 2, "gpus": 2}, "PP and CP are Megatron's"),
+        ("L+Z3", {"tp": 2, "gpus": 2, "engine": "fsdp2", "task": "finetune"}, "without adapters and O"),
+        ("Z3+O", {"tp": 2, "gpus": 2, "engine": "fsdp2"}, "without adapters and O"),
+        ("Z3", {"tp": 2, "gpus": 2, "engine": "fsdp2", "loss": "liger"}, "--loss plain"),
+        ("Z3", {"tp": 16, "gpus": 16, "engine": "fsdp2", "model": "70b"}, "KV heads of llama-2-70b cannot"),
+        ("Z3", {"tp": 2, "gpus": 2, "engine": "fsdp2", "model": "mixtral-8x7b"}, "divided by TP"),
+        ("Z3", {"tp": 2, "gpus": 2, "engine": "fsdp2", "compile": True}, "other gradients"),
+        ("Z3", {"dp_replicate": 2, "gpus": 2}, "FSDP2's"),
+        ("Naive", {"dp_replicate": 2, "gpus": 2, "engine": "ddp"}, "FSDP2's"),
+        ("Z3", {"dp_replicate": 3, "gpus": 8, "engine": "fsdp2"}, "3 replicas"),
+        ("Z3", {"dp_replicate": 4, "tp": 4, "gpus": 8, "engine": "fsdp2"}, "4 replicas with TP 4"),
+        ("F", {"checkpoint": "op", "engine": "megatron"}, "in its own ways"),
+        ("Z3", {"fp8": True}, "fsdp2 and ddp only"),
+        ("L", {"fp8": True, "engine": "ddp", "task": "finetune"}, "whole weights"),
+        ("Naive", {"fp8": True, "engine": "ddp"}, "multiples of 16 tokens, and a micro batch has 350"),
+        ("Naive", {"fp8": True, "engine": "ddp", "seq_len": 512, "model": "mixtral-8x7b"}, "fp8"),
         ("Z3", {"compile": True}, "fsdp2 and ddp only"),
         ("Naive", {"engine": "megatron", "cp": 2, "gpus": 2}, "Transformer Engine"),
         ("Z2", {"engine": "megatron"}, "R, F and Z1"),
@@ -148,6 +164,10 @@ def test_the_letter_f_is_flash_attention() -> None:
         ("Naive", {"seq_len": 4097}, "llama-2-7b ends at 4096 positions"),
         ("Q", {"model": "mixtral-8x7b"}, "experts"),
         ("Naive", {"model": "mixtral-8x7b", "engine": "megatron"}, "experts"),
+        ("Naive", {"engine": "megatron", "loss": "chunked"}, "a loss and an optimizer of its own"),
+        ("Naive", {"engine": "megatron", "adamw_8bit": True}, "a loss and an optimizer of its own"),
+        ("Z2+O", {"adamw_8bit": True}, "leave O or --adamw-8bit out"),
+        ("Z3+O", {"engine": "fsdp2", "adamw_8bit": True}, "leave O or --adamw-8bit out"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run_has_a_reason(method: str, fields: dict[str, Any], why: str) -> None:
@@ -164,12 +184,57 @@ def test_what_cannot_be_run_has_a_reason(method: str, fields: dict[str, Any], wh
         ("F+R", {"engine": "megatron", "device": "cpu"}), ("Z2", {"engine": "fsdp2", "compile": True}),
         ("QL", {"engine": "ddp", "task": "finetune"}), ("L+F+R+Z3+O", {"task": "finetune", "model": "70b", "gpus": 8}),
         ("L", {"task": "finetune", "engine": "fsdp2", "method": "L+Z3"}), ("Naive", {"seq_len": 4096}),
-        ("Z3", {"model": "mixtral-8x7b", "gpus": 8}),
+        ("Z3", {"model": "mixtral-8x7b", "gpus": 8}), ("F+Z3", {"engine": "fsdp2", "tp": 4, "gpus": 8, "fp8": True,
+                                                                "seq_len": 512, "checkpoint": "op"}),
+        ("Z2+O", {"engine": "fsdp2", "dp_replicate": 2, "gpus": 8}), ("Z3", {"checkpoint": "2"}),
+        ("Z3", {"model": "mixtral-8x7b", "gpus": 8}), ("Z3", {"gpus": 8, "adamw_8bit": True, "loss": "liger"}),
+        ("QL+Z3", {"task": "finetune", "lora_rank": 8, "lora_targets": ("q_proj",), "double_quant": False}),
+        ("L", {"task": "finetune", "engine": "ddp", "device": "cpu", "loss": "liger"}),
     ],
 )  # fmt: skip
 def test_what_can_be_run_has_none(method: str, fields: dict[str, Any]) -> None:
     asked = cell(fields.pop("method", method), **{"model": "7b", **fields})
     assert impossible(asked, spec(asked.model)) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len", "fields", "why"),
+    [
+        ("gpt-oss-20b", 64, {"method": "F"}, "attention sinks"),
+        ("gpt-oss-20b", 64, {"attention": "math"}, "attention sinks"),
+        ("gemma-2-9b", 64, {"method": "F"}, "attn_logit_softcapping"),
+        ("deepseek-v3", 64, {"method": "F"}, "v_head_dim"),
+        ("gemma-3-27b", 1024, {"method": "F"}, "sliding_window"),
+        ("gemma-3-27b", 1023, {"method": "F"}, None),
+        ("gemma-3-27b", 1024, {"method": "F", "device": "cpu"}, None),
+        ("gemma-3-27b", 1024, {"attention": "math"}, None),
+        ("qwen3-8b", 4096, {"method": "F"}, None),
+    ],
+)
+def test_what_torchs_attention_does_not_compute_is_eager(
+    model: str, seq_len: int, fields: dict[str, Any], why: str | None
+) -> None:
+    described = catalog.find(model)
+    asked = cell(**{"method": "Naive", "model": model, "seq_len": seq_len, **fields})
+    reason = impossible(asked, described)
+    assert reason is None if why is None else reason is not None and why in reason
+    assert impossible(cell("Naive", model=model, seq_len=seq_len), described) is None
+
+
+def test_a_loss_in_chunks_cannot_cap_logits() -> None:
+    capped = catalog.find("gemma-2-9b")
+    assert capped is not None
+    assert "caps its logits" in (impossible(cell("Naive", model="gemma-2-9b", loss="liger"), capped) or "")
+    assert impossible(cell("Naive", model="gemma-2-9b"), capped) is None
+
+
+def test_a_layer_that_no_model_has_is_not_recomputed() -> None:
+    asked = cell("F+Z3", model="7b", checkpoint="33")
+    plain, (clause,) = settled(asked, 32)
+    assert plain == cell("F+Z3", model="7b") and "has 32 layers" in clause and "--checkpoint" in clause
+    for fine in (cell("F+Z3", model="7b", checkpoint="32"), cell("F+Z3", model="7b", checkpoint="op")):
+        assert settled(fine, 32) == (fine, [])
+    assert settled(asked) == (asked, [])  # of a model whose layers are not known
 
 
 def test_of_a_model_that_is_not_known_only_the_engine_is_asked() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from backends import gpus
-from training_probe import cli, options, paper
-from training_probe.grid import Cell, GridError
+from backends import catalog, gpus
+from training_probe import cli, grid, options, paper
+from training_probe.grid import Cell, GridError, Model
 from training_probe.launch import node
 from training_probe.options import Grid, Measuring
 from training_probe.sweep import run as sweeps
@@ -36,6 +36,15 @@ OF_CELLS: dict[str, tuple[list[str], str, Any]] = {
     "attention": (["math"], "attention", "math"),
     "compile": ([], "compile", True),
     "device": (["cpu"], "device", "cpu"),
+    "lora_rank": (["8"], "lora_rank", 8),
+    "lora_alpha": (["32"], "lora_alpha", 32),
+    "lora_targets": (["q_proj", "v_proj"], "lora_targets", ("q_proj", "v_proj")),
+    "double_quant": ([], "double_quant", False),
+    "adamw_8bit": ([], "adamw_8bit", True),
+    "checkpoint": (["op"], "checkpoint", "op"),
+    "loss": (["chunked"], "loss", "chunked"),
+    "dp_replicate": (["2"], "dp_replicate", 2),
+    "fp8": ([], "fp8", True),
 }
 # Typed for a flag, and the setting of the sweep that it arrives in.
 OF_SETTINGS: dict[str, tuple[list[str], str, Any]] = {
@@ -50,7 +59,7 @@ OF_SETTINGS: dict[str, tuple[list[str], str, Any]] = {
     "host_memory_gb": (["2.5"], "host_memory_bytes", int(2.5 * GIB)),
     "platform": (["my box"], "platform", "my box"),
 }
-FLAG = {"skip": "--no-skip"}
+FLAG = {"skip": "--no-skip", "double_quant": "--no-double-quant"}
 PRESET = "preset"
 
 
@@ -89,13 +98,15 @@ def swept(machine: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         return 0
 
     monkeypatch.setattr(sweeps, "sweep", sweep)
+    monkeypatch.setattr(options, "check_built", lambda known: None)  # asks transformers, which is not here
     monkeypatch.chdir(tmp_path)
     return seen
 
 
 def test_the_lists_above_are_complete() -> None:
     assert {*OF_CELLS, PRESET} == {field.name for field in dataclasses.fields(Grid)}
-    assert set(OF_SETTINGS) == {field.name for field in dataclasses.fields(Measuring)}
+    files = {"deepspeed"}  # test_own_deepspeed.py
+    assert set(OF_SETTINGS) == {field.name for field in dataclasses.fields(Measuring)} - files
 
 
 @pytest.mark.parametrize("command", ["sweep", "plan", "memory"])
@@ -115,11 +126,15 @@ def asked(swept: Swept, *argv: str) -> tuple[list[Cell], Settings]:
 
 
 @pytest.mark.parametrize("name", OF_CELLS)
-def test_every_flag_of_cells_arrives(name: str, machine: list[int], swept: Swept) -> None:
+def test_every_flag_of_cells_arrives(
+    name: str, machine: list[int], swept: Swept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "check_possible", lambda cells, known: None)
     machine += [80] * 8
     typed, field, value = OF_CELLS[name]
-    (before,), _ = asked(swept, "--method", "Z2")
-    (after,), _ = asked(swept, *([] if name == "method" else ["--method", "Z2"]), flag(name), *typed)
+    method = "QL+Z2" if name.startswith("lora_") or name == "double_quant" else "Z2"
+    (before,), _ = asked(swept, "--method", method)
+    (after,), _ = asked(swept, *([] if name == "method" else ["--method", method]), flag(name), *typed)
     assert getattr(after, field) == value != getattr(before, field)
 
 
@@ -189,18 +204,114 @@ def test_other_cells_are_measured_as_in_the_paper(swept: Swept) -> None:
     assert (settings.warmup_steps, settings.steps, settings.runs) == options.PAPER_STEPS == (30, 100, 3)
 
 
-def test_a_directory_is_a_model(swept: Swept, tmp_path: Path) -> None:
+def own_config(directory: Path, **fields: Any) -> dict[str, Any]:
+    """A config.json in that directory; what is in it."""
     config = {
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 512,
+        "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 512, **fields,
     }  # fmt: skip
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def test_a_directory_is_a_model(swept: Swept, tmp_path: Path) -> None:
     own = tmp_path / "own"
-    own.mkdir()
-    (own / "config.json").write_text(json.dumps(config))
+    config = own_config(own)
     (cell,), settings = asked(swept, "--model", str(own), "--method", "Z3")
     model = settings.model(cell)
     assert model.directory == str(own) and model.spec is not None and model.spec.hidden == 64
+    assert settings.trial(cell).config == config
     assert cell.name.startswith("own_pretrain")
+    earlier = Settings(models={cell.model: Model(directory=str(own))})  # a manifest without the config
+    assert earlier.trial(cell).config == config
+
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "in_the_way"),
+    [
+        ({"model_type": "qwen3"}, "norms of queries and keys"),
+        ({"model_type": "qwen3_moe", **MOE}, "norms of queries and keys"),
+        ({"model_type": "gemma"}, "scales its embeddings"),
+        ({"model_type": "gemma2", "sliding_window": 32}, "layer_types"),
+        ({"model_type": "gemma3_text", "sliding_window": 32, "sliding_window_pattern": 2}, "layer_types"),
+        ({"model_type": "mistral", "sliding_window": 32}, "sliding_window"),
+    ],
+)
+def test_a_model_of_another_family_is_built_of_its_config(
+    swept: Swept, tmp_path: Path, fields: dict[str, Any], in_the_way: str
+) -> None:
+    """By the engines of transformers; Megatron's Llama is not it."""
+    config = own_config(tmp_path / "own", **fields)
+    (cell,), settings = asked(swept, "--model", "./own", "--method", "Z3", "--engine", "fsdp2")
+    trial, decoder = settings.trial(cell), settings.model(cell).decoder
+    assert trial.config == config and decoder is not None and decoder.model_type == fields["model_type"]
+    with pytest.raises(GridError, match=in_the_way):
+        known = options.known_models([cell])
+        options.check_possible([grid.cell("Z1", model=cell.model, engine="megatron", gpus=2)], known)
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+        ({"model_type": "qwen3", "num_hidden_layers": "two"}, "num_hidden_layers is 'two'"),
+        ({"model_type": "gemma3_text", "layer_types": ["conv", "conv"]}, "layer_types holds 'conv'"),
+        ({"num_experts": 8}, "num_experts says"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_its_field(
+    swept: Swept, tmp_path: Path, fields: dict[str, Any], names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_config(tmp_path / "own", **fields)
+    assert cli.invoke(["sweep", "--model", "./own", "--method", "Z3"]) == 2 and not swept
+    said = capsys.readouterr().err
+    assert names in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_a_cached_id_is_a_model(
+    swept: Swept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], main: bool
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert cli.invoke(["sweep", "--model", "org/name", "--method", "Z3"]) == 2
+    said = capsys.readouterr().err
+    assert "its config.json is not on this machine" in said and said.count("\n") == 1
+    repository = tmp_path / "hub" / "models--org--name"
+    config = own_config(repository / "snapshots" / "abc123", model_type="qwen3")
+    if main:
+        own_config(repository / "snapshots" / "older")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("abc123")
+    (cell,), settings = asked(swept, "--model", "org/name", "--method", "Z3")
+    assert settings.trial(cell).config == config
+    assert cell.name.startswith("name_pretrain")
+
+
+def test_a_name_of_the_catalog_that_is_no_llama_is_built_of_its_config(swept: Swept) -> None:
+    (cell,), settings = asked(swept, "--model", "qwen3-8b", "--method", "Z3", "--device", "cpu")
+    found, decoder, named = settings.trial(cell), settings.model(cell).decoder, catalog.find("qwen3-8b")
+    assert found.spec is None and found.config is not None and found.config["model_type"] == "qwen3"
+    assert decoder is not None and named is not None and decoder.parameters == named.parameters
+
+
+def test_a_model_type_that_the_installed_transformers_does_not_know_is_refused_unimported(
+    swept: Swept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    types = tmp_path / "site" / "transformers" / "models" / "auto"
+    types.mkdir(parents=True)
+    (tmp_path / "site" / "transformers" / "__init__.py").write_text("raise AssertionError('it was imported')")
+    (types / "auto_mappings.py").write_text('("llama", "LlamaConfig"), ("qwen3", "Qwen3Config")')
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    for model_type in ("qwen3", "mistral"):
+        own_config(tmp_path / model_type, model_type=model_type)
+    asked(swept, "--model", "./qwen3", "--method", "Z3")
+    assert cli.invoke(["sweep", "--model", "./mistral", "--method", "Z3"]) == 2
+    assert "model_type 'mistral', which the installed transformers does not know" in capsys.readouterr().err
 
 
 BAD = ["", "x", "-", "0", "-1", "1.5", "1e3", "nan", "inf", "1e400", "9" * 30, "0x10", "1_000", "é", "\x1b[31m", "a\nb"]
@@ -222,8 +333,16 @@ def test_whatever_is_typed_is_taken_or_refused_in_a_sentence(
             assert captured.err.startswith("training_probe: ") and captured.err.count("\n") == 1, typed
             assert captured.err[:-1].isprintable(), typed
     numbers = {flag: ["1.5", "1e3", "1_000"] for flag in ("timeout", "limit", "host_memory_gb")}
-    if name not in ("compile", "timeline", "skip"):  # which take words for yes and no
-        assert taken == {"warmup_steps": ["0"], "platform": BAD, **numbers}.get(name, [])
+    if name not in ("compile", "timeline", "skip", "double_quant", "adamw_8bit", "fp8"):  # which take yes and no
+        assert taken == {"warmup_steps": ["0"], "platform": BAD, "checkpoint": [""], **numbers}.get(name, [])
+
+
+def test_an_option_that_changes_nothing_for_a_cell_says_so(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--device=cpu", "--engine=ddp", "--method", "Naive", "L", "--lora-rank", "8"]
+    assert cli.invoke(["sweep", *argv]) == 0
+    naive = "tiny_pretrain_ddp_Naive_1x_s350_b1"
+    assert capsys.readouterr().err == f"--lora-rank changes nothing for {naive}: it has no LoRA (L or QL).\n"
+    assert [cell.name for cell in swept[-1][0]] == [naive, "tiny_finetune_ddp_L_1x_s350_b1_r8"]
 
 
 @pytest.mark.parametrize(
@@ -241,6 +360,6 @@ def test_the_extras_that_a_user_is_told_to_install_exist() -> None:
     extras = project["optional-dependencies"]
     packages = {name: {re.split(r"[<>=]", each)[0] for each in extras[name]} for name in ("train", "megatron")}
     assert packages == {
-        "train": {*options.PACKAGES, "deepspeed", "peft", "bitsandbytes"},
+        "train": {*options.PACKAGES, "deepspeed", "peft", "bitsandbytes", "torchao", "liger-kernel"},
         "megatron": {"megatron-core"},
     }

@@ -6,6 +6,7 @@ DIR/trials/<cell>/profile/: trial.json, log.txt, rank<N>.json, profile.json, tra
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +18,12 @@ from backends.untrusted import UNDECODABLE, read_json_lines
 from loadgen import exit_codes, trace
 from loadgen.event_loop import Stop
 from training_probe.breakdown.attribution import Attribution, attribute
+from training_probe.conditions import Conditions, worst
 from training_probe.grid import Cell, GridError
 from training_probe.launch import runner
 from training_probe.launch.runner import Limits, MemoryReturn, StoppedError
 from training_probe.protocol import PROFILE_FILE, TRACE_FILE, Profile
-from training_probe.results import BREAKDOWN_FILE, Outcome, ResultsError
+from training_probe.results import BREAKDOWN_FILE, Amount, Outcome, ResultsError
 from training_probe.sweep import run
 from training_probe.sweep.cell import Surroundings, device_memory_bytes
 from training_probe.sweep.manifests import Settings, SweepManifest
@@ -42,8 +44,10 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     log: str = ""
     trace: str = ""
-    bare_step_s: float | None = None
-    traced_step_s: float | None = None
+    bare_step_s: Amount | None = None
+    traced_step_s: Amount | None = None
+    bare_step_std_s: Amount | None = None  # over its steps
+    conditions: Conditions | None = None  # of the steps without it and of those with it, the worst
     attribution: Attribution | None = None
 
 
@@ -52,6 +56,8 @@ def check(cells: Sequence[Cell]) -> None:
     for cell in cells:
         if cell.engine == "megatron":
             raise GridError("Megatron's model has no named parts here; trace deepspeed, fsdp2 or ddp.")
+        if cell.own:
+            raise GridError(f"the model of {cell.engine} has no named parts here; trace deepspeed, fsdp2 or ddp.")
         if cell.compile:
             raise GridError("compiled layers have no parts that could be told apart; leave --compile out.")
         if cell.micro_batch is None:
@@ -87,14 +93,19 @@ def breakdown(
 
 def read(directory: Path) -> list[Breakdown]:
     """What was traced into a directory; a last line that was cut by a kill is left out. Raises ResultsError."""
-    return read_json_lines(directory / BREAKDOWN_FILE, Breakdown, ResultsError, "is not a breakdown of this version")
+    path, wrong = directory / BREAKDOWN_FILE, "is not a breakdown of this version"
+    return read_json_lines(path, Breakdown, ResultsError, wrong, doubt=_doubt)
+
+
+def _doubt(each: Breakdown) -> str:
+    return "it is ok and has no attribution" if each.outcome == "ok" and each.attribution is None else ""
 
 
 def _traced(
     cell: Cell, manifest: SweepManifest, directory: Path, around: Surroundings, cancelled: threading.Event
 ) -> Breakdown:
     """Raises StoppedError."""
-    spec = manifest.model(cell).spec
+    spec = manifest.model(cell).decoder
     layers = None if spec is None else spec.layers
     result = Breakdown(cell=cell, platform=manifest.platform, layers=layers, outcome="ok")
     refusal = around.refusal(cell, manifest, device_memory_bytes(cell, manifest))
@@ -116,4 +127,6 @@ def _traced(
     return replace(
         result, trace=str(path.relative_to(directory)), bare_step_s=measured.bare_step_s,
         traced_step_s=measured.traced_step_s, attribution=attribution,
+        bare_step_std_s=statistics.stdev(measured.bare_steps_s) if len(measured.bare_steps_s) > 1 else None,
+        conditions=worst(ended.measured.conditions),
     )  # fmt: skip

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
-from loadgen.report.text import number
 from training_probe import paper
 from training_probe.breakdown.attribution import (
     ACCUMULATION,
@@ -23,7 +22,8 @@ from training_probe.breakdown.attribution import (
 from training_probe.breakdown.run import Breakdown
 from training_probe.grid import PAPER_SEQ_LEN
 from training_probe.protocol import Part
-from training_probe.report.layout import Column, Table
+from training_probe.report import layout
+from training_probe.report.layout import Column, Table, exact
 
 PAPER = f"paper, {paper.GPUS} x {paper.LEADING}"
 ATTENTION: tuple[str, ...] = (
@@ -82,15 +82,15 @@ def title(of: Breakdown) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else number(1000 * seconds)
+    return layout.known(None if seconds is None else 1000 * seconds)
 
 
 def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f}" if whole else ""
+    return exact(f"{100 * part / whole:.1f}", 100 * part / whole) if whole else ""
 
 
 def _known(value: float | None) -> str:
-    return "" if value is None else f"{value:g}"
+    return "" if value is None else exact(f"{value:g}", value)
 
 
 def _of(each: Breakdown) -> Attribution:

@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from backends.gpus import Gpu
 from loadgen.cluster import ray_cluster
@@ -14,7 +15,7 @@ from loadgen.cluster.link import NodeLost
 from loadgen.cluster.ray_cluster import ClusterError, Machine
 from loadgen.config import ConfigError
 from loadgen.rundir import package_version
-from training_probe.grid import Cell
+from training_probe.grid import Cell, GridError
 from training_probe.launch.node import Facts
 from training_probe.launch.nodes import Nodes, at_once
 from training_probe.launch.runner import StoppedError
@@ -44,6 +45,31 @@ def choose(free: Sequence[Machine], nodes: int, gpus_each: int) -> list[Machine]
 def gpus_each(cell: Cell, nodes: int) -> int:
     """That a cell takes on each of its nodes."""
     return cell.gpus // nodes if cell.device == "cuda" else 0
+
+
+def check_able(host: str, facts: Facts) -> None:
+    """That a node can run cells: the same version, and all modules. Raises ConfigError."""
+    if facts.version != package_version():
+        raise ConfigError(
+            f"node {host} has llm-dissect {facts.version} and this machine {package_version()}; "
+            "install the same version on both."
+        )
+    if facts.lacking:
+        names = ", ".join(name.partition(".")[0] for name in facts.lacking)
+        raise ConfigError(f"node {host} lacks {names}; install it there with pip install 'llm-dissect[train]'.")
+
+
+class Elsewhere(Protocol):
+    """Nodes for the cells of a sweep: a Cluster, or those that met without one. nodes_per_cell: how many each cell runs
+    on."""
+
+    nodes_per_cell: int
+
+    def gpus(self) -> int: ...
+    def devices(self) -> list[Gpu]: ...
+    def check(self, packages: tuple[str, ...], /) -> None: ...
+    def check_cells(self, cells: Sequence[Cell], /) -> None: ...
+    def each(self, cells: Sequence[Cell], run: RunCell, cancelled: threading.Event, /) -> None: ...
 
 
 @dataclass
@@ -78,17 +104,19 @@ class Cluster:
         except NodeLost as lost:
             raise ClusterError(f"{lost}.") from None
         for machine, facts in zip(self.machines, found, strict=True):
-            if facts.version != package_version():
-                raise ConfigError(
-                    f"node {machine.host} has llm-dissect {facts.version} and this machine {package_version()}; "
-                    "install the same version on both."
-                )
-            if facts.lacking:
-                names = ", ".join(name.partition(".")[0] for name in facts.lacking)
-                raise ConfigError(
-                    f"node {machine.host} lacks {names}; install it there with pip install 'llm-dissect[train]'."
-                )
+            check_able(machine.host, facts)
             self.known[machine.id] = facts
+
+    def check_cells(self, cells: Sequence[Cell]) -> None:
+        """That the cluster has the GPUs that each cell needs. Raises GridError."""
+        for cell in cells:
+            each = gpus_each(cell, self.nodes_per_cell)
+            if choose(self.machines, self.nodes_per_cell, each) is None:
+                such = "no node" if self.nodes_per_cell == 1 else f"no {self.nodes_per_cell} nodes"
+                raise GridError(
+                    f"{such} of the cluster can give {each} GPU{'' if each == 1 else 's'} to a cell; name fewer --gpus"
+                    " (--device cpu needs none)."
+                )
 
     def each(self, cells: Sequence[Cell], run: RunCell, cancelled: threading.Event) -> None:
         """Runs all cells, each in a thread of its own as soon as it is its turn and nodes are free for it. Raises

@@ -18,6 +18,7 @@ import struct
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,11 +28,12 @@ from backends import gpus, process
 from backends.launch import LaunchError, Running, Start
 from loadgen.rundir import package_version
 from training_probe.launch.outcome import oom_kills
-from training_probe.launch.runner import STOP_S, MemoryReturn, environment, remove_forsaken_locks
+from training_probe.launch.runner import STOP_S, MemoryReturn, cores, environment, remove_forsaken_locks
 from training_probe.protocol import LOG_FILE
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915
+MOST_BYTES = 64 << 20  # of a file: of a longer one, which is a log, the end is told
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -70,7 +72,7 @@ Order = Look | Begin | News | End | Settle
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To Look. root: where directories of runs are made. port: one that is free. gpu_ids: NVML indices of the GPUs that
-    Ray has given to this process. lacking: the modules that are missing."""
+    this process may use. cores: that it may keep busy. lacking: the modules that are missing."""
 
     version: str
     python: str
@@ -78,6 +80,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     port: int
     inventory: gpus.Inventory
     gpu_ids: tuple[int, ...] = ()
+    cores: int = 0
     lacking: tuple[str, ...] = ()
     oom_kills: int | None = None
 
@@ -99,8 +102,8 @@ class Node:
     """One of a cell. host: its address in the cluster; root: a directory of its own."""
 
     def __init__(self, host: str, root: Path) -> None:
-        self._host, self._root = host, root
-        self._directory = root
+        self.root = root
+        self._host, self._directory = host, root
         self._running: Running | None = None
         self._memory: MemoryReturn | None = None
         self._told: dict[str, int] = {}  # by file: bytes of one that grows, the time of change of another, ns
@@ -126,16 +129,17 @@ class Node:
         return Facts(
             version=package_version(),
             python=sys.executable,
-            root=str(self._root),
+            root=str(self.root),
             port=_free_port(),
             inventory=inventory,
             gpu_ids=_visible(inventory),
+            cores=cores(),
             lacking=tuple(name for name in order.packages if not installed(name)),
             oom_kills=oom_kills(),
         )
 
     def _begin(self, order: Begin) -> Told:
-        self._directory, self._told = self._root / order.name, {}
+        self._directory, self._told = self.root / order.name, {}
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir()
         for name, content in order.files.items():
@@ -184,7 +188,7 @@ class Node:
             elif over or path.suffix == ".json":
                 changed_ns = path.stat().st_mtime_ns
                 if self._told.get(path.name) != changed_ns:
-                    files[path.name] = path.read_bytes()
+                    files[path.name] = _from(path, max(0, path.stat().st_size - MOST_BYTES))
                     self._told[path.name] = changed_ns
         return grown, files
 
@@ -195,7 +199,8 @@ class Node:
 
 
 def _visible(inventory: gpus.Inventory) -> tuple[int, ...]:
-    """The GPUs that Ray has given to this process, by CUDA_VISIBLE_DEVICES; none where it names what is not there."""
+    """The GPUs that Ray or the user has given to this process, by CUDA_VISIBLE_DEVICES; none where it names what is
+    not there."""
     try:
         return gpus.choose(inventory, None)
     except gpus.GpuError:
@@ -243,11 +248,18 @@ def _interface(host: str) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def here(host: str) -> Iterator[Node]:
+    """This process's own, in a directory that vanishes with it."""
+    with tempfile.TemporaryDirectory(prefix="training-") as root, contextlib.closing(Node(host, Path(root))) as node:
+        yield node
+
+
 def main(host: str) -> None:
     orders, encode = msgspec.json.Decoder(Order), msgspec.json.Encoder().encode
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else is printed here is no reply
-    with tempfile.TemporaryDirectory(prefix="training-") as root, contextlib.closing(Node(host, Path(root))) as node:
+    with here(host) as node:
         for line in sys.stdin.buffer:
             replies.write(encode(node.answer(orders.decode(line))) + b"\n")
             replies.flush()

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -37,7 +38,9 @@ POLL_S = 0.1
 STOP_S = 5.0  # a rank that hangs in NCCL heeds no SIGTERM
 TEARDOWN_S = 15.0  # from the last result to the end of the processes: whatever hangs then has been measured already
 LOG_LINES = 4000
-THREADS, ONE_QUEUE = "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS"
+PROCESSES_A_CORE = 4  # on the CPU: two share one well enough for a tiny model; hundreds end a machine
+PORTABLE_PYTHON = "python"  # in scripts: of the environment that they are started from
+THREADS, ONE_QUEUE, INTERPRETED = "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "TRITON_INTERPRET"
 LOCK = "lock"  # torch.utils.cpp_extension: <root>/<extension>/lock, by default <root>/<Python, CUDA>/<extension>/lock
 GPU_MEMORY_WAIT_S, GPU_MEMORY_POLL_S = 60.0, 0.2
 GPU_MEMORY_SLACK_BYTES = 300 << 20
@@ -288,15 +291,32 @@ def job_of(trial: Trial, directory: Path, how: Launching) -> Job:
     env = {}
     if cell.engine == "megatron" and cell.tp * cell.cp > 1 and ONE_QUEUE not in os.environ:
         env[ONE_QUEUE] = "1"  # its backward pass relies on it: an all-reduce runs ahead of the weights' gradients
+    if cell.loss == "liger" and cell.device == "cpu":
+        env[INTERPRETED] = "1"  # read when Triton is imported: its kernels are then operations of the CPU, one by one
     return Job(
         directory=directory.absolute(), ranks=cell.gpus, command=how.command, python=how.python,
         gpu_ids=tuple(how.gpu_ids[: cell.gpus]), env=env,
     )  # fmt: skip
 
 
-def start_of(trial: Trial, directory: Path, how: Launching, port: int) -> Start:
-    """What is to be started for a run on this machine."""
-    return start_here(job_of(trial, directory, how), port)
+def files_of(trial: Trial, directory: Path) -> Iterator[str]:
+    """Lines of a script that make what a run's processes read."""
+    yield f"mkdir --parents {shlex.quote(str(directory))}"
+    text = msgspec.json.encode(trial).decode()
+    yield f"printf '%s\\n' {shlex.quote(text)} > {shlex.quote(str(directory / TRIAL_FILE))}"
+
+
+def command_of(trial: Trial, directory: Path, how: Launching, port: int, node: NodeRank = ALONE) -> str:
+    """The line of a script that starts a run's processes. Where GPUs are missing here it is for a machine that has
+    them, of which the environment knows nothing. node: one of several; a rank that is a shell's word stays one."""
+    cell, job = trial.cell, job_of(trial, directory, how)
+    env, ranks = dict(job.env), job.ranks // node.nodes
+    if cell.device == "cpu" or len(job.gpu_ids) == cell.gpus:
+        env |= {name: value for name, value in environment(os.environ, ranks).items() if name == THREADS}
+        env |= process.visible(tuple(map(str, job.gpu_ids)))
+    argv = how.command(python=PORTABLE_PYTHON, processes=ranks, port=port, directory=directory, node=node)
+    words = ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
+    return " ".join(word if word == node.rank else shlex.quote(word) for word in (*words, *argv))
 
 
 def run_trial(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from backends.decoder import ModelSpec
+from backends.decoder import Attention, ModelSpec
 from training_probe.flops import weights
 from training_probe.grid import Cell
 from training_probe.memory.layers import layer_bytes
@@ -53,9 +53,12 @@ def moments(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Moment, ...]
     if cell.engine == "megatron":
         stages = [tuple(_megatron(rank)) for rank in _stages(cell, spec, batch)]
         return max(stages, key=lambda stage: max(phase.bytes for phase in stage)), ()
-    method = cell.letters
+    method, counts = cell.letters, weights(spec, cell)
+    if cell.tp > 1:  # norms, which are whole on each rank, are less than a ten-thousandth
+        divided = {name: count // cell.tp for name, count in vars(counts).items()}
+        counts = replace(counts, **divided)
     rank = Rank(
-        cell=cell, spec=spec, method=method, counts=weights(spec, method), batch=batch,
+        cell=cell, spec=spec, method=method, counts=counts, batch=batch,
         kinds=layer_bytes(cell, spec, batch),
     )  # fmt: skip
     if cell.engine == "fsdp2":
@@ -91,7 +94,7 @@ def _zero_2(rank: Rank) -> Iterator[Moment]:
     if offload:
         held.append(product("offload buffer", 2, counts.largest_trainable, "elements of the largest tensor"))
     else:
-        held.append(product("optimizer states", MASTER + STATES_FP32, trainable, "trainable", ranks))
+        held.append(product("optimizer states", MASTER + rank.states(STATES_FP32), trainable, "trainable", ranks))
     buckets = product("buckets", 2 * OVERLAP_BUCKETS, REDUCE_BUCKET, f"elements of {OVERLAP_BUCKETS} buckets")
     copied = min(trainable, REDUCE_BUCKET) if ranks > 1 else 0
     copy = product("reduction copy", 2, copied, "elements of a bucket, flattened")
@@ -159,7 +162,7 @@ def _zero_3(rank: Rank) -> Iterator[Moment]:
         held += [
             *four_bit(rank, ranks),
             product("parameters", 2, counts.frozen + trainable, "parameters", ranks),
-            product("optimizer states", MASTER + STATES_FP32, trainable, "trainable", ranks),
+            product("optimizer states", MASTER + rank.states(STATES_FP32), trainable, "trainable", ranks),
             product("gradients", 2, trainable, "trainable", ranks),
         ]
     gathers = ranks > 1 or offload
@@ -225,7 +228,8 @@ def _ddp(rank: Rank) -> Iterator[Moment]:
 
 def _fsdp2(rank: Rank) -> Iterator[Moment]:
     """fully_shard on each layer and on the root, which holds embeddings, last norm and head. What is trained
-    is fp32, beside a frozen model bf16; gradients are reduced in fp32."""
+    is fp32, beside a frozen model bf16; gradients are reduced in fp32. With TP each rank has a part of every
+    layer, which is what is sharded and gathered; with HSDP each replica is sharded by itself."""
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
     trainable, root = counts.trainable, (1 if rank.spec.tied else 2) * counts.embedding
     width = 2 if rank.method.adapter else 4  # bytes of a trained weight, its gradient and each moment
@@ -235,7 +239,7 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
         held += [
             product("parameters", width, trainable, "trainable", ranks),
             *([product("frozen parameters", 2, counts.frozen, "frozen", ranks)] if counts.frozen else []),
-            product("optimizer states", 2 * width, trainable, "trainable", ranks),
+            product("optimizer states", rank.states(2 * width), trainable, "trainable", ranks),
         ]
         gradients = [product("gradients", width, trainable, "trainable", ranks)]
     if rank.method.zero == 3:  # a layer in use and the next one
@@ -281,7 +285,7 @@ def _megatron(rank: Rank) -> Iterator[Moment]:
 def _stages(cell: Cell, spec: ModelSpec, batch: int) -> Iterator[Rank]:
     """The first and the last rank of a pipeline; without one they are the same. All layers are of one kind."""
     method = cell.letters
-    whole = weights(spec, method)
+    whole = weights(spec, cell)
     layers = spec.layers // cell.pp
     kinds = tuple(replace(kind, count=layers) for kind in layer_bytes(cell, spec, batch))
     for first, last in {(True, cell.pp == 1), (cell.pp == 1, True)}:
@@ -302,10 +306,14 @@ def _host(rank: Rank) -> Iterator[Term]:
     trainable = counts.trainable
     own = -(-trainable // ranks)
     if rank.cell.engine == "fsdp2":
-        width = 2 if rank.method.adapter else 4
-        yield product("frozen parameters", 2, counts.frozen, "frozen")
+        width, replicas = 2 if rank.method.adapter else 4, rank.cell.dp_replicate
+        trainable *= replicas
+        yield product("frozen parameters", 2, replicas * counts.frozen, "frozen")
         yield product("parameters and gradients", 2 * width, trainable, "trainable")
         yield product("optimizer states", 2 * width, trainable, "trainable")
+        beyond = replicas * _rounded_up(rank.spec, 2 if rank.method.adapter else width, ranks)
+        times = 1 if rank.method.adapter else 2  # frozen parameters; parameters and gradients
+        yield Term("rounding", times * beyond, f"{times} x pinned tensors, each to a power of two")
         return
     if rank.method.zero == 3:
         yield _pinned("parameters", 2, -(-(counts.frozen + trainable) // ranks), ranks)
@@ -319,6 +327,30 @@ def _host(rank: Rank) -> Iterator[Term]:
     yield product("optimizer states", STATES_FP32, trainable, "trainable")
 
 
+def _rounded_up(spec: ModelSpec, width: int, ranks: int) -> int:
+    """Bytes of all ranks beyond those of the weights, where each rank's part of each is pinned by itself."""
+    beyond = 0
+    embedding = (1, spec.vocab_size * spec.hidden)
+    tensors = [embedding] if spec.tied else [embedding, embedding]
+    for kind in spec.kinds:
+        tensors.append((3 * kind.count * kind.mlp.experts, spec.hidden * kind.mlp.width))
+        if isinstance(kind.attention, Attention):
+            tensors.append((2 * kind.count, spec.hidden * kind.attention.query_width))
+            tensors.append((2 * kind.count, spec.hidden * kind.attention.kv_values // 2))
+    for count, elements in tensors:
+        own = width * -(-elements // ranks)
+        beyond += count * ranks * (_power_of_two(own) - own)
+    return beyond
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest that is not below it."""
+    return 1 << (max(1, size) - 1).bit_length()
+
+
 def _pinned(name: str, coefficient: int, count: int, ranks: int) -> Term:
-    rounded = 1 << (max(1, coefficient * count) - 1).bit_length()
-    return Term(name, ranks * rounded, f"{ranks} ranks x {coefficient} B x {count:,}, pinned: to a power of two")
+    return Term(
+        name,
+        ranks * _power_of_two(coefficient * count),
+        f"{ranks} ranks x {coefficient} B x {count:,}, pinned: to a power of two",
+    )

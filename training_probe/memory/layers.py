@@ -14,13 +14,17 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec
-from training_probe.flops import adapted_linears
-from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell
+from training_probe.flops import adapted_linears, attention_linears, kept_products, repeating_layers
+from training_probe.grid import LORA_TARGETS, PROMPT_TOKENS, Cell
 
 # Compiled layers recompute what is cheap: 16 b s h + 6 b s f in all, fitted to one run (7B, FSDP2 on 4 H200, batch
 # 4 x 4096, torch 2.11).
 COMPILED_NORM = 2
 COMPILED_LESS_WIDE = 2
+
+
+# Of tensor-parallel ranks these have a part of the inputs and, summed, all outputs; other linear layers the reverse.
+BY_ROWS = ("o_proj", "down_proj")
 
 
 class _Operators(NamedTuple):
@@ -42,6 +46,7 @@ class _Operators(NamedTuple):
 
 
 # PEFT 0.21 turns gate_proj, up_proj and down_proj into tensors of all experts for these model types.
+_OF_QKV, _OF_MLP = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj", "down_proj"}
 EXPERTS_ADAPTED = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2")
 _LLAMA = _Operators()
 _OPERATORS = {
@@ -78,8 +83,15 @@ def uncounted(cell: Cell, spec: ModelSpec) -> str | None:
         return f"{name} has norms with biases (norm_epsilon), and what those keep was not counted"
     if any(not kind.mlp.gated for kind in spec.kinds):
         return f"{name} has an MLP without a gate (hidden_act), and what that keeps was not counted"
-    if cell.letters.adapter in ("L", "QL") and spec.model_type in EXPERTS_ADAPTED:
+    if cell.checkpoint == "op" and any(kind.mlp.experts > 1 for kind in spec.kinds):
+        return f"{name} is a mixture of experts, and what --checkpoint op keeps of those was not counted"
+    if cell.letters.adapter not in ("L", "QL"):
+        return None
+    if spec.model_type in EXPERTS_ADAPTED and not _OF_MLP.isdisjoint(cell.lora_targets):
         return f"PEFT puts LoRA on the experts of {name} as whole tensors, and what those keep was not counted"
+    adapted = {target for kind in spec.kinds for target in adapted_linears(cell, spec, kind)}
+    if cell.lora_targets != LORA_TARGETS and (lacking := [each for each in cell.lora_targets if each not in adapted]):
+        return f"{name} has no linear layer {lacking[0]} that LoRA could adapt"
     return None
 
 
@@ -91,15 +103,18 @@ def tokens_in_model(cell: Cell) -> int:
 def layer_bytes(cell: Cell, spec: ModelSpec, batch: int) -> tuple[LayerBytes, ...]:
     """Of each kind of layer and one micro batch of `batch` sequences on one GPU; kinds that keep the same are one."""
     kinds: dict[LayerBytes, int] = {}
-    for kind in spec.kinds:
-        own = _of_kind(cell, spec, kind, batch)
-        kinds[own] = kinds.get(own, 0) + kind.count
+    for kind, again in zip(spec.kinds, repeating_layers(cell, spec), strict=True):
+        for recomputed, count in ((True, again), (False, kind.count - again)):
+            if count:
+                own = _of_kind(cell, spec, kind, batch, recomputed=recomputed)
+                kinds[own] = kinds.get(own, 0) + count
     return tuple(replace(own, count=count) for own, count in kinds.items())
 
 
 def outside_bytes(cell: Cell, spec: ModelSpec, batch: int) -> int:
-    """The last norm and the head's input, without logits."""
-    coefficient = 4 if cell.letters.adapter else 6 + _operators(spec).normalised
+    """The last norm and the head's input, without logits. A frozen head keeps no input, but a loss in chunks begins
+    with it, and Liger's ends with its gradient."""
+    coefficient = (4 if cell.loss == "plain" else 6) if cell.letters.adapter else 6 + _operators(spec).normalised
     return batch * tokens_in_model(cell) * coefficient * spec.hidden
 
 
@@ -111,19 +126,29 @@ def logits_bytes(spec: ModelSpec) -> tuple[int, str]:
     return 12 + capped, "log-probabilities, two gradients" + (", the tanh of its cap" if capped else "")
 
 
+def liger_tokens(tokens: int, spec: ModelSpec) -> int:
+    """How many tokens are in a chunk of Liger's: their logits are to be no larger than the hidden states of all, and
+    their number is rounded up to a power of two."""
+    chunks = -(-spec.vocab_size // spec.hidden)
+    return min(tokens, 1 << (-(-tokens // chunks) - 1).bit_length())
+
+
 def _operators(spec: ModelSpec) -> _Operators:
     return _OPERATORS.get(spec.model_type.removesuffix("_text"), _LLAMA)
 
 
-def _of_kind(cell: Cell, spec: ModelSpec, kind: Layers, batch: int) -> LayerBytes:
-    """Of one layer."""
+def _of_kind(cell: Cell, spec: ModelSpec, kind: Layers, batch: int, *, recomputed: bool) -> LayerBytes:
+    """Of one layer, which computes something twice or does not."""
     method, length = cell.letters, tokens_in_model(cell)
     tokens = batch * length
     kept, formula = _saved(cell, spec, kind, attention_recomputed=False)
     working = kept + _transient(cell, spec, kind)
     once = _once(cell, spec, kind.mlp)  # does not grow with tokens
     lasting = once
-    if method.recompute == "full":
+    if recomputed and cell.checkpoint == "op":
+        beside = _kept_by_operator(cell, spec, kind)
+        kept, formula, lasting = 2.0 * spec.hidden + beside, f"2*b*s*h + {beside:g}*b*s, by operator", 0
+    elif recomputed and method.recompute != "selective":
         kept, formula, lasting = 2.0 * spec.hidden, "2*b*s*h, a layer's input", 0
     elif method.recompute == "selective":
         kept, formula = _saved(cell, spec, kind, attention_recomputed=True)
@@ -133,25 +158,39 @@ def _of_kind(cell: Cell, spec: ModelSpec, kind: Layers, batch: int) -> LayerByte
     )  # fmt: skip
 
 
+def _kept_by_operator(cell: Cell, spec: ModelSpec, kind: Layers) -> float:
+    """What --checkpoint op keeps of a layer beside its input, bytes per token: what every second product gives, and of
+    FlashAttention the output and the log-sum-exp. On a rank of a tensor-parallel group the sums of o and down are
+    whole. A compiled layer keeps nothing that no gradient needs, as the last product's result."""
+    kept = kept_products(cell, spec, kind)
+    if cell.compile and "down_proj" not in adapted_linears(cell, spec, kind):
+        kept.pop("down_proj", None)
+    total = sum(2.0 * outputs / (1 if name in BY_ROWS else cell.tp) for name, (_, outputs) in kept.items())
+    if cell.attention == "flash":
+        output, _ = attention_linears(kind.attention, spec.hidden)["o_proj"]
+        total += (2.0 * output + 4.0 * kind.attention.heads) / cell.tp
+    return total
+
+
 def _saved(cell: Cell, spec: ModelSpec, kind: Layers, *, attention_recomputed: bool) -> tuple[float, str]:
     """Bytes per token of a layer, and the formula. Norms are whole on every rank of a tensor-parallel group, the rest
     is divided."""
-    method, heads = cell.letters, kind.attention.heads
-    lora = method.adapter in ("L", "QL")
-    inputs_kept = lora or not (method.adapter or method.quantized)  # a frozen linear layer does not need its input
+    heads = kind.attention.heads
+    adapted = adapted_linears(cell, spec, kind)
+    inputs = _inputs(cell, kind, set(adapted))
     norm = 4 + _normalised(cell, spec)  # fp32 input; the normalised value too where the norm's weight trains
     if cell.compile:
         norm = COMPILED_NORM
-    whole = kind.norms * norm + (4 if inputs_kept else 0)  # inputs of q, k, v together, and of gate and up
+    whole = kind.norms * norm + 2 * (inputs.qkv + inputs.gate_up)
 
     fused = cell.attention == "flash"
     square = 0 if fused or attention_recomputed else {"eager": _operators(spec).square, "math": 4}[cell.attention]
-    heads_bytes = _heads(cell, _operators(spec), kind.attention, inputs_kept, attention_recomputed)
-    wide = (8 if inputs_kept else 6) - (COMPILED_LESS_WIDE if cell.compile else 0)
+    heads_bytes = _heads(cell, _operators(spec), kind.attention, inputs.output, attention_recomputed)
+    wide = (8 if inputs.down else 6) - (COMPILED_LESS_WIDE if cell.compile else 0)
     mlp, wide_text = _mlp(spec, kind.mlp, wide)
     small = 4.0 * kind.norms + (4.0 * heads / cell.tp if fused else 0)  # reciprocal deviations; log-sum-exp
-    adapters = 2.0 * LORA_RANK * len(adapted_linears(spec, kind)) if lora else 0.0
-    extras = sum(_before_heads(cell, spec, kind, inputs_kept)) + _router(cell, spec, kind.mlp)
+    adapters = 2.0 * cell.lora_rank * len(adapted)
+    extras = sum(_before_heads(cell, spec, kind, inputs.latent)) + _router(cell, spec, kind.mlp)
     per_token = (
         whole * spec.hidden
         + (heads_bytes + mlp + square * heads * tokens_in_model(cell)) / cell.tp
@@ -169,8 +208,33 @@ def _saved(cell: Cell, spec: ModelSpec, kind: Layers, *, attention_recomputed: b
     return per_token, formula
 
 
+class _Inputs(NamedTuple):
+    """Of which linear layers the inputs are kept: q, k and v have one together, gate and up another."""
+
+    qkv: bool
+    output: bool
+    gate_up: bool
+    down: bool
+    latent: bool
+
+
+def _inputs(cell: Cell, kind: Layers, adapted: set[str]) -> _Inputs:
+    """A linear layer needs its input for the gradients of its weight, or of an adapter's: not where it is frozen. Of a
+    mixture all are counted where any is adapted."""
+    method = cell.letters
+    if not adapted:
+        trains = not (method.adapter or method.quantized)
+        return _Inputs(trains, trains, trains, trains, trains)
+    mixture = kind.mlp.experts > 1
+    return _Inputs(
+        qkv=not adapted.isdisjoint(_OF_QKV), output="o_proj" in adapted,
+        gate_up=mixture or not adapted.isdisjoint({"gate_proj", "up_proj"}), down=mixture or "down_proj" in adapted,
+        latent=False,
+    )  # fmt: skip
+
+
 def _heads(
-    cell: Cell, operators: _Operators, attention: Attention | LatentAttention, inputs_kept: bool, recomputed: bool
+    cell: Cell, operators: _Operators, attention: Attention | LatentAttention, input_kept: bool, recomputed: bool
 ) -> float:
     """Queries, keys and values as attention takes them, and its output; bytes per token. Eager and math attention copy
     keys and values for every head; math computes in fp32."""
@@ -182,8 +246,8 @@ def _heads(
         output = attention.heads * attention.value
         keys_and_values = attention.query_width + output
     each = 4 if cell.attention == "math" and not recomputed else 2
-    copies = int(inputs_kept)
-    if fused and not recomputed and (not inputs_kept or operators.output_copied):
+    copies = int(input_kept)
+    if fused and not recomputed and (not input_kept or operators.output_copied):
         copies += 1  # the kernel's own
     return each * (attention.query_width + keys_and_values) + 2 * output * copies
 

@@ -10,19 +10,22 @@ from dataclasses import dataclass
 import msgspec
 
 from backends.decoder import ModelSpec
-from training_probe.flops import Weights
-from training_probe.grid import Cell, Method
-from training_probe.memory.layers import LayerBytes, logits_bytes, outside_bytes, tokens_in_model
+from training_probe.flops import Weights, layer_linears
+from training_probe.grid import LOSS_CHUNKS, Cell, Method
+from training_probe.memory.layers import BY_ROWS, LayerBytes, liger_tokens, logits_bytes, outside_bytes, tokens_in_model
 
 # --- What is set or measured, and may need a new look with a new version ---
-# Context, modules and NCCL's own memory are outside torch's allocator. About half a GiB; not measured here yet.
-CUDA_CONTEXT_BYTES = 512 << 20
 # cuBLAS takes 32 MiB on Hopper (8 on others) for each thread that calls it, forward and autograd's, cuBLASLt once more.
 LIBRARIES_BYTES = 96 << 20
-# NF4 with double quantization: half a byte, a byte of scale for 64 weights, 4 bytes for 256 such scales.
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+# NF4: half a byte, and of 64 weights a scale: 4 bytes, or with double quantization one, and 4 for 256 such scales.
+NF4_BYTES, NF4_DOUBLE_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
+# Moments of 8-bit AdamW, bitsandbytes' and torchao's: a byte each, and 4 for 256 of them. Tensors of less than 4096
+# elements, which keep 32 bits, are norms and biases.
+STATES_8BIT = 2 * (1 + 4 / 256)
 # LoRA and prompt adapters are bf16 (autocast_adapter_dtype=False). PEFT's default is fp32, and keeps fp32 inputs, too.
 ADAPTER_BYTES = 2
+# torchao rounds to fp8 through fp32: a copy, and that times the scale. Compiled it is one kernel.
+FP8_CAST_BYTES = 8
 # --- ---
 
 STATES_BF16, STATES_FP32 = 4, 8  # Adam's two moments, bytes per parameter
@@ -69,11 +72,15 @@ class Rank:
     @property
     def ranks(self) -> int:
         """Among which ZeRO divides."""
-        return self.cell.data_parallel
+        return self.cell.shards
 
     @property
     def accumulates(self) -> bool:
         return self.cell.grad_accum > 1
+
+    def states(self, usual: float) -> float:
+        """Bytes of Adam's two moments per parameter. usual: with its plain AdamW."""
+        return STATES_8BIT if self.cell.adamw_8bit else usual
 
     def loss(self, held: Iterable[Term]) -> Moment:
         """The gradient of the logits: all activations and the loss's tensors."""
@@ -106,20 +113,62 @@ class Rank:
         text = f"{' + '.join(parts)}, {sizes}" + (f", tp={cell.tp}" if cell.tp > 1 else "")
         return Term("activations", kept + beyond, text + (" + last norm" if beyond else ""))
 
-    def _logits(self) -> Iterator[Term]:
-        if self.head:
+    def _logits(self) -> list[Term]:
+        tokens = self.batch * tokens_in_model(self.cell)
+        if not self.head:
+            return []
+        if self.cell.loss == "plain":
             coefficient, what = logits_bytes(self.spec)
-            size = coefficient * self.batch * tokens_in_model(self.cell) * self.spec.vocab_size // self.cell.tp
+            size = coefficient * tokens * self.spec.vocab_size // self.cell.tp
             text = f"{coefficient} B x {self.batch} x {self.cell.seq_len} x {self.spec.vocab_size} ({what})"
-            yield Term("logits and loss", size, text)
+            return [Term("logits and loss", size, text)]
+        table = 0 if self.method.adapter else self.counts.embedding
+        if self.cell.loss == "liger":
+            own = liger_tokens(tokens, self.spec)
+            return [*self._chunk(2, own, "bf16 logits of a chunk, overwritten by their gradient"),
+                    *_summed(table, 1, "summed, kept for the backward pass")]  # fmt: skip
+        own = -(-tokens // LOSS_CHUNKS)
+        logits = [*self._chunk(12, own, f"{logits_bytes(self.spec)[1]}; of a chunk"), *_summed(table, 1, "summed")]
+        products = [*self._chunk(2, own, "bf16 gradient of a chunk's logits"), *_summed(table, 2, "newest and summed")]
+        return max(logits, products, key=lambda terms: sum(term.bytes for term in terms))
+
+    def _chunk(self, coefficient: int, tokens: int, what: str) -> Iterator[Term]:
+        text = f"{coefficient} B x {tokens} x {self.spec.vocab_size} ({what})"
+        yield Term("logits and loss", coefficient * tokens * self.spec.vocab_size, text)
 
     def _working(self) -> Iterator[Term]:
-        again = "recomputed and its gradients" if self.method.recompute != "none" else "and its gradients"
+        again = "recomputed and its gradients" if self.cell.recomputes else "and its gradients"
         working = max(kind.working for kind in self.kinds)
         yield Term("working set", working, f"one layer's activations, {again}")
         if self.method.four_bit:
             widest = max(kind.mlp.width for kind in self.spec.kinds)
             yield product("dequantized weight", 2, self.spec.hidden * widest, "elements")
+        if self.cell.fp8:
+            yield self._fp8_copies()
+
+    def _fp8_copies(self) -> Term:
+        """Of one linear layer in its backward pass, the largest: autograd keeps inputs and weights in bf16, and each
+        pass rounds them anew. The gradient of the inputs needs the weight also transposed, that of the weight both
+        others."""
+        cell, tokens = self.cell, self.batch * tokens_in_model(self.cell)
+        sizes = []
+        for kind in self.spec.kinds:
+            for name, (inputs, outputs) in layer_linears(self.spec, kind).items():
+                if name in BY_ROWS:
+                    inputs //= cell.tp
+                else:
+                    outputs //= cell.tp
+                weight = inputs * outputs
+                copies = max(2 * weight + tokens * outputs, weight + 2 * tokens * (inputs + outputs))
+                cast = 0 if cell.compile else FP8_CAST_BYTES * max(weight, tokens * inputs, tokens * outputs)
+                sizes.append((copies + cast, f"{name} in fp8" + ("" if cell.compile else ", cast through fp32")))
+        return Term("fp8 copies", *max(sizes))
+
+
+def _summed(table: int, count: int, what: str) -> Iterator[Term]:
+    """Of the head's weight, where it trains, each chunk has a gradient."""
+    if table:
+        yield product("head's gradients in chunks", 2 * count, table, f"elements of the head, {what}")
 
 
 def whole_parameters(rank: Rank) -> list[Term]:
@@ -134,7 +183,8 @@ def whole_parameters(rank: Rank) -> list[Term]:
 
 def four_bit(rank: Rank, ranks: int) -> list[Term]:
     four_bit = rank.counts.four_bit
-    return [product("4-bit weights", NF4_BYTES, four_bit, "weights, NF4", ranks)] if four_bit else []
+    each = NF4_DOUBLE_BYTES if rank.cell.double_quant else NF4_BYTES
+    return [product("4-bit weights", each, four_bit, "weights, NF4", ranks)] if four_bit else []
 
 
 def libraries(rank: Rank) -> list[Term]:
@@ -146,7 +196,7 @@ def with_bf16_states(rank: Rank) -> list[Term]:
     """What a bf16 model holds all the time whose optimizer keeps bf16 states, and nothing is divided."""
     return [
         *whole_parameters(rank),
-        product("optimizer states", STATES_BF16, rank.counts.trainable, "trainable"),
+        product("optimizer states", rank.states(STATES_BF16), rank.counts.trainable, "trainable"),
         *libraries(rank),
     ]
 

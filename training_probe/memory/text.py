@@ -1,24 +1,32 @@
-"""Predicted memory as text: cells in a table, one cell with all its arithmetic."""
+"""Predicted memory for a reader: one line of summary and a table of cells, with every term on request, or as JSON."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from backends.decoder import ModelSpec
 from training_probe import memory
 from training_probe.grid import Cell, impossible
-from training_probe.memory import Prediction
+from training_probe.memory import Prediction, process
 from training_probe.memory.layers import uncounted
-from training_probe.memory.rank import Term
+from training_probe.memory.rank import Moment, Term
 from training_probe.results import GIB
 
-CARDS_GB = (24, 32, 40, 48, 80, 96, 141, 192)  # the sizes that are sold; an H200's 141 GB are 140 GiB
+SCHEMA = "training_probe.memory/1"
+# What CUDA has of each card, GiB: of H100 and H200 as measured here, of the others as torch's messages have it.
+CARDS = {
+    "RTX 4090": 23.5, "RTX 5090": 31.3, "A100-40": 39.4, "L40S": 44.3, "A100-80": 79.1, "RTX PRO 6000": 94.5,
+    "H200": 139.8, "B200": 178.3,
+}  # fmt: skip
 MOST_SEARCHED = 64
-VERDICTS = ("fit", "certain not to fit", "predicted", "unsupported", "not predicted")
+GAP = "  "
+
+Answered = Literal[process.Verdict, "predicted", "unsupported", "not predicted"]
+VERDICTS: tuple[Answered, ...] = ("fits", "tight", "does not fit", "predicted", "unsupported", "not predicted")
 
 
 class Described(NamedTuple):
@@ -30,107 +38,197 @@ class Described(NamedTuple):
     unbuilt: str = ""
 
 
-class Unpredicted(NamedTuple):
-    """Why a cell has no prediction."""
+class There(NamedTuple):
+    """What there is to compare with: memory of each GPU, as NVML or its maker names it, and of the node; None where it
+    is not known."""
 
-    verdict: str
-    reason: str
-
-
-def plan(cells: Sequence[Cell], known: Mapping[str, Described], device_bytes: int | None) -> str:
-    """A line a cell: its predicted peak, whether it fits; below it the terms of the peak. At the end how many fit."""
-    lines = [_heading(device_bytes), ""]
-    verdicts: Counter[str] = Counter()
-    for cell in cells:
-        verdict, *more = _planned(cell, known[cell.model], device_bytes)
-        verdicts[verdict] += 1
-        lines += [*more, ""]
-    counts = ", ".join(f"{verdicts[name]} {name}" for name in VERDICTS if verdicts[name])
-    return "\n".join([*lines, f"{len(cells)} cell{'' if len(cells) == 1 else 's'}: {counts}.", ""])
+    gpu_bytes: int | None = None
+    node_bytes: int | None = None
 
 
-def explained(cell: Cell, known: Mapping[str, Described], device_bytes: int | None) -> str:
-    """Every moment of a step with its terms and formulas, what the host holds, and the cards that it fits on."""
-    cell, note = _sized(cell, known[cell.model], device_bytes)
-    lines = [f"{cell.name}{note}: PREDICTED, nothing was run. Peaks are of the rank that has most."]
-    prediction = _prediction(cell, known[cell.model])
-    if isinstance(prediction, Unpredicted):
-        return "\n".join([*lines, f"{prediction.verdict}: {prediction.reason}", ""])
-    for moment in prediction.moments:
-        mark = "  <- peak" if moment is prediction.peak else ""
-        lines += ["", f"{moment.name}: {moment.bytes / GIB:.2f} GiB allocated{mark}"]
-        lines += _terms(moment.terms)
-    if prediction.host:
-        lines += ["", f"Host memory of a node that holds all ranks: {prediction.host_bytes / GIB:.2f} GiB"]
-        lines += _terms(prediction.host)
-    lines += ["", *_cards(prediction, device_bytes), ""]
-    return "\n".join(lines)
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one cell, on the rank that has most. verdict: of its GPU; `predicted` where there is none to compare with.
+    reason: why, a sentence or a clause. searched: whether its micro batch is where a search would begin. host_bytes: of
+    a node that holds all ranks, 0 without offload. smallest_card: of CARDS, on which it is neither tight nor too
+    large."""
+
+    cell: str
+    verdict: Answered
+    reason: str = ""
+    searched: bool = False
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    process_bytes: int | None = None
+    host_bytes: int | None = None
+    host_verdict: process.Verdict | None = None
+    host_reason: str = ""
+    smallest_card: str | None = None
+    peak: str = ""
+    moments: tuple[Moment, ...] = ()
+    beyond: tuple[Term, ...] = ()
+    host: tuple[Term, ...] = ()
 
 
-def _heading(device_bytes: int | None) -> str:
-    where = "no GPU here to compare with (--gpu-memory-gb)"
-    if device_bytes is not None:
-        where = f"GPUs of {device_bytes / GIB:.1f} GiB"
-    return f"PREDICTED memory that torch allocates on the rank that has most; {where}. Nothing was run."
+class Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints."""
+
+    gpu_memory_bytes: int | None
+    node_memory_bytes: int | None
+    cells: tuple[Answer, ...]
+    schema: str = SCHEMA
 
 
-def _planned(cell: Cell, model: Described, device_bytes: int | None) -> Iterator[str]:
-    """The verdict, one of VERDICTS; then the lines."""
-    cell, note = _sized(cell, model, device_bytes)
-    prediction = _prediction(cell, model)
-    if isinstance(prediction, Unpredicted):
-        yield prediction.verdict
-        yield f"{cell.name}{note}: {prediction.verdict}: {prediction.reason}"
-        return
-    fit = None if device_bytes is None else memory.fits(prediction, device_bytes)
-    yield "predicted" if fit is None else "fit" if fit.ok else "certain not to fit"
-    verdict = "" if fit is None else ", fits" if fit.ok else f", SKIPPED: {fit.reason}"
-    yield f"{cell.name}{note}: {prediction.peak_bytes / GIB:.2f} GiB ({prediction.peak.name}){verdict}"
-    yield from _terms(prediction.peak.terms)
-    if prediction.host:
-        yield f"  host memory, all ranks of a node: {prediction.host_bytes / GIB:.2f} GiB"
+def answers(cells: Sequence[Cell], known: Mapping[str, Described], there: There) -> Answers:
+    """What is predicted of each cell."""
+    own = tuple(_answer(cell, known[cell.model], there) for cell in cells)
+    return Answers(gpu_memory_bytes=there.gpu_bytes, node_memory_bytes=there.node_bytes, cells=own)
 
 
-def _sized(cell: Cell, model: Described, device_bytes: int | None) -> tuple[Cell, str]:
-    """With a micro batch; for one that is searched, where the search would begin."""
-    if cell.micro_batch is not None:
-        return cell, ""
-    start = 1
-    if (
-        model.spec is not None
-        and device_bytes is not None
-        and not model.unknown
-        and impossible(cell, model.spec) is None
-    ):
-        one = msgspec.structs.replace(cell, micro_batch=1)
-        start = memory.largest_micro_batch(one, model.spec, device_bytes, MOST_SEARCHED)
-    return msgspec.structs.replace(cell, micro_batch=start), f" (max is searched from {start})"
+def text(given: Answers, *, verbose: bool = False) -> str:
+    """The summary, the table, and on request the arithmetic of every cell."""
+    lines = [_summary(given), "", *_table(given)]
+    if len(given.cells) == 1 or verbose:
+        for answer in given.cells:
+            lines += ["", *_arithmetic(answer, verbose)]
+    return "\n".join([*lines, ""])
 
 
-def _prediction(cell: Cell, model: Described) -> Prediction | Unpredicted:
+def as_json(given: Answers) -> str:
+    return msgspec.json.format(msgspec.json.encode(given), indent=2).decode() + "\n"
+
+
+def prediction_of(cell: Cell, model: Described) -> Prediction | tuple[Answered, str]:
+    """The prediction; or why there is none, with the verdict that this is. Its micro batch is a number."""
     why = impossible(cell, model.spec, model.unbuilt)
     if why is not None:
-        return Unpredicted("unsupported", why)
+        return "unsupported", why
     if model.spec is None or model.unknown:
-        return Unpredicted("not predicted", model.unknown or "its config.json describes no decoder that is known here")
+        return "not predicted", model.unknown or "its config.json describes no decoder that is known here"
     why = uncounted(cell, model.spec)
-    return memory.predict(cell, model.spec) if why is None else Unpredicted("not predicted", why)
+    return memory.predict(cell, model.spec) if why is None else ("not predicted", why)
 
 
-def _terms(terms: Sequence[Term]) -> Iterator[str]:
+def _answer(asked: Cell, model: Described, there: There) -> Answer:
+    cell = _sized(asked, model, there.gpu_bytes)
+    searched = asked.micro_batch is None
+    prediction = prediction_of(cell, model)
+    if not isinstance(prediction, Prediction):
+        verdict, reason = prediction
+        return Answer(cell=cell.name, verdict=verdict, reason=reason, searched=searched)
+    verdict, reason = "predicted", ""
+    if there.gpu_bytes is not None:
+        verdict, reason = memory.fits(prediction, there.gpu_bytes)
+    host_verdict: process.Verdict | None = None
+    host_reason = ""
+    if prediction.host and there.node_bytes is not None:
+        host_verdict, host_reason = process.host_judged(prediction.host_bytes, there.node_bytes)
+    return Answer(
+        cell=cell.name, verdict=verdict, reason=reason, searched=searched, allocated_bytes=prediction.peak_bytes,
+        reserved_bytes=prediction.reserved_bytes, process_bytes=prediction.process_bytes,
+        host_bytes=prediction.host_bytes, host_verdict=host_verdict, host_reason=host_reason,
+        smallest_card=_smallest_card(prediction), peak=prediction.peak.name, moments=prediction.moments,
+        beyond=(prediction.fragments, *prediction.outside), host=prediction.host,
+    )  # fmt: skip
+
+
+def _sized(cell: Cell, model: Described, device_bytes: int | None) -> Cell:
+    """With a micro batch; for one that is searched, where the search would begin."""
+    if cell.micro_batch is not None:
+        return cell
+    one = msgspec.structs.replace(cell, micro_batch=1)
+    if device_bytes is None or model.spec is None or not isinstance(prediction_of(one, model), Prediction):
+        return one
+    start = memory.largest_micro_batch(one, model.spec, device_bytes, MOST_SEARCHED)
+    return msgspec.structs.replace(cell, micro_batch=start)
+
+
+def _smallest_card(prediction: Prediction) -> str | None:
+    for name, gib in CARDS.items():
+        if memory.verdict(prediction, round(gib * GIB)) == "fits":
+            return name
+    return None
+
+
+def _summary(given: Answers) -> str:
+    count = f"{len(given.cells)} cell{'' if len(given.cells) == 1 else 's'}"
+    verdicts = Counter(answer.verdict for answer in given.cells)
+    counts = ", ".join(f"{verdicts[name]} {_plural(name, verdicts[name])}" for name in VERDICTS if verdicts[name])
+    if given.gpu_memory_bytes is None:
+        where = f"{count}, no GPU here to compare with (--gpu-memory-gb): {counts}"
+    else:
+        where = f"{count} on GPUs of {given.gpu_memory_bytes / GIB:.1f} GiB: {counts}"
+    hosts = Counter(answer.host_verdict for answer in given.cells if answer.host_verdict)
+    if hosts and given.node_memory_bytes is not None:
+        of_hosts = ", ".join(f"{count} {_plural(name, count)}" for name, count in hosts.items())
+        where += f"; offload in nodes of {given.node_memory_bytes / GIB:.1f} GiB: {of_hosts}"
+    return f"PREDICTED, nothing was run. {where}."
+
+
+def _plural(verdict: str, count: int) -> str:
+    return {"fits": "fit", "does not fit": "do not fit"}.get(verdict, verdict) if count != 1 else verdict
+
+
+def _table(given: Answers) -> Iterator[str]:
+    """GiB; a column of hosts only where something is offloaded."""
+    hosts = any(answer.host_bytes for answer in given.cells)
+    judged = given.gpu_memory_bytes is not None
+    rows = [["cell, GiB of the rank that has most", "allocated", "reserved", "process"]]
+    rows[0] += ["host"] * hosts + ["verdict" if judged else "smallest card that it fits"]
+    for answer in given.cells:
+        sizes: list[int | None] = [answer.allocated_bytes, answer.reserved_bytes, answer.process_bytes]
+        sizes += [answer.host_bytes] * hosts
+        note = " (max is searched from here)" if answer.searched else ""
+        rows.append([answer.cell + note, *map(_gib, sizes), _last(answer, judged)])
+    yield from aligned(rows, left=(0, len(rows[0]) - 1))
+
+
+def aligned(rows: Sequence[Sequence[str]], left: tuple[int, ...]) -> Iterator[str]:
+    """Lines with the columns below each other. left: those that are not numbers."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    for row in rows:
+        placed = (
+            value.ljust(width) if at in left else value.rjust(width)
+            for at, (value, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield GAP.join(placed).rstrip()
+
+
+def _gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / GIB:.2f}" if size else ""
+
+
+def _last(answer: Answer, judged: bool) -> str:
+    if answer.verdict in ("unsupported", "not predicted"):
+        return f"{answer.verdict}: {answer.reason}"
+    shown = answer.verdict if judged else answer.smallest_card or "none that is known here"
+    return shown + (f"; host: {answer.host_verdict}" if answer.host_verdict else "")
+
+
+def _arithmetic(answer: Answer, verbose: bool) -> Iterator[str]:
+    """Why, in a sentence; and each moment with its terms."""
+    reasons = " ".join(part for part in (answer.reason, answer.host_reason) if part)
+    if reasons or verbose:
+        yield f"{answer.cell}: {reasons}" if reasons else answer.cell
+    if not verbose:
+        if answer.moments:
+            yield "--verbose has every term."
+        return
+    peak = next((moment for moment in answer.moments if moment.name == answer.peak), None)
+    for moment in answer.moments:
+        mark = "  <- peak" if moment is peak else ""
+        yield from _section(f"{moment.name}: {moment.bytes / GIB:.2f} GiB allocated{mark}", moment.terms)
+    if answer.process_bytes is not None and answer.allocated_bytes is not None:
+        beyond = answer.process_bytes - answer.allocated_bytes
+        yield from _section(f"beyond what is allocated: {beyond / GIB:.2f} GiB", answer.beyond)
+    if answer.host_bytes:
+        yield from _section(
+            f"host memory of a node that holds all ranks: {answer.host_bytes / GIB:.2f} GiB", answer.host
+        )
+
+
+def _section(title: str, terms: Sequence[Term]) -> Iterator[str]:
+    yield ""
+    yield title
     for term in terms:
         if term.bytes:
             yield f"  {term.bytes / GIB:9.2f}  {term.name:<28} {term.formula}"
-
-
-def _cards(prediction: Prediction, device_bytes: int | None) -> Iterator[str]:
-    host = f"; the host needs {prediction.host_bytes / GIB:.0f} GiB of memory for it" if prediction.host else ""
-    if device_bytes is not None:
-        fit = memory.fits(prediction, device_bytes)
-        yield ("It fits: " if fit.ok else "It does not fit: ") + fit.reason.removesuffix(".") + host + "."
-        return
-    fitting = [size for size in CARDS_GB if memory.fits(prediction, size * 10**9).ok]
-    if fitting:
-        yield f"It fits, the allocator's fragments left out, on GPUs of {fitting[0]} GB or more{host}."
-    else:
-        yield f"It fits on no GPU of up to {CARDS_GB[-1]} GB; shard it over more GPUs, recompute (R) or offload (O)."

@@ -1,6 +1,7 @@
 """The commands `training_probe micro gemm`, `memcpy` and `collectives`.
 
-Exit codes: those of training_probe.cli; 3 where processes crashed or hung, 4 where a collective gave a wrong result.
+Exit codes: those of training_probe.cli; 3 where processes crashed or hung, or nothing was measured at all, 4 where a
+collective gave a wrong result.
 What cannot be measured here, or runs out of memory, is a result.
 """
 
@@ -26,13 +27,13 @@ from training_probe import options
 from training_probe.grid import Device
 from training_probe.micro import presets
 from training_probe.micro.presets import CollectivePreset, CopyPreset, GemmPreset
-from training_probe.options import whole
+from training_probe.options import WHERE, SeveralNodes, whole
 from training_probe.points import Dtype, Kind, MicroError, Name, Point, Task
 
 if TYPE_CHECKING:
-    from backends.gpus import Inventory
+    from backends.gpus import Gpu, Inventory
     from training_probe.launch.nodes import Nodes
-    from training_probe.report.page import Page
+    from training_probe.report.document import Document
 
 SAMPLES = 50
 BUDGET_S: dict[Device, float] = {"cuda": 0.5, "cpu": 0.1}  # of a point, where no number of samples is named
@@ -44,7 +45,7 @@ CPU_RANKS, MAX_RANKS, MAX_SAMPLES = 2, 64, 100_000
 POINTS = Group("What is measured: every combination of what is named", sort_key=1)
 MEASURED = Group("How it is measured", sort_key=2)
 
-_points, _measured = partial(option, POINTS), partial(option, MEASURED)
+_points, _measured, _where = partial(option, POINTS), partial(option, MEASURED), partial(option, WHERE)
 _list = partial(_points, consume_multiple=1, show_default=False)
 
 
@@ -77,19 +78,20 @@ class Measuring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnCluster:
+class OnCluster(SeveralNodes):
     """Where the ranks are."""
 
     on: Annotated[
         str | None,
-        _measured("ray: on nodes of the Ray cluster that this machine is part of; ray:HOST:PORT: of that one."),
+        _where("ray: on nodes of the Ray cluster that this machine is part of; ray:HOST:PORT: of that one."),
     ] = None
     nodes: Annotated[
-        int | None, _measured("Nodes that share the ranks; by default all of the cluster.", converter=whole)
+        int | None, _where("Nodes that share the ranks; by default all of the cluster.", converter=whole)
     ] = None
 
-    def check(self) -> None:
-        """Raises MicroError and ConfigError."""
+    def check(self, gpus: int | None) -> None:
+        """Raises MicroError, GridError and ConfigError."""
+        self.check_nodes(self.on, () if gpus is None else (gpus,))
         if self.on is None and self.nodes is not None:
             raise MicroError("--nodes is for the nodes of a cluster; name it with --on ray, or leave it out.")
         if self.on is not None:
@@ -154,16 +156,22 @@ def collectives(
     where: Annotated[OnCluster | None, Parameter(name="*")] = None,
     measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
 ) -> int:
-    """Time collectives over NCCL, with P2P and without, or over gloo on the CPU, within this machine or between the
-    nodes of a Ray cluster; each result is checked once.
+    """Time collectives over NCCL, with P2P and without, or over gloo on the CPU, within this machine or between
+    several: nodes of a Ray cluster, or those on which the same command is started; each result is checked once.
 
     For example: training_probe micro collectives --op allreduce allgather --sizes 1M 64M 1G
     """
     measuring, where = measuring or Measuring(), where or OnCluster()
-    where.check()
+    where.check(gpus)
     ways = [way == "on" for way in p2p]
-    if where.on is not None:
-        with _nodes(measuring, where, gpus) as (machine, place):
+    if where.on is not None or where.nnodes > 1:
+        measuring.check()
+        asked = (op, sizes, p2p, gpus, preset, replace(measuring, out=None))
+        if where.node_rank:
+            from training_probe.launch import rendezvous
+
+            return rendezvous.follow(where.meeting(asked), say)
+        with _nodes(measuring, where, gpus) if where.on else _met(measuring, where, gpus, asked) as (machine, place):
             points = presets.collectives(machine.device, machine.ranks, names=op, sizes=sizes, p2p=ways, preset=preset)
             return _run("collectives", preset, points, measuring, machine, place)
     machine = _machine(measuring, preset)
@@ -175,35 +183,61 @@ def collectives(
 @contextlib.contextmanager
 def _nodes(measuring: Measuring, where: OnCluster, gpus: int | None) -> Iterator[tuple[Machine, Nodes]]:
     """Nodes of a cluster, and what they are together. Raises MicroError, ConfigError and ClusterError."""
-    from backends.gpus import Inventory
     from loadgen.cluster.link import NodeLost
     from loadgen.cluster.ray_cluster import ClusterError
     from loadgen.config import ray_address
     from training_probe.launch import cluster
 
-    measuring.check()
     assert where.on is not None
     with cluster.joined(ray_address(where.on), where.nodes or 1, "--nodes") as joined:
         nodes = joined.nodes_per_cell = where.nodes or len(joined.machines)
         device: Device = measuring.device or ("cuda" if joined.gpus() else "cpu")
-        most = joined.gpus() if device == "cuda" else MAX_RANKS * nodes
-        ranks = gpus if gpus is not None else most if device == "cuda" else max(nodes, CPU_RANKS)
-        if ranks % nodes or not CPU_RANKS <= ranks <= most:
-            raise MicroError(
-                f"{nodes} node{'' if nodes == 1 else 's'} of the cluster cannot share {ranks} ranks; name --gpus as a "
-                f"multiple of {nodes}, from {CPU_RANKS} to {most}, and --nodes as how many share them."
-            )
+        ranks = _ranks_of(nodes, gpus, device, joined.gpus(), chosen=True)
         joined.check(("torch",))
         each = ranks // nodes if device == "cuda" else 0
         chosen = cluster.choose(joined.machines, nodes, each)
         assert chosen is not None
         try:
             with cluster.ray_nodes_placed(chosen, each) as placed:
-                found = cluster.gpus_of(placed.look(), each)
-                numbered = tuple(msgspec.structs.replace(gpu, index=rank) for rank, gpu in enumerate(found))
-                yield Machine(device, Inventory(gpus=numbered), tuple(range(len(found))), ranks), placed
+                yield _together(device, cluster.gpus_of(placed.look(), each), ranks), placed
         except NodeLost as lost:
             raise ClusterError(f"{lost}.") from None
+
+
+@contextlib.contextmanager
+def _met(measuring: Measuring, where: OnCluster, gpus: int | None, asked: object) -> Iterator[tuple[Machine, Nodes]]:
+    """The same of nodes that meet. asked: the options that must be equal on all of them. Raises MicroError, GridError,
+    ConfigError and ClusterError."""
+    from training_probe.launch import rendezvous
+
+    with rendezvous.gathered(where.meeting(asked), say) as fleet:
+        device: Device = measuring.device or ("cuda" if fleet.gpus() else "cpu")
+        ranks = _ranks_of(where.nnodes, gpus, device, fleet.gpus(), chosen=False)
+        fleet.check_ranks(ranks, on_cpu=device == "cpu")
+        fleet.check(("torch",))
+        yield _together(device, fleet.gpus_of(ranks) if device == "cuda" else [], ranks), fleet.nodes
+
+
+def _ranks_of(nodes: int, gpus: int | None, device: Device, here: int, *, chosen: bool) -> int:
+    """How many ranks so many nodes share, which have so many GPUs for them. chosen: whether they are some of a
+    cluster. Raises MicroError."""
+    most = here if device == "cuda" else MAX_RANKS * nodes
+    ranks = gpus if gpus is not None else most if device == "cuda" else max(nodes, CPU_RANKS)
+    if ranks % nodes or not CPU_RANKS <= ranks <= most:
+        raise MicroError(
+            f"{nodes} node{'' if nodes == 1 else 's'}{' of the cluster' if chosen else ''} cannot share {ranks} ranks; "
+            f"name --gpus as a multiple of {nodes}, from {CPU_RANKS} to {most}"
+            f"{', and --nodes as how many share them' if chosen else ''}."
+        )
+    return ranks
+
+
+def _together(device: Device, found: Sequence[Gpu], ranks: int) -> Machine:
+    """What nodes are as one machine, with the GPUs of the ranks."""
+    from backends.gpus import Inventory
+
+    numbered = tuple(msgspec.structs.replace(gpu, index=rank) for rank, gpu in enumerate(found))
+    return Machine(device, Inventory(gpus=numbered), tuple(range(len(found))), ranks)
 
 
 def _ranks(gpus: int | None, device: Device, here: int) -> int:
@@ -217,6 +251,8 @@ def _ranks(gpus: int | None, device: Device, here: int) -> int:
         raise MicroError(f"--gpus is {ranks} and this machine has {here} that can be used.")
     if ranks > MAX_RANKS:
         raise MicroError(f"--gpus is {ranks}; at most {MAX_RANKS} ranks are started on one machine.")
+    if device == "cpu":
+        options.check_processes(ranks)
     return ranks
 
 
@@ -252,8 +288,6 @@ def _machine(measuring: Measuring, preset: str | None) -> Machine:
         raise MicroError(f"this machine has no GPU that can be used ({inventory.problem or 'none is visible'}).")
     if preset is not None and measuring.device is None and device == "cpu":
         raise MicroError(f"--preset {preset} is for GPUs and this machine has none; --device cpu runs it all the same.")
-    if find_spec("torch") is None:
-        raise MicroError("torch is not installed; pip install 'llm-dissect[train]'.")
     return Machine(device, inventory, gpu_ids)
 
 
@@ -283,6 +317,8 @@ def _run(
     from training_probe.launch.runner import HERE
     from training_probe.micro import run
 
+    if nodes is None and find_spec("torch") is None:
+        raise MicroError("torch is not installed; pip install 'llm-dissect[train]'.")
     device = machine.device
     samples, budget_s = _sampling(measuring, kind, preset, device)
     between = kind == "collectives" and device == "cuda" and nodes is None
@@ -311,26 +347,32 @@ def _run(
 def reported(directory: Path, code: int) -> int:
     """Prints what there is so far, and writes its report; the exit code."""
     from training_probe.micro import report, run
+    from training_probe.report.build import unread
 
     results = run.read_results(directory)
-    page = report.page(results, run.read_manifest(directory), run.read_about(directory))
-    say("\n" + page.text(width(sys.stderr)))
-    return finished(directory, page, {result.outcome for result in results}, code)
+    notes = unread(directory / run.RESULTS_FILE)
+    document = report.document(results, run.read_manifest(directory), run.read_about(directory), notes)
+    say("\n" + document.text(width(sys.stderr)))
+    return finished(directory, document, {result.outcome for result in results}, code)
 
 
-def finished(directory: Path, page: Page, outcomes: Set[str], code: int) -> int:
+def finished(directory: Path, document: Document, outcomes: Set[str], code: int) -> int:
     """Writes the report, names the files that are there and prints the report as JSON for scripts; the exit code, where
     `code` is not one yet."""
     import json
 
-    from training_probe.report.page import ReportError
+    from training_probe.report.build import ran_nothing
+    from training_probe.report.document import ReportError
 
     try:
-        page.write(directory)
+        document.write(directory)
     except ReportError as error:  # it is printed all the same
         say_error("training_probe", error)
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    result_line(json.dumps(msgspec.to_builtins(page.report)))
+    result_line(json.dumps(msgspec.to_builtins(document.report)))
+    outcomes = {*outcomes, "invalid"} if document.invalid else outcomes
+    if code == exit_codes.OK and ran_nothing(outcomes):
+        return exit_codes.FAILED
     if code != exit_codes.OK or outcomes.isdisjoint(("crashed", "timeout", "wrong", "invalid")):
         return code
     return exit_codes.INVALID if outcomes.isdisjoint(("crashed", "timeout")) else exit_codes.FAILED

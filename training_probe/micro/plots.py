@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from training_probe.micro.tables import MS, TERA, US, peaks
+from training_probe.micro.tables import MS, NAMES, TERA, US, WAYS, peaks
 from training_probe.points import GB, Collective, Copy, Dtype, Gemm, Measured
 from training_probe.report import figures
 from training_probe.report.figures import Lines
 
-WAYS = {True: "P2P on", False: "P2P off", None: "gloo"}
-NAMES = {
-    "allreduce": "AllReduce", "allgather": "AllGather", "reducescatter": "ReduceScatter", "reduce": "Reduce",
-    "broadcast": "Broadcast", "alltoall": "AllToAll", "sendrecv": "SendRecv",
-}  # fmt: skip
 Series = dict[str, list[tuple[float, float]]]
 
 
@@ -52,7 +47,7 @@ def _gemm(results: Sequence[Measured], device_name: str) -> list[Lines]:
             unit, label = TERA, "TFLOP/s"
         limits = {"measured peak": best / unit} if catalog and best else {}
         scaled = {name: sorted((x, y / unit) for x, y in line) for name, line in lines.items()}
-        panels.append(Lines(dtype, "M", label, scaled, limits=limits))
+        panels.append(Lines(dtype, "M, rows (tokens)", label, scaled, limits=limits))
     return panels
 
 
@@ -64,7 +59,7 @@ def _memcpy(results: Sequence[Measured]) -> list[Lines]:
             label, size = result.point.label, result.point.size_bytes
             times.setdefault(label, []).append((size, result.median_s * US))
             speeds.setdefault(label, []).append((size, result.bytes_per_s / GB))
-    return _pair("", times, speeds, "GB/s", US) if times else []
+    return _pair("", times, speeds, "speed, GB/s", US) if times else []
 
 
 def _collectives(results: Sequence[Measured]) -> list[Lines]:
@@ -73,7 +68,7 @@ def _collectives(results: Sequence[Measured]) -> list[Lines]:
     for result in results:
         point = result.point
         if isinstance(point, Collective) and result.median_s and result.bus_bytes_per_s:
-            way = WAYS[point.p2p]
+            way = WAYS[point.p2p] or "gloo"
             times.setdefault(point.name, {}).setdefault(way, []).append((point.size_bytes, result.median_s * MS))
             speeds.setdefault(point.name, {}).setdefault(way, []).append(
                 (point.size_bytes, result.bus_bytes_per_s / GB)
@@ -90,6 +85,6 @@ def _pair(name: str, times: Series, speeds: Series, unit: str, time_unit: float)
     in_ms = "ms" if time_unit == MS else "us"
     latency, throughput = (f"{name}{what}" if name else what.capitalize() for what in ("latency", "throughput"))
     return [
-        Lines(latency, "size", in_ms, times, sizes=True),
+        Lines(latency, "size", f"time, {in_ms}", times, sizes=True),
         Lines(throughput, "size", unit, speeds, sizes=True),
     ]

@@ -72,6 +72,8 @@ def gemms(
     first for each dtype. Raises MicroError."""
     cpu = device == "cpu"
     shapes: list[tuple[int, int, int, str]]
+    if cpu and set(dtypes) == {"tf32"}:
+        raise MicroError("tf32 is of NVIDIA's GPUs; name another --dtype.")
     if preset is not None and (m or n or k):
         raise MicroError(f"--preset {preset} has sizes of its own; leave --m, --n and --k out.")
     if preset == "paper-fig11":
@@ -129,6 +131,11 @@ def collectives(
     ways: list[bool | None] = list(dict.fromkeys(p2p)) or ([True, False] if both else [True])
     if device == "cpu":
         ways = [None]
+    least = whole_elements(1, ranks)
+    if sizes and min(sizes) < least:
+        raise MicroError(
+            f"--sizes names {size_text(min(sizes))}; {ranks} ranks share at least {size_text(least)}, one fp32 each."
+        )
     rounded = sorted({whole_elements(size, ranks) for size in sizes or (CPU_SIZES if device == "cpu" else SIZES)})
     return [
         Collective(name=name, size_bytes=size, ranks=ranks, p2p=way)

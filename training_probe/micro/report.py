@@ -1,6 +1,7 @@
-"""From the points of a micro-benchmark to what is read: report.json, report.md, tables.tex and figures.
+"""From the points of a micro-benchmark to what is read: report.json, report.md, report.html, tables.tex and
+figures.
 
-`build` and `page` are pure. A point without a number stands in them with its reason.
+`build` and `document` are pure. A point without a number stands in them with its reason.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from typing import Any, get_args
 
 import msgspec
 
+from loadgen.report.finding import Finding
 from loadgen.rundir import Machine
-from training_probe.micro import tables
+from training_probe.findings import Verdict, of_points, sentence, verdict_of
+from training_probe.micro import charts, tables
 from training_probe.micro.presets import TITLES
 from training_probe.micro.run import MicroManifest
 from training_probe.points import About, Dtype, Gemm, Kind, Measured, PointOutcome
-from training_probe.report.page import Page
+from training_probe.report.build import counted, doubtful, surroundings, tone_of
+from training_probe.report.document import Document
 
 SCHEMA = "training_probe.micro/1"
 NAMES = {"gemm": "Matrix products", "memcpy": "Memory copies", "collectives": "Collectives"}
@@ -56,6 +60,8 @@ class MicroReport(msgspec.Struct, kw_only=True):
     l2_bytes: int | None
     peak_flops_per_s: PeakFlops
     points: PointCounts
+    verdict: Verdict = "VALID"
+    findings: list[Finding] = []
     results: list[dict[str, Any]]
 
 
@@ -64,7 +70,10 @@ def build(results: Sequence[Measured], manifest: MicroManifest, about: About | N
     by_outcome = {outcome: outcomes[outcome] for outcome in get_args(PointOutcome) if outcomes[outcome]}
     known = tables.peaks(results, manifest.device_name)
     own = set(MicroReport.__struct_fields__) & set(MicroManifest.__struct_fields__) - {"schema", "argv"}
+    findings = of_points(results)
     return MicroReport(
+        verdict="INVALID" if outcomes["wrong"] else verdict_of(findings),
+        findings=findings,
         **{name: getattr(manifest, name) for name in own},
         argv=list(manifest.argv),
         versions=about.versions if about else {},
@@ -96,12 +105,15 @@ def _platform(report: MicroReport) -> str:
     return f"{report.ranks} x {report.device_name}"
 
 
-def summary(report: MicroReport) -> Iterator[str]:
-    """What was measured and how, a sentence or two each; plain text that is not escaped."""
+def verdict(report: MicroReport) -> str:
     points = report.points
     counts = ", ".join(f"{count} {name}" for name, count in points.by_outcome.items())
-    stopped = f" of {points.planned}" if points.all < points.planned else ""
-    yield f"{points.all}{stopped} points" + (f": {counts}." if counts else ".")
+    listed = f": {counts}." if counts else "."
+    return counted(points.all, points.planned, "point") + listed + doubtful(report.verdict)
+
+
+def facts(report: MicroReport) -> Iterator[str]:
+    """What was measured and how, a sentence or two each; plain text that is not escaped."""
     for dtype, speed in report.peak_flops_per_s.measured.items():
         sheet = report.peak_flops_per_s.data_sheet.get(dtype)
         beside = f", {100 * speed / sheet:.1f} % of the data sheet's {sheet / 1e12:.1f}" if sheet else ""
@@ -113,9 +125,14 @@ def summary(report: MicroReport) -> Iterator[str]:
         yield "Versions: " + ", ".join(f"{name} {version}" for name, version in report.versions.items()) + "."
 
 
-def page(results: Sequence[Measured], manifest: MicroManifest, about: About | None) -> Page:
-    """The report of a micro-benchmark, as `micro` and `report` show and write it."""
+def document(
+    results: Sequence[Measured], manifest: MicroManifest, about: About | None, notes: Sequence[str] = ()
+) -> Document:
+    """The report of a micro-benchmark, as `micro` and `report` show and write it. notes: findings on the files
+    themselves."""
     report = build(results, manifest, about)
+    missing = report.points.planned - report.points.all
+    stopped = [f"{missing} of {report.points.planned} points were not reached: it was stopped."] if missing > 0 else []
     preset = f", as {TITLES[report.preset]}" if report.preset in TITLES else ""
 
     def draw(directory: Path) -> dict[str, str]:
@@ -123,12 +140,26 @@ def page(results: Sequence[Measured], manifest: MicroManifest, about: About | No
 
         return plots.draw(directory, results, manifest.device_name, _platform(report))
 
-    return Page(
+    return Document(
         report=report,
         run_id=report.run_id,
         version=report.version,
+        argv=report.argv,
         title=f"{NAMES[report.kind]} on {_platform(report)}{preset}",
-        facts=[*summary(report)],
+        verdict=verdict(report),
+        tone=tone_of(report.points.by_outcome, [*stopped, *report.findings], report.verdict),
+        invalid=report.verdict == "INVALID",
+        findings=[*notes, *stopped, *map(sentence, report.findings)],
+        facts=[*facts(report)],
+        measured={
+            "benchmark": NAMES[report.kind],
+            "device": _platform(report),
+            "preset": report.preset or "",
+            "L2 cache": f"{report.l2_bytes / (1 << 20):.4g} MiB" if report.l2_bytes else "",
+            "nodes": ", ".join(manifest.nodes),
+            **surroundings(msgspec.to_builtins(manifest)),
+        },
         tables=tables.build(results, report.device_name),
+        charts=lambda _: charts.build(results, report.device_name),
         draw=draw,
     )

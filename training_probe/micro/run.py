@@ -202,7 +202,12 @@ def read_manifest(directory: Path) -> MicroManifest:
 
 def read_results(directory: Path) -> list[Measured]:
     """In the order of measuring; a last line that was cut by a kill is left out. Raises MicroError."""
-    return read_json_lines(directory / RESULTS_FILE, Measured, MicroError, "is no result of this version")
+    path, wrong = directory / RESULTS_FILE, "is no result of this version"
+    return read_json_lines(path, Measured, MicroError, wrong, doubt=_doubt)
+
+
+def _doubt(result: Measured) -> str:
+    return "it is ok and has no median_s" if result.outcome == "ok" and not result.median_s else ""
 
 
 def read_about(directory: Path) -> About | None:

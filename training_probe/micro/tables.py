@@ -10,11 +10,16 @@ from training_probe.flops import peak_flops
 from training_probe.micro.presets import TABLE_12
 from training_probe.paper import LEADING, SOURCE
 from training_probe.points import GB, Collective, Copy, Dtype, Gemm, Measured, Point, size_text
-from training_probe.report.layout import Column, Remarks, Table
+from training_probe.report.layout import Column, Exact, Remarks, Table, exact
 
 MS, US = 1e3, 1e6
 TERA = 1e12
 THEIRS = f"{LEADING}, Table XII"
+WAYS: dict[bool | None, str] = {True: "P2P on", False: "P2P off", None: ""}  # None: gloo, which has no P2P
+NAMES = {
+    "allreduce": "AllReduce", "allgather": "AllGather", "reducescatter": "ReduceScatter", "reduce": "Reduce",
+    "broadcast": "Broadcast", "alltoall": "AllToAll", "sendrecv": "SendRecv",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ def _beside(number: str, result: Measured, remarks: Remarks) -> str:
     """The number, or a word for how the point ended, with its reason's mark."""
     if result.outcome == "ok" and not result.reason:
         return number
-    return (number or result.outcome) + remarks.mark(result.reason)
+    shown = (number or result.outcome) + remarks.mark(result.reason)
+    return exact(shown, number.value) if isinstance(number, Exact) else shown
 
 
 def _gemm(results: Sequence[Measured], device_name: str) -> Table:
@@ -114,7 +120,6 @@ def _memcpy(results: Sequence[Measured]) -> Table:
 
 def _collectives(results: Sequence[Measured]) -> Table:
     remarks = Remarks()
-    ways: dict[bool | None, str] = {True: "P2P on", False: "P2P off", None: ""}
     by_way: dict[bool | None, dict[tuple[str, int], Measured]] = {}
     ranks = set()
     for result in results:
@@ -126,7 +131,7 @@ def _collectives(results: Sequence[Measured]) -> Table:
     columns = [Column("collective", left=True), Column("size")]
     for way in by_way:
         columns += [
-            Column(head, ways[way]) for head in ("us", "10 %", "90 %", "algbw GB/s", "busbw GB/s")
+            Column(head, WAYS[way]) for head in ("us", "10 %", "90 %", "algbw GB/s", "busbw GB/s")
         ]  # fmt: skip
     rows = []
     for name, size in keys:
@@ -162,11 +167,11 @@ def _times(result: Measured, unit: float) -> tuple[str, str, str, str]:
 
 
 def _scaled(seconds: float | None, unit: float) -> str:
-    return "" if seconds is None else _figures(seconds * unit)
+    return "" if seconds is None else exact(_figures(seconds * unit), seconds * unit)
 
 
 def _number(value: float | None, unit: float) -> str:
-    return "" if value is None else _figures(value / unit)
+    return "" if value is None else exact(_figures(value / unit), value / unit)
 
 
 def _figures(value: float) -> str:
@@ -175,4 +180,4 @@ def _figures(value: float) -> str:
 
 
 def _percent(ratio: float | None) -> str:
-    return "" if ratio is None else f"{100 * ratio:.1f}"
+    return "" if ratio is None else exact(f"{100 * ratio:.1f}", 100 * ratio)

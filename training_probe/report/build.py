@@ -1,25 +1,29 @@
-"""From the results of a sweep to what is read: report.json, report.md, tables.csv, tables.tex and figures.
+"""From the results of a sweep to what is read: report.json, report.md, report.html, tables.csv, tables.tex and figures.
 
-`build` and `page` are pure; the same results and manifest always give the same report. A failed or invalid cell stands
-in it with its reason, never as a number.
+`build` and `document` are pure; the same results and manifest always give the same report. A failed or invalid cell
+stands in it with its reason, never as a number.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
-from backends.untrusted import read_json
-from loadgen.report.text import markdown_text
+from backends.untrusted import is_cut, read_json
+from loadgen.page.content import Tone
+from loadgen.report.finding import Finding
 from training_probe import paper
+from training_probe.findings import Verdict, of_cells, sentence, verdict_of
 from training_probe.grid import LETTERS, Method
-from training_probe.report import tables
-from training_probe.report.page import Page, ReportError
-from training_probe.results import CellResult, Outcome
+from training_probe.report import charts, tables
+from training_probe.report.document import Document, ReportError
+from training_probe.report.layout import Column, Table, known
+from training_probe.results import GIB, CellResult, Outcome
 
 SCHEMA = "training_probe.report/1"
 MANIFEST_FILE = "manifest.json"
@@ -66,9 +70,13 @@ class Profiles(msgspec.Struct):
 
 
 class CellCounts(msgspec.Struct):
+    """planned: by the manifest, None without one; missing: of these, without a result."""
+
     all: int
     by_outcome: dict[str, int]
     invalid: int
+    planned: int | None = None
+    missing: int = 0
 
 
 class PredictionErrors(msgspec.Struct):
@@ -82,9 +90,12 @@ class PredictionErrors(msgspec.Struct):
 
 
 class SweepReport(ReportHead, kw_only=True):
-    """report.json of a sweep, schema `training_probe.report/1`."""
+    """report.json of a sweep, schema `training_probe.report/1`. verdict: INVALID where a finding, or a cell's losses,
+    say that numbers are no measurement."""
 
     schema: str = SCHEMA
+    verdict: Verdict = "VALID"
+    findings: list[Finding] = []
     profile: Profiles
     cells: CellCounts
     prediction: PredictionErrors
@@ -94,14 +105,38 @@ class SweepReport(ReportHead, kw_only=True):
 def build(results: Sequence[CellResult], manifest: ManifestFields) -> SweepReport:
     outcomes = Counter(result.outcome for result in results)
     by_outcome = {outcome: outcomes[outcome] for outcome in get_args(Outcome) if outcomes[outcome]}
+    doubts, invalid = of_cells(results), any(result.state == "invalid" for result in results)
     return SweepReport(
+        verdict="INVALID" if invalid else verdict_of(doubts),
+        findings=doubts,
         **ReportHead.fields_of(manifest),
         platform=platform_of(results, manifest),
         profile=_profiles(results, manifest),
-        cells=CellCounts(len(results), by_outcome, sum(result.state == "invalid" for result in results)),
+        cells=CellCounts(
+            len(results), by_outcome, sum(result.state == "invalid" for result in results), *planned(manifest, results)
+        ),
         prediction=_prediction_errors(results),
         results=list(results),
     )
+
+
+def planned(manifest: ManifestFields, results: Sequence[object]) -> tuple[int | None, int]:
+    """How many cells a manifest plans, None where it does not say, and how many of them have no result."""
+    cells = manifest.get("cells")
+    return (len(cells), max(0, len(cells) - len(results))) if isinstance(cells, list) else (None, 0)
+
+
+def counted(count: int, of: int | None, what: str) -> str:
+    """How many results there are, and how many are missing."""
+    if of is None or count >= of:
+        return f"{count} {what}{'' if count == 1 else 's'}"
+    return f"{count} of {of} {what}{'' if of == 1 else 's'}, {of - count} missing"
+
+
+def unread(path: Path) -> list[str]:
+    """What is to be told of a file of results besides what was read from it: a last line that a kill cut."""
+    cut = f"The last line of {path.name} is cut, because its writer was killed; what it held is missing."
+    return [cut] if path.is_file() and is_cut(path) else []
 
 
 def platform_of(results: Sequence[CellResult], manifest: ManifestFields) -> str:
@@ -146,14 +181,50 @@ def _prediction_errors(results: Sequence[CellResult]) -> PredictionErrors:
 # As text.
 
 
-def summary(report: SweepReport, results: Sequence[CellResult]) -> Iterator[str]:
-    """What was measured and how, a sentence or two each; plain text that is not escaped."""
-    cells, errors = report.cells, report.prediction
+def verdict(report: SweepReport) -> str:
+    cells = report.cells
     invalid = f" ({cells.invalid} of them INVALID)" if cells.invalid else ""
     counts = [f"{count} {name}{invalid if name == 'ok' else ''}" for name, count in cells.by_outcome.items()]
-    yield f"{cells.all} cells" + (f": {', '.join(counts)}." if counts else ".")
-    if cells.invalid:
+    listed = f": {', '.join(counts)}." if counts else "."
+    return counted(cells.all, cells.planned, "cell") + listed + doubtful(report.verdict)
+
+
+def doubtful(verdict: Verdict) -> str:
+    """What a line on a measurement ends with."""
+    return "" if verdict == "VALID" else " INVALID: numbers of it are no measurement."
+
+
+def tone_of(outcomes: Iterable[str], findings: Sequence[object] = (), verdict: Verdict = "VALID") -> Tone:
+    """How good a measurement with cells or points of these outcomes is. Out of memory is a result."""
+    ended = set(outcomes)
+    if verdict == "INVALID" or ended & {"crashed", "timeout", "invalid", "wrong"}:
+        return "bad"
+    return "warning" if findings else "good" if "ok" in ended else "plain"
+
+
+def ran_nothing(outcomes: Iterable[str]) -> bool:
+    """Whether no cell or point of these outcomes was as much as started."""
+    return set(outcomes) <= {"unsupported", "skipped"}
+
+
+def findings(report: SweepReport) -> Iterator[str]:
+    """What to keep in mind of the numbers."""
+    yield from map(sentence, report.findings)
+    if report.cells.missing:
+        cells = report.cells
+        yield f"{cells.missing} of {cells.planned} cells were not reached; `--resume` goes on with them."
+    if ran_nothing(report.cells.by_outcome):
+        yield "No cell was run."
+    if report.cells.invalid:
         yield INVALID_CELLS
+    if report.prediction.said_to_fit_but_ran_out:
+        yield f"Predicted to fit, but ran out of memory: {', '.join(report.prediction.said_to_fit_but_ran_out)}."
+    yield from _scaling_lines(report.results)
+
+
+def facts(report: SweepReport) -> Iterator[str]:
+    """How it was measured, and how well memory was predicted."""
+    errors = report.prediction
     yield from _profile_lines(report.profile)
     if errors.median_ratio is not None and errors.worst_ratio is not None:
         yield (
@@ -161,10 +232,7 @@ def summary(report: SweepReport, results: Sequence[CellResult]) -> Iterator[str]
             f"{100 * errors.worst_ratio:+.1f} % at worst ({errors.worst_cell}) of what was allocated, "
             f"over {errors.cells} cells of at least {LARGE_GB:g} GiB."
         )
-    if errors.said_to_fit_but_ran_out:
-        yield f"Predicted to fit, but ran out of memory: {', '.join(errors.said_to_fit_but_ran_out)}."
-    yield from _scaling_lines(results)
-    yield from _engine_lines(results)
+    yield from _engine_lines(report.results)
 
 
 def _scaling_lines(results: Sequence[CellResult]) -> Iterator[str]:
@@ -210,38 +278,109 @@ def _engine_lines(results: Sequence[CellResult]) -> Iterator[str]:
         yield "Versions: " + ", ".join(f"{name} {' and '.join(each)}" for name, each in versions.items()) + "."
 
 
-def page(results: Sequence[CellResult], manifest: ManifestFields) -> Page:
-    """The report of a sweep, as `sweep` and `report` show and write it."""
-    report, after = build(results, manifest), []
-    used = {letter for result in results for letter in result.method.split("+")} & set(LETTERS)
-    if used:
-        after += ["## Letters of the methods", ""]
-        after += [*(f"- {letter}: {markdown_text(means)}" for letter, means in LETTERS.items() if letter in used), ""]
-    failed = [result for result in results if result.state != "ok"]
-    if failed:
-        after += ["## Cells without a valid number", "", "| cell | outcome | reason | log |", "|---|---|---|---|"]
-    for result in failed:
-        reason = result.reason or (tables.UNSOUND if result.state == "invalid" else "")
-        row = (result.cell, result.state, reason, result.log)
-        after.append(f"| {' | '.join(markdown_text(part) for part in row)} |")
+def measured(results: Sequence[CellResult], manifest: ManifestFields) -> dict[str, str]:
+    """What was measured, and on what, by name; empty where it is not known."""
+    models = {paper.model_name(each.model): each.parameters for each in results}
+    sizes = (f"{name}{f' ({count / 1e9:.3g} billion parameters)' if count else ''}" for name, count in models.items())
+    memories = [each.device_memory_gb for each in results if each.device_memory_gb]
+    return {
+        "models": ", ".join(sizes),
+        "GPUs" if any(each.device == "cuda" for each in results) else "platform": platform_of(results, manifest)
+        + (f", {min(memories):.4g} GiB each" if memories else ""),
+        "GPUs of a cell": _each(each.gpus for each in results),
+        "tokens a sequence": _each(each.seq_len for each in results),
+        "sequences a GPU at once": _each(each.batch_size for each in results if each.batch_size is not None),
+        "preset": shown(manifest.get("preset")),
+        **surroundings(manifest),
+    }
+
+
+def surroundings(manifest: ManifestFields) -> dict[str, str]:
+    """Where and when something ran, as its manifest has it."""
+    machine, environment = manifest.get("machine"), manifest.get("environment")
+    started = manifest.get("started_unix_s")
+    at = datetime.fromtimestamp(started, UTC) if isinstance(started, int | float) and 0 < started < 1e11 else None
+    about = machine if isinstance(machine, Mapping) else {}
+    cpus = about.get("cpu_count")
+    return {
+        "machine": ", ".join(
+            [*(shown(about.get(name)) for name in ("hostname", "platform") if about.get(name)), f"{shown(cpus)} CPUs"]
+        ) if cpus else "",
+        "driver": shown(manifest.get("driver")),
+        "Python": shown(about.get("python")),
+        "environment": " ".join(f"{name}={value}" for name, value in environment.items())
+        if isinstance(environment, Mapping) else "",
+        "started": f"{at:%Y-%m-%d %H:%M:%S} UTC" if at else "",
+    }  # fmt: skip
+
+
+def shown(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _each(values: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(set(values))))
+
+
+def document(results: Sequence[CellResult], manifest: ManifestFields, notes: Sequence[str] = ()) -> Document:
+    """The report of a sweep, as `sweep` and `report` show and write it. notes: findings on the files themselves."""
+    report = build(results, manifest)
+    in_mind = [*notes, *findings(report)]
 
     def draw(directory: Path) -> dict[str, str]:
         from training_probe.report import plots  # matplotlib costs 0.7 s and 70 MB
 
         return plots.draw(directory, results)
 
-    return Page(
+    return Document(
         report=report,
         run_id=report.run_id,
         version=report.version,
+        argv=report.argv,
         title=f"Training on {report.platform}" + (f", {report.preset}" if report.preset else ""),
-        facts=[*summary(report, results)],
+        verdict=verdict(report),
+        tone=tone_of((each.state for each in results), in_mind, report.verdict),
+        invalid=report.verdict == "INVALID",
+        findings=in_mind,
+        facts=[*facts(report)],
+        measured=measured(results, manifest),
         tables=tables.build(results),
+        charts=lambda directory: charts.build(results, directory),
         draw=draw,
         figures="Figures",
-        after=[*after, ""],
+        after=[table for table in (_failed(results), _searched(results), _letters(results)) if table.rows],
         files={"tables.csv": tables.csv_text(results)},
     )
+
+
+def _letters(results: Sequence[CellResult]) -> Table:
+    used = {letter for result in results for letter in result.method.split("+")}
+    rows = tuple((letter, means) for letter, means in LETTERS.items() if letter in used)
+    columns = (Column("letter", left=True), Column("meaning", left=True))
+    return Table("letters", "Letters of the methods", columns, rows)
+
+
+def _searched(results: Sequence[CellResult]) -> Table:
+    """Every try of the searches for the largest micro batch."""
+    rows = tuple(
+        (each.cell, known(attempt.micro_batch), attempt.outcome, known(_gib(attempt.peak_allocated_bytes)))
+        for each in results for attempt in each.search
+    )  # fmt: skip
+    columns = (Column("cell", left=True), Column("sequences a GPU"), Column("outcome"), Column("allocated, GiB"))
+    return Table("searched", "Searches for the largest batch", columns, rows)
+
+
+def _gib(size_bytes: int | None) -> float | None:
+    return None if size_bytes is None else size_bytes / GIB
+
+
+def _failed(results: Sequence[CellResult]) -> Table:
+    rows = tuple(
+        (each.cell, each.state, each.reason or (tables.UNSOUND if each.state == "invalid" else ""), each.log)
+        for each in results if each.state != "ok"
+    )  # fmt: skip
+    columns = tuple(Column(head, left=True) for head in ("cell", "outcome", "reason", "log"))
+    return Table("failed", "Cells without a valid number", columns, rows)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

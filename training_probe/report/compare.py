@@ -7,7 +7,8 @@ and nothing else, and the output says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from backends.untrusted import escaped
 from loadgen.report.contrast import SAME, ratio_interval
@@ -18,8 +19,8 @@ from training_probe.results import CellResult
 NOTES = (
     "95 % CI: Welch's t over the runs of each cell (on logarithms). It covers the noise between the runs of a sweep, "
     "not that between two days or two starts of a machine.",
-    "A cell with one run, or without a valid number on both sides, has no interval.",
 )
+ONE_RUN = "A cell with one run, or without a valid number on both sides, has no interval here."
 
 COLUMNS = (
     Column("cell", left=True),
@@ -49,24 +50,39 @@ def _shows(interval: Sequence[float]) -> str:
     return "B is faster" if interval[0] > 1 else "B is slower"
 
 
-# As text.
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two measurements side by side, as text. sides: a line or two of each; lists: further lines, by their heading.
+    Plain text that is not escaped."""
+
+    sides: Sequence[str]
+    table: Table
+    lists: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def text(self, width: int) -> str:
+        """For a terminal of `width` columns: nothing in it that a terminal obeys."""
+        parts = ["\n".join(map(escaped, self.sides)), text(self.table, width).rstrip("\n")]
+        for heading, lines in self.lists.items():
+            parts.append("\n".join([f"{heading}:", *(escaped(f"  {line}") for line in lines)]))
+        return "\n\n".join([*parts, "\n".join(self.notes)]).rstrip("\n") + "\n"
 
 
-def render(a: Sequence[CellResult], b: Sequence[CellResult], name_a: str, name_b: str, width: int) -> str:
-    """The comparison for a terminal of `width` columns: plain text, nothing in it that a terminal obeys."""
+def sweeps(a: Sequence[CellResult], b: Sequence[CellResult], name_a: str, name_b: str) -> Comparison:
     in_a, in_b = ({result.cell: result for result in each} for each in (a, b))
     both = [(result, in_b[name]) for name, result in in_a.items() if name in in_b]
-    table = Table("compare", "Cells in both", COLUMNS, tuple(row(*pair) for pair in both))
-    lines = [_sweep("A", name_a, a), _sweep("B", name_b, b), *_versions(a, b)]
-    lines = [*map(escaped, lines), "", text(table, width)]
     changed = [(of_a, of_b) for of_a, of_b in both if of_a.state != of_b.state]
-    if changed:
-        lines += ["Ended differently:"]
-    lines += [escaped(f"  {of_a.cell}: {_with_reason(of_a)} | {_with_reason(of_b)}") for of_a, of_b in changed]
-    for side, own, others in (("A", in_a, in_b), ("B", in_b, in_a)):
-        if only := [name for name in own if name not in others]:
-            lines += ["", f"Only in {side}:", *(escaped(f"  {name}") for name in only)]
-    return "\n".join([*lines, "", *NOTES]) + "\n"
+    lists = {
+        "Ended differently": [f"{of_a.cell}: {_with_reason(of_a)} | {_with_reason(of_b)}" for of_a, of_b in changed],
+        "Only in A": [name for name in in_a if name not in in_b],
+        "Only in B": [name for name in in_b if name not in in_a],
+    }
+    return Comparison(
+        sides=[_sweep("A", name_a, a), _sweep("B", name_b, b), *_versions(a, b)],
+        table=Table("compare", "Cells in both", COLUMNS, tuple(row(*pair) for pair in both), caption=(ONE_RUN,)),
+        lists={heading: lines for heading, lines in lists.items() if lines},
+        notes=NOTES,
+    )
 
 
 def _sweep(side: str, name: str, results: Sequence[CellResult]) -> str:

@@ -17,27 +17,31 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
-from numpy.typing import NDArray
 
 from backends.untrusted import escaped
-from loadgen.report.figures import COLOURS, DASHES, GRID, STYLE, legend_below, titled
+from loadgen.report.figures import COLOURS, DASHES, GRID, INK, STYLE, legend_below, titled
+from loadgen.report.text import number
 from training_probe.points import size_text
 from training_probe.protocol import Timeline
+from training_probe.report.timelines import Array, extremes
 from training_probe.results import GIB
 
 SUFFIXES = (".svg", ".png")
 FADED = "#888888"
-DECADE = 10.0
+WIDTH = 10.4  # inches: of 830 pixels, as wide as a README, letters of 8 points have 9
+DPI = 125
+FEWEST_BARS = 8  # that fill a panel; fewer are not wider
+MOST_LEVEL = 20  # bars of a panel whose numbers stand level
+MOST_LETTERS = 110  # of the names below a panel that stand level
 LEGEND_COLUMNS = 6
 ZOOM_RATIO = 0.6  # lines that lie above this part of an axis all along have one that does not begin at 0
 MOST_SAMPLES = 1500  # stretches of a timeline, more than a figure has pixels for
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Groups of bars: values[series][group]; None: nothing there, a word instead of a number: it stands there."""
+    """Groups of bars: values[series][group]; None: nothing there, a word instead of a number: it stands there. Panels
+    of one title have the same axis."""
 
     title: str
     groups: Sequence[str]
@@ -45,56 +49,59 @@ class Panel:
     limit: tuple[str, float] | None = None  # a line across, with its name
 
 
-def bars(panels: Sequence[Panel], title: str, unit: str, stem: Path, *, log: bool = False) -> None:
-    """One panel below the other, all with the same series in the same colours."""
+def bars(panels: Sequence[Panel], title: str, unit: str, stem: Path) -> None:
+    """One panel below the other, all with the same series in the same colours; axes are linear and begin at 0. Each bar
+    has its number on it."""
     series = list(dict.fromkeys(name for panel in panels for name in panel.values))
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         most = max(len(panel.groups) for panel in panels)
-        width = min(16.0, max(7.0, 2.0 + 0.15 * most * (len(series) + 1)))
-        figure = titled(width, 1.0 + 3.1 * len(panels), escaped(title))
+        figure = titled(WIDTH, 1.0 + 3.1 * len(panels), escaped(title))
+        width = 0.84 * min(1.0, most * len(series) / FEWEST_BARS) / len(series)
+        tops = {panel.title: max(_top(each) for each in panels if each.title == panel.title) for panel in panels}
         for axis, panel in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
-            _bars(axis, panel, series, log)
+            _bars(axis, panel, series, width)
+            axis.set_ylim(0, tops[panel.title])
             axis.set_xlim(-0.6, most - 0.4)  # bars of all panels are equally wide
             axis.set_ylabel(unit)
         _legend(figure, figure.axes[0])
         _save(figure, stem)
 
 
-def _bars(axis: Axes, panel: Panel, series: Sequence[str], log: bool) -> None:
-    width = 0.84 / len(series)
-    if log:
-        axis.set_yscale("log")
-    numbers = [value for values in panel.values.values() for value in values if isinstance(value, int | float)]
-    floor = _floor(numbers) if log else 0.0
+def _bars(axis: Axes, panel: Panel, series: Sequence[str], width: float) -> None:
+    upright = len(series) * len(panel.groups) > MOST_LEVEL
     for row, name in enumerate(series):
         values = panel.values.get(name, ())
         at = np.arange(len(panel.groups)) + (row - (len(series) - 1) / 2) * width
-        heights = [value - floor if isinstance(value, int | float) else 0.0 for value in values] or [0.0] * len(at)
-        axis.bar(at, heights, 0.9 * width, bottom=floor, color=COLOURS[row % len(COLOURS)], label=escaped(name))
+        heights = [value if isinstance(value, int | float) else 0.0 for value in values] or [0.0] * len(at)
+        colour = COLOURS[row % len(COLOURS)]
+        axis.bar(at, heights, 0.9 * width, color=colour, label=escaped(name))
         for place, value in zip(at, values, strict=False):
             if isinstance(value, str):
-                _word(axis, float(place), floor, value, COLOURS[row % len(COLOURS)])
+                _word(axis, float(place), 0.0, value, colour, upright=True)
+            elif value is not None:
+                _word(axis, float(place), value, number(value), INK, upright=upright)
     if panel.limit is not None:
         name, value = panel.limit
         _line_across(axis, value, name)
-    _dress(axis, panel, floor, max(numbers, default=1.0), log)
+    _dress(axis, panel)
 
 
-def _dress(axis: Axes, panel: Panel, floor: float, top: float, log: bool) -> None:
+def _top(panel: Panel) -> float:
+    """Where its axis ends: there is room for the numbers on the bars, and for the name of the limit."""
+    numbers = [value for values in panel.values.values() for value in values if isinstance(value, int | float)]
+    return max(1.22 * max(numbers, default=0.0), 1.1 * panel.limit[1] if panel.limit else 0.0) or 1.0
+
+
+def _dress(axis: Axes, panel: Panel) -> None:
     axis.set_title(escaped(panel.title)).set_parse_math(False)
     names = [escaped(group) for group in panel.groups]
-    tilted = len(names) > 6 or max(map(len, names), default=0) > 9
+    longest = max(map(len, names), default=0)
     axis.set_xticks(np.arange(len(names)), names, fontsize=8)
     for label in axis.get_xticklabels():
         label.set_parse_math(False)
-        if tilted:
-            label.set(rotation=40, ha="right", rotation_mode="anchor")
-    top = max(top, panel.limit[1] if panel.limit else 0.0) or 1.0
-    axis.set_ylim(floor, top * (1.6 if log else 1.1))
+        if len(names) * longest > MOST_LETTERS:
+            label.set(rotation=30, ha="right", rotation_mode="anchor")
     axis.yaxis.set_major_formatter(_tick)
-    if log and top < DECADE * floor:  # too few powers of ten for an axis
-        axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-        axis.yaxis.set_minor_formatter(_tick)
     axis.tick_params(axis="x", length=0)
     axis.grid(axis="y", color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
@@ -110,17 +117,14 @@ def _tick(value: float, _: object) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:g}"
 
 
-def _floor(numbers: Sequence[float]) -> float:
-    """Where the bars of a logarithmic axis begin: the power of ten below the smallest."""
-    least = min((value for value in numbers if value > 0), default=1.0)
-    return float(DECADE ** np.floor(np.log10(least) - 0.05))
-
-
-def _word(axis: Axes, place: float, floor: float, word: str, colour: str) -> None:
+def _word(axis: Axes, place: float, height: float, word: str, colour: str, *, upright: bool) -> None:
+    """On a bar, or in place of one."""
     text = axis.annotate(
-        escaped(word), (place, floor), (0, 2), textcoords="offset points", rotation=90, ha="center", va="bottom"
-    )
-    text.set(parse_math=False, color=colour, fontsize=6.5)
+        escaped(word), (place, height), (0, 2), textcoords="offset points", rotation=90 if upright else 0, ha="center",
+        va="bottom",
+    )  # fmt: skip
+    text.set(parse_math=False, color=colour, fontsize=7)
+    text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8})  # over a line across
 
 
 def scaling(
@@ -131,7 +135,7 @@ def scaling(
     lines: by name, (GPUs, tokens/s, standard deviation) from the fewest GPUs, which the ideal goes by.
     """
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = titled(9.5, 4.1, escaped(title))
+        figure = titled(WIDTH, 4.1, escaped(title))
         speed, share = figure.subplots(1, 2)
         for row, (name, points) in enumerate(lines.items()):
             colour = COLOURS[row % len(COLOURS)]
@@ -183,8 +187,7 @@ def lines(panels: Sequence[Lines], title: str, stem: Path, *, columns: int = 2) 
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        width = max(7.0, 5.2 * columns)
-        figure = titled(width, 1.0 + (2.6 if rows > 2 else 3.5) * rows, escaped(title))
+        figure = titled(WIDTH, 1.0 + (2.6 if rows > 2 else 3.5) * rows, escaped(title))
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axis in axes[len(panels) :]:
             axis.remove()
@@ -247,14 +250,14 @@ def timeline(of: Timeline, title: str, stem: Path) -> None:
     gib = np.array(of.bytes, dtype=np.float64).reshape(len(of.categories), -1) / GIB  # (categories, samples)
     time_s = np.array(of.time_s, dtype=np.float64)
     event = np.arange(len(time_s), dtype=np.float64)
-    seen = _extremes(gib.sum(axis=0))
+    seen = extremes(gib.sum(axis=0), MOST_SAMPLES)
     begins_s = np.maximum(0, np.array(of.steps_s, dtype=np.float64) - time_s[0])
     over = (
-        (time_s - time_s[0], begins_s, "s"),
+        (time_s - time_s[0], begins_s, "time, s"),
         (event, np.interp(begins_s, time_s - time_s[0], event), "allocations and releases"),
     )
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = titled(10.5, 6.2, escaped(title))
+        figure = titled(WIDTH, 6.2, escaped(title))
         axes = figure.subplots(2, 1)
         for axis, (x, begins, unit) in zip(axes, over, strict=True):
             _stack(axis, x[seen], gib[:, seen], of.categories)
@@ -264,17 +267,10 @@ def timeline(of: Timeline, title: str, stem: Path) -> None:
         _save(figure, stem)
 
 
-def _extremes(total: Array) -> NDArray[np.int64]:
-    """Which samples are drawn, ascending: the highest and the lowest of each of `MOST_SAMPLES` stretches."""
-    stretches = np.array_split(np.arange(len(total)), min(len(total), MOST_SAMPLES))
-    ends = [part[end] for part in stretches for end in (np.argmax(total[part]), np.argmin(total[part]))]
-    return np.unique(np.array([0, *ends, len(total) - 1]))
-
-
 def _stack(axis: Axes, x: Array, gib: Array, names: Sequence[str]) -> None:
     under = np.zeros(len(x))
-    for number, (name, own) in enumerate(zip(names, gib, strict=True)):
-        colour = COLOURS[number % len(COLOURS)]
+    for row, (name, own) in enumerate(zip(names, gib, strict=True)):
+        colour = COLOURS[row % len(COLOURS)]
         axis.fill_between(
             x, under, under + own, step="post", color=colour, linewidth=0, label=escaped(name), rasterized=True
         )
@@ -287,10 +283,10 @@ def _stack(axis: Axes, x: Array, gib: Array, names: Sequence[str]) -> None:
 
 
 def _mark_steps(axis: Axes, begins: Array) -> None:
-    for number, place in enumerate(begins, 1):
+    for step, place in enumerate(begins, 1):
         axis.axvline(float(place), color="#222222", linewidth=0.8, linestyle=(0, (1.5, 1.5)))
         axis.annotate(
-            f"step {number}", (float(place), 1.0), (3, -3), xycoords=axis.get_xaxis_transform(),
+            f"step {step}", (float(place), 1.0), (3, -3), xycoords=axis.get_xaxis_transform(),
             textcoords="offset points", va="top", fontsize=8,
         )  # fmt: skip
 
@@ -303,7 +299,7 @@ def _legend(figure: Figure, axis: Axes) -> None:
 def _save(figure: Figure, stem: Path) -> None:
     for suffix in SUFFIXES:
         metadata = {"Date": None} if suffix == ".svg" else None
-        figure.savefig(stem.with_name(stem.name + suffix), dpi=160, metadata=metadata)
+        figure.savefig(stem.with_name(stem.name + suffix), dpi=DPI, metadata=metadata)
 
 
 def file_stem(name: str) -> str:

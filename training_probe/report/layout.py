@@ -1,4 +1,4 @@
-"""A table of text, and how it looks in a terminal, in Markdown and in LaTeX. Pure.
+"""A table of text, and how it looks in a terminal, in Markdown, in LaTeX and on a page. Pure.
 
 Cells hold plain text; each way of showing it escapes what would be obeyed there. What is missing is an empty cell.
 """
@@ -12,8 +12,10 @@ from itertools import groupby
 from textwrap import fill
 
 from backends.untrusted import escaped
-from loadgen.report.text import markdown_text
+from loadgen.page import content
+from loadgen.report.text import markdown_text, number
 
+MOST_ROWS = 24  # of a table that stands open on a page; a longer one opens when it is asked for
 GAP = "  "
 
 _LATEX = {
@@ -22,6 +24,27 @@ _LATEX = {
     "`": r"\textasciigrave{}", **{sign: rf"\{sign}" for sign in "{}$&#%_"},
     **{sign: rf"{{{sign}}}" for sign in "[]*"},  # a row may not begin with them: they belong to the \\ before it
 }  # fmt: skip
+
+
+class Exact(str):
+    """The text of a number in a table, with the exact number behind it."""
+
+    value: float
+
+    def __new__(cls, text: str, value: float) -> Exact:
+        made = super().__new__(cls, text)
+        made.value = value
+        return made
+
+
+def exact(text: str, value: float | None) -> str:
+    """The text of a cell; with the number behind it, where there is one."""
+    return text if value is None else Exact(text, value)
+
+
+def known(value: float | None) -> str:
+    """A cell with this number; an empty one for None."""
+    return "" if value is None else Exact(number(value), value)
 
 
 @dataclass(frozen=True)
@@ -147,12 +170,42 @@ def markdown(table: Table) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def section(table: Table) -> content.Section:
+    """A section of a page."""
+    return content.Section(id=_label(table), title=table.title, blocks=blocks(table, ""))
+
+
+def blocks(table: Table, caption: str) -> list[content.Block]:
+    """The table on a page, with what stands below it. The columns of text on the left are one there, and a heading over
+    columns is the first line of each."""
+    texts = next((at for at, column in enumerate(table.columns) if not column.left), 0)
+    joined = max(texts, 1)
+    heads = ["\n".join(part for part in (column.group, column.head) if part) for column in table.columns]
+    folded = len(table.rows) > MOST_ROWS
+    shown = content.Table(
+        headers=[", ".join(heads[:joined]), *heads[joined:]],
+        rows=[[", ".join(filter(None, row[:joined])), *map(_cell, row[joined:])] for row in table.rows],
+        caption=": ".join(filter(None, (caption, f"{len(table.rows)} rows"))) if folded else caption,
+        folded=folded,
+        numeric=texts > 0,
+    )
+    below = [*table.caption, *(f"[{number}] {note}" for number, note in enumerate(table.notes, 1))]
+    return [shown, *(content.Text(text=sentence) for sentence in below)]
+
+
+def _cell(value: str) -> content.Cell:
+    return content.Number(text=str(value), value=value.value) if isinstance(value, Exact) else value
+
+
+def _label(table: Table) -> str:
+    return re.sub(r"[^a-z0-9-]", "-", table.key.lower())
+
+
 def latex(table: Table) -> str:
     """A `table*` that needs the packages booktabs, graphicx and textcomp."""
     columns = "".join("l" if column.left else "r" for column in table.columns)
-    label = re.sub(r"[^a-z0-9-]", "-", table.key.lower())
     caption = " ".join(latex_text(sentence) for sentence in (f"{table.title}.", *table.caption))
-    lines = [r"\begin{table*}", r"\centering", rf"\caption{{{caption}}}", rf"\label{{tab:{label}}}"]
+    lines = [r"\begin{table*}", r"\centering", rf"\caption{{{caption}}}", rf"\label{{tab:{_label(table)}}}"]
     lines += [r"\resizebox{\textwidth}{!}{%", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
     if any(column.group for column in table.columns):
         lines += _latex_groups(table)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-import msgspec
-
-from backends.untrusted import UNDECODABLE
 from training_probe import paper
-from training_probe.paper import TableName
-from training_probe.protocol import TIMELINE_FILE, Timeline
-from training_probe.report import figures, tables
+from training_probe.paper import PaperRow, TableName
+from training_probe.report import figures, tables, timelines
 from training_probe.report.figures import Panel
 from training_probe.results import CellResult
 
-MOST_GROUPS = 24  # of bars in a row; more go into a panel below
+MOST_BARS = 42  # in a row, so that the numbers on them can be read; more go into a panel below
 MOST_LINES = 7  # of different colours
+T = TypeVar("T")
 
 
 def draw(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
@@ -39,21 +37,28 @@ def draw(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
 
 def _beside_paper(directory: Path, table: TableName, matched: tables.Matched) -> dict[str, str]:
     machines = list(dict.fromkeys(machine for ours in matched.values() for machine in ours))
+    platforms = [name for name in paper.PLATFORMS if any(name in line.printed for line in matched)]
     panels = []
     for model in dict.fromkeys(line.model for line in matched):
-        lines = {line: ours for line, ours in matched.items() if line.model == model}
-        values: dict[str, list[float | str | None]] = {}
-        for platform in dict.fromkeys(name for line in lines for name in line.printed):
-            printed = (line.printed[platform] for line in lines)
-            values[platform] = ["OOM" if row.oom else row.likely_tokens_per_s for row in printed]
-        for machine in machines:
-            values[str(machine)] = [_speed(ours.get(machine)) for ours in lines.values()]
-        names = [f"{line.label}{f' BS {line.batch_label}' if table == 'II' else ''}" for line in lines]
-        panels.append(Panel(model.upper(), names, values))
-    title = f"As Table {table} of {paper.SOURCE}: {paper.TITLES[table]} (all GPUs together, {paper.GPUS} in the paper)"
+        lines = [line for line in matched if line.model == model]
+        for title, part in _rows(model.upper(), lines, len(platforms) + len(machines)):
+            values: dict[str, list[float | str | None]] = {
+                f"{name}, {paper.GPUS} GPUs (paper)": [_printed(line.printed.get(name)) for line in part]
+                for name in platforms
+            }
+            for machine in machines:
+                values[str(machine)] = [_speed(matched[line].get(machine)) for line in part]
+            names = [tables.row_name(line, [*matched[line].values()]) for line in part]
+            panels.append(Panel(title, names, values))
+    title = f"As Table {table} of {paper.SOURCE}: {paper.TITLES[table]} ({tables.ROW_SIZES})"
     stem = directory / f"throughput-table-{table}"
-    figures.bars(panels, title, "Tokens/s", stem, log=True)
+    figures.bars(panels, title, "tokens/s of a GPU", stem)
     return {f"{stem.name}.svg": title}
+
+
+def _printed(row: PaperRow | None) -> float | str | None:
+    """Tokens/s of a GPU."""
+    return "OOM" if row is not None and row.oom else tables.printed_per_gpu(row)
 
 
 def _speeds(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
@@ -61,20 +66,21 @@ def _speeds(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
     if not any(result.outcome == "ok" for result in results):
         return {}
     panels = [
-        Panel(title, [_short(result) for result in part], {"tokens/s": [_speed(result) for result in part]})
-        for title, part in _parts(results)
+        Panel(title, [*map(tables.short_name, part)], {"tokens/s": [_speed(result) for result in part]})
+        for title, part in _parts(results, 1)
     ]
-    title = (
-        f"Tokens/s, all GPUs or processes of a cell together: {', '.join(dict.fromkeys(r.platform for r in results))}"
-    )
-    figures.bars(panels, title, "Tokens/s", directory / "throughput")
+    on = tables.machine(results[0]).on
+    platforms = ", ".join(dict.fromkeys(result.platform for result in results))
+    title = f"Tokens/s of a {on}: {platforms} ({tables.SIZES})"
+    figures.bars(panels, title, f"tokens/s of a {on}", directory / "throughput")
     return {"throughput.svg": title}
 
 
 def _speed(result: CellResult | None) -> float | str | None:
+    """Tokens/s of a GPU."""
     if result is None:
         return None
-    return _end(result) or (result.tokens_per_s if result.valid else "invalid")
+    return _end(result) or (tables.per_gpu(result) if result.valid else "invalid")
 
 
 def _end(result: CellResult) -> str | None:
@@ -86,7 +92,7 @@ def _memory(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
     """Cells of which anything was measured or predicted."""
     known = [result for result in results if result.peak_memory_gb or result.predicted_memory_gb]
     panels = []
-    for title, part in _parts(known):
+    for title, part in _parts(known, 3):
         sizes = {result.device_memory_gb for result in part}
         size = sizes.pop() if len(sizes) == 1 else None
         values: dict[str, list[float | str | None]] = {
@@ -99,30 +105,29 @@ def _memory(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
             max(result.peak_memory_gb or 0, result.predicted_memory_gb or 0) for result in part
         )
         panels.append(
-            Panel(title, [_short(result) for result in part], values, ("device", size) if near and size else None)
+            Panel(title, [*map(tables.short_name, part)], values, ("device", size) if near and size else None)
         )
     if not panels:
         return {}
-    title = "Peak memory, predicted and measured, of the GPU or process that had most"
+    on = tables.machine(known[0]).on
+    title = f"Peak memory, predicted and measured, of the {on} that had most ({tables.SIZES})"
     figures.bars(panels, title, "GiB", directory / "memory")
     return {"memory.svg": title}
 
 
-def _parts(results: Iterable[CellResult]) -> list[tuple[str, list[CellResult]]]:
+def _parts(results: Iterable[CellResult], series: int) -> list[tuple[str, list[CellResult]]]:
     """The cells in panels: a model and a task each, in rows that are not too long."""
     groups: dict[str, list[CellResult]] = {}
     for result in results:
         groups.setdefault(f"{paper.model_name(result.model)}, {result.task}", []).append(result)
-    return [
-        (f"{title}{' (more)' if start else ''}", part[start : start + MOST_GROUPS])
-        for title, part in groups.items()
-        for start in range(0, len(part), MOST_GROUPS)
-    ]
+    return [row for title, part in groups.items() for row in _rows(title, part, series)]
 
 
-def _short(result: CellResult) -> str:
-    batch = f" BS {result.batch_size}" if result.batch_size not in (None, 1) else ""
-    return f"{result.engine} {result.method} {result.gpus}x{batch}"
+def _rows(title: str, groups: Sequence[T], series: int) -> list[tuple[str, list[T]]]:
+    """Groups of bars of so many series, in rows of about the same length that are not too long."""
+    rows = -(-len(groups) * series // MOST_BARS)
+    length = -(-len(groups) // rows) if rows else 1
+    return [(title, [*groups[start : start + length]]) for start in range(0, len(groups), length)]
 
 
 def _scaling(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
@@ -142,16 +147,9 @@ def _scaling(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
 
 
 def _timelines(directory: Path) -> dict[str, str]:
-    """Memory over the first steps, of each cell that recorded it. A file that was cut by a kill gives none."""
+    """Memory over the first steps, of each cell that recorded it."""
     shown: dict[str, str] = {}
-    for path in sorted(directory.glob(f"trials/*/*/{TIMELINE_FILE}")):
-        name = path.parent.parent.name  # trials/<cell>/timeline/
-        try:
-            recorded = msgspec.json.decode(path.read_bytes(), type=Timeline)
-        except UNDECODABLE:
-            continue
-        if not recorded.time_s or any(len(each) != len(recorded.time_s) for each in recorded.bytes):
-            continue
+    for name, recorded in timelines.read(directory):
         stem = directory / f"timeline-{figures.file_stem(name)}"
         title = f"Memory of the first steps: {name}"
         figures.timeline(recorded, title, stem)

@@ -13,11 +13,14 @@ from typing import NamedTuple
 from backends.untrusted import escaped
 from loadgen.report.text import number
 from training_probe import paper
+from training_probe.grid import beyond_letters
 from training_probe.paper import PaperRow, TableName
-from training_probe.report.layout import Column, Remarks, Table
+from training_probe.report.layout import Column, Exact, Remarks, Table, exact, known
 from training_probe.results import SHARED, CellResult
 
 OOM = "-"
+SIZES = "x: GPUs, s: tokens a sequence, b: sequences a GPU"  # in `short_name`
+ROW_SIZES = "s: tokens a sequence, b: sequences a GPU, here/in the paper where they differ"  # in `row_name`
 UNSOUND = "the losses were not finite or did not fall, so what was timed is no training"
 
 
@@ -105,7 +108,8 @@ def _is_of(line: Line, result: CellResult) -> bool:
     row = line.leading
     searched = bool(result.search) or result.batch_size is None
     cell = (result.task, result.engine, result.method, result.seq_len, paper.model_name(result.model))
-    plain = result.grad_accum == result.tp == result.pp == result.cp == 1 and not result.compile
+    sizes = result.grad_accum == result.tp == result.pp == result.cp == 1
+    plain = sizes and not result.compile and not beyond_letters(result)
     return (
         cell == (row.task, row.engine, row.method, row.seq_len, row.model)
         and plain
@@ -139,9 +143,9 @@ def _of_paper(table: TableName, tried: Matched) -> Table:
 
 
 def _heads(each: MachineColumns, with_batch: bool) -> list[str]:
-    per_gpu = [] if each.gpus == paper.GPUS else [f"per {each.on}"]
+    share = [] if each.gpus == paper.GPUS else [f"per {each.on}"]
     batch = ["BS"] if with_batch else []
-    return [*batch, "Tokens/s (std)", *per_gpu, f"/ {paper.LEADING}", "M alloc.", "M res."]
+    return [*batch, "Tokens/s (std)", *share, f"/ {paper.LEADING}", "M alloc.", "M res."]
 
 
 def _printed(row: PaperRow, with_batch: bool, remarks: Remarks) -> list[str]:
@@ -149,7 +153,8 @@ def _printed(row: PaperRow, with_batch: bool, remarks: Remarks) -> list[str]:
     if row.tokens_per_s is None or row.memory_gb is None:
         return [*batch, OOM + remarks.mark(row.note), OOM]
     spread = "" if row.std is None else f" ({row.std:g})"
-    return [*batch, f"{row.tokens_per_s:,.10g}{spread}{remarks.mark(row.note)}", f"{row.memory_gb:g}"]
+    speed_text = f"{row.tokens_per_s:,.10g}{spread}{remarks.mark(row.note)}"
+    return [*batch, Exact(speed_text, row.tokens_per_s), Exact(f"{row.memory_gb:g}", row.memory_gb)]
 
 
 def _measured(
@@ -158,29 +163,49 @@ def _measured(
     """Blank where the cell was not tried."""
     if result is None:
         return [""] * len(_heads(on, with_batch))
-    per_gpu = [] if on.gpus == paper.GPUS else [_known(_per_gpu(result))]
+    share = [] if on.gpus == paper.GPUS else [known(per_gpu(result))]
     batch = [_batch(result, remarks)] if with_batch else []
     ratio = ratio_to(result, beside)
-    memory = [_known(result.peak_memory_gb), _known(result.peak_reserved_gb)]
-    return [*batch, speed(result, remarks, oom=OOM), *per_gpu, _known(ratio), *memory]
+    memory = [known(result.peak_memory_gb), known(result.peak_reserved_gb)]
+    return [*batch, speed(result, remarks, oom=OOM), *share, known(ratio), *memory]
 
 
 def _batch(result: CellResult, remarks: Remarks) -> str:
     limited = "the search ended here (--max-micro-batch); more may fit" if result.search_was_limited else ""
-    return "" if result.batch_size is None else str(result.batch_size) + remarks.mark(limited)
+    return "" if result.batch_size is None else Exact(f"{result.batch_size}{remarks.mark(limited)}", result.batch_size)
 
 
 def ratio_to(result: CellResult, row: PaperRow) -> float | None:
     """Tokens/s per GPU here over the paper's; None where either has none."""
-    ours, theirs = _per_gpu(result), row.likely_tokens_per_s
-    return ours / (theirs / paper.GPUS) if ours and theirs else None
+    ours, theirs = per_gpu(result), printed_per_gpu(row)
+    return ours / theirs if ours and theirs else None
 
 
-def _per_gpu(result: CellResult) -> float | None:
+def per_gpu(result: CellResult) -> float | None:
     """Tokens/s; None where there is no valid number."""
     if result.state != "ok" or result.tokens_per_s is None:
         return None
     return result.tokens_per_s / result.gpus
+
+
+def printed_per_gpu(row: PaperRow | None) -> float | None:
+    """The paper's tokens/s."""
+    return None if row is None or row.likely_tokens_per_s is None else row.likely_tokens_per_s / paper.GPUS
+
+
+def short_name(result: CellResult) -> str:
+    """A cell among others of its model and task: method and sizes, and the engine where it is not the usual one."""
+    used = engine(result)
+    batch = "" if result.batch_size is None else f" b{result.batch_size}"
+    shown = "" if used == "deepspeed" else f"{used} "
+    return f"{shown}{result.method} {result.gpus}x s{result.seq_len}{batch}"
+
+
+def row_name(line: Line, ours: Sequence[CellResult]) -> str:
+    """A row of the paper's table: its method and sizes; where the batch here is another, it is HERE/PAPER'S."""
+    here = ",".join(dict.fromkeys(str(each.batch_size) for each in ours if each.batch_size is not None)) or OOM
+    theirs = str(line.leading.batch_size or OOM)
+    return f"{line.label} s{line.leading.seq_len} b{here if here == theirs else f'{here}/{theirs}'}"
 
 
 def speed(result: CellResult, remarks: Remarks, oom: str) -> str:
@@ -191,7 +216,7 @@ def speed(result: CellResult, remarks: Remarks, oom: str) -> str:
         return result.outcome + remarks.mark(result.reason)
     spread = "" if result.tokens_per_s_std is None else f" ({number(result.tokens_per_s_std)})"
     mark = "" if result.valid else " INVALID" + remarks.mark(result.reason or UNSOUND)
-    return f"{number(result.tokens_per_s)}{spread}{mark}"
+    return exact(f"{number(result.tokens_per_s)}{spread}{mark}", result.tokens_per_s)
 
 
 def _caption(table: TableName, machines: Sequence[MachineColumns]) -> tuple[str, ...]:
@@ -199,7 +224,7 @@ def _caption(table: TableName, machines: Sequence[MachineColumns]) -> tuple[str,
         "Tokens/s of all GPUs together; M: peak memory of the GPU that had most, GiB (here allocated, reserved)."
     ]
     if table in ("II", "IV"):
-        searched = ", here the largest power of two that fitted" if table == "IV" else ""
+        searched = ", here the largest that fitted, to an eighth" if table == "IV" else ""
         sentences.append(f"BS: sequences a GPU{searched}.")
     sentences += [f'"{OOM}": out of memory.', *([] if table == "II" else [paper.STD_NOTE])]
     other = [each for each in machines if each.gpus != paper.GPUS]
@@ -212,10 +237,6 @@ def _caption(table: TableName, machines: Sequence[MachineColumns]) -> tuple[str,
     else:
         sentences.append(f'"/ {paper.LEADING}": tokens/s here over those of {paper.LEADING}, {paper.GPUS} GPUs both.')
     return tuple(sentences)
-
-
-def _known(value: float | None) -> str:
-    return "" if value is None else number(value)
 
 
 # All cells.
@@ -238,12 +259,12 @@ def all_cells(results: Sequence[CellResult]) -> Table:
     for result in results:
         shares = (None if ratio is None else 100 * ratio for ratio in (result.mfu_ratio, result.hfu_ratio))
         rows.append((
-            paper.model_name(result.model), result.task, _engine(result), result.method,
-            str(result.gpus), _batch(result, remarks), str(result.seq_len),
-            speed(result, remarks, oom="OOM"), *map(_known, shares),
-            _known(result.step_ms), _known(result.forward_ms), _known(result.backward_ms), _known(result.optimizer_ms),
-            _known(result.predicted_memory_gb), _known(result.peak_memory_gb), _known(result.peak_reserved_gb),
-            _known(result.energy_j_per_token),
+            paper.model_name(result.model), result.task, engine(result), result.method,
+            Exact(str(result.gpus), result.gpus), _batch(result, remarks), Exact(str(result.seq_len), result.seq_len),
+            speed(result, remarks, oom="OOM"), *map(known, shares),
+            known(result.step_ms), known(result.forward_ms), known(result.backward_ms), known(result.optimizer_ms),
+            known(result.predicted_memory_gb), known(result.peak_memory_gb), known(result.peak_reserved_gb),
+            known(result.energy_j_per_token),
         ))  # fmt: skip
     caption = [
         "Tokens/s of all GPUs together (standard deviation over the runs); BS: sequences a GPU takes at once; times: "
@@ -255,13 +276,14 @@ def all_cells(results: Sequence[CellResult]) -> Table:
     return table.without_empty()
 
 
-def _engine(result: CellResult) -> str:
+def engine(result: CellResult) -> str:
     """The engine, and what of its settings is not the usual."""
     sizes = (("tp", result.tp), ("pp", result.pp), ("cp", result.cp), ("ga", result.grad_accum))
     settings = [f"{name}{size}" for name, size in sizes if size > 1]
     settings += ["math"] if result.attention == "math" else []
     settings += ["compile"] if result.compile else []
-    return " ".join([result.engine, *settings])
+    settings += ["own configuration"] if result.deepspeed else []
+    return " ".join([result.engine, *settings, *beyond_letters(result)])
 
 
 # One number a field, for other programs.
@@ -299,7 +321,6 @@ def _csv_rows(results: Sequence[CellResult]) -> Iterator[dict[str, object]]:
 
 def _csv_printed(row: PaperRow) -> dict[str, object]:
     same = ("table", "platform", "model", "task", "engine", "method", "label", "batch_size", "seq_len", "note")
-    likely = row.likely_tokens_per_s
     return {
         **{name: getattr(row, name) for name in same},
         "gpus": paper.GPUS,
@@ -307,7 +328,7 @@ def _csv_printed(row: PaperRow) -> dict[str, object]:
         "outcome": "oom" if row.oom else "ok",
         "tokens_per_s": row.tokens_per_s,
         "tokens_per_s_std": row.std,
-        "tokens_per_s_per_gpu": None if likely is None else likely / paper.GPUS,
+        "tokens_per_s_per_gpu": printed_per_gpu(row),
         "peak_memory_gb": row.memory_gb,
     }
 
@@ -317,7 +338,7 @@ def _csv_measured(result: CellResult) -> dict[str, object]:
     return {
         **{name: getattr(result, name) for name in CSV_FIELDS if name not in elsewhere},
         "model": paper.model_name(result.model),
-        "tokens_per_s_per_gpu": _per_gpu(result),
+        "tokens_per_s_per_gpu": per_gpu(result),
         "note": result.reason,
     }
 

@@ -17,18 +17,22 @@ from msgspec.structs import replace
 
 from backends import gpus
 from backends.decoder import ModelSpec
-from training_probe import flops, memory
+from loadgen.rundir import machine_memory_bytes
+from training_probe import flops, memory, own_deepspeed
 from training_probe.grid import Cell, impossible
 from training_probe.launch import runner
-from training_probe.launch.cluster import Cluster
+from training_probe.launch.cluster import Elsewhere
 from training_probe.launch.runner import HERE, Launching, Limits, Place, TrialOutcome
-from training_probe.memory import Fit, Prediction
+from training_probe.memory import Prediction
+from training_probe.memory.layers import uncounted
+from training_probe.memory.process import Fit, host_judged
 from training_probe.protocol import TIMELINE_STEPS, Step, Trial
 from training_probe.results import GIB, Attempt, CellResult, Outcome, RunResult, loss_doubt, of_cell
 from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.progress import CellProgress
 
 SEARCH_WARMUP_STEPS, SEARCH_STEPS = 2, 3
+APART = 8  # a search ends where the largest that fits and the smallest that does not are this share of the former apart
 
 
 # Before it runs.
@@ -57,20 +61,22 @@ class Predicted(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a sweep needs of others: how processes are started, which GPUs there are, what will fit. place: where the
-    processes of a cell run; cluster: the one whose nodes it gets; None: cells run here, one after another."""
+    """What a sweep needs of others: how processes are started, which GPUs there are, what will fit. node_bytes: memory
+    of this machine, for what is offloaded. place: where the processes of a cell run; cluster: whose nodes it gets;
+    None: cells run here, one after another."""
 
     command: runner.Command = runner.worker_command
     inventory: Callable[[], gpus.Inventory] = gpus.read
     probe: Callable[[Sequence[int]], gpus.Probe] = gpus.Probe
     predictor: Predictor = memory
+    node_bytes: Callable[[], int | None] = machine_memory_bytes
     place: Place = HERE
-    cluster: Cluster | None = None
+    cluster: Elsewhere | None = None
 
     def predict(self, cell: Cell, settings: Settings) -> Prediction | None:
-        """The prediction for a cell, `sized`; None where nothing is known."""
-        spec = settings.model(cell).decoder
-        return None if spec is None else self.predictor.predict(sized(cell), spec)
+        """The prediction for a cell, `sized`; None where nothing is known, and on the CPU, which is not predicted."""
+        spec = None if cell.device == "cpu" else counted(cell, settings)
+        return None if spec is None or unpredicted(cell, settings) else self.predictor.predict(sized(cell), spec)
 
     def predicted_fields(self, cell: Cell, settings: Settings) -> Predicted:
         """Empty where nothing is predicted."""
@@ -98,16 +104,32 @@ class Surroundings:
         prediction = self.predict(cell, settings)
         if settings.no_skip or prediction is None or memory_bytes is None:
             return None
-        fit = self.predictor.fits(prediction, memory_bytes)
-        return None if fit.ok else ("skipped", fit.reason)
+        fits = [self.predictor.fits(prediction, memory_bytes)]
+        if prediction.host and self.place is HERE and (node_bytes := self.node_bytes()) is not None:
+            fits.append(host_judged(prediction.host_bytes, node_bytes))
+        return next((("skipped", fit.reason) for fit in fits if not fit.ok), None)
 
     def first_micro_batch(self, cell: Cell, settings: Settings, memory_bytes: int | None) -> int:
         """Where a search begins: the largest power of two that is predicted to fit; 1 without a prediction."""
-        spec = settings.model(cell).decoder
-        if spec is None or memory_bytes is None:
+        spec = counted(cell, settings)
+        if spec is None or memory_bytes is None or unpredicted(cell, settings):
             return 1
         most = settings.max_micro_batch
         return floor_power_of_two(self.predictor.largest_micro_batch(sized(cell), spec, memory_bytes, most))
+
+
+def counted(cell: Cell, settings: Settings) -> ModelSpec | None:
+    """The cell's model where its parameters and what they keep were counted."""
+    spec = settings.model(cell).decoder
+    return None if spec is None or uncounted(cell, spec) is not None else spec
+
+
+def unpredicted(cell: Cell, settings: Settings) -> str | None:
+    """Why memory that could be predicted is not, a clause."""
+    field = own_deepspeed.uncounted(cell, settings.deepspeed)
+    if field is None or cell.device == "cpu":
+        return None
+    return f"no memory is predicted with the {field} of --deepspeed"
 
 
 def sized(cell: Cell) -> Cell:
@@ -125,7 +147,7 @@ def device_memory_bytes(cell: Cell, manifest: SweepManifest) -> int | None:
 
 def utilization(cell: Cell, manifest: SweepManifest, tokens_per_s: float) -> tuple[float | None, float | None]:
     """MFU and HFU of a cell at a speed on the devices of a sweep; None where they cannot be known."""
-    spec, names = manifest.model(cell).decoder, manifest.device_names
+    spec, names = counted(cell, manifest), manifest.device_names
     if spec is None or not names:
         return None, None
     return flops.mfu(cell, spec, tokens_per_s, names[0]), flops.hfu(cell, spec, tokens_per_s, names[0])
@@ -165,7 +187,7 @@ class CellRun:
         self._directory = sweep.directory / "trials" / cell.name
         self._attempts: list[Attempt] = []
         self._measured: list[RunResult] = []
-        self._notes: list[str] = []
+        self._notes = [note] if (note := unpredicted(cell, sweep.manifest)) else []
         self._log = ""
 
     def result(self) -> CellResult:
@@ -177,7 +199,7 @@ class CellRun:
             while (failed := self._measure(cell)).outcome == "oom" and self._attempts and (cell.micro_batch or 1) > 1:
                 assert cell.micro_batch is not None
                 self._attempts.append(Attempt(micro_batch=cell.micro_batch, outcome="oom"))
-                cell = replace(cell, micro_batch=cell.micro_batch // 2)
+                cell = replace(cell, micro_batch=next_smaller(self._attempts, cell.micro_batch))
             if failed.outcome == "ok" and self._settings.timeline:
                 self._record(cell)
         except _Failed as given_up:
@@ -192,7 +214,8 @@ class CellRun:
             reason="; ".join([*(sorted(doubts) if ok else [failed.reason]), *self._notes]),
             steps=settings.steps, warmup_steps=settings.warmup_steps, batch_size=cell.micro_batch,
             search=self._attempts, started_unix_s=self._started_unix_s, wall_s=time.monotonic() - self._begun,
-            log=self._log, nodes=list(self._sweep.nodes), **self._sweep.around.predicted_fields(cell, settings),
+            log=self._log, nodes=list(self._sweep.nodes), deepspeed=settings.trial(cell).deepspeed,
+            **self._sweep.around.predicted_fields(cell, settings),
         )  # fmt: skip
         result.add_runs(self._measured)
         result.valid = ok and result.valid
@@ -280,21 +303,33 @@ class CellRun:
 
 def largest(attempt: Callable[[int], Attempt], *, start: int, at_most: int) -> list[Attempt]:
     """Tries the powers of two up to `at_most`, beginning with the one at or below `start`: up until one fails, or down
-    until one fits; all attempts.
+    until one fits; then between the two, until they are an eighth apart. All attempts.
 
     One that fails in another way than for want of memory ends the search: more of it, or less, would show nothing new.
     """
     size = floor_power_of_two(min(start, at_most))
     attempts = [attempt(size)]
     if attempts[0].outcome == "ok":
-        while attempts[-1].outcome == "ok" and size * 2 <= at_most:
-            size *= 2
+        while attempts[-1].outcome == "ok" and size < at_most:
+            size = min(size * 2, at_most)
             attempts.append(attempt(size))
     else:
         while attempts[-1].outcome == "oom" and size > 1:
             size //= 2
             attempts.append(attempt(size))
+    while attempts[-1].outcome in ("ok", "oom"):
+        fits = max((made.micro_batch for made in attempts if made.outcome == "ok"), default=0)
+        fails = min((made.micro_batch for made in attempts if made.outcome == "oom"), default=0)
+        if not fits or fails - fits <= max(1, fits // APART):
+            break
+        attempts.append(attempt((fits + fails) // 2))
     return attempts
+
+
+def next_smaller(attempts: Sequence[Attempt], micro_batch: int) -> int:
+    """What to try where this one ran out of memory after all: the next smaller one that fitted, or half of it."""
+    fitting = [made.micro_batch for made in attempts if made.outcome == "ok" and made.micro_batch < micro_batch]
+    return max(fitting, default=micro_batch // 2)
 
 
 def floor_power_of_two(number: int) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from backends.untrusted import read_json
+from loadgen import models
 from loadgen.rundir import Machine, RunError, this_machine
 from training_probe import llama_shape
 from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell, Model
@@ -26,7 +28,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     front. timeline: whether what the first steps hold is recorded as well, in a launch of its own. timeout_s: without a
     new step; limit_s: of a whole cell. max_micro_batch: where a search ends. no_skip: cells that are predicted not to
     fit are run as well. host_memory_bytes: limit of each process, for the CPU. on: the cluster whose nodes
-    the cells run on, as `--on` names it; None: this machine.
+    the cells run on, as `--on` names it; None: this machine. deepspeed: the user's own configuration of DeepSpeed, as
+    its file held it.
     """
 
     platform: str = ""
@@ -42,20 +45,28 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_micro_batch: int = PAPER_MAX_MICRO_BATCH
     no_skip: bool = False
     host_memory_bytes: int | None = None
+    deepspeed: dict[str, Any] | None = None
     on: str | None = None
     nodes_per_cell: int = 1
     argv: tuple[str, ...] = ()
     python: str = sys.executable
 
     def model(self, cell: Cell) -> Model:
-        return self.models.get(cell.model) or Model(spec=llama_shape.known(cell.model))
+        if cell.own:  # what its script builds is not known
+            return Model()
+        model = self.models.get(cell.model) or Model(spec=llama_shape.known(cell.model))
+        if model.config is None and model.directory is not None:  # a manifest of an earlier version has no config
+            named = models.find(model.directory)
+            return msgspec.structs.replace(model, name=named.name, config=dict(named.config))
+        return model
 
     def trial(self, cell: Cell) -> Trial:
         """A run of the cell with these steps."""
         model = self.model(cell)
         return Trial(
-            cell=cell, spec=model.spec, model_dir=model.directory, warmup_steps=self.warmup_steps, steps=self.steps,
+            cell=cell, spec=model.spec, config=model.config, warmup_steps=self.warmup_steps, steps=self.steps,
             host_memory_bytes=self.host_memory_bytes,
+            deepspeed=self.deepspeed if cell.engine == "deepspeed" else None,
         )  # fmt: skip
 
 

@@ -181,7 +181,11 @@ def _add(
     samples: dict[str, list[MetricSample]], values: dict[str, float | None], of: Cell | CellResult, cell_name: str
 ) -> None:
     """A sample of each gauge that is known of the cell."""
-    labels = {"cell": cell_name, "engine": of.engine, "method": of.method, "model": of.model}
+    batch = of.micro_batch if isinstance(of, Cell) else of.batch_size
+    labels = {
+        "cell": cell_name, "engine": of.engine, "method": of.method, "model": of.model, "gpus": str(of.gpus),
+        "seq_len": str(of.seq_len), "micro_batch": str(batch or "max"),
+    }  # fmt: skip
     for name, value in values.items():
         if value is not None:
             samples[name].append(MetricSample(value, labels))

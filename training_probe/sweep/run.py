@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import sys
 import threading
@@ -26,13 +25,22 @@ import msgspec
 
 from backends import process
 from loadgen import exit_codes, rundir
+from loadgen.cluster.link import NodeLost
 from loadgen.config import ray_address
 from loadgen.event_loop import Stop
-from training_probe import results
+from training_probe import own_deepspeed, results
 from training_probe.grid import Cell, impossible
 from training_probe.launch.cluster import Placed, joined
-from training_probe.launch.runner import MemoryReturn, StoppedError, start_of
-from training_probe.protocol import Trial, deepspeed_config, write_atomically
+from training_probe.launch.runner import (
+    ALONE,
+    THREADS,
+    MemoryReturn,
+    NodeRank,
+    StoppedError,
+    command_of,
+    files_of,
+)  # fmt: skip
+from training_probe.protocol import write_atomically
 from training_probe.results import GIB, CellResult, Outcome, of_cell
 from training_probe.sweep import manifests
 from training_probe.sweep.cell import (
@@ -43,11 +51,13 @@ from training_probe.sweep.cell import (
     Surroundings,
     device_memory_bytes,
     sized,
+    unpredicted,
     utilization,
 )
 from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.progress import Progress
 
+NODE_RANK = '"${NODE_RANK:?}"'  # in a script for each of several nodes
 DRY_RUN_PORT = 29500  # torchrun's own; a real run takes one that is free
 Say = Callable[[str], None]
 
@@ -101,13 +111,28 @@ def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int
 
 @contextlib.contextmanager
 def _again(manifest: SweepManifest, around: Surroundings) -> Iterator[Surroundings]:
-    """With the cluster that the sweep was on. Raises ConfigError and ClusterError."""
-    if manifest.on is None or around.cluster is not None:
+    """With the cluster that the sweep was on. Raises ConfigError, ClusterError and RunError."""
+    if around.cluster is None and manifest.on is None:
+        check_nodes(manifest, 1)
+    if around.cluster is not None or manifest.on is None:
         yield around
         return
     with joined(ray_address(manifest.on), manifest.nodes_per_cell, "--nodes-per-cell") as cluster:
         cluster.check(())
         yield replace(around, cluster=cluster)
+
+
+def check_nodes(manifest: SweepManifest, nodes: int) -> None:
+    """That a sweep goes on with as many nodes as it had. Raises RunError."""
+    if manifest.on is None and manifest.nodes_per_cell != nodes:
+        raise rundir.RunError(
+            f"this sweep was on {manifest.nodes_per_cell} node{'' if manifest.nodes_per_cell == 1 else 's'}; name "
+            f"--nnodes {manifest.nodes_per_cell}, --node-rank and --rdzv-endpoint beside --resume, on each of them."
+            if manifest.nodes_per_cell > 1
+            else "this sweep was on one node; leave --nnodes out."
+        )
+    if manifest.on is not None and nodes > 1:
+        raise rundir.RunError(f"this sweep was on {manifest.on}, where it goes on; leave --nnodes out.")
 
 
 @contextlib.contextmanager
@@ -153,6 +178,9 @@ def _measure(
     except StoppedError:
         say(f"stopped; what is done is in {directory}, and a resumed sweep goes on from there")
         return stop.exit_code or exit_codes.STOPPED
+    except NodeLost as lost:
+        say(f"{lost}; what is done is in {directory}, and --resume goes on once all nodes are there")
+        return exit_codes.FAILED
     finally:
         progress.end(state)
     return exit_codes.OK
@@ -221,37 +249,62 @@ class _Measuring:
         shutil.rmtree(self._directory / "trials" / cell.name, ignore_errors=True)
         predicted: Predicted = {} if outcome == "unsupported" else self._around.predicted_fields(cell, self._manifest)
         result = of_cell(cell, platform=self._manifest.platform, outcome=outcome, reason=reason,
-                         started_unix_s=time.time(), **predicted)  # fmt: skip
+                         started_unix_s=time.time(), deepspeed=self._manifest.trial(cell).deepspeed,
+                         **predicted)  # fmt: skip
         with self._lock:
             self._left.discard(cell.name)
             results.append(self._directory, result)
             self._progress.over(result)
 
 
-def dry_run(cells: Sequence[Cell], settings: Settings, directory: Path, around: Surroundings | None = None) -> str:
-    """For each cell: the command line of its first run, DeepSpeed's configuration, the predicted memory; or why it
-    would not be run. Nothing is started, nothing written."""
-    around = around or Surroundings()
-    return "\n\n".join("\n".join(_dry_lines(cell, settings, directory, around)) for cell in cells) + "\n"
+def dry_run(
+    cells: Sequence[Cell],
+    settings: Settings,
+    directory: Path,
+    around: Surroundings | None = None,
+    rendezvous: tuple[str, int] | None = None,
+) -> str:
+    """A script, for this machine or another one, that does the first run of each cell; beside it as comments
+    DeepSpeed's configuration and the predicted memory, or why a cell would not be run. rendezvous: where the nodes of
+    several meet; the script is the same for each, and has its rank from a variable. Nothing is started, nothing
+    written."""
+    around, node, port = around or Surroundings(), ALONE, DRY_RUN_PORT
+    lines = []
+    if rendezvous is not None:
+        nodes = settings.nodes_per_cell
+        node, port = NodeRank(rank=NODE_RANK, nodes=nodes, master=rendezvous[0]), rendezvous[1]
+        lines = [f"# on each of {nodes} nodes at the same time: NODE_RANK=<0 to {nodes - 1}> bash THIS_SCRIPT"]
+    for cell in cells:
+        lines += ["", *_dry_lines(cell, settings, directory, around, (node, port))]
+    return "\n".join(lines if rendezvous else lines[1:]) + "\n"
 
 
-def _dry_lines(cell: Cell, settings: Settings, directory: Path, around: Surroundings) -> Iterator[str]:
+def _dry_lines(
+    cell: Cell, settings: Settings, directory: Path, around: Surroundings, at: tuple[NodeRank, int]
+) -> Iterator[str]:
     yield f"# {cell.name}"
     model = settings.model(cell)
     why = impossible(cell, model.decoder, model.unknown)
     if why is not None:
-        yield f"unsupported: {why}"
+        yield f"# unsupported: {why}"
         return
-    whole = sized(cell)
-    run_directory = directory / "trials" / cell.name / "run-1"
-    how = around.launching(cell, settings)
-    start = start_of(Trial(cell=whole, spec=model.spec), run_directory, how, DRY_RUN_PORT)
-    yield shlex.join(process.command_line(start))
+    how, trial = around.launching(cell, settings), settings.trial(sized(cell))
+    if cell.device == "cuda" and cell.gpus > len(settings.gpu_ids):
+        each = cell.gpus // at[0].nodes
+        gpus = "GPU" if each == 1 else f"{each} GPUs"
+        yield f"# for a machine with its {gpus}; a sweep there sets {THREADS} to a process's share of the cores"
     if cell.micro_batch is None:
-        yield f"micro batch: searched, up to {settings.max_micro_batch}; what follows is for 1"
+        yield f"# micro batch: searched, up to {settings.max_micro_batch}; what follows is for 1"
+    run_directory = directory / "trials" / cell.name / "run-1"
+    yield from files_of(trial, run_directory)
+    node, port = at
+    yield command_of(trial, run_directory, how, port, node)
     if cell.engine == "deepspeed":
-        yield json.dumps(deepspeed_config(whole), indent=2)
+        config = own_deepspeed.merged(trial.cell, trial.deepspeed)
+        yield from (f"# {line}" for line in json.dumps(config, indent=2).splitlines())
     prediction = around.predict(cell, settings)
     if prediction is not None:
         terms = ", ".join(f"{name} {size / GIB:.2f}" for name, size in prediction.terms_bytes.items())
-        yield f"predicted memory: {prediction.peak_bytes / GIB:.2f} GiB ({terms})"
+        yield f"# predicted memory: {prediction.peak_bytes / GIB:.2f} GiB ({terms})"
+    elif note := unpredicted(cell, settings):
+        yield f"# {note}"

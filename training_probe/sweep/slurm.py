@@ -8,16 +8,14 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
 from training_probe.grid import Cell, impossible
-from training_probe.launch.runner import Launching, NodeRank, job_of, worker_command
-from training_probe.protocol import LOG_FILE, TRIAL_FILE
+from training_probe.launch.runner import PORTABLE_PYTHON, Launching, NodeRank, files_of, job_of, worker_command
+from training_probe.protocol import LOG_FILE
 from training_probe.sweep.manifests import Settings
 
 PORTS = "20000 + SLURM_JOB_ID % 20000"  # jobs that share a node have ports of their own
-PYTHON = "python"  # of the environment that the job is submitted from: Slurm hands it on
 # What the shell of each task fills in.
 NODE_RANK, MASTER, PORT = '"$SLURM_NODEID"', '"$head"', '"$port"'
 
@@ -44,7 +42,7 @@ def _script(cell: Cell, settings: Settings, directory: Path) -> Iterator[str]:
         yield f"#SBATCH --time={math.ceil(settings.limit_s / 60)}"  # minutes
     yield "set -euo pipefail"
     yield f"port=$(({PORTS}))"
-    yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head --lines=1)'
+    yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed --quiet 1p)'  # head would end the pipe early
     yield "export head port"
     for number in range(settings.runs):
         yield from _run(cell, settings, number, (directory / "trials" / cell.name / f"run-{number + 1}").absolute())
@@ -52,13 +50,12 @@ def _script(cell: Cell, settings: Settings, directory: Path) -> Iterator[str]:
 
 def _run(cell: Cell, settings: Settings, number: int, run_directory: Path) -> Iterator[str]:
     """One run. Its directory is one that all nodes see."""
-    trial, where = replace(settings.trial(cell), seed=number), shlex.quote(str(run_directory))
-    nodes = settings.nodes_per_cell
-    yield f"mkdir --parents {where}"
-    text = msgspec.json.encode(trial).decode()
-    yield f"printf '%s\\n' {shlex.quote(text)} > {shlex.quote(str(run_directory / TRIAL_FILE))}"
+    trial, nodes = replace(settings.trial(cell), seed=number), settings.nodes_per_cell
+    yield from files_of(trial, run_directory)
     node = NodeRank(rank=NODE_RANK, nodes=nodes, master=MASTER)
-    argv = worker_command(python=PYTHON, processes=cell.gpus // nodes, port=0, directory=run_directory, node=node)
+    argv = worker_command(
+        python=PORTABLE_PYTHON, processes=cell.gpus // nodes, port=0, directory=run_directory, node=node
+    )
     port = argv.index("--master-port") + 1
     argv = (*argv[:port], PORT, *argv[port + 1 :])
     env = job_of(trial, run_directory, Launching()).env

@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 import traceback
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,7 +84,7 @@ def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
     _join(cell, device)
     with model.attention_kernel(cell):
         stepper = engines.build(trial, device)
-        vocab_size = trial.spec.vocab_size if trial.spec is not None else model.vocab_size(trial)
+        vocab_size = stepper.vocab_size if isinstance(stepper, engines.Own) else model.vocab_size(trial)
         replica = rank // (cell.tp * cell.cp) % cell.data_parallel
         micro_batches = measure.batch(trial, replica, device, vocab_size)
         if trial.timeline:
@@ -96,7 +97,7 @@ def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
             report = record_trace(trial, stepper, micro_batches, device, directory)
         else:
             report = measure.measure(trial, stepper, micro_batches, device, directory, base_bytes)
-    report.versions = {**_versions(), **nccl_version(device)}
+    report.versions = {**_versions(cell), **nccl_version(device)}
     report.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return report
 
@@ -113,15 +114,19 @@ def _join(cell: Cell, device: Any) -> None:
         dist.init_process_group("nccl", device_id=device)
 
 
-def _versions() -> dict[str, str]:
-    """Of those that were used."""
+def _versions(cell: Cell) -> dict[str, str]:
+    """Of those that were used, and where fp8 products are none of the device's."""
     names = {"torch": "torch", "transformers": "transformers", "deepspeed": "deepspeed", "peft": "peft",
-             "bitsandbytes": "bitsandbytes", "megatron.core": "megatron-core"}  # fmt: skip
-    return {
-        name: str(getattr(sys.modules[module], "__version__", ""))
+             "bitsandbytes": "bitsandbytes", "torchao": "torchao", "liger_kernel": "liger-kernel",
+             "megatron.core": "megatron-core"}  # fmt: skip
+    versions = {
+        name: str(getattr(sys.modules[module], "__version__", None) or version(name))
         for module, name in names.items()
         if module in sys.modules
     }
+    if cell.fp8 and cell.device == "cpu":
+        versions["torchao"] += " (fp8 emulated)"
+    return versions
 
 
 if __name__ == "__main__":

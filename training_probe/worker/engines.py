@@ -15,14 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training_probe.protocol import BETAS, CLIP_NORM, WEIGHT_DECAY, Trial, deepspeed_config, learning_rate
+from training_probe import own_deepspeed, trials
+from training_probe.protocol import BETAS, CLIP_NORM, WEIGHT_DECAY, Trial, Unsupported, learning_rate
 from training_probe.worker import model as models
+from training_probe.worker import sharding
 from training_probe.worker.measure import Stepper
 
 
 def build(trial: Trial, device: torch.device) -> Stepper:
     """The cell's engine. Raises Unsupported."""
     engine = trial.cell.engine
+    if trial.cell.own:
+        return Own(trial)
     if engine == "megatron":
         from training_probe.worker.megatron import Megatron
 
@@ -31,11 +35,30 @@ def build(trial: Trial, device: torch.device) -> Stepper:
     return others[engine](trial, device)
 
 
-def adam(parameters: Any, trial: Trial, *, fused: bool | None = True) -> torch.optim.AdamW:
-    """torch's own AdamW over what trains. fused: in one kernel; None: as torch chooses."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    rate = learning_rate(trial.cell.letters)
-    return torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=fused)
+def adam(parameters: Any, trial: Trial, *, fused: bool | None = True) -> torch.optim.Optimizer:
+    """AdamW over what trains: torch's own; with 8-bit moments torchao's for DTensors, which it knows, else that of
+    bitsandbytes. fused: torch's in one kernel; None: as torch chooses."""
+    own = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [{"params": group} for group in sharding.by_mesh(own)]
+    settings: dict[str, Any] = {
+        "lr": learning_rate(trial.cell.letters), "betas": BETAS, "weight_decay": WEIGHT_DECAY,
+    }  # fmt: skip
+    if not trial.cell.adamw_8bit:
+        return torch.optim.AdamW(trained, **settings, fused=fused)
+    if trial.cell.engine == "fsdp2":
+        import torchao.optim
+
+        chosen: torch.optim.Optimizer = torchao.optim.AdamW8bit(trained, **settings)
+        return chosen
+    import bitsandbytes.optim
+
+    other: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(trained, **settings)
+    return other
+
+
+def named(optimizer: Any) -> str:
+    """What it is called: its package and its class."""
+    return f"{type(optimizer).__module__.partition('.')[0]} {type(optimizer).__name__}"
 
 
 class _Phased:
@@ -47,6 +70,28 @@ class _Phased:
         raise NotImplementedError
 
 
+class Own(_Phased):
+    """A training script of the user's own."""
+
+    def __init__(self, trial: Trial) -> None:
+        name = trial.cell.engine
+        entry = trials.available().get(name)
+        if entry is None:
+            raise Unsupported(f"no package here has {name} as an entry point of {trials.GROUP}")
+        try:
+            script = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise Unsupported(f"the trial {name} cannot be loaded from {entry.value}: {error}") from error
+        torch.manual_seed(trial.seed)
+        built = script(trial.cell)
+        if lacking := trials.lacking(built):
+            raise Unsupported(f"what {entry.value} built ({type(built).__name__}) lacks {', '.join(lacking)}")
+        self.forward, self.backward, self.step = built.forward, built.backward, built.step
+        self.optimizer, self.vocab_size = str(built.optimizer), int(built.vocab_size)
+        whole, trained = built.parameters
+        self.parameters = (int(whole), int(trained))
+
+
 class DeepSpeed(_Phased):
     def __init__(self, trial: Trial, device: torch.device) -> None:
         cell = trial.cell
@@ -56,7 +101,7 @@ class DeepSpeed(_Phased):
         import deepspeed
         import deepspeed.ops
 
-        config = deepspeed_config(cell)
+        config = own_deepspeed.merged(cell, trial.deepspeed)
         if cell.device == "cpu":  # or it compiles a shared-memory allreduce of its own for about 20 s
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="nccl" if cell.device == "cuda" else "gloo")
@@ -64,12 +109,11 @@ class DeepSpeed(_Phased):
         self.parameters = models.count(model)
         self._engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
-            optimizer=adam(model.parameters(), trial, fused=None) if cell.device == "cpu" else None,
+            optimizer=None if "optimizer" in config else adam(model.parameters(), trial, fused=None),
             model_parameters=[p for p in model.parameters() if p.requires_grad],
             config=config,
         )
-        inner = getattr(optimizer, "optimizer", optimizer)
-        self.optimizer = f"{type(inner).__module__.partition('.')[0]} {type(inner).__name__}"
+        self.optimizer = named(getattr(optimizer, "optimizer", optimizer))
 
     def forward(self, tokens: Tensor, last: bool) -> Tensor:
         loss: Tensor = self._engine(input_ids=tokens, labels=tokens).loss
@@ -102,7 +146,7 @@ def _zero3_model(trial: Trial, config: dict[str, Any], device: torch.device) -> 
 
 def _model(trial: Trial, device: torch.device) -> nn.Module:
     model = models.build(trial)
-    models.materialise(model, trial.seed, device, four_bit=trial.cell.letters.four_bit)
+    models.materialise(model, trial, device)
     return models.adapt(model, trial)
 
 
@@ -116,7 +160,7 @@ class _Torch(_Phased):
         self._accumulated = trial.cell.grad_accum
         self._adam = adam(model.parameters(), trial)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = "torch AdamW fused"
+        self.optimizer = named(self._adam) + ("" if trial.cell.adamw_8bit else " fused")
 
     def forward(self, tokens: Tensor, last: bool) -> Tensor:
         self._synchronise(last)
@@ -127,7 +171,7 @@ class _Torch(_Phased):
         (loss / self._accumulated).backward()
 
     def step(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self._trained, CLIP_NORM)
+        sharding.clip(self._trained, CLIP_NORM)
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
 
@@ -155,33 +199,45 @@ class Ddp(_Torch):
 
 
 class Fsdp2(_Torch):
-    """torch's fully_shard, a group a layer: fp32 weights and moments, bf16 compute, fp32 reduction."""
+    """torch's fully_shard, a group a layer: fp32 weights and moments, bf16 compute, fp32 reduction. How ranks divide
+    the weights is `sharding`'s."""
 
     def __init__(self, trial: Trial, device: torch.device) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        cell = trial.cell
+        self._cell = cell = trial.cell
+        mesh = sharding.mesh_of(cell, device)
         with torch.device("meta"):
             model = models.adapt(models.build(trial), trial)
         if cell.letters.adapter is None:
             model.to(torch.float32)  # what is trained has fp32 masters; a frozen model with its adapters stays bf16
         policy: dict[str, Any] = {
-            "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+            "mesh": sharding.data_mesh(mesh),
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         }
         if cell.letters.offload:
             policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         home = torch.device("cpu") if cell.letters.offload else device
         self.parameters = models.count(model)
+        if cell.tp > 1:
+            sharding.parallelize(model, models.decoder(model), mesh["tp"])
+            model.tie_weights()
         _compile_layers(model, trial)
         for layer in models.decoder(model).layers:
             fully_shard(layer, **policy, reshard_after_forward=cell.letters.zero == 3)
         fully_shard(model, **policy, reshard_after_forward=False)  # the backward pass begins with what it holds
         model.to_empty(device=home)
-        _fill_shards(model, trial.seed, device)
         models.restore_buffers(model, device)
+        _fill_shards(model, trial.seed, device)
         super().__init__(trial, model)
+
+    def forward(self, tokens: Tensor, last: bool) -> Tensor:
+        with sharding.loss_by_parts(self._cell):
+            return sharding.local(super().forward(tokens, last))
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        with sharding.loss_by_parts(self._cell):
+            super().backward(loss, last)
 
     def _synchronise(self, last: bool) -> None:
         self._model.set_requires_gradient_sync(last)
@@ -195,11 +251,9 @@ def _compile_layers(model: nn.Module, trial: Trial) -> None:
 
 def _fill_shards(model: nn.Module, seed: int, device: torch.device) -> None:
     """The weights that any other engine has, of which each rank keeps its part."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import DTensor
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            whole = models.draw(name, parameter.shape, seed, device).to(parameter.dtype)
-            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-            parameter.to_local().copy_(part.to_local())
+            sharding.fill(parameter, models.draw(name, parameter.shape, seed, device))

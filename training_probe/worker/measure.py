@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from training_probe.conditions import Watch
 from training_probe.protocol import STEPS_FILE, RankReport, Step, Trial
 
 LAG_STEPS = 2  # steps in flight before one is read
@@ -73,6 +74,10 @@ class _CpuClock:
         pass
 
 
+def clock_of(device: torch.device) -> Any:
+    return _GpuClock() if device.type == "cuda" else _CpuClock()
+
+
 def batch(trial: Trial, replica: int, device: torch.device, vocab_size: int) -> list[Tensor]:
     """The micro batches of a step, (micro batch, sequence) token ids each: the same in every step, others on every
     replica."""
@@ -87,7 +92,7 @@ class Run:
 
     def __init__(self, trial: Trial, stepper: Stepper, micro_batches: list[Tensor], device: torch.device) -> None:
         self._trial, self._stepper, self._micro_batches = trial, stepper, micro_batches
-        self.clock: Any = _GpuClock() if device.type == "cuda" else _CpuClock()
+        self.clock: Any = clock_of(device)
         total = trial.warmup_steps + trial.steps
         pinned = device.type == "cuda"
         self._losses = torch.full((total,), float("nan"), dtype=torch.float32, pin_memory=pinned)
@@ -158,6 +163,7 @@ def measure(
     rank = dist.get_rank()
     run = Run(trial, stepper, micro_batches, device)
     memory, energy = Memory(device, base_bytes), Energy(device)
+    watch = Watch(nvml_handle(device))
     total = trial.warmup_steps + trial.steps
     synchronise = run.clock.synchronise
     started = 0.0
@@ -166,6 +172,7 @@ def measure(
             if number == trial.warmup_steps:
                 run.drain(0, written)
                 synchronise()
+                watch.start()
                 dist.barrier()
                 synchronise()
                 energy.start()
@@ -175,6 +182,7 @@ def measure(
         synchronise()
         seconds = time.perf_counter() - started
         joules = energy.stop()
+        conditions = watch.stop()
         run.drain(0, written)
     peak_allocated, peak_reserved = memory.peaks()
     return RankReport(
@@ -190,6 +198,7 @@ def measure(
         parameters=stepper.parameters[0],
         trainable_parameters=stepper.parameters[1],
         optimizer=stepper.optimizer,
+        conditions=conditions,
     )
 
 
@@ -258,20 +267,25 @@ def resident_bytes(field: str = "VmRSS") -> int | None:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":")), None)
 
 
+def nvml_handle(device: torch.device) -> Any:
+    """NVML's of this GPU; None on the CPU, and where there is no NVML."""
+    if device.type != "cuda":
+        return None
+    with contextlib.suppress(Exception):  # then what it counts is not known
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+    return None
+
+
 class Energy:
     """Joules of this rank's GPU by NVML's counter, which moves every few tens of milliseconds."""
 
     def __init__(self, device: torch.device) -> None:
-        self._handle: Any = None
+        self._handle = nvml_handle(device)
         self._start_mj: int | None = None
-        if device.type != "cuda":
-            return
-        with contextlib.suppress(Exception):  # no NVML, no counter: then the energy is not known
-            import pynvml
-
-            pynvml.nvmlInit()
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
 
     def start(self) -> None:
         self._start_mj = self._now_mj()

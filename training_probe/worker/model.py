@@ -8,6 +8,8 @@ passes through one process's memory, and every engine starts from the same weigh
 from __future__ import annotations
 
 import contextlib
+import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from training_probe.flops import LORA_TARGETS
-from training_probe.grid import LORA_RANK, PROMPT_TOKENS, Cell
+from training_probe.grid import LORA_TARGETS, PROMPT_TOKENS, Cell
 from training_probe.protocol import Trial, Unsupported
+from training_probe.worker import layers, loss
 
 STD = 0.02
 
@@ -32,8 +34,6 @@ def build(trial: Trial) -> nn.Module:
     with torch.device("meta"):
         model = construct(trial)
     decoder(model)
-    if lost := [name for name, _ in model.named_buffers() if "rotary_emb." not in name]:
-        raise Unsupported(f"only the buffers of a rotary embedding can be made anew, and this model has {lost[0]}")
     return model
 
 
@@ -41,22 +41,33 @@ def construct(trial: Trial) -> nn.Module:
     """The model on whatever device torch puts new tensors now, in bf16."""
     cell = trial.cell
     config = _config(trial)
-    config.use_cache = False
+    config.use_cache, config.pad_token_id = False, None  # ids are random, none of them is padding
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=_attention(trial))
     model.train()
+    if cell.loss != "plain":
+        loss.join_head(model, cell)
     if cell.letters.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if cell.fp8:
+        layers.to_fp8(decoder(model).layers, cell)
+    if cell.checkpoint:
+        layers.checkpointed(model, decoder(model).layers, cell)
     return model
 
 
 def vocab_size(trial: Trial) -> int:
     """How many token ids there are."""
+    if trial.spec is not None:
+        return trial.spec.vocab_size
     return int(_config(trial).get_text_config().vocab_size)
 
 
 def _config(trial: Trial) -> Any:
-    if trial.model_dir is not None:
-        return AutoConfig.from_pretrained(trial.model_dir, local_files_only=True)
+    if trial.config is not None:
+        config = AutoConfig.for_model(**trial.config).get_text_config()
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # what is trained is bf16, however the weights were published
+        return config
     spec = trial.spec
     assert spec is not None
     shape = {
@@ -82,9 +93,7 @@ def _attention(trial: Trial) -> str:
     named = trial.profile and usual == "eager"
     if not (selective or named):
         return usual
-    from transformers.models.llama.modeling_llama import eager_attention_forward
-
-    attention = ALL_ATTENTION_FUNCTIONS[usual] if usual == "sdpa" else eager_attention_forward
+    attention = ALL_ATTENTION_FUNCTIONS[usual] if usual == "sdpa" else _own_eager
     if named:
         from training_probe.worker import scopes
 
@@ -95,6 +104,11 @@ def _attention(trial: Trial) -> str:
     ALL_ATTENTION_FUNCTIONS.register(name, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
     return name
+
+
+def _own_eager(module: nn.Module, *tensors: Any, **settings: Any) -> Any:
+    """The eager attention of the module's own family: some cap their scores or have sinks."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *tensors, **settings)
 
 
 def _recomputed(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,32 +138,40 @@ def draw(name: str, shape: torch.Size, seed: int, device: torch.device | str) ->
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
-    own = name.removeprefix("base_model.").removeprefix("model.").replace(".base_layer.", ".")
+    own = re.sub(r"^(base_model\.|model\.)+", "", name).replace(".base_layer.", ".")
     generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(own.encode()))
     return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, STD, generator=generator)
 
 
-def materialise(model: nn.Module, seed: int, device: torch.device, *, four_bit: bool = False) -> None:
-    """Gives a model that was built on the meta device its weights, a module at a time; with `four_bit` the linear
-    layers of the decoder in NF4 with double quantization."""
+def materialise(model: nn.Module, trial: Trial, device: torch.device) -> None:
+    """Gives a model that was built on the meta device its weights, a module at a time; with Q and QL the linear layers
+    of the decoder in NF4."""
+    seed, four_bit = trial.seed, trial.cell.letters.four_bit
+    restore_buffers(model, device)
     for path, module in list(model.named_modules()):
         if four_bit and isinstance(module, nn.Linear) and path.rpartition(".")[2] != "lm_head":
             parent = model.get_submodule(path.rpartition(".")[0])
-            setattr(parent, path.rpartition(".")[2], _quantized(module, f"{path}.weight", seed, device))
+            setattr(parent, path.rpartition(".")[2], _quantized(module, f"{path}.weight", trial, device))
             continue
         for key, parameter in list(module.named_parameters(recurse=False)):
             weights = draw(f"{path}.{key}", parameter.shape, seed, device)
             setattr(module, key, nn.Parameter(weights, requires_grad=parameter.requires_grad))
     model.tie_weights()
-    restore_buffers(model, device)
     if four_bit:
         model.is_loaded_in_4bit = True  # or PEFT takes the layers for plain ones
 
 
 def restore_buffers(model: nn.Module, device: torch.device) -> None:
-    """The only buffers are the rotary frequencies, which were lost on the meta device."""
-    body = decoder(model)
-    body.rotary_emb = type(body.rotary_emb)(config=body.rotary_emb.config).to(device)
+    """Makes anew what was lost on the meta device, as transformers initialises it: rotary frequencies, the scale of an
+    embedding, the corrections of a router. Initialises the modules that have them, so weights are drawn after it."""
+    owner = next(module for module in model.modules() if hasattr(module, "_init_weights"))
+    with torch.no_grad():
+        for module in model.modules():
+            buffers = dict(module.named_buffers(recurse=False))
+            for name, buffer in buffers.items():
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+            if buffers:
+                owner._init_weights(module)
 
 
 def decoder(model: nn.Module) -> Any:
@@ -161,23 +183,26 @@ def decoder(model: nn.Module) -> Any:
     return body
 
 
-def _quantized(linear: nn.Linear, name: str, seed: int, device: torch.device) -> nn.Module:
+def _quantized(linear: nn.Linear, name: str, trial: Trial, device: torch.device) -> nn.Module:
     import bitsandbytes as bnb
 
+    double = trial.cell.double_quant
     # bf16 as storage lets ZeRO 3 and others move the packed bytes like any weights
     layer = bnb.nn.Linear4bit(
         linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16,
-        compress_statistics=True, quant_type="nf4", quant_storage=torch.bfloat16, device="meta",
+        compress_statistics=double, quant_type="nf4", quant_storage=torch.bfloat16, device="meta",
     )  # fmt: skip
-    weights = draw(name, linear.weight.shape, seed, device)
+    weights = draw(name, linear.weight.shape, trial.seed, device)
     layer.weight = bnb.nn.Params4bit(
         weights,
         requires_grad=False,
-        compress_statistics=True,
+        compress_statistics=double,
         quant_type="nf4",
         quant_storage=torch.bfloat16,
         module=layer,
     )
+    if linear.bias is not None:
+        layer.bias = nn.Parameter(draw(f"{name.removesuffix('weight')}bias", linear.bias.shape, trial.seed, device))
     return layer.to(device)
 
 
@@ -204,12 +229,13 @@ def _adapted(model: nn.Module, cell: Cell, seed: int) -> nn.Module:
     if method.adapter == "PT":
         settings: Any = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=PROMPT_TOKENS)
     else:
+        _check_targets(model, cell)
         settings = peft.LoraConfig(
-            r=LORA_RANK,
-            lora_alpha=16,
+            r=cell.lora_rank,
+            lora_alpha=cell.lora_alpha,
             lora_dropout=0.0,
             bias="none",
-            target_modules=list(LORA_TARGETS),
+            target_modules=list(cell.lora_targets),
             task_type="CAUSAL_LM",
         )
     adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=False).to(torch.bfloat16)
@@ -217,6 +243,14 @@ def _adapted(model: nn.Module, cell: Cell, seed: int) -> nn.Module:
         if parameter.requires_grad and not parameter.is_meta:
             parameter.data = draw(name, parameter.shape, seed, parameter.device)
     return adapted
+
+
+def _check_targets(model: nn.Module, cell: Cell) -> None:
+    """That the model has each layer that the cell names, where it does not name all. Raises Unsupported."""
+    names = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    lacking = [target for target in cell.lora_targets if target not in names]
+    if lacking and (cell.lora_targets != LORA_TARGETS or len(lacking) == len(LORA_TARGETS)):
+        raise Unsupported(f"the model has no linear layer {lacking[0]} that LoRA could adapt; it has {sorted(names)}")
 
 
 def count(model: nn.Module) -> tuple[int, int]:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from training_probe.conditions import Watch, worst
 from training_probe.protocol import PHASE, PROFILE_FILE, TRACE_FILE, Profile, RankReport, Trial, write_atomically
-from training_probe.worker.measure import Stepper
+from training_probe.worker.measure import Stepper, clock_of, nvml_handle
 
 
 def record(
@@ -24,23 +27,29 @@ def record(
 ) -> RankReport:
     """Warms up, times `steps` steps bare, then traces as many. Only rank 0 is traced; the others just train."""
 
-    def synchronise() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+    clock, watch = clock_of(device), Watch(nvml_handle(device))
+    synchronise = clock.synchronise
+    marks: list[Any] = []
 
     def timed(steps: int) -> float:
+        marks.clear()
         synchronise()
         dist.barrier()
         synchronise()
         begun = time.perf_counter()
+        marks.append(clock.mark())
         for _ in range(steps):
             _step(stepper, micro_batches)
+            marks.append(clock.mark())
         synchronise()
         return (time.perf_counter() - begun) / steps
 
     rank = dist.get_rank()
     timed(max(1, trial.warmup_steps))
+    watch.start()
     bare_step_s = timed(trial.steps)
+    spans = [watch.stop()]
+    bare_steps_s = [clock.seconds(a, b) for a, b in pairwise(marks)]
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     # the profiler's own start costs its first step, which is thrown away
     tracing = profile(activities=kinds, schedule=schedule(wait=0, warmup=1, active=1, repeat=1), acc_events=True)
@@ -48,12 +57,14 @@ def record(
         timed(1)
         if rank == 0:
             tracing.step()
+        watch.start()
         traced_step_s = timed(trial.steps)
+        spans.append(watch.stop())
     if rank == 0:
         tracing.export_chrome_trace(str(directory / TRACE_FILE))
         write_atomically(
             directory / PROFILE_FILE,
-            Profile(steps=trial.steps, bare_step_s=bare_step_s, traced_step_s=traced_step_s),
+            Profile(steps=trial.steps, bare_step_s=bare_step_s, traced_step_s=traced_step_s, bare_steps_s=bare_steps_s),
         )
     return RankReport(
         rank=rank,
@@ -63,6 +74,7 @@ def record(
         optimizer=stepper.optimizer,
         parameters=stepper.parameters[0],
         trainable_parameters=stepper.parameters[1],
+        conditions=worst(spans),
     )
 
 

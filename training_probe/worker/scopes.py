@@ -22,7 +22,9 @@ from training_probe.protocol import PART, Part
 _BY_NAME: dict[str, Part] = {
     "embed_tokens": "Embedding", "q_proj": "QKV", "k_proj": "QKV", "v_proj": "QKV", "o_proj": "Output", "mlp": "MLP",
     "input_layernorm": "RMSNorm", "post_attention_layernorm": "RMSNorm", "norm": "RMSNorm", "lm_head": "Linear",
-    "rotary_emb": "RoPE", "self_attn": "Attention, rest",
+    "rotary_emb": "RoPE", "self_attn": "Attention, rest", "qkv_proj": "QKV", "q_norm": "RMSNorm", "k_norm": "RMSNorm",
+    "pre_feedforward_layernorm": "RMSNorm", "post_feedforward_layernorm": "RMSNorm",
+    "post_self_attn_layernorm": "RMSNorm", "post_mlp_layernorm": "RMSNorm",
 }  # fmt: skip
 
 
@@ -48,7 +50,7 @@ def name_parts(model: nn.Module) -> None:
             module.forward = scoped(part, module.forward)
         if hasattr(module, "loss_function"):
             module.loss_function = scoped("Loss", module.loss_function)
-        if hasattr(module, "q_proj"):
+        if hasattr(module, "o_proj"):
             _name_rotation(sys.modules[type(module).__module__])
 
 

@@ -86,9 +86,14 @@ def test_every_cell_that_the_paper_traced_is_in_a_preset() -> None:
 def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
     failed = traced(msgspec.structs.replace(NAIVE, method="F", attention="flash"), "oom")
     measured = ([traced(NAIVE), failed], {"platform": "`H200`", "run_id": "r"})
-    breakdown_report.page(*measured).write(tmp_path)
+    breakdown_report.document(*measured).write(tmp_path)
     report = breakdown_report.build(*measured)
-    assert msgspec.to_builtins(report.cells) == {"all": 2, "by_outcome": {"ok": 1, "oom": 1}}
+    assert msgspec.to_builtins(report.cells) == {
+        "all": 2,
+        "by_outcome": {"ok": 1, "oom": 1},
+        "planned": None,
+        "missing": 0,
+    }
     assert report.explained_ratio == {NAIVE.name: pytest.approx(1 - 0.5 / 92.5)}
     page = (tmp_path / "report.md").read_text()
     assert "oom: because" in page and "\\`H200\\`" in page and "parts.svg" in page
@@ -119,15 +124,16 @@ def test_cells_that_differ_are_told_apart() -> None:
 
 def test_what_others_wrote_is_no_link(tmp_path: Path) -> None:
     hostile = msgspec.structs.replace(traced(NAIVE), trace="javascript:x) <img src=y>", platform="$\\frac{ <b>|")
-    breakdown_report.page([hostile], {"platform": 3, "run_id": ["r"]}).write(tmp_path)
+    breakdown_report.document([hostile], {"platform": 3, "run_id": ["r"]}).write(tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "javascript:" not in page and "<img" not in page and "<b>" not in page
 
 
 def test_a_directory_in_which_nothing_ended_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / BREAKDOWN_FILE).write_bytes(msgspec.json.encode(traced(NAIVE))[:200])  # killed while it wrote
-    assert invoke(["report", str(tmp_path)]) == 0
-    assert "No cell was traced to its end." in capsys.readouterr().err
+    assert invoke(["report", str(tmp_path)]) == 3
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "No cell was traced to its end. The last line of breakdown.jsonl is cut" in shown
     assert "No cell was traced to its end." in (tmp_path / "report.md").read_text()
 
 

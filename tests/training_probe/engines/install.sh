@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the real training engines for the CPU into .venv-train in the repository root: 1.5 GB, 1 to 2 minutes, nothing
+# Installs the real training engines for the CPU into .venv-train in the repository root: 2.5 GB, 1 to 2 minutes, nothing
 # to do when they are already there. PYTHON names the interpreter (3.11 is what the pins were resolved for).
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -60,7 +60,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Br
             str(directory),
         )
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=directory.parent)
-        assert ended.returncode == 0, ended.stderr[-3000:]
+        assert ended.returncode in tiny.MEASURED, ended.stderr[-3000:]
         assert json.loads(ended.stdout.splitlines()[-1])["cells"]["by_outcome"] == {"ok": len(methods)}
         for each in run.read(directory):
             found[engine, each.cell.method] = each

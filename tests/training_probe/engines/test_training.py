@@ -19,13 +19,14 @@ import pytest
 
 from tests.training_probe.engines import tiny
 from training_probe.flops import weights
-from training_probe.grid import Cell, Method
-from training_probe.launch.runner import Launching, start_of
+from training_probe.grid import Cell
+from training_probe.launch.runner import INTERPRETED, Launching, job_of, start_here
 from training_probe.protocol import STEPS_FILE, RankReport, Step, write_atomically
 from training_probe.results import loss_doubt
 
 pytestmark = tiny.needs_engines
 
+COMPILING = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # its pool of processes does not survive a fork
 AGREE = 2e-3  # between engines and stages
 SAME = 1e-3  # between ways to compute one and the same layer
 SHARDED = [("deepspeed", method) for method in ("Z1", "Z2", "Z3", "Z2+O", "Z3+O")] + [
@@ -42,6 +43,21 @@ BOTH = [
 ]  # fmt: skip
 ACCUMULATING = [("deepspeed", "Naive"), ("deepspeed", "Z2"), ("deepspeed", "Z3"), ("ddp", "Naive"), ("fsdp2", "Z3"),
                 ("megatron", "Naive")]  # fmt: skip
+# What came after the paper, each beside the cell without the options.
+SMALL_LORA = {"lora_rank": 8, "lora_alpha": 32, "lora_targets": ("q_proj", "v_proj", "o_proj")}
+EIGHT_BIT, CHUNKED, LIGER = {"adamw_8bit": True}, {"loss": "chunked"}, {"loss": "liger"}
+LORAS = [("ddp", "L"), ("deepspeed", "L+Z3"), ("fsdp2", "L+Z3")]
+SINGLE_QUANT = [("ddp", "QL"), ("deepspeed", "QL+Z3")]
+IN_EIGHT_BITS = [("ddp", "Naive"), ("deepspeed", "Z2"), ("deepspeed", "Z3"), ("fsdp2", "Z3")]
+IN_CHUNKS = [("ddp", "Naive"), ("deepspeed", "Z3"), ("fsdp2", "Z3"), ("deepspeed", "L+Z3"), ("ddp", "PT")]
+BY_LIGER = [("ddp", "Naive"), ("deepspeed", "Z3"), ("fsdp2", "Z3"), ("ddp", "L")]
+LATER = [
+    *((engine, method, SMALL_LORA) for engine, method in LORAS),
+    *((engine, method, {"double_quant": False}) for engine, method in SINGLE_QUANT),
+    *((engine, method, EIGHT_BIT) for engine, method in IN_EIGHT_BITS),
+    *((engine, method, CHUNKED) for engine, method in IN_CHUNKS),
+    *((engine, method, LIGER) for engine, method in BY_LIGER),
+]
 THREE_TIMES, AT_ONCE = {"micro_batch": 1, "grad_accum": 3}, {"micro_batch": 3}  # of the same three sequences
 
 
@@ -49,6 +65,7 @@ def cells(gpus: int) -> list[Cell]:
     found = [tiny.cell(engine, method, gpus) for engine, method in SHARDED + BOTH]
     for engine, method in ACCUMULATING:
         found += [tiny.cell(engine, method, gpus, **how) for how in (THREE_TIMES, AT_ONCE)]
+    found += [tiny.cell(engine, method, gpus, **options) for engine, method, options in LATER]
     found.append(tiny.cell("deepspeed", "Naive", gpus, attention="math"))
     if gpus == 2:
         found += [
@@ -65,13 +82,13 @@ ALL = cells(1) + cells(2)
 class Trained:
     """What the ranks of all trials with that many processes said: run once, by the first who asks."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, cells: Sequence[Cell]) -> None:
+        self._root, self._cells = root, cells
         self._places: dict[Cell, Path] = {}
 
     def reports(self, cell: Cell) -> list[RankReport]:
         if cell not in self._places:
-            self._run([each for each in ALL if each.gpus == cell.gpus])
+            self._run([each for each in self._cells if each.gpus == cell.gpus])
         place = self._places[cell]
         found = []
         for rank in range(cell.gpus):
@@ -109,8 +126,10 @@ class Trained:
                 "--master-port", str(port), str(program), str(directory),
             )  # fmt: skip
 
-        start = start_of(tiny.trial(cells[0]), root, Launching(command=command), port=ports[-1])
-        done = subprocess.run(start.argv, env={**os.environ, **start.env}, capture_output=True, text=True)
+        start = start_here(job_of(tiny.trial(cells[0]), root, Launching(command=command)), ports[-1])
+        done = subprocess.run(
+            start.argv, env={**os.environ, **start.env, **COMPILING, INTERPRETED: "1"}, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -123,7 +142,7 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return Trained(tmp_path_factory.mktemp("trained"))
+    return Trained(tmp_path_factory.mktemp("trained"), ALL)
 
 
 @pytest.mark.parametrize("cell", ALL, ids=lambda cell: cell.name)
@@ -137,7 +156,7 @@ def test_it_trains(trained: Trained, cell: Cell) -> None:
         assert report.seconds is not None and report.seconds > 0
         assert report.peak_allocated_bytes is not None and report.peak_allocated_bytes > 0
         assert report.versions["torch"]
-    counted = weights(tiny.SPEC.decoder, Method.parse(cell.method))
+    counted = weights(tiny.SPEC.decoder, cell)
     report = trained.reports(cell)[0]
     assert (report.parameters, report.trainable_parameters) == (counted.total, counted.trainable)
 
@@ -207,6 +226,44 @@ def test_a_layer_may_be_computed_in_any_way(trained: Trained, method: str, atten
 def test_megatrons_too(trained: Trained, method: str, gpus: int) -> None:
     expected = trained.losses(tiny.cell("megatron", "Naive", gpus))
     assert trained.losses(tiny.cell("megatron", method, gpus)) == pytest.approx(expected, abs=SAME)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_lora_of_another_size_learns_the_same_in_every_engine(trained: Trained, gpus: int) -> None:
+    """Its first loss is the model's own, whatever its size."""
+    found = {each: trained.losses(tiny.cell(*each, gpus, **SMALL_LORA)) for each in LORAS}
+    assert found["ddp", "L"][0] == trained.losses(tiny.cell("ddp", "L", gpus))[0]
+    assert found["deepspeed", "L+Z3"] == pytest.approx(found["ddp", "L"], abs=5 * AGREE)
+    if gpus == 1:
+        assert found["fsdp2", "L+Z3"] == pytest.approx(found["ddp", "L"], abs=10 * AGREE)  # its own bf16 masters
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(("engine", "method"), SINGLE_QUANT)
+def test_scales_may_be_quantized_or_not(trained: Trained, engine: str, method: str, gpus: int) -> None:
+    expected = trained.losses(tiny.cell(engine, method, gpus))
+    found = trained.losses(tiny.cell(engine, method, gpus, double_quant=False))
+    assert found == pytest.approx(expected, abs=SAME) and found != expected
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(("engine", "method"), IN_EIGHT_BITS)
+def test_8_bit_adamw_learns_as_much(trained: Trained, engine: str, method: str, gpus: int) -> None:
+    asked = tiny.cell(engine, method, gpus, **EIGHT_BIT)
+    assert trained.losses(asked) == pytest.approx(trained.losses(tiny.cell(engine, method, gpus)), abs=AGREE)
+    package = "torchao" if engine == "fsdp2" else "bitsandbytes"
+    assert trained.reports(asked)[0].optimizer == f"{package} AdamW8bit"
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(
+    ("engine", "method", "loss"), [(*each, "chunked") for each in IN_CHUNKS] + [(*each, "liger") for each in BY_LIGER]
+)
+def test_a_loss_without_whole_logits_is_the_same(
+    trained: Trained, engine: str, method: str, loss: str, gpus: int
+) -> None:
+    expected = trained.losses(tiny.cell(engine, method, gpus))
+    assert trained.losses(tiny.cell(engine, method, gpus, loss=loss)) == pytest.approx(expected, abs=SAME)
 
 
 def test_two_replicas_see_different_sequences(trained: Trained) -> None:

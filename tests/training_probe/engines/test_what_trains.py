@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,30 +10,11 @@ import pytest
 from tests.training_probe.engines import tiny
 from training_probe.flops import flops_per_token
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS
+from training_probe.memory.rank import NF4_BYTES, NF4_DOUBLE_BYTES, STATES_8BIT
 
 pytestmark = tiny.needs_engines
 
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Any]:
-    """torch, in a process group of this process alone."""
-    import os
-
-    import torch
-    import torch.distributed as dist
-
-    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR")}
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DS_ACCELERATOR="cpu")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield torch
-    dist.destroy_process_group()
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
 
 
 class Training:
@@ -89,6 +69,51 @@ def test_lora_moves_all_adapters_and_nothing_else(alone: Any, engine: str, metho
     hidden, wide, kv = 128, 344, 64
     linears = [(hidden, hidden)] * 2 + [(hidden, kv)] * 2 + [(hidden, wide)] * 2 + [(wide, hidden)]
     assert training.stepper.parameters[1] == tiny.SPEC.layers * sum(LORA_RANK * (a + b) for a, b in linears)
+
+
+def test_lora_sits_where_it_is_asked_to(alone: Any) -> None:
+    from training_probe.protocol import Unsupported
+
+    training = Training(alone, "ddp", "L", lora_rank=8, lora_alpha=32, lora_targets=("q_proj", "down_proj"))
+    shapes = {name.split(".layers.")[1]: tuple(parameter.shape) for name, parameter in training.model.named_parameters()
+              if ".lora_" in name and ".layers.0." in name}  # fmt: skip
+    assert shapes == {
+        "0.self_attn.q_proj.lora_A.default.weight": (8, 128), "0.self_attn.q_proj.lora_B.default.weight": (128, 8),
+        "0.mlp.down_proj.lora_A.default.weight": (8, 344), "0.mlp.down_proj.lora_B.default.weight": (128, 8),
+    }  # fmt: skip
+    adapted = [module for module in training.model.modules() if hasattr(module, "lora_A")]
+    assert len(adapted) == 2 * tiny.SPEC.layers and all(each.scaling == {"default": 4.0} for each in adapted)
+    from training_probe.worker import model
+
+    unlike = alone.nn.Sequential()
+    unlike.add_module("qkv_proj", alone.nn.Linear(4, 4))
+    with pytest.raises(Unsupported, match=r"no linear layer q_proj that LoRA could adapt; it has \['qkv_proj'"):
+        model.adapt(unlike, training.trial)
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_4_bit_weights_hold_as_many_bytes_as_predicted(alone: Any, double: bool) -> None:
+    """But for tables of 16 and 256 values and an offset, which each layer has, and counts that are rounded up."""
+    training = Training(alone, "ddp", "QL", double_quant=double)
+    layer = training.model.get_submodule("base_model.model.model.layers.0.mlp.down_proj.base_layer")
+    state, weights = layer.weight.quant_state, 128 * 344
+    scales = state.absmax.nbytes + (state.state2.absmax.nbytes if double else 0)
+    each = NF4_DOUBLE_BYTES if double else NF4_BYTES
+    assert state.nested == double
+    assert layer.weight.nbytes + scales == pytest.approx(each * weights, abs=8)
+
+
+@pytest.mark.parametrize(("engine", "method"), [("ddp", "Naive"), ("deepspeed", "Z2"), ("deepspeed", "Z3")])
+def test_8_bit_states_hold_as_many_bytes_as_predicted(alone: Any, engine: str, method: str) -> None:
+    """bitsandbytes keeps 32 bits of tensors below 4096 elements, the norms; ZeRO has one flat tensor."""
+    training = Training(alone, engine, method, adamw_8bit=True)
+    training.step()
+    optimizer = training.stepper._adam if engine == "ddp" else training.stepper._engine.optimizer.optimizer
+    held = sum(state[name].nbytes for state in optimizer.state.values()
+               for name in ("state1", "state2", "absmax1", "absmax2") if name in state)  # fmt: skip
+    trained = training.stepper.parameters[1]
+    norms = (2 * tiny.SPEC.layers + 1) * tiny.SPEC.hidden if engine == "ddp" else 0
+    assert held == pytest.approx(STATES_8BIT * (trained - norms) + 8 * norms, rel=1e-3)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed"])
@@ -169,11 +194,18 @@ def test_gradients_of_accumulated_micro_batches_are_those_of_one_large_one(alone
         assert (accumulated - at_once).norm() < 0.03 * at_once.norm()
 
 
-@pytest.mark.parametrize("method", ["Naive", "R", "RS", "PT", "PT+R"])
-def test_a_step_computes_what_is_counted(alone: Any, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("Naive", {}), ("R", {}), ("RS", {}), ("PT", {}), ("PT+R", {}), ("Naive", {"checkpoint": "op"}),
+        ("Naive", {"checkpoint": "1"}), ("Naive", {"checkpoint": "2"}), ("PT", {"checkpoint": "op"}),
+        ("R+Z2", {"engine": "deepspeed"}), ("Z3", {"engine": "deepspeed"}), ("R+Z3", {"engine": "deepspeed"}),
+    ],
+)  # fmt: skip
+def test_a_step_computes_what_is_counted(alone: Any, method: str, more: dict[str, str]) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    training = Training(alone, "ddp", method)
+    training = Training(alone, **{"engine": "ddp", "method": method, **more})
     with FlopCounterMode(display=False) as counted:
         training.gradients()
     cell = training.trial.cell

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from tests.training_probe import stand_in
 from tests.training_probe.cgroups import limited
 from tests.training_probe.stand_in import GIB, STEP_S
-from training_probe.grid import Cell, Engine
+from training_probe.grid import Cell, Device, Engine, Loss
 from training_probe.launch import outcome as endings
 from training_probe.launch import runner
 from training_probe.launch.outcome import Ended, Evidence, judge
-from training_probe.launch.runner import Launching, Limits, StoppedError, TrialOutcome, run_trial, start_of
+from training_probe.launch.runner import Launching, Limits, StoppedError, TrialOutcome, job_of, run_trial, start_here
 from training_probe.protocol import RankReport, Step, Trial
 from training_probe.results import loss_doubt
 
@@ -393,7 +393,7 @@ def test_children_import_this_very_package_and_inherit_the_environment(
 
 
 def test_the_real_command_line(tmp_path: Path) -> None:
-    start = start_of(trial_of("ok", 2), tmp_path, Launching(python="/py", gpu_ids=(5, 6, 7)), port=1234)
+    start = start_here(job_of(trial_of("ok", 2), tmp_path, Launching(python="/py", gpu_ids=(5, 6, 7))), 1234)
     assert start.argv == (
         "/py", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
         "--master-port", "1234", "-m", "training_probe.worker", str(tmp_path),
@@ -405,7 +405,8 @@ def test_ranks_share_the_cores_unless_the_user_has_said_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def threads(ranks: int) -> str | None:
-        return start_of(trial_of("ok", ranks), tmp_path, Launching(python="/py"), port=1).env.get("OMP_NUM_THREADS")
+        job = job_of(trial_of("ok", ranks), tmp_path, Launching(python="/py"))
+        return start_here(job, 1).env.get("OMP_NUM_THREADS")
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(runner, "cores", lambda: 15)
@@ -436,12 +437,24 @@ def test_cores_are_physical_and_no_more_than_the_cgroup_allows(tmp_path: Path, m
 def test_megatron_with_tensor_parallelism_gets_one_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def queues(engine: Engine, tp: int) -> str | None:
         of = Trial(cell=Cell(model="7b", engine=engine, gpus=2, seq_len=10, micro_batch=1, tp=tp))
-        return start_of(of, tmp_path, Launching(gpu_ids=(0, 1)), port=1).env.get("CUDA_DEVICE_MAX_CONNECTIONS")
+        return start_here(job_of(of, tmp_path, Launching(gpu_ids=(0, 1))), 1).env.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     assert [queues("megatron", 2), queues("megatron", 1), queues("deepspeed", 1)] == ["1", None, None]
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     assert queues("megatron", 2) is None
+
+
+def test_triton_interprets_ligers_kernels_on_the_cpu(tmp_path: Path) -> None:
+    def interpreted(device: Device, loss: Loss) -> str | None:
+        of = Trial(cell=Cell(model="7b", engine="ddp", seq_len=10, loss=loss, device=device))
+        return start_here(job_of(of, tmp_path, Launching(gpu_ids=(0,))), 1).env.get("TRITON_INTERPRET")
+
+    assert [interpreted("cpu", "liger"), interpreted("cpu", "chunked"), interpreted("cuda", "liger")] == [
+        "1",
+        None,
+        None,
+    ]
 
 
 def test_a_run_leaves_no_trace_of_the_one_before(tmp_path: Path) -> None:

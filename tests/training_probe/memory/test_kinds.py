@@ -29,18 +29,20 @@ def spec(name: str) -> ModelSpec:
 
 @pytest.mark.parametrize("model", sorted({row["model"] for row in BEFORE}))
 def test_a_llama_is_as_it_was_to_the_byte(model: str) -> None:
-    """Ten cells a model, of 5561 that were compared: written by the code that knew of layers alike only (eff78b0)."""
+    """Ten cells a model, of 5561 that were compared: written by the code that knew of layers alike only (eff78b0). What
+    DeepSpeed's ZeRO 3 recomputes was counted anew since."""
     shape = TINY if model == "tiny" else known(model)
     assert shape is not None
     for row in (row for row in BEFORE if row["model"] == model):
         asked = _cell(row)
         prediction = predict(asked, shape.decoder)
         assert " ".join(str(moment.bytes) for moment in prediction.moments) == row["moments_bytes"], asked.name
-        assert prediction.host_bytes == int(row["host_bytes"]), asked.name
+        then = [term.bytes for term in prediction.host if term.name not in ("processes", "rounding")]  # came later
+        assert sum(then) == int(row["host_bytes"]), asked.name
         flops = flops_per_token(asked, shape.decoder)
         found = (flops.forward, flops.backward, flops.recomputed)
         assert found == tuple(float(row[f"{name}_flops"]) for name in ("forward", "backward", "recomputed")), asked.name
-        counts = weights(shape.decoder, asked.letters)
+        counts = weights(shape.decoder, asked)
         assert counts.frozen + counts.four_bit + counts.trainable - counts.adapter == shape.parameters
 
 
@@ -61,7 +63,7 @@ def test_every_model_of_the_catalog_is_predicted(model: ModelSpec) -> None:
         if uncounted(asked, model) is not None:
             assert method == "L+Z2" and any(kind.mlp.experts > 1 for kind in model.kinds)
             continue
-        counts = weights(model, asked.letters)
+        counts = weights(model, asked)
         assert counts.total - counts.adapter == model.parameters
         prediction = predict(asked, model)
         states = prediction.terms_bytes.get("optimizer states", 0)
@@ -74,10 +76,13 @@ def test_every_model_of_the_catalog_is_predicted(model: ModelSpec) -> None:
 def test_the_command_answers_for_every_model_or_names_what_stops_it(
     model: ModelSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["memory", "--model", model.name, "--gpus", "8", "--task", "finetune", "--method"]
-    assert invoke([*options, "F+R+Z3"]) == 0
+    options = ["memory", "--verbose", "--model", model.name, "--gpus", "8", "--task", "finetune", "--method"]
+    assert invoke([*options, "R+Z3"]) == 0
     said = capsys.readouterr().out
     assert f"{model.parameters:,} parameters / 8 ranks" in said and "<- peak" in said
+    assert invoke([*options, "F+R+Z3"]) == 0
+    said = capsys.readouterr().out
+    assert "<- peak" in said or f" {model.name}" in said.partition("unsupported: ")[2]
     assert invoke([*options, "L+Z3"]) == 0
     said = capsys.readouterr().out
     assert "<- peak" in said or f"(model_type {model.model_type})" in said
@@ -123,11 +128,11 @@ def test_lora_sits_on_linear_layers_of_seven_names() -> None:
     """Of a mixture not the experts, but the one that all tokens share; of GLM-4 not gate_up_proj."""
     llama = spec("llama-4-scout")
     attention = 64 * (2 * (5120 + 5120) + 2 * (5120 + 1024))
-    adapter = weights(llama, cell("L", model=llama.name, task="finetune").letters).adapter
+    adapter = weights(llama, cell("L", model=llama.name, task="finetune")).adapter
     assert adapter == 48 * (attention + 3 * 64 * (5120 + 8192))
     glm = spec("glm-4-9b")
     attention = 64 * (2 * (4096 + 4096) + 2 * (4096 + 256))
-    adapter = weights(glm, cell("L", model=glm.name, task="finetune").letters).adapter
+    adapter = weights(glm, cell("L", model=glm.name, task="finetune")).adapter
     assert adapter == 40 * (attention + 64 * (13696 + 4096))
 
 

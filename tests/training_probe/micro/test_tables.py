@@ -218,6 +218,6 @@ def test_report_derives_and_counts() -> None:
     assert report.schema == "training_probe.micro/1"
     assert msgspec.to_builtins(report.points) == {"planned": 2, "all": 1, "by_outcome": {"ok": 1}}
     assert report.results[0]["data_sheet_peak_ratio"] == pytest.approx(700 / 989.4)
-    text = micro_report.page(*measured).text(100)
-    assert "1 of 2 points: 1 ok." in text and "700 TFLOP/s, 70.7 % of the data sheet's 989.4" in text
+    text = micro_report.document(*measured).text(100)
+    assert "1 of 2 points, 1 missing: 1 ok." in text and "700 TFLOP/s, 70.7 % of the data sheet's 989.4" in text
     json.dumps(msgspec.to_builtins(report))

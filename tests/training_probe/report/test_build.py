@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from loadgen.report.figures import legend_below, titled
 from tests.training_probe.measured import HOSTILE, result
+from training_probe import cli
 from training_probe.protocol import TIMELINE_FILE, Timeline
-from training_probe.report import build, figures, layout, plots, tables
-from training_probe.report.page import ReportError
+from training_probe.report import build, figures, layout, plots, tables, timelines
+from training_probe.report.document import ReportError
 from training_probe.results import CellResult, append, read
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -34,6 +36,23 @@ def sweep() -> list[CellResult]:
         result("F+Z2", 700.0, said={"valid": False}),
         *(result("Q", 1000.0 * count**0.9, gpus=count, micro_batch=2) for count in (1, 2, 4)),
     ]
+
+
+def test_what_is_missing_is_counted_and_a_torn_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for each in (*sweep(), result("Z1", 5.0)):
+        append(tmp_path, each)
+    (tmp_path / "manifest.json").write_text(json.dumps({"cells": [{}] * 9}))
+    assert build.unread(tmp_path / "results.jsonl") == []
+    whole = (tmp_path / "results.jsonl").read_bytes()
+    (tmp_path / "results.jsonl").write_bytes(whole[:-20])
+    assert cli.invoke(["report", str(tmp_path)]) == 4  # by an invalid cell
+    out, err = capsys.readouterr()
+    shown = " ".join(err.split())
+    assert "7 of 9 cells, 2 missing: 6 ok (1 of them INVALID), 1 oom." in shown
+    assert "The last line of results.jsonl is cut, because its writer was killed; what it held is missing." in shown
+    assert "2 of 9 cells were not reached; `--resume` goes on with them." in shown
+    counts = json.loads(out)["cells"]
+    assert (counts["all"], counts["planned"], counts["missing"]) == (7, 9, 2)
 
 
 def timeline(samples: int = 50) -> Timeline:
@@ -58,14 +77,15 @@ def seen(path: Path) -> tuple[int, int]:
 def test_the_report_counts_and_judges() -> None:
     made = build.build(sweep(), {"run_id": "r1", "preset": "mine"})
     assert made.schema == "training_probe.report/1"
-    assert msgspec.to_builtins(made.cells) == {"all": 7, "by_outcome": {"ok": 6, "oom": 1}, "invalid": 1}
+    counts = {"all": 7, "by_outcome": {"ok": 6, "oom": 1}, "invalid": 1}
+    assert msgspec.to_builtins(made.cells) == {**counts, "planned": None, "missing": 0}
     prediction = made.prediction
     assert prediction.cells == 1
     assert prediction.worst_ratio == pytest.approx(0.1)
     assert len(prediction.said_to_fit_but_ran_out) == 1
     assert made.profile.as_paper
     assert len(made.results) == 7
-    text = build.page(sweep(), {}).text(200)
+    text = build.document(sweep(), {}).text(200)
     assert "7 cells: 6 ok (1 of them INVALID), 1 oom." in text
     assert "as in the paper" in text
     assert "Predicted to fit, but ran out of memory: 7b_pretrain_deepspeed_Z2" in text
@@ -75,13 +95,13 @@ def test_a_short_profile_is_said() -> None:
     short = result(said={"warmup_steps": 2, "steps": 5, "runs": 1})
     made = build.build([short], {})
     assert not made.profile.as_paper
-    assert "2 warm-up and 5 timed steps in 1 run." in " ".join(build.summary(made, [short]))
+    assert "2 warm-up and 5 timed steps in 1 run." in " ".join(build.facts(made))
 
 
 def test_nothing_measured_is_a_report_all_the_same(tmp_path: Path) -> None:
     manifest = {"platform": "CPU", "warmup_steps": 2, "steps": 3, "runs": 1}
     made = build.build([], manifest)
-    build.page([], manifest).write(tmp_path)
+    build.document([], manifest).write(tmp_path)
     assert (made.platform, made.cells.all) == ("CPU", 0)
     assert msgspec.to_builtins(made.profile.each) == [{"warmup_steps": 2, "steps": 3, "runs": 1}]
     assert not list(tmp_path.glob("*.svg"))
@@ -89,11 +109,11 @@ def test_nothing_measured_is_a_report_all_the_same(tmp_path: Path) -> None:
 
 def test_failures_stand_with_their_reasons_and_nothing_is_obeyed() -> None:
     found = [result("Z3", outcome="crashed", reason=HOSTILE, said={"log": "a/b_log.txt"})]
-    text = build.page(found, {"run_id": HOSTILE}).markdown({})
+    text = build.document(found, {"run_id": HOSTILE}).markdown({})
     assert "## Cells without a valid number" in text
     assert "a/b\\_log.txt" in text
     assert "\x1b" not in text and "<b>" not in text
-    assert "\x1b" not in build.page(found, {"preset": HOSTILE}).text(100)
+    assert "\x1b" not in build.document(found, {"preset": HOSTILE}).text(100)
     assert "\x1b" not in layout.latex_file(tables.build(found))
 
 
@@ -105,9 +125,9 @@ def test_redoing_a_directory_writes_all_of_it(tmp_path: Path) -> None:
     cell.mkdir(parents=True)
     (cell / TIMELINE_FILE).write_bytes(msgspec.json.encode(timeline()))
     (tmp_path / "manifest.json").write_text('{"run_id": "r1", "machine": {"cpu": "x"}, "unknown": [1]}')
-    page = build.page(read(tmp_path), build.read_manifest(tmp_path))
-    page.write(tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text()) == msgspec.to_builtins(page.report)
+    document = build.document(read(tmp_path), build.read_manifest(tmp_path))
+    document.write(tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(msgspec.json.encode(document.report))
     written = {path.name for path in tmp_path.iterdir()}
     assert {"report.md", "tables.csv", "tables.tex"} <= written
     text = (tmp_path / "report.md").read_text()
@@ -131,7 +151,7 @@ def test_a_broken_manifest_is_one_sentence(tmp_path: Path, wrong: str) -> None:
 
 def test_a_directory_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="cannot write the report"):
-        build.page([result()], {}).write(tmp_path / "none")
+        build.document([result()], {}).write(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -141,25 +161,37 @@ def test_a_broken_timeline_costs_no_report(tmp_path: Path, broken: bytes) -> Non
     cell = tmp_path / "trials" / "one" / "timeline"
     cell.mkdir(parents=True)
     (cell / TIMELINE_FILE).write_bytes(broken)
-    build.page([result()], {}).write(tmp_path)
+    build.document([result()], {}).write(tmp_path)
     assert not list(tmp_path.glob("timeline-*"))
 
 
 def test_a_long_timeline_keeps_its_highest_and_lowest_sample() -> None:
     total = np.full(200_000, 5.0)
     total[123_457], total[99_999] = 9.0, 1.0
-    drawn = figures._extremes(total)
+    drawn = timelines.extremes(total, figures.MOST_SAMPLES)
     assert len(drawn) <= 2 * figures.MOST_SAMPLES + 2
     assert {0, 123_457, 99_999, len(total) - 1} <= set(drawn.tolist())
 
 
-def test_bars_of_a_logarithmic_axis_begin_below_the_smallest(tmp_path: Path) -> None:
+def test_bars_begin_at_0_have_their_numbers_and_rows_of_one_title_one_axis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Figure] = []
+    save = figures._save
+    monkeypatch.setattr(figures, "_save", lambda figure, stem: (kept.append(figure), save(figure, stem)))
     values: dict[str, Any] = {"paper": [10.0, 7000.0, "OOM"], "ours $x$": [400.0, "crashed", None]}
-    panel = figures.Panel("7B $_", ["Z2", "Q", HOSTILE], values, ("device", 9000.0))
-    figures.bars([panel], HOSTILE, "Tokens/s", tmp_path / "bars", log=True)
+    panels = [
+        figures.Panel("7B $_", ["Z2", "Q", HOSTILE], values, ("device", 9000.0)),
+        figures.Panel("7B $_", ["Z3"], {"paper": [20.0]}),
+        figures.Panel("13B", ["Z3"], {"paper": [20.0]}),
+    ]
+    figures.bars(panels, HOSTILE, "tokens/s", tmp_path / "bars")
     seen(tmp_path / "bars.svg")
-    assert figures._floor([10.0, 7000.0]) == 1.0
-    assert figures._floor([12.0]) == 10.0
+    first, second, third = kept[0].axes
+    assert first.get_ylim() == second.get_ylim() == (0, pytest.approx(9900))
+    assert third.get_ylim() == (0, pytest.approx(1.22 * 20))
+    assert [bar.get_y() for bar in first.patches] == [0] * 6
+    assert {"10.00", "7,000", "OOM", "400.0", "crashed"} <= {text.get_text() for text in first.texts}
 
 
 def test_title_and_legend_of_a_narrow_figure_are_within_it() -> None:
@@ -209,7 +241,7 @@ def test_ticks_of_less_than_a_decade() -> None:
 def test_more_than_linear_scaling_is_told(method: str, four: float, told: bool) -> None:
     """ZeRO may: more GPUs have less of the optimizer each."""
     found = [result(method, 1000.0, gpus=1), result(method, 1900.0, gpus=2), result(method, 1000 * four, gpus=4)]
-    lines = [line for line in build.summary(build.build(found, {}), found) if "run it again" in line]
+    lines = [line for line in build.findings(build.build(found, {})) if "run it again" in line]
     assert len(lines) == told
     if told:
         assert f"{found[2].cell} has 112 % of the tokens/s a GPU of {found[0].cell}" in lines[0]

@@ -26,16 +26,17 @@ from backends.decoder import ModelSpec
 from loadgen.rundir import RunError, Snapshot
 from tests.training_probe import stand_in
 from tests.training_probe.stand_in import GIB, STEP_S
-from training_probe import flops, llama_shape, results
+from training_probe import flops, llama_shape, protocol, results
 from training_probe.grid import Cell, Model
 from training_probe.launch import runner
 from training_probe.launch.runner import MemoryReturn
-from training_probe.memory import Fit, Prediction
+from training_probe.memory import Prediction
+from training_probe.memory.process import Fit
 from training_probe.memory.rank import Moment, Term
 from training_probe.protocol import Step
 from training_probe.results import Attempt, CellResult
 from training_probe.sweep import manifests, progress
-from training_probe.sweep.cell import Surroundings, floor_power_of_two, largest
+from training_probe.sweep.cell import APART, Surroundings, floor_power_of_two, largest, next_smaller
 from training_probe.sweep.manifests import Settings
 from training_probe.sweep.progress import Progress
 from training_probe.sweep.run import dry_run, resume, sweep
@@ -81,7 +82,7 @@ class GibASequence:
 
     def fits(self, prediction: Prediction, device_memory_bytes: int) -> Fit:
         needed, there = prediction.peak_bytes // GIB, device_memory_bytes // GIB
-        return Fit(needed <= there, f"{needed} GiB > {there} GiB")
+        return Fit("fits" if needed <= there else "does not fit", f"{needed} GiB > {there} GiB")
 
     def largest_micro_batch(self, cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int) -> int:
         return min(at_most, device_memory_bytes // GIB)
@@ -117,6 +118,12 @@ def test_a_cell_is_the_mean_of_its_runs(tmp_path: Path) -> None:
     assert got.tokens_per_s == pytest.approx(speed) and got.tokens_per_s_std == pytest.approx(0)
     assert got.tokens_per_s_runs == pytest.approx([speed] * 3)
     assert (got.runs, got.warmup_steps, got.steps, got.batch_size) == (3, 2, 4, 3)
+    (shown,) = [
+        sample.labels
+        for family in msgspec.json.decode((directory / "snapshot.json").read_bytes(), type=Snapshot).families
+        if family.name.endswith("_tokens_per_second") for sample in family.samples
+    ]  # fmt: skip
+    assert (shown["cell"], shown["gpus"], shown["seq_len"], shown["micro_batch"]) == (got.cell, "2", "10", "3")
     assert got.step_ms == pytest.approx(20) and got.step_ms_std == pytest.approx(0)
     assert [got.forward_ms, got.backward_ms, got.optimizer_ms] == pytest.approx([6, 10, 3])
     assert got.peak_memory_gb_by_rank == [3, 4] and got.peak_memory_gb == 4
@@ -179,6 +186,24 @@ def test_what_makes_no_sense_here_is_a_row_with_its_reason(tmp_path: Path) -> No
     assert rows[3].outcome == "crashed"  # even one sequence may fit, so it was tried; the stand-in knows no such model
 
 
+class OffloadsGib(GibASequence):
+    """Each sequence also takes 1 GiB of the host."""
+
+    def predict(self, cell: Cell, spec: ModelSpec) -> Prediction:
+        there = super().predict(cell, spec)
+        return Prediction(moments=there.moments, host=there.peak.terms)
+
+
+def test_what_a_machine_cannot_hold_of_what_is_offloaded_is_skipped(tmp_path: Path) -> None:
+    around = replace(with_gpus(16), predictor=OffloadsGib(), node_bytes=lambda: 5 * GIB)
+    cells = [cell("ok", device="cuda", micro_batch=sequences) for sequences in (4, 6)]
+    fits, too_much = swept(tmp_path, cells, around, gpu_ids=(0,), models={"ok": Model(spec=SPEC)})
+    assert fits.outcome == "ok"
+    assert (too_much.outcome, too_much.reason) == (
+        "skipped", "the host needs 6.0 GiB, which is more than its 5.0 GiB.",
+    )  # fmt: skip
+
+
 def test_no_skip_runs_what_is_predicted_not_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     monkeypatch.setenv("HF_TOKEN", "s3cret")
@@ -205,12 +230,12 @@ def attempts(row: CellResult) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("does", "memory_gib", "at_most", "batch", "tried"),
     [
-        ("fits_4", 2, 64, 4, [(2, "ok"), (4, "ok"), (8, "oom")]),
-        ("fits_4", 23, 64, 4, [(16, "oom"), (8, "oom"), (4, "ok")]),
+        ("fits_4", 2, 64, 4, [(2, "ok"), (4, "ok"), (8, "oom"), (6, "oom"), (5, "oom")]),
+        ("fits_4", 23, 64, 4, [(16, "oom"), (8, "oom"), (4, "ok"), (6, "oom"), (5, "oom")]),
         ("fits_4", 2, 4, 4, [(2, "ok"), (4, "ok")]),
-        ("fits_4", None, 3, 2, [(1, "ok"), (2, "ok")]),
+        ("fits_4", None, 3, 3, [(1, "ok"), (2, "ok"), (3, "ok")]),
         # it runs out in the measurement, and goes down
-        ("fits_2_when_timed", 4, 64, 2, [(4, "ok"), (8, "oom"), (4, "oom")]),
+        ("fits_2_when_timed", 4, 64, 2, [(4, "ok"), (8, "oom"), (6, "oom"), (5, "oom"), (4, "oom")]),
     ],
 )
 def test_the_largest_micro_batch(
@@ -223,7 +248,7 @@ def test_the_largest_micro_batch(
     assert (row.outcome, row.batch_size, attempts(row)) == ("ok", batch, tried)
     assert row.cell == searched.name and row.runs == 2
     assert row.tokens_per_s == pytest.approx(batch * 10 / STEP_S)
-    assert row.predicted_memory_gb == batch
+    assert row.predicted_memory_gb == (None if memory_gib is None else batch)  # of a GPU alone
     names = {path.name for path in (tmp_path / "sweep" / "trials" / row.cell).iterdir()}
     assert names == {"run-1", "run-2", *(f"search-{size}" for size, _ in tried)}
 
@@ -237,7 +262,7 @@ def test_a_search_in_which_nothing_fits(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 200), st.integers(1, 100), st.integers(1, 100))
-def test_a_search_finds_the_largest_power_of_two_that_fits(fits: int, start: int, at_most: int) -> None:
+def test_a_search_ends_within_an_eighth_of_the_largest_that_fits(fits: int, start: int, at_most: int) -> None:
     asked: list[int] = []
 
     def attempt(size: int) -> Attempt:
@@ -245,10 +270,15 @@ def test_a_search_finds_the_largest_power_of_two_that_fits(fits: int, start: int
         return Attempt(micro_batch=size, outcome="ok" if size <= fits else "oom")
 
     fitting = [made.micro_batch for made in largest(attempt, start=start, at_most=at_most) if made.outcome == "ok"]
-    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= min(fits, at_most)]
-    assert max(fitting, default=None) == max(sizes, default=None)
-    assert len(set(asked)) == len(asked) and asked[0] == floor_power_of_two(min(start, at_most))
-    assert all(size & (size - 1) == 0 and 1 <= size <= at_most for size in asked)
+    best, truth = max(fitting, default=0), min(fits, at_most)
+    assert best <= truth and truth - best <= best / APART
+    assert len(set(asked)) == len(asked) <= 13 and asked[0] == floor_power_of_two(min(start, at_most))
+    assert all(1 <= size <= at_most for size in asked)
+
+
+def test_what_runs_out_later_gives_way_to_the_next_smaller_that_fitted() -> None:
+    tried = [Attempt(micro_batch=size, outcome="oom" if size == 64 else "ok") for size in (32, 64, 48)]
+    assert [next_smaller(tried, 48), next_smaller(tried, 32)] == [32, 16]
 
 
 def test_a_cell_beyond_its_limit(tmp_path: Path) -> None:
@@ -482,11 +512,32 @@ def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
     assert '"stage": 3' in text
     assert "predicted memory: 1.00 GiB (activations 1.00)" in text
     assert text.rstrip().endswith(
-        f"# {cells[1].name}\nunsupported: ddp shards nothing; use deepspeed or fsdp2 for ZeRO"
+        f"# {cells[1].name}\n# unsupported: ddp shards nothing; use deepspeed or fsdp2 for ZeRO"
     )
     assert list(tmp_path.iterdir()) == []
-    real = dry_run(cells, asked, tmp_path)
-    assert "'/opt/my python' -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1" in real
+
+
+def test_a_dry_run_is_a_script_that_starts_the_run(tmp_path: Path) -> None:
+    """Whose Python is whichever the environment has, and whose GPUs are hidden only where they are those of here."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(
+        '#!/bin/bash\nprintf "%s|" "${CUDA_VISIBLE_DEVICES-unset}" "$@"\ncat "${@: -1}/trial.json"\n'
+    )
+    (tmp_path / "bin" / "python").chmod(0o755)
+    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    wanted = cell("7b", gpus=2, device="cuda", method="Z3", micro_batch=None)
+    for gpu_ids, visible in (((), "unset"), ((4, 6), "4,6"), ((4,), "unset")):
+        script = dry_run([wanted], settings(gpu_ids=gpu_ids, python="/no/such"), Path("runs/it's a sweep"))
+        done = subprocess.run(["bash", "-euc", script], env=env, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        seen, *argv, trial = done.stdout.split("|")
+        assert seen == visible
+        assert argv == [
+            "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port",
+            "29500", "-m", "training_probe.worker", f"runs/it's a sweep/trials/{wanted.name}/run-1",
+        ]  # fmt: skip
+        read = msgspec.json.decode(trial, type=protocol.Trial)
+        assert read.cell == msgspec.structs.replace(wanted, micro_batch=1) and read.steps == 4
 
 
 def test_results_survive_a_cut(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from training_probe.conditions import Watch
 from training_probe.points import ABOUT_FILE, POINTS_FILE, TASK_FILE, About, Collective, Copy, Measured, Task
 from training_probe.protocol import CANNOT_GO_ON, write_atomically
-from training_probe.worker.measure import nccl_version, own_device
+from training_probe.worker.measure import nccl_version, nvml_handle, own_device
 from training_probe.worker.micro import collectives, gemm, memcpy
 from training_probe.worker.micro.timing import Stop
 
@@ -31,10 +32,13 @@ def main(directory: Path) -> int:
     gc.disable()  # it would strike in the middle of a sample
     try:
         with (directory / POINTS_FILE).open("ab", buffering=0) as file:
+            watch = Watch(nvml_handle(device))
             for result in _measure(task)(task, device):
-                gc.collect()
                 if writes:
+                    result = msgspec.structs.replace(result, conditions=watch.stop())
                     file.write(msgspec.json.encode(result) + b"\n")
+                gc.collect()
+                watch.start()
     except Stop as error:
         traceback.print_exc()
         print(f"{CANNOT_GO_ON}{error}", file=sys.stderr)

@@ -1,0 +1,112 @@
+"""What others published, beside what is predicted and measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.training_probe.measured import result
+from training_probe import published, results
+from training_probe.cli import invoke
+from training_probe.results import GIB
+
+# Of every row that has a cell. LitGPT's own model keeps more; its NF4 rows have a test of their own.
+WITHIN = {"litgpt": 0.13, "torchtitan": 0.04}
+LORAS = {"torchtune": 0.10}  # of rows that train adapters
+
+
+def lines(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, object]]:
+    assert invoke(["memory", "--preset", "published", "--json", *options]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "training_probe.published_memory/1"
+    rows: list[dict[str, object]] = document["rows"]
+    return rows
+
+
+def test_each_row_has_a_cell_or_says_why_it_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = lines(capsys)
+    assert len(rows) == len(published.rows()) == 32
+    for row in rows:
+        assert row["differs"]
+        assert (row["same"] == "no") == (row["cell"] is None) == (row["predicted_gib"] is None)
+
+
+def test_units_are_the_sources_own() -> None:
+    first, *_ = published.rows()
+    assert (first.published, first.unit) == (21.30, "GB") and first.bytes == 21.30e9
+    titan = next(row for row in published.rows() if row.source == "torchtitan")
+    assert titan.bytes == pytest.approx(82.4 * GIB)
+
+
+def test_how_far_off_what_can_be_expressed_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/accuracy.md has all rows."""
+    for row in lines(capsys):
+        adapters = "LoRA" in str(row["row"])
+        limit = (LORAS if adapters else {}).get(str(row["source"]), WITHIN.get(str(row["source"])))
+        if "NF4" in str(row["row"]):
+            continue
+        if limit is not None and row["off_by"] is not None:
+            assert abs(float(str(row["off_by"]))) < limit, row["row"]
+
+
+def test_why_litgpts_4_bit_rows_are_low(capsys: pytest.CaptureFixture[str]) -> None:
+    """bitsandbytes 0.41 kept the input of every 4-bit layer: of q, k and v beside what dropout makes of it, of o, of
+    gate and up together, of down. With these the rows are as far off as those in bf16."""
+    widths = {"7B": (32, 4096, 11008), "13B": (40, 5120, 13824)}
+    rows = [row for row in lines(capsys) if row["source"] == "litgpt" and "NF4" in str(row["row"])]
+    assert len(rows) == 4
+    for row in rows:
+        layers, hidden, wide = widths[str(row["row"]).split()[0]]
+        kept_gib = 1304 * layers * 2 * (3 * hidden + wide) / GIB
+        published, predicted = float(str(row["published_gib"])), float(str(row["predicted_gib"]))
+        assert -0.30 < predicted / published - 1 < -0.24
+        assert -0.15 < (predicted + kept_gib) / published - 1 < -0.10
+
+
+def test_a_row_has_the_options_of_its_source() -> None:
+    row = next(row for row in published.rows() if row.row == "13B LoRA, NF4")
+    asked = row.cell()
+    assert asked is not None and asked.name.endswith("_r8_q-v_single-quant_chunked-loss")
+
+
+def test_a_sweep_of_the_preset_stands_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = published.cells("cuda")
+    assert len(cells) == len(set(cells))
+    asked = next(cell for cell in cells if cell.engine == "fsdp2" and cell.compile and not cell.letters.adapter)
+    names = ("model", "engine", "gpus", "seq_len", "micro_batch", "compile", "checkpoint", "fp8", "loss")
+    reported = result(
+        asked.method, said={"peak_memory_gb": 80.0, "peak_reserved_gb": 84.5},
+        **{name: getattr(asked, name) for name in names},
+    )  # fmt: skip
+    results.append(tmp_path, reported)
+    (row,) = [row for row in lines(capsys, "--measured", str(tmp_path)) if row["measured_gib"] is not None]
+    assert row["cell"] == asked.name == reported.cell
+    assert row["measured_gib"] == (84.5 if row["counts"] == "reserved" else 80.0)
+
+
+def test_chosen_rows_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = lines(capsys, "--model", "13b")
+    assert [row["source"] for row in rows] == ["litgpt"] * 3
+
+
+def test_the_table_has_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["plan", "--preset", "published"]) == 0
+    summary, _, _, *table = capsys.readouterr().out.splitlines()
+    assert summary.startswith("PREDICTED, nothing was run. 32 published numbers, 4 of them of methods that no cell has")
+    assert len(table) == 32
+
+
+@pytest.mark.parametrize(
+    ("argv", "wrong"),
+    [
+        (["--preset", "published", "--gpus", "4"], "--gpus of its sources"),
+        (["--preset", "published", "--gpu-memory-gb", "4"], "leave sizes and --verbose out"),
+        (["--method", "Z3", "--measured", "."], "name --preset published with it"),
+        (["--preset", "published", "--measured", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input(argv: list[str], wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["memory", *argv]) == 2
+    assert wrong in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""A DeepSpeed configuration of one's own: what it adds arrives, what makes another cell of the cell is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from training_probe import cli, own_deepspeed
+from training_probe.grid import GridError, cell
+from training_probe.memory import predict
+from training_probe.options import TINY
+from training_probe.own_deepspeed import merged, uncounted
+from training_probe.protocol import deepspeed_config
+from training_probe.report import tables
+from training_probe.results import of_cell
+from training_probe.sweep.cell import Surroundings
+from training_probe.sweep.manifests import Model, Settings
+
+Z2 = cell("Z2", model="tiny", gpus=2, micro_batch=4, grad_accum=3)
+NAIVE = cell("Naive", model="tiny", device="cpu")
+
+
+def test_what_the_file_adds_is_merged_over_what_the_cell_gives() -> None:
+    own = {
+        "zero_optimization": {"reduce_bucket_size": 1_000_000, "overlap_comm": False},
+        "wall_clock_breakdown": True,
+        "fp16": {"enabled": False},
+    }
+    expected = deepspeed_config(Z2)
+    expected["zero_optimization"] |= {"reduce_bucket_size": 1_000_000, "overlap_comm": False}
+    assert merged(Z2, own) == {**expected, "wall_clock_breakdown": True}
+    assert merged(Z2, None) == merged(Z2, {}) == deepspeed_config(Z2)
+
+
+def test_auto_and_what_the_cell_says_itself_change_nothing() -> None:
+    own = {
+        "train_micro_batch_size_per_gpu": "auto", "train_batch_size": 24, "gradient_accumulation_steps": 3,
+        "gradient_clipping": 1, "bf16": {"enabled": "auto"}, "fp16": {"enabled": False},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "none"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    }  # fmt: skip
+    assert merged(Z2, own) == deepspeed_config(Z2)
+    assert merged(Z2, {"zero_optimization": {"offload_optimizer": None}}) == deepspeed_config(Z2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "names"),
+    [
+        (Z2, {"train_micro_batch_size_per_gpu": 8}, "train_micro_batch_size_per_gpu 8, and the cell .* has 4"),
+        (Z2, {"gradient_accumulation_steps": 1}, "gradient_accumulation_steps 1, .* has 3"),
+        (Z2, {"train_batch_size": 25}, "train_batch_size 25, .* has 24"),
+        (Z2, {"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3, .* has 2"),
+        (Z2, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 'device "cpu", .* "none"'),
+        (Z2, {"fp16": {"enabled": True}}, "fp16.enabled true, .* has false"),
+        (Z2, {"bf16": {"enabled": False}}, "bf16.enabled false, .* has true"),
+        (NAIVE, {"bf16": {"enabled": True}}, "bf16.enabled true, .* has false"),
+        (Z2, {"optimizer": {"type": "Lamb"}}, 'optimizer.type "Lamb", .* has "AdamW"'),
+        (NAIVE, {"optimizer": {"params": {"lr": 1}}}, "optimizer.params.lr 1, "),
+        (Z2, {"optimizer": {"params": {"eps": 1e-6}}}, "optimizer.params.eps 1e-6, .* has none"),
+        (Z2, {"scheduler": {"type": "WarmupLR"}}, 'scheduler.type "WarmupLR", .* has none'),
+        (Z2, {"gradient_clipping": 0.5}, "gradient_clipping 0.5, .* has 1.0"),
+        (cell("Z2", model="tiny", micro_batch=None), {"train_micro_batch_size_per_gpu": 8}, "searches it"),
+        (cell("O+Z3", model="tiny"), {"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'has "cpu"'),
+    ],
+)  # fmt: skip
+def test_what_contradicts_the_cell_is_named(asked: Any, own: dict[str, Any], names: str) -> None:
+    with pytest.raises(GridError, match=names) as refused:
+        own_deepspeed.check([asked], own)
+    assert asked.name in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("{", "is no JSON"), ("[1]", "holds no object"), (None, "cannot be read"), ("{}", None),
+        ('{"zero_optimization": {"stage": 3}}', "stage 3"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_sentence_before_anything_is_started(
+    tmp_path: Path, text: str | None, names: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.json"
+    if text is not None:
+        path.write_text(text)
+    options = ["sweep", "--dry-run", "--model", "tiny", "--device", "cpu", "--method", "Z2", "--deepspeed", str(path)]
+    assert cli.invoke(options) == (0 if names is None else 2)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and (names is None or names in said)
+
+
+def test_it_is_for_cells_of_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.json"
+    path.write_text('{"wall_clock_breakdown": true}')
+    options = ["sweep", "--dry-run", "--model", "tiny", "--device", "cpu", "--deepspeed", str(path), "--engine"]
+    assert cli.invoke([*options, "ddp", "--method", "Naive"]) == 2
+    assert "no cell has it" in capsys.readouterr().err
+    assert cli.invoke([*options, "deepspeed", "fsdp2", "--method", "Z2"]) == 0
+    shown = capsys.readouterr()
+    assert "--deepspeed changes nothing for the cells of fsdp2" in shown.err
+    assert shown.out.count('"wall_clock_breakdown": true') == 1
+    assert shown.out.count('"deepspeed":{"wall_clock_breakdown":true}') == 1  # in the trial
+
+
+def test_memory_is_not_predicted_with_what_was_not_counted() -> None:
+    heavy, light = {"zero_optimization": {"reduce_bucket_size": 5}}, {"wall_clock_breakdown": True}
+    assert uncounted(Z2, heavy) == "zero_optimization.reduce_bucket_size"
+    assert uncounted(Z2, light) is uncounted(Z2, None) is None
+    models = {"tiny": Model(spec=TINY)}
+    assert Surroundings().predict(Z2, Settings(models=models, deepspeed=heavy)) is None
+    assert Surroundings().predict(Z2, Settings(models=models, deepspeed=light)) == predict(Z2, TINY.decoder)
+
+
+def test_the_manifest_keeps_it() -> None:
+    settings = Settings(deepspeed={"a": [1]}, models={"tiny": Model(spec=TINY)})
+    assert settings.trial(Z2).deepspeed == {"a": [1]}
+    assert settings.trial(cell("Z2", engine="fsdp2", model="tiny")).deepspeed is None
+    assert json.loads(json.dumps(settings.deepspeed)) == {"a": [1]}
+
+
+def test_the_row_says_so() -> None:
+    """Beside the engine, and what the file held."""
+    result = of_cell(Z2, platform="x", outcome="ok", deepspeed={"zero_optimization": {"reduce_bucket_size": 5}})
+    assert tables.engine(result) == "deepspeed ga3 own configuration"
+    assert tables.engine(of_cell(Z2, platform="x", outcome="ok")) == "deepspeed ga3"
+    assert msgspec.to_builtins(result)["deepspeed"] == {"zero_optimization": {"reduce_bucket_size": 5}}

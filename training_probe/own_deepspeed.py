@@ -1,0 +1,148 @@
+"""A DeepSpeed configuration of the user's own, merged over what a cell gives: what it may change, and what would make
+another cell of it.
+
+A cell says how large its batches are, which ZeRO stage it has, what is offloaded, in which precision and with which
+optimizer; every engine has the same of the latter. A file that says otherwise is a conflict. "auto", as in the files of
+Hugging Face's Trainer, stands for what the cell gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backends.untrusted import UNDECODABLE, printable, reason
+from training_probe.grid import Cell, GridError
+from training_probe.protocol import BETAS, CLIP_NORM, WEIGHT_DECAY, deepspeed_config, learning_rate
+
+FLAG, AUTO = "--deepspeed", "auto"
+MOST_DEPTH = 8
+# What a cell gives and a file may change all the same.
+FREE = {
+    "steps_per_print", "zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients",
+    "zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory",
+    "zero_allow_untested_optimizer",
+}  # fmt: skip
+# What changes no memory of a GPU.
+LIGHT = {
+    "steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer",
+    "zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory",
+}  # fmt: skip
+_DEVICES = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What the file holds. Raises GridError."""
+    try:
+        held = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise GridError(f"{FLAG} {path} cannot be read ({error.strerror or error}); name a JSON file.") from None
+    except UNDECODABLE as error:
+        raise GridError(f"{FLAG} {path} is no JSON ({printable(reason(error), 100)}); mend it.") from None
+    if not isinstance(held, dict):
+        raise GridError(f"{FLAG} {path} holds no object; it must have the fields of DeepSpeed's configuration.")
+    if any(path.count(".") >= MOST_DEPTH for path, _ in _leaves(held)):
+        raise GridError(f"{FLAG} {path} is nested deeper than DeepSpeed's configuration is; mend it.")
+    return held
+
+
+def check(cells: Sequence[Cell], own: Mapping[str, Any] | None) -> list[str]:
+    """A clause for each cell that the configuration changes nothing for. Raises GridError for the first conflict, and
+    where there is no cell of DeepSpeed's."""
+    if own is None:
+        return []
+    if all(cell.engine != "deepspeed" for cell in cells):
+        raise GridError(f"{FLAG} is for --engine deepspeed, and no cell has it; leave it out.")
+    for cell in cells:
+        if cell.engine == "deepspeed":
+            merged(cell, own)
+    others = dict.fromkeys(cell.engine for cell in cells if cell.engine != "deepspeed")
+    return [f"{FLAG} changes nothing for the cells of {', '.join(others)}"] if others else []
+
+
+def merged(cell: Cell, own: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets for a cell. Raises GridError for a conflict."""
+    config = deepspeed_config(cell)
+    if own is None:
+        return config
+    given = _given(cell, config)
+    for path, value in _leaves(own):
+        if value == AUTO:
+            continue
+        if path in given and path not in FREE:
+            if not _same(path, value, given[path]):
+                raise GridError(_conflict(cell, path, value, given[path]))
+        elif path.partition(".")[0] in ("optimizer", "scheduler") or path in _DEVICES:
+            raise GridError(_conflict(cell, path, value, None))
+        else:
+            _put(config, path, value)
+    return config
+
+
+def uncounted(cell: Cell, own: Mapping[str, Any] | None) -> str | None:
+    """The field with which the memory of the cell was not counted; None where there is none."""
+    if own is None or cell.engine != "deepspeed":
+        return None
+    given = _given(cell, deepspeed_config(cell))
+    changed = (path for path, value in _leaves(own) if value != AUTO and not _same(path, value, given.get(path)))
+    return next((path for path in changed if path not in LIGHT), None)
+
+
+def _given(cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the cell says, by path, also where DeepSpeed need not be given it."""
+    total = None if cell.micro_batch is None else cell.micro_batch * cell.grad_accum * cell.data_parallel
+    return {
+        "train_batch_size": total,
+        "fp16.enabled": False,
+        "bf16.enabled": False,
+        "amp.enabled": False,
+        "optimizer.type": "AdamW",
+        "optimizer.params.lr": learning_rate(cell.letters),
+        "optimizer.params.betas": list(BETAS),
+        "optimizer.params.weight_decay": WEIGHT_DECAY,
+        "gradient_clipping": CLIP_NORM,
+        **dict.fromkeys(_DEVICES, "none"),
+        **dict(_leaves(config)),
+    }
+
+
+def _same(path: str, value: object, given: object) -> bool:
+    if path in _DEVICES:
+        return (value or "none") == given
+    return type(value) in (int, float) and value == given if type(given) in (int, float) else value == given
+
+
+def _conflict(cell: Cell, path: str, value: object, given: object) -> str:
+    searched = given is None and path.startswith("train_")
+    has = "searches it" if searched else "has none" if given is None else f"has {_shown(given)}"
+    return (
+        f"{FLAG} has {printable(path, 100)} {_shown(value)}, and the cell {cell.name} {has}; name other cells, or "
+        'leave the field out of the file or "auto".'
+    )
+
+
+def _shown(value: object) -> str:
+    return printable(msgspec.json.encode(value).decode(), 60)
+
+
+def _leaves(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """Its values, by the path of their names. An object that is null, where one may be, says that it is off."""
+    for name, value in config.items():
+        path = f"{within}{name}"
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}.")
+        elif value is None and f"{path}.device" in _DEVICES:
+            yield f"{path}.device", "none"
+        else:
+            yield path, value
+
+
+def _put(config: dict[str, Any], path: str, value: object) -> None:
+    *within, name = path.split(".")
+    for each in within:
+        inner = config.setdefault(each, {})
+        config = inner if isinstance(inner, dict) else {}
+    config[name] = value

@@ -1,0 +1,168 @@
+"""What a sweep, a breakdown or a micro-benchmark has to tell, as its readers get it: text for a terminal, and
+report.json, report.md, report.html, tables.tex and figures in a directory."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import fill
+from urllib.parse import quote
+
+import msgspec
+
+from backends.untrusted import escaped
+from loadgen.page import content, html
+from loadgen.page.content import Section, Tone
+from loadgen.report.text import markdown_text
+from training_probe.report import layout
+from training_probe.report.layout import Table
+
+PERFETTO = "https://ui.perfetto.dev"
+
+
+class ReportError(Exception):
+    """A report that cannot be made. One sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """report: what report.json holds. run_id, version, argv: of what measured, as a manifest has them. verdict: one
+    line of what came of it. findings: what to keep in mind of the numbers. facts: how they came about. All three are
+    plain text that is not escaped, a sentence or two each. measured: what was measured, and on what, by name. traces:
+    files of cells, by the cell's name. charts: what a page has below the tables; the argument is the directory.
+    draw: writes the figures into a directory; their files, with what each shows. figures: the heading over them.
+    after: tables that only a page and report.md have, below charts and figures. files: further ones, by name."""
+
+    report: msgspec.Struct
+    run_id: object
+    version: object
+    argv: object
+
+    title: str
+    verdict: str
+    tone: Tone
+    invalid: bool = False  # numbers of it are no measurement: exit code 4
+    findings: Sequence[str] = ()
+    facts: Sequence[str] = ()
+    measured: Mapping[str, str]
+    traces: Mapping[str, str] = field(default_factory=dict)
+    tables: Sequence[Table]
+    charts: Callable[[Path], Iterable[Section]]
+    draw: Callable[[Path], Mapping[str, str]]
+    figures: str = ""
+    after: Sequence[Table] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def sentences(self) -> list[str]:
+        return [self.verdict, *self.findings, *self.facts]
+
+    @property
+    def origin(self) -> str:
+        """What made the numbers."""
+        run, version = (str(value or "unknown") for value in (self.run_id, self.version))
+        return f"Run {run}, llm-dissect {version}."
+
+    def text(self, width: int) -> str:
+        """For a terminal of `width` columns: plain text, nothing in it that a terminal obeys."""
+        head = [fill(escaped(line), width) for line in (self.title, "", *self.sentences)]
+        return "\n".join([*head, "", *(layout.text(table, width) for table in self.tables)])
+
+    def markdown(self, pictures: Mapping[str, str]) -> str:
+        """report.md. pictures: file -> what it shows."""
+        lines = [f"# {markdown_text(self.title)}", "", *(f"- {markdown_text(each)}" for each in self.sentences)]
+        lines += [
+            f"- {markdown_text(name)}: [trace]({quote(file)}), which <{PERFETTO}> opens"
+            for name, file in self.traces.items()
+        ]
+        lines += ["", *map(layout.markdown, self.tables)]
+        if pictures and self.figures:
+            lines += [f"## {self.figures}", ""]
+        for file, shows in pictures.items():
+            lines += [f"![{markdown_text(shows)}]({file})", ""]
+        return "\n".join([*lines, *map(layout.markdown, self.after), markdown_text(self.origin)]) + "\n"
+
+    def page(self, directory: Path) -> content.Page:
+        """report.html's content. directory: where the measurement lies, and the page will."""
+        findings = [content.Text(text=finding, tone="warning") for finding in self.findings]
+        sections = [
+            Section(id="findings", title="Findings", blocks=findings),
+            Section(id="measured", title="What was measured, on what", blocks=[self._measured(), *self._facts()]),
+            Section(id="tables", title="Tables", blocks=self._tables()),
+            *self.charts(directory),
+            Section(id="traces", title="Traces", blocks=self._traces(directory) if self.traces else []),
+            *map(layout.section, self.after),
+            Section(id="repeat", title="Command, and how to repeat it", blocks=[*repeated(self.argv)]),
+        ]
+        return content.Page(
+            title=self.title,
+            verdict=self.verdict,
+            tone=self.tone,
+            sections=[section for section in sections if section.blocks],
+            footer=self.origin,
+        )
+
+    def _tables(self) -> list[content.Block]:
+        return [block for table in self.tables for block in layout.blocks(table, table.title)]
+
+    def _measured(self) -> content.Table:
+        rows = [(name, text) for name, text in self.measured.items() if text]
+        return content.Table(headers=("what", "as measured"), rows=rows, numeric=False)
+
+    def _facts(self) -> list[content.Text]:
+        return [content.Text(text=fact) for fact in self.facts]
+
+    def _traces(self, directory: Path) -> list[content.Table]:
+        rows = [
+            (name, content.Link(text=file, href=f"./{file}") if (directory / file).is_file() else file)
+            for name, file in self.traces.items()
+        ]
+        return [content.Table(headers=("cell", f"trace, which {PERFETTO} opens"), rows=rows, numeric=False)]
+
+    def write(self, directory: Path) -> None:
+        """Writes all of it into the directory, replacing earlier ones; the figures when the numbers are safe. Raises
+        ReportError."""
+        encoded = msgspec.json.format(msgspec.json.encode(self.report), indent=2) + b"\n"
+        texts = {**self.files, "tables.tex": layout.latex_file(self.tables), "report.md": self.markdown({})}
+        try:
+            (directory / "report.json").write_bytes(encoded)
+            for name, text in texts.items():
+                (directory / name).write_text(text, encoding="utf-8")
+            write_page(directory / "report.html", self.page(directory))
+            (directory / "report.md").write_text(self.markdown(self.draw(directory)), encoding="utf-8")
+        except OSError as error:
+            raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
+
+
+def write_page(path: Path, page: content.Page) -> None:
+    """Raises ReportError."""
+    try:
+        path.write_text(html.render(page), encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"cannot write {path}: {error.strerror or error}.") from None
+
+
+def repeated(argv: object) -> list[content.Block]:
+    """The command of a measurement, and the same into another directory. argv: its words, or anything else, which is no
+    command."""
+    if not isinstance(argv, list | tuple) or not argv or not all(isinstance(word, str) for word in argv):
+        return []
+    words = [str(word) for word in argv]
+    if words[0] == "sweep" and "--resume" in words:
+        return [command(words)]
+    elsewhere = [word for at, word in enumerate(words) if word != "--out" and (not at or words[at - 1] != "--out")]
+    elsewhere = [word for word in elsewhere if not word.startswith("--out=")]
+    return [
+        command(words),
+        content.Text(text="The same again, and what differs; DIR is the directory of this page:"),
+        command([*elsewhere, "--out", "again"]),
+        command(["compare", "DIR", "again", "--html", "differences.html"]),
+        content.Text(text="This page anew from the results beside it:"),
+        command(["report", "DIR"]),
+    ]
+
+
+def command(words: Sequence[str]) -> content.Code:
+    return content.Code(text=shlex.join(["training_probe", *words]))

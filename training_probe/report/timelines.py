@@ -1,0 +1,34 @@
+"""Memory over the first steps of cells, as their trials wrote it, and which of its samples are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.untrusted import UNDECODABLE
+from training_probe.protocol import TIMELINE_FILE, Timeline
+
+Array = NDArray[np.float64]
+
+
+def read(directory: Path) -> Iterator[tuple[str, Timeline]]:
+    """Of each cell of a sweep that recorded it, with the cell's name. A file that was cut by a kill gives none."""
+    for path in sorted(directory.glob(f"trials/*/*/{TIMELINE_FILE}")):
+        try:
+            recorded = msgspec.json.decode(path.read_bytes(), type=Timeline)
+        except UNDECODABLE:
+            continue
+        if recorded.time_s and all(len(each) == len(recorded.time_s) for each in recorded.bytes):
+            yield path.parent.parent.name, recorded  # trials/<cell>/timeline/
+
+
+def extremes(total: Array, most: int) -> NDArray[np.int64]:
+    """Which samples are shown, ascending: the first, the last, and the highest and the lowest of each of `most`
+    stretches."""
+    stretches = np.array_split(np.arange(len(total)), min(len(total), most))
+    ends = [part[end] for part in stretches for end in (np.argmax(total[part]), np.argmin(total[part]))]
+    return np.unique(np.array([0, *ends, len(total) - 1]))
