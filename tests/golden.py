@@ -41,7 +41,8 @@ HERE = Path(__file__).resolve().parents[1]
 SERVING, TRAINING = "benchmarks/h200/serving", "benchmarks/h200/training"
 BREAKDOWN, MICRO, CLIENTS = "benchmarks/h200/breakdown", "benchmarks/h200/micro", "benchmarks/runs"
 TIMEOUT_S = 300
-MADE_ANEW = ("report.json", "report.md", "tables.csv", "tables.tex")  # what `report` writes, besides figures
+# What `report` writes, besides figures.
+MADE_ANEW = ("report.json", "report.md", "report.html", "tables.csv", "tables.tex")
 FIGURES = (".png", ".svg")
 HELP = "help"
 REAL_TIME = "real-time"
@@ -255,7 +256,9 @@ def training(inputs: Path) -> Iterator[Command]:
         "--model 70b --method F+R+Z3+O --gpus 8 --gpu-memory-gb 4", "--preset paper-table3 --gpu-memory-gb 24",
         "--model 7b --method Naive R --attention math --micro-batch 8 --compile --engine fsdp2",
         "--model 7b --method F --engine megatron --cp 2 --gpus 2", "--model 7b --method F+R+Z3+O --micro-batch max",
-        "--preset laptop",
+        "--preset laptop", "--preset published", "--preset published --json",
+        "--model 7b --method Naive Z3+O QL --gpus 1 4 --gpu-memory-gb 80 --node-memory-gb 128 --verbose",
+        "--model 7b --method Z2 --gpus 4 --gpu-memory-gb 48 --json",
     ]  # fmt: skip
     yield from numbered("memory", "training_probe", [f"memory {line}" for line in memory])
     plans = [

@@ -53,5 +53,7 @@ def test_it_works_outside_the_checkout(kind: str, programs: Path, built: Path, t
         assert result.returncode in ((0, 4) if arguments[0] == "run" else (0,)), result.stderr
         assert "Traceback" not in result.stderr
     assert (tmp_path / "run" / "cdf.svg").exists() and (tmp_path / "predicted" / "report.md").exists()
+    page = "from loadgen.page import content, html; print(html.render(content.Page(title='', verdict='', sections=[])))"
+    assert "uPlot" in run(programs / "python", "-c", page, cwd=tmp_path).stdout
     where = run(programs / "python", "-c", "import loadgen; print(loadgen.__file__)", cwd=tmp_path).stdout
     assert where.startswith(str(programs.parent))

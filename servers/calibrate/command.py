@@ -46,7 +46,10 @@ REACH = 3.0  # as a factor from there: what else a run holds must not be explain
 # What a step takes beside them was found 0.2 to 1.4 times this.
 FAR = {"request_us": 10.0, "prefill_token_us": 10.0, "step_us": 10.0}
 # Of one request at rest, which runs under load tell too little of: as in the profile that ships for that server
-AT_REST = ("launch_us", "launch_layer_us", "graph_tokens", "prompt_token_us", "first_token_us", "handover_us")
+AT_REST = (
+    "launch_us", "launch_layer_us", "launch_experts_us", "graph_tokens", "prompt_token_us", "first_token_us",
+    "handover_us", "output_us",
+)  # fmt: skip
 OTHER_ATTENTION = 1.5  # where the search for the time of kernels other than FlashAttention 3 begins
 EAGER = "launch_eager_layer_us"
 FRONT = frozenset(FrontEnd.__struct_fields__)

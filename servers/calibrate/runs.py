@@ -275,13 +275,14 @@ def _directory(path: Path) -> tuple[RunFacts, list[Floats]]:
         model=manifest.model,
         tp=1,
         concurrency=manifest.config.get("concurrency"),
+        kv_tokens=manifest.kv_cache_tokens,
     )
     if launch is not None:
         facts.gpu = _gpu(launch.gpus[0].name) if launch.gpus else None
         facts.tp = launch.tensor_parallel
         facts.p2p = launch.p2p.enabled
         facts.dtype = cast(Dtype, launch.dtype)
-        facts.kv_tokens = launch.kv_cache_tokens or None
+        facts.kv_tokens = launch.kv_cache_tokens or manifest.kv_cache_tokens
         facts.max_running = launch.max_running
     columns = (table.sent_ns * 1e-9, table.first_token_ns * 1e-9, table.done_ns * 1e-9)
     return facts, [np.asarray(each, float) for each in (*columns, table.prompt_tokens, table.output_tokens)]

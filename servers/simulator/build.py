@@ -123,9 +123,8 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     slow_rank: float = 1.0  # how much longer than the others one GPU takes: all wait for it
 
     def engine(self, deliver: Callable[[list[Sequence], float, float], None]) -> Engine:
-        cost, factor = self.cost, self.slow_rank
-        step_s = cost if factor == 1.0 else lambda step: factor * cost(step)
-        return Engine(_scheduler(self), (step_s, cost.launch_s), deliver, self.profile.front)
+        takes = self.cost.clock(self.slow_rank), self.cost.launch_s
+        return Engine(_scheduler(self), takes, deliver, self.profile.front)
 
     def with_profile(self, profile: Profile) -> Emulated:
         """The same server with other software times."""

@@ -6,6 +6,9 @@ prefill      4 heads d sum q(c + q/2) / (eta F) + per token and head
 element-wise bytes / (eta BW) + launches
 all-reduce   a measured table, or alpha + 2(n-1)/n s / beta + gamma sqrt(s); two a layer
 
+A GPU's tables are of long runs, in which products keep it at its power limit. Where it has `Boost`, products that come
+one by one run at a higher clock until the limit is felt: `Clock` follows that from step to step.
+
 Each kind of layer has its own; where it has a window, decode and prefill see what the window leaves. Latent attention
 reads a latent once for all heads, which may be bound by their FLOPs (arXiv 2405.04434). Quantized weights are read
 quantized; where the GPU computes in that format so does the GEMM, else in 16 bit.
@@ -33,10 +36,29 @@ FASTER = 2.0  # 8-bit products over 16-bit ones by the same tensor cores; 4-bit 
 
 
 class Gemm(msgspec.Struct, frozen=True, kw_only=True):
+    """narrow: (rows, memory_ratio) for products of at most so many rows, whose kernels have other tiles; ascending."""
+
     compute_ratio: float
     memory_ratio: float
     softness: float
     launch_us: float
+    narrow: tuple[tuple[int, float], ...] = ()
+
+    def memory_ratio_of(self, rows: float) -> float:
+        for most, ratio in self.narrow:
+            if rows <= most:
+                return ratio
+        return self.memory_ratio
+
+
+class Boost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a GPU computes faster before its power limit slows it. ratio: of the rates at its highest clock over those
+    of the tables; most_ms: how much time that saves at most at once; refill: and how much of that comes back in a
+    second that is not bound by computing."""
+
+    ratio: float
+    most_ms: float
+    refill_ms: float
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,8 +116,28 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     attentions: dict[str, Attention] = {}
     elementwise: Elementwise
     links: dict[str, Link]
+    boost: Boost | None = None
     source: str
     error: str
+
+    def boosted(self, ratio: float) -> Gpu:
+        """The same GPU, which computes so many times as fast and reads its memory as before."""
+
+        def faster(fit: Gemm) -> Gemm:
+            return msgspec.structs.replace(fit, compute_ratio=ratio * fit.compute_ratio)
+
+        def attends(fit: Attention) -> Attention:
+            return msgspec.structs.replace(fit, prefill_compute_ratio=ratio * fit.prefill_compute_ratio)
+
+        return msgspec.structs.replace(
+            self,
+            gemm=faster(self.gemm),
+            gemms={name: faster(fit) for name, fit in self.gemms.items()},
+            experts={name: faster(fit) for name, fit in self.experts.items()},
+            attention=attends(self.attention),
+            attentions={name: attends(fit) for name, fit in self.attentions.items()},
+            boost=None,
+        )
 
 
 class Overheads(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +147,9 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
 
     launch: what the CPU takes to put a step together and launch it, while the GPU may still be at the step before; all
     0 where that is not known. launch_layer: for each layer, where a step has prefills and its parts are CUDA graphs;
-    launch_eager_layer: where it has more than graph_tokens tokens and every kernel is launched by itself."""
+    launch_eager_layer: where it has more than graph_tokens tokens and every kernel is launched by itself;
+    launch_experts: what a mixture adds to that. Steps of at most graph_tokens tokens are filled up to a graph's
+    size."""
 
     step_us: float = 0.0
     row_us: float = 0.0
@@ -117,6 +161,7 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     launch_us: float = 0.0
     launch_layer_us: float = 0.0
     launch_eager_layer_us: float = 0.0
+    launch_experts_us: float = 0.0
     graph_tokens: int = 0
 
 
@@ -199,12 +244,28 @@ class StepCost:
         whole = len(self._reads) == 1 and self._reads[0][0] is None  # one kind of layers, without a window
         self._read_s = self._reads[0][1] if whole else None
         self._floor = layers * overheads.layer_us * 1e-6
+        mixtures = sum(kind.count for kind in model.kinds if kind.mlp.experts > 1)
+        self._eager_us = layers * overheads.launch_eager_layer_us + mixtures * overheads.launch_experts_us
 
     def with_overheads(self, overheads: Overheads) -> StepCost:
         return StepCost(self._model, self._gpu, self._tp, self._link, self._precision, overheads)
 
+    def at_full_clock(self) -> StepCost | None:
+        """The same at the GPU's highest clock, where that is known to be higher than that of its tables."""
+        boost = self._gpu.boost
+        if boost is None:
+            return None
+        gpu = self._gpu.boosted(boost.ratio)
+        return StepCost(self._model, gpu, self._tp, self._link, self._precision, self._overheads)
+
+    def clock(self, factor: float = 1.0) -> Clock:
+        """Of a server that begins. factor: of all times, where one of its GPUs is slower."""
+        return Clock(self, self._gpu.boost, factor)
+
     def __call__(self, step: Step) -> float:
         tokens = step.decode_rows + step.prefill_tokens
+        if tokens <= self._overheads.graph_tokens:
+            tokens = graph_size(tokens)
         dense = self._dense.get(tokens)
         if dense is None:
             dense = self._dense[tokens] = self._dense_s(tokens)
@@ -223,7 +284,7 @@ class StepCost:
         own = self._overheads
         us = own.launch_us
         if step.decode_rows + step.prefill_tokens > own.graph_tokens:
-            us += self._model.layers * own.launch_eager_layer_us
+            us += self._eager_us
         elif step.prefill_rows:
             us += self._model.layers * own.launch_layer_us
         return us * 1e-6
@@ -232,6 +293,8 @@ class StepCost:
         """What `step` takes, by operator."""
         own = self._overheads
         tokens, samples = step.decode_rows + step.prefill_tokens, len(step.emits)
+        if tokens <= own.graph_tokens:
+            tokens = graph_size(tokens)
         kinds = [(kind.count, self._layer_terms(kind, tokens)) for kind in self._model.kinds]
         attention_gemm, mlp_gemm, norms, rope, gate, all_reduce = (
             sum(count * terms[place] for count, terms in kinds) for place in range(6)
@@ -252,7 +315,7 @@ class StepCost:
         fit, width = numbers.fit, self._plain.weight_bytes
         compute = 2 * rows * n * k / (fit.compute_ratio * self._gpu.flops)
         read = numbers.weight_bytes / width * (weights * n * k) + rows * (n + numbers.input_bytes / width * k)
-        memory = width * read / (fit.memory_ratio * self._gpu.memory_bytes_per_s)
+        memory = width * read / (fit.memory_ratio_of(rows) * self._gpu.memory_bytes_per_s)
         return _soft_max(compute, memory, fit.softness) + fit.launch_us * 1e-6
 
     def _context_s(self, kind: Layers) -> float:
@@ -369,6 +432,44 @@ class StepCost:
 
     def _head_s(self, samples: int) -> float:
         return self.gemm_s(max(samples, 1), self._model.vocab_size / self._tp, self._model.hidden)
+
+
+class Clock:
+    """How long each step of one server takes on its GPUs, in the order of the steps."""
+
+    def __init__(self, cost: StepCost, boost: Boost | None, factor: float) -> None:
+        self._cost, self._factor = cost, factor
+        self._fast = cost.at_full_clock()
+        if boost is not None:
+            self._ratio, self._most_s, self._refill = boost.ratio, boost.most_ms * 1e-3, boost.refill_ms * 1e-3
+            self._left_s = self._most_s  # of what the highest clock may still save
+        self._until_s = 0.0
+
+    def __call__(self, step: Step, begin_s: float) -> float:
+        seconds = self._cost(step)
+        if self._fast is not None:
+            seconds -= self._saved_s(step, begin_s, seconds)
+        seconds *= self._factor
+        self._until_s = begin_s + seconds
+        return seconds
+
+    def _saved_s(self, step: Step, begin_s: float, seconds: float) -> float:
+        assert self._fast is not None
+        could_s = seconds - self._fast(step) if step.prefill_rows else 0.0
+        computing_s = could_s * self._ratio / (self._ratio - 1)
+        free_s = max(begin_s - self._until_s, 0.0) + max(seconds - computing_s, 0.0)
+        left_s = min(self._left_s + free_s * self._refill, self._most_s)
+        saved_s = min(could_s, left_s)
+        self._left_s = left_s - saved_s
+        return saved_s
+
+
+def graph_size(tokens: int) -> int:
+    """The size of vLLM's CUDA graph that a step of so many tokens runs in: 1, 2, 4, multiples of 8, and from 256 on of
+    16 (vllm/config/vllm.py of 0.25)."""
+    if tokens <= 4:
+        return tokens if tokens != 3 else 4
+    return -(-tokens // 8) * 8 if tokens <= 256 else -(-tokens // 16) * 16
 
 
 def _added(terms: tuple[float, float, float, float, float, float]) -> float:

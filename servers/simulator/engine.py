@@ -6,7 +6,8 @@ same. Seconds since the start, as floats.
 Before and after the scheduler stands the front end, one process whose loop takes requests in and hands tokens out. What
 comes while it is busy with others holds those back too: it reads all that is there before it works on any of it, so of
 a burst of 1000 nothing reaches the scheduler before a thousand times `request_us`. Then it hands them over one by one,
-and the first step begins with the first of them.
+and the first step begins with the first of them. Tokens queue: those of a step are worked on together, at most CHUNK
+at once, before the first of them goes out, and a request that comes meanwhile waits for them.
 
 One thread of the CPU launches the steps and takes their results. While it launches a step, the GPU may still be at the
 step before, whose tokens wait until the thread is free. A step ends when the GPU has done it, and never before all of
@@ -24,15 +25,17 @@ import msgspec
 from servers.schedulers import Scheduler, Sequence, Step
 
 ROUND = 4096  # requests that one round of the front end's loop takes in at most
+CHUNK = 128  # tokens that it works on before it hands out the first (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)
 
 
 class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
     """request_us: to take in a request; prompt_token_us: and each token of its prompt; handover_us: and then to hand it
-    over to the scheduler's process. token_us: to hand out a token; first_token_us: before the first of a reply, for
-    each token of its prompt. latency_us: between processes, each way."""
+    over to the scheduler's process. output_us: to take a token of a step in; token_us: to hand it out; first_token_us:
+    before the first of a reply, for each token of its prompt. latency_us: between processes, each way."""
 
     request_us: float = 0.0
     token_us: float = 0.0
+    output_us: float = 0.0
     latency_us: float = 0.0
     prompt_token_us: float = 0.0
     first_token_us: float = 0.0
@@ -40,14 +43,15 @@ class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine:
-    """Runs a scheduler's steps, each of which takes the seconds of `takes` on the GPU and to be launched.
+    """Runs a scheduler's steps, each of which takes the seconds of `takes` on the GPU, where it begins at the second
+    given, and to be launched.
     `deliver(emits, first_s, gap_s)` is called with the tokens of each step: the k-th of `emits` leaves the server at
     first_s + k * gap_s. Meanwhile `turning` has the places in `emits` of those whose first or last token it is."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        takes: tuple[Callable[[Step], float], Callable[[Step], float]],
+        takes: tuple[Callable[[Step, float], float], Callable[[Step], float]],
         deliver: Callable[[list[Sequence], float, float], None],
         front: FrontEnd,
     ) -> None:
@@ -58,6 +62,7 @@ class Engine:
         self._handover_s = front.handover_us * 1e-6
         self._prompt_token_s = front.prompt_token_us * 1e-6
         self._token_s = front.token_us * 1e-6
+        self._output_s = front.output_us * 1e-6
         self._first_token_s = front.first_token_us * 1e-6
         self._latency_s = front.latency_us * 1e-6
         self.turning: list[int] = []
@@ -66,7 +71,6 @@ class Engine:
         self._taken_in_s = math.inf  # when they are through
         self._handed_s = 0.0  # until when the front end is busy with those before them
         self._front_s = 0.0  # until when the front end hands out tokens
-        self._first_s = 0.0  # until when it hands out those of a step with first tokens
         self._cpu_s = 0.0  # until when the thread that launches is busy
         self._gpu_s = 0.0  # until when the GPUs are
         self._arriving: deque[tuple[float, Sequence]] = deque()
@@ -77,7 +81,7 @@ class Engine:
         self.advance(at_s)
         self.scheduler.admit(sequence)
         if not self._taking_in:
-            self._taken_in_s = max(at_s, self._handed_s)
+            self._taken_in_s = max(at_s, self._handed_s, self._front_s)
         self._taking_in.append(sequence)
         self._taken_in_s += self._request_s + sequence.prompt * self._prompt_token_s
         if len(self._taking_in) == ROUND:
@@ -161,7 +165,8 @@ class Engine:
                 break
             filled = True
             cpu_s, gpu_s = now_s + self._launch_s(step), self._gpu_s
-            end_s = (gpu_s if gpu_s > now_s else now_s) + self._step_s(step)
+            begin_s = gpu_s if gpu_s > now_s else now_s
+            end_s = begin_s + self._step_s(step, begin_s)
             if end_s < cpu_s:
                 end_s = cpu_s
             self._cpu_s, self._gpu_s = cpu_s, end_s
@@ -173,16 +178,20 @@ class Engine:
         if turning is None:
             turning = [place for place, each in enumerate(emits) if each.emitted == 1 or each.emitted == each.output]
         self.turning = turning
-        # what has not gone out when the next tokens of the same requests come goes out together with them
-        now_s, token_s = self.now_s, self._token_s
-        took_s = len(emits) * token_s
-        front_s = max(min(max(self._front_s, now_s), now_s + took_s), self._first_s)
+        count, token_s, output_s = len(emits), self._token_s, self._output_s
+        now_s, front_s = self.now_s, self._front_s
+        begin_s = front_s if front_s > now_s else now_s
+        first_s, gap_s = begin_s, token_s
+        if output_s:
+            first_s += output_s * (count if count < CHUNK else CHUNK)
+            if count > CHUNK:
+                gap_s += output_s * (count - CHUNK) / count
         if step.prefill_rows and self._first_token_s:
-            prompts = sum([emits[place].prompt for place in turning if emits[place].emitted == 1])
-            front_s += prompts * self._first_token_s
-            self._first_s = front_s + took_s
-        self._front_s = front_s + took_s
-        self._deliver(emits, front_s + token_s + self._latency_s, token_s)
+            first_s += self._first_token_s * sum([emits[at].prompt for at in turning if emits[at].emitted == 1])
+        self._front_s = front_s = first_s + count * gap_s
+        if self._taking_in:
+            self._taken_in_s += front_s - begin_s  # a request that came waits meanwhile
+        self._deliver(emits, first_s + gap_s + self._latency_s, gap_s)
 
 
 def place_s(first_s: float, gap_s: float, place: int) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import backends
-from backends.protocol import ProtocolError, ServerInfo
+from backends.protocol import Account, ProtocolError, ServerInfo
 
 VLLM = (
     "/v1/models",
@@ -58,6 +60,49 @@ ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG]
 )
 def test_read_info(name: str, answer: tuple[str, bytes], info: ServerInfo) -> None:
     assert backends.get(name).read_info(*answer) == info
+
+
+VLLM_METRICS = (
+    "/metrics",
+    b"# TYPE vllm:cache_config_info gauge\n"
+    b'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="14377",path="a\\"} b"} 1.0\n'
+    b'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="1",num_gpu_blocks="14000",path="a\\"} b"} 1.0\n'
+    b'vllm:num_requests_running{engine="0"} 0.0\n',
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "account"),
+    [
+        ("vllm", ("/version", b'{"version":"0.25.1"}'), Account(version="0.25.1")),
+        (
+            "vllm",
+            VLLM_METRICS,
+            Account(
+                kv_cache_tokens=16 * (14377 + 14000),
+                settings={"block_size": "16", "cache_dtype": "auto", "num_gpu_blocks": "14377", "path": 'a\\"} b'},
+            ),
+        ),
+        ("vllm", ("/metrics", b'vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1'),
+         Account(settings={"block_size": "16", "num_gpu_blocks": "None"})),
+        ("vllm", ("/metrics", b"up 1\n"), Account()),
+        ("vllm", ("/version", b"\xff"), Account()),
+        ("tgi", ("/info", b'{"version":"2.0.1","max_batch_total_tokens":20480,"sha":null,"max_best_of":2}'),
+         Account("2.0.1", 20480, {"version": "2.0.1", "max_batch_total_tokens": "20480", "max_best_of": "2"})),
+        ("tgi", ("/info", b"[1]"), Account()),
+        ("openai", ("/version", b'{"version":"1"}'), Account()),
+    ],
+)  # fmt: skip
+def test_what_a_server_says_of_how_it_runs(name: str, answer: tuple[str, bytes], account: Account) -> None:
+    assert backends.get(name).read_account(*answer) == account
+
+
+@pytest.mark.parametrize(("name", "path"), [("vllm", "/version"), ("vllm", "/metrics"), ("tgi", "/info")])
+@given(st.one_of(st.binary(), st.from_regex(rb'vllm:cache_config_info\{.{0,60}\} 1|\{"version":.{0,20}\}')))
+def test_of_a_foreign_account_only_printable_text_is_taken(name: str, path: str, body: bytes) -> None:
+    account = backends.get(name).read_account(path, body)
+    for text in (account.version or "", *account.settings, *account.settings.values()):
+        assert text.isprintable() and len(text) <= 60
 
 
 @pytest.mark.parametrize(

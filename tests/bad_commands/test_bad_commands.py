@@ -9,6 +9,7 @@ beside this file hold them, one a line:
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import shlex
@@ -44,6 +45,20 @@ def sweep(options: str) -> str:
     return f'{{"version": "1", "started_unix_s": 0, "argv": [], "plan": {{{plan}, "options": {options}}}}}'
 
 
+def result(**fields: object) -> str:
+    """A line of a sweep's results: of a cell that ended well, but for these fields."""
+    cell = {"model": "tiny", "task": "pretrain", "engine": "ddp", "method": "F", "platform": "CPU", "gpus": 1}
+    numbers = {"seq_len": 64, "batch_size": 1, "tokens_per_s": 5.0, "valid": True}
+    return json.dumps({**cell, "cell": "tiny_F", "outcome": "ok", **numbers, **fields}) + "\n"
+
+
+def llama(**fields: object) -> str:
+    """The config.json of a small model, but for these fields."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    others = {"model_type": "llama", "vocab_size": 100, "max_position_embeddings": 512}
+    return json.dumps({key: value for key, value in {**sizes, **others, **fields}.items() if value is not None})
+
+
 # A search that was stopped.
 SEARCHED = (
     '{"schema": "loadgen.search/1", "version": "1", "ended": "stopped", "asked": {"slo_ms": {"ttft": 500}, '
@@ -76,6 +91,13 @@ FILES = {
     "half_sweep/sweep.json": sweep('{"rates": [1.0, 2.0]}'),
     "headless/config.json": '{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 8}',
     "mamba/config.json": '{"model_type": "mamba2", "num_hidden_layers": 2, "hidden_size": 64}',
+    "negative/results.jsonl": result(tokens_per_s=-5.0), "numberless/results.jsonl": result(tokens_per_s=None),
+    "nobody/results.jsonl": result() + result(gpus=0),
+    "timeless/micro.jsonl": '{"point": {"kind": "memcpy", "route": "h2h", "size_bytes": 8}, "outcome": "ok"}\n',
+    "cut_config/config.json": '{"model_type": "llama", "hidden_si', "list_config/config.json": "[1]",
+    "typeless/config.json": llama(model_type=None), "quoted/config.json": llama(hidden_size="64"),
+    "below_zero/config.json": llama(num_attention_heads=-4), "uneven/config.json": llama(hidden_size=66),
+    "three_of_four/config.json": llama(num_key_value_heads=3), "odd_heads/config.json": llama(hidden_size=60),
     "pairs.txt": "512 128\n512\n",
     "trace.jsonl": mooncake(0, 600, "[1, 2]") + mooncake(90, 600, "[1, 3]"),
     "backwards.jsonl": mooncake(90, 6, "[1]") + mooncake(0, 6, "[1]"),

@@ -109,13 +109,14 @@ def test_an_entry_is_the_fit_to_its_table(gpu: str) -> None:
     for own in (BENCHMARKS / "operators" / f"{gpu}{dtypes}.csv" for dtypes in ("", "_dtypes")):
         rows |= fit_operators.read(own) if own.exists() else {}
     rows = {kind: rows[kind] for kind in ("gemm", "gemm_fp8", "gemm_nvfp4") if kind in rows}
-    entry = fit_operators.fitted(rows, known.flops / 1e6, known.memory_bytes_per_s / 1e6, 0.45)
+    entry = fit_operators.fitted(rows, known.flops / 1e6, known.memory_bytes_per_s / 1e6, 0.45, by_rows=gpu == "h200")
     assert entry["gemm"]["compute_ratio"] == pytest.approx(known.gemm.compute_ratio, rel=0.01)
     assert entry["gemm"]["memory_ratio"] == pytest.approx(known.gemm.memory_ratio, rel=0.01)
     assert set(entry.get("gemms", {})) == set(known.gemms)
     for dtype, part in entry.get("gemms", {}).items():
         assert part["compute_ratio"] == pytest.approx(known.gemms[dtype].compute_ratio, rel=0.01)
         assert part["memory_ratio"] == pytest.approx(known.gemms[dtype].memory_ratio, rel=0.01)
+        assert part.get("narrow", []) == [list(each) for each in known.gemms[dtype].narrow]
     for stated in entry["error"].removeprefix("mean absolute relative error: ").split(", "):
         assert stated in known.error
 

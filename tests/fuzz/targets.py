@@ -108,6 +108,8 @@ def codec(name: str, data: bytes) -> None:
         with contextlib.suppress(ProtocolError):
             info = backend.read_info(path, data)
             assert backend.encode(info.model or MODEL, PROMPT, Sampling(max_tokens=1)).body
+    for path in backend.account_paths:
+        assert all(map(str.isprintable, backend.read_account(path, data).settings.values()))
 
 
 @functools.cache
@@ -256,18 +258,21 @@ def traced(data: bytes) -> None:
 
 
 def run_directory(data: bytes) -> None:
-    """A run directory: a report that can be shown as text, Markdown and JSON."""
+    """A run directory: a report that can be shown as text, Markdown, JSON and a page with no markup but its own."""
     parts = data.split(SEPARATOR)
     for name, part in zip(("manifest.json", "requests.jsonl", server_view.FILE), [*parts, b"", b""], strict=False):
         _file(name, part)
     try:
-        report, _ = reports.from_directory(_directory())
+        report, table = reports.from_directory(_directory())
     except (rundir.RunError, records.RecordsError, reports.ReportError) as error:
         shown(error)
         return
     assert all(line.isprintable() for line in (*render(report).splitlines(), *markdown(report).splitlines()))
     assert "<script" not in markdown(report)
     assert reports.to_json(report).isascii()
+    reports.write_numbers(_directory(), report, table)
+    page = (_directory() / "report.html").read_text()
+    assert page.count("<script") == page.count("</script>") == 3 and "<img" not in page
 
 
 def sweep(data: bytes) -> None:

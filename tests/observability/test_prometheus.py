@@ -198,7 +198,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         until("an alert", lambda: prom.now('ALERTS{alertname="SnapshotsBroken", alertstate="firing"}'))
         run_id = None
         if real is not None:
-            assert real.wait() == 0
+            assert real.wait() in MEASURED
             run_id = json.loads((runs / "real-sweep" / "manifest.json").read_text())["run_id"]
             until("the end of the sweep", lambda: prom.now(f'bench_run_state{{run_id="{run_id}", state="finished"}}'))
         time.sleep(2 * SCRAPE_S)  # queries over time have no step at their very end
@@ -242,7 +242,7 @@ def test_every_choice_of_runs_finds_them(watched: Watched) -> None:
 def test_a_real_sweep_is_seen(watched: Watched) -> None:
     if watched.trained is None:
         pytest.skip("the training engines are not installed (make test-train)")
-    for name in ("tokens_per_second", "step_seconds", "loss", "peak_memory_bytes", "predicted_memory_bytes"):
+    for name in ("tokens_per_second", "step_seconds", "loss", "peak_memory_bytes"):
         (found,) = watched.prometheus.now(f'bench_training_{name}{{run_id="{watched.trained}"}}', watched.end)
         assert found.labels["cell"] == "tiny_pretrain_ddp_Naive_1x_s32_b1" and found.values[-1] > 0
     assert watched.prometheus.now(f'bench_training_cells{{run_id="{watched.trained}", outcome="ok"}} == 1', watched.end)

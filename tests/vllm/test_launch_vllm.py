@@ -59,7 +59,11 @@ def test_from_start_to_clean_up(model: Path, tmp_path: Path) -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["requests"]["ok"] == 40
     assert report["tokens"] == {"prompt": 40 * 128, "output": 40 * 8}
-    launch = json.loads((tmp_path / "run/manifest.json").read_text())["launch"]
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    launch = manifest["launch"]
+    assert manifest["kv_cache_tokens"] == launch["kv_cache_tokens"]  # by its metrics, and by its log
+    assert manifest["server_version"] == launch["version"]
+    assert int(manifest["server_settings"]["block_size"]) > 0
     assert launch["version"].startswith("0.") and launch["kv_cache_tokens"] > 1024
     assert "ended" not in launch
     assert "Application startup complete" in (tmp_path / "run/server.log").read_text()

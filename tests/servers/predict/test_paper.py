@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from loadgen import cli
-from servers.predict import paper
+from loadgen.page.content import Chart
+from servers.predict import paper, paper_page
 from servers.predict.paper import Fits, Order, Ratio, Result, Spread, StepTime, Value, Variant
+from servers.predict.paper_layout import Figure, Panel
 
 PAPER = paper.load()
 
@@ -137,6 +139,17 @@ def test_runs_named_by_facts_and_variants_exist() -> None:
     assert {variant.run for variant in PAPER.variants} <= known
 
 
+def test_a_page_names_what_its_curves_leave_out() -> None:
+    figure = Figure(7, "latency", [Panel("A800", {"vLLM": "long", "TGI": "none"}), Panel("RTX4090", {"vLLM": "short"})])
+    runs = {"long": made(*range(1, 1001)), "none": Result(reason="no room"), "short": made(1, 2)}
+    thinned, whole = paper_page._latencies(figure, runs)
+    assert isinstance(thinned, Chart) and isinstance(whole, Chart)
+    assert thinned.note.startswith("Does not fit: TGI. Of more than 250 values only every k-th is drawn")
+    assert [series.name for series in thinned.series] == ["vLLM"] and len(thinned.series[0].x) < 1000
+    assert whole.note == "" and whole.series[0].x == [1.0, 1.0, 2.0] and whole.series[0].y == [0.0, 0.5, 1.0]
+    assert thinned.origin == whole.origin == "predicted"
+
+
 @pytest.mark.processes
 def test_the_command_writes_everything_and_marks_it(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -145,7 +158,7 @@ def test_the_command_writes_everything_and_marks_it(
     assert cli.invoke(["predict", "--preset", "paper", "--out", str(out), "--seed", "3"]) == 0
     printed = capsys.readouterr()
     figures = {f"figure{number}.{suffix}" for number in range(6, 11) for suffix in ("png", "svg")}
-    assert {path.name for path in out.iterdir()} == {"paper.json", "paper.md"} | figures
+    assert {path.name for path in out.iterdir()} == {"paper.json", "paper.md", "paper.html"} | figures
     written = json.loads((out / "paper.json").read_text())
     assert json.loads(printed.out) == written
     assert (written["emulated"], written["seed"], len(written["runs"])) == (True, 3, 36)

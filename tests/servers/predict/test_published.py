@@ -175,7 +175,7 @@ def test_the_command_writes_table_and_figure_and_marks_them(
     out = tmp_path / "published"
     assert cli.invoke(["predict", "--preset", "published", "--out", str(out), "--seed", "3"]) == 0
     printed = capsys.readouterr()
-    names = {f"published.{suffix}" for suffix in ("csv", "md", "json", "png", "svg")}
+    names = {f"published.{suffix}" for suffix in ("csv", "md", "json", "png", "svg", "html")}
     assert {path.name for path in out.iterdir()} == names
     written = json.loads((out / "published.json").read_text())
     assert json.loads(printed.out) == written
@@ -191,6 +191,8 @@ def test_the_command_writes_table_and_figure_and_marks_them(
     stated = written["sources"]["aiconfigurator"]["errors"]["tpot"]["median"]
     assert stated == pytest.approx(float(np.median(offs)), abs=1e-3)
     assert "EMULATED" in (out / "published.svg").read_text()
+    page = (out / "published.html").read_text()
+    assert all(f'data-value="{each["errors"]["tpot"]["median"]!r}"' in page for each in written["sources"].values())
 
 
 @pytest.mark.processes

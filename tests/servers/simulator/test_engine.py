@@ -28,7 +28,10 @@ def played(
 
     scheduler = VllmV1(100_000, VllmV1.Settings(max_running=64, budget_tokens=8192))
     engine = Engine(
-        scheduler, (lambda step: takes(gpu_ms, step), lambda step: takes(launch_ms, step)), deliver, front or FrontEnd()
+        scheduler,
+        (lambda step, _: takes(gpu_ms, step), lambda step: takes(launch_ms, step)),
+        deliver,
+        front or FrontEnd(),
     )
     for index, (at_ms, prompt, output) in enumerate(requests):
         engine.submit(Sequence(index, prompt, output), at_ms / 1e3)
@@ -75,6 +78,24 @@ def test_no_token_overtakes_the_one_before() -> None:
     """First tokens take 20 ms here; those after them come 5 ms apart, and wait."""
     times = played((5, 5), (0, 0), [(0, 2000, 6)], FrontEnd(first_token_us=10))[0]
     assert times == pytest.approx([25, 25, 25, 25, 25, 30])
+
+
+def test_tokens_queue_behind_those_of_the_step_before() -> None:
+    """Two requests, the first of which is alone in the first two steps of 5 ms. A token is taken in for 2 ms and handed
+    out for 4; those of one step are taken in together. From the first token on the front end is busy to the last."""
+    front = FrontEnd(output_us=2000, token_us=4000)
+    times = played((5, 5), (0, 0), [(0, 100, 4), (0, 100, 4)], front)
+    assert times[0][:3] == pytest.approx([5 + 6, 11 + 6, 17 + 2 * 2 + 4])
+    assert times[1][0] == pytest.approx(17 + 2 * 2 + 2 * 4)
+    assert max(times[0][-1], times[1][-1]) == pytest.approx(5 + 8 * 6)
+
+
+def test_a_request_waits_while_tokens_are_handed_out() -> None:
+    """It comes at 11 ms, while the front end hands out the step's token from 10 to 14, and is taken in after that."""
+    front = FrontEnd(request_us=1000, token_us=4000)
+    times = played((10, 10), (0, 0), [(0, 100, 1), (12, 100, 1)], front)
+    assert times[0] == pytest.approx([15])
+    assert times[1] == pytest.approx([15 + 1 + 10 + 4])
 
 
 def test_requests_are_handed_over_one_by_one() -> None:

@@ -28,7 +28,7 @@ def test_what_is_found_is_told_and_saves_time(scheduler: str) -> None:
     assert [outcome.cached_tokens for outcome in without] == [0, 0, 0]
     assert outcomes[0].times_s == without[0].times_s
     for cached, computed in zip(outcomes[1:], without[1:], strict=True):
-        assert cached.times_s[0] - cached.sent_s < (computed.times_s[0] - computed.sent_s) / 3
+        assert cached.times_s[0] - cached.sent_s < (computed.times_s[0] - computed.sent_s) / 2.5
 
 
 @pytest.mark.parametrize("scheduler", CACHING)
