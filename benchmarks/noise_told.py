@@ -38,7 +38,10 @@ KINDS = {
     "gemm": "micro gemm --device cpu --m 128 512 --dtype fp32",
     "memcpy": "micro memcpy --device cpu --sizes 64K 256K 4M 16M",
 }
-NUMBERS = ("step_ms", "step_ms_p10", "step_ms_p90", "median_s", "p10_s", "p90_s", "tokens_per_s", "conditions")
+NUMBERS = (
+    "step_ms", "step_ms_std", "step_ms_p10", "step_ms_p90", "steps", "runs", "tokens_per_s", "tokens_per_s_std",
+    "median_s", "p10_s", "p90_s", "samples", "launches", "conditions",
+)  # fmt: skip
 
 
 @contextmanager

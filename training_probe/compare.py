@@ -241,11 +241,7 @@ def _speed(a: CellResult, b: CellResult) -> Contrast:
         between = of_runs(a.tokens_per_s_runs, b.tokens_per_s_runs)
         if between.ratio_ci is not None:
             return between
-    errors = [
-        each.step_ms_std / each.step_ms / math.sqrt(each.steps * max(1, each.runs))
-        for each in (a, b)
-        if each.step_ms and each.step_ms_std is not None and each.steps
-    ]
+    errors = [error for each in (a, b) if (error := each.step_error_ratio) is not None]
     return _with_errors(a.tokens_per_s, b.tokens_per_s, errors)
 
 
@@ -288,11 +284,7 @@ def _micros(a: Path, b: Path) -> Compared:
 
 def _median(a: Measured, b: Measured) -> Contrast:
     of_a, of_b = (None if each.median_s is None else 1e3 * each.median_s for each in (a, b))
-    errors = [
-        1.2533 * (each.p90_s - each.p10_s) / 2.563 / math.sqrt(each.samples) / each.median_s
-        for each in (a, b)
-        if each.median_s and each.p10_s is not None and each.p90_s is not None and each.samples
-    ]
+    errors = [error for each in (a, b) if (error := each.error_ratio) is not None]
     return _with_errors(of_a, of_b, errors)
 
 

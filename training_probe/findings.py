@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from loadgen.report.contrast import t_975
+from loadgen.report.contrast import NORMAL_975, t_975
 from loadgen.report.finding import Finding, Severity, worst_first
 from training_probe.conditions import Conditions, all_reasons
-from training_probe.points import Copy, Gemm, Measured, Point, label_of
+from training_probe.points import NORMAL_DECILES, Copy, Gemm, Measured, Point, label_of
 from training_probe.results import CellResult
 
 Verdict = Literal["VALID", "INVALID"]
+Band = Literal["", "unsteady", "unsure", "no value"]  # of NOISY; empty: it is no finding
+BANDS: tuple[Band, ...] = get_args(Band)  # the worst last
 
-# A standard deviation beyond a twentieth of the value hides the differences between methods that people look for; one
-# of half of it says that two runs may well differ by a factor, so their mean is no property of the machine.
-NOISY_RATIO, NO_VALUE_RATIO = 0.05, 0.5
+# A number that is known to no better than a twentieth of it hides the differences between methods that people look for.
+# Values whose standard deviation is half of it say that two runs may well differ by a factor: then their mean is no
+# property of the machine, however many they are. Beyond a quarter something else slows some of them: in the quiet tries
+# that benchmarks/noise_told.jsonl has, on a virtual machine, they varied by 22 % at most.
+NOISY_RATIO, UNSTEADY_RATIO, NO_VALUE_RATIO = 0.05, 0.25, 0.5
 # The tenth and the ninetieth percentile of fewer values lie beyond the last but one: then a single slow step, which a
 # garbage collection or a neighbour makes, moves them. Such a spread is a warning, and never makes a sweep INVALID.
 FEWEST_VALUES = 11
-NORMAL_DECILES = 2.563  # standard deviations between the tenth and the ninetieth percentile of a normal distribution
 # The command and torchrun take under a hundredth of two cores while they wait; one busy process takes a hundredth of a
 # hundred cores, which no rank misses, and a quarter or more of two, which it does.
 LOADED_RATIO = 0.05
@@ -51,6 +54,7 @@ TENSOR_CORE_SIDE = 16  # of the smallest type
 NAMED = 3
 
 NOISY_ADVICE = "End what else runs on the machine, or measure longer: --runs, --steps, --samples."
+SLOWED_ADVICE = "End what else runs on the machine, and measure again."
 LOADED_ADVICE = "End the other processes, or measure on a machine of its own."
 THROTTLED_ADVICE = "Look at the machine's cooling and power supply, and measure when the GPU is cool."
 NON_MONOTONE_ADVICE = "Measure these sizes again on a quiet machine; do not quote the slower ones."
@@ -58,10 +62,27 @@ COST_ADVICE = "Trace more --steps on a quiet machine; quote the step without the
 
 
 class Spread(NamedTuple):
-    """A standard deviation as a ratio to its value. few: it is of fewer than FEWEST_VALUES steps or samples."""
+    """Of the values that a number is reported of. ratio: their standard deviation to the number, None where it is not
+    known. error_ratio: the number's standard error, to it. few: they are fewer than FEWEST_VALUES steps or samples."""
 
-    ratio: float
+    ratio: float | None
+    error_ratio: float
     few: bool = False
+
+    @property
+    def within_ratio(self) -> float:
+        """Half of the number's 95 % interval, as `compare` has it of single runs. Of two or three values, as of runs,
+        it is narrower than Student's, which two runs 1 % apart would make 6 % wide: the finding would strike always."""
+        return NORMAL_975 * self.error_ratio
+
+    @property
+    def band(self) -> Band:
+        varies = 0.0 if self.ratio is None or self.few else self.ratio
+        if varies > NO_VALUE_RATIO:
+            return "no value"
+        if self.within_ratio > NOISY_RATIO:
+            return "unsure"
+        return "unsteady" if varies > UNSTEADY_RATIO else ""
 
 
 class Traced(NamedTuple):
@@ -74,7 +95,10 @@ class Traced(NamedTuple):
 
     @property
     def spread(self) -> Spread | None:
-        return None if self.bare_std_s is None else Spread(self.bare_std_s / self.bare_s, self.steps < FEWEST_VALUES)
+        if self.bare_std_s is None or not self.steps:
+            return None
+        ratio = self.bare_std_s / self.bare_s
+        return Spread(ratio, ratio / math.sqrt(self.steps), self.steps < FEWEST_VALUES)
 
     @property
     def chance_ratio(self) -> float:
@@ -133,29 +157,25 @@ def of_breakdowns(traced: Mapping[str, Traced], seen: Mapping[str, Conditions]) 
 
 
 def cell_spread(result: CellResult) -> Spread | None:
-    """The worse of that between runs and that of steps, the latter from percentiles, since one slow step does not make
-    a mean of many useless."""
-    known = []
-    if result.tokens_per_s and result.tokens_per_s_std is not None:
-        known.append(Spread(result.tokens_per_s_std / result.tokens_per_s))
-    if result.step_ms and result.step_ms_p10 is not None and result.step_ms_p90 is not None:
-        ratio = (result.step_ms_p90 - result.step_ms_p10) / NORMAL_DECILES / result.step_ms
-        known.append(Spread(ratio, few=result.runs * result.steps < FEWEST_VALUES))
-    return max(known, key=lambda spread: (_severity(spread) == "invalid", spread.ratio), default=None)
+    """The worse of that between runs and that of steps. Single steps vary as their percentiles do, since one slow step
+    does not make a mean of many useless; but it counts in the mean, and so in the mean's error."""
+    known, runs = [], len(result.tokens_per_s_runs)
+    if result.tokens_per_s and result.tokens_per_s_std is not None and runs > 1:
+        ratio = result.tokens_per_s_std / result.tokens_per_s
+        known.append(Spread(ratio, ratio / math.sqrt(runs)))
+    if result.step_ms and (error := result.step_error_ratio) is not None:
+        tenths = result.step_ms_p10, result.step_ms_p90
+        ratio_of_steps = None
+        if tenths[0] is not None and tenths[1] is not None:
+            ratio_of_steps = (tenths[1] - tenths[0]) / NORMAL_DECILES / result.step_ms
+        known.append(Spread(ratio_of_steps, error, few=result.runs * result.steps < FEWEST_VALUES))
+    return max(known, key=lambda spread: (BANDS.index(spread.band), spread.error_ratio), default=None)
 
 
 def point_spread(result: Measured) -> Spread | None:
-    if not result.median_s or result.p10_s is None or result.p90_s is None:
+    if (ratio := result.spread_ratio) is None or (error := result.error_ratio) is None:
         return None
-    ratio = (result.p90_s - result.p10_s) / NORMAL_DECILES / result.median_s
-    return Spread(ratio, few=result.samples < FEWEST_VALUES)
-
-
-def _severity(spread: Spread) -> Severity | None:
-    """None: so small a spread is no finding."""
-    if spread.ratio > NO_VALUE_RATIO and not spread.few:
-        return "invalid"
-    return "warning" if spread.ratio > NOISY_RATIO else None
+    return Spread(ratio, error, few=result.samples < FEWEST_VALUES)
 
 
 def _mean(spans: Sequence[Conditions]) -> Conditions | None:
@@ -177,18 +197,26 @@ def _mean(spans: Sequence[Conditions]) -> Conditions | None:
 
 
 def _noisy(spreads: Mapping[str, Spread], what: str) -> Iterator[Finding]:
-    bands: tuple[tuple[Severity, float, str], ...] = (
-        ("invalid", NO_VALUE_RATIO, "so they have no value that could be quoted"),
-        ("warning", NOISY_RATIO, "so smaller differences mean nothing"),
+    bands: tuple[tuple[Band, Severity, str, str], ...] = (
+        ("no value", "invalid", _varying(NO_VALUE_RATIO), "so they have no value that could be quoted"),
+        ("unsure", "warning", f"are not known to {_percent(NOISY_RATIO)}", "so smaller differences mean nothing"),
+        ("unsteady", "warning", _varying(UNSTEADY_RATIO), "so something else slowed some of their steps or samples"),
     )
-    for severity, least, means in bands:
-        noisy = {name: spread.ratio for name, spread in spreads.items() if _severity(spread) == severity}
-        if noisy:
-            message = (
-                f"{len(noisy)} of {len(spreads)} {what} have a standard deviation over {100 * least:.0f} % of their "
-                f"value ({_named(noisy, _percent)}), {means}."
-            )
-            yield Finding(code="NOISY", severity=severity, message=message, advice=NOISY_ADVICE)
+    for band, severity, are, means in bands:
+        of = {name: spread for name, spread in spreads.items() if spread.band == band}
+        if not of:
+            continue
+        if band == "unsure":
+            named = _named({name: spread.within_ratio for name, spread in of.items()}, _within) + "; 95 % intervals"
+        else:
+            named = _named({name: spread.ratio or 0.0 for name, spread in of.items()}, _percent)
+        message = f"{len(of)} of {len(spreads)} {what} {are} ({named}), {means}."
+        advice = NOISY_ADVICE if band == "unsure" else SLOWED_ADVICE
+        yield Finding(code="NOISY", severity=severity, message=message, advice=advice)
+
+
+def _varying(ratio: float) -> str:
+    return f"have a standard deviation over {_percent(ratio)} of their value"
 
 
 def _conditions(seen: Mapping[str, Conditions], what: str) -> Iterator[Finding]:
@@ -305,6 +333,10 @@ def _listed(texts: Sequence[str]) -> str:
 
 def _percent(ratio: float) -> str:
     return f"{100 * ratio:.0f} %"
+
+
+def _within(ratio: float) -> str:
+    return f"+-{_percent(ratio)}"
 
 
 def _times(ratio: float) -> str:

@@ -7,6 +7,7 @@ The command writes `task.json` (Task) and starts the processes. They write `abou
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -28,6 +29,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 ELEMENT_BYTES = 4  # collectives move fp32
 MIN_SAMPLES = 5
+NORMAL_DECILES = 2.563  # standard deviations between the tenth and the ninetieth percentile of a normal distribution
+MEDIAN_ERROR = 1.2533  # the standard error of a median to that of a mean, of normal values: sqrt(pi / 2)
 GB = 1e9  # of bandwidths, as nccl-tests and NVIDIA count them; sizes are in KiB, MiB, GiB
 
 
@@ -96,7 +99,8 @@ def whole_elements(size_bytes: int, ranks: int) -> int:
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What one launch measures. samples: measurements of each point. budget_s: a point whose samples would take longer
-    has fewer, but never under MIN_SAMPLES; None: all of them, however long it takes."""
+    has fewer, but never under MIN_SAMPLES, and one whose median they do not settle has more; None: that many, however
+    long it takes."""
 
     device: Literal["cuda", "cpu"]
     points: list[Point]
@@ -128,6 +132,22 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     p90_s: Seconds | None = None
     correct: bool | None = None
     conditions: Conditions | None = None
+
+    @property
+    def spread_ratio(self) -> float | None:
+        """The standard deviation of the samples, to their median; from percentiles, which a single slow one does not
+        move."""
+        if not self.median_s or self.p10_s is None or self.p90_s is None:
+            return None
+        return (self.p90_s - self.p10_s) / NORMAL_DECILES / self.median_s
+
+    @property
+    def error_ratio(self) -> float | None:
+        """The standard error of the median, to it. It takes samples to be independent of each other. Where slow phases
+        last for many samples it is too small; how much processes differ from each other it does not know at all."""
+        if self.spread_ratio is None or not self.samples:
+            return None
+        return MEDIAN_ERROR * self.spread_ratio / math.sqrt(self.samples)
 
     @property
     def flops_per_s(self) -> float | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite
+from math import isfinite, sqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -138,6 +138,14 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     def state(self) -> Outcome | Literal["invalid"]:
         """The outcome; of one that ran and whose losses mean nothing, `invalid`."""
         return "invalid" if self.outcome == "ok" and not self.valid else self.outcome
+
+    @property
+    def step_error_ratio(self) -> float | None:
+        """The standard error of a step's mean time, to it. It takes steps to be independent of each other. Where slow
+        phases last for many steps it is too small; how much runs differ from each other it does not know at all."""
+        if not self.step_ms or self.step_ms_std is None or not self.steps:
+            return None
+        return self.step_ms_std / self.step_ms / sqrt(self.steps * max(1, self.runs))
 
     @property
     def search_was_limited(self) -> bool:

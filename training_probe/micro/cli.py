@@ -63,7 +63,7 @@ class Measuring:
         int | None,
         _measured(
             f"Measurements of each point; by default {SAMPLES}, of products on a GPU {PRODUCT_SAMPLES}, fewer "
-            "where they take long, Table XII: 320.",
+            "where they take long, more where they vary, Table XII: 320.",
             converter=whole,
         ),
     ] = None

@@ -179,6 +179,94 @@ def test_a_launch_of_a_fifth_of_a_second_is_not_repeated_for_ever(monkeypatch: p
     assert world.gpu_s < 4
 
 
+class Varying:
+    """A launch on the host's clock: samples of one launch each, `spread` above and below 1 ms in turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, spread: float, launch_s: float = 1e-3) -> None:
+        from training_probe.worker.micro import timing
+
+        self.now_s, self.launches, self.spread, self.launch_s = 0.0, 0, spread, launch_s
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+
+    def __call__(self) -> None:
+        self.launches += 1
+        self.now_s += self.launch_s * (1 + self.spread * (-1) ** self.launches)
+
+    def timed(self, samples: int = 50, budget_s: float | None = 0.1, ranks: Any = None) -> Any:
+        from training_probe.points import Copy, Task
+        from training_probe.worker.micro import timing
+
+        point = Copy(route="h2h", size_bytes=1024)
+        task = Task(device="cpu", points=[point], samples=samples, budget_s=budget_s)
+        return timing.timed(point, self, task, in_stream=False, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("spread", "launch_s", "samples"),
+    [
+        (0.01, 1e-3, (50, 50)),  # settled at once
+        (0.05, 1e-3, (50, 50)),  # 1.2533 x 2 x 0.05 / 2.563 / sqrt(50) is 0.7 %
+        (0.2, 1e-3, (245, 400)),  # 1.25 % at 245
+        (0.9, 1e-3, (950, 1000)),  # never settled: a second
+        (0.01, 2e-2, (11, 16)),  # 5 in the tenth of a second that it has, whose percentiles say little
+        (0.2, 2e-2, (45, 50)),
+        (0.2, 0.3, (5, 5)),  # they took more than a second
+    ],
+)
+def test_a_point_that_varies_is_sampled_until_its_median_is_settled(
+    spread: float, launch_s: float, samples: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    varying = Varying(monkeypatch, spread, launch_s)
+    found = varying.timed()
+    assert samples[0] <= found.samples <= samples[1]
+    assert varying.now_s < max(1.1, 9 * launch_s)  # three warm it up
+
+
+@pytest.mark.parametrize("samples", [2, 5, 320])
+def test_a_number_of_samples_that_is_named_is_that_many(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Varying(monkeypatch, 0.9).timed(samples, budget_s=None).samples == samples
+
+
+def test_ranks_go_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one's samples never vary and another's do; and another one's clock says that the second is over."""
+    from training_probe.worker.micro import timing
+
+    class Others(timing.Alone):
+        spent_s = 0.0
+
+        def slowest(self, seconds: Any) -> list[float]:
+            if len(seconds) == 1:
+                return [max(seconds[0], self.spent_s)]
+            return [max(own, 1e-3 * (1 + at % 2)) for at, own in enumerate(seconds)]
+
+    steady = Varying(monkeypatch, 0.0)
+    assert steady.timed(ranks=Others()).samples > 300 and steady.timed().samples == 50
+    over = Others()
+    over.spent_s = 2.0
+    assert steady.timed(budget_s=100.0, ranks=over).samples == 50
+
+
+def test_a_gpus_samples_go_on_as_they_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    from training_probe.points import Collective, Task
+    from training_probe.worker.micro import timing
+
+    world = World(enqueue_s=10e-6, launch_s=30e-6)
+    world.stand_in(monkeypatch)
+
+    class Varies(timing.Alone):
+        met = 0
+
+        def meet(self) -> None:
+            self.met += 1
+            world.launch_s = 30e-6 * (1 + 0.2 * (-1) ** self.met)
+
+    point = Collective(name="allreduce", size_bytes=1024, ranks=2)
+    task = Task(device="cuda", points=[point], samples=50, budget_s=0.5)
+    found = timing.timed(point, world.launch, task, in_stream=True, ranks=Varies())
+    assert found.samples > 200 and not found.reason and found.error_ratio <= timing.SETTLED_ERROR_RATIO
+    assert found.p10_s == pytest.approx(24e-6, rel=0.02) and found.p90_s == pytest.approx(36e-6, rel=0.02)
+
+
 def test_a_sample_that_any_rank_was_late_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     from training_probe.points import Collective, Task
     from training_probe.worker.micro import timing

@@ -33,6 +33,10 @@ CLEARED_BYTES = 256 << 20  # as triton's do_bench writes, or twice the cache
 MAX_LAUNCHES = 256  # of a sample; with all its samples in flight it stays a queue that the driver holds
 MAX_WARMUPS = 20_000
 AHEAD, LEAST_AHEAD_S, MOST_AHEAD_S = 2.0, 5e-5, 0.05  # how long the GPU is kept busy: times what enqueuing takes
+# A point whose median is not settled by the samples that it has by default is sampled on, for a second in all. It is
+# where its standard error is a quarter of the twentieth that `findings` warns beyond, so that half of the 95 % interval
+# is half of that; and of fewer than 11 samples the percentiles, which tell the error, are those of single ones.
+SETTLED_ERROR_RATIO, SETTLED_SAMPLES, MOST_SAMPLED_S = 0.0125, 11, 1.0
 TRIES, MOST_LATE_RATIO = 4, 0.1  # of samples that the host enqueued too late; more, and all are taken again
 # From how many the time of enqueuing is taken, while the GPU is busy with something else: the first after a wait may
 # take the host ten times as long. Fewer where the GPU would work on them for longer than this.
@@ -112,12 +116,31 @@ def timed(
     if clear is not None:
         return _apart(point, launch, clear, once_s, task)
     plan = Plan.of(once_s, task, sample_s)
+    samples_s: list[float] = []
     late = False
-    if in_stream:
-        samples_s, late = _by_events(launch, plan, once_s, together)
-    else:
-        samples_s = _by_clock(launch, plan, synchronise, together)
-    return measured(point, together.slowest(samples_s), plan.launches, correct, HOST_BOUND if late else "")
+    began = time.perf_counter()
+    while True:
+        if in_stream:
+            more_s, were_late = _by_events(launch, plan, once_s, together)
+            late = late or were_late
+        else:
+            more_s = _by_clock(launch, plan, synchronise, together)
+        samples_s += together.slowest(more_s)
+        found = measured(point, samples_s, plan.launches, correct, HOST_BOUND if late else "")
+        spent_s = together.slowest([time.perf_counter() - began])[0]  # all ranks must go on, or none
+        more = 0 if task.budget_s is None else _wanted(found, spent_s)
+        if more < 2:
+            return found
+        plan = Plan(plan.launches, more)
+
+
+def _wanted(found: Measured, spent_s: float) -> int:
+    """How many samples more, after so long. They grow by half each time: who looks after each one stops at the first
+    that happens to look settled."""
+    if found.samples >= SETTLED_SAMPLES and found.error_ratio is not None and found.error_ratio <= SETTLED_ERROR_RATIO:
+        return 0
+    affordable = int((MOST_SAMPLED_S - spent_s) * found.samples / max(spent_s, 1e-9))
+    return min(max(2, found.samples // 2), affordable)
 
 
 def _span(launch: Launch, count: int, synchronise: Callable[[], None], ranks: Ranks) -> float:
