@@ -7,7 +7,8 @@ The fit is to the 75 cells of benchmarks/h200/training, all of Llama-2-7B, by le
 made again without each sweep in turn, and judged by that sweep. training_memory.jsonl has 13 cells of six models
 through FSDP2 and DDP, which were predicted before they ran (2026-11-24; torch 2.11.0+cu130, transformers 5.17.0). Where
 a cell was predicted to take less than the card has, another process held the rest, so that no more was free than "fits"
-then promised. Offload was ended after 90 s.
+then promised. Offload was ended after 90 s. So were the 16 cells of benchmarks/frozen/training_methods, of methods
+beyond the paper's letters, on one and two H200 that had nothing else to do.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
+from backends import catalog
 from training_probe import memory
 from training_probe.grid import Cell, cell
 from training_probe.llama_shape import known
@@ -36,6 +38,7 @@ from training_probe.results import read as read_results
 
 HERE = Path(__file__).parent
 H200, KEPT = HERE / "h200/training", HERE / "training_memory.jsonl"
+METHODS = HERE / "frozen/training_methods"
 LIMIT_S = 90.0
 # engine, method, model, GPUs, tokens, sequences, GiB that are free for it
 CELLS = """ddp F llama-3.2-1b 1 4096 4 68.3
@@ -67,19 +70,27 @@ class Measured(NamedTuple):
     free: int = 0
 
     def prediction(self) -> Prediction:
-        shape = known(self.cell.model)
-        assert shape is not None
-        return memory.predict(self.cell, shape.decoder)
+        spec = catalog.find(self.cell.model)
+        assert spec is not None
+        return memory.predict(self.cell, spec)
 
 
 def swept() -> list[Measured]:
     """The cells of benchmarks/h200/training, by sweep."""
+    return [one for directory in sorted(H200.iterdir()) if directory.is_dir() for one in _results(directory)]
+
+
+def methods() -> list[Measured]:
+    """The cells of methods beyond the letters, which were predicted before they ran."""
+    return _results(METHODS)
+
+
+def _results(directory: Path) -> list[Measured]:
     return [
         Measured(
             directory.name, _cell_of(result), result.outcome, _bytes(result.peak_memory_gb),
             _bytes(result.peak_reserved_gb),
         )
-        for directory in sorted(H200.iterdir()) if directory.is_dir()
         for result in read_results(directory)
     ]  # fmt: skip
 
@@ -181,6 +192,13 @@ def report() -> None:
     print(_line("allocated, predicted before", [m.prediction().peak_bytes / (m.allocated or 1) - 1 for m in held]))
     print(_line("reserved, predicted before", [error(m, own) for m in held]))
     print(_line("process, predicted before", [m.prediction().process_bytes / (m.used or 1) - 1 for m in held]))
+    newer = [one for one in methods() if one.outcome == "ok"]
+    print(
+        _line(
+            "allocated, methods, predicted before", [m.prediction().peak_bytes / (m.allocated or 1) - 1 for m in newer]
+        )
+    )
+    print(_line("reserved, methods, predicted before", [error(m, own) for m in newer]))
     offloaded = [one for one in kept() if one.cell.letters.offload]
     print(_line("host", [m.prediction().host_bytes / (m.host or 1) - 1 for m in offloaded]))
 

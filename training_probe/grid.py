@@ -34,6 +34,7 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 PROMPT_TOKENS = 8
 PAPER_MAX_MICRO_BATCH = 64
 LOSS_CHUNKS = 8  # of the tokens of a micro batch, with --loss chunked; torchtune's number
+MOST_8BIT = 2**31 - 1  # elements of a tensor whose 8-bit moments bitsandbytes updates (its issue 1785)
 CAPPED_LOGITS = ("gemma2",)  # model types that do more to their logits than the head does
 
 LETTERS = {
@@ -374,6 +375,14 @@ def _objections(cell: Cell, spec: ModelSpec | None, unbuilt: str) -> Iterator[st
         yield "experts are neither computed in fp8 nor divided by TP here"
     if cell.fp8 and cell.device == "cuda":
         yield from _of_fp8_products(cell, spec)
+    # DeepSpeed keeps what a rank updates in one tensor, with Z3 in several of a billion
+    updated = -(-spec.parameters // cell.gpus)
+    whole = method.zero < 3 and not method.adapter and not method.four_bit
+    if cell.adamw_8bit and cell.engine == "deepspeed" and cell.device == "cuda" and whole and updated > MOST_8BIT:
+        yield (
+            f"a rank updates {updated / 1e9:.1f} billion parameters in one tensor, and bitsandbytes takes at most "
+            f"{MOST_8BIT / 1e9:.1f}; use Z3 or more GPUs"
+        )
 
 
 def _of_fp8_products(cell: Cell, spec: ModelSpec) -> Iterator[str]:

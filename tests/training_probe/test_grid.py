@@ -168,6 +168,7 @@ def test_the_letter_f_is_flash_attention() -> None:
         ("Naive", {"engine": "megatron", "adamw_8bit": True}, "a loss and an optimizer of its own"),
         ("Z2+O", {"adamw_8bit": True}, "leave O or --adamw-8bit out"),
         ("Z3+O", {"engine": "fsdp2", "adamw_8bit": True}, "leave O or --adamw-8bit out"),
+        ("Z2", {"gpus": 3, "adamw_8bit": True}, "updates 2.2 billion parameters in one tensor"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run_has_a_reason(method: str, fields: dict[str, Any], why: str) -> None:
@@ -188,6 +189,8 @@ def test_what_cannot_be_run_has_a_reason(method: str, fields: dict[str, Any], wh
                                                                 "seq_len": 512, "checkpoint": "op"}),
         ("Z2+O", {"engine": "fsdp2", "dp_replicate": 2, "gpus": 8}), ("Z3", {"checkpoint": "2"}),
         ("Z3", {"model": "mixtral-8x7b", "gpus": 8}), ("Z3", {"gpus": 8, "adamw_8bit": True, "loss": "liger"}),
+        ("Z2", {"gpus": 4, "adamw_8bit": True}), ("Z3", {"adamw_8bit": True}),
+        ("L+Z2", {"task": "finetune", "adamw_8bit": True}),
         ("QL+Z3", {"task": "finetune", "lora_rank": 8, "lora_targets": ("q_proj",), "double_quant": False}),
         ("L", {"task": "finetune", "engine": "ddp", "device": "cpu", "loss": "liger"}),
     ],
