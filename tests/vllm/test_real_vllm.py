@@ -27,8 +27,10 @@ from tests.lateness import Lateness, measured_lateness
 pytestmark = pytest.mark.vllm
 
 TRANSPORTS = ("fast", "aiohttp")
-# Of its own TTFT of 7.8 and 7.1 s, vLLM saw the clients 147 ms (fast) and 249 ms (aiohttp) later: docs/accuracy.md.
-LATER_RATIO = 0.036
+# Of its own TTFT of 7.8 and 7.1 s, vLLM saw the clients 147 ms (fast) and 249 ms (aiohttp) later: docs/accuracy.md. It
+# stamps an arrival when its API process has read the request, and of a burst the last waits for all others: where its
+# own TTFT is 2.1 s, clients were 64 to 136 ms later, 0.3 to 0.7 ms a request.
+LATER_RATIO, INTAKE_MS = 0.036, 1.0
 REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 200, 512, 32
 
 
@@ -84,6 +86,10 @@ class Measured:
 
     @property
     def most_later_ms(self) -> float:
+        return self.most_later_on_the_way_ms + INTAKE_MS * len(self.table)
+
+    @property
+    def most_later_on_the_way_ms(self) -> float:
         """vLLM's API process and the client both wait for a core that vLLM's engine fills."""
         return LATER_RATIO * self.server_ttft_ms + 2 * self.lateness.mean_ms
 
@@ -142,7 +148,7 @@ def test_client_is_as_late_as_it_was_seen_to_be_and_never_early(transport: str, 
     )
     assert 0 <= measured.later_ms <= measured.most_later_ms
     # Both time the same tokens of the same requests, so the difference is that of two latenesses over all of a reply.
-    between_ms = measured.most_later_ms / (OUTPUT_TOKENS - 1)
+    between_ms = measured.most_later_on_the_way_ms / (OUTPUT_TOKENS - 1)
     assert measured.client_tpot_ms == pytest.approx(measured.server_tpot_ms, abs=between_ms)
 
 
