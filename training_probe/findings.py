@@ -159,7 +159,7 @@ def of_breakdowns(traced: Mapping[str, Traced], seen: Mapping[str, Conditions]) 
 def cell_spread(result: CellResult) -> Spread | None:
     """The worse of that between runs and that of steps. Single steps vary as their percentiles do, since one slow step
     does not make a mean of many useless; but it counts in the mean, and so in the mean's error."""
-    known, runs = [], len(result.tokens_per_s_runs)
+    known, runs = [], len(result.tokens_per_s_runs) or result.runs  # older versions kept none of them
     if result.tokens_per_s and result.tokens_per_s_std is not None and runs > 1:
         ratio = result.tokens_per_s_std / result.tokens_per_s
         known.append(Spread(ratio, ratio / math.sqrt(runs)))

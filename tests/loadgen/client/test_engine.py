@@ -241,28 +241,21 @@ def test_closed_connections_are_freed_while_the_garbage_collector_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stamped: bool
 ) -> None:
     opened: weakref.WeakSet[Connection] = weakref.WeakSet()
-    begin = Connection.__init__
+    begin, most = Connection.__init__, 0
 
     def counted(self: Connection, owner: Any, sock: Any) -> None:
+        nonlocal most
         opened.add(self)
+        most = max(most, len(opened))
         begin(self, owner, sock)
 
     monkeypatch.setattr(Connection, "__init__", counted)
-    most = 0
 
     async def story() -> None:
         async with scripted(lambda n: tokens(3)) as world:
             one = plan(world.url, requests=200, concurrency=2)
             client = build_client(msgspec.structs.replace(one, fresh=True, kernel_timestamps=stamped))
             await client.prepare()
-            write = client._write_one
-
-            def counting() -> None:
-                nonlocal most
-                most = max(most, len(opened))
-                write()
-
-            monkeypatch.setattr(client, "_write_one", counting)
             await client.run(now_ns(), tmp_path / "requests.jsonl")
             await client.transport.close()
 
