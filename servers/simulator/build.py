@@ -123,7 +123,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     slow_rank: float = 1.0  # how much longer than the others one GPU takes: all wait for it
 
     def engine(self, deliver: Callable[[list[Sequence], float, float], None]) -> Engine:
-        takes = self.cost.clock(self.slow_rank), self.cost.launch_s
+        takes = self.cost.clock(self.slow_rank), self.cost.launch_s, self.cost.prepare_s
         return Engine(_scheduler(self), takes, deliver, self.profile.front)
 
     def with_profile(self, profile: Profile) -> Emulated:

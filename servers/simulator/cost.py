@@ -145,11 +145,11 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     kernels are launched one by one (0 with CUDA graphs). attention_ratio: the time of its attention over that of the
     GPU's table (FlashAttention 3). reduce: for reductions slower than those measured alone.
 
-    launch: what the CPU takes to put a step together and launch it, while the GPU may still be at the step before; all
-    0 where that is not known. launch_layer: for each layer, where a step has prefills and its parts are CUDA graphs;
-    launch_eager_layer: where it has more than graph_tokens tokens and every kernel is launched by itself;
-    launch_experts: what a mixture adds to that. Steps of at most graph_tokens tokens are filled up to a graph's
-    size."""
+    launch: what the CPU takes to put a step together, and to launch it where it is one CUDA graph, while the GPU may
+    still be at the step before; all 0 where that is not known. launch_layer: for each layer, where a step has prefills
+    and its parts are CUDA graphs; launch_eager_layer: where it has more than graph_tokens tokens and every kernel is
+    launched by itself; launch_experts: what a mixture adds to that. Steps of at most graph_tokens tokens are filled up
+    to a graph's size."""
 
     step_us: float = 0.0
     row_us: float = 0.0
@@ -278,6 +278,11 @@ class StepCost:
             seconds = self._floor
         own = self._overheads
         return seconds + (own.step_us + own.row_us * samples + own.prefill_token_us * step.prefill_tokens) * 1e-6
+
+    @property
+    def prepare_s(self) -> float:
+        """Seconds of a launch before its first kernel, or its graph, is launched."""
+        return self._overheads.launch_us * 1e-6
 
     def launch_s(self, step: Step) -> float:
         """Seconds that the CPU takes to launch the step."""

@@ -10,8 +10,8 @@ and the first step begins with the first of them. Tokens queue: those of a step 
 at once, before the first of them goes out, and a request that comes meanwhile waits for them.
 
 One thread of the CPU launches the steps and takes their results. While it launches a step, the GPU may still be at the
-step before, whose tokens wait until the thread is free. A step ends when the GPU has done it, and never before all of
-it is launched.
+step before, whose tokens wait until the thread is free. A step begins on the GPU when it has been put together, which
+a GPU that has nothing else to do waits for. It ends when the GPU has done it, and never before all of it is launched.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine:
-    """Runs a scheduler's steps, each of which takes the seconds of `takes` on the GPU, where it begins at the second
-    given, and to be launched.
+    """Runs a scheduler's steps, each of which takes the seconds of `takes`: on the GPU, where it begins at the second
+    given; to be launched; and of that, before its first kernel is.
     `deliver(emits, first_s, gap_s)` is called with the tokens of each step: the k-th of `emits` leaves the server at
     first_s + k * gap_s. Meanwhile `turning` has the places in `emits` of those whose first or last token it is."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        takes: tuple[Callable[[Step, float], float], Callable[[Step], float]],
+        takes: tuple[Callable[[Step, float], float], Callable[[Step], float], float],
         deliver: Callable[[list[Sequence], float, float], None],
         front: FrontEnd,
     ) -> None:
         self.scheduler = scheduler
-        self._step_s, self._launch_s = takes
+        self._step_s, self._launch_s, self._prepare_s = takes
         self._deliver = deliver
         self._request_s = front.request_us * 1e-6
         self._handover_s = front.handover_us * 1e-6
@@ -165,7 +165,9 @@ class Engine:
                 break
             filled = True
             cpu_s, gpu_s = now_s + self._launch_s(step), self._gpu_s
-            begin_s = gpu_s if gpu_s > now_s else now_s
+            begin_s = now_s + self._prepare_s
+            if begin_s < gpu_s:
+                begin_s = gpu_s
             end_s = begin_s + self._step_s(step, begin_s)
             if end_s < cpu_s:
                 end_s = cpu_s

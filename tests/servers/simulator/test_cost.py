@@ -345,6 +345,7 @@ def test_the_inputs_of_quantized_products_are_quantized_first() -> None:
 def test_a_step_is_launched_in_one_of_three_ways() -> None:
     own = Overheads(launch_us=1000.0, launch_layer_us=100.0, launch_eager_layer_us=500.0, graph_tokens=512)
     each = StepCost(model("7b"), H200, 1, None, F16, own)
+    assert each.prepare_s == pytest.approx(1e-3)
     assert each.launch_s(decode(8, 500)) == pytest.approx(1e-3)
     assert each.launch_s(prefill(512)) == pytest.approx(1e-3 + 32 * 1e-4)
     assert each.launch_s(prefill(513)) == each.launch_s(decode(513, 9)) == pytest.approx(1e-3 + 32 * 5e-4)

@@ -14,6 +14,7 @@ def played(
     launch_ms: tuple[float, float],
     requests: list[tuple[float, int, int]],
     front: FrontEnd | None = None,
+    prepare_ms: float = 0.0,
 ) -> list[list[float]]:
     """When each request's tokens come, in ms. The pairs are of steps with prefills and of others; requests are (ms,
     prompt, output)."""
@@ -29,7 +30,7 @@ def played(
     scheduler = VllmV1(100_000, VllmV1.Settings(max_running=64, budget_tokens=8192))
     engine = Engine(
         scheduler,
-        (lambda step, _: takes(gpu_ms, step), lambda step: takes(launch_ms, step)),
+        (lambda step, _: takes(gpu_ms, step), lambda step: takes(launch_ms, step), prepare_ms / 1e3),
         deliver,
         front or FrontEnd(),
     )
@@ -56,6 +57,14 @@ def test_a_prefill_lasts_as_long_as_its_launch() -> None:
     at 30, and is then bound by itself."""
     assert played((12, 5), (25, 2), [(0, 2000, 4)])[0] == pytest.approx([27, 30, 35, 40])
     assert played((40, 5), (25, 2), [(0, 2000, 4)])[0] == pytest.approx([40, 45, 50, 55])
+
+
+def test_a_step_begins_when_it_is_put_together() -> None:
+    """Launched until 25 ms, when the GPU has long done the prefill: the second step begins at 27, and from then on
+    steps are put together while the GPU works. A prefill that the GPU is behind with begins at 2, and delays no
+    other."""
+    assert played((12, 5), (25, 2), [(0, 2000, 4)], prepare_ms=2)[0] == pytest.approx([27, 32, 37, 42])
+    assert played((40, 5), (25, 2), [(0, 2000, 4)], prepare_ms=2)[0] == pytest.approx([42, 47, 52, 57])
 
 
 def test_what_comes_during_a_launch_is_in_the_next_step() -> None:
