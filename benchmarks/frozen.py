@@ -160,6 +160,28 @@ GROUPS = {
         "h100_prompts2048_poisson4": "--input-tokens 2048 --output-tokens 100 --arrival poisson:4 --requests 60 "
         "--seed 143",
     }, gpu="h100"),
+    # The fourth round.
+    "bf16_4": Group("", {
+        "lognormal_poisson9": f"{LENGTHS} --arrival poisson:9 --requests 160 --seed 201",
+        "lognormal_poisson15": f"{LENGTHS} --arrival poisson:15 --requests 270 --seed 202",
+        "gamma11_cv2.5": "--input-tokens 800 --output-tokens 150 --arrival gamma:11:2.5 --requests 190 --seed 203",
+        "closed24_mixed": "--input-tokens uniform:128:1024 --output-tokens uniform:64:192 --concurrency 24 "
+        "--requests 420 --seed 204",
+        "closed48_mixed": "--input-tokens uniform:128:1280 --output-tokens uniform:48:160 --concurrency 48 "
+        "--requests 560 --seed 205",
+        "prompts2048_poisson4": "--input-tokens 2048 --output-tokens 100 --arrival poisson:4 --requests 64 --seed 206",
+    }),
+    "prefixes_4": Group("--prefix-caching on", {
+        "hot8_c": "--prefix 8:1280 --input-tokens 1536 --output-tokens 120 --arrival poisson:9 --requests 160 "
+        "--seed 211",
+        "groups200_c": "--prefix 200:896 --input-tokens 1216 --output-tokens 100 --arrival poisson:12 --requests 210 "
+        "--seed 212",
+    }),
+    "fp8_4": Group("--quantization fp8", {
+        "fp8_lognormal_poisson13": f"{LENGTHS} --arrival poisson:13 --requests 230 --seed 221",
+        "fp8_closed24": "--input-tokens uniform:128:1024 --output-tokens uniform:64:192 --concurrency 24 "
+        "--requests 520 --seed 222",
+    }),
 }  # fmt: skip
 METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 
