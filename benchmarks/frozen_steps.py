@@ -1,0 +1,162 @@
+"""Steps of vLLM's engine, rebuilt from the times of tokens in the records of frozen runs, measured and predicted.
+
+    python benchmarks/frozen_steps.py DIR     # DIR has `predicted` and `measured`, as benchmarks/frozen.py makes them
+
+The oldest request that runs gets its token first in each step, so its tokens are a clock of the steps. While the CPU
+launches a step with prefills, the tokens of the step before wait: their gap is the launch, where it is longer than the
+step. Of steps with prefills after two without, each as measured and predicted:
+
+graph, eager  ms that a launch takes, 10th percentile, mean, 90th: of steps of at most 512 tokens, and of longer ones
+idle          ms by which the decode step after is longer than others, in the median: after eager steps of at most 760
+              tokens, whose launch took over 18 ms, and which the GPU had done before
+seen          ms from when a request is sent to when the scheduler sees it, and a token's way to the client: where the
+              fewest requests are on the wrong side, if that is less than a quarter
+decode        ms by which pure decode steps are longer than predicted, in the mean, at like rows and contexts
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from frozen import GROUPS  # noqa: E402
+
+from loadgen.rundir import records  # noqa: E402
+
+Floats = NDArray[np.float64]
+GRAPH_TOKENS = 512
+BEGUN_MS = 1500.0  # requests sent before are those that a closed loop begins with
+
+
+class Steps(NamedTuple):
+    """Of n steps, (n,) each: when the first token came, ms; rows that decode, their context, tokens of prompts. And of
+    each, when the requests were sent whose first tokens it gave."""
+
+    at_ms: Floats
+    rows: Floats
+    context: Floats
+    prompt_tokens: Floats
+    sent_ms: list[list[float]]
+
+    def after_decodes(self, last: int) -> list[int]:
+        """Steps with prefills beside decodes after two of decodes alone, and before `last` of them."""
+        busy, pure = self.rows > 0, (self.rows > 0) & (self.prompt_tokens == 0)
+        return [
+            k
+            for k in range(3, len(self.rows) - last)
+            if busy[k] and not pure[k] and pure[k - 2 : k].all() and pure[k + 1 : k + 1 + last].all()
+        ]
+
+    def decodes(self) -> NDArray[np.bool_]:
+        """Steps that have no prefill near (n - 1,): those from one step's token to the next's."""
+        far = self.rows[1:] > 0
+        for k in np.flatnonzero(self.prompt_tokens):
+            far[max(k - 3, 0) : k + 3] = False
+        return far
+
+
+def rebuilt(directory: Path) -> Steps:
+    table = records.read(directory)[0]
+    table = table.select(table.ok)
+    tokens: list[tuple[float, int, int]] = []
+    for index in range(len(table.id)):
+        tokens += [(at_ns / 1e6, index, place) for place, at_ns in enumerate(table.arrivals_ns(index).tolist())]
+    steps: list[list[tuple[float, int, int]]] = [[]]
+    seen: set[int] = set()
+    for token in sorted(tokens):
+        at_ms, index, place = token
+        late_ms = 3 + 1e-3 * table.prompt_tokens[index] + 0.1 * len(seen)  # after an idle server's pause
+        if index in seen or (seen and place == 0 and at_ms - steps[-1][-1][0] > late_ms):
+            steps.append([])
+            seen = set()
+        seen.add(index)
+        steps[-1].append(token)
+    known = table.prompt_tokens, np.maximum(table.cached_tokens, 0), table.sent_ns / 1e6
+    rows = [[known[0][index] + place for _, index, place in step if place] for step in steps]
+    first = [[index for _, index, place in step if not place] for step in steps]
+    return Steps(
+        np.array([step[0][0] for step in steps]),
+        np.array([float(len(each)) for each in rows]),
+        np.array([float(sum(each)) for each in rows]),
+        np.array([float(sum(known[0][each] - known[1][each])) for each in first]),
+        [known[2][each].tolist() for each in first],
+    )
+
+
+def launches(steps: Steps) -> tuple[Floats, Floats]:
+    """Milliseconds, of graphs and of eager steps."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    for k in steps.after_decodes(0):
+        eager = steps.rows[k] + steps.prompt_tokens[k] > GRAPH_TOKENS
+        taken[int(eager)].append(steps.at_ms[k - 1] - steps.at_ms[k - 2])
+    return np.array(taken[0]), np.array(taken[1])
+
+
+def fitted(steps: Steps) -> Floats:
+    """ms of a decode step: constant, for a row and for a token of context."""
+    terms, gaps_ms, far = _terms(steps), np.diff(steps.at_ms), steps.decodes()
+    found = np.linalg.lstsq(terms[far], gaps_ms[far], rcond=None)[0]
+    usual = far & (np.abs(gaps_ms - terms @ found) < 1)
+    return np.asarray(np.linalg.lstsq(terms[usual], gaps_ms[usual], rcond=None)[0])
+
+
+def idle_ms(steps: Steps) -> Floats:
+    terms = _terms(steps) @ fitted(steps)
+    at_ms, tokens = steps.at_ms, steps.rows + steps.prompt_tokens
+    return np.array([
+        at_ms[k + 1] - at_ms[k - 1] - terms[k]
+        for k in steps.after_decodes(2)
+        if GRAPH_TOKENS < tokens[k] < 760 and at_ms[k - 1] - at_ms[k - 2] > 18 and at_ms[k] - at_ms[k - 1] < 6
+    ])  # fmt: skip
+
+
+def seen_ms(steps: Steps) -> float:
+    """A request whose first token came with step k was seen when those of k - 2 came, and not when those of k - 3."""
+    by, after = [], []
+    for k in range(3, len(steps.rows)):
+        for sent_ms in steps.sent_ms[k] if steps.rows[k] > 1 else ():
+            waited = k - int(np.searchsorted(steps.at_ms, sent_ms))
+            if sent_ms > BEGUN_MS and 2 <= waited <= 4:
+                by.append(steps.at_ms[k - 2] - sent_ms)
+                after.append(steps.at_ms[k - 3] - sent_ms)
+    limits = np.arange(0, 25, 0.1)
+    wrong = [(np.array(by) < each).sum() + (np.array(after) > each).sum() for each in limits]
+    told = len(by) >= 20 and min(wrong) < len(by) / 4 and wrong[0] > min(wrong)
+    return float(limits[int(np.argmin(wrong))]) if told else np.nan
+
+
+def _terms(steps: Steps) -> Floats:
+    return np.stack([np.ones(len(steps.rows) - 1), steps.rows[1:], steps.context[1:]], 1)
+
+
+def main(directory: Path) -> None:
+    pairs = [title for each in ("graph", "eager", "idle", "seen") for title in (each, "predicted")]
+    print("| server | load | rows | " + " | ".join(pairs) + " | decode |")
+    print("|---|---|---:|---|---:|---|---:|" + "---:|" * 5)
+    for group, name in ((group, name) for group, of in GROUPS.items() for name in of.loads):
+        if "burst" in name or not (directory / "measured" / name).is_dir():
+            continue
+        real, model = (rebuilt(directory / kind / name) for kind in ("measured", "predicted"))
+        cells = [f"{real.rows[real.rows > 0].mean():.0f}"]
+        for taken, predicted in zip(launches(real), launches(model), strict=True):
+            low, high = np.percentile(taken, [10, 90]) if len(taken) > 3 else (np.nan, np.nan)
+            cells += [f"{low:.1f}, {taken.mean():.1f}, {high:.1f}" if len(taken) > 3 else ""]
+            cells += [f"{predicted.mean():.1f}" if len(taken) > 3 and len(predicted) else ""]
+        for each in (idle_ms(real), idle_ms(model)):
+            cells += [f"{np.median(each):.1f}" if len(each) > 2 else ""]
+        cells += ["" if np.isnan(each := seen_ms(steps)) else f"{each:.1f}" for steps in (real, model)]
+        gaps_ms, far = np.diff(real.at_ms), real.decodes()
+        longer = (gaps_ms - _terms(real) @ fitted(model))[far]
+        cells += [f"{longer[np.abs(longer) < 5].mean():+.2f}"]
+        print(f"| {group} | {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
