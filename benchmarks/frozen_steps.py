@@ -151,7 +151,7 @@ def main(directory: Path) -> None:
             cells += [f"{predicted.mean():.1f}" if len(taken) > 3 and len(predicted) else ""]
         for each in (idle_ms(real), idle_ms(model)):
             cells += [f"{np.median(each):.1f}" if len(each) > 2 else ""]
-        cells += ["" if np.isnan(each := seen_ms(steps)) else f"{each:.1f}" for steps in (real, model)]
+        cells += ["" if np.isnan(seen := seen_ms(steps)) else f"{seen:.1f}" for steps in (real, model)]
         gaps_ms, far = np.diff(real.at_ms), real.decodes()
         longer = (gaps_ms - _terms(real) @ fitted(model))[far]
         cells += [f"{longer[np.abs(longer) < 5].mean():+.2f}"]
