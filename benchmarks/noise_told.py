@@ -1,6 +1,6 @@
 """How often the findings of noise strike beside a load, and how often on a quiet machine.
 
-    python benchmarks/noise_told.py                 # 20 tries of each, in turn: 15 minutes, on a quiet machine
+    python benchmarks/noise_told.py                 # 20 tries of each, in turn: 30 minutes, on a quiet machine
     python benchmarks/noise_told.py --only loaded   # that half alone, wherever
 
 A try is three quick measurements by `training_probe` on the CPU: a cell as the laptop preset has it, matrix products

@@ -35,7 +35,7 @@ FEWEST_VALUES = 11
 LOADED_RATIO = 0.05
 STEAL_RATIO = 0.01  # a core that is taken away stops its rank, and the others wait for that
 # The kernel counts CPU time in ticks of 10 ms, of cores and of processes each on its own. Up to three of them are
-# rounding: 5 % of a cell of 0.3 s on two cores.
+# rounding: 5 % of a cell of 0.3 s on two cores; of several spans as many times more as the root of their number.
 ROUNDED_CORE_S = 0.03
 # Ranks that lack a quarter of the cores take a third longer at best, and far longer where they wait for each other: a
 # cell of one rank that lacked 32 % of two cores took 4 times as long as its fastest steps. A process on each core
@@ -132,9 +132,9 @@ def of_points(results: Sequence[Measured]) -> list[Finding]:
     spreads = {label_of(each.point): spread for each in ok if (spread := point_spread(each)) is not None}
     spans = [each.conditions for each in ok if each.conditions is not None]
     whole = _mean(spans)
-    return worst_first(
-        [*_noisy(spreads, "points"), *(_conditions({"all points": whole}, "") if whole else ()), *_non_monotone(ok)]
-    )
+    rounded_core_s = ROUNDED_CORE_S * math.sqrt(len(spans))  # each has its own
+    together = _conditions({"all points": whole}, "", rounded_core_s) if whole else ()
+    return worst_first([*_noisy(spreads, "points"), *together, *_non_monotone(ok)])
 
 
 def of_breakdowns(traced: Mapping[str, Traced], seen: Mapping[str, Conditions]) -> list[Finding]:
@@ -219,13 +219,21 @@ def _varying(ratio: float) -> str:
     return f"have a standard deviation over {_percent(ratio)} of their value"
 
 
-def _conditions(seen: Mapping[str, Conditions], what: str) -> Iterator[Finding]:
-    """what: of which `seen` are some; empty: it is of all of them together."""
-    lacking = {name: taken for name, each in seen.items() if (taken := _lacking(each)) is not None}
+def _conditions(seen: Mapping[str, Conditions], what: str, rounded_core_s: float = ROUNDED_CORE_S) -> Iterator[Finding]:
+    """what: of which `seen` are some; empty: it is of all of them together. rounded_core_s: so much of the cores' time
+    is rounding."""
+
+    def beyond_rounding(values: Mapping[str, float]) -> dict[str, float]:
+        return {
+            name: ratio for name, ratio in values.items()
+            if ratio * seen[name].cores * seen[name].seconds > rounded_core_s
+        }  # fmt: skip
+
+    lacking = beyond_rounding({name: taken for name, each in seen.items() if (taken := _lacking(each)) is not None})
 
     def loaded(most: float, field: str) -> list[str]:
         values = _beyond(most, field, {name: each for name, each in seen.items() if name not in lacking})
-        return _ranked({name: value for name, value in values.items() if not _is_rounding(value, seen[name])}, _percent)
+        return _ranked(beyond_rounding(values), _percent)
 
     heat = _ranked(_beyond(THERMAL_RATIO, "thermal_ratio", seen), _percent)
     slowed = [f"{name} {', '.join(why)}" for name, each in seen.items() if (why := _slowdowns(each))]
@@ -246,14 +254,10 @@ def _conditions(seen: Mapping[str, Conditions], what: str) -> Iterator[Finding]:
 
 def _lacking(span: Conditions) -> float | None:
     """The share of the cores that was taken from the ranks; None: they had enough, or it is not known."""
-    taken = (span.others_ratio or 0.0) + (span.steal_ratio or 0.0)
-    if span.idle_ratio is None or span.idle_ratio * span.cores >= IDLE_CORES or _is_rounding(taken, span):
+    if span.idle_ratio is None or span.idle_ratio * span.cores >= IDLE_CORES:
         return None
+    taken = (span.others_ratio or 0.0) + (span.steal_ratio or 0.0)
     return taken if taken > TAKEN_RATIO else None
-
-
-def _is_rounding(ratio: float, span: Conditions) -> bool:
-    return ratio * span.cores * span.seconds <= ROUNDED_CORE_S
 
 
 def _beyond(most: float, field: str, seen: Mapping[str, Conditions]) -> dict[str, float]:

@@ -212,6 +212,12 @@ def test_points_that_vary_and_the_load_over_all_of_them() -> None:
     rounded = msgspec.structs.replace(short, seconds=0.06)  # three ticks up and three down are none
     less = msgspec.structs.replace(rounded, others_ratio=-0.28)
     assert of_points([copy(64 << at, 10 << at, conditions=less if at % 2 else rounded) for at in range(6)]) == []
+    five = msgspec.structs.replace(short, seconds=0.1, others_ratio=0.25)  # ticks; four points may have six
+    none = msgspec.structs.replace(five, others_ratio=0.0)
+    assert of_points([copy(64 << at, 10 << at, conditions=none if at else five) for at in range(4)]) == []
+    assert codes(of_points([copy(64 << at, 10 << at, conditions=none if at > 1 else five) for at in range(4)])) == [
+        ("LOADED", "warning")
+    ]
     most = conditions(others_ratio=0.5, idle_ratio=0.05)
     assert codes(of_points([copy(64, 10, conditions=most), copy(256, 30, conditions=most)])) == [("LOADED", "invalid")]
     hot = msgspec.structs.replace(quiet, clock_reasons=("hw_thermal_slowdown",))
