@@ -44,8 +44,8 @@ def compute() -> None:
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory) / "published"
         predict("--preset published", made)
-        for path in made.glob("published.[!s]*"):
-            shutil.copy(path, OUT / path.name)
+        for name in ("published.csv", "published.json", "published.md", "published.png"):
+            shutil.copy(made / name, OUT / name)
         with (OUT / "own.csv").open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(
