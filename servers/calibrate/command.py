@@ -326,7 +326,7 @@ class ServerFacts:
     """What is known of the server where the runs do not tell."""
 
     gpu: Annotated[str | None, option(FACTS, "On which GPU.")] = None
-    model: Annotated[str | None, option(FACTS, "Of which model.")] = None
+    model: Annotated[str | None, option(FACTS, "Of which model: name, id, or directory.")] = None
     tp: Annotated[Whole | None, option(FACTS, "Tensor parallel size.")] = None
     kv_tokens: Annotated[Whole | None, option(FACTS, "Tokens that the KV cache held.")] = None
     scheduler: Annotated[str | None, option(FACTS, "Server and version, such as vllm@v1.")] = None

@@ -23,7 +23,8 @@ from backends import catalog
 from backends.decoder import ModelSpec
 from backends.launch import version_in
 from backends.untrusted import UNDECODABLE, reason
-from loadgen import rundir
+from loadgen import models, rundir
+from loadgen.config import ConfigError
 from loadgen.load.arrivals import parse_streams
 from loadgen.rundir import records
 from loadgen.rundir.emulation import HeldOut
@@ -200,10 +201,10 @@ def _setup(path: Path, facts: RunFacts) -> Setup:
     if not facts.gpu or not facts.model:
         missing = [name for name, value in (("gpu", facts.gpu), ("model", facts.model)) if not value]
         raise ObservationError(f"{path} does not tell its {' and '.join(missing)}; name it with --{missing[0]}.")
-    model = _known(facts.model)
-    if model is None:
-        known = ", ".join(spec.name for spec in catalog.models())
-        raise ObservationError(f"{path}: the model '{facts.model}' is not known here; known are {known}.")
+    try:
+        model = _known(facts.model) or models.find(facts.model).described()
+    except ConfigError as error:
+        raise ObservationError(f"{path}: {error}") from None
     tp = facts.tp or 1
     return Setup(
         scheduler=facts.scheduler or "vllm@v1",

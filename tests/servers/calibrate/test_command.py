@@ -49,6 +49,22 @@ def test_real_runs_that_the_profile_was_not_fitted_to(run: str, makespan: float,
         assert getattr(kept, name) == pytest.approx(getattr(error, name), rel=1e-6)  # as shipped
 
 
+def test_a_run_of_a_model_that_only_its_directory_describes(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32768, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = RUNS.parent / "frozen" / "measured" / "prompts2048_poisson4"  # whose server called it mistral-7b-shape
+    flags = observed.RunFacts(gpu="h200", model=str(tmp_path), kv_tokens=933_472)
+    assert observed.read(run, flags).setup.model.layers == 12
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(observed.ObservationError, match=r"holds no config\.json"):
+        observed.read(run, flags)
+    with pytest.raises(observed.ObservationError, match="unknown model 'foo'"):
+        observed.read(run, observed.RunFacts(gpu="h200", model="foo"))
+
+
 @pytest.mark.parametrize("run", ["h200_7b_burst_o64_b", "h200_7b_poisson8_o128_b"])
 def test_real_runs_through_another_client(run: str) -> None:
     """The model can follow sends that are spread."""
