@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--only", choices=BESIDE)
     parser.add_argument("--summary", action="store_true")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the load ends with it
     done = {(line["beside"], line["number"], line["kind"]) for line in kept()}
     cores = len(os.sched_getaffinity(0))
     for number in range(0 if args.summary else args.tries):
