@@ -78,15 +78,15 @@ def rebuilt(directory: Path) -> Steps:
             seen = set()
         seen.add(index)
         steps[-1].append(token)
-    known = table.prompt_tokens, np.maximum(table.cached_tokens, 0), table.sent_ns / 1e6
-    rows = [[known[0][index] + place for _, index, place in step if place] for step in steps]
+    prompts, cached, sent_ms = table.prompt_tokens, np.maximum(table.cached_tokens, 0), table.sent_ns / 1e6
+    rows = [[prompts[index] + place for _, index, place in step if place] for step in steps]
     first = [[index for _, index, place in step if not place] for step in steps]
     return Steps(
         np.array([step[0][0] for step in steps]),
         np.array([float(len(each)) for each in rows]),
         np.array([float(sum(each)) for each in rows]),
-        np.array([float(sum(known[0][each] - known[1][each])) for each in first]),
-        [known[2][each].tolist() for each in first],
+        np.array([float(sum(prompts[each] - cached[each])) for each in first]),
+        [sent_ms[each].tolist() for each in first],
     )
 
 
@@ -102,8 +102,8 @@ def launches(steps: Steps) -> tuple[Floats, Floats]:
 def fitted(steps: Steps) -> Floats:
     """ms of a decode step: constant, for a row and for a token of context."""
     terms, gaps_ms, far = _terms(steps), np.diff(steps.at_ms), steps.decodes()
-    found = np.linalg.lstsq(terms[far], gaps_ms[far], rcond=None)[0]
-    usual = far & (np.abs(gaps_ms - terms @ found) < 1)
+    rough = np.linalg.lstsq(terms[far], gaps_ms[far], rcond=None)[0]
+    usual = far & (np.abs(gaps_ms - terms @ rough) < 1)
     return np.asarray(np.linalg.lstsq(terms[usual], gaps_ms[usual], rcond=None)[0])
 
 
@@ -128,8 +128,8 @@ def seen_ms(steps: Steps) -> float:
                 after.append(steps.at_ms[k - 3] - sent_ms)
     limits = np.arange(0, 25, 0.1)
     wrong = [(np.array(by) < each).sum() + (np.array(after) > each).sum() for each in limits]
-    told = len(by) >= 20 and min(wrong) < len(by) / 4 and wrong[0] > min(wrong)
-    return float(limits[int(np.argmin(wrong))]) if told else np.nan
+    clear = len(by) >= 20 and min(wrong) < len(by) / 4 and wrong[0] > min(wrong)
+    return float(limits[int(np.argmin(wrong))]) if clear else np.nan
 
 
 def _terms(steps: Steps) -> Floats:

@@ -7,8 +7,8 @@ The fit is to the 75 cells of benchmarks/h200/training, all of Llama-2-7B, by le
 made again without each sweep in turn, and judged by that sweep. training_memory.jsonl has 13 cells of six models
 through FSDP2 and DDP, which were predicted before they ran (2026-11-24; torch 2.11.0+cu130, transformers 5.17.0). Where
 a cell was predicted to take less than the card has, another process held the rest, so that no more was free than "fits"
-then promised. Offload was ended after 90 s. So were the 16 cells of benchmarks/frozen/training_methods, of methods
-beyond the paper's letters, on one and two H200 that had nothing else to do.
+then promised. Offload was ended after 90 s. The 16 cells of benchmarks/frozen/training_methods, of methods beyond the
+paper's letters, were predicted before they ran, too, on one and two H200 that had nothing else to do.
 """
 
 from __future__ import annotations

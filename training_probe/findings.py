@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 from loadgen.report.contrast import NORMAL_975, t_975
 from loadgen.report.finding import Finding, Severity, worst_first
 from training_probe.conditions import Conditions, all_reasons
-from training_probe.points import NORMAL_DECILES, Copy, Gemm, Measured, Point, label_of
+from training_probe.points import Copy, Gemm, Measured, Point, label_of, spread_of
 from training_probe.results import CellResult
 
 Verdict = Literal["VALID", "INVALID"]
@@ -163,12 +163,9 @@ def cell_spread(result: CellResult) -> Spread | None:
     if result.tokens_per_s and result.tokens_per_s_std is not None and runs > 1:
         ratio = result.tokens_per_s_std / result.tokens_per_s
         known.append(Spread(ratio, ratio / math.sqrt(runs)))
-    if result.step_ms and (error := result.step_error_ratio) is not None:
-        tenths = result.step_ms_p10, result.step_ms_p90
-        ratio_of_steps = None
-        if tenths[0] is not None and tenths[1] is not None:
-            ratio_of_steps = (tenths[1] - tenths[0]) / NORMAL_DECILES / result.step_ms
-        known.append(Spread(ratio_of_steps, error, few=result.runs * result.steps < FEWEST_VALUES))
+    if (error := result.step_error_ratio) is not None:
+        of_steps = spread_of(result.step_ms_p10, result.step_ms_p90, result.step_ms)
+        known.append(Spread(of_steps, error, few=result.runs * result.steps < FEWEST_VALUES))
     return max(known, key=lambda spread: (BANDS.index(spread.band), spread.error_ratio), default=None)
 
 

@@ -375,10 +375,14 @@ def _objections(cell: Cell, spec: ModelSpec | None, unbuilt: str) -> Iterator[st
         yield "experts are neither computed in fp8 nor divided by TP here"
     if cell.fp8 and cell.device == "cuda":
         yield from _of_fp8_products(cell, spec)
-    # DeepSpeed keeps what a rank updates in one tensor, with Z3 in several of a billion
-    updated = -(-spec.parameters // cell.gpus)
-    whole = method.zero < 3 and not method.adapter and not method.four_bit
-    if cell.adamw_8bit and cell.engine == "deepspeed" and cell.device == "cuda" and whole and updated > MOST_8BIT:
+    if cell.adamw_8bit and cell.engine == "deepspeed" and cell.device == "cuda":
+        yield from _of_8bit_updates(cell, spec)
+
+
+def _of_8bit_updates(cell: Cell, spec: ModelSpec) -> Iterator[str]:
+    """DeepSpeed keeps all that a rank updates in one tensor, with Z3 in several of a billion elements."""
+    method, updated = cell.letters, -(-spec.parameters // cell.gpus)
+    if method.zero < 3 and not method.adapter and not method.four_bit and updated > MOST_8BIT:
         yield (
             f"a rank updates {updated / 1e9:.1f} billion parameters in one tensor, and bitsandbytes takes at most "
             f"{MOST_8BIT / 1e9:.1f}; use Z3 or more GPUs"

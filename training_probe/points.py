@@ -97,6 +97,12 @@ def whole_elements(size_bytes: int, ranks: int) -> int:
     return max(share, size_bytes // share * share)
 
 
+def spread_of(p10: float | None, p90: float | None, value: float | None) -> float | None:
+    """The standard deviation of values, over the one that is reported of them. It is taken from percentiles, which a
+    single slow value does not move. None where one of the three is not known."""
+    return None if not value or p10 is None or p90 is None else (p90 - p10) / NORMAL_DECILES / value
+
+
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What one launch measures. samples: measurements of each point. budget_s: a point whose samples would take longer
     has fewer, but never under MIN_SAMPLES, and one whose median they do not settle has more; None: that many, however
@@ -135,11 +141,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spread_ratio(self) -> float | None:
-        """The standard deviation of the samples, to their median; from percentiles, which a single slow one does not
-        move."""
-        if not self.median_s or self.p10_s is None or self.p90_s is None:
-            return None
-        return (self.p90_s - self.p10_s) / NORMAL_DECILES / self.median_s
+        """The standard deviation of the samples, to their median."""
+        return spread_of(self.p10_s, self.p90_s, self.median_s)
 
     @property
     def error_ratio(self) -> float | None:

@@ -272,13 +272,13 @@ def test_one_slow_step_of_a_first_sweep_makes_it_no_failure() -> None:
 @pytest.mark.parametrize("spread", [0.06, 0.1, 0.12])
 def test_samples_of_a_quiet_virtual_machine_have_no_finding(spread: float) -> None:
     """Of microseconds and of single steps: they vary by more than 5 % where nothing else is at work."""
-    told = 0
+    struck = 0
     for seed in range(200):
         draw = random.Random(seed)
         samples_s = [100 * US * draw.gauss(1, spread) for _ in range(50)]
-        told += bool(of_points([measured(Copy(route="h2h", size_bytes=1 << 20), samples_s, 10)]))
-        told += bool(of_cells([swept([draw.gauss(0.02, 0.02 * spread) for _ in range(100)])]))
-    assert told <= 10
+        struck += bool(of_points([measured(Copy(route="h2h", size_bytes=1 << 20), samples_s, 10)]))
+        struck += bool(of_cells([swept([draw.gauss(0.02, 0.02 * spread) for _ in range(100)])]))
+    assert struck <= 10
 
 
 @pytest.mark.parametrize("values", [5, 11, 50, 400])
@@ -287,9 +287,9 @@ def test_the_error_of_a_median_is_how_far_medians_are_apart(values: int) -> None
     found = [measured(Copy(route="h2h", size_bytes=1), [draw.gauss(1, 0.1) for _ in range(values)], 1)
              for _ in range(1000)]  # fmt: skip
     apart = statistics.stdev(each.median_s or 0.0 for each in found)
-    told = statistics.fmean(each.error_ratio or 0.0 for each in found)
+    stated = statistics.fmean(each.error_ratio or 0.0 for each in found)
     low, high = (0.65, 0.8) if values == 5 else (0.8, 1.1)  # percentiles of 5 values are too near to each other
-    assert low < told / apart < high
+    assert low < stated / apart < high
 
 
 @pytest.mark.parametrize("samples", [50, 2000])

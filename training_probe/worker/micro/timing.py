@@ -126,21 +126,25 @@ def timed(
         else:
             more_s = _by_clock(launch, plan, synchronise, together)
         samples_s += together.slowest(more_s)
-        found = measured(point, samples_s, plan.launches, correct, HOST_BOUND if late else "")
+        result = measured(point, samples_s, plan.launches, correct, HOST_BOUND if late else "")
         spent_s = together.slowest([time.perf_counter() - began])[0]  # all ranks must go on, or none
-        more = 0 if task.budget_s is None else _wanted(found, spent_s)
+        more = 0 if task.budget_s is None else _wanted(result, spent_s)
         if more < 2:
-            return found
+            return result
         plan = Plan(plan.launches, more)
 
 
-def _wanted(found: Measured, spent_s: float) -> int:
-    """How many samples more, after so long. They grow by half each time: who looks after each one stops at the first
-    that happens to look settled."""
-    if found.samples >= SETTLED_SAMPLES and found.error_ratio is not None and found.error_ratio <= SETTLED_ERROR_RATIO:
+def _wanted(result: Measured, spent_s: float) -> int:
+    """How many samples are to follow, after so many seconds. Their number grows by half each time: who looks after each
+    sample stops at the first one at which the median happens to look settled."""
+    if (
+        result.samples >= SETTLED_SAMPLES
+        and result.error_ratio is not None
+        and result.error_ratio <= SETTLED_ERROR_RATIO
+    ):
         return 0
-    affordable = int((MOST_SAMPLED_S - spent_s) * found.samples / max(spent_s, 1e-9))
-    return min(max(2, found.samples // 2), affordable)
+    affordable = int((MOST_SAMPLED_S - spent_s) * result.samples / max(spent_s, 1e-9))
+    return min(max(2, result.samples // 2), affordable)
 
 
 def _span(launch: Launch, count: int, synchronise: Callable[[], None], ranks: Ranks) -> float:
