@@ -143,13 +143,17 @@ def _is_lower_bound(result: SearchResult, value: float | None) -> bool:
 
 
 def _above(result: SearchResult, value: float | None) -> ProbeRun | None:
-    """The lowest probe that missed what is wanted; where none did, the highest of all."""
-    probes = [run for run in result.probes if run.kind == "probe"]
-    missed = [
-        run for run in probes if run.probe.ended_per_s is not None or (run.probe.share or 0.0) < result.options.attain
-    ]
-    by_load = sorted(missed, key=lambda run: run.probe.load)
+    """The lowest probe that missed what is wanted. None did: the closed loop if it did, else the highest probe."""
+
+    def missing(kind: ProbeKind) -> list[ProbeRun]:
+        runs = (run for run in result.probes if run.kind == kind)
+        return [
+            run for run in runs if run.probe.ended_per_s is not None or (run.probe.share or 0.0) < result.options.attain
+        ]
+
+    by_load = sorted(missing("probe") or missing("saturation"), key=lambda run: run.probe.load)
     at_least = [run for run in by_load if value is None or run.probe.load >= ABOVE_RATIO * value]
+    probes = (run for run in result.probes if run.kind == "probe")
     return next(iter(at_least), by_load[-1] if by_load else max(probes, key=lambda run: run.probe.load, default=None))
 
 

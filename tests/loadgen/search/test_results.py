@@ -1,0 +1,39 @@
+"""What a search says of its probes: what was in the way of more than the load it names."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadgen.search import results
+from loadgen.search.highest import Guess
+from loadgen.search.results import ProbeKind, ProbeRun, SearchOptions, SearchResult
+from tests.loadgen.search.test_highest import probe
+
+OPTIONS = SearchOptions(slo_ms={"ttft": 500.0, "tpot": 50.0}, attain=0.9, axis="rate", budget_s=60.0, config={})
+
+
+def run(kind: ProbeKind, load: float, met: int, misses: str = "ttft", *findings: str) -> ProbeRun:
+    share = met / 100
+    return ProbeRun(number=1, directory="1", kind=kind, probe=probe(load, 100, met), attained_ratio=share,
+                    missed={misses: 1 - share}, findings=list(findings))  # fmt: skip
+
+
+MET, MISSED = run("probe", 10.0, 100), run("probe", 14.0, 60)
+CLOSED = run("saturation", 20.0, 1, "tpot")
+
+
+@pytest.mark.parametrize(
+    "probes, limit, lower_bound",
+    [
+        ([CLOSED, MET, MISSED], "ttft", False),
+        ([CLOSED, MET, run("probe", 16.0, 10, "tpot"), MISSED], "ttft", False),  # the lowest that missed
+        ([CLOSED, MET, run("probe", 14.0, 60, "ttft", "CLIENT_CPU")], "client", True),
+        ([CLOSED, MET], "tpot", False),  # the time ended before a probe missed: the closed loop is known to
+        ([run("saturation", 20.0, 1, "ttft", "CLIENT_CPU"), MET], "client", True),
+        ([run("saturation", 20.0, 100), MET], None, False),
+    ],
+)
+def test_what_was_in_the_way_of_more(probes: list[ProbeRun], limit: str | None, lower_bound: bool) -> None:
+    asked = SearchResult(version="1", options=OPTIONS, guess=Guess(load=12.0), probes=probes)
+    found = results.with_answer(asked, None)
+    assert (found.limited_by, found.lower_bound) == (limit, lower_bound)
