@@ -7,7 +7,7 @@ config.json.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,11 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 # CUDA context, activations of a prefill, captured graphs, communication buffers: on each GPU beside weights and KV.
 RESERVED_BYTES = 2 << 30
 MOST_GPUS = 512  # that are tried for a model that does not fit
+Reserve = Callable[[int], int]  # bytes of each GPU, of how many share a model, that are neither weights nor KV
+
+
+def _reserved_bytes(tp: int) -> int:
+    return RESERVED_BYTES
 
 
 class PrecisionError(ValueError):
@@ -390,14 +395,12 @@ class ModelSpec:
         tokens: int,
         gpu_bytes: float,
         at_most: int = 64,
-        reserved_bytes: int = RESERVED_BYTES,
+        reserve: Reserve = _reserved_bytes,
     ) -> int | None:
         """The smallest power of two of GPUs with `gpu_bytes` each (what may be used of them) that can serve it."""
         sizes = (2**power for power in range(at_most.bit_length()) if 2**power <= at_most)
         split = (tp for tp in sizes if self.tensor_parallel(tp))
-        return next(
-            (tp for tp in split if self.serving_bytes(precision, tp, tokens, reserved_bytes) <= gpu_bytes), None
-        )
+        return next((tp for tp in split if self.serving_bytes(precision, tp, tokens, reserve(tp)) <= gpu_bytes), None)
 
     def what_fits(
         self,
@@ -405,13 +408,13 @@ class ModelSpec:
         tokens: int,
         gpu_bytes: float,
         tp: int,
-        reserved_bytes: int = RESERVED_BYTES,
+        reserve: Reserve = _reserved_bytes,
     ) -> str:
         """What would hold one sequence of `tokens` where `tp` GPUs do not: a clause of options."""
-        enough = self.smallest_tp(precision, tokens, gpu_bytes, MOST_GPUS, reserved_bytes)
+        enough = self.smallest_tp(precision, tokens, gpu_bytes, MOST_GPUS, reserve)
         ways = [] if enough is None else [f"--tp {enough} would fit"]
         for option, smaller in self._smaller(precision):
-            least = self.smallest_tp(smaller, tokens, gpu_bytes, MOST_GPUS, reserved_bytes)
+            least = self.smallest_tp(smaller, tokens, gpu_bytes, MOST_GPUS, reserve)
             if least is not None and least <= tp:
                 ways.append(f"{option} would fit on {least}")
                 break

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from backends.decoder import LatentAttention, ModelSpec, Precision, PrecisionError, Quantization
+from backends.decoder import LatentAttention, ModelSpec, Precision, PrecisionError, Quantization, Reserve
 from backends.untrusted import escaped, read_json
 from loadgen.config import LEAST_KV_TOKENS
 from loadgen.rundir.emulation import Emulation, HeldOut
@@ -30,11 +30,11 @@ from servers.simulator.engine import Engine, FrontEnd
 from servers.simulator.experts import most_imbalance
 from servers.simulator.formats import refused
 from servers.simulator.hardware import HardwareError
+from servers.simulator.reserve import reserved_bytes
 
 GIB = 1 << 30
 HOST_GPUS = 8  # the most that one host has; beyond, nothing is measured
 BATCHES = 2  # that vLLM has under way, with asynchronous scheduling
-RESERVED_BYTES = GIB  # beside weights and KV on each GPU: context, activations, graphs; 1.0 to 1.3 GiB in real logs
 
 
 class EmulationError(Exception):
@@ -277,10 +277,11 @@ def emulate(setup: Setup) -> Emulated:
             f"vLLM has no products of {precision.quantization.name} for {gpu.name}; choose --quantization fp8."
         )
     usable = gpu.memory_bytes * setup.memory_ratio
-    tp = _tensor_parallel(setup, usable, gpu.name)
-    topology, link = hardware.link(gpu, tp, setup.topology, setup.p2p)
     settings = _settings(setup, gpu)
-    room = usable - setup.model.serving_bytes(precision, tp, 0, RESERVED_BYTES)
+    reserve = _reserve(setup, precision, settings)
+    tp = _tensor_parallel(setup, usable, gpu.name, reserve)
+    topology, link = hardware.link(gpu, tp, setup.topology, setup.p2p)
+    room = usable - setup.model.serving_bytes(precision, tp, 0, reserve(tp))
     kv_tokens = _kv_tokens(setup, tp, room, settings) if setup.kv_tokens is None else setup.kv_tokens
     profile = profiles()[setup.scheduler] if setup.profile is None else read_profile(setup.profile, setup.scheduler)
     emulated = Emulated(
@@ -323,6 +324,13 @@ def _settings(setup: Setup, gpu: Gpu) -> dict[str, int]:
     kind = _SCHEDULERS[setup.scheduler]
     batched = {} if setup.max_batched_tokens is None else {kind.batched: setup.max_batched_tokens}
     return kind.chosen(setup, gpu) | batched | dict(setup.options)
+
+
+def _reserve(setup: Setup, precision: Precision, settings: dict[str, int]) -> Reserve:
+    if setup.scheduler != "vllm@v1":
+        return lambda tp: GIB  # context, activations and graphs, of whose size nothing is known here
+    tokens, rows = settings["budget_tokens"], settings["max_running"]
+    return lambda tp: reserved_bytes(setup.model, precision, tp, tokens=tokens, rows=rows, p2p=setup.p2p)
 
 
 def _kv_tokens(setup: Setup, tp: int, room: float, settings: dict[str, int]) -> int:
@@ -469,7 +477,7 @@ def _try_scheduler(emulated: Emulated) -> None:
         raise EmulationError(f"{emulated.setup.scheduler} cannot serve with these settings ({settings}); change them.")
 
 
-def _tensor_parallel(setup: Setup, usable: float, gpu: str) -> int:
+def _tensor_parallel(setup: Setup, usable: float, gpu: str, reserve: Reserve) -> int:
     """How many GPUs share the model: as asked, or the least power of two that holds it and one long sequence."""
     model, precision = setup.model, setup.precision()
     tokens = 0 if setup.kv_tokens is not None else min(setup.max_model_len, model.max_position)
@@ -479,16 +487,16 @@ def _tensor_parallel(setup: Setup, usable: float, gpu: str) -> int:
             raise EmulationError(f"--tp {tp} needs {tp} GPUs and --gpus says {setup.gpus}.")
         if (undivided := model.undivided(tp)) is not None:
             raise EmulationError(f"{model.name} {undivided}.")
-        fits = model.serving_bytes(precision, tp, tokens, RESERVED_BYTES) <= usable
+        fits = model.serving_bytes(precision, tp, tokens, reserve(tp)) <= usable
     else:
-        least = model.smallest_tp(precision, tokens, usable, setup.gpus, RESERVED_BYTES)
+        least = model.smallest_tp(precision, tokens, usable, setup.gpus, reserve)
         fits = least is not None
         tp = least or max(1 << p for p in range(setup.gpus.bit_length()) if model.tensor_parallel(1 << p))
     if fits:
         return tp
-    missing = tp * (model.serving_bytes(precision, tp, tokens, RESERVED_BYTES) - usable)
+    missing = tp * (model.serving_bytes(precision, tp, tokens, reserve(tp)) - usable)
     raise EmulationError(
         f"{model.name} in {precision} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x {gpu} "
         f"({usable / GIB:.1f} GiB of each may be used); "
-        f"{model.what_fits(precision, tokens, usable, tp, RESERVED_BYTES)}."
+        f"{model.what_fits(precision, tokens, usable, tp, reserve)}."
     )

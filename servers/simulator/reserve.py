@@ -1,0 +1,45 @@
+"""What vLLM keeps free on each GPU beside weights and KV cache.
+
+It finds out as it starts: it computes one step of as many tokens as it may, samples for as many requests as it may
+hold, and takes the most that this needed at once.
+"""
+
+from __future__ import annotations
+
+from backends.decoder import DTYPE_BYTES, Mlp, ModelSpec, Precision
+
+_MIB = 1 << 20
+# Fitted to the KV cache that vLLM 0.25.1 printed at 13 starts: tests/servers/simulator/test_reserve.py
+_OTHERS_BYTES = 400 * _MIB  # libraries, their workspaces
+_REDUCTION_BYTES = 450 * _MIB  # buffers of the all-reduce over P2P
+_GRAPHS_BYTES = 600 * _MIB  # CUDA graphs, which its older model runner sets aside beforehand
+# Of a logit, beyond the 16 bits that the model gives: the newer runner copies them once and widens them once; the older
+# one, which it keeps for mixtures, widens them and holds probabilities and noise beside them.
+_LOGIT_BYTES = 6
+_MIXTURE_LOGIT_BYTES = 12
+
+
+def reserved_bytes(model: ModelSpec, precision: Precision, tp: int, *, tokens: int, rows: int, p2p: bool) -> int:
+    """Of each of `tp` GPUs. tokens: that a step computes at most. rows: requests that it holds at most."""
+    value = DTYPE_BYTES[precision.dtype]
+    mlps = [kind.mlp for kind in model.kinds]
+    mixture = any(mlp.experts > 1 for mlp in mlps)
+    forward = tokens * value * (2 * model.hidden + max(_dense(mlp) for mlp in mlps) // tp)
+    logits = min(rows, tokens) * model.vocab_size * (value + (_MIXTURE_LOGIT_BYTES if mixture else _LOGIT_BYTES))
+    experts = tokens * value * max(_experts(mlp, model.hidden, tp) for mlp in mlps)
+    others = _OTHERS_BYTES + _GRAPHS_BYTES * mixture + _REDUCTION_BYTES * (p2p and tp > 1)
+    return max(forward, logits) + experts + others
+
+
+def _dense(mlp: Mlp) -> int:
+    """Values of a token in the MLP that all tokens pass through: what goes into its activation, and what comes out."""
+    return mlp.matrices * (mlp.shared if mlp.experts > 1 else mlp.width)
+
+
+def _experts(mlp: Mlp, hidden: int, tp: int) -> int:
+    """Values of a token in the two workspaces of the Triton experts, which stay (workspace_shapes in vLLM's
+    triton_moe.py)."""
+    if mlp.experts == 1:
+        return 0
+    width = mlp.width // tp
+    return mlp.active * (max(width, hidden) + max((mlp.matrices - 1) * width, hidden))
