@@ -75,11 +75,17 @@ def link(reduced: list[tuple[dict[str, str], float]], p2p: str) -> dict[str, Any
 
 
 def fit(
-    predicted: Callable[[Floats], Floats], measured: Floats, start: tuple[float, ...], counts: Floats | float = 1.0
+    predicted: Callable[[Floats], Floats],
+    measured: Floats,
+    start: tuple[float, ...],
+    counts: Floats | float = 1.0,
+    square_below: float = 1.0,
 ) -> Floats:
     """The positive parameters of `predicted` with the least squares of the logarithm of its ratio to `measured`, each
-    times what it counts."""
-    result = least_squares(lambda x: counts * np.log(predicted(np.exp(x)) / measured), np.log(start), loss="soft_l1")
+    times what it counts. Beyond `square_below` it counts by itself, not by its square."""
+    result = least_squares(
+        lambda x: counts * np.log(predicted(np.exp(x)) / measured), np.log(start), loss="soft_l1", f_scale=square_below
+    )
     return np.exp(result.x)
 
 
@@ -95,10 +101,15 @@ def as_gemm(x: Floats) -> Part:
 
 
 def products(
-    rows: list[tuple[dict[str, str], float]], flops: float, bandwidth: float, width: float, narrow: tuple[int, ...] = ()
+    rows: list[tuple[dict[str, str], float]],
+    flops: float,
+    bandwidth: float,
+    width: float,
+    narrow: tuple[int, ...] = (),
+    outliers: bool = False,
 ) -> Fitted:
     """width: bytes of a value of both operands; the product is in 16 bit. narrow: the most rows of a product that has
-    kernels of its own, each of which reads at its own rate."""
+    kernels of its own, each of which reads at its own rate. outliers: whether there are some."""
     t, n, k, us = columns(rows, "t", "n", "k")
     counts = np.sqrt([time / us[t == tokens].mean() for tokens, time in zip(t, us, strict=True)])
     kernel = np.searchsorted(narrow, t)
@@ -108,7 +119,7 @@ def products(
         a, b = 2 * t * n * k / (x[0] * flops), (width * (n * k + t * k) + 2 * t * n) / (ratio * bandwidth)
         return soft_roofline(a, b, x[2]) + x[3]
 
-    x = fit(gemm, us, (0.75, 0.9, 2.0, 4.0) + (0.9,) * len(narrow), counts)
+    x = fit(gemm, us, (0.75, 0.9, 2.0, 4.0) + (0.9,) * len(narrow), counts, 0.1 if outliers else 1.0)
     part, ratios = as_gemm(x[:4]), x[4:].round(3).tolist()
     predicted = gemm(np.array([*part.values(), *ratios]))
     if narrow:
@@ -213,19 +224,21 @@ def elementwise(rows: Rows, bandwidth: float, given: float) -> tuple[Part, list[
     return part, [("element-wise", moved_bytes / (x[0] * bandwidth) + x[1], us)]
 
 
-def fitted(rows: Rows, flops: float, bandwidth: float, given: float, by_rows: bool = False) -> dict[str, Any]:
+def fitted(
+    rows: Rows, flops: float, bandwidth: float, given: float, by_rows: bool = False, outliers: bool = False
+) -> dict[str, Any]:
     """The fitted part of the entry. flops, bandwidth: of the data sheet, in a microsecond. by_rows: vLLM's products of
-    few rows have rates of their own."""
+    few rows have rates of their own. outliers: the products' tables have some."""
     entry: dict[str, Any] = {}
     errors: list[Error] = []
     if "gemm" in rows:
-        entry["gemm"], *of = products(rows["gemm"], flops, bandwidth, 2)
+        entry["gemm"], *of = products(rows["gemm"], flops, bandwidth, 2, outliers=outliers)
         errors.append(("GEMM", *of))
     for dtype, width in WIDTHS.items():
         if of_dtype := rows.get(f"gemm_{dtype}"):
             by_vllm = [row for row in of_dtype if row[0]["by"] == "vllm"]
             kernels = NARROW.get(dtype, ()) if by_rows else ()
-            part, *of = products(by_vllm or of_dtype, flops, bandwidth, width, kernels)
+            part, *of = products(by_vllm or of_dtype, flops, bandwidth, width, kernels, outliers)
             entry.setdefault("gemms", {})[dtype] = part
             errors.append((f"GEMM in {dtype}", *of))
     if "decode" in rows:
@@ -254,12 +267,15 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, required=True)
     parser.add_argument("--elementwise", type=float, default=0.768)
     parser.add_argument("--by-rows", action="store_true", help="vLLM's products of few rows at rates of their own")
+    parser.add_argument("--outliers", action="store_true", help="products off by over 10 %% count less than by squares")
     chosen = parser.parse_args()
     rows: Rows = {}
     for table in chosen.tables:
         for kind, of_kind in read(table).items():
             rows[kind] = rows.get(kind, []) + of_kind
-    entry = fitted(rows, chosen.flops / 1e6, chosen.bandwidth / 1e6, chosen.elementwise, chosen.by_rows)
+    entry = fitted(
+        rows, chosen.flops / 1e6, chosen.bandwidth / 1e6, chosen.elementwise, chosen.by_rows, chosen.outliers
+    )
     print(json.dumps(entry, indent=1))
 
 

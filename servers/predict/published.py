@@ -136,7 +136,7 @@ def predict_source(
             predicted = play(row, server, conditions, seed)
         except (EmulationError, HardwareError) as error:
             predicted, reason = Means(*[math.nan] * len(METRICS)), str(error)
-        results.append(Result(source.name, row, predicted, measured(row, source.conditions()), reason))
+        results.append(Result(source.name, row, predicted, measured(row, conditions), reason))
     return results
 
 

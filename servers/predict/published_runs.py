@@ -1,40 +1,35 @@
-"""One published measurement, played in virtual time: its server, its load, and the means that its source prints.
-
-A run is played with its beginning and its end whole and its middle shortened (`Share`), because a loop of 64 streams
-with replies of 8192 tokens is millions of tokens. What is left out counts through the mean of the middle.
-"""
+"""One published measurement, played whole in virtual time: its server, its load, and the means its source prints."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from backends import catalog
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated, EmulationError, Setup, emulate
 from servers.simulator.engine import place_s
 
-PLAYED_TOKENS = 300_000  # of output, that a shortened run has about
-EDGE = 500  # requests of an open loop's beginning and end
-LEAST_ROUNDS = 3  # of a closed loop: the first, the last and one between
+FILLING = 500  # unmeasured requests, for a load that another came before on the same server
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a source says of its servers; a row may say it itself."""
+    """What a source says of its servers; a row may say it itself. spare_tokens: in place of max_batched_tokens, a step
+    computes at most a prompt, a token of each stream and so many more."""
 
     kv_cache_dtype: str = "auto"
     max_running: int = 1024
     max_batched_tokens: int | None = None
+    spare_tokens: int | None = None
     max_model_len: int = 4096
     memory_ratio: float = 0.9
     prefix_caching: bool = False
+    async_scheduling: bool = True
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,15 +81,24 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     def setup(self, server: Server) -> Setup:
         """The server that is modelled: what the row says, then what its source says of all."""
-        chosen = {name: getattr(server, name) for name in server.__struct_fields__}
+        chosen = msgspec.to_builtins(server)
         own = {name: getattr(self, name, None) for name in chosen}
+        chosen |= {name: value for name, value in own.items() if value}
+        spare, asynchronous = chosen.pop("spare_tokens"), chosen.pop("async_scheduling")
+        if spare is not None:
+            chosen["max_batched_tokens"] = self.input_tokens + self.streams + spare
         model = catalog.find(self.model)
         if model is None:
             raise EmulationError(f"{self.model} is not in the catalog.")
         return Setup(
             scheduler="vllm@v1", model=model, gpu=self.gpu, gpus=self.tp, tp=self.tp, dtype="bfloat16",
-            quantization=self.quantization, **(chosen | {name: value for name, value in own.items() if value}),
+            quantization=self.quantization, options=(("async_scheduling", int(asynchronous)),), **chosen,
         )  # fmt: skip
+
+    @property
+    def streams(self) -> int:
+        """Of a closed loop."""
+        return int(self.load.removeprefix("closed:"))
 
 
 class Means(NamedTuple):
@@ -113,24 +117,6 @@ class Request(NamedTuple):
     segments: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class Share:
-    """Which of the played requests count for how many of the run's: `edge` at each end for one, those between for all
-    that the run has between its ends."""
-
-    run: int
-    played: int
-    edge: int
-
-    def weights(self) -> NDArray[np.float64]:
-        """Of each played request; they sum to the run's requests."""
-        weights = np.ones(self.played)
-        between = self.played - 2 * self.edge
-        if between > 0:
-            weights[self.edge : self.played - self.edge] = (self.run - 2 * self.edge) / between
-        return weights
-
-
 def play(row: Row, server: Server, conditions: Conditions, seed: int) -> Means:
     """Raises EmulationError for a row that cannot be expressed."""
     if conditions.input_tokens is not None:
@@ -138,24 +124,20 @@ def play(row: Row, server: Server, conditions: Conditions, seed: int) -> Means:
     emulated = emulate(row.setup(server))
     kind, _, value = row.load.partition(":")
     if kind == "closed":
-        return _closed(emulated, row, conditions, int(value), np.random.default_rng(seed))
+        return _closed(emulated, row, conditions, np.random.default_rng(seed))
     if kind == "rate":
         return _open(emulated, row, conditions, float(value), np.random.default_rng(seed))
     return _burst(emulated, row)
 
 
-def _closed(emulated: Emulated, row: Row, conditions: Conditions, streams: int, draw: np.random.Generator) -> Means:
-    """Out of step, a round of replies that are cut short comes before what counts. With exact lengths every round is
-    like the one before; else streams fall out of step over some rounds, the sooner the longer their replies are."""
-    fitting = PLAYED_TOKENS // (streams * row.output_tokens) if conditions.shortest_ratio < 1 else LEAST_ROUNDS
-    rounds = max(LEAST_ROUNDS, min(conditions.rounds, fitting))
-    share = Share(conditions.rounds * streams, rounds * streams, streams)
+def _closed(emulated: Emulated, row: Row, conditions: Conditions, draw: np.random.Generator) -> Means:
+    """Out of step, a round of replies that are cut short comes before what counts."""
+    streams, played = row.streams, conditions.rounds * row.streams
     before = [] if conditions.in_step else _mid_reply(row, streams, draw)
-    lengths = (_drawn(draw, tokens, conditions, share.played) for tokens in (row.input_tokens, row.output_tokens))
+    lengths = (_drawn(draw, tokens, conditions, played) for tokens in (row.input_tokens, row.output_tokens))
     requests = [*before, *(Request(0.0, *pair) for pair in zip(*lengths, strict=True))]
     done = _Player(emulated, requests).closed(streams)[len(before) :]
-    mean_output = (conditions.shortest_ratio + 1) / 2 * row.output_tokens
-    return _means(done, share.weights(), mean_output)
+    return _means(done, (conditions.shortest_ratio + 1) / 2 * row.output_tokens)
 
 
 def _mid_reply(row: Row, streams: int, draw: np.random.Generator) -> list[Request]:
@@ -171,18 +153,13 @@ def _drawn(draw: np.random.Generator, tokens: int, conditions: Conditions, reque
 
 
 def _open(emulated: Emulated, row: Row, conditions: Conditions, rate: float, draw: np.random.Generator) -> Means:
-    """A run in which requests failed was never settled and is played whole. Before a later stage come unmeasured
-    requests that fill the cache."""
-    fitting = max(3 * EDGE, PLAYED_TOKENS // row.output_tokens)
-    whole = row.failed > 0 or row.requests <= fitting
-    share = Share(row.requests, row.requests if whole else fitting, EDGE)
-    before = EDGE if row.stage else 0
-    gaps = draw.exponential(1.0, before + share.played)
+    """Before a later stage come unmeasured requests that fill the cache."""
+    before = FILLING if row.stage else 0
+    gaps = draw.exponential(1.0, before + row.requests)
     at_s = np.cumsum(gaps) * (len(gaps) / rate / gaps.sum())
     segments = _turns(conditions, row, draw)
     requests = [Request(at, row.input_tokens, row.output_tokens, next(segments)) for at in at_s.tolist()]
-    done = _Player(emulated, requests).open(conditions.timeout_s)[before:]
-    return _means(done, np.ones(share.played) if whole else share.weights(), row.output_tokens)
+    return _means(_Player(emulated, requests).open(conditions.timeout_s)[before:], row.output_tokens)
 
 
 def _turns(conditions: Conditions, row: Row, draw: np.random.Generator) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -199,29 +176,20 @@ def _turns(conditions: Conditions, row: Row, draw: np.random.Generator) -> Itera
 
 
 def _burst(emulated: Emulated, row: Row) -> Means:
-    """Output tokens/s of all requests at once: the makespan of two smaller bursts, continued in a line."""
-    few = 2 * emulated.setup.max_running
-    sizes = [size for size in (few, 2 * few) if size < row.requests] or [row.requests]
-    makespans = []
-    for size in sizes:
-        requests = [Request(0.0, row.input_tokens, row.output_tokens)] * size
-        makespans.append(max(ended for _, _, ended in _Player(emulated, requests).open(math.inf)))
-    makespan = makespans[-1]
-    if len(sizes) == 2:
-        makespan += (row.requests - sizes[1]) * (makespans[1] - makespans[0]) / (sizes[1] - sizes[0])
-    return Means(math.nan, math.nan, math.nan, row.requests * row.output_tokens / makespan)
+    """Output tokens/s of all requests at once."""
+    requests = [Request(0.0, row.input_tokens, row.output_tokens)] * row.requests
+    makespan_s = max(ended for _, _, ended in _Player(emulated, requests).open(math.inf))
+    return Means(math.nan, math.nan, math.nan, row.requests * row.output_tokens / makespan_s)
 
 
-def _means(done: list[tuple[float, float, float]], weights: NDArray[np.float64], output_tokens: float) -> Means:
+def _means(done: list[tuple[float, float, float]], output_tokens: float) -> Means:
     """Of (sent, first token, last token) in seconds, NaN for requests that were given up. tpot is that of the means, as
     some sources give only these."""
     sent, first, last = np.array(done).T
     served = ~np.isnan(last)
     if not served.any():
         return Means(*[math.nan] * 4)
-    ttft_ms, e2e_ms = (
-        1e3 * float(np.average((times - sent)[served], weights=weights[served])) for times in (first, last)
-    )
+    ttft_ms, e2e_ms = (1e3 * float((times - sent)[served].mean()) for times in (first, last))
     return Means(ttft_ms, (e2e_ms - ttft_ms) / (output_tokens - 1), e2e_ms, math.nan)
 
 

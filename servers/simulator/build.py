@@ -34,7 +34,6 @@ from servers.simulator.reserve import reserved_bytes
 
 GIB = 1 << 30
 HOST_GPUS = 8  # the most that one host has; beyond, nothing is measured
-BATCHES = 2  # that vLLM has under way, with asynchronous scheduling
 
 
 class EmulationError(Exception):
@@ -159,7 +158,8 @@ def _groups(setup: Setup, settings: dict[str, int]) -> Groups | None:
     if setup.scheduler != "vllm@v1" or setup.prefix_caching:
         return None
     kept = ((kind.count, kind.attention.window) for kind in setup.model.kinds)
-    return Groups.of(kept, setup.max_model_len, BATCHES * settings["budget_tokens"])
+    steps = 2 if settings.get("async_scheduling", True) else 1  # under way at once
+    return Groups.of(kept, setup.max_model_len, steps * settings["budget_tokens"])
 
 
 def _v1_budget_tokens(gpu: Gpu) -> int:

@@ -101,6 +101,20 @@ def test_a_link_holds_those_of_fewer_gpus() -> None:
     assert fit_operators.link(reduced, "off") == {}
 
 
+def test_outliers_pull_a_fit_less() -> None:
+    """Products at a known rate, every twelfth of which took three times as long."""
+    rows = [
+        ({"t": str(t), "n": "4096", "k": str(k), "by": "vllm"}, (4096 * k + t * (k + 2 * 4096)) / (0.8 * BANDWIDTH) + 5)
+        for t in (1, 4, 16, 64) for k in (4096, 8192, 16384, 32768, 65536, 131072)
+    ]  # fmt: skip
+    rows = [(sizes, us * (3 if place % 12 == 5 else 1)) for place, (sizes, us) in enumerate(rows)]
+    plain, robust = (
+        fit_operators.products(rows, FLOPS, BANDWIDTH, 1.0, outliers=outliers)[0]["memory_ratio"]
+        for outliers in (False, True)
+    )
+    assert abs(robust - 0.8) < 0.05 < abs(plain - 0.8)
+
+
 @pytest.mark.parametrize("gpu", ["h200", "h100", *sorted(path.stem for path in PUBLISHED.glob("*.csv"))])
 def test_an_entry_is_the_fit_to_its_table(gpu: str) -> None:
     """The H200 and H100 by what was measured here, the H100's fp8 by what others measured."""
@@ -109,7 +123,8 @@ def test_an_entry_is_the_fit_to_its_table(gpu: str) -> None:
     for own in (BENCHMARKS / "operators" / f"{gpu}{dtypes}.csv" for dtypes in ("", "_dtypes")):
         rows |= fit_operators.read(own) if own.exists() else {}
     rows = {kind: rows[kind] for kind in ("gemm", "gemm_fp8", "gemm_nvfp4") if kind in rows}
-    entry = fit_operators.fitted(rows, known.flops / 1e6, known.memory_bytes_per_s / 1e6, 0.45, by_rows=gpu == "h200")
+    entry = fit_operators.fitted(rows, known.flops / 1e6, known.memory_bytes_per_s / 1e6, 0.45, by_rows=gpu == "h200",
+                                 outliers=gpu == "b200")  # fmt: skip
     assert entry["gemm"]["compute_ratio"] == pytest.approx(known.gemm.compute_ratio, rel=0.01)
     assert entry["gemm"]["memory_ratio"] == pytest.approx(known.gemm.memory_ratio, rel=0.01)
     assert set(entry.get("gemms", {})) == set(known.gemms)

@@ -184,8 +184,11 @@ def ours(workload: Workload) -> list[StepFacts]:
     """What VllmV1 does with it, called in the order in which the simulated engine calls it."""
     scheduler = (CachingVllmV1 if workload["caching"] else VllmV1)(
         workload["blocks"] * BLOCK_TOKENS,
-        VllmV1.Settings(max_running=workload["max_running"], budget_tokens=workload["budget_tokens"]),
-        depth=2 if workload["asynchronous"] else 1,
+        VllmV1.Settings(
+            max_running=workload["max_running"],
+            budget_tokens=workload["budget_tokens"],
+            async_scheduling=workload["asynchronous"],
+        ),
     )
     taken_over: dict[int, int] = {}  # tokens, by requests that have been let in
     if isinstance(scheduler, CachingVllmV1):

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from loadgen import cli
-from servers.predict import published, published_runs
+from servers.predict import published
 from servers.predict.published import Result
-from servers.predict.published_runs import Conditions, Means, Row, Server, Share, play
+from servers.predict.published_runs import Conditions, Means, Row, Server, play
 from servers.simulator.build import emulate
 
 ROOT = Path(__file__).parents[3]
@@ -55,24 +55,18 @@ def test_a_rows_own_settings_come_before_those_of_its_source() -> None:
     assert (rows["h100-offline"].kv_cache_dtype, rows["h100-server"].kv_cache_dtype) == ("fp8", "auto")
 
 
-def test_a_share_counts_for_the_whole_run() -> None:
-    weights = Share(run=640, played=192, edge=64).weights()
-    assert weights.sum() == pytest.approx(640)
-    assert set(weights[:64]) == set(weights[128:]) == {1.0}
-    assert Share(run=40, played=40, edge=4).weights().tolist() == [1.0] * 40
+def test_what_a_step_computes_may_follow_from_the_load() -> None:
+    row = msgspec.structs.replace(ROW, load="closed:8", input_tokens=1024)
+    assert row.setup(Server(spare_tokens=1500)).max_batched_tokens == 1024 + 8 + 1500
+    assert row.setup(Server()).max_batched_tokens is None
 
 
-@pytest.mark.parametrize("in_step", [True, False])
-def test_a_shortened_closed_loop_has_the_means_of_the_whole(in_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = msgspec.structs.replace(ROW, load="closed:8", output_tokens=512)
-    conditions = Conditions(rounds=20, shortest_ratio=0.8, in_step=in_step)
-    monkeypatch.setattr(published_runs, "PLAYED_TOKENS", 1_000_000)
-    whole = play(row, Server(), conditions, 0)
-    monkeypatch.setattr(published_runs, "PLAYED_TOKENS", 6 * 8 * 512)
-    short = play(row, Server(), conditions, 0)
-    assert short != whole
-    assert short.tpot_ms == pytest.approx(whole.tpot_ms, rel=0.05)
-    assert short.ttft_ms == pytest.approx(whole.ttft_ms, rel=0.25)  # of few requests: each round has another draw
+def test_without_asynchronous_scheduling_a_token_takes_longer() -> None:
+    """Putting a step together is no longer hidden behind the one before."""
+    tpot_ms = {
+        on: play(ROW, Server(async_scheduling=on), Conditions(rounds=3), 0).tpot_ms for on in (True, False)
+    }  # fmt: skip
+    assert tpot_ms[True] + 1 < tpot_ms[False] < tpot_ms[True] + 4
 
 
 def test_one_stream_is_a_request_at_rest() -> None:
@@ -103,14 +97,15 @@ def test_a_request_is_given_up_and_leaves_the_means() -> None:
     assert play(row, Server(), Conditions(), 0).e2e_ms > 5000
 
 
-def test_a_burst_is_continued_in_a_line() -> None:
+def test_a_bursts_throughput_is_that_of_its_makespan() -> None:
+    """A fuller server has more; the number of requests hardly matters."""
     row = msgspec.structs.replace(ROW, load="burst", requests=2000, max_running=64, output_tokens=16)
-    long = play(row, Server(), Conditions(), 0)
-    assert math.isnan(long.ttft_ms)
-    whole = play(msgspec.structs.replace(row, max_running=1000), Server(), Conditions(), 0)  # played as it is
-    assert 0.2 < long.output_tokens_per_s / whole.output_tokens_per_s < 1
-    some = play(msgspec.structs.replace(row, requests=500), Server(), Conditions(), 0)
-    assert long.output_tokens_per_s == pytest.approx(some.output_tokens_per_s, rel=0.05)
+    narrow = play(row, Server(), Conditions(), 0)
+    assert math.isnan(narrow.ttft_ms)
+    wide = play(msgspec.structs.replace(row, max_running=1000), Server(), Conditions(), 0)
+    assert 0.2 < narrow.output_tokens_per_s / wide.output_tokens_per_s < 1
+    few = play(msgspec.structs.replace(row, requests=500), Server(), Conditions(), 0)
+    assert narrow.output_tokens_per_s == pytest.approx(few.output_tokens_per_s, rel=0.05)
 
 
 def made(predicted: float, measured: float, run: str = "r") -> Result:
@@ -141,9 +136,22 @@ def test_alternatives_change_what_they_name() -> None:
     assert (source.servers.prefix_caching, server.prefix_caching) == (True, False)
     assert conditions == source.conditions()
     assert server.max_running == source.servers.max_running == 128
-    in_step, not_in_step = (SOURCES["aiconfigurator"].under(each)[1] for each in SOURCES["aiconfigurator"].alternatives)
-    assert (in_step.in_step, in_step.shortest_ratio, in_step.rounds) == (True, 1.0, 20)
-    assert (not_in_step.in_step, not_in_step.shortest_ratio) == (False, 1.0)
+    source = SOURCES["aiconfigurator"]
+    others = [source.under(each) for each in source.alternatives]
+    assert [server.async_scheduling for server, _ in others] == [True, False, False, False]
+    assert [server.max_batched_tokens for server, _ in others] == [None, 8192, None, None]
+    assert [(each.in_step, each.shortest_ratio, each.rounds) for _, each in others] == [
+        (True, 1.0, 20), (True, 1.0, 20), (True, 0.8, 20), (False, 1.0, 20),
+    ]  # fmt: skip
+
+
+def test_errors_of_an_alternative_are_of_its_own_lengths() -> None:
+    """With replies of 80 to 100 % the mean e2e that ttft and tpot make is a tenth shorter, on both sides."""
+    source = SOURCES["aiconfigurator"]
+    shorter = next(each for each in source.alternatives if "shortest_ratio" in each.conditions)
+    rows = source.rows()[:1]
+    (result,), (plain,) = (published.predict_source(source, 0, each, rows) for each in (shorter, None))
+    assert result.measured.e2e_ms == pytest.approx(0.9 * plain.measured.e2e_ms, rel=0.02)
 
 
 def test_an_alternative_may_name_what_is_the_default_elsewhere_and_no_name_that_is_unknown() -> None:

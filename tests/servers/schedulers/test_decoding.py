@@ -46,13 +46,14 @@ SEGMENTS = (16, 40, 90)  # tokens of a piece that prompts and replies share
 
 def made(seed: int, kind: str, *, visited: bool) -> VllmV1:
     rng = random.Random(seed)
-    settings = VllmV1.Settings(max_running=rng.choice([3, 20, 100]), budget_tokens=rng.choice([5, 100, 300]))
-    kv_tokens, depth = rng.choice([600, 1000, 5000]), rng.choice([1, 2])
+    settings = VllmV1.Settings(max_running=rng.choice([3, 20, 100]), budget_tokens=rng.choice([5, 100, 300]),
+                               async_scheduling=rng.choice([False, True]))  # fmt: skip
+    kv_tokens = rng.choice([600, 1000, 5000])
     if kind == "windowed":
-        return (VisitedWindowed if visited else WindowedVllmV1)(kv_tokens, settings, GROUPS, depth)
+        return (VisitedWindowed if visited else WindowedVllmV1)(kv_tokens, settings, GROUPS)
     if kind == "caching":
-        return (VisitedCaching if visited else CachingVllmV1)(kv_tokens, settings, depth)
-    return (Visited if visited else VllmV1)(kv_tokens, settings, depth)
+        return (VisitedCaching if visited else CachingVllmV1)(kv_tokens, settings)
+    return (Visited if visited else VllmV1)(kv_tokens, settings)
 
 
 def drawn(rng: random.Random, index: int) -> Sequence:

@@ -80,13 +80,13 @@ def run(scheduler: VllmV1, requests: list[tuple[int, int]]) -> int:
 
 
 def test_more_requests_run_at_once_and_every_block_comes_back() -> None:
-    settings = VllmV1.Settings(max_running=1000, budget_tokens=8192)
+    settings = VllmV1.Settings(max_running=1000, budget_tokens=8192, async_scheduling=False)
     requests = [(2000, 3000)] * 24
     windowed = Groups.of([(12, None), (12, Window(tokens=128))], 8192, IN_FLIGHT)
     every = Groups.of([(24, None)], 8192, IN_FLIGHT)
     blocks = 4000  # of 12 layers
-    saving = WindowedVllmV1(windowed.tokens(blocks), settings, windowed, depth=1)
-    plain = VllmV1(every.tokens(blocks / 2), settings, depth=1)
+    saving = WindowedVllmV1(windowed.tokens(blocks), settings, windowed)
+    plain = VllmV1(every.tokens(blocks / 2), settings)
     took = run(saving, requests)
     assert took < 0.75 * run(plain, requests)
     assert saving.used_tokens == plain.used_tokens == 0 and saving.running == saving.waiting == 0

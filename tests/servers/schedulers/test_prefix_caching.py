@@ -27,8 +27,8 @@ PAIRS: dict[str, tuple[Make, Make]] = {
         lambda kv: made(VllmV1, kv, max_running=6, budget_tokens=48),
     ),
     "vllm@v1, one step at a time": (
-        lambda kv: made(CachingVllmV1, kv, max_running=6, budget_tokens=48, depth=1),
-        lambda kv: made(VllmV1, kv, max_running=6, budget_tokens=48, depth=1),
+        lambda kv: made(CachingVllmV1, kv, max_running=6, budget_tokens=48, async_scheduling=False),
+        lambda kv: made(VllmV1, kv, max_running=6, budget_tokens=48, async_scheduling=False),
     ),
     "tgi@3": (
         lambda kv: made(CachingTgi3, kv, max_batch_prefill_tokens=40, max_concurrent_requests=12),
@@ -279,7 +279,7 @@ def test_vllm_of_one_burst_all_but_the_first_find_the_prefix_in_the_same_step() 
 
 
 def test_vllm_counts_shared_blocks_once() -> None:
-    scheduler = made(CachingVllmV1, 16 * 101, depth=1)
+    scheduler = made(CachingVllmV1, 16 * 101, async_scheduling=False)
     for sequence in (named((1, 160), own=8, output=2), named((1, 160), own=8, output=2)):
         scheduler.add(sequence)
     assert scheduler.schedule() is not None
@@ -296,7 +296,7 @@ def test_vllm_finds_a_reply_up_to_the_last_block_that_was_computed_whole() -> No
 
 
 def test_vllm_gives_up_the_end_of_what_was_let_go_first() -> None:
-    scheduler = made(CachingVllmV1, 16 * 11, depth=1)  # ten blocks
+    scheduler = made(CachingVllmV1, 16 * 11, async_scheduling=False)  # ten blocks
     serve(scheduler, named((1, 64)))
     serve(scheduler, named((2, 64)))
     serve(scheduler, named((3, 32 + 16), own=1))  # two blank ones, and the last two of key 1
@@ -310,7 +310,7 @@ def test_vllm_gives_up_the_end_of_what_was_let_go_first() -> None:
 def test_vllm_a_preempted_request_finds_its_own_blocks_and_that_is_not_counted() -> None:
     prefilled = []
     for kind in (VllmV1, CachingVllmV1):
-        scheduler = made(kind, 16 * 9, depth=1)  # eight blocks
+        scheduler = made(kind, 16 * 9, async_scheduling=False)  # eight blocks
         first, second = named(own=48, output=30), named(own=48, output=30)
         steps = serve(scheduler, first, second)
         assert (first.preemptions, second.preemptions) == (0, 1)

@@ -19,14 +19,14 @@ from servers.schedulers.vllm import Vllm02, VllmV1
 Make = Callable[[int], Scheduler]
 
 
-def made(scheduler: Any, kv_tokens: int, depth: int | None = None, **settings: float) -> Any:
-    return scheduler(kv_tokens, scheduler.Settings(**settings), **({} if depth is None else {"depth": depth}))
+def made(scheduler: Any, kv_tokens: int, **settings: float) -> Any:
+    return scheduler(kv_tokens, scheduler.Settings(**settings))
 
 
 # limits so small that small loads meet them
 SCHEDULERS: dict[str, Make] = {
     "vllm@v1": lambda kv: made(VllmV1, kv, max_running=6, budget_tokens=48),
-    "vllm@v1, one step at a time": lambda kv: made(VllmV1, kv, max_running=6, budget_tokens=48, depth=1),
+    "vllm@v1, one step at a time": lambda kv: made(VllmV1, kv, max_running=6, budget_tokens=48, async_scheduling=False),
     "vllm@0.2": lambda kv: made(
         Vllm02, kv, max_model_len=160, max_num_seqs=6, max_num_batched_tokens=160, max_paddings=40
     ),
