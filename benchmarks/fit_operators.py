@@ -39,6 +39,8 @@ ELEMENTWISE: dict[str, Callable[[dict[str, int]], int]] = {  # values that are r
     "silu": lambda sizes: 3 * sizes["i"],
     "kv_write": lambda sizes: 512 * sizes["kv"],
 }
+# the largest all-reduce, by GPUs, that vLLM 0.25 leaves to FlashInfer on Blackwell (FI_ALLREDUCE_FUSION_MAX_SIZE_MB)
+FLASHINFER_BYTES = {2: 64 << 20, 4: 32 << 20, 8: 1 << 20}
 NARROW = {"fp8": (16, 64)}  # rows up to which vLLM's products in fp8 have kernels of their own (scaled_mm, sm90)
 WIDTHS = {"fp8": 1.0, "nvfp4": 0.5 + 1 / 16}  # bytes of a value with its share of a block's scale
 
@@ -61,16 +63,16 @@ def error(predicted: Floats, measured: Floats) -> float:
 
 
 def link(reduced: list[tuple[dict[str, str], float]], p2p: str) -> dict[str, Any]:
-    """As among the most GPUs, within it as among fewer, down to two."""
-    of_p2p = [(sizes, us) for sizes, us in reduced if sizes["p2p"] == p2p]
+    """As among the most GPUs, within it as among fewer, down to two. FlashInfer's kernels are TensorRT-LLM's."""
+    tables: dict[int, dict[int, float]] = {}
+    of_p2p = [row for row in reduced if row[0]["p2p"] == p2p]
+    for sizes, us in sorted(of_p2p, key=lambda row: row[0].get("by") == "trtllm"):
+        ranks, size = int(sizes["n"]), int(sizes["bytes"])
+        if sizes.get("by") != "trtllm" or size <= FLASHINFER_BYTES.get(ranks, 0):
+            tables.setdefault(ranks, {})[size] = round(us, 2)
     found: dict[str, Any] = {}
-    for ranks in sorted({int(sizes["n"]) for sizes, _ in of_p2p}):
-        table = [(sizes, us) for sizes, us in of_p2p if int(sizes["n"]) == ranks]
-        found = {
-            "ranks": ranks,
-            "bytes": [int(sizes["bytes"]) for sizes, _ in table],
-            "us": [round(us, 2) for _, us in table],
-        } | ({"pair": found} if found else {})
+    for ranks, table in sorted(tables.items()):
+        found = {"ranks": ranks, "bytes": list(table), "us": list(table.values())} | ({"pair": found} if found else {})
     return found
 
 

@@ -6,9 +6,9 @@
 
 `aic`: one GPU's tables of NVIDIA's aiconfigurator, made by vLLM's own kernels. Its products in fp8 begin with 16-bit
 activations and contain the kernels that quantize these; its tables of those kernels are taken off here. Those in nvfp4
-keep what they contain of that kind: there is no table of it. Sizes of
-all-reduces are its numbers of elements, times 2 bytes. Attention reads its cache again and again, so a cache that the
-GPU's L2 holds is left out unless it is small.
+keep what they contain of that kind: there is no table of it. Sizes of all-reduces are its numbers of elements, times 2
+bytes; beside vLLM's own kernels are those of TensorRT-LLM, which vLLM calls through FlashInfer on Blackwell. Attention
+reads its cache again and again, so a cache that the GPU's L2 holds is left out unless it is small.
 
 `vidur`: Vidur's format, which Frontier uses too; times are medians. Its norm does not add the residual, so `norm` is
 its norm and its addition together.
@@ -47,9 +47,10 @@ SMALL_CACHE_BYTES = 1 << 20  # read within a microsecond from anywhere
 
 def table(directory: Path, pattern: str) -> list[dict[str, Any]]:
     """The newest of the tables of that name; none where the GPU has none."""
+    from packaging.version import Version
     from pyarrow import parquet
 
-    found = sorted(directory.glob(pattern), key=lambda path: [int(part) for part in path.parts[-2].split(".")])
+    found = sorted(directory.glob(pattern), key=lambda path: Version(path.parts[-2]))
     rows: list[dict[str, Any]] = parquet.read_table(found[-1]).to_pylist() if found else []
     return rows
 
@@ -98,10 +99,11 @@ def _attended(row: dict[str, Any], kind: str, tokens: int) -> tuple[int, int, in
 
 
 def reductions(directory: Path) -> Iterator[Row]:
-    for row in table(directory, "comm/vllm/*/custom_allreduce_perf.parquet"):
-        if row["backend"] == "vllm_graph" and 2 * row["message_size"] in REDUCED:
-            sizes = f"n={row['num_gpus']};bytes={2 * row['message_size']};by=vllm;p2p=on"
-            yield "all_reduce", sizes, row["latency"] * 1e3
+    for by, backend in (("vllm", "vllm_graph"), ("trtllm", None)):
+        for row in table(directory, f"comm/{by}/*/custom_allreduce_perf.parquet"):
+            if row.get("backend") == backend and 2 * row["message_size"] in REDUCED:
+                sizes = f"n={row['num_gpus']};bytes={2 * row['message_size']};by={by};p2p=on"
+                yield "all_reduce", sizes, row["latency"] * 1e3
 
 
 def vidur(directory: Path) -> Iterator[Row]:
