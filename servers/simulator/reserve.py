@@ -14,8 +14,8 @@ _OTHERS_BYTES = 400 * _MIB  # libraries, their workspaces
 _REDUCTION_BYTES = 450 * _MIB  # buffers of the all-reduce over P2P
 _GRAPHS_BYTES = 600 * _MIB  # CUDA graphs, which its older model runner sets aside beforehand
 # Of a logit, beside what the model gives. The newer runner widens logits to 32 bits; the start of Qwen3-8B, whose
-# vocabulary is the only large one, needed 2 bytes more, whose place in the source was not found. The older runner, which
-# vLLM keeps for mixtures, holds probabilities and noise of 32 bits beside the widened logits.
+# vocabulary is the only large one, needed 2 bytes more, whose place in the source was not found. The older runner,
+# which vLLM keeps for mixtures, holds probabilities and noise of 32 bits beside the widened logits.
 _LOGIT_BYTES = 6
 _MIXTURE_LOGIT_BYTES = 12
 
