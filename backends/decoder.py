@@ -15,11 +15,6 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 # CUDA context, activations of a prefill, captured graphs, communication buffers: on each GPU beside weights and KV.
 RESERVED_BYTES = 2 << 30
 MOST_GPUS = 512  # that are tried for a model that does not fit
-Reserve = Callable[[int], int]  # bytes of each GPU, of how many share a model, that are neither weights nor KV
-
-
-def _reserved_bytes(tp: int) -> int:
-    return RESERVED_BYTES
 
 
 class PrecisionError(ValueError):
@@ -298,6 +293,14 @@ class Layers:
         return attention + mlp + self.norms * norm_values * hidden
 
 
+# bytes of each GPU that are neither weights nor KV, of the format and of how many GPUs share a model
+Reserve = Callable[[Precision, int], int]
+
+
+def _reserved_bytes(precision: Precision, tp: int) -> int:
+    return RESERVED_BYTES
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A decoder. hf_id: of the hub, or its directory. `hidden` is a width; `max_position` is the longest
@@ -400,7 +403,9 @@ class ModelSpec:
         """The smallest power of two of GPUs with `gpu_bytes` each (what may be used of them) that can serve it."""
         sizes = (2**power for power in range(at_most.bit_length()) if 2**power <= at_most)
         split = (tp for tp in sizes if self.tensor_parallel(tp))
-        return next((tp for tp in split if self.serving_bytes(precision, tp, tokens, reserve(tp)) <= gpu_bytes), None)
+        return next(
+            (tp for tp in split if self.serving_bytes(precision, tp, tokens, reserve(precision, tp)) <= gpu_bytes), None
+        )
 
     def what_fits(
         self,

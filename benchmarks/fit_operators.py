@@ -39,7 +39,7 @@ ELEMENTWISE: dict[str, Callable[[dict[str, int]], int]] = {  # values that are r
     "silu": lambda sizes: 3 * sizes["i"],
     "kv_write": lambda sizes: 512 * sizes["kv"],
 }
-# the largest all-reduce, by GPUs, that vLLM 0.25 leaves to FlashInfer on Blackwell (FI_ALLREDUCE_FUSION_MAX_SIZE_MB)
+# the largest all-reduce, by GPUs, that vLLM 0.25 leaves to FlashInfer on a B200 (FI_ALLREDUCE_FUSION_MAX_SIZE_MB)
 FLASHINFER_BYTES = {2: 64 << 20, 4: 32 << 20, 8: 1 << 20}
 NARROW = {"fp8": (16, 64)}  # rows up to which vLLM's products in fp8 have kernels of their own (scaled_mm, sm90)
 WIDTHS = {"fp8": 1.0, "nvfp4": 0.5 + 1 / 16}  # bytes of a value with its share of a block's scale
@@ -72,7 +72,10 @@ def link(reduced: list[tuple[dict[str, str], float]], p2p: str) -> dict[str, Any
             tables.setdefault(ranks, {})[size] = round(us, 2)
     found: dict[str, Any] = {}
     for ranks, table in sorted(tables.items()):
-        found = {"ranks": ranks, "bytes": list(table), "us": list(table.values())} | ({"pair": found} if found else {})
+        sizes_bytes = sorted(table)
+        found = {"ranks": ranks, "bytes": sizes_bytes, "us": [table[size] for size in sizes_bytes]} | (
+            {"pair": found} if found else {}
+        )
     return found
 
 

@@ -7,7 +7,7 @@
 `aic`: one GPU's tables of NVIDIA's aiconfigurator, made by vLLM's own kernels. Its products in fp8 begin with 16-bit
 activations and contain the kernels that quantize these; its tables of those kernels are taken off here. Those in nvfp4
 keep what they contain of that kind: there is no table of it. Sizes of all-reduces are its numbers of elements, times 2
-bytes; beside vLLM's own kernels are those of TensorRT-LLM, which vLLM calls through FlashInfer on Blackwell. Attention
+bytes; beside vLLM's own kernels are those of TensorRT-LLM, which vLLM calls through FlashInfer on a B200. Attention
 reads its cache again and again, so a cache that the GPU's L2 holds is left out unless it is small.
 
 `vidur`: Vidur's format, which Frontier uses too; times are medians. Its norm does not add the residual, so `norm` is

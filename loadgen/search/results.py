@@ -143,7 +143,7 @@ def _is_lower_bound(result: SearchResult, value: float | None) -> bool:
 
 
 def _above(result: SearchResult, value: float | None) -> ProbeRun | None:
-    """The lowest probe that missed what is wanted. None did: the closed loop if it did, else the highest probe."""
+    """The lowest probe that missed what is wanted; where none did, the closed loop if that did, else the highest."""
 
     def missing(kind: ProbeKind) -> list[ProbeRun]:
         runs = (run for run in result.probes if run.kind == kind)

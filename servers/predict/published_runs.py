@@ -85,7 +85,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         own = {name: getattr(self, name, None) for name in chosen}
         chosen |= {name: value for name, value in own.items() if value}
         spare, asynchronous = chosen.pop("spare_tokens"), chosen.pop("async_scheduling")
-        if spare is not None:
+        if spare is not None and self.max_batched_tokens is None:
             chosen["max_batched_tokens"] = self.input_tokens + self.streams + spare
         model = catalog.find(self.model)
         if model is None:
@@ -97,8 +97,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def streams(self) -> int:
-        """Of a closed loop."""
-        return int(self.load.removeprefix("closed:"))
+        """Of a closed loop; 0 of other loads."""
+        kind, _, value = self.load.partition(":")
+        return int(value) if kind == "closed" else 0
 
 
 class Means(NamedTuple):

@@ -33,6 +33,7 @@ from servers.simulator.hardware import HardwareError
 from servers.simulator.reserve import reserved_bytes
 
 GIB = 1 << 30
+RESERVED_BYTES = GIB  # of servers other than vLLM: context, activations and graphs, of whose size nothing is known here
 HOST_GPUS = 8  # the most that one host has; beyond, nothing is measured
 
 
@@ -278,10 +279,10 @@ def emulate(setup: Setup) -> Emulated:
         )
     usable = gpu.memory_bytes * setup.memory_ratio
     settings = _settings(setup, gpu)
-    reserve = _reserve(setup, precision, settings)
+    reserve = _reserve(setup, gpu, settings)
     tp = _tensor_parallel(setup, usable, gpu.name, reserve)
     topology, link = hardware.link(gpu, tp, setup.topology, setup.p2p)
-    room = usable - setup.model.serving_bytes(precision, tp, 0, reserve(tp))
+    room = usable - setup.model.serving_bytes(precision, tp, 0, reserve(precision, tp))
     kv_tokens = _kv_tokens(setup, tp, room, settings) if setup.kv_tokens is None else setup.kv_tokens
     profile = profiles()[setup.scheduler] if setup.profile is None else read_profile(setup.profile, setup.scheduler)
     emulated = Emulated(
@@ -326,11 +327,20 @@ def _settings(setup: Setup, gpu: Gpu) -> dict[str, int]:
     return kind.chosen(setup, gpu) | batched | dict(setup.options)
 
 
-def _reserve(setup: Setup, precision: Precision, settings: dict[str, int]) -> Reserve:
+def _reserve(setup: Setup, gpu: Gpu, settings: dict[str, int]) -> Reserve:
     if setup.scheduler != "vllm@v1":
-        return lambda tp: GIB  # context, activations and graphs, of whose size nothing is known here
+        return lambda precision, tp: RESERVED_BYTES
     tokens, rows = settings["budget_tokens"], settings["max_running"]
-    return lambda tp: reserved_bytes(setup.model, precision, tp, tokens=tokens, rows=rows, p2p=setup.p2p)
+
+    def of_vllm(precision: Precision, tp: int) -> int:
+        try:
+            topology, _ = hardware.link(gpu, tp, setup.topology, setup.p2p)
+        except HardwareError:  # which is told where the size is settled
+            topology = ""
+        nvlink = topology.startswith("nvlink")
+        return reserved_bytes(setup.model, precision, tp, tokens=tokens, rows=rows, nvlink=nvlink)
+
+    return of_vllm
 
 
 def _kv_tokens(setup: Setup, tp: int, room: float, settings: dict[str, int]) -> int:
@@ -487,16 +497,19 @@ def _tensor_parallel(setup: Setup, usable: float, gpu: str, reserve: Reserve) ->
             raise EmulationError(f"--tp {tp} needs {tp} GPUs and --gpus says {setup.gpus}.")
         if (undivided := model.undivided(tp)) is not None:
             raise EmulationError(f"{model.name} {undivided}.")
-        fits = model.serving_bytes(precision, tp, tokens, reserve(tp)) <= usable
+        fits = model.serving_bytes(precision, tp, tokens, reserve(precision, tp)) <= usable
     else:
         least = model.smallest_tp(precision, tokens, usable, setup.gpus, reserve)
         fits = least is not None
         tp = least or max(1 << p for p in range(setup.gpus.bit_length()) if model.tensor_parallel(1 << p))
     if fits:
         return tp
-    missing = tp * (model.serving_bytes(precision, tp, tokens, reserve(tp)) - usable)
+    set_aside = reserve(precision, tp)
+    missing = tp * (model.serving_bytes(precision, tp, tokens, set_aside) - usable)
+    ways = model.what_fits(precision, tokens, usable, tp, reserve)
+    if model.serving_bytes(precision, tp, tokens, RESERVED_BYTES) <= usable:
+        ways = f"a step of that size takes {set_aside / GIB:.1f} of them; lower --max-batched-tokens or --max-running"
     raise EmulationError(
         f"{model.name} in {precision} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x {gpu} "
-        f"({usable / GIB:.1f} GiB of each may be used); "
-        f"{model.what_fits(precision, tokens, usable, tp, reserve)}."
+        f"({usable / GIB:.1f} GiB of each may be used); {ways}."
     )

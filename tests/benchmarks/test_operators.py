@@ -146,8 +146,8 @@ def test_an_entry_is_the_fit_to_its_table(gpu: str) -> None:
 )
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_all_reduces_as_published(gpu: str, topology: str, ranks: int) -> None:
-    link = GPUS[gpu].links[topology]
     """Up to some size those of FlashInfer, whose kernel is TensorRT-LLM's, where vLLM calls it."""
+    link = GPUS[gpu].links[topology]
     rows = fit_operators.read(PUBLISHED / f"{gpu}.csv")["all_reduce"]
     most = fit_operators.FLASHINFER_BYTES[ranks] if gpu == "b200" else 0
     measured = {

@@ -1,4 +1,4 @@
-"""Published measurements in virtual time: every row is there, and what is shortened counts as it would."""
+"""Published measurements in virtual time: every row is there, and played as its source says."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 
 from backends import catalog
 from backends.decoder import Precision
-from servers.simulator.build import Setup, emulate
+from servers.simulator.build import EmulationError, Setup, emulate
 from servers.simulator.reserve import reserved_bytes
 
 GIB = 1 << 30
@@ -42,16 +42,16 @@ def test_real_starts(
     assert abs(bytes_off) < 0.15 * GIB
 
 
-def reserved(model: str, tp: int = 1, tokens: int = 2048, rows: int = 256, p2p: bool = True) -> float:
+def reserved(model: str, tp: int = 1, tokens: int = 2048, rows: int = 256, nvlink: bool = True) -> float:
     spec = catalog.find(model)
     assert spec is not None
-    return reserved_bytes(spec, Precision(), tp, tokens=tokens, rows=rows, p2p=p2p) / GIB
+    return reserved_bytes(spec, Precision(), tp, tokens=tokens, rows=rows, nvlink=nvlink) / GIB
 
 
 def test_what_moves_it() -> None:
     assert reserved("7b", tokens=8192) == reserved("7b", tokens=8192, rows=1024) > reserved("7b")  # a step needs most
     assert reserved("gemma-3-27b", rows=1024) > reserved("gemma-3-27b") + 1  # its vocabulary is eight times as large
-    assert reserved("70b", tp=4, p2p=False) < reserved("70b", tp=2, p2p=False) < reserved("70b", tp=2)
+    assert reserved("70b", tp=4, nvlink=False) < reserved("70b", tp=2, nvlink=False) < reserved("70b", tp=2)
     assert reserved("mixtral-8x7b") > reserved(MISTRAL) + 0.5
     assert reserved("7b", rows=4096) == reserved("7b", rows=2048)  # no more rows than tokens
 
@@ -64,4 +64,31 @@ def test_other_servers_keep_what_is_assumed_of_them() -> None:
         for share in (0.8, 0.9)
     }
     per_gib = (kept[0.9] - kept[0.8]) / (0.1 * 139.8)
-    assert kept[0.9] / per_gib == pytest.approx(0.9 * 139.8 - spec.weight_bytes(Precision()) / GIB - 1, rel=0.01)
+    assert kept[0.9] / per_gib == pytest.approx(0.9 * 139.8 - spec.weight_bytes(Precision()) / GIB - 1, abs=0.1)
+
+
+def test_buffers_of_an_all_reduce_are_there_where_it_goes_over_nvlink() -> None:
+    spec = catalog.find("7b")
+    assert spec is not None
+    pcie, host, off = (
+        emulate(Setup(scheduler="vllm@v1", model=spec, gpu="rtx4090", gpus=2, tp=2, **way)).kv_tokens  # type: ignore[arg-type]
+        for way in ({"topology": "pcie"}, {"topology": "host"}, {"p2p": False})
+    )
+    assert pcie == host == off
+
+
+def test_a_step_that_is_too_large_is_named() -> None:
+    spec = catalog.find("7b")
+    assert spec is not None
+    setup = Setup(scheduler="vllm@v1", model=spec, gpu="rtx4090", kv_tokens=5000, max_batched_tokens=2_000_000)
+    with pytest.raises(EmulationError, match="lower --max-batched-tokens or --max-running"):
+        emulate(setup)
+
+
+def test_a_smaller_format_is_asked_with_its_own_reserve() -> None:
+    spec = catalog.find("llama-3.1-8b")
+    assert spec is not None
+    setup = Setup(scheduler="vllm@v1", model=spec, gpu="l40s", dtype="float32", max_batched_tokens=60000,
+                  max_running=8000, memory_ratio=0.6)  # fmt: skip
+    with pytest.raises(EmulationError, match="--dtype float16 would fit on 1"):
+        emulate(setup)
