@@ -108,8 +108,9 @@ def test_a_breakdown_adds_up_to_the_step(model: Path, tmp_path: Path) -> None:
     print({name: found[name] for name in ("step_ms", "client_ms", "client_before_ms", "kinds", "parts", "steps")})
     assert (found["form"], found["layers"], found["batch"], found["emulated"]) == ("cpu", 4, 16, False)
     assert found["steps"] >= 58
-    assert sum(found["kinds"].values()) == pytest.approx(found["client_ms"], rel=0.03)
-    assert sum(found["parts"].values()) == pytest.approx(found["client_ms"], rel=0.03)
+    assert sum(found["kinds"].values()) == pytest.approx(found["step_ms"], rel=0.01)
+    for sums in (found["kinds"], found["parts"]):  # the traced steps may meet another pace of the cores than the others
+        assert sum(sums.values()) == pytest.approx(found["client_ms"], rel=0.08)
     for name in ("Element-Wise", "RoPE", "Attention", "GEMM", "RMSNorm"):
         assert found["kinds"][name] > 0
     assert found["attributed_ratio"] > 0.95 and found["assigned_ratio"] == 1.0

@@ -42,17 +42,17 @@ def loadgen(*words: str) -> dict[str, Any]:
 
 
 def test_the_rate_that_it_names_holds_when_it_is_run_again(url: str, tmp_path: Path) -> None:
-    """A fifth below its interval. The cores that vLLM computes on are faster in one minute than in the next, so a few
-    tries are made, and one that failed while their speed changed says nothing of the search."""
-    steady = False
+    """A fifth below its interval. The cores that vLLM computes on may be faster in one minute than in the next, so a few
+    tries are made; where they all failed and the speed changed meanwhile, that says nothing of the search."""
+    speeds = []
     for number in range(TRIES):
         out = tmp_path / str(number)
-        before = capacity_per_s(url, out / "before")
+        speeds.append(capacity_per_s(url, out / "before"))
         if holds(url, out):
             return
-        steady |= abs(capacity_per_s(url, out / "after") / before - 1) <= STEADY_RATIO
-    assert not steady
-    pytest.skip("this machine's speed changed in every try")
+        speeds.append(capacity_per_s(url, out / "after"))
+    assert max(speeds) > (1 + STEADY_RATIO) * min(speeds), f"it held in no try, at {speeds} requests/s"
+    pytest.skip(f"this machine's speed changed meanwhile: {min(speeds):.0f} to {max(speeds):.0f} requests/s")
 
 
 def capacity_per_s(url: str, out: Path) -> float:
