@@ -42,8 +42,8 @@ def loadgen(*words: str) -> dict[str, Any]:
 
 
 def test_the_rate_that_it_names_holds_when_it_is_run_again(url: str, tmp_path: Path) -> None:
-    """A fifth below its interval. The cores that vLLM computes on may be faster in one minute than in the next, so a few
-    tries are made; where they all failed and the speed changed meanwhile, that says nothing of the search."""
+    """A fifth below its interval. The cores that vLLM computes on may be faster in one minute than in the next, so a
+    few tries are made; where they all failed and the speed changed meanwhile, that says nothing of the search."""
     speeds = []
     for number in range(TRIES):
         out = tmp_path / str(number)
