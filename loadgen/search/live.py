@@ -173,7 +173,7 @@ class Search:
             guess = Guess(load=rate, spread=MODELLED_SPREAD)
             self.result = msgspec.structs.replace(result, guess=guess, started_from=source)
             return None
-        saturated = [run.probe for run in result.probes if run.kind == "saturation"]
+        saturated = [run.probe for run in result.of("saturation")]
         if saturated:
             rate = saturated[0].load
             source = f"{SATURATION_RATIO:g} of the {number(rate)} requests/s that a closed loop got"

@@ -149,13 +149,9 @@ class Place(NamedTuple):
     interval: tuple[float, float] | None = None
 
 
-def _at_load(result: SearchResult) -> list[ProbeRun]:
-    return [run for run in result.probes if run.kind == "probe"]
-
-
 def _by_load(result: SearchResult, hrefs: Mapping[str, str], origin: str) -> Chart:
     places = []
-    for run in sorted(_at_load(result), key=lambda run: run.probe.load):
+    for run in sorted(result.of("probe"), key=lambda run: run.probe.load):
         share = run.probe.share
         percent = None if share is None else 100 * share
         places.append(Place(run, run.probe.load, percent, results.met_percent(run.probe)))
@@ -205,7 +201,7 @@ def _dots(name: str, colour: int, places: Sequence[Place], hrefs: Mapping[str, s
 
 def _steps(result: SearchResult, hrefs: Mapping[str, str], origin: str) -> Chart:
     """The loads one after another, and the answer by all probes up to each of them."""
-    runs = _at_load(result)
+    runs = result.of("probe")
     places = [Place(run, step, run.probe.load) for step, run in enumerate(runs)]
     return Chart(
         title="One probe after another",

@@ -98,7 +98,10 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def loads(self) -> list[Probe]:
         """What the statistics see."""
-        return [run.probe for run in self.probes if run.kind == "probe"]
+        return [run.probe for run in self.of("probe")]
+
+    def of(self, kind: ProbeKind) -> list[ProbeRun]:
+        return [run for run in self.probes if run.kind == kind]
 
     @property
     def spent_s(self) -> float:
@@ -145,16 +148,13 @@ def _is_lower_bound(result: SearchResult, value: float | None) -> bool:
 def _above(result: SearchResult, value: float | None) -> ProbeRun | None:
     """The lowest probe that missed what is wanted; where none did, the closed loop if that did, else the highest."""
 
-    def missing(kind: ProbeKind) -> list[ProbeRun]:
-        runs = (run for run in result.probes if run.kind == kind)
-        return [
-            run for run in runs if run.probe.ended_per_s is not None or (run.probe.share or 0.0) < result.options.attain
-        ]
+    def missed(run: ProbeRun) -> bool:
+        return run.probe.ended_per_s is not None or (run.probe.share or 0.0) < result.options.attain
 
-    by_load = sorted(missing("probe") or missing("saturation"), key=lambda run: run.probe.load)
-    at_least = [run for run in by_load if value is None or run.probe.load >= ABOVE_RATIO * value]
-    probes = (run for run in result.probes if run.kind == "probe")
-    return next(iter(at_least), by_load[-1] if by_load else max(probes, key=lambda run: run.probe.load, default=None))
+    probes = sorted(result.of("probe"), key=lambda run: run.probe.load)
+    by_load = list(filter(missed, probes)) or list(filter(missed, result.of("saturation")))
+    at_least = (run for run in by_load if value is None or run.probe.load >= ABOVE_RATIO * value)
+    return next(at_least, by_load[-1]) if by_load else max(probes, key=lambda run: run.probe.load, default=None)
 
 
 def _limited_by(result: SearchResult, value: float | None, none: bool) -> str | None:

@@ -119,7 +119,7 @@ def measured(row: Row, conditions: Conditions) -> Means:
     other tokens."""
     e2e_ms = row.e2e_ms
     if e2e_ms is None and row.ttft_ms is not None and row.tpot_ms is not None:
-        e2e_ms = row.ttft_ms + row.tpot_ms * ((conditions.shortest_ratio + 1) / 2 * row.output_tokens - 1)
+        e2e_ms = row.ttft_ms + row.tpot_ms * (conditions.mean_tokens(row.output_tokens) - 1)
     values = (row.ttft_ms, row.tpot_ms, e2e_ms, row.output_tokens_per_s)
     return Means(*(math.nan if value is None else value for value in values))
 

@@ -48,6 +48,10 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prompts: tuple[int, int] | None = None
     input_tokens: int | None = None
 
+    def mean_tokens(self, nominal: int) -> float:
+        """Of a drawn length."""
+        return (self.shortest_ratio + 1) / 2 * nominal
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One published run and the means measured there: milliseconds, output tokens/s; None where it gives none.
@@ -138,7 +142,7 @@ def _closed(emulated: Emulated, row: Row, conditions: Conditions, draw: np.rando
     lengths = (_drawn(draw, tokens, conditions, played) for tokens in (row.input_tokens, row.output_tokens))
     requests = [*before, *(Request(0.0, *pair) for pair in zip(*lengths, strict=True))]
     done = _Player(emulated, requests).closed(streams)[len(before) :]
-    return _means(done, (conditions.shortest_ratio + 1) / 2 * row.output_tokens)
+    return _means(done, conditions.mean_tokens(row.output_tokens))
 
 
 def _mid_reply(row: Row, streams: int, draw: np.random.Generator) -> list[Request]:

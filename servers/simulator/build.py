@@ -30,10 +30,9 @@ from servers.simulator.engine import Engine, FrontEnd
 from servers.simulator.experts import most_imbalance
 from servers.simulator.formats import refused
 from servers.simulator.hardware import HardwareError
-from servers.simulator.reserve import reserved_bytes
+from servers.simulator.reserve import ASSUMED_BYTES, reserved_bytes
 
 GIB = 1 << 30
-RESERVED_BYTES = GIB  # of servers other than vLLM: context, activations and graphs, of whose size nothing is known here
 HOST_GPUS = 8  # the most that one host has; beyond, nothing is measured
 
 
@@ -329,13 +328,13 @@ def _settings(setup: Setup, gpu: Gpu) -> dict[str, int]:
 
 def _reserve(setup: Setup, gpu: Gpu, settings: dict[str, int]) -> Reserve:
     if setup.scheduler != "vllm@v1":
-        return lambda precision, tp: RESERVED_BYTES
+        return lambda precision, tp: ASSUMED_BYTES
     tokens, rows = settings["budget_tokens"], settings["max_running"]
 
     def of_vllm(precision: Precision, tp: int) -> int:
         try:
             topology, _ = hardware.link(gpu, tp, setup.topology, setup.p2p)
-        except HardwareError:  # which is told where the size is settled
+        except HardwareError:  # `emulate` raises this error again for the size that it settles on
             topology = ""
         nvlink = topology.startswith("nvlink")
         return reserved_bytes(setup.model, precision, tp, tokens=tokens, rows=rows, nvlink=nvlink)
@@ -507,8 +506,8 @@ def _tensor_parallel(setup: Setup, usable: float, gpu: str, reserve: Reserve) ->
     set_aside = reserve(precision, tp)
     missing = tp * (model.serving_bytes(precision, tp, tokens, set_aside) - usable)
     ways = model.what_fits(precision, tokens, usable, tp, reserve)
-    if model.serving_bytes(precision, tp, tokens, RESERVED_BYTES) <= usable:
-        ways = f"a step of that size takes {set_aside / GIB:.1f} of them; lower --max-batched-tokens or --max-running"
+    if model.serving_bytes(precision, tp, tokens, ASSUMED_BYTES) <= usable:
+        ways = f"vLLM sets {set_aside / GIB:.1f} GiB aside for its steps; lower --max-batched-tokens or --max-running"
     raise EmulationError(
         f"{model.name} in {precision} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x {gpu} "
         f"({usable / GIB:.1f} GiB of each may be used); {ways}."

@@ -1,14 +1,15 @@
-"""What vLLM 0.25 keeps free on each GPU beside weights and KV cache.
+"""What a server keeps free on each GPU beside weights and KV cache.
 
-It finds out as it starts: it computes one step of as many tokens as it may, samples for as many requests as it may
-hold, and takes the most that this needed at once. Not modelled: the workspace of latent attention, of up to 65,536
-tokens, and the experts' workspaces of kernels other than Triton's (8 and 4 bits; 16 bits on Blackwell).
+vLLM 0.25 finds that out as it starts: it computes one step of as many tokens as it may, samples for as many requests as
+it may hold, and takes the most that this needed at once. Not modelled: the workspace of latent attention, of up to
+65,536 tokens, and the experts' workspaces of kernels other than Triton's (8 and 4 bits; 16 bits on Blackwell).
 """
 
 from __future__ import annotations
 
 from backends.decoder import Mlp, ModelSpec, Precision
 
+ASSUMED_BYTES = 1 << 30  # of other servers, for context, activations and graphs, of whose size nothing is known here
 _MIB = 1 << 20
 # Fitted to the KV cache that vLLM 0.25.1 printed at 13 starts: tests/servers/simulator/test_reserve.py
 _OTHERS_BYTES = 400 * _MIB  # libraries, their workspaces
@@ -23,7 +24,7 @@ _NEWER_MIXTURES = ("deepseek_v2", "qwen2_moe")  # DEFAULT_V2_MODEL_RUNNER_ARCHIT
 
 
 def reserved_bytes(model: ModelSpec, precision: Precision, tp: int, *, tokens: int, rows: int, nvlink: bool) -> int:
-    """Of each of `tp` GPUs. tokens: that a step computes at most. rows: requests that it holds at most."""
+    """Of each of `tp` GPUs, by vLLM. tokens: that a step computes at most. rows: requests that it holds at most."""
     value, mlps = precision.value_bytes, [kind.mlp for kind in model.kinds]
     older = any(mlp.experts > 1 for mlp in mlps) and model.model_type not in _NEWER_MIXTURES
     forward = tokens * value * (2 * model.hidden + max(_dense(mlp) for mlp in mlps) // tp)

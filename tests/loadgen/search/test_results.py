@@ -34,6 +34,6 @@ CLOSED = run("saturation", 20.0, 1, "tpot")
     ],
 )
 def test_what_was_in_the_way_of_more(probes: list[ProbeRun], limit: str | None, lower_bound: bool) -> None:
-    asked = SearchResult(version="1", options=OPTIONS, guess=Guess(load=12.0), probes=probes)
-    found = results.with_answer(asked, None)
-    assert (found.limited_by, found.lower_bound) == (limit, lower_bound)
+    search = SearchResult(version="1", options=OPTIONS, guess=Guess(load=12.0), probes=probes)
+    result = results.with_answer(search, None)
+    assert (result.limited_by, result.lower_bound) == (limit, lower_bound)
