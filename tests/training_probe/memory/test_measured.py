@@ -31,6 +31,18 @@ def test_deepspeed_on_four_h200(method: str, batch: int, measured_gb: float, tol
 
 
 @pytest.mark.parametrize(
+    ("model", "method", "measured_gb"),
+    [
+        ("13b", "L", 29.85), ("13b", "QL", 12.28), ("13b", "L+R", 27.71), ("13b", "QL+R", 10.11),
+        ("70b", "QL+F+R", 42.99),
+    ],
+)  # fmt: skip
+def test_larger_models_on_one_h200(model: str, method: str, measured_gb: float) -> None:
+    """Predicted before they ran, when nothing had been fitted to cells of these models."""
+    assert peak_gb(method, model, gpus=1) == pytest.approx(measured_gb, rel=0.006)
+
+
+@pytest.mark.parametrize(
     ("method", "gpus", "batch", "measured_gb", "moment"),
     [
         ("Q", 1, 1, 7.168, "backward, last layer"),
