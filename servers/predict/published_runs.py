@@ -30,6 +30,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     memory_ratio: float = 0.9
     prefix_caching: bool = False
     async_scheduling: bool = True
+    long_prefill_token_threshold: int = 0
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +81,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str | None = None
     max_running: int | None = None
     max_batched_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None
     max_model_len: int | None = None
     memory_ratio: float | None = None
 
@@ -88,7 +90,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         chosen = msgspec.to_builtins(server)
         own = {name: getattr(self, name, None) for name in chosen}
         chosen |= {name: value for name, value in own.items() if value}
-        spare, asynchronous = chosen.pop("spare_tokens"), chosen.pop("async_scheduling")
+        spare = chosen.pop("spare_tokens")
+        options = tuple((name, int(chosen.pop(name))) for name in ("async_scheduling", "long_prefill_token_threshold"))
         if spare is not None and self.max_batched_tokens is None:
             chosen["max_batched_tokens"] = self.input_tokens + self.streams + spare
         model = catalog.find(self.model)
@@ -96,7 +99,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
             raise EmulationError(f"{self.model} is not in the catalog.")
         return Setup(
             scheduler="vllm@v1", model=model, gpu=self.gpu, gpus=self.tp, tp=self.tp, dtype="bfloat16",
-            quantization=self.quantization, options=(("async_scheduling", int(asynchronous)),), **chosen,
+            quantization=self.quantization, options=options, **chosen,
         )  # fmt: skip
 
     @property

@@ -458,7 +458,7 @@ def _check_options(setup: Setup) -> None:
             raise EmulationError(f"{setup.scheduler} has no setting '{name}'; it has {', '.join(settings)}.")
         if isinstance(settings[name], bool):
             right, may_be = value in (0, 1), "0 or 1"
-        elif isinstance(settings[name], float):
+        elif isinstance(settings[name], float) or settings[name] == 0:
             right, may_be = 0 <= value < math.inf, "at least 0"
         else:
             right, may_be = value >= 1, "at least 1"

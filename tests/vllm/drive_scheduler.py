@@ -76,6 +76,7 @@ def scheduler_for(workload: Workload, model: Path) -> tuple[Scheduler, int]:
         enable_prefix_caching=workload["caching"],
         max_num_seqs=workload["max_running"],
         max_num_batched_tokens=workload["budget_tokens"],
+        long_prefill_token_threshold=workload["most_tokens"],
     ).create_engine_config()
     # as on a GPU: for the CPU, vLLM turns asynchronous scheduling off and has another model runner
     config.scheduler_config.async_scheduling = workload["asynchronous"]

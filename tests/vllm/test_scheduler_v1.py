@@ -31,10 +31,12 @@ DRIVER = Path(__file__).parent / "drive_scheduler.py"
 StepFacts = dict[str, Any]  # of one step; drive_scheduler.py says what
 
 
-def workload(blocks: int, max_running: int, budget_tokens: int, requests: list[Request]) -> Workload:
+def workload(
+    blocks: int, max_running: int, budget_tokens: int, requests: list[Request], most_tokens: int = 0
+) -> Workload:
     return Workload(
         name="", asynchronous=False, caching=False, blocks=blocks, max_running=max_running,
-        budget_tokens=budget_tokens, requests=requests,
+        budget_tokens=budget_tokens, most_tokens=most_tokens, requests=requests,
     )  # fmt: skip
 
 
@@ -64,6 +66,11 @@ def drawn(seed: int) -> Workload:
     max_running = draw.choice([4, 16, 128])
     budget_tokens = max_running + longest // draw.choice([1, 4, 30])
     return workload(scarce(draw, requests), max_running, budget_tokens, requests)
+
+
+def capped(of: Workload) -> Workload:
+    """The same where one prompt takes at most 37 tokens of a step that has others."""
+    return {**of, "most_tokens": 37}
 
 
 def scarce(draw: random.Random, requests: list[Request]) -> int:
@@ -128,6 +135,7 @@ SHAPES = {
     "mixed, ample KV": [mixed(64 * 144 + 1)],
     "mixed, KV for 20": [mixed(20 * 72 + 1)],
     "20 drawn ones": [drawn(seed) for seed in range(20)],
+    "20 drawn ones, prompts capped": [capped(drawn(seed)) for seed in range(20)],
 }
 # these with prefix caching
 CACHED_SHAPES = {
@@ -138,6 +146,7 @@ CACHED_SHAPES = {
     "sessions, ample KV": [sessions(180 * 100)],
     "sessions, KV for 4": [sessions(4 * 90 + 1)],
     "60 drawn ones that share": [sharing(seed) for seed in range(60)],
+    "20 drawn ones that share, prompts capped": [capped(sharing(seed)) for seed in range(20)],
 }
 KV_OF_SESSIONS = ("ample KV", "KV for 4")
 SHAPES_OF_BOTH = SHAPES | CACHED_SHAPES
@@ -188,6 +197,7 @@ def ours(workload: Workload) -> list[StepFacts]:
             max_running=workload["max_running"],
             budget_tokens=workload["budget_tokens"],
             async_scheduling=workload["asynchronous"],
+            long_prefill_token_threshold=workload["most_tokens"],
         ),
     )
     taken_over: dict[int, int] = {}  # tokens, by requests that have been let in

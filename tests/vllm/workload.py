@@ -17,12 +17,13 @@ class Request(NamedTuple):
 
 
 class Workload(TypedDict):
-    """`requests` are those above, as lists once they have been JSON."""
+    """`requests` are those above, as lists once they have been JSON. most_tokens: vLLM's long_prefill_token_threshold."""
 
     name: str
     asynchronous: bool
     blocks: int
     max_running: int
     budget_tokens: int
+    most_tokens: int
     caching: bool
     requests: list[Request]

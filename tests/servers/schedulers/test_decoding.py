@@ -47,7 +47,8 @@ SEGMENTS = (16, 40, 90)  # tokens of a piece that prompts and replies share
 def made(seed: int, kind: str, *, visited: bool) -> VllmV1:
     rng = random.Random(seed)
     settings = VllmV1.Settings(max_running=rng.choice([3, 20, 100]), budget_tokens=rng.choice([5, 100, 300]),
-                               async_scheduling=rng.choice([False, True]))  # fmt: skip
+                               async_scheduling=rng.choice([False, True]),
+                               long_prefill_token_threshold=rng.choice([0, 0, 4, 30]))  # fmt: skip
     kv_tokens = rng.choice([600, 1000, 5000])
     if kind == "windowed":
         return (VisitedWindowed if visited else WindowedVllmV1)(kv_tokens, settings, GROUPS)

@@ -27,6 +27,9 @@ def made(scheduler: Any, kv_tokens: int, **settings: float) -> Any:
 SCHEDULERS: dict[str, Make] = {
     "vllm@v1": lambda kv: made(VllmV1, kv, max_running=6, budget_tokens=48),
     "vllm@v1, one step at a time": lambda kv: made(VllmV1, kv, max_running=6, budget_tokens=48, async_scheduling=False),
+    "vllm@v1, prompts capped": lambda kv: made(
+        VllmV1, kv, max_running=6, budget_tokens=48, long_prefill_token_threshold=9
+    ),
     "vllm@0.2": lambda kv: made(
         Vllm02, kv, max_model_len=160, max_num_seqs=6, max_num_batched_tokens=160, max_paddings=40
     ),
@@ -367,6 +370,17 @@ def test_lightllm_decodes_once_more_for_nothing_and_frees_two_steps_later() -> N
         under_way.append(scheduler.schedule())
     assert [(decodes, emits) for decodes, emits, _ in seen] == [(0, 2), (2, 2), (2, 1), (1, 1)]
     assert [used for _, _, used in seen] == [202, 204, 205, 104]
+
+
+def test_vllm_a_capped_prompt_takes_its_share_of_a_step_that_has_others() -> None:
+    scheduler = made(VllmV1, 4096, async_scheduling=False, long_prefill_token_threshold=40)
+    steps = []
+    scheduler.add(Sequence(0, 100, 2))
+    scheduler.add(Sequence(1, 30, 1))
+    while (step := scheduler.schedule()) is not None:
+        steps.append(step.chunks)
+        scheduler.finish(step)
+    assert steps == [[(0, 40), (0, 30)], [(40, 60)], []]  # alone, it takes what is left of its prompt; then it decodes
 
 
 def test_vllm02_a_prompt_step_is_padded_and_limited() -> None:
