@@ -17,7 +17,8 @@ class Request(NamedTuple):
 
 
 class Workload(TypedDict):
-    """`requests` are those above, as lists once they have been JSON. most_tokens: vLLM's long_prefill_token_threshold."""
+    """`requests` are those above, as lists once they have been JSON. `most_tokens`: of a prompt in a step, vLLM's
+    long_prefill_token_threshold."""
 
     name: str
     asynchronous: bool
