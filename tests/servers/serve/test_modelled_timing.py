@@ -474,8 +474,12 @@ def test_no_setting_of_a_scheduler_makes_it_fall_or_hang(scheduler: str) -> None
     [
         ("vllm", "max_running=0", "max_running is 0; it must be at least 1"),
         ("vllm", "budget_tokens=0", "budget_tokens is 0; it must be at least 1"),
-        ("vllm", "depth=0", "has no setting 'depth'; it has max_running, budget_tokens, async_scheduling, "
-         "long_prefill_token_threshold\\.$"),
+        (
+            "vllm",
+            "depth=0",
+            "has no setting 'depth'; it has max_running, budget_tokens, async_scheduling, "
+            "long_prefill_token_threshold\\.$",
+        ),
         ("tgi", "block_tokens=0", "block_tokens is 0; it must be at least 1"),
         ("tgi", "chunking=2", "chunking is 2; it must be 0 or 1"),
         ("lightllm", "running_max_req_size=0", "running_max_req_size is 0; it must be at least 1"),
