@@ -69,12 +69,13 @@ def busy(others: int, seconds: float, core: int | None = None) -> Iterator[None]
         process.join()
 
 
-def tell(what: str, values: list[float]) -> None:
+def keep(what: str, values: list[float]) -> None:
+    """In MEASURED, and in a line for people."""
     deciles, mean = statistics.quantiles(values, n=10), statistics.mean(values)
     spread = sum((value - mean) ** 2 for value in values)
-    alike = sum((a - mean) * (b - mean) for a, b in zip(values, values[LAG:], strict=False)) / spread
+    autocovariance = sum((a - mean) * (b - mean) for a, b in zip(values, values[LAG:], strict=False))
     print(f"{what}: {deciles[0]:.4g}, {deciles[4]:.4g}, {deciles[8]:.4g} (10th, 50th, 90th percentile); "
-          f"autocorrelation at {1000 * LAG * WINDOW_S:.0f} ms {alike:.2f}", flush=True)  # fmt: skip
+          f"autocorrelation at {1000 * LAG * WINDOW_S:.0f} ms {autocovariance / spread:.2f}", flush=True)  # fmt: skip
     MEASURED[what] = [float(f"{value:.4g}") for value in values]
 
 
@@ -88,14 +89,14 @@ if __name__ == "__main__":
     ONES = torch.ones(64, 64, device="cuda")
     SUMS = torch.empty_like(ONES)
     windows(1, launches)
-    tell("loops a second, alone", windows(3, loops))
-    tell("us a launch, alone", launch_us(5))
+    keep("loops a second, alone", windows(3, loops))
+    keep("us a launch, alone", launch_us(5))
     cores = sorted(os.sched_getaffinity(0))
     for others in (2, 4, 8, len(cores) - 1):
         with busy(others, 3):
-            tell(f"us a launch, beside {others} busy processes", launch_us(3))
+            keep(f"us a launch, beside {others} busy processes", launch_us(3))
     os.sched_setaffinity(0, {cores[2]})
-    tell("us a launch, on one core", launch_us(2))
+    keep("us a launch, on one core", launch_us(2))
     with busy(1, 2, cores[3]):
-        tell("us a launch, on one core, the next one busy", launch_us(2))
+        keep("us a launch, on one core, the next one busy", launch_us(2))
     Path(sys.argv[1]).write_text(json.dumps(MEASURED) + "\n")

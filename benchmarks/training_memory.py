@@ -197,16 +197,11 @@ def report() -> None:
     print(_line("reserved, in-sample, of what is predicted", [error(m, own) for m in ok]))
     print(_line("reserved, each sweep left out of the fit", [off for _, off in left_out(measured)]))
     held = [one for one in kept() if one.allocated is not None]
-    print(_line("allocated, predicted before", [m.prediction().peak_bytes / (m.allocated or 1) - 1 for m in held]))
-    print(_line("reserved, predicted before", [error(m, own) for m in held]))
-    print(_line("process, predicted before", [m.prediction().process_bytes / (m.used or 1) - 1 for m in held]))
     newer = [one for one in methods() if one.outcome == "ok"]
-    print(
-        _line(
-            "allocated, methods, predicted before", [m.prediction().peak_bytes / (m.allocated or 1) - 1 for m in newer]
-        )
-    )
-    print(_line("reserved, methods, predicted before", [error(m, own) for m in newer]))
+    for what, cells in (("predicted before", held), ("since the fit", since()), ("methods, predicted before", newer)):
+        print(_line(f"allocated, {what}", [m.prediction().peak_bytes / (m.allocated or 1) - 1 for m in cells]))
+        print(_line(f"reserved, {what}", [error(m, own) for m in cells]))
+    print(_line("process, predicted before", [m.prediction().process_bytes / (m.used or 1) - 1 for m in held]))
     offloaded = [one for one in kept() if one.cell.letters.offload]
     print(_line("host", [m.prediction().host_bytes / (m.host or 1) - 1 for m in offloaded]))
 

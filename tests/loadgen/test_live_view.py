@@ -70,7 +70,7 @@ def test_a_run_is_watched_at_any_width(run: Run, columns: int, resized: int) -> 
     for width in (columns, resized):
         terminal.resize(width)
         lines = view(terminal.until(lambda text: drawn(text) and fitted(text, width)))  # noqa: B023
-        assert len(lines) <= MAX_LINES
+        assert len(lines) <= MAX_LINES and max(map(len, lines)) < width
         assert sum("in flight" in line for line in lines) == 1, "\n".join(lines)  # nothing of an earlier one is left
         assert lines[-1].startswith("server")
     terminal.type("\x03")
