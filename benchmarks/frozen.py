@@ -52,6 +52,12 @@ MODELS: dict[str, dict[str, object]] = {
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 48,
         "num_key_value_heads": 4, **_QWEN3, **_ALIKE,
     },
+    "mixtral-8x7b-shape": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096,
+        "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+        "sliding_window": None, **_ALIKE,
+    },
 }  # fmt: skip
 MAX_MODEL_LEN, MAX_RUNNING = 8192, 1024
 MEMORY_RATIO = 0.92  # vLLM 0.25's own default
@@ -62,12 +68,13 @@ LENGTHS = "--input-tokens lognormal:350:0.9:16:3500 --output-tokens lognormal:14
 @dataclass(frozen=True)
 class Group:
     """Loads that one server plays. options: of the server; loads: the options of `loadgen run`, each with its name;
-    gpu: the one that it is predicted for, and measured on."""
+    gpu: the one that it is predicted for, and measured on; tp: how many of them share the model."""
 
     options: str
     loads: dict[str, str]
     model: str = "mistral-7b-shape"
     gpu: str = "h200"
+    tp: int = 1
 
 
 GROUPS = {
@@ -182,6 +189,15 @@ GROUPS = {
         "fp8_closed24": "--input-tokens uniform:128:1024 --output-tokens uniform:64:192 --concurrency 24 "
         "--requests 520 --seed 222",
     }),
+    # The fifth round: a mixture on two GPUs.
+    "mixtral_8x7b": Group("", {
+        "mixtral_8x7b_poisson4": f"{LENGTHS} --arrival poisson:4 --requests 90 --seed 231",
+        "mixtral_8x7b_closed16": "--input-tokens uniform:128:768 --output-tokens 100 --concurrency 16 --requests 128 "
+        "--seed 232",
+        "mixtral_8x7b_closed40": "--input-tokens uniform:128:1024 --output-tokens uniform:64:160 --concurrency 40 "
+        "--requests 280 --seed 233",
+        "mixtral_8x7b_burst": "--input-tokens 512 --output-tokens 128 --requests 300 --seed 234",
+    }, "mixtral-8x7b-shape", tp=2),
 }  # fmt: skip
 METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 
@@ -224,22 +240,22 @@ def predict(out: Path, groups: list[str], scratch: Path) -> None:
         model = model_in(scratch, group.model)
         for name, load in group.loads.items():
             loadgen(
-                "predict", "--backend", "vllm", "--model", str(model), "--gpu", group.gpu, "--dtype", "bfloat16",
-                "--max-model-len", str(MAX_MODEL_LEN), "--max-running", str(MAX_RUNNING), "--memory-ratio",
+                "predict", "--backend", "vllm", "--model", str(model), "--gpu", group.gpu, "--gpus", str(group.tp),
+                "--tp", str(group.tp), "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-running", str(MAX_RUNNING), "--memory-ratio",
                 str(MEMORY_RATIO), *group.options.split(),
                 *seeded(load), "--out", os.path.relpath(out / name, ROOT),
             )  # fmt: skip
 
 
 @contextlib.contextmanager
-def vllm(model: Path, options: str, log: Path) -> Iterator[str]:
+def vllm(model: Path, group: Group, log: Path) -> Iterator[str]:
     """A server; its URL."""
-    caching = "--enable-prefix-caching" if "--prefix-caching on" in options else "--no-enable-prefix-caching"
+    caching = "--enable-prefix-caching" if "--prefix-caching on" in group.options else "--no-enable-prefix-caching"
     arguments = [
         "--model", str(model), "--served-model-name", model.name, "--load-format", "dummy",
         "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_RUNNING), caching,
         "--enable-prompt-tokens-details", "--host", "127.0.0.1", "--port", "8766", "--disable-uvicorn-access-log",
-        *(["--quantization", "fp8"] if "fp8" in options else []),
+        "--tensor-parallel-size", str(group.tp), *(["--quantization", "fp8"] if "fp8" in group.options else []),
     ]  # fmt: skip
     paths = os.environ.get("VLLM_PATH", "")  # where vLLM is, if not on the path of every program
     process = subprocess.Popen(
@@ -268,7 +284,7 @@ def measure(out: Path, groups: list[str], scratch: Path) -> None:
         target = ["run", "--backend", "vllm", "--no-calibrate", "--vocab-size", str(vocabulary(of.model)), "--url"]
         began = time.monotonic()
         try:
-            with vllm(model, of.options, out / f"{group}.log") as url:
+            with vllm(model, of, out / f"{group}.log") as url:
                 print(f"{group}: ready after {time.monotonic() - began:.0f} s", flush=True)
                 # unmeasured: kernels that compile at their first use, and prompts that no load has
                 settling = f"{MIXED} --requests 60 --seed 77 --no-server-metrics"
