@@ -241,8 +241,8 @@ def predict(out: Path, groups: list[str], scratch: Path) -> None:
         for name, load in group.loads.items():
             loadgen(
                 "predict", "--backend", "vllm", "--model", str(model), "--gpu", group.gpu, "--gpus", str(group.tp),
-                "--tp", str(group.tp), "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-running", str(MAX_RUNNING), "--memory-ratio",
-                str(MEMORY_RATIO), *group.options.split(),
+                "--tp", str(group.tp), "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-running",
+                str(MAX_RUNNING), "--memory-ratio", str(MEMORY_RATIO), *group.options.split(),
                 *seeded(load), "--out", os.path.relpath(out / name, ROOT),
             )  # fmt: skip
 
