@@ -143,9 +143,10 @@ def test_the_real_runs_are_here() -> None:
 
 
 @pytest.mark.parametrize("directory", KEPT, ids=lambda path: path.name)
-def test_only_real_runs_in_which_kernels_compiled_are_called_stalled(directory: Path) -> None:
-    compiled = directory.name in {"mixtral_8x7b_poisson4", "mixtral_8x7b_closed16", "mixtral_8x7b_closed40"}
-    assert bool(stalls.find(*kept(directory))) <= compiled
+def test_no_real_run_is_called_stalled_but_those_in_which_all_streams_stopped(directory: Path) -> None:
+    # Three loads of a mixture: its server stopped for 1.4 to 1.6 s now and then (benchmarks/frozen/README.md).
+    times = {"mixtral_8x7b_poisson4": 3, "mixtral_8x7b_closed16": 1, "mixtral_8x7b_closed40": 1}
+    assert len(stalls.find(*kept(directory))) == times.get(directory.name, 0)
 
 
 # Of the frozen runs, and of a search's, some are so short that a third of them is not far longer than their longest
