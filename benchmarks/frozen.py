@@ -63,18 +63,26 @@ MAX_MODEL_LEN, MAX_RUNNING = 8192, 1024
 MEMORY_RATIO = 0.92  # vLLM 0.25's own default
 MIXED = "--input-tokens lognormal:400:0.8:16:4000 --output-tokens lognormal:150:0.7:8:800 --arrival poisson:12"
 LENGTHS = "--input-tokens lognormal:350:0.9:16:3500 --output-tokens lognormal:140:0.7:8:700"
+MIXTURE = {
+    "poisson4": f"{LENGTHS} --arrival poisson:4 --requests 90",
+    "closed16": "--input-tokens uniform:128:768 --output-tokens 100 --concurrency 16 --requests 128",
+    "closed40": "--input-tokens uniform:128:1024 --output-tokens uniform:64:160 --concurrency 40 --requests 280",
+    "burst": "--input-tokens 512 --output-tokens 128 --requests 300",
+}
 
 
 @dataclass(frozen=True)
 class Group:
     """Loads that one server plays. options: of the server; loads: the options of `loadgen run`, each with its name;
-    gpu: the one that it is predicted for, and measured on; tp: how many of them share the model."""
+    gpu: the one that it is predicted for, and measured on; tp: how many of them share the model. settling: loads that
+    are played before, unmeasured: kernels compile at their first use."""
 
     options: str
     loads: dict[str, str]
     model: str = "mistral-7b-shape"
     gpu: str = "h200"
     tp: int = 1
+    settling: tuple[str, ...] = (f"{MIXED} --requests 60 --seed 77",)
 
 
 GROUPS = {
@@ -191,13 +199,18 @@ GROUPS = {
     }),
     # The fifth round: a mixture on two GPUs.
     "mixtral_8x7b": Group("", {
-        "mixtral_8x7b_poisson4": f"{LENGTHS} --arrival poisson:4 --requests 90 --seed 231",
-        "mixtral_8x7b_closed16": "--input-tokens uniform:128:768 --output-tokens 100 --concurrency 16 --requests 128 "
-        "--seed 232",
-        "mixtral_8x7b_closed40": "--input-tokens uniform:128:1024 --output-tokens uniform:64:160 --concurrency 40 "
-        "--requests 280 --seed 233",
-        "mixtral_8x7b_burst": "--input-tokens 512 --output-tokens 128 --requests 300 --seed 234",
+        "mixtral_8x7b_poisson4": f"{MIXTURE['poisson4']} --seed 231",
+        "mixtral_8x7b_closed16": f"{MIXTURE['closed16']} --seed 232",
+        "mixtral_8x7b_closed40": f"{MIXTURE['closed40']} --seed 233",
+        "mixtral_8x7b_burst": f"{MIXTURE['burst']} --seed 234",
     }, "mixtral-8x7b-shape", tp=2),
+    # The sixth: the fifth's loads drawn anew, after loads of the same kind and size have been played.
+    "mixtral_8x7b_2": Group("", {
+        "mixtral_8x7b_poisson4_b": f"{MIXTURE['poisson4']} --seed 241",
+        "mixtral_8x7b_closed16_b": f"{MIXTURE['closed16']} --seed 242",
+        "mixtral_8x7b_closed40_b": f"{MIXTURE['closed40']} --seed 243",
+        "mixtral_8x7b_burst_b": f"{MIXTURE['burst']} --seed 244",
+    }, "mixtral-8x7b-shape", tp=2, settling=tuple(f"{load} --seed 245" for load in MIXTURE.values())),
 }  # fmt: skip
 METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 
@@ -286,9 +299,9 @@ def measure(out: Path, groups: list[str], scratch: Path) -> None:
         try:
             with vllm(model, of, out / f"{group}.log") as url:
                 print(f"{group}: ready after {time.monotonic() - began:.0f} s", flush=True)
-                # unmeasured: kernels that compile at their first use, and prompts that no load has
-                settling = f"{MIXED} --requests 60 --seed 77 --no-server-metrics"
-                loadgen(*target, url, *settling.split(), "--out", str(scratch / f"settling-{group}"))
+                for number, load in enumerate(of.settling):  # prompts that no load has
+                    unmeasured = str(scratch / f"settling-{group}-{number}")
+                    loadgen(*target, url, *seeded(load), "--no-server-metrics", "--out", unmeasured)
                 for name, load in of.loads.items():
                     at = time.monotonic()
                     loadgen(*target, url, *seeded(load), "--out", str(out / name))
