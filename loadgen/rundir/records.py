@@ -151,7 +151,10 @@ class Table:
         return ok
 
     def select(self, mask: NDArray[np.bool_]) -> Table:
-        """The rows where `mask` (n,) holds, as a copy."""
+        """The rows where `mask` (n,) holds: as a view where they follow each other, else as a copy."""
+        chosen = np.flatnonzero(mask)
+        if len(chosen) and chosen[-1] - chosen[0] < len(chosen):
+            return self.rows(int(chosen[0]), int(chosen[-1]) + 1)
         counts = np.diff(self.itl_offsets)
         offsets = np.concatenate(([0], np.cumsum(counts[mask]))).astype(np.int64)
         return self._part(mask, self.itl_us[np.repeat(mask, counts)], offsets)
