@@ -108,8 +108,8 @@ def predict(
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
     terminal.say(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
-    del sent  # the report needs the memory
     run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
+    del sent, emulated  # the report needs the memory
     written = write(directory, run_manifest, outcomes, shapes, load.turns())
     return cli.report_one(directory, "loadgen", written=written)
 
