@@ -1,9 +1,9 @@
 """The records of a run: one JSON line a request while it runs, numpy columns afterwards.
 
 The files (`parts` has their names) are the only source of every number that is reported: a run reads its own files
-back, so `loadgen report` on the same directory, or on what a killed run left, gives the same numbers. Times are
-monotonic nanoseconds since the start of the run (t = 0 is when the schedule begins); null, and -1 in the columns, means
-that it never happened.
+back, so `loadgen report` on the same directory, or on what a killed run left, gives the same numbers. A prediction has
+as columns already what would be read, and writes its files from them. Times are monotonic nanoseconds since the start
+of the run (t = 0 is when the schedule begins); null, and -1 in the columns, means that it never happened.
 
 Reading is incremental and never holds the records as objects: a table is 146 bytes a request and 4 bytes a gap, and
 reading one that finished nearly in order takes little more.
@@ -413,6 +413,7 @@ class RecordsFile:
             else:
                 for record in rows:
                     self.write(record)
+        self._file.flush()
 
     def close(self, client: ClientFacts) -> None:
         self._line(Footer(client=client))
