@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import math
 import resource
@@ -243,6 +244,8 @@ def write(
     turns: of sessions. Raises RecordsError, before it writes, for times that no record can have."""
     wall_s = max((each.times_s[-1] if each.times_s else each.sent_s for each in outcomes), default=0.0)
     table = _table(outcomes, shapes, turns)
+    gc.collect()  # empties Python's lists of freed objects as well: a few of them keep hundreds of MB from the system
+    _give_back()
     rundir.write_manifest(directory, run_manifest)
     path = directory / "requests.jsonl"
     file = records.RecordsFile(path, run_manifest.run_id, run_manifest.version, 0, at_once=False)
