@@ -268,31 +268,27 @@ def write(
 
 def _table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> records.Table:
     """Empties `outcomes`, which take more than twice the memory of the table. Raises RecordsError."""
-    numbers = [each.index for each in outcomes]
-    ids = np.array([shapes.id(number) for number in numbers], np.int64)
-    prompt, output, cached = (
-        np.fromiter(map(attrgetter(name), outcomes), np.int64, len(outcomes))
-        for name in ("prompt", "output", "cached_tokens")
+    count = len(outcomes)
+    index, prompt, output, cached = (
+        np.fromiter(map(attrgetter(name), outcomes), np.int64, count)
+        for name in ("index", "prompt", "output", "cached_tokens")
     )
-    begun_ns = np.rint(np.fromiter((each.sent_s for each in outcomes), np.float64, len(outcomes)) * 1e9).astype(
-        np.int64
-    )
-    status = np.array([-1 if each.status is None else each.status for each in outcomes], np.int64)
-    places = [(-1, -1)] * len(outcomes) if turns is None else [turns.place(number) for number in numbers]
-    session, turn = np.array(places, np.int64).reshape(-1, 2).T
-    errors = {
-        key: each.dropped or f"status {each.status} (emulated)"
-        for key, each in zip(ids.tolist(), outcomes, strict=True)
-        if each.status != 200
-    }
-    shared = [0 if each.dropped is not None else _shared_tokens(shapes, each.index) for each in outcomes]
+    begun_ns = np.rint(np.fromiter((each.sent_s for each in outcomes), np.float64, count) * 1e9).astype(np.int64)
+    status = np.fromiter((-1 if each.status is None else each.status for each in outcomes), np.int64, count)
+    failed = {each.index: each.dropped or f"status {each.status} (emulated)" for each in outcomes if each.status != 200}
     tokens = _tokens(outcomes)
+    numbers = index.tolist()
     came, sent = tokens.counts > 0, status != -1
+    places = [(-1, -1)] * count if turns is None else [turns.place(number) for number in numbers]
+    session, turn = np.array(places, np.int64).reshape(-1, 2).T
+    shared = [
+        _shared_tokens(shapes, number) if sends else 0 for number, sends in zip(numbers, sent.tolist(), strict=True)
+    ]
     first_ns, last_ns = (np.where(came, 1000 * at_us, -1) for at_us in (tokens.first_us, tokens.last_us))
     if max(np.abs(begun_ns).max(initial=0), last_ns.max(initial=0)) > records.MOST_NS:
         raise records.RecordsError(f"This cannot be recorded: {records.FAR}.")
     return records.Table(
-        id=ids,
+        id=np.array([shapes.id(number) for number in numbers], np.int64),
         scheduled_ns=begun_ns,
         sent_ns=np.where(sent, begun_ns, -1),
         headers_ns=first_ns,
@@ -312,10 +308,10 @@ def _table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> reco
         outcome=np.select(
             [status == 200, sent], [OUTCOMES.index("ok"), OUTCOMES.index("http_error")], OUTCOMES.index("dropped")
         ).astype(np.int8),
-        phase=np.full(len(ids), records.PHASES.index("measured"), np.int8),
+        phase=np.full(count, records.PHASES.index("measured"), np.int8),
         itl_us=tokens.gaps_us,
         itl_offsets=np.concatenate(([0], np.cumsum(np.maximum(tokens.counts - 1, 0)))),
-        errors=errors,
+        errors={shapes.id(number): why for number, why in failed.items()},
     )
 
 
