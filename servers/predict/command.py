@@ -294,7 +294,7 @@ def _table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> reco
         headers_ns=first_ns,
         first_token_ns=first_ns,
         last_token_ns=last_ns,
-        done_ns=np.where(came | (status == 200), last_ns, begun_ns),
+        done_ns=np.where(came, last_ns, begun_ns),
         prompt_tokens=np.where(came, prompt, -1),
         output_tokens=np.where(came, tokens.counts, -1),
         asked_prompt_tokens=prompt,

@@ -125,10 +125,13 @@ def test_what_is_written_is_what_would_be_read(
 
 
 def test_a_report_that_is_made_again_is_the_same(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the first is made without reading what was written."""
     run = tmp_path / "run"
-    assert invoke(["predict", "--gpu", "h200", "--trace", str(trace), "--out", str(run)]) in (0, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "read", lambda directory: pytest.fail("it is read again"))
+        assert invoke(["predict", "--gpu", "h200", "--trace", str(trace), "--out", str(run)]) in (0, 4)
     said = capsys.readouterr()
     files = ("report.json", "report.md", "report.html", "cdf.svg")
     before = [(run / name).read_bytes() for name in files]
