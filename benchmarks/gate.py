@@ -51,7 +51,7 @@ def side(directory: Path, first_seed: int, slower: float, repeats: int = REPEATS
         run = directory / str(number)
         run.mkdir(parents=True)
         manifest = command.manifest(config, load, emulated, f"seed-{seed}", len(outcomes), None)
-        command.write(run, manifest, shapes, outcomes)
+        command.write(run, manifest, outcomes, shapes, None)
     return directory
 
 

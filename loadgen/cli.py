@@ -28,6 +28,7 @@ from loadgen.terminal import result_line, say, say_error
 if TYPE_CHECKING:
     from loadgen.breakdown.tables import Breakdown
     from loadgen.report.schema import Report
+    from loadgen.rundir.records import Recorded
 
 NOT_SEARCHED = (
     "requests", "duration", "arrival", "concurrency", "workload", "sessions", "turns", "think_time", "trace",
@@ -187,23 +188,29 @@ def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
     return exit_codes.OK
 
 
-def report_one(directory: Path, convention: ConventionName, *, brief: bool = False) -> int:
-    """Another tool's definitions are only shown: report.json keeps ours. brief: one screen, for who watches the run."""
+def report_one(
+    directory: Path, convention: ConventionName, *, brief: bool = False, written: Recorded | None = None
+) -> int:
+    """Another tool's definitions are only shown: report.json keeps ours. brief: one screen, for who watches the run.
+    written: what the directory holds, where it need not be read."""
     from loadgen.report import build as reports
 
-    result = _shown(directory, convention, _screen if brief else None)
+    result = _shown(directory, convention, _screen if brief else None, written)
     _last_words(directory, reports.to_json(result), brief=brief)
     return exit_codes.OK if result.verdict.valid else exit_codes.INVALID
 
 
 def _shown(
-    directory: Path, convention: ConventionName = "loadgen", show: Callable[[Report], None] | None = None
+    directory: Path,
+    convention: ConventionName = "loadgen",
+    show: Callable[[Report], None] | None = None,
+    written: Recorded | None = None,
 ) -> Report:
     """Prints a run's report, as `show` does or as its whole text, and writes its files."""
     from loadgen.report import build as reports
     from loadgen.report import text
 
-    result, table = reports.from_directory(directory, convention=convention)
+    result, table = reports.from_directory(directory, convention=convention, written=written)
     if show is None:
         say(text.render(result))
     else:

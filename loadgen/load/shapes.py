@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     from loadgen.load.traces import Trace
 
 MOST_GROUPS = 1_000_000
+DRAWN_TOGETHER = 4096  # requests of a trace: as Python's numbers all of them would be many times the trace
 
 
 class Shape(NamedTuple):
@@ -161,11 +162,13 @@ class TraceShapes:
         trace = self._trace
         block = trace.block_tokens
         columns = (trace.input_tokens, trace.output_tokens, trace.hash_offsets[:-1], trace.common_blocks())
-        rows = zip(*(column.tolist() for column in columns), self._shared, strict=True)
-        for prompt_tokens, output_tokens, begin, common, shared in rows:
-            keys = trace.hash_ids[begin : begin + common].tolist() if common else ()
-            segments = tuple([(key, min(block, prompt_tokens - place * block)) for place, key in enumerate(keys)])
-            yield Shape(prompt_tokens, output_tokens, segments, shared)
+        for first in range(0, len(trace), DRAWN_TOGETHER):
+            part = slice(first, first + DRAWN_TOGETHER)
+            rows = zip(*(column[part].tolist() for column in columns), self._shared[part], strict=True)
+            for prompt_tokens, output_tokens, begin, common, shared in rows:
+                keys = trace.hash_ids[begin : begin + common].tolist() if common else ()
+                segments = tuple([(key, min(block, prompt_tokens - place * block)) for place, key in enumerate(keys)])
+                yield Shape(prompt_tokens, output_tokens, segments, shared)
 
     def shape(self, number: int) -> Shape:
         """Beyond its end, for a warm-up that has more requests, the trace begins again."""

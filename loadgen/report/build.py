@@ -34,7 +34,7 @@ from loadgen.report.schema import SCHEMA, Numbers, Report
 from loadgen.report.text import markdown, name_of
 from loadgen.rundir import Manifest, records
 from loadgen.rundir.outcomes import OUTCOMES
-from loadgen.rundir.records import ClientFacts, Table
+from loadgen.rundir.records import ClientFacts, Recorded, Table
 
 if TYPE_CHECKING:
     from loadgen.report.figures import Curves
@@ -218,16 +218,20 @@ def _errors(measured: Table) -> list[schema.ErrorCount]:
 
 
 def from_directory(
-    directory: Path, slos: Mapping[str, float] | None = None, convention: str = "loadgen"
+    directory: Path,
+    slos: Mapping[str, float] | None = None,
+    convention: str = "loadgen",
+    written: Recorded | None = None,
 ) -> tuple[Report, Table]:
     """The report and the records of a run directory. Raises ReportError, RunError or RecordsError.
 
-    slos: limits for goodput; None takes those that the run was started with.
+    slos: limits for goodput; None takes those that the run was started with. written: what `records.read` would give,
+    where it is known.
     """
     manifest = rundir.read_manifest(directory)
     if slos is None:
         slos = _slos(directory, manifest)
-    table, facts = records.read(directory)
+    table, facts = written or records.read(directory)
     t0_ns = records.read_header(directory).t0_monotonic_ns
     seen = server_view.read(directory, manifest.run_id, t0_ns, t0_ns + int(table.done_ns.max(initial=0)))
     return build(manifest, table, facts, slos, convention, seen or _kept(directory, manifest.run_id)), table

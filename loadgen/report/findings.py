@@ -220,7 +220,7 @@ def _events(measured: Table) -> Iterator[Finding]:
         )
     if gaps:
         shortest_us = min(GROUPED_GAP_US, GROUPED_GAP_RATIO * float(measured.itl_us.mean()))
-        grouped = int(np.count_nonzero(measured.itl_us < shortest_us)) - zero
+        grouped = sum(int(np.count_nonzero(part.itl_us < shortest_us)) for part in measured.blocks()) - zero
         if grouped > GROUPED_RATIO * gaps:
             yield Finding(
                 code="GROUPED_EVENTS",

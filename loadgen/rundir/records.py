@@ -1,9 +1,9 @@
 """The records of a run: one JSON line a request while it runs, numpy columns afterwards.
 
 The files (`parts` has their names) are the only source of every number that is reported: a run reads its own files
-back, so `loadgen report` on the same directory, or on what a killed run left, gives the same numbers. Times are
-monotonic nanoseconds since the start of the run (t = 0 is when the schedule begins); null, and -1 in the columns, means
-that it never happened.
+back, so `loadgen report` on the same directory, or on what a killed run left, gives the same numbers. A prediction has
+as columns already what would be read, and writes its files from them. Times are monotonic nanoseconds since the start
+of the run (t = 0 is when the schedule begins); null, and -1 in the columns, means that it never happened.
 
 Reading is incremental and never holds the records as objects: a table is 146 bytes a request and 4 bytes a gap, and
 reading one that finished nearly in order takes little more.
@@ -151,7 +151,10 @@ class Table:
         return ok
 
     def select(self, mask: NDArray[np.bool_]) -> Table:
-        """The rows where `mask` (n,) holds, as a copy."""
+        """The rows where `mask` (n,) holds: as a view where they follow each other, else as a copy."""
+        chosen = np.flatnonzero(mask)
+        if len(chosen) and chosen[-1] - chosen[0] < len(chosen):
+            return self.rows(int(chosen[0]), int(chosen[-1]) + 1)
         counts = np.diff(self.itl_offsets)
         offsets = np.concatenate(([0], np.cumsum(counts[mask]))).astype(np.int64)
         return self._part(mask, self.itl_us[np.repeat(mask, counts)], offsets)
@@ -193,21 +196,57 @@ class Table:
         """The requests that count, as a view."""
         return self.rows(int((self.phase != _PHASE_CODE["measured"]).sum()), len(self))
 
+    def records(self) -> Iterator[Record]:
+        """What the rows are read from; of a warm-up without its errors."""
+        columns = [_fields(name, getattr(self, name)) for name in _INTEGERS]
+        gaps_us, ends = self.itl_us.tolist(), self.itl_offsets[1:].tolist()
+        begin = 0
+        for values, outcome, phase, end in zip(
+            zip(*columns, strict=True), self.outcome.tolist(), self.phase.tolist(), ends, strict=True
+        ):
+            record = Record(
+                **dict(zip(_INTEGERS, values, strict=True)),
+                outcome=OUTCOMES[outcome],
+                phase=PHASES[phase],
+                itl_us=gaps_us[begin:end],
+            )
+            if phase == _PHASE_CODE["measured"]:
+                record.error = self.errors.get(record.id)
+                record.retried = record.id in self.retried or msgspec.UNSET
+            yield record
+            begin = end
+
+
+Recorded = tuple[Table, list[ClientFacts]]  # what a run directory holds, as `read` gives it
 
 _INTEGERS = (
     "id", "scheduled_ns", "sent_ns", "headers_ns", "first_token_ns", "last_token_ns", "done_ns", "prompt_tokens",
     "output_tokens", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "shared_tokens", "session", "turn",
     "events", "status",
 )  # fmt: skip
-_NONE = {"session": -1}  # in the column, where the record has no such field; others: 0
+_NONE = {"shared_tokens": 0, "session": -1, "turn": 0}  # in the column, where the record has no such field
+_ALWAYS = ("id", "scheduled_ns", "asked_prompt_tokens", "asked_tokens", "events")  # fields that are never null
 COLUMNS = (*_INTEGERS, "outcome", "phase")
 _OUTCOME_CODE = {name: code for code, name in enumerate(OUTCOMES)}
 _PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
 DAY_NS = 86_400_000_000_000
 MOST_NS = 30 * DAY_NS  # of a run
+MOST_GAP_US = (1 << 32) - 1
+FAR = f"a time is more than {MOST_NS / DAY_NS:g} days from the run's start"
 MOST_LINE_BYTES = 1 << 26  # of a record: eight million gaps; a packed file may hold a line without end
 GAPS_A_BLOCK = 1 << 19
 ROWS_A_BLOCK = 1 << 12
+WRITTEN_TOGETHER = 256  # records: of more the numbers would leave the processor's cache
+
+
+def _fields(name: str, column: NDArray[np.int64]) -> list[Any]:
+    """The values of a record's field from those of its column."""
+    values: list[Any] = column.tolist()
+    if name not in _ALWAYS:
+        absent, none = (msgspec.UNSET, _NONE[name]) if name in _NONE else (None, -1)
+        for row in np.flatnonzero(column == none).tolist():
+            values[row] = absent
+    return values
 
 
 def _wrong(record: Record) -> str | None:
@@ -217,7 +256,7 @@ def _wrong(record: Record) -> str | None:
         return "its first token and its last do not come in that order"
     stamps = (record.scheduled_ns, record.sent_ns, record.headers_ns, first, last, record.done_ns)
     if any(stamp is not None and abs(stamp) > MOST_NS for stamp in stamps):
-        return f"a time is more than {MOST_NS / DAY_NS:g} days from the run's start"
+        return FAR
     if (record.session is msgspec.UNSET) != (record.turn is msgspec.UNSET):
         return "it has only one of session and turn"
     return None
@@ -250,7 +289,7 @@ class _Columns:
             self._gaps[-1].extend(record.itl_us)
             for name, column in self._integers.items():
                 value = getattr(record, name)
-                column.append(-1 if value is None else _NONE.get(name, 0) if value is msgspec.UNSET else value)
+                column.append(-1 if value is None else _NONE[name] if value is msgspec.UNSET else value)
         except OverflowError as error:
             raise ValueError(f"a number is out of range: {error}") from None
         self._gap_counts.append(len(record.itl_us))
@@ -324,7 +363,8 @@ class RecordsFile:
 
     def __init__(self, path: Path, run_id: str, version: str, t0_monotonic_ns: int, at_once: bool = True) -> None:
         self._at_once = at_once
-        self._encode = msgspec.json.Encoder().encode
+        encoder = msgspec.json.Encoder()
+        self._encode, self._encode_lines = encoder.encode, encoder.encode_lines
         self._path, self._number = path, 1
         self._header = Header(run_id=run_id, version=version, t0_monotonic_ns=t0_monotonic_ns)
         self._file = path.open("xb")
@@ -361,6 +401,19 @@ class RecordsFile:
         if self._size_bytes >= parts.PART_BYTES:
             self._next_part()
         self._line(record)
+
+    def write_table(self, table: Table) -> None:
+        """Writes a record for each row, many together; the files are full at the same records as from `write`."""
+        for first in range(0, len(table), WRITTEN_TOGETHER):
+            rows = list(table.rows(first, min(first + WRITTEN_TOGETHER, len(table))).records())
+            lines = self._encode_lines(rows)
+            if self._size_bytes + len(lines) < parts.PART_BYTES:
+                self._file.write(lines)
+                self._size_bytes += len(lines)
+            else:
+                for record in rows:
+                    self.write(record)
+        self._file.flush()
 
     def close(self, client: ClientFacts) -> None:
         self._line(Footer(client=client))
@@ -427,7 +480,7 @@ def read_header(directory: Path) -> Header:
     return header
 
 
-def read(directory: Path) -> tuple[Table, list[ClientFacts]]:
+def read(directory: Path) -> Recorded:
     """The table of a run directory and each client process' facts about itself (none for a killed one).
 
     Reads the run's own files or, where workers were killed before they were merged, the workers'. A last line that a

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import itertools
 import math
 import resource
 import sys
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from cyclopts import Parameter
+from numpy.typing import NDArray
 
 import backends
 from loadgen import cli, exit_codes, models, rundir, terminal
@@ -21,19 +26,20 @@ from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, Placeme
 from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
 from loadgen.load.sessions import Turns
-from loadgen.load.shapes import Shape, Shapes, TraceShapes
+from loadgen.load.shapes import Shapes, TraceShapes
 from loadgen.option_types import names, offers, option
 from loadgen.page import html
 from loadgen.page.content import Page
 from loadgen.plan import planned_load, read_dataset
 from loadgen.rundir import records
+from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.server import embedded
 from servers.simulator.build import Emulated, EmulationError, emulate
 from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware
 from servers.simulator.virtual import Arrival, Outcome, manifest, simulate, simulate_sessions, uncollected
 
-WRITTEN_TOGETHER = 1024  # requests
+COUNTED_TOGETHER = 4096  # requests
 
 
 @offers(
@@ -104,9 +110,9 @@ def predict(
         raise ConfigError(str(error)) from None
     terminal.say(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
     run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
-    write(directory, run_manifest, outcomes, shapes, load.turns())
-    del outcomes, sent  # the report reads the records again, and needs as much memory
-    return cli.report_one(directory, "loadgen")
+    del sent, emulated  # the report needs the memory
+    written = write(directory, run_manifest, outcomes, shapes, load.turns())
+    return cli.report_one(directory, "loadgen", written=written)
 
 
 def _preset(config: PredictOptions, preset: Literal["paper", "published"]) -> int:
@@ -181,18 +187,17 @@ def drawn(config: Config) -> tuple[Load, Shapes]:
 
 
 def requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
-    """Every request of a load, in the order of their numbers; those of a closed loop that time ends as they are asked
-    for. In a closed loop their times do not matter, nor do those of a session's later turns."""
+    """Every request of a load, in the order of their numbers; those of a trace, and of a closed loop that time ends, as
+    they are asked for. In a closed loop their times do not matter, nor do those of a session's later turns."""
     if load.streams is not None and load.duration_s is not None:
         numbers = itertools.count() if load.requests is None else range(load.requests)
         return (Arrival(0.0, *shapes.shape(number)[:3]) for number in numbers)
     due_s = load.due_ns() / 1e9 if load.streams is None else np.zeros(load.requests or 0)
     if (turns := load.turns()) is not None:
         due_s = np.repeat(due_s, np.diff(turns.first)[: len(due_s)])
-    asked: Iterator[Shape] = (shapes.shape(number) for number in range(len(due_s)))
     if isinstance(shapes, TraceShapes) and len(due_s) == len(shapes):
-        asked = shapes.in_common()
-    return [Arrival(at_s, *shape[:3]) for at_s, shape in zip(due_s.tolist(), asked, strict=True)]
+        return (Arrival(at_s, *shape[:3]) for at_s, shape in zip(map(float, due_s), shapes.in_common(), strict=True))
+    return [Arrival(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(due_s.tolist())]
 
 
 def _longest_tokens(load: Load, shapes: Shapes, sent: list[Arrival] | Iterator[Arrival]) -> int:
@@ -234,75 +239,127 @@ def _prompts(config: Config) -> int | None:
 
 def write(
     directory: Path, run_manifest: rundir.Manifest, outcomes: list[Outcome], shapes: Shapes, turns: Turns | None
-) -> None:
-    """The run directory: manifest and records. turns: of sessions."""
+) -> records.Recorded:
+    """Writes the run directory, manifest and records, and gives back what would be read from it. Empties `outcomes`.
+    turns: of sessions. Raises RecordsError, before it writes, for times that no record can have."""
+    wall_s = max((each.times_s[-1] if each.times_s else each.sent_s for each in outcomes), default=0.0)
+    table = _table(outcomes, shapes, turns)
+    gc.collect()  # empties Python's lists of freed objects as well: a few of them keep hundreds of MB from the system
+    _give_back()
     rundir.write_manifest(directory, run_manifest)
     path = directory / "requests.jsonl"
     file = records.RecordsFile(path, run_manifest.run_id, run_manifest.version, 0, at_once=False)
-    for first in range(0, len(outcomes), WRITTEN_TOGETHER):
-        for record in _records(outcomes[first : first + WRITTEN_TOGETHER], shapes, turns):
-            file.write(record)
-    file.close(
-        records.ClientFacts(
-            state="complete",
-            wall_s=max((each.times_s[-1] if each.times_s else each.sent_s for each in outcomes), default=0.0),
-            cpu_s=0.0,
-            cpu_peak_ratio=0.0,
-            events=sum(len(each.times_s) for each in outcomes),
-            connections=0,
-            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            loop_lag_p50_ms=0.0,
-            loop_lag_p99_ms=0.0,
-            loop_lag_max_ms=0.0,
-        )
+    file.write_table(table)
+    facts = records.ClientFacts(
+        state="complete",
+        wall_s=wall_s,
+        cpu_s=0.0,
+        cpu_peak_ratio=0.0,
+        events=int(table.events.sum()),
+        connections=0,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        loop_lag_p50_ms=0.0,
+        loop_lag_p99_ms=0.0,
+        loop_lag_max_ms=0.0,
+    )
+    file.close(facts)
+    return table, [facts]
+
+
+def _table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> records.Table:
+    """Empties `outcomes`, which take more than twice the memory of the table. Raises RecordsError."""
+    count = len(outcomes)
+    index, prompt, output, cached = (
+        np.fromiter(map(attrgetter(name), outcomes), np.int64, count)
+        for name in ("index", "prompt", "output", "cached_tokens")
+    )
+    begun_ns = np.rint(np.fromiter((each.sent_s for each in outcomes), np.float64, count) * 1e9).astype(np.int64)
+    status = np.fromiter((-1 if each.status is None else each.status for each in outcomes), np.int64, count)
+    failed = {each.index: each.dropped or f"status {each.status} (emulated)" for each in outcomes if each.status != 200}
+    tokens = _tokens(outcomes)
+    numbers = index.tolist()
+    came, sent = tokens.counts > 0, status != -1
+    places = [(-1, -1)] * count if turns is None else [turns.place(number) for number in numbers]
+    session, turn = np.array(places, np.int64).reshape(-1, 2).T
+    shared = [
+        _shared_tokens(shapes, number) if sends else 0 for number, sends in zip(numbers, sent.tolist(), strict=True)
+    ]
+    first_ns, last_ns = (np.where(came, 1000 * at_us, -1) for at_us in (tokens.first_us, tokens.last_us))
+    if max(np.abs(begun_ns).max(initial=0), last_ns.max(initial=0)) > records.MOST_NS:
+        raise records.RecordsError(f"This cannot be recorded: {records.FAR}.")
+    return records.Table(
+        id=np.array([shapes.id(number) for number in numbers], np.int64),
+        scheduled_ns=begun_ns,
+        sent_ns=np.where(sent, begun_ns, -1),
+        headers_ns=first_ns,
+        first_token_ns=first_ns,
+        last_token_ns=last_ns,
+        done_ns=np.where(came, last_ns, begun_ns),
+        prompt_tokens=np.where(came, prompt, -1),
+        output_tokens=np.where(came, tokens.counts, -1),
+        asked_prompt_tokens=prompt,
+        asked_tokens=output,
+        cached_tokens=np.where(came & (cached > 0), cached, -1),
+        shared_tokens=np.array(shared, np.int64),
+        session=session,
+        turn=turn + 1,
+        events=tokens.counts,
+        status=status,
+        outcome=np.select(
+            [status == 200, sent], [OUTCOMES.index("ok"), OUTCOMES.index("http_error")], OUTCOMES.index("dropped")
+        ).astype(np.int8),
+        phase=np.full(count, records.PHASES.index("measured"), np.int8),
+        itl_us=tokens.gaps_us,
+        itl_offsets=np.concatenate(([0], np.cumsum(np.maximum(tokens.counts - 1, 0)))),
+        errors={shapes.id(number): why for number, why in failed.items()},
     )
 
 
-def _records(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> Iterator[records.Record]:
-    """Their times are rounded down to microseconds together: for each by itself it would take longer."""
-    times_s = np.concatenate([np.frombuffer(each.times_s) for each in outcomes])
-    micros = (times_s * 1e6).astype(np.int64)
-    gaps_us = np.diff(micros, append=0).tolist()
-    times_us = micros.tolist()
-    begin = 0
-    for outcome in outcomes:
-        end = begin + len(outcome.times_s)
-        record = _record(outcome, shapes, turns)
-        if end > begin:
-            first_ns, last_ns = times_us[begin] * 1000, times_us[end - 1] * 1000
-            record.headers_ns = record.first_token_ns = first_ns
-            record.last_token_ns = record.done_ns = last_ns
-            record.prompt_tokens = outcome.prompt
-            record.cached_tokens = outcome.cached_tokens or None
-            record.output_tokens = record.events = end - begin
-            record.itl_us = gaps_us[begin : end - 1]
-        yield record
-        begin = end
+class _Tokens(NamedTuple):
+    """Of each request (n,) how many tokens came, and when the first and the last; and all gaps between them, flat.
+    Times are rounded down to microseconds."""
+
+    counts: NDArray[np.int64]
+    first_us: NDArray[np.int64]
+    last_us: NDArray[np.int64]
+    gaps_us: NDArray[np.uint32]
 
 
-def _record(outcome: Outcome, shapes: Shapes, turns: Turns | None) -> records.Record:
-    """But for its tokens."""
-    sent_ns = round(outcome.sent_s * 1e9)
-    record = records.Record(
-        id=shapes.id(outcome.index),
-        scheduled_ns=sent_ns,
-        asked_prompt_tokens=outcome.prompt,
-        asked_tokens=outcome.output,
-        outcome="ok",
-    )
-    if turns is not None:
-        record.session, turn = turns.place(outcome.index)
-        record.turn = turn + 1
-    if outcome.dropped is not None:
-        record.outcome, record.error, record.done_ns = "dropped", outcome.dropped, sent_ns
-        return record
-    record.sent_ns, record.status = sent_ns, outcome.status
+def _tokens(outcomes: list[Outcome]) -> _Tokens:
+    """Empties `outcomes`, so that they are let go of as the gaps grow. Raises RecordsError."""
+    counts = np.fromiter((len(each.times_s) for each in outcomes), np.int64, len(outcomes))
+    gaps_us = np.empty(int(np.maximum(counts - 1, 0).sum()), np.uint32)  # the system gives a page when it is written
+    first_us, last_us = np.zeros_like(counts), np.zeros_like(counts)
+    outcomes.reverse()  # a list is shortened at its end
+    row = gap = 0
+    while outcomes:
+        together = outcomes[: -COUNTED_TOGETHER - 1 : -1]
+        del outcomes[-COUNTED_TOGETHER:]
+        times_us = (np.frombuffer(b"".join([each.times_s for each in together])) * 1e6).astype(np.int64)
+        rows = row + np.flatnonzero(counts[row : row + len(together)])
+        ends = np.cumsum(counts[rows])
+        begins = ends - counts[rows]
+        first_us[rows], last_us[rows] = times_us[begins], times_us[ends - 1]
+        gaps = np.delete(np.diff(times_us, prepend=0), begins)
+        if gaps.max(initial=0) > records.MOST_GAP_US:
+            raise records.RecordsError(
+                f"This cannot be recorded: tokens of a reply come over {records.MOST_GAP_US / 1e6:.0f} s apart."
+            )
+        gaps_us[gap : gap + len(gaps)] = gaps
+        row, gap = row + len(together), gap + len(gaps)
+        del together
+        _give_back()
+    return _Tokens(counts, first_us, last_us, gaps_us)
+
+
+def _give_back() -> None:
+    """Gives memory that was freed back to the system: glibc keeps what is not at its heap's end, and others have no
+    such call."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _shared_tokens(shapes: Shapes, number: int) -> int:
     if isinstance(shapes, TraceShapes):  # without its segments
-        record.shared_tokens = shapes.shared_tokens(outcome.index) or msgspec.UNSET
-    else:
-        record.shared_tokens = shapes.shape(outcome.index).shared_tokens or msgspec.UNSET
-    if outcome.status != 200:
-        record.outcome, record.error = "http_error", f"status {outcome.status} (emulated)"
-        record.done_ns = sent_ns
-        return record
-    return record
+        return shapes.shared_tokens(number)
+    return shapes.shape(number).shared_tokens

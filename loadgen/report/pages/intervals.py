@@ -58,18 +58,17 @@ def ranks(n: int, thousandths: int) -> tuple[int, int] | None:
     return (low, high) if low >= 0 and high < n else None
 
 
-def of_metric(measured: Table, name: str, rules: Convention) -> dict[str, Bounds | None]:
-    """By `STATISTICS`, in milliseconds."""
+def of_metric(measured: Table, name: str, rules: Convention, whole: Summary) -> dict[str, Bounds | None]:
+    """By `STATISTICS`, in milliseconds. whole: of the metric in `measured`."""
     by_part = [metrics.summary(metrics.sample(part, name, rules), rules.percentile) for part in parts(measured)]
-    sample = metrics.sample(measured, name, rules)
-    whole = metrics.summary(sample, rules.percentile)
+    sample = None if name == "itl_ms" else metrics.sample(measured, name, rules)  # all gaps take much memory
     bounds: dict[str, Bounds | None] = {}
     for statistic in STATISTICS:
         value = getattr(whole, statistic)
-        own = None if name == "itl_ms" else _own(sample, whole, statistic)
+        own = None if sample is None else _own(sample, whole, statistic)
         batches = [each for summary in by_part if (each := getattr(summary, statistic)) is not None]
         reach = _reach(np.array(batches)) if len(batches) == PARTS else None
-        bounds[statistic] = _widened(own, value, reach, alone=name == "itl_ms")
+        bounds[statistic] = _widened(own, value, reach, alone=sample is None)
     return bounds
 
 

@@ -159,7 +159,9 @@ def test_merged_reads() -> None:
     assert severities(merged(0.06)) == {"MERGED_READS": "warning"}
 
 
-def test_grouped_events() -> None:
+def test_grouped_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadgen.rundir.records.ROWS_A_BLOCK", 7)
+
     def grouped(share: float, gap_us: int) -> Table:
         gaps = clean().itl_us.copy()
         gaps[: int(share * len(gaps))] = gap_us

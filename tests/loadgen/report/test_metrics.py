@@ -38,6 +38,13 @@ def values(metric: str, convention: str = "loadgen") -> list[float]:
     return [value * sample.unit_ms for value in sample.values.tolist()]
 
 
+@pytest.mark.parametrize("broke", [False, True])
+def test_gaps_of_a_reply_that_broke_do_not_count(broke: bool) -> None:
+    rows = [request(0, gaps=(50, 100)), request(1, gaps=(70,), outcome="reset" if broke else "ok")]
+    pooled = metrics.sample(table(rows), "itl_ms", CONVENTIONS["loadgen"]).values
+    assert pooled.tolist() == ([50_000, 100_000] if broke else [50_000, 70_000, 100_000])
+
+
 @pytest.mark.parametrize(
     ("convention", "metric", "expected"),
     [

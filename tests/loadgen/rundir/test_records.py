@@ -129,6 +129,35 @@ def test_selected_rows_are_those_rows(given_records: list[Record], data: st.Data
     assert rows_of(table.measured()) == measured
 
 
+@given(many_records)
+@settings(max_examples=60, deadline=None)
+def test_a_table_is_written_as_its_records_are(given_records: list[Record]) -> None:
+    table = records.table(given_records)
+    assert list(table.records()) == rows_of(table)
+    again = list(table.measured().records())
+    with TemporaryDirectory() as one, TemporaryDirectory() as other, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "WRITTEN_TOGETHER", 3)
+        patch.setattr(parts, "PART_BYTES", 1500)
+        write_file(Path(one) / "requests.jsonl", again)
+        file = RecordsFile(Path(other) / "requests.jsonl", "run", "0.1.0", 123)
+        file.write_table(table.measured())
+        file.close(facts())
+        written = [{path.name: path.read_bytes() for path in Path(name).iterdir()} for name in (one, other)]
+        assert written[0] == written[1]
+
+
+def test_a_request_that_was_sent_twice_is_written_so() -> None:
+    table = records.table([request(1), request(2, retried=True)])
+    assert [record.retried for record in table.records()] == [msgspec.UNSET, True]
+
+
+def test_rows_that_follow_each_other_are_not_copied() -> None:
+    table = records.table(request(number) for number in range(6))
+    assert np.shares_memory(table.select(table.id >= 2).itl_us, table.itl_us)
+    assert not np.shares_memory(table.select(table.id % 2 == 0).itl_us, table.itl_us)
+    assert len(table.select(table.id > 9)) == 0
+
+
 @given(many_records, st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
 def test_merged_parts_are_one_file(given_records: list[Record], parts: int) -> None:
