@@ -5,8 +5,9 @@ by how long nobody has held them. A block that is handed out loses its content. 
 blocks go before earlier ones, so that the end of a prefix is lost before its beginning. Several blocks may hold the
 same: the one that was there first is found.
 
-Blocks that end in what a request shares with nobody are only counted. Nobody but the request itself finds them, when it
-comes back after it was preempted; and then all that are left of them, since whatever is before them is lost later.
+Blocks that nobody can find yet, and those that end in what a request shares with nobody, are only counted. Nobody but
+the request itself finds the latter, when it comes back after it was preempted; and then all that are left of them,
+since whatever is before them is lost later.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from servers.schedulers.prefixes import Position, block_ends
 
 
 class Block:
-    """`content`: where its last token is; None: not whole or not known yet. `holders`: requests that hold it."""
+    """`content`: where its last token is. `holders`: requests that hold it."""
 
     __slots__ = ("content", "holders")
 
-    def __init__(self) -> None:
-        self.content: Position | None = None
+    def __init__(self, content: Position) -> None:
+        self.content = content
         self.holders = 1
 
 
-_OWN = Block()  # stands for one that is only counted, and which nobody holds
+_OWN = Block((0, 0))  # stands for one that is only counted, and which nobody holds
 _OWN.holders = 0
 
 
 class _Held:
-    """What a request holds: `blocks`, and what they will hold, and behind them `own` ones that are only counted. The
-    first `published` of all can be found. idle: own ones that it has let go of and that can still be found."""
+    """What a request holds that can be found: the first `published` of its blocks, of which the first `blocks` have the
+    beginning of `contents`. idle: own ones that it has let go of and that can still be found."""
 
-    __slots__ = ("blocks", "contents", "idle", "own", "published")
+    __slots__ = ("blocks", "contents", "idle", "published")
 
     def __init__(self, contents: list[Position]) -> None:
         self.blocks: list[Block] = []
         self.contents = contents
-        self.own = self.idle = 0
+        self.idle = 0
         self.published = 0
 
 
@@ -85,9 +86,9 @@ class BlockCache:
             block.holders += 1
         if held.idle:
             del self.idle[held]
-        held.own, held.idle = held.idle, 0
+            held.idle = 0
 
-    def take(self, sequence: Sequence, blocks: int) -> None:
+    def take(self, blocks: int) -> None:
         """Hands out so many free blocks, which there must be."""
         left = blocks - self.blank if blocks > self.blank else 0
         self.blank -= blocks - left
@@ -104,19 +105,16 @@ class BlockCache:
                 continue
             del idle[block]
             left -= 1
-            assert block.content is not None
             same = known[block.content]
             if len(same) == 1:
                 del known[block.content]
             else:
                 del same[block]
+
+    def shares(self, sequence: Sequence) -> bool:
+        """Whether others will find a block of the request that cannot be found yet."""
         held = self._held[sequence]
-        lacking = len(held.contents) - len(held.blocks)
-        if lacking:
-            shared = min(blocks, lacking)
-            held.blocks += [Block() for _ in range(shared)]
-            blocks -= shared
-        held.own += blocks
+        return held.published < len(held.contents)
 
     def publish(self, sequence: Sequence, tokens: int) -> None:
         """The request's blocks that are whole with its first `tokens` can be found from now on."""
@@ -128,9 +126,9 @@ class BlockCache:
         if published >= shared:
             self._own_known += whole - published
             return
-        for number in range(published, min(whole, shared)):
-            block, content = held.blocks[number], held.contents[number]
-            block.content = content
+        for content in held.contents[published:whole]:
+            block = Block(content)
+            held.blocks.append(block)
             same = self._known.get(content)
             if same is None:
                 self._known[content] = {block: None}
@@ -144,21 +142,17 @@ class BlockCache:
         held = self._held.get(sequence)
         if held is None:
             return 0
-        freed = held.own
+        freed = sequence.blocks - len(held.blocks)
         if freed:
             held.idle = max(0, held.published - len(held.contents))
             self.blank += freed - held.idle
             if held.idle:
                 self.idle[held] = None
-            held.own = 0
         for block in reversed(held.blocks):
             block.holders -= 1
             if not block.holders:
                 freed += 1
-                if block.content is None:
-                    self.blank += 1
-                else:
-                    self.idle[block] = None
+                self.idle[block] = None
         held.blocks = []
         held.published = 0
         return freed

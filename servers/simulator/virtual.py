@@ -94,7 +94,7 @@ def simulate(
                 if streams is not None:
                     heapq.heappush(freed, place_s(first_s, gap_s, place))
 
-    engine = emulated.engine(deliver)
+    engine = emulated.engine(deliver, tokens.put_alike)
 
     def send(at_s: float, arrival: Arrival) -> None:
         sequence = Sequence(len(outcomes), *arrival[1:])
@@ -142,26 +142,32 @@ def _as_freed(
 
 
 class _Tokens:
-    """When each token came: put down by the step, and given to the requests' outcomes when there are many."""
+    """When each token came: put down by steps with the same requests, and given to their outcomes when there are
+    many."""
 
     def __init__(self, outcomes: list[Outcome] | dict[int, Outcome]) -> None:
         """outcomes: by the requests' numbers."""
         self._outcomes = outcomes
-        self._steps: list[tuple[list[Sequence], float, float]] = []
+        self._alike: list[tuple[list[Sequence], int, float]] = []  # whose, in how many steps, and how far apart
+        self._firsts_s: list[float] = []  # of each step
         self._count = 0
 
     def put(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
-        self._steps.append((emits, first_s, gap_s))
-        self._count += len(emits)
+        self.put_alike(emits, [first_s], gap_s)
+
+    def put_alike(self, emits: list[Sequence], firsts_s: list[float], gap_s: float) -> None:
+        self._alike.append((emits, len(firsts_s), gap_s))
+        self._firsts_s += firsts_s
+        self._count += len(emits) * len(firsts_s)
         if self._count > TOKENS_AT_ONCE:
             self.sort()
 
     def sort(self) -> None:
         """Gives out what was put down."""
-        if not self._steps:
+        if not self._alike:
             return
         whose, times_s = self._whose(), self._times_s()
-        self._steps, self._count = [], 0
+        self._alike, self._firsts_s, self._count = [], [], 0
         whose -= (least := int(whose.min()))
         # by the radix where numbers are short
         order = np.argsort(whose.astype(np.uint16) if int(whose.max()) < 1 << 16 else whose, kind="stable")
@@ -175,21 +181,17 @@ class _Tokens:
 
     def _whose(self) -> NDArray[np.int64]:
         """The number of the request of each token (all tokens,)."""
-        parts: list[NDArray[np.int64]] = []
-        before: list[Sequence] = []
-        for emits, _, _ in self._steps:
-            if emits is not before:
-                part = np.array([sequence.index for sequence in emits], np.int64)
-                before = emits
-            parts.append(part)
-        return np.concatenate(parts)
+        parts: list[int] = []
+        for emits, steps, _ in self._alike:
+            parts += [sequence.index for sequence in emits] * steps
+        return np.array(parts, np.int64)
 
     def _times_s(self) -> NDArray[np.float64]:
         """When each token came (all tokens,), added up one by one within a step."""
-        counts = np.array([len(emits) for emits, _, _ in self._steps])
+        rows, times, gaps_s = zip(*((len(emits), steps, gap_s) for emits, steps, gap_s in self._alike), strict=True)
+        counts, gap_s = np.repeat(rows, times), np.repeat(gaps_s, times)
         begins = np.cumsum(counts) - counts
-        first_s = np.array([each for _, each, _ in self._steps])
-        gap_s = np.array([each for _, _, each in self._steps])
+        first_s = np.array(self._firsts_s)
         times_s = np.empty(int(counts.sum()))
         sizes = np.ceil(np.log2(counts)).astype(np.int64)
         for size in np.unique(sizes).tolist():  # together with others at most twice as long
@@ -220,9 +222,9 @@ class _Sessions:
 
     def __init__(self, emulated: Emulated, arrivals: Several[Arrival], turns: Turns, streams: Streams | None) -> None:
         self._arrivals, self._turns, self._streams = arrivals, turns, streams
-        self._engine = emulated.engine(self._deliver)
         self._outcomes: dict[int, Outcome] = {}
         self._tokens = _Tokens(self._outcomes)
+        self._engine = emulated.engine(self._deliver, self._tokens.put_alike)
         begins = [number for number in turns.first.tolist() if number < len(arrivals)]
         self._begins = iter(begins)
         self._due: list[tuple[float, int]]  # a heap of (seconds, turn)
