@@ -18,18 +18,8 @@ from servers.schedulers import Sequence
 from servers.schedulers.prefixes import Position, block_ends
 
 
-class Block:
-    """`content`: where its last token is. `holders`: requests that hold it."""
-
-    __slots__ = ("content", "holders")
-
-    def __init__(self, content: Position) -> None:
-        self.content = content
-        self.holders = 1
-
-
-_OWN = Block((0, 0))  # stands for one that is only counted, and which nobody holds
-_OWN.holders = 0
+Block = tuple[int, ...]  # its content, which is where its last token is; and a number where others had the same before
+_OWN: Block = ()  # stands for one that is only counted, and which nobody holds
 
 
 class _Held:
@@ -53,7 +43,10 @@ class BlockCache:
         self.blank = blocks
         self.idle: OrderedDict[Block | _Held, None] = OrderedDict()
         self._block_tokens = block_tokens
-        self._known: dict[Position, dict[Block, None]] = {}
+        self._known: dict[Block, Block] = {}  # by content: the one that is found
+        self._copies: dict[Block, dict[Block, None]] = {}  # by content: the others, in order
+        self._copied = 0
+        self._more: dict[Block, int] = {}  # of those that several requests hold: how many do, but for one
         self._own_known = 0
         self._held: dict[Sequence, _Held] = {}
 
@@ -69,11 +62,15 @@ class BlockCache:
             held = self._held[sequence] = _Held(block_ends(sequence, self._block_tokens, own=False))
         found: list[Block] = []
         for content in held.contents[:most]:
-            same = self._known.get(content)
-            if same is None:
+            block = self._known.get(content)
+            if block is None:
                 return found
-            found.append(next(iter(same)))
+            found.append(block)
         return found + [_OWN] * held.idle
+
+    def unheld(self, found: list[Block]) -> int:
+        """How many of them nobody holds."""
+        return found.count(_OWN) + sum(map(self.idle.__contains__, found))
 
     def hold(self, sequence: Sequence, found: list[Block]) -> None:
         """A request that holds nothing takes over what `find` found for it."""
@@ -81,9 +78,10 @@ class BlockCache:
         held.published = len(found)
         held.blocks = found[: len(held.contents)]
         for block in held.blocks:
-            if not block.holders:
+            if block in self.idle:
                 del self.idle[block]
-            block.holders += 1
+            else:
+                self._more[block] = self._more.get(block, 0) + 1
         if held.idle:
             del self.idle[held]
             held.idle = 0
@@ -92,24 +90,29 @@ class BlockCache:
         """Hands out so many free blocks, which there must be."""
         left = blocks - self.blank if blocks > self.blank else 0
         self.blank -= blocks - left
-        idle, known = self.idle, self._known
+        idle, known, copies = self.idle, self._known, self._copies
         while left:
-            block = next(iter(idle))
+            block, _ = idle.popitem(last=False)
             if isinstance(block, _Held):
                 lost = left if left < block.idle else block.idle
                 block.idle -= lost
                 self._own_known -= lost
                 left -= lost
-                if not block.idle:
-                    del idle[block]
+                if block.idle:
+                    idle[block] = None
+                    idle.move_to_end(block, last=False)
                 continue
-            del idle[block]
             left -= 1
-            same = known[block.content]
-            if len(same) == 1:
-                del known[block.content]
-            else:
-                del same[block]
+            content = block[:2]
+            others = copies.get(content)
+            if others is None:
+                del known[content]
+                continue
+            if known[content] == block:
+                block = known[content] = next(iter(others))
+            del others[block]
+            if not others:
+                del copies[content]
 
     def shares(self, sequence: Sequence) -> bool:
         """Whether others will find a block of the request that cannot be found yet."""
@@ -126,16 +129,24 @@ class BlockCache:
         if published >= shared:
             self._own_known += whole - published
             return
-        for content in held.contents[published:whole]:
-            block = Block(content)
-            held.blocks.append(block)
-            same = self._known.get(content)
-            if same is None:
-                self._known[content] = {block: None}
-            else:
-                same[block] = None
+        new, known = held.contents[published:whole], self._known
+        if known.keys().isdisjoint(new):
+            known.update(zip(new, new, strict=True))
+            held.blocks += new
+        else:
+            held.blocks += map(self._put, new)
         if whole > shared:
             self._own_known += whole - shared
+
+    def _put(self, content: Block) -> Block:
+        """A block that holds it from now on."""
+        if content not in self._known:
+            self._known[content] = content
+            return content
+        self._copied += 1
+        block = (*content, self._copied)
+        self._copies.setdefault(content, {})[block] = None
+        return block
 
     def release(self, sequence: Sequence) -> int:
         """The request lets go of all its blocks; how many of them have come free."""
@@ -149,10 +160,13 @@ class BlockCache:
             if held.idle:
                 self.idle[held] = None
         for block in reversed(held.blocks):
-            block.holders -= 1
-            if not block.holders:
+            if block not in self._more:
                 freed += 1
                 self.idle[block] = None
+            elif self._more[block] > 1:
+                self._more[block] -= 1
+            else:
+                del self._more[block]
         held.blocks = []
         held.published = 0
         return freed

@@ -422,7 +422,7 @@ class CachingVllmV1(VllmV1):
             sequence = self._waiting[0]
             whole = sequence.prompt + sequence.sampled
             found = cache.find(sequence, (whole - 1) // BLOCK_TOKENS)
-            idle = sum(not block.holders for block in found)
+            idle = cache.unheld(found)
             if -(-whole // BLOCK_TOKENS) - len(found) + idle > self._free:
                 return
             self._waiting.popleft()

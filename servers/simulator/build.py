@@ -127,6 +127,8 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
         deliver_alike: Callable[[list[Sequence], list[float], float], None] | None = None,
     ) -> Engine:
         takes = self.cost.clock(self.slow_rank), self.cost.launch_s, self.cost.prepare_s
+        if not self.cost.by_sums:
+            deliver_alike = None
         return Engine(_scheduler(self), takes, deliver, self.profile.front, deliver_alike)
 
     def with_profile(self, profile: Profile) -> Emulated:

@@ -297,6 +297,11 @@ class StepCost:
         return (own.step_us + own.row_us * samples + own.prefill_token_us * step.prefill_tokens) * 1e-6
 
     @property
+    def by_sums(self) -> bool:
+        """Whether the rows' context together says what they take; else, with windows, it takes the length of each."""
+        return self._read_s is not None
+
+    @property
     def prepare_s(self) -> float:
         """Seconds of a launch before its first kernel, or its graph, is launched."""
         return self._overheads.launch_us * 1e-6

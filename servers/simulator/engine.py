@@ -137,7 +137,7 @@ class Engine:
                     _, sequence = arriving.popleft()
                     if not sequence.done:  # its client may have gone
                         scheduler.add(sequence)
-            elif now_s < cpu_s <= now and self._fill():
+            elif now_s < cpu_s <= now and len(under_way) < depth and self._fill():
                 continue  # the next step comes before the results of one that has just ended
             elif under_way and under_way[0][0] <= now:
                 _, step = under_way.popleft()

@@ -148,7 +148,8 @@ class _Tokens:
     def __init__(self, outcomes: list[Outcome] | dict[int, Outcome]) -> None:
         """outcomes: by the requests' numbers."""
         self._outcomes = outcomes
-        self._alike: list[tuple[list[Sequence], int, float]] = []  # whose, in how many steps, and how far apart
+        self._numbers: list[int] = []  # of the requests of each group of steps
+        self._alike: list[tuple[int, int, float]] = []  # of each group: requests, steps, seconds between tokens
         self._firsts_s: list[float] = []  # of each step
         self._count = 0
 
@@ -156,7 +157,8 @@ class _Tokens:
         self.put_alike(emits, [first_s], gap_s)
 
     def put_alike(self, emits: list[Sequence], firsts_s: list[float], gap_s: float) -> None:
-        self._alike.append((emits, len(firsts_s), gap_s))
+        self._numbers += [sequence.index for sequence in emits]
+        self._alike.append((len(emits), len(firsts_s), gap_s))
         self._firsts_s += firsts_s
         self._count += len(emits) * len(firsts_s)
         if self._count > TOKENS_AT_ONCE:
@@ -166,8 +168,8 @@ class _Tokens:
         """Gives out what was put down."""
         if not self._alike:
             return
-        whose, times_s = self._whose(), self._times_s()
-        self._alike, self._firsts_s, self._count = [], [], 0
+        whose, times_s = self._placed()
+        self._numbers, self._alike, self._firsts_s, self._count = [], [], [], 0
         whose -= (least := int(whose.min()))
         # by the radix where numbers are short
         order = np.argsort(whose.astype(np.uint16) if int(whose.max()) < 1 << 16 else whose, kind="stable")
@@ -179,30 +181,25 @@ class _Tokens:
         for number, begin, end in zip(numbers, begins.tolist(), ends.tolist(), strict=True):
             self._outcomes[number].times_s.frombytes(raw[begin * size : end * size])
 
-    def _whose(self) -> NDArray[np.int64]:
-        """The number of the request of each token (all tokens,)."""
-        parts: list[int] = []
-        for emits, steps, _ in self._alike:
-            parts += [sequence.index for sequence in emits] * steps
-        return np.array(parts, np.int64)
-
-    def _times_s(self) -> NDArray[np.float64]:
-        """When each token came (all tokens,), added up one by one within a step."""
-        rows, times, gaps_s = zip(*((len(emits), steps, gap_s) for emits, steps, gap_s in self._alike), strict=True)
-        counts, gap_s = np.repeat(rows, times), np.repeat(gaps_s, times)
-        begins = np.cumsum(counts) - counts
-        first_s = np.array(self._firsts_s)
-        times_s = np.empty(int(counts.sum()))
-        sizes = np.ceil(np.log2(counts)).astype(np.int64)
-        for size in np.unique(sizes).tolist():  # together with others at most twice as long
-            steps = np.flatnonzero(sizes == size)
-            places = np.arange(int(counts[steps].max()))
-            sums = np.repeat(gap_s[steps, None], len(places), axis=1)
-            sums[:, 0] = first_s[steps]
-            np.add.accumulate(sums, axis=1, out=sums)
-            there = places < counts[steps, None]
-            times_s[(begins[steps, None] + places)[there]] = sums[there]
-        return times_s
+    def _placed(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The number of the request of each token (all tokens,), and when it came, added up one by one within a
+        step."""
+        numbers = np.array(self._numbers)
+        rows, steps, gaps_s = (np.array(each) for each in zip(*self._alike, strict=True))
+        counts = np.repeat(rows, steps)
+        order = np.argsort(-counts, kind="stable")  # steps with many tokens first
+        counts, begins = counts[order], (np.cumsum(counts) - counts)[order]
+        firsts = np.repeat(np.cumsum(rows) - rows, steps)[order]  # places in `numbers`
+        gap_s, at_s = np.repeat(gaps_s, steps)[order], np.array(self._firsts_s)[order]
+        whose, times_s = np.empty(self._count, np.int64), np.empty(self._count)
+        for place in range(int(counts[0])):
+            there = int(np.searchsorted(-counts, -place))  # steps that have so many tokens
+            begins, firsts, at_s, gap_s = begins[:there], firsts[:there], at_s[:there], gap_s[:there]
+            if place:
+                at_s += gap_s
+            whose[begins + place] = numbers[firsts + place]
+            times_s[begins + place] = at_s
+        return whose, times_s
 
 
 def simulate_sessions(
