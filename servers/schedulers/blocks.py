@@ -17,7 +17,6 @@ from collections import OrderedDict
 from servers.schedulers import Sequence
 from servers.schedulers.prefixes import Position, block_ends
 
-
 Block = tuple[int, ...]  # its content, which is where its last token is; and a number where others had the same before
 _OWN: Block = ()  # stands for one that is only counted, and which nobody holds
 

@@ -231,7 +231,8 @@ class StepCost:
         self._quantized = arithmetic(gpu, precision)
         self._dense: dict[int, float] = {}  # tokens -> what depends on their number alone
         self._head: dict[int, float] = {}
-        self._decodes: dict[int, tuple[float, float, float]] = {}  # rows -> of steps without prefills: kernels, rows, software
+        # rows -> of steps without prefills: all but attention, attention but for the context, software
+        self._decodes: dict[int, tuple[float, float, float]] = {}
         attention = self._attention = gpu.attentions.get(precision.kv_cache_dtype, gpu.attention)
         layers = model.layers
         self._decode_launch = layers * attention.decode_launch_us * 1e-6
