@@ -109,8 +109,6 @@ class Engine:
         arriving, under_way, scheduler = self._arriving, self._under_way, self.scheduler
         depth = scheduler.depth
         while True:
-            if self._deliver_alike is not None and (steps := scheduler.repeats()) > 0:
-                self._repeat(steps, until_s)
             now_s, cpu_s = self.now_s, self._cpu_s  # what follows is `next_s`, without its calls
             if cpu_s > now_s and len(under_way) < depth:
                 now = cpu_s
@@ -140,6 +138,9 @@ class Engine:
             elif now_s < cpu_s <= now and len(under_way) < depth and self._fill():
                 continue  # the next step comes before the results of one that has just ended
             elif under_way and under_way[0][0] <= now:
+                if self._deliver_alike is not None and (steps := scheduler.repeats()) > 0:
+                    self._repeat(steps, until_s)
+                    continue
                 _, step = under_way.popleft()
                 scheduler.finish(step)
                 if step.emits:
@@ -149,7 +150,7 @@ class Engine:
 
     def _repeat(self, most: int, until_s: float) -> None:
         """What `advance` does while each step that ends is followed by another like it, at most so many times, and
-        nothing else happens."""
+        nothing else happens. The first of them ends now."""
         under_way, arriving = self._under_way, self._arriving
         ends_s = deque([end_s for end_s, _ in under_way])
         step = under_way[-1][1]  # stands for all of them
@@ -182,8 +183,6 @@ class Engine:
                 gpu_s = cpu_s
             ends_s.popleft()
             ends_s.append(gpu_s)
-        if not firsts_s:
-            return
         self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s = now_s, cpu_s, gpu_s, front_s, taken_s
         under_way.clear()
         under_way.extend((end_s, step) for end_s in ends_s)
