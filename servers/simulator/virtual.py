@@ -192,9 +192,9 @@ class _Tokens:
         firsts = np.repeat(np.cumsum(rows) - rows, steps)[order]  # places in `numbers`
         gap_s, at_s = np.repeat(gaps_s, steps)[order], np.array(self._firsts_s)[order]
         whose, times_s = np.empty(self._count, np.int64), np.empty(self._count)
-        for place in range(int(counts[0])):
-            there = int(np.searchsorted(-counts, -place))  # steps that have so many tokens
-            begins, firsts, at_s, gap_s = begins[:there], firsts[:there], at_s[:there], gap_s[:there]
+        there = np.searchsorted(-counts, -np.arange(int(counts[0])))  # how many steps have a token at each place
+        for place, most in enumerate(there.tolist()):
+            begins, firsts, at_s, gap_s = begins[:most], firsts[:most], at_s[:most], gap_s[:most]
             if place:
                 at_s += gap_s
             whose[begins + place] = numbers[firsts + place]
