@@ -26,6 +26,9 @@ class Rounds(Protocol):
     scheduled: int
     finished: int
 
+    def blocks(self, computed: int) -> int:
+        """That a request with so many tokens in the cache holds."""
+
 
 class Sequence:
     """One request as a scheduler sees it. Lengths in tokens; `output` is what it will have generated in the end.
@@ -34,8 +37,8 @@ class Sequence:
     piece's beginning on, however long the piece is in each request. What they leave of prompt and reply nobody shares.
     Keys are whole numbers of 64 bits.
 
-    While it is `counted` with others, `computed`, `sampled` and `emitted` are not kept here but worked out for whoever
-    asks; `offset` and `joined` are then those of `decoding.Decoding`.
+    While it is `counted` with others, `computed`, `sampled`, `emitted` and `blocks` are not kept here but worked out
+    for whoever asks; `offset` and `joined` are then those of `decoding.Decoding`.
     """
 
     __slots__ = (
@@ -69,6 +72,8 @@ class Sequence:
                 return self.offset + counted.scheduled
             if name == "computed":
                 return self.prompt + self.offset + counted.scheduled - 1
+            if name == "blocks":
+                return counted.blocks(self.computed)
             raise AttributeError(f"a Sequence has no {name}")
 
 
@@ -125,6 +130,12 @@ class Queues:
         if not sequence.done:
             self._waiting.append(sequence)
 
+    def repeats(self) -> int:
+        return 0
+
+    def repeat(self, steps: int) -> None:
+        raise NotImplementedError
+
 
 class Paged(Queues):
     """With a KV cache of `blocks` blocks, of so many tokens each, that requests hold whole."""
@@ -174,3 +185,11 @@ class Scheduler(Protocol):
 
     def finish(self, step: Step) -> None:
         """The step is over: its tokens are out, and what has ended frees its memory."""
+
+    def repeats(self) -> int:
+        """How many steps are sure to follow that are like the last one, and like all that are under way, of which there
+        are `depth`: a token for each of the same requests, of whom none ends, unless another comes or one leaves."""
+
+    def repeat(self, steps: int) -> None:
+        """In so many of these turns the first step under way was over and the last one scheduled again; it now stands
+        for all that are under way."""

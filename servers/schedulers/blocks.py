@@ -5,8 +5,9 @@ by how long nobody has held them. A block that is handed out loses its content. 
 blocks go before earlier ones, so that the end of a prefix is lost before its beginning. Several blocks may hold the
 same: the one that was there first is found.
 
-Blocks that end in what a request shares with nobody are only counted. Nobody but the request itself finds them, when it
-comes back after it was preempted; and then all that are left of them, since whatever is before them is lost later.
+Blocks that nobody can find yet, and those that end in what a request shares with nobody, are only counted. Nobody but
+the request itself finds the latter, when it comes back after it was preempted; and then all that are left of them,
+since whatever is before them is lost later.
 """
 
 from __future__ import annotations
@@ -16,31 +17,20 @@ from collections import OrderedDict
 from servers.schedulers import Sequence
 from servers.schedulers.prefixes import Position, block_ends
 
-
-class Block:
-    """`content`: where its last token is; None: not whole or not known yet. `holders`: requests that hold it."""
-
-    __slots__ = ("content", "holders")
-
-    def __init__(self) -> None:
-        self.content: Position | None = None
-        self.holders = 1
-
-
-_OWN = Block()  # stands for one that is only counted, and which nobody holds
-_OWN.holders = 0
+Block = tuple[int, ...]  # its content, which is where its last token is; and a number where others had the same before
+_OWN: Block = ()  # stands for one that is only counted, and which nobody holds
 
 
 class _Held:
-    """What a request holds: `blocks`, and what they will hold, and behind them `own` ones that are only counted. The
-    first `published` of all can be found. idle: own ones that it has let go of and that can still be found."""
+    """What a request holds that can be found: the first `published` of its blocks, of which the first `blocks` have the
+    beginning of `contents`. idle: own ones that it has let go of and that can still be found."""
 
-    __slots__ = ("blocks", "contents", "idle", "own", "published")
+    __slots__ = ("blocks", "contents", "idle", "published")
 
     def __init__(self, contents: list[Position]) -> None:
         self.blocks: list[Block] = []
         self.contents = contents
-        self.own = self.idle = 0
+        self.idle = 0
         self.published = 0
 
 
@@ -52,7 +42,10 @@ class BlockCache:
         self.blank = blocks
         self.idle: OrderedDict[Block | _Held, None] = OrderedDict()
         self._block_tokens = block_tokens
-        self._known: dict[Position, dict[Block, None]] = {}
+        self._known: dict[Block, Block] = {}  # by content: the one that is found
+        self._copies: dict[Block, dict[Block, None]] = {}  # by content: the others, in order
+        self._copied = 0
+        self._more: dict[Block, int] = {}  # of those that several requests hold: how many do, but for one
         self._own_known = 0
         self._held: dict[Sequence, _Held] = {}
 
@@ -68,11 +61,15 @@ class BlockCache:
             held = self._held[sequence] = _Held(block_ends(sequence, self._block_tokens, own=False))
         found: list[Block] = []
         for content in held.contents[:most]:
-            same = self._known.get(content)
-            if same is None:
+            block = self._known.get(content)
+            if block is None:
                 return found
-            found.append(next(iter(same)))
+            found.append(block)
         return found + [_OWN] * held.idle
+
+    def unheld(self, found: list[Block]) -> int:
+        """How many of them nobody holds."""
+        return found.count(_OWN) + sum(map(self.idle.__contains__, found))
 
     def hold(self, sequence: Sequence, found: list[Block]) -> None:
         """A request that holds nothing takes over what `find` found for it."""
@@ -80,43 +77,46 @@ class BlockCache:
         held.published = len(found)
         held.blocks = found[: len(held.contents)]
         for block in held.blocks:
-            if not block.holders:
+            if block in self.idle:
                 del self.idle[block]
-            block.holders += 1
+            else:
+                self._more[block] = self._more.get(block, 0) + 1
         if held.idle:
             del self.idle[held]
-        held.own, held.idle = held.idle, 0
+            held.idle = 0
 
-    def take(self, sequence: Sequence, blocks: int) -> None:
+    def take(self, blocks: int) -> None:
         """Hands out so many free blocks, which there must be."""
         left = blocks - self.blank if blocks > self.blank else 0
         self.blank -= blocks - left
-        idle, known = self.idle, self._known
+        idle, known, copies = self.idle, self._known, self._copies
         while left:
-            block = next(iter(idle))
+            block, _ = idle.popitem(last=False)
             if isinstance(block, _Held):
                 lost = left if left < block.idle else block.idle
                 block.idle -= lost
                 self._own_known -= lost
                 left -= lost
-                if not block.idle:
-                    del idle[block]
+                if block.idle:
+                    idle[block] = None
+                    idle.move_to_end(block, last=False)
                 continue
-            del idle[block]
             left -= 1
-            assert block.content is not None
-            same = known[block.content]
-            if len(same) == 1:
-                del known[block.content]
-            else:
-                del same[block]
+            content = block[:2]
+            others = copies.get(content)
+            if others is None:
+                del known[content]
+                continue
+            if known[content] == block:
+                block = known[content] = next(iter(others))
+            del others[block]
+            if not others:
+                del copies[content]
+
+    def shares(self, sequence: Sequence) -> bool:
+        """Whether others will find a block of the request that cannot be found yet."""
         held = self._held[sequence]
-        lacking = len(held.contents) - len(held.blocks)
-        if lacking:
-            shared = min(blocks, lacking)
-            held.blocks += [Block() for _ in range(shared)]
-            blocks -= shared
-        held.own += blocks
+        return held.published < len(held.contents)
 
     def publish(self, sequence: Sequence, tokens: int) -> None:
         """The request's blocks that are whole with its first `tokens` can be found from now on."""
@@ -128,37 +128,44 @@ class BlockCache:
         if published >= shared:
             self._own_known += whole - published
             return
-        for number in range(published, min(whole, shared)):
-            block, content = held.blocks[number], held.contents[number]
-            block.content = content
-            same = self._known.get(content)
-            if same is None:
-                self._known[content] = {block: None}
-            else:
-                same[block] = None
+        new, known = held.contents[published:whole], self._known
+        if known.keys().isdisjoint(new):
+            known.update(zip(new, new, strict=True))
+            held.blocks += new
+        else:
+            held.blocks += map(self._put, new)
         if whole > shared:
             self._own_known += whole - shared
+
+    def _put(self, content: Block) -> Block:
+        """A block that holds it from now on."""
+        if content not in self._known:
+            self._known[content] = content
+            return content
+        self._copied += 1
+        block = (*content, self._copied)
+        self._copies.setdefault(content, {})[block] = None
+        return block
 
     def release(self, sequence: Sequence) -> int:
         """The request lets go of all its blocks; how many of them have come free."""
         held = self._held.get(sequence)
         if held is None:
             return 0
-        freed = held.own
+        freed = sequence.blocks - len(held.blocks)
         if freed:
             held.idle = max(0, held.published - len(held.contents))
             self.blank += freed - held.idle
             if held.idle:
                 self.idle[held] = None
-            held.own = 0
         for block in reversed(held.blocks):
-            block.holders -= 1
-            if not block.holders:
+            if block not in self._more:
                 freed += 1
-                if block.content is None:
-                    self.blank += 1
-                else:
-                    self.idle[block] = None
+                self.idle[block] = None
+            elif self._more[block] > 1:
+                self._more[block] -= 1
+            else:
+                del self._more[block]
         held.blocks = []
         held.published = 0
         return freed

@@ -10,7 +10,7 @@ given out `offset + finished`; where no step that it was in is over yet, as many
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from servers.schedulers import Sequence
@@ -24,19 +24,19 @@ class Held(Protocol):
 
 class Decoding:
     """`rows`: in the order in which they came; the list is never changed, since steps hold it. context: the sum of what
-    all have computed. `taking`: who takes blocks in the next step, and how many it has then, once `missing` was asked.
-    `whole`: by steps that are over, of whom all tokens of a block are known then. At most two are under way at once."""
+    all have computed. `whole`: by steps that are over, of whom all tokens of a block are known then. At most two are
+    under way at once."""
 
-    def __init__(self, held: Held, block_tokens: int, publishes: bool = False) -> None:
-        """publishes: whether `known` will be asked."""
+    def __init__(self, held: Held, block_tokens: int, shares: Callable[[Sequence], bool] = lambda _: False) -> None:
+        """shares: whether others may find a block that a request has not filled yet, so that `known` tells of it."""
         self.rows: list[Sequence] = []
         self.context = 0
         self.scheduled = self.finished = 0
-        self.taking: list[tuple[Sequence, int]] = []
         self._held = held
         self._block_tokens = block_tokens
-        self._publishes = publishes
-        self._full: dict[int, list[Sequence]] = {}  # by step: whose blocks are full before it
+        self._shares = shares
+        # by step, modulo the tokens of a block: whose blocks are full before it
+        self._full: list[list[Sequence]] = [[] for _ in range(block_tokens)]
         self._last: dict[int, list[Sequence]] = {}  # by step: who takes its last token in it
         self.whole: dict[int, list[Sequence]] = {}
 
@@ -50,72 +50,89 @@ class Decoding:
             sequence.joined = number - (sampled - sequence.emitted)
             self.context += computed
             self._last.setdefault(sequence.output - offset, []).append(sequence)
-            self._full.setdefault(number + -computed % size + 1, []).append(sequence)
-            if self._publishes:
+            self._full[(number - computed + 1) % size].append(sequence)
+            if self._shares(sequence):
                 begin = sequence.prompt + offset
                 known = begin + max(self.finished, sequence.joined)
                 self.whole.setdefault((known // size + 1) * size - begin, []).append(sequence)
             sequence.counted = self
-            del sequence.computed, sequence.sampled, sequence.emitted
+            del sequence.computed, sequence.sampled, sequence.emitted, sequence.blocks
         self.rows = self.rows + joining
 
     def missing(self) -> int:
         """Blocks that the next step takes."""
-        number, size, held = self.scheduled + 1, self._block_tokens, self._held
-        full = self._full.get(number)
-        self.taking = taking = []
+        before, size, held = self.scheduled, self._block_tokens, self._held
         missing = 0
-        for sequence in full or ():
-            if sequence.offset + number <= sequence.output:  # else it has left
-                blocks = held[(sequence.prompt + sequence.offset + number + size - 2) // size]
-                missing += blocks - sequence.blocks
-                taking.append((sequence, blocks))
+        for sequence in self._full[(before + 1) % size]:
+            filled = (sequence.prompt + sequence.offset + before - 1) // size
+            missing += held[filled + 1] - held[filled]
         return missing
 
+    def unchanged(self) -> int:
+        """For how many steps from now on nobody leaves, and nothing becomes known that others find."""
+        steps = min(self._last) - self.scheduled - 1
+        return min(steps, min(self.whole) - self.finished - 1) if self.whole else steps
+
+    def repeat(self, steps: int) -> int:
+        """So many steps are over, and as many have begun, in which nobody leaves; the blocks that these take, where
+        each request holds all that its tokens fill."""
+        size, number, rows = self._block_tokens, self.scheduled, len(self.rows)
+        rounds, rest = divmod(steps, size)
+        blocks = rounds * rows
+        for step in range(number + 1, number + rest + 1):
+            blocks += len(self._full[step % size])
+        self.context += steps * rows
+        self.scheduled = number + steps
+        self.finished += steps
+        return blocks
+
     def advance(self) -> list[Sequence]:
-        """One token for each of `rows` in a step that begins; those whose last it is, which leave. Who takes blocks is
-        as `missing` has just found."""
+        """One token for each of `rows` in a step that begins; those whose last it is, which leave."""
         self.scheduled = number = self.scheduled + 1
         rows = self.rows
         self.context += len(rows)
-        if self._full.pop(number, None) is not None and self.taking:
-            self._full.setdefault(number + self._block_tokens, []).extend([sequence for sequence, _ in self.taking])
         leaving = self._last.pop(number, None)
         if leaving is None:
             return []
         staying = rows.copy()
+        size = self._block_tokens
         for sequence in leaving:
             staying.remove(sequence)
             sequence.sampled = sequence.output
-            sequence.computed = sequence.prompt + sequence.output - 1
-            self.context -= sequence.computed
+            sequence.computed = computed = sequence.prompt + sequence.output - 1
+            sequence.blocks = self.blocks(computed)
+            self._full[(number - computed + 1) % size].remove(sequence)
+            self.context -= computed
         self.rows = staying
         return leaving
 
     def known(self, finished: int, step: int) -> Iterator[tuple[Sequence, int]]:
-        """After so many steps: of whom a block more is known, and how many tokens of each. Of those that are in the
-        step with this number; each request once."""
-        whole = self.whole.pop(finished, None)
-        if whole is None:
-            return
-        for sequence in whole:
+        """After so many steps: of whom a block more is known that others find, and how many tokens of each. Of those
+        that are in the step with this number; each request once."""
+        for sequence in self.whole.pop(finished, ()):
             last = sequence.output - sequence.offset
             if step <= last:
-                self.whole.setdefault(finished + self._block_tokens, []).append(sequence)
                 yield sequence, sequence.prompt + sequence.offset + finished
+                if self._shares(sequence):
+                    self.whole.setdefault(finished + self._block_tokens, []).append(sequence)
             elif finished < last:  # it has left, and its last step is under way
                 self.whole.setdefault(finished, []).append(sequence)
+
+    def blocks(self, computed: int) -> int:
+        """That a request holds."""
+        return self._held[-(-computed // self._block_tokens)]
 
     def settle(self, others: list[Sequence]) -> None:
         """All leave, in the state that they now have, and so do those of `others` that have left before their last
         token was given out."""
         for sequence in (*self.rows, *others):
             if sequence.counted is not None:
-                state = sequence.computed, sequence.sampled, sequence.emitted
+                state = sequence.computed, sequence.sampled, sequence.emitted, sequence.blocks
                 sequence.counted = None
-                sequence.computed, sequence.sampled, sequence.emitted = state
+                sequence.computed, sequence.sampled, sequence.emitted, sequence.blocks = state
         self.rows = []
         self.context = 0
-        self._full.clear()
+        for full in self._full:
+            full.clear()
         self._last.clear()
         self.whole.clear()

@@ -52,9 +52,8 @@ def block_ends(sequence: Sequence, block_tokens: int, own: bool = True) -> list[
     for piece, (chain, tokens) in enumerate(chains(sequence)):
         if piece == shared and not own:
             break
-        stop = start + tokens
-        while end <= stop:
-            ends.append((chain, end - start))
-            end += block_tokens
-        start = stop
+        offsets = range(end - start, tokens + 1, block_tokens)
+        ends += zip(itertools.repeat(chain), offsets)
+        end += len(offsets) * block_tokens
+        start += tokens
     return ends

@@ -76,10 +76,13 @@ class VllmV1(_Recomputing):
         self._under_way: deque[Step] = deque()
         self._hold(_EVERY)
 
-    def _hold(self, held: Held, publishes: bool = False) -> None:
+    def _hold(self, held: Held) -> None:
         self._held = held
-        self._decoding = Decoding(held, BLOCK_TOKENS, publishes)
+        self._decoding = self._counting(held)
         self._others: list[Sequence] = []  # that run and are not in there, in order; they came after those that are
+
+    def _counting(self, held: Held) -> Decoding:
+        return Decoding(held, BLOCK_TOKENS)
 
     def admit(self, sequence: Sequence) -> None:
         if self._asked(sequence.prompt + sequence.output) > self._total:
@@ -103,12 +106,12 @@ class VllmV1(_Recomputing):
             self._most = budget if alone else self._settings.long_prefill_token_threshold
         rows, counted = decoding.rows, 0
         preempted = False
-        if self._suffices(budget):
+        taking = decoding.missing()
+        if self._suffices(budget, taking):
             step.emits, counted = rows, len(rows)
             step.decode_rows, step.decode_context = counted, decoding.context + counted
-            for sequence, blocks in decoding.taking:
-                if blocks != sequence.blocks:
-                    self._take(sequence, blocks - sequence.blocks)
+            if taking:
+                self._take(taking)
             step.ends = decoding.advance()
             budget -= counted
             if self._others or self._waiting:
@@ -129,10 +132,24 @@ class VllmV1(_Recomputing):
         self._under_way.append(step)
         return step
 
-    def _suffices(self, budget: int) -> bool:
-        """Whether there are tokens for all that decode, and blocks for all that will run: then none is preempted."""
+    def repeats(self) -> int:
+        rows = self._decoding.rows
+        if self._waiting or self._others or len(self._under_way) < self.depth:
+            return 0
+        for step in self._under_way:
+            if step.emits is not rows:
+                return 0
+        return min(self._decoding.unchanged(), self._free // len(rows) * BLOCK_TOKENS)
+
+    def repeat(self, steps: int) -> None:
+        if blocks := self._decoding.repeat(steps):
+            self._take(blocks)
+        self._under_way = deque([self._under_way[-1]] * self.depth)
+
+    def _suffices(self, budget: int, missing: int) -> bool:
+        """Whether there are tokens for all that decode, and blocks for all that will run: then none is preempted.
+        missing: blocks that those need who are counted."""
         budget -= len(self._decoding.rows)
-        missing = self._decoding.missing()
         for sequence in self._others if budget > 0 else ():
             if sequence.sampled < sequence.output:
                 tokens = min(sequence.prompt + sequence.sampled - sequence.computed, self._most, max(budget, 0))
@@ -222,7 +239,8 @@ class VllmV1(_Recomputing):
                     if missing > self._free:  # it is the last itself
                         self._preempt()
                         break
-                self._take(sequence, missing)
+                self._take(missing)
+                sequence.blocks += missing
             sequence.computed = computed = computed + tokens
             budget -= tokens
             if tokens == 1 and computed > sequence.prompt:
@@ -245,9 +263,9 @@ class VllmV1(_Recomputing):
             self._admit(step, budget)
             self._others += self._running[came:]
 
-    def _take(self, sequence: Sequence, blocks: int) -> None:
+    def _take(self, blocks: int) -> None:
+        """For requests that run."""
         self._free -= blocks
-        sequence.blocks += blocks
 
     def _admit(self, step: Step, budget: int) -> None:
         """Lets waiting requests in, as many tokens as are left of the step's budget."""
@@ -284,6 +302,9 @@ class WindowedVllmV1(VllmV1):
     def used_tokens(self) -> int:
         """In proportion to the blocks."""
         return round((self._total - self._free) / self._total * self.kv_tokens)
+
+    def repeats(self) -> int:
+        return 0  # what a step takes hangs on each length
 
     def schedule(self) -> Step | None:
         step = super().schedule()
@@ -323,64 +344,90 @@ class CachingVllmV1(VllmV1):
 
     def __init__(self, kv_tokens: int, settings: VllmV1.Settings) -> None:
         super().__init__(kv_tokens, settings)
-        self.cache = BlockCache(self._total, BLOCK_TOKENS)
-        self._hold(_EVERY, publishes=True)
+        self._cache = BlockCache(self._total, BLOCK_TOKENS)
+        self._known = 0  # steps that were over when it was last published what those that are counted have filled
+
+    @property
+    def cache(self) -> BlockCache:
+        self._publish_own()
+        return self._cache
+
+    def _counting(self, held: Held) -> Decoding:
+        return Decoding(held, BLOCK_TOKENS, lambda sequence: self._cache.shares(sequence))
 
     def cancel(self, sequence: Sequence) -> None:
         super().cancel(sequence)
-        self.cache.forget(sequence)
+        self._cache.forget(sequence)
+
+    def repeat(self, steps: int) -> None:
+        super().repeat(steps)
+        self._known = self._decoding.finished
+
+    def _settle(self) -> None:
+        self._publish_own()
+        super()._settle()
 
     def finish(self, step: Step) -> None:
         self._publish_known(self._decoding.finished + 1)
+        for sequence in step.ends:
+            self._cache.publish(sequence, sequence.computed)
         for sequence in step.singles:
             if sequence.counted is None and sequence.blocks and not sequence.done:
-                self.cache.publish(sequence, sequence.computed + sequence.emitted + 1 - sequence.sampled)
+                self._cache.publish(sequence, sequence.computed + sequence.emitted + 1 - sequence.sampled)
         super().finish(step)
 
     def _end(self, ended: list[Sequence]) -> None:
         super()._end(ended)
         for sequence in ended:
-            self.cache.forget(sequence)
+            self._cache.forget(sequence)
 
     def _publish_known(self, step: int) -> None:
-        """Of those that are counted and in the step with this number, the blocks whose last token is known by now."""
+        """Of those that are counted and in the step with this number, the blocks whose last token is known by now. At
+        once only those that others find."""
         decoding = self._decoding
-        if decoding.finished in decoding.whole:
-            for sequence, tokens in decoding.known(decoding.finished, step):
-                self.cache.publish(sequence, tokens)
+        self._known = finished = decoding.finished
+        if finished in decoding.whole:
+            for sequence, tokens in decoding.known(finished, step):
+                self._cache.publish(sequence, tokens)
 
-    def _take(self, sequence: Sequence, blocks: int) -> None:
-        super()._take(sequence, blocks)
-        self.cache.take(sequence, blocks)
+    def _publish_own(self) -> None:
+        """What nobody else finds: made up for when somebody looks or they are not counted any more."""
+        for sequence in self._decoding.rows:
+            self._cache.publish(sequence, sequence.prompt + sequence.offset + max(self._known, sequence.joined))
+
+    def _take(self, blocks: int) -> None:
+        super()._take(blocks)
+        self._cache.take(blocks)
 
     def _release(self, sequence: Sequence) -> None:
-        self._free += self.cache.release(sequence)
+        self._free += self._cache.release(sequence)
         sequence.blocks = 0
 
     def _let_in(self, step: Step, budget: int, counted: int) -> None:
         """What the step fills can be found already by requests that it lets in."""
         self._publish_known(self._decoding.scheduled)
+        for sequence in step.ends:
+            self._cache.publish(sequence, sequence.prompt + sequence.emitted)
         if self._others:
             for sequence in step.emits[counted:]:
-                self.cache.publish(sequence, min(sequence.computed, sequence.prompt + sequence.emitted))
+                self._cache.publish(sequence, min(sequence.computed, sequence.prompt + sequence.emitted))
             for sequence in self._others:
                 if sequence.sampled == sequence.emitted:  # a part of its prompt
-                    self.cache.publish(sequence, sequence.computed)
+                    self._cache.publish(sequence, sequence.computed)
         super()._let_in(step, budget, counted)
 
     def _admit(self, step: Step, budget: int) -> None:
-        cache = self.cache
+        cache = self._cache
         while self._waiting and budget > 0 and len(self._running) < self._settings.max_running:
             sequence = self._waiting[0]
             whole = sequence.prompt + sequence.sampled
             found = cache.find(sequence, (whole - 1) // BLOCK_TOKENS)
-            idle = sum(not block.holders for block in found)
+            idle = cache.unheld(found)
             if -(-whole // BLOCK_TOKENS) - len(found) + idle > self._free:
                 return
             self._waiting.popleft()
             cache.hold(sequence, found)
             self._free -= idle
-            sequence.blocks = len(found)
             cached = len(found) * BLOCK_TOKENS
             if not sequence.preemptions:
                 sequence.cached = cached
@@ -388,7 +435,8 @@ class CachingVllmV1(VllmV1):
                 self.cached_tokens += cached
             tokens = min(whole - cached, self._most, budget)
             sequence.computed = cached + tokens
-            self._take(sequence, -(-sequence.computed // BLOCK_TOKENS) - len(found))
+            sequence.blocks = -(-sequence.computed // BLOCK_TOKENS)
+            self._take(sequence.blocks - len(found))
             cache.publish(sequence, sequence.computed)
             budget -= tokens
             step.prefill(tokens, cached)

@@ -121,9 +121,15 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, int]  # of the scheduler: those of a server that loadgen starts, then `setup.options`
     slow_rank: float = 1.0  # how much longer than the others one GPU takes: all wait for it
 
-    def engine(self, deliver: Callable[[list[Sequence], float, float], None]) -> Engine:
+    def engine(
+        self,
+        deliver: Callable[[list[Sequence], float, float], None],
+        deliver_alike: Callable[[list[Sequence], list[float], float], None] | None = None,
+    ) -> Engine:
         takes = self.cost.clock(self.slow_rank), self.cost.launch_s, self.cost.prepare_s
-        return Engine(_scheduler(self), takes, deliver, self.profile.front)
+        if not self.cost.by_sums:
+            deliver_alike = None
+        return Engine(_scheduler(self), takes, deliver, self.profile.front, deliver_alike)
 
     def with_profile(self, profile: Profile) -> Emulated:
         """The same server with other software times."""

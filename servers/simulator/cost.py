@@ -231,6 +231,8 @@ class StepCost:
         self._quantized = arithmetic(gpu, precision)
         self._dense: dict[int, float] = {}  # tokens -> what depends on their number alone
         self._head: dict[int, float] = {}
+        # rows -> of steps without prefills: all but attention, attention but for the context, software
+        self._decodes: dict[int, tuple[float, float, float]] = {}
         attention = self._attention = gpu.attentions.get(precision.kv_cache_dtype, gpu.attention)
         layers = model.layers
         self._decode_launch = layers * attention.decode_launch_us * 1e-6
@@ -263,21 +265,42 @@ class StepCost:
         return Clock(self, self._gpu.boost, factor)
 
     def __call__(self, step: Step) -> float:
-        tokens = step.decode_rows + step.prefill_tokens
+        rows = step.decode_rows
+        if step.prefill_rows or self._read_s is None or len(step.emits) != rows:
+            seconds = self._kernels_s(step.decode_rows + step.prefill_tokens, len(step.emits)) + self._attention_s(step)
+            software_s = self._software_s(step)
+        else:  # most steps: in their rows' context alone they differ
+            decode = self._decodes.get(rows)
+            if decode is None:
+                kernels_s, row_s = self._kernels_s(rows, rows), rows * self._decode_row
+                decode = self._decodes[rows] = kernels_s, row_s, self._software_s(step)
+            kernels_s, row_s, software_s = decode
+            attention = row_s + step.decode_context * self._read_s
+            seconds = kernels_s + (self._decode_launch + attention * self._overheads.attention_ratio)
+        if seconds < self._floor:
+            seconds = self._floor
+        return seconds + software_s
+
+    def _kernels_s(self, tokens: int, samples: int) -> float:
+        """All but attention."""
         if tokens <= self._overheads.graph_tokens:
             tokens = graph_size(tokens)
         dense = self._dense.get(tokens)
         if dense is None:
             dense = self._dense[tokens] = self._dense_s(tokens)
-        samples = len(step.emits)
         head = self._head.get(samples)
         if head is None:
             head = self._head[samples] = self._head_s(samples)
-        seconds = dense + head + self._attention_s(step)
-        if seconds < self._floor:
-            seconds = self._floor
-        own = self._overheads
-        return seconds + (own.step_us + own.row_us * samples + own.prefill_token_us * step.prefill_tokens) * 1e-6
+        return dense + head
+
+    def _software_s(self, step: Step) -> float:
+        own, samples = self._overheads, len(step.emits)
+        return (own.step_us + own.row_us * samples + own.prefill_token_us * step.prefill_tokens) * 1e-6
+
+    @property
+    def by_sums(self) -> bool:
+        """Whether the rows' context together says what they take; else, with windows, it takes the length of each."""
+        return self._read_s is not None
 
     @property
     def prepare_s(self) -> float:
@@ -306,11 +329,10 @@ class StepCost:
         )
         layers_s = sum(count * sum(terms) for count, terms in kinds)
         head, attention = self._head_s(samples), self._attention_s(step)
-        software = (own.step_us + own.row_us * samples + own.prefill_token_us * step.prefill_tokens) * 1e-6
         return Terms(
             attention_gemm=attention_gemm, attention=attention, rope=rope, norms=norms, mlp_gemm=mlp_gemm, gate=gate,
             all_reduce=all_reduce, head=head, waiting=max(0.0, self._floor - layers_s - head - attention),
-            software=software,
+            software=self._software_s(step),
         )  # fmt: skip
 
     def gemm_s(self, rows: float, n: float, k: float, weights: float = 1, numbers: Arithmetic | None = None) -> float:
@@ -452,8 +474,9 @@ class Clock:
 
     def __call__(self, step: Step, begin_s: float) -> float:
         seconds = self._cost(step)
-        if self._fast is not None:
+        if self._fast is not None and (step.prefill_rows or self._left_s < self._most_s):
             seconds -= self._saved_s(step, begin_s, seconds)
+        # else nothing is saved, and nothing comes back
         seconds *= self._factor
         self._until_s = begin_s + seconds
         return seconds

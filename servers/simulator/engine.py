@@ -12,6 +12,9 @@ at once, before the first of them goes out, and a request that comes meanwhile w
 One thread of the CPU launches the steps and takes their results. While it launches a step, the GPU may still be at the
 step before, whose tokens wait until the thread is free. A step begins on the GPU when it has been put together, which
 a GPU that has nothing else to do waits for. It ends when the GPU has done it, and never before all of it is launched.
+
+Most steps are like the one before: the same requests take a token each, and nobody comes or ends. Who takes the tokens
+of many such steps at once has them computed in one loop, without the scheduler.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ class Engine:
     """Runs a scheduler's steps, each of which takes the seconds of `takes`: on the GPU, where it begins at the second
     given; to be launched; and of that, before its first kernel is.
     `deliver(emits, first_s, gap_s)` is called with the tokens of each step: the k-th of `emits` leaves the server at
-    first_s + k * gap_s. Meanwhile `turning` has the places in `emits` of those whose first or last token it is."""
+    first_s + k * gap_s. Meanwhile `turning` has the places in `emits` of those whose first or last token it is.
+    `deliver_alike(emits, firsts_s, gap_s)`, where given, is called instead for steps that follow each other with the
+    same `emits`, of whom it is nobody's first or last token; when the last of these steps has ended."""
 
     def __init__(
         self,
@@ -54,10 +59,12 @@ class Engine:
         takes: tuple[Callable[[Step, float], float], Callable[[Step], float], float],
         deliver: Callable[[list[Sequence], float, float], None],
         front: FrontEnd,
+        deliver_alike: Callable[[list[Sequence], list[float], float], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._step_s, self._launch_s, self._prepare_s = takes
         self._deliver = deliver
+        self._deliver_alike = deliver_alike
         self._request_s = front.request_us * 1e-6
         self._handover_s = front.handover_us * 1e-6
         self._prompt_token_s = front.prompt_token_us * 1e-6
@@ -128,15 +135,60 @@ class Engine:
                     _, sequence = arriving.popleft()
                     if not sequence.done:  # its client may have gone
                         scheduler.add(sequence)
-            elif now_s < cpu_s <= now and self._fill():
+            elif now_s < cpu_s <= now and len(under_way) < depth and self._fill():
                 continue  # the next step comes before the results of one that has just ended
             elif under_way and under_way[0][0] <= now:
+                if self._deliver_alike is not None and (steps := scheduler.repeats()) > 0:
+                    self._repeat(steps, until_s)
+                    continue
                 _, step = under_way.popleft()
                 scheduler.finish(step)
                 if step.emits:
                     self._hand_out(step)
             if cpu_s <= now and len(under_way) < depth:
                 self._fill()
+
+    def _repeat(self, most: int, until_s: float) -> None:
+        """What `advance` does while each step that ends is followed by another like it, at most so many times, and
+        nothing else happens. The first of them ends now."""
+        under_way, arriving = self._under_way, self._arriving
+        ends_s = deque([end_s for end_s, _ in under_way])
+        step = under_way[-1][1]  # stands for all of them
+        rows = len(step.emits)
+        launch_s, prepare_s, step_s, latency_s = self._launch_s(step), self._prepare_s, self._step_s, self._latency_s
+        in_s, gap_s = self._pace(rows)
+        out_s = rows * gap_s
+        comes = arriving[0][0] if arriving else math.inf
+        now_s, cpu_s, gpu_s, front_s, taken_s = self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s
+        firsts_s: list[float] = []
+        while len(firsts_s) < most:
+            end_s = ends_s[0]
+            if end_s < cpu_s:
+                end_s = cpu_s
+            if end_s > until_s or end_s >= comes or end_s >= taken_s:
+                break
+            now_s = end_s
+            begin_s = front_s if front_s > now_s else now_s
+            first_s = begin_s + in_s
+            front_s = first_s + out_s
+            taken_s += front_s - begin_s
+            firsts_s.append(first_s + gap_s + latency_s)
+            step.decode_context += rows
+            cpu_s = now_s + launch_s
+            begin_s = now_s + prepare_s
+            if begin_s < gpu_s:
+                begin_s = gpu_s
+            gpu_s = begin_s + step_s(step, begin_s)
+            if gpu_s < cpu_s:
+                gpu_s = cpu_s
+            ends_s.popleft()
+            ends_s.append(gpu_s)
+        self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s = now_s, cpu_s, gpu_s, front_s, taken_s
+        under_way.clear()
+        under_way.extend((end_s, step) for end_s in ends_s)
+        self.scheduler.repeat(len(firsts_s))
+        assert self._deliver_alike is not None
+        self._deliver_alike(step.emits, firsts_s, gap_s)
 
     def _free_s(self) -> float:
         """When the thread that launches can go on: with the results of a step, or with the next one."""
@@ -180,20 +232,24 @@ class Engine:
         if turning is None:
             turning = [place for place, each in enumerate(emits) if each.emitted == 1 or each.emitted == each.output]
         self.turning = turning
-        count, token_s, output_s = len(emits), self._token_s, self._output_s
+        count = len(emits)
         now_s, front_s = self.now_s, self._front_s
         begin_s = front_s if front_s > now_s else now_s
-        first_s, gap_s = begin_s, token_s
-        if output_s:
-            first_s += output_s * (count if count < CHUNK else CHUNK)
-            if count > CHUNK:
-                gap_s += output_s * (count - CHUNK) / count
+        in_s, gap_s = self._pace(count)
+        first_s = begin_s + in_s
         if step.prefill_rows and self._first_token_s:
             first_s += self._first_token_s * sum([emits[at].prompt for at in turning if emits[at].emitted == 1])
         self._front_s = front_s = first_s + count * gap_s
         if self._taking_in:
             self._taken_in_s += front_s - begin_s  # a request that came waits meanwhile
         self._deliver(emits, first_s + gap_s + self._latency_s, gap_s)
+
+    def _pace(self, count: int) -> tuple[float, float]:
+        """Of so many tokens of a step: seconds before the first is worked on alone, and from each to the next."""
+        in_s, gap_s = self._output_s * (count if count < CHUNK else CHUNK), self._token_s
+        if count > CHUNK:
+            gap_s += self._output_s * (count - CHUNK) / count
+        return in_s, gap_s
 
 
 def place_s(first_s: float, gap_s: float, place: int) -> float:

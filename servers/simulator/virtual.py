@@ -94,7 +94,7 @@ def simulate(
                 if streams is not None:
                     heapq.heappush(freed, place_s(first_s, gap_s, place))
 
-    engine = emulated.engine(deliver)
+    engine = emulated.engine(deliver, tokens.put_alike)
 
     def send(at_s: float, arrival: Arrival) -> None:
         sequence = Sequence(len(outcomes), *arrival[1:])
@@ -142,26 +142,34 @@ def _as_freed(
 
 
 class _Tokens:
-    """When each token came: put down by the step, and given to the requests' outcomes when there are many."""
+    """When each token came: put down by steps with the same requests, and given to their outcomes when there are
+    many."""
 
     def __init__(self, outcomes: list[Outcome] | dict[int, Outcome]) -> None:
         """outcomes: by the requests' numbers."""
         self._outcomes = outcomes
-        self._steps: list[tuple[list[Sequence], float, float]] = []
+        self._numbers: list[int] = []  # of the requests of each group of steps
+        self._alike: list[tuple[int, int, float]] = []  # of each group: requests, steps, seconds between tokens
+        self._firsts_s: list[float] = []  # of each step
         self._count = 0
 
     def put(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
-        self._steps.append((emits, first_s, gap_s))
-        self._count += len(emits)
+        self.put_alike(emits, [first_s], gap_s)
+
+    def put_alike(self, emits: list[Sequence], firsts_s: list[float], gap_s: float) -> None:
+        self._numbers += [sequence.index for sequence in emits]
+        self._alike.append((len(emits), len(firsts_s), gap_s))
+        self._firsts_s += firsts_s
+        self._count += len(emits) * len(firsts_s)
         if self._count > TOKENS_AT_ONCE:
             self.sort()
 
     def sort(self) -> None:
         """Gives out what was put down."""
-        if not self._steps:
+        if not self._alike:
             return
-        whose, times_s = self._whose(), self._times_s()
-        self._steps, self._count = [], 0
+        whose, times_s = self._placed()
+        self._numbers, self._alike, self._firsts_s, self._count = [], [], [], 0
         whose -= (least := int(whose.min()))
         # by the radix where numbers are short
         order = np.argsort(whose.astype(np.uint16) if int(whose.max()) < 1 << 16 else whose, kind="stable")
@@ -173,34 +181,25 @@ class _Tokens:
         for number, begin, end in zip(numbers, begins.tolist(), ends.tolist(), strict=True):
             self._outcomes[number].times_s.frombytes(raw[begin * size : end * size])
 
-    def _whose(self) -> NDArray[np.int64]:
-        """The number of the request of each token (all tokens,)."""
-        parts: list[NDArray[np.int64]] = []
-        before: list[Sequence] = []
-        for emits, _, _ in self._steps:
-            if emits is not before:
-                part = np.array([sequence.index for sequence in emits], np.int64)
-                before = emits
-            parts.append(part)
-        return np.concatenate(parts)
-
-    def _times_s(self) -> NDArray[np.float64]:
-        """When each token came (all tokens,), added up one by one within a step."""
-        counts = np.array([len(emits) for emits, _, _ in self._steps])
-        begins = np.cumsum(counts) - counts
-        first_s = np.array([each for _, each, _ in self._steps])
-        gap_s = np.array([each for _, _, each in self._steps])
-        times_s = np.empty(int(counts.sum()))
-        sizes = np.ceil(np.log2(counts)).astype(np.int64)
-        for size in np.unique(sizes).tolist():  # together with others at most twice as long
-            steps = np.flatnonzero(sizes == size)
-            places = np.arange(int(counts[steps].max()))
-            sums = np.repeat(gap_s[steps, None], len(places), axis=1)
-            sums[:, 0] = first_s[steps]
-            np.add.accumulate(sums, axis=1, out=sums)
-            there = places < counts[steps, None]
-            times_s[(begins[steps, None] + places)[there]] = sums[there]
-        return times_s
+    def _placed(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The number of the request of each token (all tokens,), and when it came, added up one by one within a
+        step."""
+        numbers = np.array(self._numbers)
+        rows, steps, gaps_s = (np.array(each) for each in zip(*self._alike, strict=True))
+        counts = np.repeat(rows, steps)
+        order = np.argsort(-counts, kind="stable")  # steps with many tokens first
+        counts, begins = counts[order], (np.cumsum(counts) - counts)[order]
+        firsts = np.repeat(np.cumsum(rows) - rows, steps)[order]  # places in `numbers`
+        gap_s, at_s = np.repeat(gaps_s, steps)[order], np.array(self._firsts_s)[order]
+        whose, times_s = np.empty(self._count, np.int64), np.empty(self._count)
+        there = np.searchsorted(-counts, -np.arange(int(counts[0])))  # how many steps have a token at each place
+        for place, most in enumerate(there.tolist()):
+            begins, firsts, at_s, gap_s = begins[:most], firsts[:most], at_s[:most], gap_s[:most]
+            if place:
+                at_s += gap_s
+            whose[begins + place] = numbers[firsts + place]
+            times_s[begins + place] = at_s
+        return whose, times_s
 
 
 def simulate_sessions(
@@ -220,9 +219,9 @@ class _Sessions:
 
     def __init__(self, emulated: Emulated, arrivals: Several[Arrival], turns: Turns, streams: Streams | None) -> None:
         self._arrivals, self._turns, self._streams = arrivals, turns, streams
-        self._engine = emulated.engine(self._deliver)
         self._outcomes: dict[int, Outcome] = {}
         self._tokens = _Tokens(self._outcomes)
+        self._engine = emulated.engine(self._deliver, self._tokens.put_alike)
         begins = [number for number in turns.first.tolist() if number < len(arrivals)]
         self._begins = iter(begins)
         self._due: list[tuple[float, int]]  # a heap of (seconds, turn)

@@ -23,11 +23,10 @@ class Nobody(Decoding):
 class Visited(VllmV1):
     """Every request in every step, as vLLM does it."""
 
-    def _hold(self, held: Held, publishes: bool = False) -> None:
-        super()._hold(held, publishes)
-        self._decoding = Nobody(held, BLOCK_TOKENS, publishes)
+    def _counting(self, held: Held) -> Decoding:
+        return Nobody(held, BLOCK_TOKENS)
 
-    def _suffices(self, budget: int) -> bool:
+    def _suffices(self, budget: int, missing: int) -> bool:
         return False
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servers.schedulers import Sequence, Step
-from servers.schedulers.blocks import Block
 from servers.schedulers.lightllm import CachingLightLLMNow, LightLLMNow
 from servers.schedulers.prefixes import block_ends, chains
 from servers.schedulers.radix import BlockTree, Node, RadixTree, Stretch, cut, length, shared, stretch
@@ -74,22 +73,24 @@ def check(scheduler: Any) -> None:
     if isinstance(scheduler, CachingVllmV1):
         cache = scheduler.cache
         holders = Counter(itertools.chain.from_iterable(held.blocks for held in cache._held.values()))
-        idle = {block for block in cache.idle if isinstance(block, Block)}
-        counted = [held for held in cache.idle if not isinstance(held, Block)]  # a request's own ones, together
-        assert all(held.idle > 0 and not held.own for held in counted)
-        assert all(block.holders == count for block, count in holders.items())
+        idle = {block for block in cache.idle if isinstance(block, tuple)}
+        counted = [held for held in cache.idle if not isinstance(held, tuple)]  # a request's own ones, together
+        assert all(held.idle > 0 for held in counted)
+        assert cache._more == {block: count - 1 for block, count in holders.items() if count > 1}
         assert not holders.keys() & idle
         free = cache.blank + len(idle) + sum(held.idle for held in counted)
-        assert free + len(holders) + sum(held.own for held in cache._held.values()) == scheduler._total
+        own = sum(sequence.blocks - len(held.blocks) for sequence, held in cache._held.items())
+        assert free + len(holders) + own == scheduler._total
         assert scheduler._free == free
-        findable = {block for same in cache._known.values() for block in same}
-        assert idle <= findable <= idle | holders.keys()
-        own = [max(0, held.published - len(held.contents)) for held in cache._held.values()]
-        assert cache.findable == len(cache._known) + sum(own) + sum(held.idle for held in counted)
+        findable = {*cache._known.values(), *itertools.chain.from_iterable(cache._copies.values())}
+        assert idle <= findable == idle | holders.keys()
+        assert all(content == found[:2] for content, found in cache._known.items())
+        known = [max(0, held.published - len(held.contents)) for held in cache._held.values()]
+        assert cache.findable == len(cache._known) + sum(known) + sum(held.idle for held in counted)
         for sequence, held in cache._held.items():
-            assert len(held.blocks) + held.own == sequence.blocks
-            assert len(held.blocks) <= len(held.contents) and bool(held.idle) == (held in counted)
-            assert not held.own or len(held.blocks) == len(held.contents)
+            assert len(held.blocks) == min(held.published, len(held.contents))
+            assert held.published <= sequence.blocks and bool(held.idle) == (held in counted)
+            assert not held.idle or not sequence.blocks
     else:
         check_tree(scheduler.tree)
         if isinstance(scheduler, CachingTgi3):
