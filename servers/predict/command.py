@@ -103,15 +103,15 @@ def predict(
         try:
             with uncollected():
                 outcomes = _played(emulated, load, sent)
-        except EmulationError:
+            terminal.say(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
+            run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
+            del sent, emulated  # the report needs the memory
+            written = write(directory, run_manifest, outcomes, shapes, load.turns())
+        except (EmulationError, records.RecordsError):
             rundir.remove_if_empty(directory, made)
             raise
     except (EmulationError, HardwareError) as error:
         raise ConfigError(str(error)) from None
-    terminal.say(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
-    run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
-    del sent, emulated  # the report needs the memory
-    written = write(directory, run_manifest, outcomes, shapes, load.turns())
     return cli.report_one(directory, "loadgen", written=written)
 
 

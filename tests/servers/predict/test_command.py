@@ -156,6 +156,17 @@ def test_times_that_no_record_holds_are_not_written(times_s: tuple[float, ...], 
     rundir.create(tmp_path)  # may be used again
 
 
+def test_what_cannot_be_recorded_leaves_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {"timestamp": days * 86_400_000, "input_length": 9, "output_length": 2, "hash_ids": [0]} for days in (0, 31)
+    ]
+    (tmp_path / "far.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "runs" / "far"
+    assert invoke(["predict", "--gpu", "h200", "--trace", str(tmp_path / "far.jsonl"), "--out", str(out)]) == 2
+    assert "more than 30 days from the run's start" in capsys.readouterr().err
+    assert not out.parent.exists()
+
+
 def test_a_trace_is_drawn_as_it_is_sent(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all at once, which would take more memory than the trace; and in parts as in one."""
     load, shapes = predict.drawn(Config(gpu="h200", trace=trace))
