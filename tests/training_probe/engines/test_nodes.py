@@ -33,10 +33,11 @@ SWEEP = (
 
 
 def started(directory: Path, *options: str) -> subprocess.Popen[str]:
+    """One thread a process, as of two processes on two cores: of more, sums are added up in another order."""
     argv = (sys.executable, "-c", MAIN, *options)
     return subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=directory,
-        env={**os.environ, "LLM_DISSECT_TOKEN": TOKEN},
+        env={**os.environ, "LLM_DISSECT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
