@@ -199,17 +199,11 @@ GROUPS = {
     }),
     # The fifth round: a mixture on two GPUs.
     "mixtral_8x7b": Group("", {
-        "mixtral_8x7b_poisson4": f"{MIXTURE['poisson4']} --seed 231",
-        "mixtral_8x7b_closed16": f"{MIXTURE['closed16']} --seed 232",
-        "mixtral_8x7b_closed40": f"{MIXTURE['closed40']} --seed 233",
-        "mixtral_8x7b_burst": f"{MIXTURE['burst']} --seed 234",
+        f"mixtral_8x7b_{name}": f"{load} --seed {seed}" for seed, (name, load) in enumerate(MIXTURE.items(), 231)
     }, "mixtral-8x7b-shape", tp=2),
     # The sixth: the fifth's loads drawn anew, after loads of the same kind and size have been played.
     "mixtral_8x7b_2": Group("", {
-        "mixtral_8x7b_poisson4_b": f"{MIXTURE['poisson4']} --seed 241",
-        "mixtral_8x7b_closed16_b": f"{MIXTURE['closed16']} --seed 242",
-        "mixtral_8x7b_closed40_b": f"{MIXTURE['closed40']} --seed 243",
-        "mixtral_8x7b_burst_b": f"{MIXTURE['burst']} --seed 244",
+        f"mixtral_8x7b_{name}_b": f"{load} --seed {seed}" for seed, (name, load) in enumerate(MIXTURE.items(), 241)
     }, "mixtral-8x7b-shape", tp=2, settling=tuple(f"{load} --seed 245" for load in MIXTURE.values())),
 }  # fmt: skip
 METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")

@@ -132,7 +132,7 @@ def test_a_report_that_is_made_again_is_the_same(
     with monkeypatch.context() as patch:
         patch.setattr(records, "read", lambda directory: pytest.fail("it is read again"))
         assert invoke(["predict", "--gpu", "h200", "--trace", str(trace), "--out", str(run)]) in (0, 4)
-    said = capsys.readouterr()
+    first = capsys.readouterr()
     files = ("report.json", "report.md", "report.html", "cdf.svg")
     before = [(run / name).read_bytes() for name in files]
     for name in files:
@@ -140,17 +140,17 @@ def test_a_report_that_is_made_again_is_the_same(
     assert invoke(["report", str(run)]) in (0, 4)
     again = capsys.readouterr()
     assert [(run / name).read_bytes() for name in files] == before
-    assert again.out.splitlines()[-1] == said.out.splitlines()[-1]
+    assert again.out.splitlines()[-1] == first.out.splitlines()[-1]
     assert json.loads(before[0])["requests"]["ok"] == 90
 
 
 @pytest.mark.parametrize(
-    ("times_s", "said"),
+    ("times_s", "message"),
     [((1.0, 5000.0), "tokens of a reply come over 4295 s apart"), ((40 * 86400.0,), "more than 30 days from")],
 )
-def test_times_that_no_record_holds_are_not_written(times_s: tuple[float, ...], said: str, tmp_path: Path) -> None:
+def test_times_that_no_record_holds_are_not_written(times_s: tuple[float, ...], message: str, tmp_path: Path) -> None:
     _, shapes = predict.drawn(Config(gpu="h200", requests=1))
-    with pytest.raises(records.RecordsError, match=said):
+    with pytest.raises(records.RecordsError, match=message):
         predict.write(tmp_path, manifest(), [Outcome(0, 10, len(times_s), 0.5, array("d", times_s))], shapes, None)
     assert not list(tmp_path.iterdir())
     rundir.create(tmp_path)  # may be used again
