@@ -4,7 +4,9 @@
 
 The oldest request that runs gets its token first in each step, so its tokens are a clock of the steps. While the CPU
 launches a step with prefills, the tokens of the step before wait: their gap is the launch, where it is longer than the
-step. Of steps with prefills after two without, each as measured and predicted:
+step. On several GPUs workers launch, and no token waits: there the launch is from the tokens of the step before the one
+before to the step's own, where that is longer than the GPUs take. Of steps with prefills after two without, each as
+measured and predicted:
 
 graph, eager  ms that a launch takes, 10th percentile, mean, 90th: of steps of at most 512 tokens, and of longer ones
 idle          ms by which the decode step after is longer than others, in the median: after eager steps of at most 760
@@ -90,12 +92,13 @@ def rebuilt(directory: Path) -> Steps:
     )
 
 
-def launches(steps: Steps) -> tuple[Floats, Floats]:
+def launches(steps: Steps, tp: int) -> tuple[Floats, Floats]:
     """Milliseconds, of graphs and of eager steps."""
+    ends = 1 if tp == 1 else 0
     taken: tuple[list[float], list[float]] = ([], [])
     for k in steps.after_decodes(0):
         eager = steps.rows[k] + steps.prompt_tokens[k] > GRAPH_TOKENS
-        taken[int(eager)].append(steps.at_ms[k - 1] - steps.at_ms[k - 2])
+        taken[int(eager)].append(steps.at_ms[k - ends] - steps.at_ms[k - 2])
     return np.array(taken[0]), np.array(taken[1])
 
 
@@ -140,12 +143,12 @@ def main(directory: Path) -> None:
     pairs = [title for each in ("graph", "eager", "idle", "seen") for title in (each, "predicted")]
     print("| server | load | rows | " + " | ".join(pairs) + " | decode |")
     print("|---|---|---:|---|---:|---|---:|" + "---:|" * 5)
-    for group, name in ((group, name) for group, of in GROUPS.items() for name in of.loads):
+    for group, name, tp in ((group, name, of.tp) for group, of in GROUPS.items() for name in of.loads):
         if "burst" in name or not (directory / "measured" / name).is_dir():
             continue
         real, model = (rebuilt(directory / kind / name) for kind in ("measured", "predicted"))
         cells = [f"{real.rows[real.rows > 0].mean():.0f}"]
-        for taken, predicted in zip(launches(real), launches(model), strict=True):
+        for taken, predicted in zip(launches(real, tp), launches(model, tp), strict=True):
             low, high = np.percentile(taken, [10, 90]) if len(taken) > 3 else (np.nan, np.nan)
             cells += [f"{low:.1f}, {taken.mean():.1f}, {high:.1f}" if len(taken) > 3 else ""]
             cells += [f"{predicted.mean():.1f}" if len(taken) > 3 and len(predicted) else ""]

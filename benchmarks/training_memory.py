@@ -4,7 +4,7 @@
     python benchmarks/training_memory.py --measure  # measures the cells of CELLS on two H100: seven minutes
 
 The fit is to the 75 cells of benchmarks/h200/training until 2026-11-22, all of Llama-2-7B, by least squares of relative
-errors. It is made again without each sweep in turn, and judged by that sweep. The ten cells there that ran since, five
+errors. It is made again without each sweep in turn, and judged by that sweep. The 27 cells there that ran since, twelve
 of them of 13B and 70B, were predicted before they ran. training_memory.jsonl has 13 cells of six models
 through FSDP2 and DDP, which were predicted before they ran (2026-11-24; torch 2.11.0+cu130, transformers 5.17.0). Where
 a cell was predicted to take less than the card has, another process held the rest, so that no more was free than "fits"
@@ -40,7 +40,10 @@ from training_probe.results import read as read_results
 HERE = Path(__file__).parent
 H200, KEPT = HERE / "h200/training", HERE / "training_memory.jsonl"
 METHODS = HERE / "frozen/training_methods"
-SINCE = ("finetune-13b", "finetune-70b", "spread-7b")  # sweeps of H200 that came after the fit
+SINCE = (  # sweeps of H200 that came after the fit
+    "finetune-13b", "finetune-70b", "spread-7b",
+    "finetune-13b-rest", "spread-7b-lora", "table2", "table15-f", "fig4-2gpu", "max-batch-7b-1gpu-256",
+)  # fmt: skip
 LIMIT_S = 90.0
 # engine, method, model, GPUs, tokens, sequences, GiB that are free for it
 CELLS = """ddp F llama-3.2-1b 1 4096 4 68.3

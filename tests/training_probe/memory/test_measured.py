@@ -34,6 +34,8 @@ def test_deepspeed_on_four_h200(method: str, batch: int, measured_gb: float, tol
     ("model", "method", "measured_gb"),
     [
         ("13b", "L", 29.85), ("13b", "QL", 12.28), ("13b", "L+R", 27.71), ("13b", "QL+R", 10.11),
+        ("13b", "L+F", 28.75), ("13b", "QL+F", 11.16), ("13b", "L+Z2", 33.46), ("13b", "L+Z3", 33.11),
+        ("13b", "QL+Z2", 15.97), ("13b", "L+F+R", 27.71), ("13b", "QL+F+R", 10.09),
         ("70b", "QL+F+R", 42.99),
     ],
 )  # fmt: skip
