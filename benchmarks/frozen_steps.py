@@ -5,10 +5,11 @@
 The oldest request that runs gets its token first in each step, so its tokens are a clock of the steps. While the CPU
 launches a step with prefills, the tokens of the step before wait: their gap is the launch, where it is longer than the
 step. On several GPUs workers launch, and no token waits: there the launch is from the tokens of the step before the one
-before to the step's own, where that is longer than the GPUs take. Of steps with prefills after two without, each as
+before to the step's own, where that is longer than the GPUs take (not of graphs). Of steps with prefills after two without, each as
 measured and predicted:
 
 graph, eager  ms that a launch takes, 10th percentile, mean, 90th: of steps of at most 512 tokens, and of longer ones
+extra         ms by which it, the step before and the step after are longer than decode steps, in the mean: eager steps
 idle          ms by which the decode step after is longer than others, in the median: after eager steps of at most 760
               tokens, whose launch took over 18 ms, and which the GPU had done before
 seen          ms from when a request is sent to when the scheduler sees it, and a token's way to the client: where the
@@ -110,6 +111,16 @@ def fitted(steps: Steps) -> Floats:
     return np.asarray(np.linalg.lstsq(terms[usual], gaps_ms[usual], rcond=None)[0])
 
 
+def extra_ms(steps: Steps) -> float:
+    terms, at_ms = _terms(steps) @ fitted(steps), steps.at_ms
+    longer = [
+        at_ms[k + 1] - at_ms[k - 2] - terms[k - 2] - terms[k - 1] - terms[k]
+        for k in steps.after_decodes(1)
+        if steps.rows[k] + steps.prompt_tokens[k] > GRAPH_TOKENS
+    ]
+    return float(np.mean(longer)) if len(longer) > 3 else np.nan
+
+
 def idle_ms(steps: Steps) -> Floats:
     terms = _terms(steps) @ fitted(steps)
     at_ms, tokens = steps.at_ms, steps.rows + steps.prompt_tokens
@@ -140,18 +151,19 @@ def _terms(steps: Steps) -> Floats:
 
 
 def main(directory: Path) -> None:
-    pairs = [title for each in ("graph", "eager", "idle", "seen") for title in (each, "predicted")]
+    pairs = [title for each in ("graph", "eager", "extra", "idle", "seen") for title in (each, "predicted")]
     print("| server | load | rows | " + " | ".join(pairs) + " | decode |")
-    print("|---|---|---:|---|---:|---|---:|" + "---:|" * 5)
+    print("|---|---|---:|---|---:|---|---:|" + "---:|" * 7)
     for group, name, tp in ((group, name, of.tp) for group, of in GROUPS.items() for name in of.loads):
         if "burst" in name or not (directory / "measured" / name).is_dir():
             continue
         real, model = (rebuilt(directory / kind / name) for kind in ("measured", "predicted"))
         cells = [f"{real.rows[real.rows > 0].mean():.0f}"]
-        for taken, predicted in zip(launches(real, tp), launches(model, tp), strict=True):
+        for taken, predicted in zip(launches(real, tp), launches(model, 1), strict=True):
             low, high = np.percentile(taken, [10, 90]) if len(taken) > 3 else (np.nan, np.nan)
             cells += [f"{low:.1f}, {taken.mean():.1f}, {high:.1f}" if len(taken) > 3 else ""]
             cells += [f"{predicted.mean():.1f}" if len(taken) > 3 and len(predicted) else ""]
+        cells += ["" if np.isnan(extra := extra_ms(steps)) else f"{extra:.1f}" for steps in (real, model)]
         for each in (idle_ms(real), idle_ms(model)):
             cells += [f"{np.median(each):.1f}" if len(each) > 2 else ""]
         cells += ["" if np.isnan(seen := seen_ms(steps)) else f"{seen:.1f}" for steps in (real, model)]

@@ -74,10 +74,11 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, log: Callable[
         raise CalibrationError(f"these runs are on several GPUs ({', '.join(sorted(cards))}); fit one at a time.")
     single = [run for run in observed if run.setup.tp == 1]
     joined = [run for run in observed if run.setup.tp != 1]
-    if not single and base is None:
-        raise CalibrationError(
-            "all runs have several GPUs: the time of a reduction cannot be told from the software's own; add a run at "
-            "TP 1, or name its profile with --base."
+    if not single and base is None:  # a reduction cannot be told from the software's own times
+        base = profiles()[next(iter(schedulers))]
+        log(
+            "all runs have several GPUs: times that they cannot tell are those of the built-in profile; a run at TP 1, "
+            "or its profile with --base, tells them."
         )
     profile = msgspec.structs.replace(
         base or _beginning(schedulers.pop()),
@@ -97,7 +98,10 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, log: Callable[
         ways = {run.emulated.facts.topology for run in joined}
         if len(ways) > 1:
             raise CalibrationError(f"the GPUs are joined by {' and '.join(sorted(ways))}; fit one at a time.")
-        profile = _fit(joined, msgspec.structs.replace(profile, reductions=ways.pop()), LINK, log)
+        start = LINK
+        if not single and _values(profile)[EAGER]:  # else those runs have told it of this host
+            start = LINK | {EAGER: _values(profile)[EAGER]}
+        profile = _fit(joined, msgspec.structs.replace(profile, reductions=ways.pop()), start, log)
     return profile
 
 
@@ -391,6 +395,8 @@ def _runs_among(paths: Sequence[Path], flags: RunFacts) -> list[Observed]:
 def _fitted_and_judged(runs: Sequence[Observed], aside: Sequence[Observed], base_file: Path | None) -> Profile:
     """With its errors on runs set aside, or else on each run by a fit to the others."""
     for run in (*runs, *aside):
+        if not run.tp_told:
+            print(f"{run.name} does not tell its tensor parallel size: 1 is taken; name it with --tp.")
         if run.setup.kv_tokens is None:
             tokens = run.emulated.kv_tokens
             print(f"{run.name} does not tell its KV cache: {tokens:,} tokens computed; name it with --kv-tokens.")

@@ -93,6 +93,7 @@ class Observed:
     name: str
     setup: Setup
     concurrency: int | str | None  # as --concurrency has it
+    tp_told: bool  # whether it or the user told the tensor parallel size
     send_s: Floats
     first_s: Floats
     end_s: Floats
@@ -183,6 +184,7 @@ def read(path: Path, flags: RunFacts | None = None) -> Observed:
         name=path.name.removesuffix(".jsonl.gz"),
         setup=setup,
         concurrency=facts.concurrency,
+        tp_told=facts.tp is not None,
         send_s=sent[order] - begin,
         first_s=first[order] - begin,
         end_s=end[order] - begin,
@@ -274,7 +276,6 @@ def _directory(path: Path) -> tuple[RunFacts, list[Floats]]:
     facts = RunFacts(
         scheduler=_scheduler(path, manifest.backend, (launch and launch.version) or manifest.server_version),
         model=manifest.model,
-        tp=1,
         concurrency=manifest.config.get("concurrency"),
         kv_tokens=manifest.kv_cache_tokens,
     )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -112,6 +110,10 @@ def test_flags_fill_only_what_a_run_does_not_tell() -> None:
     flags = observed.RunFacts(kv_tokens=5, model="7b", gpu="h100")
     seen = observed.read(RUNS / "h200x4_70b_tp4_burst_o128.jsonl.gz", flags)
     assert (seen.setup.kv_tokens, seen.setup.model.name, seen.setup.gpu) == (1_211_232, "llama-2-70b", "h200")
+    mixture = RUNS.parent / "frozen" / "measured" / "mixtral_8x7b_closed16_b"  # of a --url, which tells no TP
+    for tp, told in ((None, False), (1, True), (2, True)):
+        seen = observed.read(mixture, observed.RunFacts(gpu="h200", model="mixtral-8x7b", tp=tp))
+        assert (seen.setup.tp, seen.tp_told) == (tp or 1, told)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +157,10 @@ def test_scipy_is_loaded_by_a_fit_alone() -> None:
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
 
 
-def known_world(backend: str, times: dict[str, float]) -> Any:
-    """A server on an H200 whose software takes these times."""
-    world = emulate(Hardware(gpu="h200", kv_tokens=60_000).setup(backend, "7b", 4096))
-    truth = command.with_values(world.profile, times)
-    return msgspec.structs.replace(world, profile=truth, cost=world.cost.with_overheads(truth.overheads))
+def known_world(backend: str, times: dict[str, float], tp: int = 1) -> Any:
+    """A server on H200s whose software takes these times."""
+    world = emulate(Hardware(gpu="h200", gpus=tp, tp=tp, kv_tokens=60_000).setup(backend, "7b", 4096))
+    return world.with_profile(command.with_values(world.profile, times))
 
 
 def made(path: Path, world: Any, load: list[tuple[float, int, int]]) -> observed.Observed:
@@ -199,9 +200,23 @@ def test_a_fit_finds_a_known_world_again(tmp_path: Path) -> None:
     assert set(fitted.intervals) <= {*times, "latency_us", "launch_eager_layer_us"}
     command.calibrate([steady], None, said.append)
     assert any(line.startswith("not identified: row_us") for line in said)
-    joined = dataclasses.replace(burst, setup=msgspec.structs.replace(burst.setup, tp=4, gpus=4))
-    with pytest.raises(command.CalibrationError, match="several GPUs: the time of a reduction cannot be told"):
-        command.calibrate([joined], None, said.append)
+
+
+@pytest.mark.processes
+def test_on_several_gpus_a_fit_finds_how_long_launches_take(tmp_path: Path) -> None:
+    """Launches twice as slow as in the profile that ships, and reductions as in it; judged by another load."""
+    shipped = profiles()["vllm@v1"]
+    world = known_world("vllm", {"launch_eager_layer_us": 1320.0}, tp=2)
+    steady = made(tmp_path / "h200_7b_tp2_steady.jsonl", world, [(at / 6, 700, 64) for at in range(80)])
+    other = made(tmp_path / "h200_7b_tp2_other.jsonl", world, [(at / 10, 1100, 40) for at in range(80)])
+    said: list[str] = []
+    fitted = command.calibrate([steady], None, said.append)
+    assert said[0].startswith(
+        "all runs have several GPUs: times that they cannot tell are those of the built-in profile"
+    )
+    assert fitted.overheads.launch_eager_layer_us == pytest.approx(1320, rel=0.05)
+    error, before = (other.predict(profile).error(other) for profile in (fitted, shipped))
+    assert error.e2el_w1 < 0.01 and before.e2el_w1 > 0.06
 
 
 def test_what_moves_nothing_of_its_own_is_not_told() -> None:
