@@ -3,10 +3,10 @@
     python benchmarks/frozen_steps.py DIR     # DIR has `predicted` and `measured`, as benchmarks/frozen.py makes them
 
 The oldest request that runs gets its token first in each step, so its tokens are a clock of the steps. While the CPU
-launches a step with prefills, the tokens of the step before wait: their gap is the launch, where it is longer than the
-step. On several GPUs workers launch, and no token waits: there the launch is from the tokens of the step before the one
-before to the step's own, where that is longer than the GPUs take (not of graphs). Of steps with prefills after two without, each as
-measured and predicted:
+launches a step with prefills, the tokens of the step before wait: their gap is the launch, where it is longer than
+the step. On several GPUs workers launch, and no token waits: there the launch is from the tokens of the step before
+the one before to the step's own, where that is longer than the GPUs take (not of graphs). Of steps with prefills
+after two without, each as measured and predicted:
 
 graph, eager  ms that a launch takes, 10th percentile, mean, 90th: of steps of at most 512 tokens, and of longer ones
 extra         ms by which it, the step before and the step after are longer than decode steps, in the mean: eager steps
