@@ -93,13 +93,13 @@ def rebuilt(directory: Path) -> Steps:
     )
 
 
-def launches(steps: Steps, tp: int) -> tuple[Floats, Floats]:
-    """Milliseconds, of graphs and of eager steps."""
-    ends = 1 if tp == 1 else 0
+def launches(steps: Steps, *, tokens_wait: bool) -> tuple[Floats, Floats]:
+    """Milliseconds, of graphs and of eager steps. tokens_wait: whether those of the step before wait for a launch."""
+    back = 1 if tokens_wait else 0
     taken: tuple[list[float], list[float]] = ([], [])
     for k in steps.after_decodes(0):
         eager = steps.rows[k] + steps.prompt_tokens[k] > GRAPH_TOKENS
-        taken[int(eager)].append(steps.at_ms[k - ends] - steps.at_ms[k - 2])
+        taken[int(eager)].append(steps.at_ms[k - back] - steps.at_ms[k - 2])
     return np.array(taken[0]), np.array(taken[1])
 
 
@@ -111,10 +111,15 @@ def fitted(steps: Steps) -> Floats:
     return np.asarray(np.linalg.lstsq(terms[usual], gaps_ms[usual], rcond=None)[0])
 
 
+def decodes_ms(steps: Steps) -> Floats:
+    """What decode steps of like rows and contexts take, of the gap after each step but the last."""
+    return _terms(steps) @ fitted(steps)
+
+
 def extra_ms(steps: Steps) -> float:
-    terms, at_ms = _terms(steps) @ fitted(steps), steps.at_ms
+    usual_ms, at_ms = decodes_ms(steps), steps.at_ms
     longer = [
-        at_ms[k + 1] - at_ms[k - 2] - terms[k - 2] - terms[k - 1] - terms[k]
+        at_ms[k + 1] - at_ms[k - 2] - usual_ms[k - 2 : k + 1].sum()
         for k in steps.after_decodes(1)
         if steps.rows[k] + steps.prompt_tokens[k] > GRAPH_TOKENS
     ]
@@ -122,10 +127,10 @@ def extra_ms(steps: Steps) -> float:
 
 
 def idle_ms(steps: Steps) -> Floats:
-    terms = _terms(steps) @ fitted(steps)
+    usual_ms = decodes_ms(steps)
     at_ms, tokens = steps.at_ms, steps.rows + steps.prompt_tokens
     return np.array([
-        at_ms[k + 1] - at_ms[k - 1] - terms[k]
+        at_ms[k + 1] - at_ms[k - 1] - usual_ms[k]
         for k in steps.after_decodes(2)
         if GRAPH_TOKENS < tokens[k] < 760 and at_ms[k - 1] - at_ms[k - 2] > 18 and at_ms[k] - at_ms[k - 1] < 6
     ])  # fmt: skip
@@ -159,7 +164,8 @@ def main(directory: Path) -> None:
             continue
         real, model = (rebuilt(directory / kind / name) for kind in ("measured", "predicted"))
         cells = [f"{real.rows[real.rows > 0].mean():.0f}"]
-        for taken, predicted in zip(launches(real, tp), launches(model, 1), strict=True):
+        predictions = launches(model, tokens_wait=True)  # in the model they do on several GPUs too
+        for taken, predicted in zip(launches(real, tokens_wait=tp == 1), predictions, strict=True):
             low, high = np.percentile(taken, [10, 90]) if len(taken) > 3 else (np.nan, np.nan)
             cells += [f"{low:.1f}, {taken.mean():.1f}, {high:.1f}" if len(taken) > 3 else ""]
             cells += [f"{predicted.mean():.1f}" if len(taken) > 3 and len(predicted) else ""]

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,10 +41,7 @@ from training_probe.results import read as read_results
 HERE = Path(__file__).parent
 H200, KEPT = HERE / "h200/training", HERE / "training_memory.jsonl"
 METHODS = HERE / "frozen/training_methods"
-SINCE = (  # sweeps of H200 that came after the fit
-    "finetune-13b", "finetune-70b", "spread-7b",
-    "finetune-13b-rest", "spread-7b-lora", "table2", "table15-f", "fig4-2gpu", "max-batch-7b-1gpu-256",
-)  # fmt: skip
+FIT_UNIX_S = datetime(2026, 11, 23, tzinfo=UTC).timestamp()  # cells that started before are in the fit
 LIMIT_S = 90.0
 # engine, method, model, GPUs, tokens, sequences, GiB that are free for it
 CELLS = """ddp F llama-3.2-1b 1 4096 4 68.3
@@ -73,6 +71,7 @@ class Measured(NamedTuple):
     used: float | None = None
     host: float | None = None
     free: int = 0
+    started_unix_s: float = 0.0
 
     def prediction(self) -> Prediction:
         spec = catalog.find(self.cell.model)
@@ -82,13 +81,18 @@ class Measured(NamedTuple):
 
 def swept() -> list[Measured]:
     """The cells of benchmarks/h200/training that the fit is to, by sweep."""
-    directories = [each for each in sorted(H200.iterdir()) if each.is_dir() and each.name not in SINCE]
-    return [one for directory in directories for one in _results(directory)]
+    return [one for one in _all_swept() if one.started_unix_s < FIT_UNIX_S]
 
 
 def since() -> list[Measured]:
     """The cells there that ran after the fit."""
-    return [one for name in SINCE for one in _results(H200 / name)]
+    return [one for one in _all_swept() if one.started_unix_s >= FIT_UNIX_S]
+
+
+def _all_swept() -> Iterator[Measured]:
+    for directory in sorted(H200.iterdir()):
+        if directory.is_dir():
+            yield from _results(directory)
 
 
 def methods() -> list[Measured]:
@@ -100,7 +104,7 @@ def _results(directory: Path) -> list[Measured]:
     return [
         Measured(
             directory.name, _cell_of(result), result.outcome, _bytes(result.peak_memory_gb),
-            _bytes(result.peak_reserved_gb),
+            _bytes(result.peak_reserved_gb), started_unix_s=result.started_unix_s,
         )
         for result in read_results(directory)
     ]  # fmt: skip

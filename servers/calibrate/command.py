@@ -74,14 +74,15 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, log: Callable[
         raise CalibrationError(f"these runs are on several GPUs ({', '.join(sorted(cards))}); fit one at a time.")
     single = [run for run in observed if run.setup.tp == 1]
     joined = [run for run in observed if run.setup.tp != 1]
-    if not single and base is None:  # a reduction cannot be told from the software's own times
-        base = profiles()[next(iter(schedulers))]
+    scheduler = schedulers.pop()
+    if base is None and not single:  # a reduction cannot be told from the software's own times
+        base = profiles()[scheduler]
         log(
-            "all runs have several GPUs: times that they cannot tell are those of the built-in profile; a run at TP 1, "
-            "or its profile with --base, tells them."
+            "all runs have several GPUs: times that they cannot tell are those of the built-in profile; to fit those "
+            "times, add a run at TP 1, or name the profile of such a run with --base."
         )
     profile = msgspec.structs.replace(
-        base or _beginning(schedulers.pop()),
+        base or _beginning(scheduler),
         gpu=cards.pop(),
         fitted_on=tuple(run.name for run in observed),
         held_out=(),
@@ -99,8 +100,8 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, log: Callable[
         if len(ways) > 1:
             raise CalibrationError(f"the GPUs are joined by {' and '.join(sorted(ways))}; fit one at a time.")
         start = LINK
-        if not single and _values(profile)[EAGER]:  # else those runs have told it of this host
-            start = LINK | {EAGER: _values(profile)[EAGER]}
+        if not single and (launch_us := _values(profile)[EAGER]):  # runs at TP 1 would have fitted launches already
+            start = LINK | {EAGER: launch_us}
         profile = _fit(joined, msgspec.structs.replace(profile, reductions=ways.pop()), start, log)
     return profile
 
@@ -395,7 +396,7 @@ def _runs_among(paths: Sequence[Path], flags: RunFacts) -> list[Observed]:
 def _fitted_and_judged(runs: Sequence[Observed], aside: Sequence[Observed], base_file: Path | None) -> Profile:
     """With its errors on runs set aside, or else on each run by a fit to the others."""
     for run in (*runs, *aside):
-        if not run.tp_told:
+        if not run.tp_known:
             print(f"{run.name} does not tell its tensor parallel size: 1 is taken; name it with --tp.")
         if run.setup.kv_tokens is None:
             tokens = run.emulated.kv_tokens

@@ -93,7 +93,7 @@ class Observed:
     name: str
     setup: Setup
     concurrency: int | str | None  # as --concurrency has it
-    tp_told: bool  # whether it or the user told the tensor parallel size
+    tp_known: bool  # from the run or the user; else 1 is assumed
     send_s: Floats
     first_s: Floats
     end_s: Floats
@@ -184,7 +184,7 @@ def read(path: Path, flags: RunFacts | None = None) -> Observed:
         name=path.name.removesuffix(".jsonl.gz"),
         setup=setup,
         concurrency=facts.concurrency,
-        tp_told=facts.tp is not None,
+        tp_known=facts.tp is not None,
         send_s=sent[order] - begin,
         first_s=first[order] - begin,
         end_s=end[order] - begin,

@@ -111,9 +111,9 @@ def test_flags_fill_only_what_a_run_does_not_tell() -> None:
     seen = observed.read(RUNS / "h200x4_70b_tp4_burst_o128.jsonl.gz", flags)
     assert (seen.setup.kv_tokens, seen.setup.model.name, seen.setup.gpu) == (1_211_232, "llama-2-70b", "h200")
     mixture = RUNS.parent / "frozen" / "measured" / "mixtral_8x7b_closed16_b"  # of a --url, which tells no TP
-    for tp, told in ((None, False), (1, True), (2, True)):
+    for tp, known in ((None, False), (1, True), (2, True)):
         seen = observed.read(mixture, observed.RunFacts(gpu="h200", model="mixtral-8x7b", tp=tp))
-        assert (seen.setup.tp, seen.tp_told) == (tp or 1, told)
+        assert (seen.setup.tp, seen.tp_known) == (tp or 1, known)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def test_on_several_gpus_a_fit_finds_how_long_launches_take(tmp_path: Path) -> N
     world = known_world("vllm", {"launch_eager_layer_us": 1320.0}, tp=2)
     steady = made(tmp_path / "h200_7b_tp2_steady.jsonl", world, [(at / 6, 700, 64) for at in range(80)])
     other = made(tmp_path / "h200_7b_tp2_other.jsonl", world, [(at / 10, 1100, 40) for at in range(80)])
-    said: list[str] = []
-    fitted = command.calibrate([steady], None, said.append)
-    assert said[0].startswith(
+    log: list[str] = []
+    fitted = command.calibrate([steady], None, log.append)
+    assert log[0].startswith(
         "all runs have several GPUs: times that they cannot tell are those of the built-in profile"
     )
     assert fitted.overheads.launch_eager_layer_us == pytest.approx(1320, rel=0.05)
