@@ -52,6 +52,11 @@ MODELS: dict[str, dict[str, object]] = {
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 48,
         "num_key_value_heads": 4, **_QWEN3, **_ALIKE,
     },
+    "llama-2-7b-shape": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, **_ALIKE,
+    },
     "mixtral-8x7b-shape": {
         "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096,
         "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 32,
@@ -261,12 +266,20 @@ def vllm(model: Path, group: Group, log: Path) -> Iterator[str]:
     arguments = [
         "--model", str(model), "--served-model-name", model.name, "--load-format", "dummy",
         "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_RUNNING), caching,
-        "--enable-prompt-tokens-details", "--host", "127.0.0.1", "--port", "8766", "--disable-uvicorn-access-log",
+        "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
         "--tensor-parallel-size", str(group.tp), *(["--quantization", "fp8"] if "fp8" in group.options else []),
     ]  # fmt: skip
-    paths = os.environ.get("VLLM_PATH", "")  # where vLLM is, if not on the path of every program
+    with serving("vllm.entrypoints.openai.api_server", arguments, log, "VLLM_PATH") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving(module: str, arguments: list[str], log: Path, path: str) -> Iterator[str]:
+    """A server that is ready; its URL. path: the variable with the server's own PYTHONPATH, where the server is not on
+    the path of every program."""
+    paths = os.environ.get(path, "")
     process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+        [sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", "8766"],
         env=os.environ | ({"PYTHONPATH": paths} if paths else {}) | {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"},
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,
@@ -275,7 +288,7 @@ def vllm(model: Path, group: Group, log: Path) -> Iterator[str]:
     try:
         while True:
             if process.poll() is not None:
-                raise RuntimeError(f"vLLM ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+                raise RuntimeError(f"{module} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
                 break
             time.sleep(0.5)
@@ -308,26 +321,26 @@ def compare(frozen: Path, measured: Path, groups: list[str]) -> None:
     print("| load | requests | makespan s, predicted | measured | off % |" + "".join(f" {m} off % |" for m in METRICS))
     print("|---|---:|---:|---:|---:|" + "---:|" * len(METRICS))
     for name in (name for group in groups for name in GROUPS[group].loads):
-        pair = [_read(each / name) for each in (frozen, measured)]
+        pair = [distributions(each / name) for each in (frozen, measured)]
         if None in pair:
             continue
         predicted, real = pair
         assert predicted is not None and real is not None
-        cells = [f"{_off(values, real[metric]):.1f}" for metric, values in predicted.items() if metric in METRICS]
+        cells = [f"{off_percent(predicted[metric], real[metric]):.1f}" for metric in METRICS]
         spans = [float(each["makespan_s"][0]) for each in (predicted, real)]
         off = 100 * (spans[0] / spans[1] - 1)
         count = len(real["e2el_ms"])
         print(f"| {name} | {count} | {spans[0]:.2f} | {spans[1]:.2f} | {off:+.1f} | " + " | ".join(cells) + " |")
 
 
-def _off(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> float:
+def off_percent(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> float:
     """Percent: the Wasserstein-1 distance between both distributions, over the mean of what was measured."""
     from scipy.stats import wasserstein_distance
 
     return float(100 * wasserstein_distance(predicted, measured) / measured.mean())
 
 
-def _read(directory: Path) -> dict[str, NDArray[np.float64]] | None:
+def distributions(directory: Path) -> dict[str, NDArray[np.float64]] | None:
     """Values of the requests that ended ok, and the time from the first sent to the last ended."""
     sys.path.insert(0, str(ROOT))
     from loadgen.report import metrics
