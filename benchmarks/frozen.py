@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -283,6 +284,7 @@ def serving(module: str, arguments: list[str], log: Path, path: str) -> Iterator
         env=os.environ | ({"PYTHONPATH": paths} if paths else {}) | {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"},
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,
+        process_group=0,
     )
     url = "http://127.0.0.1:8766"
     try:
@@ -295,7 +297,10 @@ def serving(module: str, arguments: list[str], log: Path, path: str) -> Iterator
         yield url
     finally:
         process.terminate()
-        process.wait(60)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):  # what it has left behind would hold the GPU's memory
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def measure(out: Path, groups: list[str], scratch: Path) -> None:
