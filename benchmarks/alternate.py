@@ -1,8 +1,8 @@
 """Servers in turns on one host, each with the same loads: a difference between two of them is then none of hosts.
 
     python benchmarks/alternate.py predict DIR                                  # before; commit what it wrote
-    python benchmarks/alternate.py play DIR vllm256 o256 poisson32 o512         # beside a GPU: one start of a server
-    python benchmarks/alternate.py play DIR lightllm o64 o256                   # likewise, and so on in turns
+    python benchmarks/alternate.py play DIR/host1 vllm256 o256 poisson32 o512   # beside a GPU: one start of a server
+    python benchmarks/alternate.py play DIR/host1 lightllm o64 o256             # likewise, and so on in turns
     python benchmarks/alternate.py tables DIR
 
 vllm256 and vllm512 are vLLM with CUDA graphs up to that batch and the same KV cache. All have a Llama-2-7B of random
@@ -147,30 +147,30 @@ def tables(out: Path) -> None:
     """Every run, and how far off the committed predictions were."""
     print("| run | makespan s | output tok/s | ttft p50 s | tpot p50 ms | e2el p50 s | e2el p99 s | preempted | W |")
     print("|---|" + "---:|" * 8)
-    for path in sorted(out.glob("*/report.json")):
+    for path in sorted(out.glob("host*/*/report.json")):
         report = json.loads(path.read_text())
-        of = report["metrics"]
+        of, throughput = report["metrics"], report["throughput"]["output_tokens_per_s"]
         seconds = [of[key][at] / 1e3 for key, at in (("ttft_ms", "p50"), ("e2el_ms", "p50"), ("e2el_ms", "p99"))]
         print(
-            f"| {path.parent.name} | {report['duration_s']:.2f} | {report['throughput']['output_tokens_per_s']:.0f} "
-            f"| {seconds[0]:.3f} | {of['tpot_ms']['p50']:.1f} | {seconds[1]:.2f} | {seconds[2]:.2f} "
+            f"| {path.parent.relative_to(out)} | {report['duration_s']:.2f} | {throughput:.0f} | {seconds[0]:.3f} "
+            f"| {of['tpot_ms']['p50']:.1f} | {seconds[1]:.2f} | {seconds[2]:.2f} "
             f"| {report['server']['preemptions']} | {report['gpus']['power_mean_w']:.0f} |"
         )
-    for path in sorted(out.glob("*_bench.*.json")):
+    for path in sorted(out.glob("host*/*_bench.*.json")):
         of = json.loads(path.read_text())
         seconds = [of[key] / 1e3 for key in ("p50_ttft_ms", "p50_e2el_ms", "p99_e2el_ms")]
         print(
-            f"| {path.stem} | {of['duration']:.2f} | {of['output_throughput']:.0f} | {seconds[0]:.3f} "
-            f"| {of['p50_tpot_ms']:.1f} | {seconds[1]:.2f} | {seconds[2]:.2f} | | |"
+            f"| {path.relative_to(out).with_suffix('')} | {of['duration']:.2f} | {of['output_throughput']:.0f} "
+            f"| {seconds[0]:.3f} | {of['p50_tpot_ms']:.1f} | {seconds[1]:.2f} | {seconds[2]:.2f} | | |"
         )
     print("\n| run | makespan off % | ttft W1 % | tpot W1 % | e2el W1 % |\n|---|---:|---:|---:|---:|")
-    for path in sorted(out.glob("*.[0-9]")):
+    for path in sorted(out.glob("host*/*.[0-9]")):
         predicted = frozen.distributions(out / "predicted" / path.stem)
         measured = frozen.distributions(path)
         if predicted is not None and measured is not None:
             makespan = 100 * (float(predicted["makespan_s"][0]) / float(measured["makespan_s"][0]) - 1)
             w1 = [frozen.off_percent(predicted[name], measured[name]) for name in frozen.METRICS]
-            print(f"| {path.name} | {makespan:+.1f} | " + " | ".join(f"{value:.1f}" for value in w1) + " |")
+            print(f"| {path.relative_to(out)} | {makespan:+.1f} | " + " | ".join(f"{value:.1f}" for value in w1) + " |")
 
 
 def main() -> None:

@@ -279,6 +279,9 @@ def serving(module: str, arguments: list[str], log: Path, path: str) -> Iterator
     """A server that is ready; its URL. path: the variable with the server's own PYTHONPATH, where the server is not on
     the path of every program."""
     paths = os.environ.get(path, "")
+    url = "http://127.0.0.1:8766"
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
+        raise RuntimeError(f"another server answers at {url}; end it first")
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", "8766"],
         env=os.environ | ({"PYTHONPATH": paths} if paths else {}) | {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"},
@@ -286,7 +289,6 @@ def serving(module: str, arguments: list[str], log: Path, path: str) -> Iterator
         stderr=subprocess.STDOUT,
         process_group=0,
     )
-    url = "http://127.0.0.1:8766"
     try:
         while True:
             if process.poll() is not None:
