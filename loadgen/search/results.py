@@ -206,8 +206,11 @@ def sentence(result: SearchResult) -> str:
             return f"No load meets the objective ({wanted}): {result.ended_because}."
         return f"There is no answer yet ({wanted}): {result.ended_because}."
     lower = "At least " if result.lower_bound else ""
-    between = f"between {number(low or 0.0)} and {number(high)}" if high is not None else f"above {number(low or 0.0)}"
-    text = f"{lower}{number(value)} {unit}, {between} with 95 % confidence: {wanted}."
+    if high is None:
+        bounds = f"above {number(low or 0.0)}"
+    else:
+        bounds = f"between {number(low)} and {number(high)}" if low else f"at most {number(high)}"
+    text = f"{lower}{number(value)} {unit}, {bounds} with 95 % confidence: {wanted}."
     return f"{text} The client was the limit, so the server may take more." if result.lower_bound else text
 
 
