@@ -421,14 +421,13 @@ class CachingVllmV1(VllmV1):
         while self._waiting and budget > 0 and len(self._running) < self._settings.max_running:
             sequence = self._waiting[0]
             whole = sequence.prompt + sequence.sampled
-            found = cache.find(sequence, (whole - 1) // BLOCK_TOKENS)
-            idle = cache.unheld(found)
-            if -(-whole // BLOCK_TOKENS) - len(found) + idle > self._free:
+            found, idle = cache.find(sequence, (whole - 1) // BLOCK_TOKENS)
+            if -(-whole // BLOCK_TOKENS) - found + idle > self._free:
                 return
             self._waiting.popleft()
             cache.hold(sequence, found)
             self._free -= idle
-            cached = len(found) * BLOCK_TOKENS
+            cached = found * BLOCK_TOKENS
             if not sequence.preemptions:
                 sequence.cached = cached
                 self.queried_tokens += whole
@@ -436,7 +435,7 @@ class CachingVllmV1(VllmV1):
             tokens = min(whole - cached, self._most, budget)
             sequence.computed = cached + tokens
             sequence.blocks = -(-sequence.computed // BLOCK_TOKENS)
-            self._take(sequence.blocks - len(found))
+            self._take(sequence.blocks - found)
             cache.publish(sequence, sequence.computed)
             budget -= tokens
             step.prefill(tokens, cached)
