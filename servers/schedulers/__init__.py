@@ -8,6 +8,7 @@ runs, and so it does not know yet what that one will free).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -97,8 +98,8 @@ class Step:
     prefill_work: float = 0.0
     chunks: list[tuple[int, int]] = field(default_factory=list)
     turning: list[int] | None = None
-    ends: list[Sequence] = field(default_factory=list)
-    singles: list[Sequence] = field(default_factory=list)
+    ends: Several[Sequence] = ()
+    singles: Several[Sequence] = ()
     lengths: list[int] | None = None
 
     def prefill(self, tokens: int, cached: int) -> None:
@@ -133,7 +134,7 @@ class Queues:
     def repeats(self) -> int:
         return 0
 
-    def repeat(self, steps: int) -> None:
+    def repeat(self, steps: int, over: int) -> None:
         raise NotImplementedError
 
 
@@ -187,9 +188,9 @@ class Scheduler(Protocol):
         """The step is over: its tokens are out, and what has ended frees its memory."""
 
     def repeats(self) -> int:
-        """How many steps are sure to follow that are like the last one, and like all that are under way, of which there
-        are `depth`: a token for each of the same requests, of whom none ends, unless another comes or one leaves."""
+        """How many steps are sure to follow that are like the last one, where each is scheduled when one of `depth` is
+        over: a token for each of the same requests, of whom none ends, unless another comes or one leaves."""
 
-    def repeat(self, steps: int) -> None:
-        """In so many of these turns the first step under way was over and the last one scheduled again; it now stands
-        for all that are under way."""
+    def repeat(self, steps: int, over: int) -> None:
+        """The last step was scheduled again so many times, and so many of these steps are over, each time that one was
+        over before the next was scheduled. It now stands for all that are under way."""

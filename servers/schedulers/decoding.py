@@ -10,7 +10,7 @@ given out `offset + finished`; where no step that it was in is over yet, as many
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from servers.schedulers import Sequence
@@ -20,6 +20,9 @@ class Held(Protocol):
     """Blocks of the pool that a request holds, by the blocks that its tokens would fill."""
 
     def __getitem__(self, token_blocks: int, /) -> int: ...
+
+
+EVERY = range(1 << 40)  # of a request that holds all that its tokens fill
 
 
 class Decoding:
@@ -62,8 +65,11 @@ class Decoding:
     def missing(self) -> int:
         """Blocks that the next step takes."""
         before, size, held = self.scheduled, self._block_tokens, self._held
+        full = self._full[(before + 1) % size]
+        if held is EVERY:
+            return len(full)
         missing = 0
-        for sequence in self._full[(before + 1) % size]:
+        for sequence in full:
             filled = (sequence.prompt + sequence.offset + before - 1) // size
             missing += held[filled + 1] - held[filled]
         return missing
@@ -71,10 +77,10 @@ class Decoding:
     def unchanged(self) -> int:
         """For how many steps from now on nobody leaves, and nothing becomes known that others find."""
         steps = min(self._last) - self.scheduled - 1
-        return min(steps, min(self.whole) - self.finished - 1) if self.whole else steps
+        return min(steps, min(self.whole) - self.finished) if self.whole else steps
 
-    def repeat(self, steps: int) -> int:
-        """So many steps are over, and as many have begun, in which nobody leaves; the blocks that these take, where
+    def repeat(self, steps: int, over: int) -> int:
+        """So many steps have begun in which nobody leaves, and so many are over; the blocks that the former take, where
         each request holds all that its tokens fill."""
         size, number, rows = self._block_tokens, self.scheduled, len(self.rows)
         rounds, rest = divmod(steps, size)
@@ -83,7 +89,7 @@ class Decoding:
             blocks += len(self._full[step % size])
         self.context += steps * rows
         self.scheduled = number + steps
-        self.finished += steps
+        self.finished += over
         return blocks
 
     def advance(self) -> list[Sequence]:
@@ -122,7 +128,7 @@ class Decoding:
         """That a request holds."""
         return self._held[-(-computed // self._block_tokens)]
 
-    def settle(self, others: list[Sequence]) -> None:
+    def settle(self, others: Iterable[Sequence]) -> None:
         """All leave, in the state that they now have, and so do those of `others` that have left before their last
         token was given out."""
         for sequence in (*self.rows, *others):

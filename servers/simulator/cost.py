@@ -465,15 +465,15 @@ class Clock:
     """How long each step of one server takes on its GPUs, in the order of the steps."""
 
     def __init__(self, cost: StepCost, boost: Boost | None, factor: float) -> None:
-        self._cost, self._factor = cost, factor
+        self._cost_s, self._factor = cost.__call__, factor
         self._fast = cost.at_full_clock()
         if boost is not None:
             self._ratio, self._most_s, self._refill = boost.ratio, boost.most_ms * 1e-3, boost.refill_ms * 1e-3
             self._left_s = self._most_s  # of what the highest clock may still save
         self._until_s = 0.0
 
-    def __call__(self, step: Step, begin_s: float) -> float:
-        seconds = self._cost(step)
+    def step_s(self, step: Step, begin_s: float) -> float:
+        seconds = self._cost_s(step)
         if self._fast is not None and (step.prefill_rows or self._left_s < self._most_s):
             seconds -= self._saved_s(step, begin_s, seconds)
         # else nothing is saved, and nothing comes back
@@ -483,11 +483,16 @@ class Clock:
 
     def _saved_s(self, step: Step, begin_s: float, seconds: float) -> float:
         assert self._fast is not None
-        could_s = seconds - self._fast(step) if step.prefill_rows else 0.0
-        computing_s = could_s * self._ratio / (self._ratio - 1)
-        free_s = max(begin_s - self._until_s, 0.0) + max(seconds - computing_s, 0.0)
-        left_s = min(self._left_s + free_s * self._refill, self._most_s)
-        saved_s = min(could_s, left_s)
+        could_s, free_s = 0.0, seconds
+        if step.prefill_rows:
+            could_s = seconds - self._fast(step)
+            free_s = max(seconds - could_s * self._ratio / (self._ratio - 1), 0.0)
+        if begin_s > self._until_s:
+            free_s += begin_s - self._until_s
+        left_s = self._left_s + free_s * self._refill
+        if left_s > self._most_s:
+            left_s = self._most_s
+        saved_s = could_s if could_s < left_s else left_s
         self._left_s = left_s - saved_s
         return saved_s
 

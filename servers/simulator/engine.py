@@ -82,6 +82,7 @@ class Engine:
         self._gpu_s = 0.0  # until when the GPUs are
         self._arriving: deque[tuple[float, Sequence]] = deque()
         self._under_way: deque[tuple[float, Step]] = deque()
+        self._step = Step()  # the last that was launched
 
     def submit(self, sequence: Sequence, at_s: float) -> None:
         """A request has come in, after all that were submitted before. Raises Rejected."""
@@ -138,22 +139,20 @@ class Engine:
             elif now_s < cpu_s <= now and len(under_way) < depth and self._fill():
                 continue  # the next step comes before the results of one that has just ended
             elif under_way and under_way[0][0] <= now:
-                if self._deliver_alike is not None and (steps := scheduler.repeats()) > 0:
-                    self._repeat(steps, until_s)
-                    continue
                 _, step = under_way.popleft()
                 scheduler.finish(step)
                 if step.emits:
                     self._hand_out(step)
             if cpu_s <= now and len(under_way) < depth:
+                if self._deliver_alike is not None and (steps := scheduler.repeats()) > 0:
+                    self._repeat(steps, until_s)
                 self._fill()
 
     def _repeat(self, most: int, until_s: float) -> None:
-        """What `advance` does while each step that ends is followed by another like it, at most so many times, and
-        nothing else happens. The first of them ends now."""
-        under_way, arriving = self._under_way, self._arriving
+        """What `advance` does while the last step is launched again whenever one ends, at most so many times, and
+        nothing else happens. The first is launched now."""
+        under_way, arriving, step = self._under_way, self._arriving, self._step
         ends_s = deque([end_s for end_s, _ in under_way])
-        step = under_way[-1][1]  # stands for all of them
         rows = len(step.emits)
         launch_s, prepare_s, step_s, latency_s = self._launch_s(step), self._prepare_s, self._step_s, self._latency_s
         in_s, gap_s = self._pace(rows)
@@ -161,18 +160,9 @@ class Engine:
         comes = arriving[0][0] if arriving else math.inf
         now_s, cpu_s, gpu_s, front_s, taken_s = self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s
         firsts_s: list[float] = []
-        while len(firsts_s) < most:
-            end_s = ends_s[0]
-            if end_s < cpu_s:
-                end_s = cpu_s
-            if end_s > until_s or end_s >= comes or end_s >= taken_s:
-                break
-            now_s = end_s
-            begin_s = front_s if front_s > now_s else now_s
-            first_s = begin_s + in_s
-            front_s = first_s + out_s
-            taken_s += front_s - begin_s
-            firsts_s.append(first_s + gap_s + latency_s)
+        launched = 0
+        while launched < most:
+            launched += 1
             step.decode_context += rows
             cpu_s = now_s + launch_s
             begin_s = now_s + prepare_s
@@ -181,14 +171,26 @@ class Engine:
             gpu_s = begin_s + step_s(step, begin_s)
             if gpu_s < cpu_s:
                 gpu_s = cpu_s
-            ends_s.popleft()
             ends_s.append(gpu_s)
+            end_s = ends_s[0]
+            if end_s < cpu_s:
+                end_s = cpu_s
+            if end_s > until_s or end_s >= comes or end_s >= taken_s:
+                break
+            ends_s.popleft()
+            now_s = end_s
+            begin_s = front_s if front_s > now_s else now_s
+            first_s = begin_s + in_s
+            front_s = first_s + out_s
+            taken_s += front_s - begin_s
+            firsts_s.append(first_s + gap_s + latency_s)
         self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s = now_s, cpu_s, gpu_s, front_s, taken_s
         under_way.clear()
         under_way.extend((end_s, step) for end_s in ends_s)
-        self.scheduler.repeat(len(firsts_s))
-        assert self._deliver_alike is not None
-        self._deliver_alike(step.emits, firsts_s, gap_s)
+        self.scheduler.repeat(launched, len(firsts_s))
+        if firsts_s:
+            assert self._deliver_alike is not None
+            self._deliver_alike(step.emits, firsts_s, gap_s)
 
     def _free_s(self) -> float:
         """When the thread that launches can go on: with the results of a step, or with the next one."""
@@ -216,6 +218,7 @@ class Engine:
             if step is None:
                 break
             filled = True
+            self._step = step
             cpu_s, gpu_s = now_s + self._launch_s(step), self._gpu_s
             begin_s = now_s + self._prepare_s
             if begin_s < gpu_s:

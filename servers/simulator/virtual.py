@@ -10,9 +10,10 @@ import math
 import sys
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,10 @@ class Arrival(NamedTuple):
     segments: tuple[tuple[int, int], ...] = ()
 
 
+_no_times: Callable[[], array[float]] = partial(array, "d")
+Sent = Arrival | tuple[float, int, int]
+
+
 @dataclass(slots=True)
 class Outcome:
     """One request. `times_s`: when each of its tokens came; empty when the server refused it with `status`.
@@ -50,7 +55,7 @@ class Outcome:
     prompt: int
     output: int
     sent_s: float
-    times_s: array[float] = field(default_factory=lambda: array("d"))
+    times_s: array[float] = field(default_factory=_no_times)
     status: int | None = 200
     cached_tokens: int = 0
     dropped: str | None = None
@@ -70,7 +75,7 @@ def uncollected() -> Iterator[None]:
 
 def simulate(
     emulated: Emulated,
-    arrivals: Iterable[Arrival | tuple[float, int, int]],
+    arrivals: Iterable[Sent],
     streams: Streams | None = None,
     until_s: float = math.inf,
 ) -> list[Outcome]:
@@ -80,13 +85,12 @@ def simulate(
     the client is a part of the front end's latency. Raises EmulationError where the server keeps a request and never
     ends it."""
     outcomes: list[Outcome] = []
-    feed = (Arrival(*arrival) for arrival in arrivals)
     # when each stream of a closed loop is free: an ascending list is a heap
     freed = [] if streams is None else [streams.start_s(stream) for stream in range(streams.most)]
     tokens = _Tokens(outcomes)
 
     def deliver(emits: list[Sequence], first_s: float, gap_s: float) -> None:
-        tokens.put(emits, first_s, gap_s)
+        tokens.put(emits, [first_s], gap_s)
         for place in engine.turning:
             sequence = emits[place]
             if sequence.emitted == sequence.output:
@@ -94,9 +98,9 @@ def simulate(
                 if streams is not None:
                     heapq.heappush(freed, place_s(first_s, gap_s, place))
 
-    engine = emulated.engine(deliver, tokens.put_alike)
+    engine = emulated.engine(deliver, tokens.put)
 
-    def send(at_s: float, arrival: Arrival) -> None:
+    def send(at_s: float, arrival: Sent) -> None:
         sequence = Sequence(len(outcomes), *arrival[1:])
         outcome = Outcome(sequence.index, sequence.prompt, sequence.output, at_s)
         outcomes.append(outcome)
@@ -108,10 +112,10 @@ def simulate(
                 heapq.heappush(freed, at_s)
 
     if streams is None:
-        for arrival in feed:
-            send(arrival.at_s, arrival)
+        for arrival in arrivals:
+            send(arrival[0], arrival)
     else:
-        for at_s, arrival in _as_freed(engine, feed, streams, freed):
+        for at_s, arrival in _as_freed(engine, arrivals, streams, freed):
             if at_s >= until_s:
                 break
             send(at_s, arrival)
@@ -123,8 +127,8 @@ def simulate(
 
 
 def _as_freed(
-    engine: Engine, feed: Iterable[Arrival], streams: Streams, freed: list[float]
-) -> Iterator[tuple[float, Arrival]]:
+    engine: Engine, feed: Iterable[Sent], streams: Streams, freed: list[float]
+) -> Iterator[tuple[float, Sent]]:
     """When each is sent in a closed loop. freed: a heap of when streams are free, which fills as replies end. Ends
     early where the server keeps all that it has."""
     going = len(freed)
@@ -148,17 +152,17 @@ class _Tokens:
     def __init__(self, outcomes: list[Outcome] | dict[int, Outcome]) -> None:
         """outcomes: by the requests' numbers."""
         self._outcomes = outcomes
-        self._numbers: list[int] = []  # of the requests of each group of steps
-        self._alike: list[tuple[int, int, float]] = []  # of each group: requests, steps, seconds between tokens
+        self._emits: list[Sequence] = []  # of the last group of steps, which are those with one list of requests
+        self._numbers: list[int] = []  # of the requests of each group
+        self._alike: list[tuple[int, int, float]] = []  # of each group: requests, first step, seconds between tokens
         self._firsts_s: list[float] = []  # of each step
         self._count = 0
 
-    def put(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
-        self.put_alike(emits, [first_s], gap_s)
-
-    def put_alike(self, emits: list[Sequence], firsts_s: list[float], gap_s: float) -> None:
-        self._numbers += [sequence.index for sequence in emits]
-        self._alike.append((len(emits), len(firsts_s), gap_s))
+    def put(self, emits: list[Sequence], firsts_s: list[float], gap_s: float) -> None:
+        if emits is not self._emits:
+            self._emits = emits
+            self._numbers += [sequence.index for sequence in emits]
+            self._alike.append((len(emits), len(self._firsts_s), gap_s))
         self._firsts_s += firsts_s
         self._count += len(emits) * len(firsts_s)
         if self._count > TOKENS_AT_ONCE:
@@ -169,7 +173,7 @@ class _Tokens:
         if not self._alike:
             return
         whose, times_s = self._placed()
-        self._numbers, self._alike, self._firsts_s, self._count = [], [], [], 0
+        self._emits, self._numbers, self._alike, self._firsts_s, self._count = [], [], [], [], 0
         whose -= (least := int(whose.min()))
         # by the radix where numbers are short
         order = np.argsort(whose.astype(np.uint16) if int(whose.max()) < 1 << 16 else whose, kind="stable")
@@ -185,7 +189,8 @@ class _Tokens:
         """The number of the request of each token (all tokens,), and when it came, added up one by one within a
         step."""
         numbers = np.array(self._numbers)
-        rows, steps, gaps_s = (np.array(each) for each in zip(*self._alike, strict=True))
+        rows, begun, gaps_s = (np.array(each) for each in zip(*self._alike, strict=True))
+        steps = np.diff(begun, append=len(self._firsts_s))
         counts = np.repeat(rows, steps)
         order = np.argsort(-counts, kind="stable")  # steps with many tokens first
         counts, begins = counts[order], (np.cumsum(counts) - counts)[order]
@@ -221,7 +226,7 @@ class _Sessions:
         self._arrivals, self._turns, self._streams = arrivals, turns, streams
         self._outcomes: dict[int, Outcome] = {}
         self._tokens = _Tokens(self._outcomes)
-        self._engine = emulated.engine(self._deliver, self._tokens.put_alike)
+        self._engine = emulated.engine(self._deliver, self._tokens.put)
         begins = [number for number in turns.first.tolist() if number < len(arrivals)]
         self._begins = iter(begins)
         self._due: list[tuple[float, int]]  # a heap of (seconds, turn)
@@ -266,7 +271,7 @@ class _Sessions:
             self._give_up(number, at_s)
 
     def _deliver(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
-        self._tokens.put(emits, first_s, gap_s)
+        self._tokens.put(emits, [first_s], gap_s)
         for place in self._engine.turning:
             sequence = emits[place]
             if sequence.emitted == sequence.output:
