@@ -10,10 +10,9 @@ import math
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +40,6 @@ class Arrival(NamedTuple):
     segments: tuple[tuple[int, int], ...] = ()
 
 
-_no_times: Callable[[], array[float]] = partial(array, "d")
 Sent = Arrival | tuple[float, int, int]
 
 
@@ -55,7 +53,7 @@ class Outcome:
     prompt: int
     output: int
     sent_s: float
-    times_s: array[float] = field(default_factory=_no_times)
+    times_s: array[float] = field(default_factory=lambda: array("d"))
     status: int | None = 200
     cached_tokens: int = 0
     dropped: str | None = None
