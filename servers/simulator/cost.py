@@ -245,6 +245,7 @@ class StepCost:
         self._reads = [(kind.attention.window, self._context_s(kind), self._pair_s(kind)) for kind in model.kinds]
         whole = len(self._reads) == 1 and self._reads[0][0] is None  # one kind of layers, without a window
         self._read_s = self._reads[0][1] if whole else None
+        self._work_s = self._reads[0][2]
         self._floor = layers * overheads.layer_us * 1e-6
         mixtures = sum(kind.count for kind in model.kinds if kind.mlp.experts > 1)
         self._eager_us = layers * overheads.launch_eager_layer_us + mixtures * overheads.launch_experts_us
@@ -364,11 +365,12 @@ class StepCost:
         decode = step.decode_rows * self._decode_row
         if self._read_s is not None:
             decode += step.decode_context * self._read_s
+            pairs = step.prefill_work * self._work_s
         else:
             decode += sum(_context_seen(step, window) * read_s for window, read_s, _ in self._reads)
+            pairs = sum(_work_seen(step, window) * pair_s for window, _, pair_s in self._reads)
         if step.prefill_rows:
             decode *= self._attention.mixed
-            pairs = sum(_work_seen(step, window) * pair_s for window, _, pair_s in self._reads)
             decode += pairs + step.prefill_tokens * self._prefill_token
         return self._decode_launch + decode * self._overheads.attention_ratio
 

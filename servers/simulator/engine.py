@@ -152,7 +152,6 @@ class Engine:
         """What `advance` does while the last step is launched again whenever one ends, at most so many times, and
         nothing else happens. The first is launched now."""
         under_way, arriving, step = self._under_way, self._arriving, self._step
-        ends_s = deque([end_s for end_s, _ in under_way])
         rows = len(step.emits)
         launch_s, prepare_s, step_s, latency_s = self._launch_s(step), self._prepare_s, self._step_s, self._latency_s
         in_s, gap_s = self._pace(rows)
@@ -171,13 +170,13 @@ class Engine:
             gpu_s = begin_s + step_s(step, begin_s)
             if gpu_s < cpu_s:
                 gpu_s = cpu_s
-            ends_s.append(gpu_s)
-            end_s = ends_s[0]
+            under_way.append((gpu_s, step))
+            end_s = under_way[0][0]
             if end_s < cpu_s:
                 end_s = cpu_s
             if end_s > until_s or end_s >= comes or end_s >= taken_s:
                 break
-            ends_s.popleft()
+            under_way.popleft()
             now_s = end_s
             begin_s = front_s if front_s > now_s else now_s
             first_s = begin_s + in_s
@@ -185,8 +184,6 @@ class Engine:
             taken_s += front_s - begin_s
             firsts_s.append(first_s + gap_s + latency_s)
         self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s = now_s, cpu_s, gpu_s, front_s, taken_s
-        under_way.clear()
-        under_way.extend((end_s, step) for end_s in ends_s)
         self.scheduler.repeat(launched, len(firsts_s))
         if firsts_s:
             assert self._deliver_alike is not None

@@ -170,39 +170,43 @@ class _Tokens:
         """Gives out what was put down."""
         if not self._alike:
             return
-        whose, times_s = self._placed()
-        self._emits, self._numbers, self._alike, self._firsts_s, self._count = [], [], [], [], 0
+        rows, begun, gaps_s = (np.array(each) for each in zip(*self._alike, strict=True))
+        steps = np.diff(begun, append=len(self._firsts_s))
+        whose, counts = np.array(self._numbers), np.repeat(steps, rows)  # of each request in each group: its tokens
         whose -= (least := int(whose.min()))
         # by the radix where numbers are short
         order = np.argsort(whose.astype(np.uint16) if int(whose.max()) < 1 << 16 else whose, kind="stable")
-        whose, times_s = whose[order], times_s[order]
-        begins = np.flatnonzero(np.diff(whose, prepend=-1))
-        ends = np.append(begins[1:], len(whose))
-        numbers = (whose[begins] + least).tolist()
-        raw, size = memoryview(times_s.tobytes()), times_s.itemsize
-        for number, begin, end in zip(numbers, begins.tolist(), ends.tolist(), strict=True):
+        whose, ends = whose[order], np.cumsum(counts[order])
+        places = np.empty_like(ends)
+        places[order] = ends - counts[order]
+        times_s = self._placed(places, rows, steps, gaps_s)
+        self._emits, self._numbers, self._alike, self._firsts_s, self._count = [], [], [], [], 0
+        lasts = np.append(np.flatnonzero(np.diff(whose)), len(whose) - 1)
+        raw, size, begin = memoryview(times_s.tobytes()), times_s.itemsize, 0
+        for number, end in zip((whose[lasts] + least).tolist(), ends[lasts].tolist(), strict=True):
             self._outcomes[number].times_s.frombytes(raw[begin * size : end * size])
+            begin = end
 
-    def _placed(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The number of the request of each token (all tokens,), and when it came, added up one by one within a
-        step."""
-        numbers = np.array(self._numbers)
-        rows, begun, gaps_s = (np.array(each) for each in zip(*self._alike, strict=True))
-        steps = np.diff(begun, append=len(self._firsts_s))
+    def _placed(
+        self, places: NDArray[np.int64], rows: NDArray[np.int64], steps: NDArray[np.int64], gaps_s: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """When each token came, added up one by one within a step. places: of the first token of each request in each
+        group; rows, steps, gaps_s: of each group."""
         counts = np.repeat(rows, steps)
         order = np.argsort(-counts, kind="stable")  # steps with many tokens first
-        counts, begins = counts[order], (np.cumsum(counts) - counts)[order]
-        firsts = np.repeat(np.cumsum(rows) - rows, steps)[order]  # places in `numbers`
+        firsts = np.repeat(np.cumsum(rows) - rows, steps)[order]  # in `places`
+        later = (np.arange(len(counts)) - np.repeat(np.cumsum(steps) - steps, steps))[
+            order
+        ]  # steps of the group before
         gap_s, at_s = np.repeat(gaps_s, steps)[order], np.array(self._firsts_s)[order]
-        whose, times_s = np.empty(self._count, np.int64), np.empty(self._count)
-        there = np.searchsorted(-counts, -np.arange(int(counts[0])))  # how many steps have a token at each place
+        times_s = np.empty(self._count)
+        there = np.searchsorted(-counts[order], -np.arange(int(counts.max())))  # steps that have a token at each place
         for place, most in enumerate(there.tolist()):
-            begins, firsts, at_s, gap_s = begins[:most], firsts[:most], at_s[:most], gap_s[:most]
+            firsts, later, at_s, gap_s = firsts[:most], later[:most], at_s[:most], gap_s[:most]
             if place:
                 at_s += gap_s
-            whose[begins + place] = numbers[firsts + place]
-            times_s[begins + place] = at_s
-        return whose, times_s
+            times_s[places[firsts + place] + later] = at_s
+        return times_s
 
 
 def simulate_sessions(
