@@ -87,7 +87,7 @@ class Step:
 
     `turning`: places in `emits` of those whose first or last token it is; None: not known before the step ends.
     `ends`: those that were counted up to their last token, which this step gives; `singles`: those of `emits` that are
-    counted one by one. `lengths`: tokens of each of `emits`, prompt and reply, where its cost needs them.
+    counted one by one. `steady`: it has none of both, and is nobody's first token either. `lengths`: tokens of each of `emits`, prompt and reply, where its cost needs them.
     """
 
     emits: list[Sequence] = field(default_factory=list)
@@ -101,6 +101,7 @@ class Step:
     ends: Several[Sequence] = ()
     singles: Several[Sequence] = ()
     lengths: list[int] | None = None
+    steady: bool = False
 
     def prefill(self, tokens: int, cached: int) -> None:
         self.prefill_rows += 1
@@ -131,11 +132,11 @@ class Queues:
         if not sequence.done:
             self._waiting.append(sequence)
 
-    def repeats(self) -> int:
-        return 0
+    def repeats(self) -> tuple[Step, int]:
+        return Step(), 0
 
     def repeat(self, steps: int, over: int) -> None:
-        raise NotImplementedError
+        pass
 
 
 class Paged(Queues):
@@ -187,10 +188,9 @@ class Scheduler(Protocol):
     def finish(self, step: Step) -> None:
         """The step is over: its tokens are out, and what has ended frees its memory."""
 
-    def repeats(self) -> int:
-        """How many steps are sure to follow that are like the last one, where each is scheduled when one of `depth` is
-        over: a token for each of the same requests, of whom none ends, unless another comes or one leaves."""
+    def repeats(self) -> tuple[Step, int]:
+        """A step, and how many times it is sure to be the next, where each is scheduled when one of `depth` is over, its
+        context growing by a token for each of its requests; unless another comes or one leaves. None of them ends."""
 
     def repeat(self, steps: int, over: int) -> None:
-        """The last step was scheduled again so many times, and so many of these steps are over, each time that one was
-        over before the next was scheduled. It now stands for all that are under way."""
+        """This step was scheduled so many times, in turns with so many steps that were over, all of them `steady`."""

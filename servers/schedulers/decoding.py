@@ -79,9 +79,9 @@ class Decoding:
         steps = min(self._last) - self.scheduled - 1
         return min(steps, min(self.whole) - self.finished) if self.whole else steps
 
-    def repeat(self, steps: int, over: int) -> int:
-        """So many steps have begun in which nobody leaves, and so many are over; the blocks that the former take, where
-        each request holds all that its tokens fill."""
+    def repeat(self, steps: int) -> int:
+        """So many steps have begun in which nobody leaves; the blocks that these take, where each request holds all that
+        its tokens fill."""
         size, number, rows = self._block_tokens, self.scheduled, len(self.rows)
         rounds, rest = divmod(steps, size)
         blocks = rounds * rows
@@ -89,7 +89,6 @@ class Decoding:
             blocks += len(self._full[step % size])
         self.context += steps * rows
         self.scheduled = number + steps
-        self.finished += over
         return blocks
 
     def advance(self) -> list[Sequence]:

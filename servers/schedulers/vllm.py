@@ -128,20 +128,29 @@ class VllmV1(_Recomputing):
         step.turning = [rows.index(sequence) for sequence in step.ends] if step.ends else []
         if len(step.emits) > counted:
             self._count_on(step, counted)
+        else:
+            step.steady = counted > 0 and not step.ends
         self._under_way.append(step)
         self._step = step
         return step
 
-    def repeats(self) -> int:
-        rows = self._decoding.rows
-        if self._step.emits is not rows or self._waiting or self._others or len(self._under_way) != self.depth - 1:
-            return 0
-        return min(self._decoding.unchanged(), self._free // len(rows) * BLOCK_TOKENS)
+    def repeats(self) -> tuple[Step, int]:
+        rows, step = self._decoding.rows, self._step
+        if not rows or self._waiting or self._others or len(self._under_way) != self.depth - 1:
+            return step, 0
+        if step.emits is not rows:
+            if len(rows) > self._settings.budget_tokens:
+                return step, 0
+            step = self._step = Step(rows, len(rows), self._decoding.context, turning=[], steady=True)
+        return step, min(self._decoding.unchanged(), self._free // len(rows) * BLOCK_TOKENS)
 
     def repeat(self, steps: int, over: int) -> None:
-        if blocks := self._decoding.repeat(steps, over):
+        if steps and (blocks := self._decoding.repeat(steps)):
             self._take(blocks)
-        self._under_way = deque([self._step] * (self.depth - 1 + steps - over))
+        self._decoding.finished += over
+        self._under_way += [self._step] * steps
+        for _ in range(over):
+            self._under_way.popleft()
 
     def _suffices(self, budget: int, missing: int) -> bool:
         """Whether there are tokens for all that decode, and blocks for all that will run: then none is preempted.
@@ -181,7 +190,7 @@ class VllmV1(_Recomputing):
         """All are counted one by one again, also for the steps that are under way."""
         for step in self._under_way:
             self._decoding.settle(step.ends)
-            step.singles, step.ends = step.emits, []
+            step.singles, step.ends, step.steady = step.emits, [], False
         self._decoding.settle([])
 
     def finish(self, step: Step) -> None:
@@ -302,8 +311,8 @@ class WindowedVllmV1(VllmV1):
         """In proportion to the blocks."""
         return round((self._total - self._free) / self._total * self.kv_tokens)
 
-    def repeats(self) -> int:
-        return 0  # what a step takes hangs on each length
+    def repeats(self) -> tuple[Step, int]:
+        return self._step, 0  # what a step takes hangs on each length
 
     def schedule(self) -> Step | None:
         step = super().schedule()
@@ -359,7 +368,8 @@ class CachingVllmV1(VllmV1):
         self._cache.forget(sequence)
 
     def repeat(self, steps: int, over: int) -> None:
-        self._known = self._decoding.finished + steps - 1  # when the last of them was scheduled
+        if steps:
+            self._known = self._decoding.finished + steps - 1  # when the last of them was scheduled
         super().repeat(steps, over)
 
     def _settle(self) -> None:

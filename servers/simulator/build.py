@@ -124,12 +124,12 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     def engine(
         self,
         deliver: Callable[[list[Sequence], float, float], None],
-        deliver_alike: Callable[[list[Sequence], list[float], float], None] | None = None,
+        deliver_steady: Callable[[list[Sequence], float, float], None] | None = None,
     ) -> Engine:
         takes = self.cost.clock(self.slow_rank).step_s, self.cost.launch_s, self.cost.prepare_s
         if not self.cost.by_sums:
-            deliver_alike = None
-        return Engine(_scheduler(self), takes, deliver, self.profile.front, deliver_alike)
+            deliver_steady = None
+        return Engine(_scheduler(self), takes, deliver, self.profile.front, deliver_steady)
 
     def with_profile(self, profile: Profile) -> Emulated:
         """The same server with other software times."""

@@ -50,8 +50,7 @@ class Engine:
     given; to be launched; and of that, before its first kernel is.
     `deliver(emits, first_s, gap_s)` is called with the tokens of each step: the k-th of `emits` leaves the server at
     first_s + k * gap_s. Meanwhile `turning` has the places in `emits` of those whose first or last token it is.
-    `deliver_alike(emits, firsts_s, gap_s)`, where given, is called instead for steps that follow each other with the
-    same `emits`, of whom it is nobody's first or last token; when the last of these steps has ended."""
+    `deliver_steady`, where given, is called instead for steps that are nobody's first or last."""
 
     def __init__(
         self,
@@ -59,12 +58,12 @@ class Engine:
         takes: tuple[Callable[[Step, float], float], Callable[[Step], float], float],
         deliver: Callable[[list[Sequence], float, float], None],
         front: FrontEnd,
-        deliver_alike: Callable[[list[Sequence], list[float], float], None] | None = None,
+        deliver_steady: Callable[[list[Sequence], float, float], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._step_s, self._launch_s, self._prepare_s = takes
         self._deliver = deliver
-        self._deliver_alike = deliver_alike
+        self._deliver_steady = deliver_steady
         self._request_s = front.request_us * 1e-6
         self._handover_s = front.handover_us * 1e-6
         self._prompt_token_s = front.prompt_token_us * 1e-6
@@ -82,7 +81,6 @@ class Engine:
         self._gpu_s = 0.0  # until when the GPUs are
         self._arriving: deque[tuple[float, Sequence]] = deque()
         self._under_way: deque[tuple[float, Step]] = deque()
-        self._step = Step()  # the last that was launched
 
     def submit(self, sequence: Sequence, at_s: float) -> None:
         """A request has come in, after all that were submitted before. Raises Rejected."""
@@ -139,30 +137,37 @@ class Engine:
             elif now_s < cpu_s <= now and len(under_way) < depth and self._fill():
                 continue  # the next step comes before the results of one that has just ended
             elif under_way and under_way[0][0] <= now:
-                _, step = under_way.popleft()
-                scheduler.finish(step)
-                if step.emits:
-                    self._hand_out(step)
+                self._finish()
             if cpu_s <= now and len(under_way) < depth:
-                if self._deliver_alike is not None and (steps := scheduler.repeats()) > 0:
-                    self._repeat(steps, until_s)
-                self._fill()
+                if self._deliver_steady is not None and len(under_way) == depth - 1:
+                    self._decode(until_s)
+                else:
+                    self._fill()
 
-    def _repeat(self, most: int, until_s: float) -> None:
-        """What `advance` does while the last step is launched again whenever one ends, at most so many times, and
-        nothing else happens. The first is launched now."""
-        under_way, arriving, step = self._under_way, self._arriving, self._step
-        rows = len(step.emits)
-        launch_s, prepare_s, step_s, latency_s = self._launch_s(step), self._prepare_s, self._step_s, self._latency_s
-        in_s, gap_s = self._pace(rows)
-        out_s = rows * gap_s
-        comes = arriving[0][0] if arriving else math.inf
+    def _decode(self, until_s: float) -> None:
+        """What `advance` does while nobody comes: a step is launched whenever one ends, the first of them now. Of steps
+        like the last the scheduler hears when it has something else to do."""
+        under_way, arriving, scheduler, deliver = self._under_way, self._arriving, self.scheduler, self._deliver_steady
+        prepare_s, step_s, latency_s = self._prepare_s, self._step_s, self._latency_s
         now_s, cpu_s, gpu_s, front_s, taken_s = self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s
-        firsts_s: list[float] = []
-        launched = 0
-        while launched < most:
-            launched += 1
-            step.decode_context += rows
+        comes = arriving[0][0] if arriving else math.inf
+        assert deliver is not None
+        emits: list[Sequence] = []
+        most = launched = over = 0  # steps like the last: that may be launched, that were, and that are over
+        while True:
+            if launched == most:
+                scheduler.repeat(launched, over)
+                step, most = scheduler.repeats()
+                launched = over = 0
+                if not most:
+                    scheduled = scheduler.schedule()
+                    if scheduled is None:
+                        break
+                    step = scheduled
+                rows, launch_s = len(step.emits), self._launch_s(step)
+            if launched < most:
+                launched += 1
+                step.decode_context += rows
             cpu_s = now_s + launch_s
             begin_s = now_s + prepare_s
             if begin_s < gpu_s:
@@ -171,23 +176,39 @@ class Engine:
             if gpu_s < cpu_s:
                 gpu_s = cpu_s
             under_way.append((gpu_s, step))
-            end_s = under_way[0][0]
+            end_s, ended = under_way[0]
             if end_s < cpu_s:
                 end_s = cpu_s
             if end_s > until_s or end_s >= comes or end_s >= taken_s:
                 break
-            under_way.popleft()
             now_s = end_s
+            if not ended.steady:
+                scheduler.repeat(launched, over)
+                most, launched, over = most - launched, 0, 0
+                self.now_s, self._front_s, self._taken_in_s = now_s, front_s, taken_s
+                self._finish()
+                front_s, taken_s = self._front_s, self._taken_in_s
+                continue
+            under_way.popleft()
+            over += 1
+            if ended.emits is not emits:
+                emits = ended.emits
+                in_s, gap_s = self._pace(len(emits))
+                out_s = len(emits) * gap_s
             begin_s = front_s if front_s > now_s else now_s
             first_s = begin_s + in_s
             front_s = first_s + out_s
             taken_s += front_s - begin_s
-            firsts_s.append(first_s + gap_s + latency_s)
+            deliver(emits, first_s + gap_s + latency_s, gap_s)
         self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s = now_s, cpu_s, gpu_s, front_s, taken_s
-        self.scheduler.repeat(launched, len(firsts_s))
-        if firsts_s:
-            assert self._deliver_alike is not None
-            self._deliver_alike(step.emits, firsts_s, gap_s)
+        scheduler.repeat(launched, over)
+
+    def _finish(self) -> None:
+        """The first step under way is over."""
+        _, step = self._under_way.popleft()
+        self.scheduler.finish(step)
+        if step.emits:
+            self._hand_out(step)
 
     def _free_s(self) -> float:
         """When the thread that launches can go on: with the results of a step, or with the next one."""
@@ -215,7 +236,6 @@ class Engine:
             if step is None:
                 break
             filled = True
-            self._step = step
             cpu_s, gpu_s = now_s + self._launch_s(step), self._gpu_s
             begin_s = now_s + self._prepare_s
             if begin_s < gpu_s:

@@ -88,7 +88,7 @@ def simulate(
     tokens = _Tokens(outcomes)
 
     def deliver(emits: list[Sequence], first_s: float, gap_s: float) -> None:
-        tokens.put(emits, [first_s], gap_s)
+        tokens.put(emits, first_s, gap_s)
         for place in engine.turning:
             sequence = emits[place]
             if sequence.emitted == sequence.output:
@@ -154,17 +154,19 @@ class _Tokens:
         self._numbers: list[int] = []  # of the requests of each group
         self._alike: list[tuple[int, int, float]] = []  # of each group: requests, first step, seconds between tokens
         self._firsts_s: list[float] = []  # of each step
-        self._count = 0
+        self._count = 0  # of the tokens of all groups but the last
 
-    def put(self, emits: list[Sequence], firsts_s: list[float], gap_s: float) -> None:
+    def put(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
         if emits is not self._emits:
+            if self._alike:
+                rows, begun, _ = self._alike[-1]
+                self._count += rows * (len(self._firsts_s) - begun)
+                if self._count > TOKENS_AT_ONCE:
+                    self.sort()
             self._emits = emits
             self._numbers += [sequence.index for sequence in emits]
             self._alike.append((len(emits), len(self._firsts_s), gap_s))
-        self._firsts_s += firsts_s
-        self._count += len(emits) * len(firsts_s)
-        if self._count > TOKENS_AT_ONCE:
-            self.sort()
+        self._firsts_s.append(first_s)
 
     def sort(self) -> None:
         """Gives out what was put down."""
@@ -199,7 +201,7 @@ class _Tokens:
             order
         ]  # steps of the group before
         gap_s, at_s = np.repeat(gaps_s, steps)[order], np.array(self._firsts_s)[order]
-        times_s = np.empty(self._count)
+        times_s = np.empty(int(rows @ steps))
         there = np.searchsorted(-counts[order], -np.arange(int(counts.max())))  # steps that have a token at each place
         for place, most in enumerate(there.tolist()):
             firsts, later, at_s, gap_s = firsts[:most], later[:most], at_s[:most], gap_s[:most]
@@ -273,7 +275,7 @@ class _Sessions:
             self._give_up(number, at_s)
 
     def _deliver(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
-        self._tokens.put(emits, [first_s], gap_s)
+        self._tokens.put(emits, first_s, gap_s)
         for place in self._engine.turning:
             sequence = emits[place]
             if sequence.emitted == sequence.output:
