@@ -96,12 +96,10 @@ def _pooled_gaps(table: Table) -> Distribution:
         gaps[end - len(longer) : end] = longer
         end -= len(longer)
     gaps[end:].sort()
-    begin = 0
-    for least_us in range(0, COUNTED_US, COUNTED_US // 64):
-        lengths_us = np.arange(least_us, least_us + COUNTED_US // 64, dtype=np.uint32)
-        some = np.repeat(lengths_us, counts[lengths_us])
-        gaps[begin : begin + len(some)] = some
-        begin += len(some)
+    lengths_us = np.flatnonzero(counts)
+    ends = np.cumsum(counts[lengths_us]).tolist()
+    for length_us, begin, end in zip(lengths_us.tolist(), [0, *ends], ends, strict=False):
+        gaps[begin:end] = length_us
     return Distribution(gaps, 1e-3)
 
 

@@ -54,7 +54,7 @@ class _Held:
         for chain, length in chains(sequence):
             tokens += length
             self.pieces.append((chain, tokens // block_tokens))
-        self.shared = sum(tokens for _, tokens in sequence.segments if tokens > 0) // block_tokens
+        self.shared = sum([tokens for _, tokens in sequence.segments if tokens > 0]) // block_tokens
         self.published = 0
         self.runs: list[tuple[_Run, int]] = []
 

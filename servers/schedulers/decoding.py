@@ -27,14 +27,14 @@ EVERY = range(1 << 40)  # of a request that holds all that its tokens fill
 
 class Decoding:
     """`rows`: in the order in which they came; the list is never changed, since steps hold it. context: the sum of what
-    all have computed. `whole`: by steps that are over, of whom all tokens of a block are known then. At most two are
-    under way at once."""
+    all have computed. `whole`: by steps that are over, of whom all tokens of a block are known then; `told`: steps that
+    were over when that was last asked for. At most two are under way at once."""
 
     def __init__(self, held: Held, block_tokens: int, shares: Callable[[Sequence], bool] = lambda _: False) -> None:
         """shares: whether others may find a block that a request has not filled yet, so that `known` tells of it."""
         self.rows: list[Sequence] = []
         self.context = 0
-        self.scheduled = self.finished = 0
+        self.scheduled = self.finished = self.told = 0
         self._held = held
         self._block_tokens = block_tokens
         self._shares = shares
@@ -79,9 +79,9 @@ class Decoding:
         steps = min(self._last) - self.scheduled - 1
         return min(steps, min(self.whole) - self.finished) if self.whole else steps
 
-    def repeat(self, steps: int) -> int:
-        """So many steps have begun in which nobody leaves; the blocks that these take, where each request holds all that
-        its tokens fill."""
+    def repeat(self, steps: int, over: int) -> int:
+        """So many steps are over, and so many have begun since in which nobody leaves; the blocks that these take, where
+        each request holds all that its tokens fill."""
         size, number, rows = self._block_tokens, self.scheduled, len(self.rows)
         rounds, rest = divmod(steps, size)
         blocks = rounds * rows
@@ -89,6 +89,8 @@ class Decoding:
             blocks += len(self._full[step % size])
         self.context += steps * rows
         self.scheduled = number + steps
+        self.finished += over
+        self.told = self.finished
         return blocks
 
     def advance(self) -> list[Sequence]:

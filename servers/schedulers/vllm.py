@@ -145,9 +145,10 @@ class VllmV1(_Recomputing):
         return step, min(self._decoding.unchanged(), self._free // len(rows) * BLOCK_TOKENS)
 
     def repeat(self, steps: int, over: int) -> None:
-        if steps and (blocks := self._decoding.repeat(steps)):
+        if not steps:
+            return
+        if blocks := self._decoding.repeat(steps, over):
             self._take(blocks)
-        self._decoding.finished += over
         self._under_way += [self._step] * steps
         for _ in range(over):
             self._under_way.popleft()
@@ -353,7 +354,6 @@ class CachingVllmV1(VllmV1):
     def __init__(self, kv_tokens: int, settings: VllmV1.Settings) -> None:
         super().__init__(kv_tokens, settings)
         self._cache = BlockCache(self._total, BLOCK_TOKENS)
-        self._known = 0  # steps that were over when it was last published what those that are counted have filled
 
     @property
     def cache(self) -> BlockCache:
@@ -366,11 +366,6 @@ class CachingVllmV1(VllmV1):
     def cancel(self, sequence: Sequence) -> None:
         super().cancel(sequence)
         self._cache.forget(sequence)
-
-    def repeat(self, steps: int, over: int) -> None:
-        if steps:
-            self._known = self._decoding.finished + steps - 1  # when the last of them was scheduled
-        super().repeat(steps, over)
 
     def _settle(self) -> None:
         self._publish_own()
@@ -394,7 +389,7 @@ class CachingVllmV1(VllmV1):
         """Of those that are counted and in the step with this number, the blocks whose last token is known by now. At
         once only those that others find."""
         decoding = self._decoding
-        self._known = finished = decoding.finished
+        decoding.told = finished = decoding.finished
         if finished in decoding.whole:
             for sequence, tokens in decoding.known(finished, step):
                 self._cache.publish(sequence, tokens)
@@ -402,10 +397,10 @@ class CachingVllmV1(VllmV1):
     def _publish_own(self) -> None:
         """What nobody else finds: made up for when somebody looks or they are not counted any more."""
         for sequence in self._decoding.rows:
-            self._cache.publish(sequence, sequence.prompt + sequence.offset + max(self._known, sequence.joined))
+            self._cache.publish(sequence, sequence.prompt + sequence.offset + max(self._decoding.told, sequence.joined))
 
     def _take(self, blocks: int) -> None:
-        super()._take(blocks)
+        self._free -= blocks
         self._cache.take(blocks)
 
     def _release(self, sequence: Sequence) -> None:

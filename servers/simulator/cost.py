@@ -227,6 +227,7 @@ class StepCost:
         self._link = link
         self._precision = precision
         self._overheads = overheads
+        self._attention_ratio = overheads.attention_ratio
         self._plain = arithmetic(gpu, Precision(dtype=precision.dtype))
         self._quantized = arithmetic(gpu, precision)
         self._dense: dict[int, float] = {}  # tokens -> what depends on their number alone
@@ -277,7 +278,7 @@ class StepCost:
                 decode = self._decodes[rows] = kernels_s, row_s, self._software_s(step)
             kernels_s, row_s, software_s = decode
             attention = row_s + step.decode_context * self._read_s
-            seconds = kernels_s + (self._decode_launch + attention * self._overheads.attention_ratio)
+            seconds = kernels_s + (self._decode_launch + attention * self._attention_ratio)
         if seconds < self._floor:
             seconds = self._floor
         return seconds + software_s
@@ -372,7 +373,7 @@ class StepCost:
         if step.prefill_rows:
             decode *= self._attention.mixed
             decode += pairs + step.prefill_tokens * self._prefill_token
-        return self._decode_launch + decode * self._overheads.attention_ratio
+        return self._decode_launch + decode * self._attention_ratio
 
     def _dense_s(self, tokens: int) -> float:
         return sum(kind.count * _added(self._layer_terms(kind, tokens)) for kind in self._model.kinds)

@@ -137,16 +137,16 @@ class Engine:
             elif now_s < cpu_s <= now and len(under_way) < depth and self._fill():
                 continue  # the next step comes before the results of one that has just ended
             elif under_way and under_way[0][0] <= now:
+                if self._deliver_steady is not None and len(under_way) == depth:
+                    self._decode(until_s)
+                    continue
                 self._finish()
             if cpu_s <= now and len(under_way) < depth:
-                if self._deliver_steady is not None and len(under_way) == depth - 1:
-                    self._decode(until_s)
-                else:
-                    self._fill()
+                self._fill()
 
     def _decode(self, until_s: float) -> None:
-        """What `advance` does while nobody comes: a step is launched whenever one ends, the first of them now. Of steps
-        like the last the scheduler hears when it has something else to do."""
+        """What `advance` does while nobody comes: one of `depth` steps ends, now the first, and the next is launched. Of
+        steps like the last the scheduler hears when it has something else to do."""
         under_way, arriving, scheduler, deliver = self._under_way, self._arriving, self.scheduler, self._deliver_steady
         prepare_s, step_s, latency_s = self._prepare_s, self._step_s, self._latency_s
         now_s, cpu_s, gpu_s, front_s, taken_s = self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s
@@ -155,10 +155,36 @@ class Engine:
         emits: list[Sequence] = []
         most = launched = over = 0  # steps like the last: that may be launched, that were, and that are over
         while True:
-            if launched == most:
+            end_s, ended = under_way[0]
+            if end_s < cpu_s:
+                end_s = cpu_s
+            if end_s > until_s or end_s >= comes or end_s >= taken_s:
+                break
+            now_s = end_s
+            if not ended.steady or launched == most:
                 scheduler.repeat(launched, over)
+                most, launched, over = most - launched, 0, 0
+            if not ended.steady:
+                self.now_s, self._front_s, self._taken_in_s = now_s, front_s, taken_s
+                self._finish()
+                front_s, taken_s = self._front_s, self._taken_in_s
+            else:
+                under_way.popleft()
+                if most:
+                    over += 1
+                else:
+                    scheduler.finish(ended)
+                if ended.emits is not emits:
+                    emits = ended.emits
+                    in_s, gap_s = self._pace(len(emits))
+                    out_s = len(emits) * gap_s
+                begin_s = front_s if front_s > now_s else now_s
+                first_s = begin_s + in_s
+                front_s = first_s + out_s
+                taken_s += front_s - begin_s
+                deliver(emits, first_s + gap_s + latency_s, gap_s)
+            if not most:
                 step, most = scheduler.repeats()
-                launched = over = 0
                 if not most:
                     scheduled = scheduler.schedule()
                     if scheduled is None:
@@ -176,30 +202,6 @@ class Engine:
             if gpu_s < cpu_s:
                 gpu_s = cpu_s
             under_way.append((gpu_s, step))
-            end_s, ended = under_way[0]
-            if end_s < cpu_s:
-                end_s = cpu_s
-            if end_s > until_s or end_s >= comes or end_s >= taken_s:
-                break
-            now_s = end_s
-            if not ended.steady:
-                scheduler.repeat(launched, over)
-                most, launched, over = most - launched, 0, 0
-                self.now_s, self._front_s, self._taken_in_s = now_s, front_s, taken_s
-                self._finish()
-                front_s, taken_s = self._front_s, self._taken_in_s
-                continue
-            under_way.popleft()
-            over += 1
-            if ended.emits is not emits:
-                emits = ended.emits
-                in_s, gap_s = self._pace(len(emits))
-                out_s = len(emits) * gap_s
-            begin_s = front_s if front_s > now_s else now_s
-            first_s = begin_s + in_s
-            front_s = first_s + out_s
-            taken_s += front_s - begin_s
-            deliver(emits, first_s + gap_s + latency_s, gap_s)
         self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s = now_s, cpu_s, gpu_s, front_s, taken_s
         scheduler.repeat(launched, over)
 

@@ -28,7 +28,7 @@ from servers.simulator.build import Emulated, EmulationError
 from servers.simulator.engine import Engine, place_s
 
 URL = "virtual time"  # in the place of an address
-TOKENS_AT_ONCE = 1 << 20
+TOKENS_AT_ONCE = 1 << 18  # more would leave the processor's cache
 
 
 class Arrival(NamedTuple):
@@ -91,7 +91,7 @@ def simulate(
         tokens.put(emits, first_s, gap_s)
         for place in engine.turning:
             sequence = emits[place]
-            if sequence.emitted == sequence.output:
+            if sequence.done:
                 outcomes[sequence.index].cached_tokens = sequence.cached
                 if streams is not None:
                     heapq.heappush(freed, place_s(first_s, gap_s, place))
@@ -184,7 +184,7 @@ class _Tokens:
         times_s = self._placed(places, rows, steps, gaps_s)
         self._emits, self._numbers, self._alike, self._firsts_s, self._count = [], [], [], [], 0
         lasts = np.append(np.flatnonzero(np.diff(whose)), len(whose) - 1)
-        raw, size, begin = memoryview(times_s.tobytes()), times_s.itemsize, 0
+        raw, size, begin = memoryview(times_s).cast("B"), times_s.itemsize, 0
         for number, end in zip((whose[lasts] + least).tolist(), ends[lasts].tolist(), strict=True):
             self._outcomes[number].times_s.frombytes(raw[begin * size : end * size])
             begin = end
@@ -278,7 +278,7 @@ class _Sessions:
         self._tokens.put(emits, first_s, gap_s)
         for place in self._engine.turning:
             sequence = emits[place]
-            if sequence.emitted == sequence.output:
+            if sequence.done:
                 self._outcomes[sequence.index].cached_tokens = sequence.cached
                 self._ended(sequence.index, place_s(first_s, gap_s, place))
 
