@@ -87,7 +87,8 @@ class Step:
 
     `turning`: places in `emits` of those whose first or last token it is; None: not known before the step ends.
     `ends`: those that were counted up to their last token, which this step gives; `singles`: those of `emits` that are
-    counted one by one. `steady`: it has none of both, and is nobody's first token either. `lengths`: tokens of each of `emits`, prompt and reply, where its cost needs them.
+    counted one by one. `steady`: it has none of both, and is nobody's first token either. `lengths`: tokens of each of
+    `emits`, prompt and reply, where its cost needs them.
     """
 
     emits: list[Sequence] = field(default_factory=list)
@@ -189,8 +190,9 @@ class Scheduler(Protocol):
         """The step is over: its tokens are out, and what has ended frees its memory."""
 
     def repeats(self) -> tuple[Step, int]:
-        """A step, and how many times it is sure to be the next, where each is scheduled when one of `depth` is over, its
-        context growing by a token for each of its requests; unless another comes or one leaves. None of them ends."""
+        """A step, and how many times it is sure to be the next unless a request comes or leaves, where each is
+        scheduled when one of `depth` is over, with a token more of context for each of its requests, of whom none
+        ends."""
 
     def repeat(self, steps: int, over: int) -> None:
         """This step was scheduled so many times, in turns with so many steps that were over, all of them `steady`."""

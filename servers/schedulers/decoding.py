@@ -80,8 +80,8 @@ class Decoding:
         return min(steps, min(self.whole) - self.finished) if self.whole else steps
 
     def repeat(self, steps: int, over: int) -> int:
-        """So many steps are over, and so many have begun since in which nobody leaves; the blocks that these take, where
-        each request holds all that its tokens fill."""
+        """So many steps have begun in which nobody leaves, the last of them when so many more were over; the blocks
+        that they take, where each request holds all that its tokens fill."""
         size, number, rows = self._block_tokens, self.scheduled, len(self.rows)
         rounds, rest = divmod(steps, size)
         blocks = rounds * rows

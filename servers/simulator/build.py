@@ -124,7 +124,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     def engine(
         self,
         deliver: Callable[[list[Sequence], float, float], None],
-        deliver_steady: Callable[[list[Sequence], float, float], None] | None = None,
+        deliver_steady: Callable[[list[Sequence], float], Callable[[float], None]] | None = None,
     ) -> Engine:
         takes = self.cost.clock(self.slow_rank).step_s, self.cost.launch_s, self.cost.prepare_s
         if not self.cost.by_sums:

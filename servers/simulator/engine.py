@@ -50,7 +50,8 @@ class Engine:
     given; to be launched; and of that, before its first kernel is.
     `deliver(emits, first_s, gap_s)` is called with the tokens of each step: the k-th of `emits` leaves the server at
     first_s + k * gap_s. Meanwhile `turning` has the places in `emits` of those whose first or last token it is.
-    `deliver_steady`, where given, is called instead for steps that are nobody's first or last."""
+    `deliver_steady(emits, gap_s)`, where given, gives what is called instead with first_s of steps that follow each
+    other and are nobody's first or last."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Engine:
         takes: tuple[Callable[[Step, float], float], Callable[[Step], float], float],
         deliver: Callable[[list[Sequence], float, float], None],
         front: FrontEnd,
-        deliver_steady: Callable[[list[Sequence], float, float], None] | None = None,
+        deliver_steady: Callable[[list[Sequence], float], Callable[[float], None]] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._step_s, self._launch_s, self._prepare_s = takes
@@ -145,8 +146,8 @@ class Engine:
                 self._fill()
 
     def _decode(self, until_s: float) -> None:
-        """What `advance` does while nobody comes: one of `depth` steps ends, now the first, and the next is launched. Of
-        steps like the last the scheduler hears when it has something else to do."""
+        """What `advance` does while nobody comes: one of `depth` steps ends, now the first, and the next is launched.
+        Of steps like the last the scheduler hears when it has something else to do."""
         under_way, arriving, scheduler, deliver = self._under_way, self._arriving, self.scheduler, self._deliver_steady
         prepare_s, step_s, latency_s = self._prepare_s, self._step_s, self._latency_s
         now_s, cpu_s, gpu_s, front_s, taken_s = self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s
@@ -168,6 +169,7 @@ class Engine:
                 self.now_s, self._front_s, self._taken_in_s = now_s, front_s, taken_s
                 self._finish()
                 front_s, taken_s = self._front_s, self._taken_in_s
+                emits = []
             else:
                 under_way.popleft()
                 if most:
@@ -177,12 +179,12 @@ class Engine:
                 if ended.emits is not emits:
                     emits = ended.emits
                     in_s, gap_s = self._pace(len(emits))
-                    out_s = len(emits) * gap_s
+                    out_s, put = len(emits) * gap_s, deliver(emits, gap_s)
                 begin_s = front_s if front_s > now_s else now_s
                 first_s = begin_s + in_s
                 front_s = first_s + out_s
                 taken_s += front_s - begin_s
-                deliver(emits, first_s + gap_s + latency_s, gap_s)
+                put(first_s + gap_s + latency_s)
             if not most:
                 step, most = scheduler.repeats()
                 if not most:

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -96,7 +96,7 @@ def simulate(
                 if streams is not None:
                     heapq.heappush(freed, place_s(first_s, gap_s, place))
 
-    engine = emulated.engine(deliver, tokens.put)
+    engine = emulated.engine(deliver, tokens.of)
 
     def send(at_s: float, arrival: Sent) -> None:
         sequence = Sequence(len(outcomes), *arrival[1:])
@@ -157,6 +157,10 @@ class _Tokens:
         self._count = 0  # of the tokens of all groups but the last
 
     def put(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
+        self.of(emits, gap_s)(first_s)
+
+    def of(self, emits: list[Sequence], gap_s: float) -> Callable[[float], None]:
+        """Puts down a step of these requests, given when its first token came; until something else is put down."""
         if emits is not self._emits:
             if self._alike:
                 rows, begun, _ = self._alike[-1]
@@ -166,7 +170,7 @@ class _Tokens:
             self._emits = emits
             self._numbers += [sequence.index for sequence in emits]
             self._alike.append((len(emits), len(self._firsts_s), gap_s))
-        self._firsts_s.append(first_s)
+        return self._firsts_s.append
 
     def sort(self) -> None:
         """Gives out what was put down."""
@@ -184,7 +188,7 @@ class _Tokens:
         times_s = self._placed(places, rows, steps, gaps_s)
         self._emits, self._numbers, self._alike, self._firsts_s, self._count = [], [], [], [], 0
         lasts = np.append(np.flatnonzero(np.diff(whose)), len(whose) - 1)
-        raw, size, begin = memoryview(times_s).cast("B"), times_s.itemsize, 0
+        raw, size, begin = times_s.data.cast("B"), times_s.itemsize, 0
         for number, end in zip((whose[lasts] + least).tolist(), ends[lasts].tolist(), strict=True):
             self._outcomes[number].times_s.frombytes(raw[begin * size : end * size])
             begin = end
@@ -230,7 +234,7 @@ class _Sessions:
         self._arrivals, self._turns, self._streams = arrivals, turns, streams
         self._outcomes: dict[int, Outcome] = {}
         self._tokens = _Tokens(self._outcomes)
-        self._engine = emulated.engine(self._deliver, self._tokens.put)
+        self._engine = emulated.engine(self._deliver, self._tokens.of)
         begins = [number for number in turns.first.tolist() if number < len(arrivals)]
         self._begins = iter(begins)
         self._due: list[tuple[float, int]]  # a heap of (seconds, turn)

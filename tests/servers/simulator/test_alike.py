@@ -24,6 +24,7 @@ DECODES = 1000  # tokens that a reply has at the most
 
 Tokens = dict[int, list[float]]
 Deliver = Callable[[list[Sequence], float, float], None]
+Steady = Callable[[list[Sequence], float], Callable[[float], None]]
 
 
 class Load:
@@ -52,7 +53,7 @@ class Load:
         segments = ((rng.randint(0, 2), shared),)
         return prompt, output, (*segments, (rng.randint(3, 4), output)) if shared == prompt else segments
 
-    def engine(self, deliver: Deliver, **steady: Deliver) -> Engine:
+    def engine(self, deliver: Deliver, **steady: Steady) -> Engine:
         scheduler = (CachingVllmV1 if self.caching else VllmV1)(self.kv_tokens, self.settings)
         prefills, others, launch = self.takes_ticks
 
@@ -73,10 +74,13 @@ def played(load: Load, *, alike: bool, slices: bool = False) -> tuple[Tokens, li
         for place, sequence in enumerate(emits):
             tokens.setdefault(sequence.index, []).append(first_s + place * gap_s)
 
-    def deliver_steady(emits: list[Sequence], first_s: float, gap_s: float) -> None:
-        nonlocal together
-        together += 1
-        deliver(emits, first_s, gap_s)
+    def deliver_steady(emits: list[Sequence], gap_s: float) -> Callable[[float], None]:
+        def put(first_s: float) -> None:
+            nonlocal together
+            together += 1
+            deliver(emits, first_s, gap_s)
+
+        return put
 
     engine = load.engine(deliver, deliver_steady=deliver_steady) if alike else load.engine(deliver)
     sequences = [Sequence(index, *request[1:]) for index, request in enumerate(load.requests)]
@@ -141,7 +145,7 @@ def test_steps_whose_cost_hangs_on_each_length_are_not_computed_together(model: 
     steps: list[int] = []
     alike: list[int] = []
     engine = emulated.engine(
-        lambda emits, _, gap_s: steps.append(len(emits)), lambda emits, _, gap_s: alike.append(len(emits))
+        lambda emits, _, gap_s: steps.append(len(emits)), lambda emits, gap_s: lambda _: alike.append(len(emits))
     )
     engine.submit(Sequence(0, 1500, 200), 0.0)
     engine.advance(math.inf)
