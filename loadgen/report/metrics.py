@@ -86,17 +86,16 @@ def _pooled_gaps(table: Table) -> Distribution:
     """Every gap between neighbouring events of the ok requests, each one sample. Short ones, which most are, are put in
     order by counting how many there are of each length."""
     gaps = np.empty(int(np.diff(table.itl_offsets)[table.ok].sum()), np.uint32)  # the only one as long as the table's
-    counts = np.zeros(COUNTED_US, np.int64)
+    counts = np.zeros(COUNTED_US + 1, np.int64)
     end = len(gaps)
     for part in table.blocks():
         kept = part.itl_us if part.ok.all() else part.itl_us[np.repeat(part.ok, np.diff(part.itl_offsets))]
-        short = kept < COUNTED_US
-        counts += np.bincount(kept[short], minlength=COUNTED_US)
-        longer = kept[~short]
+        counts += np.bincount(np.minimum(kept, COUNTED_US), minlength=COUNTED_US + 1)
+        longer = kept[kept >= COUNTED_US]
         gaps[end - len(longer) : end] = longer
         end -= len(longer)
     gaps[end:].sort()
-    lengths_us = np.flatnonzero(counts)
+    lengths_us = np.flatnonzero(counts[:-1])
     ends = np.cumsum(counts[lengths_us]).tolist()
     for length_us, begin, end in zip(lengths_us.tolist(), [0, *ends], ends, strict=False):
         gaps[begin:end] = length_us

@@ -26,7 +26,7 @@ from servers.schedulers.tgi import CachingTgi3, Tgi1, Tgi3
 from servers.schedulers.vllm import CachingVllmV1, Vllm02, VllmV1, WindowedVllmV1
 from servers.simulator import hardware
 from servers.simulator.cost import Arithmetic, Gpu, Overheads, StepCost, arithmetic
-from servers.simulator.engine import Engine, FrontEnd
+from servers.simulator.engine import Engine, FrontEnd, Steady
 from servers.simulator.experts import most_imbalance
 from servers.simulator.formats import refused
 from servers.simulator.hardware import HardwareError
@@ -124,7 +124,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     def engine(
         self,
         deliver: Callable[[list[Sequence], float, float], None],
-        deliver_steady: Callable[[list[Sequence], float], Callable[[float], None]] | None = None,
+        deliver_steady: Steady | None = None,
     ) -> Engine:
         takes = self.cost.clock(self.slow_rank).step_s, self.cost.launch_s, self.cost.prepare_s
         if not self.cost.by_sums:

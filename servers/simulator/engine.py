@@ -13,8 +13,8 @@ One thread of the CPU launches the steps and takes their results. While it launc
 step before, whose tokens wait until the thread is free. A step begins on the GPU when it has been put together, which
 a GPU that has nothing else to do waits for. It ends when the GPU has done it, and never before all of it is launched.
 
-Most steps are like the one before: the same requests take a token each, and nobody comes or ends. Who takes the tokens
-of many such steps at once has them computed in one loop, without the scheduler.
+Most steps are like the one before: the same requests take a token each. Until a request comes, all steps are computed
+in one loop, which asks the scheduler only where requests change, for who needs no more of such steps than their times.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from servers.schedulers import Scheduler, Sequence, Step
 
 ROUND = 4096  # requests that one round of the front end's loop takes in at most
 CHUNK = 128  # tokens that it works on before it hands out the first (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)
+
+Steady = Callable[[list[Sequence], float], Callable[[float], None]]
 
 
 class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +61,7 @@ class Engine:
         takes: tuple[Callable[[Step, float], float], Callable[[Step], float], float],
         deliver: Callable[[list[Sequence], float, float], None],
         front: FrontEnd,
-        deliver_steady: Callable[[list[Sequence], float], Callable[[float], None]] | None = None,
+        deliver_steady: Steady | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._step_s, self._launch_s, self._prepare_s = takes
@@ -138,21 +140,20 @@ class Engine:
             elif now_s < cpu_s <= now and len(under_way) < depth and self._fill():
                 continue  # the next step comes before the results of one that has just ended
             elif under_way and under_way[0][0] <= now:
-                if self._deliver_steady is not None and len(under_way) == depth:
-                    self._decode(until_s)
+                if (deliver := self._deliver_steady) is not None and len(under_way) == depth:
+                    self._decode(until_s, deliver)
                     continue
                 self._finish()
             if cpu_s <= now and len(under_way) < depth:
                 self._fill()
 
-    def _decode(self, until_s: float) -> None:
+    def _decode(self, until_s: float, deliver: Steady) -> None:
         """What `advance` does while nobody comes: one of `depth` steps ends, now the first, and the next is launched.
         Of steps like the last the scheduler hears when it has something else to do."""
-        under_way, arriving, scheduler, deliver = self._under_way, self._arriving, self.scheduler, self._deliver_steady
+        under_way, arriving, scheduler = self._under_way, self._arriving, self.scheduler
         prepare_s, step_s, latency_s = self._prepare_s, self._step_s, self._latency_s
         now_s, cpu_s, gpu_s, front_s, taken_s = self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s
         comes = arriving[0][0] if arriving else math.inf
-        assert deliver is not None
         emits: list[Sequence] = []
         most = launched = over = 0  # steps like the last: that may be launched, that were, and that are over
         while True:

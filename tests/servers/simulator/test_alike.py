@@ -35,7 +35,9 @@ class Load:
         self.caching = rng.random() < 0.6
         self.kv_tokens = rng.choice([2000, 4000, 100_000])
         self.settings = VllmV1.Settings(
-            max_running=rng.choice([3, 64]), budget_tokens=rng.choice([64, 8192]), async_scheduling=rng.random() < 0.7
+            max_running=rng.choice([3, 64]),
+            budget_tokens=rng.choice([10, 64, 8192]),
+            async_scheduling=rng.random() < 0.7,
         )
         self.front = rng.choice(FRONTS)
         self.takes_ticks = rng.choice([(8, 4, 1), (1, 1, 4), (3, 2, 0), (1.37, 0.83, 0.3)])  # prefills, others, launch
