@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import lzma
 import os
 import zlib
@@ -198,23 +199,19 @@ class Table:
 
     def records(self) -> Iterator[Record]:
         """What the rows are read from; of a warm-up without its errors."""
+        names = (*_INTEGERS, "outcome", "phase", "itl_us")
         columns = [_fields(name, getattr(self, name)) for name in _INTEGERS]
-        gaps_us, ends = self.itl_us.tolist(), self.itl_offsets[1:].tolist()
-        begin = 0
-        for values, outcome, phase, end in zip(
-            zip(*columns, strict=True), self.outcome.tolist(), self.phase.tolist(), ends, strict=True
-        ):
-            record = Record(
-                **dict(zip(_INTEGERS, values, strict=True)),
-                outcome=OUTCOMES[outcome],
-                phase=PHASES[phase],
-                itl_us=gaps_us[begin:end],
-            )
-            if phase == _PHASE_CODE["measured"]:
+        columns.append([OUTCOMES[code] for code in self.outcome.tolist()])
+        columns.append([PHASES[code] for code in self.phase.tolist()])
+        gaps_us, offsets = self.itl_us.tolist(), self.itl_offsets.tolist()
+        columns.append([gaps_us[begin:end] for begin, end in itertools.pairwise(offsets)])
+        told = bool(self.errors or self.retried)
+        for values in zip(*columns, strict=True):
+            record = Record(**dict(zip(names, values, strict=True)))
+            if told and record.phase == "measured":
                 record.error = self.errors.get(record.id)
                 record.retried = record.id in self.retried or msgspec.UNSET
             yield record
-            begin = end
 
 
 Recorded = tuple[Table, list[ClientFacts]]  # what a run directory holds, as `read` gives it

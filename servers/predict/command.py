@@ -10,7 +10,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -279,11 +279,11 @@ def _table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> reco
     tokens = _tokens(outcomes)
     numbers = index.tolist()
     came, sent = tokens.counts > 0, status != -1
-    places = [(-1, -1)] * count if turns is None else [turns.place(number) for number in numbers]
-    session, turn = np.array(places, np.int64).reshape(-1, 2).T
-    shared = [
-        _shared_tokens(shapes, number) if sends else 0 for number, sends in zip(numbers, sent.tolist(), strict=True)
-    ]
+    session = turn = np.full(count, -1)
+    if turns is not None:
+        session, turn = np.array([turns.place(number) for number in numbers], np.int64).reshape(-1, 2).T
+    shared_tokens = _shared_tokens(shapes)
+    shared = [shared_tokens(number) if sends else 0 for number, sends in zip(numbers, sent.tolist(), strict=True)]
     first_ns, last_ns = (np.where(came, 1000 * at_us, -1) for at_us in (tokens.first_us, tokens.last_us))
     if max(np.abs(begun_ns).max(initial=0), last_ns.max(initial=0)) > records.MOST_NS:
         raise records.RecordsError(f"This cannot be recorded: {records.FAR}.")
@@ -340,7 +340,7 @@ def _tokens(outcomes: list[Outcome]) -> _Tokens:
         ends = np.cumsum(counts[rows])
         begins = ends - counts[rows]
         first_us[rows], last_us[rows] = times_us[begins], times_us[ends - 1]
-        gaps = np.delete(np.diff(times_us, prepend=0), begins)
+        gaps = np.delete(np.diff(times_us), begins[1:] - 1)
         if gaps.max(initial=0) > records.MOST_GAP_US:
             raise records.RecordsError(
                 f"This cannot be recorded: tokens of a reply come over {records.MOST_GAP_US / 1e6:.0f} s apart."
@@ -359,7 +359,7 @@ def _give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _shared_tokens(shapes: Shapes, number: int) -> int:
+def _shared_tokens(shapes: Shapes) -> Callable[[int], int]:
     if isinstance(shapes, TraceShapes):  # without its segments
-        return shapes.shared_tokens(number)
-    return shapes.shape(number).shared_tokens
+        return shapes.shared_tokens
+    return lambda number: shapes.shape(number).shared_tokens

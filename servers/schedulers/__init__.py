@@ -8,6 +8,7 @@ runs, and so it does not know yet what that one will free).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -86,7 +87,8 @@ class Step:
 
     `turning`: places in `emits` of those whose first or last token it is; None: not known before the step ends.
     `ends`: those that were counted up to their last token, which this step gives; `singles`: those of `emits` that are
-    counted one by one. `lengths`: tokens of each of `emits`, prompt and reply, where its cost needs them.
+    counted one by one. `steady`: it has none of both, and is nobody's first token either. `lengths`: tokens of each of
+    `emits`, prompt and reply, where its cost needs them.
     """
 
     emits: list[Sequence] = field(default_factory=list)
@@ -97,9 +99,10 @@ class Step:
     prefill_work: float = 0.0
     chunks: list[tuple[int, int]] = field(default_factory=list)
     turning: list[int] | None = None
-    ends: list[Sequence] = field(default_factory=list)
-    singles: list[Sequence] = field(default_factory=list)
+    ends: Several[Sequence] = ()
+    singles: Several[Sequence] = ()
     lengths: list[int] | None = None
+    steady: bool = False
 
     def prefill(self, tokens: int, cached: int) -> None:
         self.prefill_rows += 1
@@ -130,11 +133,11 @@ class Queues:
         if not sequence.done:
             self._waiting.append(sequence)
 
-    def repeats(self) -> int:
-        return 0
+    def repeats(self) -> tuple[Step, int]:
+        return Step(), 0
 
-    def repeat(self, steps: int) -> None:
-        raise NotImplementedError
+    def repeat(self, steps: int, over: int) -> None:
+        pass
 
 
 class Paged(Queues):
@@ -186,10 +189,10 @@ class Scheduler(Protocol):
     def finish(self, step: Step) -> None:
         """The step is over: its tokens are out, and what has ended frees its memory."""
 
-    def repeats(self) -> int:
-        """How many steps are sure to follow that are like the last one, and like all that are under way, of which there
-        are `depth`: a token for each of the same requests, of whom none ends, unless another comes or one leaves."""
+    def repeats(self) -> tuple[Step, int]:
+        """A step, and how many times it is sure to be the next unless a request comes or leaves, where each is
+        scheduled when one of `depth` is over, with a token more of context for each of its requests, of whom none
+        ends."""
 
-    def repeat(self, steps: int) -> None:
-        """In so many of these turns the first step under way was over and the last one scheduled again; it now stands
-        for all that are under way."""
+    def repeat(self, steps: int, over: int) -> None:
+        """This step was scheduled so many times, in turns with so many steps that were over, all of them `steady`."""

@@ -5,168 +5,201 @@ by how long nobody has held them. A block that is handed out loses its content. 
 blocks go before earlier ones, so that the end of a prefix is lost before its beginning. Several blocks may hold the
 same: the one that was there first is found.
 
-Blocks that nobody can find yet, and those that end in what a request shares with nobody, are only counted. Nobody but
-the request itself finds the latter, when it comes back after it was preempted; and then all that are left of them,
-since whatever is before them is lost later.
+Blocks are kept as runs: of a piece that requests share, those that follow each other and that the same requests hold.
+A run is divided where somebody holds a part of it alone. Blocks that nobody can find yet are only counted.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
+from collections.abc import Iterator
 
 from servers.schedulers import Sequence
-from servers.schedulers.prefixes import Position, block_ends
+from servers.schedulers.prefixes import chains
 
-Block = tuple[int, ...]  # its content, which is where its last token is; and a number where others had the same before
-_OWN: Block = ()  # stands for one that is only counted, and which nobody holds
+
+class _Run:
+    """The blocks that end in the piece `chain` (servers.schedulers.prefixes), from the low-th block of a request up to
+    the high-th. freed: when the last of its `holders` let go, by a count. after: what was divided from its end."""
+
+    __slots__ = ("after", "chain", "freed", "high", "holders", "low")
+
+    def __init__(self, chain: int, low: int, high: int) -> None:
+        self.chain = chain
+        self.low = low
+        self.high = high
+        self.holders = 1
+        self.freed = 0
+        self.after: _Run | None = None
+
+    def up_to(self, high: int) -> list[_Run]:
+        """The run itself and those after it, up to that block."""
+        runs = [run := self]
+        while run.high < high:
+            assert run.after is not None
+            runs.append(run := run.after)
+        return runs
 
 
 class _Held:
-    """What a request holds that can be found: the first `published` of its blocks, of which the first `blocks` have the
-    beginning of `contents`. idle: own ones that it has let go of and that can still be found."""
+    """What a request holds that can be found: the first `published` of its blocks, as `runs` with the block at which
+    each ends now. pieces: (chain, blocks before its end) of all its tokens; others may have the first `shared` blocks
+    too."""
 
-    __slots__ = ("blocks", "contents", "idle", "published")
+    __slots__ = ("pieces", "published", "runs", "shared")
 
-    def __init__(self, contents: list[Position]) -> None:
-        self.blocks: list[Block] = []
-        self.contents = contents
-        self.idle = 0
+    def __init__(self, sequence: Sequence, block_tokens: int) -> None:
+        self.pieces: list[tuple[int, int]] = []
+        tokens = 0
+        for chain, length in chains(sequence):
+            tokens += length
+            self.pieces.append((chain, tokens // block_tokens))
+        self.shared = sum([tokens for _, tokens in sequence.segments if tokens > 0]) // block_tokens
         self.published = 0
+        self.runs: list[tuple[_Run, int]] = []
 
 
 class BlockCache:
-    """`blank` blocks hold nothing known; `idle` ones are held by nobody, in the order in which they are handed out: by
-    themselves, or a request's own ones together, the last of them first."""
+    """`blank` blocks hold nothing known."""
 
     def __init__(self, blocks: int, block_tokens: int) -> None:
         self.blank = blocks
-        self.idle: OrderedDict[Block | _Held, None] = OrderedDict()
         self._block_tokens = block_tokens
-        self._known: dict[Block, Block] = {}  # by content: the one that is found
-        self._copies: dict[Block, dict[Block, None]] = {}  # by content: the others, in order
-        self._copied = 0
-        self._more: dict[Block, int] = {}  # of those that several requests hold: how many do, but for one
-        self._own_known = 0
+        self._runs: dict[
+            int, list[_Run]
+        ] = {}  # by chain; of two that have a block of the same content, the first had it first
+        # a heap, those first that are handed out first: (freed, -low, run); true while the run was freed then
+        self._idle: list[tuple[int, int, _Run]] = []
+        self._freed = 0
         self._held: dict[Sequence, _Held] = {}
 
     @property
     def findable(self) -> int:
         """Contents that can be found."""
-        return len(self._known) + self._own_known
+        return sum(len({block for run in runs for block in range(run.low, run.high)}) for runs in self._runs.values())
 
-    def find(self, sequence: Sequence, most: int) -> list[Block]:
-        """The blocks that hold the beginning of the request's tokens, at most so many. Nothing changes."""
+    def find(self, sequence: Sequence, most: int) -> tuple[int, int]:
+        """How many blocks hold the beginning of the request's tokens, at most so many; and how many of them nobody
+        holds. Nothing changes."""
+        found = idle = 0
+        for run, begin, found in self._found(sequence, most):
+            if not run.holders:
+                idle += found - begin
+        return found, idle
+
+    def _found(self, sequence: Sequence, most: int) -> Iterator[tuple[_Run, int, int]]:
+        """The runs of these blocks, and from which block to which."""
         held = self._held.get(sequence)
         if held is None:
-            held = self._held[sequence] = _Held(block_ends(sequence, self._block_tokens, own=False))
-        found: list[Block] = []
-        for content in held.contents[:most]:
-            block = self._known.get(content)
-            if block is None:
-                return found
-            found.append(block)
-        return found + [_OWN] * held.idle
+            held = self._held[sequence] = _Held(sequence, self._block_tokens)
+        at = 0
+        for chain, end in held.pieces:
+            last = end if end < most else most
+            while at < last:
+                begin, end = at, last
+                for run in self._runs.get(chain, ()):
+                    if run.low <= begin < run.high:
+                        at = end if end < run.high else run.high
+                        yield run, begin, at
+                        break
+                    if begin < run.low < end:
+                        end = run.low  # from there on this run was there first
+                else:
+                    return
 
-    def unheld(self, found: list[Block]) -> int:
-        """How many of them nobody holds."""
-        return found.count(_OWN) + sum(map(self.idle.__contains__, found))
-
-    def hold(self, sequence: Sequence, found: list[Block]) -> None:
-        """A request that holds nothing takes over what `find` found for it."""
+    def hold(self, sequence: Sequence, blocks: int) -> None:
+        """A request that holds nothing takes over the blocks that `find` found for it."""
         held = self._held[sequence]
-        held.published = len(found)
-        held.blocks = found[: len(held.contents)]
-        for block in held.blocks:
-            if block in self.idle:
-                del self.idle[block]
-            else:
-                self._more[block] = self._more.get(block, 0) + 1
-        if held.idle:
-            del self.idle[held]
-            held.idle = 0
+        held.published = blocks
+        for run, begin, end in self._found(sequence, blocks):
+            if run.low < begin:
+                run = self._divide(run, begin)
+            if end < run.high:
+                self._divide(run, end)
+            run.holders += 1
+            held.runs.append((run, end))
+
+    def _divide(self, run: _Run, at: int) -> _Run:
+        """The blocks from `at` on become a run of their own."""
+        upper = _Run(run.chain, at, run.high)
+        upper.holders, upper.freed, upper.after = run.holders, run.freed, run.after
+        run.high, run.after = at, upper
+        runs = self._runs[run.chain]
+        runs.insert(runs.index(run) + 1, upper)
+        if not upper.holders:
+            heapq.heappush(self._idle, (upper.freed, -at, upper))
+        return upper
 
     def take(self, blocks: int) -> None:
         """Hands out so many free blocks, which there must be."""
-        left = blocks - self.blank if blocks > self.blank else 0
-        self.blank -= blocks - left
-        idle, known, copies = self.idle, self._known, self._copies
+        if blocks <= self.blank:
+            self.blank -= blocks
+            return
+        left = blocks - self.blank
+        self.blank = 0
         while left:
-            block, _ = idle.popitem(last=False)
-            if isinstance(block, _Held):
-                lost = left if left < block.idle else block.idle
-                block.idle -= lost
-                self._own_known -= lost
-                left -= lost
-                if block.idle:
-                    idle[block] = None
-                    idle.move_to_end(block, last=False)
+            freed, _, run = self._idle[0]
+            if run.freed != freed or run.holders:
+                heapq.heappop(self._idle)
                 continue
-            left -= 1
-            content = block[:2]
-            others = copies.get(content)
-            if others is None:
-                del known[content]
-                continue
-            if known[content] == block:
-                block = known[content] = next(iter(others))
-            del others[block]
-            if not others:
-                del copies[content]
+            lost = min(left, run.high - run.low)
+            run.high -= lost
+            left -= lost
+            if run.high == run.low:
+                heapq.heappop(self._idle)
+                runs = self._runs[run.chain]
+                runs.remove(run)
+                if not runs:
+                    del self._runs[run.chain]
 
     def shares(self, sequence: Sequence) -> bool:
         """Whether others will find a block of the request that cannot be found yet."""
         held = self._held[sequence]
-        return held.published < len(held.contents)
+        return held.published < held.shared
 
     def publish(self, sequence: Sequence, tokens: int) -> None:
         """The request's blocks that are whole with its first `tokens` can be found from now on."""
         held = self._held[sequence]
-        whole, shared, published = tokens // self._block_tokens, len(held.contents), held.published
-        if whole <= published:
+        whole, begin = tokens // self._block_tokens, held.published
+        if whole <= begin:
             return
         held.published = whole
-        if published >= shared:
-            self._own_known += whole - published
-            return
-        new, known = held.contents[published:whole], self._known
-        if known.keys().isdisjoint(new):
-            known.update(zip(new, new, strict=True))
-            held.blocks += new
-        else:
-            held.blocks += map(self._put, new)
-        if whole > shared:
-            self._own_known += whole - shared
+        for chain, end in held.pieces:
+            if begin < end:
+                high = end if end < whole else whole
+                self._publish(held, chain, begin, high)
+                begin = high
+                if high == whole:
+                    return
 
-    def _put(self, content: Block) -> Block:
-        """A block that holds it from now on."""
-        if content not in self._known:
-            self._known[content] = content
-            return content
-        self._copied += 1
-        block = (*content, self._copied)
-        self._copies.setdefault(content, {})[block] = None
-        return block
+    def _publish(self, held: _Held, chain: int, low: int, high: int) -> None:
+        runs = self._runs.get(chain)
+        if runs is None:
+            runs = self._runs[chain] = []
+        elif held.runs and (last := held.runs[-1][0]) is runs[-1] and last.holders == 1 and last.high == low:
+            last.high = high
+            held.runs[-1] = last, high
+            return
+        run = _Run(chain, low, high)
+        runs.append(run)
+        held.runs.append((run, high))
 
     def release(self, sequence: Sequence) -> int:
         """The request lets go of all its blocks; how many of them have come free."""
         held = self._held.get(sequence)
         if held is None:
             return 0
-        freed = sequence.blocks - len(held.blocks)
-        if freed:
-            held.idle = max(0, held.published - len(held.contents))
-            self.blank += freed - held.idle
-            if held.idle:
-                self.idle[held] = None
-        for block in reversed(held.blocks):
-            if block not in self._more:
-                freed += 1
-                self.idle[block] = None
-            elif self._more[block] > 1:
-                self._more[block] -= 1
-            else:
-                del self._more[block]
-        held.blocks = []
+        freed = sequence.blocks - held.published
+        self.blank += freed
+        for first, end in reversed(held.runs):
+            for run in reversed(first.up_to(end)) if first.high < end else (first,):
+                run.holders -= 1
+                if not run.holders:
+                    self._freed += 1
+                    run.freed = self._freed
+                    freed += run.high - run.low
+                    heapq.heappush(self._idle, (run.freed, -run.low, run))
+        held.runs = []
         held.published = 0
         return freed
 

@@ -10,7 +10,7 @@ given out `offset + finished`; where no step that it was in is over yet, as many
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from servers.schedulers import Sequence
@@ -22,16 +22,19 @@ class Held(Protocol):
     def __getitem__(self, token_blocks: int, /) -> int: ...
 
 
+EVERY = range(1 << 40)  # of a request that holds all that its tokens fill
+
+
 class Decoding:
     """`rows`: in the order in which they came; the list is never changed, since steps hold it. context: the sum of what
-    all have computed. `whole`: by steps that are over, of whom all tokens of a block are known then. At most two are
-    under way at once."""
+    all have computed. `whole`: by steps that are over, of whom all tokens of a block are known then; `told`: steps that
+    were over when that was last asked for. At most two are under way at once."""
 
     def __init__(self, held: Held, block_tokens: int, shares: Callable[[Sequence], bool] = lambda _: False) -> None:
         """shares: whether others may find a block that a request has not filled yet, so that `known` tells of it."""
         self.rows: list[Sequence] = []
         self.context = 0
-        self.scheduled = self.finished = 0
+        self.scheduled = self.finished = self.told = 0
         self._held = held
         self._block_tokens = block_tokens
         self._shares = shares
@@ -62,8 +65,11 @@ class Decoding:
     def missing(self) -> int:
         """Blocks that the next step takes."""
         before, size, held = self.scheduled, self._block_tokens, self._held
+        full = self._full[(before + 1) % size]
+        if held is EVERY:
+            return len(full)
         missing = 0
-        for sequence in self._full[(before + 1) % size]:
+        for sequence in full:
             filled = (sequence.prompt + sequence.offset + before - 1) // size
             missing += held[filled + 1] - held[filled]
         return missing
@@ -71,11 +77,11 @@ class Decoding:
     def unchanged(self) -> int:
         """For how many steps from now on nobody leaves, and nothing becomes known that others find."""
         steps = min(self._last) - self.scheduled - 1
-        return min(steps, min(self.whole) - self.finished - 1) if self.whole else steps
+        return min(steps, min(self.whole) - self.finished) if self.whole else steps
 
-    def repeat(self, steps: int) -> int:
-        """So many steps are over, and as many have begun, in which nobody leaves; the blocks that these take, where
-        each request holds all that its tokens fill."""
+    def repeat(self, steps: int, over: int) -> int:
+        """So many steps have begun in which nobody leaves, the last of them when so many more were over; the blocks
+        that they take, where each request holds all that its tokens fill."""
         size, number, rows = self._block_tokens, self.scheduled, len(self.rows)
         rounds, rest = divmod(steps, size)
         blocks = rounds * rows
@@ -83,7 +89,8 @@ class Decoding:
             blocks += len(self._full[step % size])
         self.context += steps * rows
         self.scheduled = number + steps
-        self.finished += steps
+        self.finished += over
+        self.told = self.finished
         return blocks
 
     def advance(self) -> list[Sequence]:
@@ -122,7 +129,7 @@ class Decoding:
         """That a request holds."""
         return self._held[-(-computed // self._block_tokens)]
 
-    def settle(self, others: list[Sequence]) -> None:
+    def settle(self, others: Iterable[Sequence]) -> None:
         """All leave, in the state that they now have, and so do those of `others` that have left before their last
         token was given out."""
         for sequence in (*self.rows, *others):

@@ -41,19 +41,3 @@ def chains(sequence: Sequence) -> Iterator[tuple[int, int]]:
 def _chain(chain: int, before: int, key: int) -> int:
     # in halves, since Python's hash of one number gives -1 and -2 the same, and those 2^61 - 1 apart
     return hash((chain, before, key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF))
-
-
-def block_ends(sequence: Sequence, block_tokens: int, own: bool = True) -> list[Position]:
-    """The last position of each whole block of the prompt and the reply; without `own`, of those only that end within
-    the segments."""
-    shared = sum(tokens > 0 for _, tokens in sequence.segments)
-    ends: list[Position] = []
-    start, end = 0, block_tokens
-    for piece, (chain, tokens) in enumerate(chains(sequence)):
-        if piece == shared and not own:
-            break
-        offsets = range(end - start, tokens + 1, block_tokens)
-        ends += zip(itertools.repeat(chain), offsets)
-        end += len(offsets) * block_tokens
-        start += tokens
-    return ends

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 
 from servers.schedulers import Paged, Rejected, Sequence, Step
 from servers.schedulers.blocks import BlockCache
-from servers.schedulers.decoding import Decoding, Held
+from servers.schedulers.decoding import EVERY, Decoding, Held
 from servers.schedulers.groups import BLOCK_TOKENS, Groups
 
 
@@ -47,9 +48,6 @@ class _Recomputing(Paged):
         self._waiting.appendleft(sequence)
 
 
-_EVERY = range(1 << 40)
-
-
 class VllmV1(_Recomputing):
     """vLLM's V1 scheduler: one budget of tokens a step for running requests and then waiting ones, prompts in chunks,
     blocks of 16 tokens; where blocks run out, the request that came last starts over (recomputation).
@@ -74,7 +72,8 @@ class VllmV1(_Recomputing):
         self._settings = settings
         self._most = settings.budget_tokens  # tokens of one request in a step
         self._under_way: deque[Step] = deque()
-        self._hold(_EVERY)
+        self._step = Step()  # the last one
+        self._hold(EVERY)
 
     def _hold(self, held: Held) -> None:
         self._held = held
@@ -98,27 +97,27 @@ class VllmV1(_Recomputing):
         self._others = list(self._running)
 
     def schedule(self) -> Step | None:
-        step = Step()
         budget = self._settings.budget_tokens
         decoding = self._decoding
         if self._settings.long_prefill_token_threshold:
             alone = len(self._running) + len(self._waiting) == 1
             self._most = budget if alone else self._settings.long_prefill_token_threshold
         rows, counted = decoding.rows, 0
+        others = self._others or self._waiting
         preempted = False
         taking = decoding.missing()
         if self._suffices(budget, taking):
-            step.emits, counted = rows, len(rows)
-            step.decode_rows, step.decode_context = counted, decoding.context + counted
+            counted = len(rows)
+            step = Step(rows.copy() if others else rows, counted, decoding.context + counted)
             if taking:
                 self._take(taking)
             step.ends = decoding.advance()
             budget -= counted
-            if self._others or self._waiting:
-                step.emits = rows.copy()
+            if others:
                 budget, _ = self._visit(step, self._others, budget)
         else:
             self._settle()
+            step = Step()
             decoding.scheduled += 1
             budget, preempted = self._visit(step, self._running, budget)
             self._others = list(self._running)
@@ -126,25 +125,33 @@ class VllmV1(_Recomputing):
         if not (step.decode_rows or step.prefill_rows):
             decoding.scheduled -= 1
             return None
-        step.turning = [rows.index(sequence) for sequence in step.ends]
+        step.turning = [rows.index(sequence) for sequence in step.ends] if step.ends else []
         if len(step.emits) > counted:
             self._count_on(step, counted)
+        else:
+            step.steady = counted > 0 and not step.ends
         self._under_way.append(step)
+        self._step = step
         return step
 
-    def repeats(self) -> int:
-        rows = self._decoding.rows
-        if self._waiting or self._others or len(self._under_way) < self.depth:
-            return 0
-        for step in self._under_way:
-            if step.emits is not rows:
-                return 0
-        return min(self._decoding.unchanged(), self._free // len(rows) * BLOCK_TOKENS)
+    def repeats(self) -> tuple[Step, int]:
+        rows, step = self._decoding.rows, self._step
+        if not rows or self._waiting or self._others or len(self._under_way) != self.depth - 1:
+            return step, 0
+        if step.emits is not rows:
+            if len(rows) > self._settings.budget_tokens:
+                return step, 0
+            step = self._step = Step(rows, len(rows), self._decoding.context, turning=[], steady=True)
+        return step, min(self._decoding.unchanged(), self._free // len(rows) * BLOCK_TOKENS)
 
-    def repeat(self, steps: int) -> None:
-        if blocks := self._decoding.repeat(steps):
+    def repeat(self, steps: int, over: int) -> None:
+        if not steps:
+            return
+        if blocks := self._decoding.repeat(steps, over):
             self._take(blocks)
-        self._under_way = deque([self._under_way[-1]] * self.depth)
+        self._under_way += [self._step] * steps
+        for _ in range(over):
+            self._under_way.popleft()
 
     def _suffices(self, budget: int, missing: int) -> bool:
         """Whether there are tokens for all that decode, and blocks for all that will run: then none is preempted.
@@ -184,7 +191,7 @@ class VllmV1(_Recomputing):
         """All are counted one by one again, also for the steps that are under way."""
         for step in self._under_way:
             self._decoding.settle(step.ends)
-            step.singles, step.ends = step.emits, []
+            step.singles, step.ends, step.steady = step.emits, [], False
         self._decoding.settle([])
 
     def finish(self, step: Step) -> None:
@@ -202,16 +209,18 @@ class VllmV1(_Recomputing):
         if ended:
             self._end(ended)
 
-    def _end(self, ended: list[Sequence]) -> None:
+    def _end(self, ended: Iterable[Sequence]) -> None:
         for sequence in ended:
-            if not sequence.done:
-                sequence.done = True
-                self._release(sequence)
-        self._running = [sequence for sequence in self._running if not sequence.done]
+            if sequence.done:
+                continue
+            sequence.done = True
+            self._release(sequence)
+            if sequence.computed:
+                self._running.remove(sequence)
+            else:  # preempted with its last token on the way
+                self._waiting.remove(sequence)
         if self._others:
             self._others = [sequence for sequence in self._others if not sequence.done]
-        if any(not sequence.computed for sequence in ended):  # preempted with its last token on the way
-            self._waiting = deque(sequence for sequence in self._waiting if not sequence.done)
 
     def _visit(self, step: Step, running: list[Sequence], budget: int) -> tuple[int, bool]:
         """Tokens for each of `running` in turn; what is left of the budget, and whether any was preempted."""
@@ -303,8 +312,8 @@ class WindowedVllmV1(VllmV1):
         """In proportion to the blocks."""
         return round((self._total - self._free) / self._total * self.kv_tokens)
 
-    def repeats(self) -> int:
-        return 0  # what a step takes hangs on each length
+    def repeats(self) -> tuple[Step, int]:
+        return self._step, 0  # what a step takes hangs on each length
 
     def schedule(self) -> Step | None:
         step = super().schedule()
@@ -345,7 +354,6 @@ class CachingVllmV1(VllmV1):
     def __init__(self, kv_tokens: int, settings: VllmV1.Settings) -> None:
         super().__init__(kv_tokens, settings)
         self._cache = BlockCache(self._total, BLOCK_TOKENS)
-        self._known = 0  # steps that were over when it was last published what those that are counted have filled
 
     @property
     def cache(self) -> BlockCache:
@@ -358,10 +366,6 @@ class CachingVllmV1(VllmV1):
     def cancel(self, sequence: Sequence) -> None:
         super().cancel(sequence)
         self._cache.forget(sequence)
-
-    def repeat(self, steps: int) -> None:
-        super().repeat(steps)
-        self._known = self._decoding.finished
 
     def _settle(self) -> None:
         self._publish_own()
@@ -376,7 +380,7 @@ class CachingVllmV1(VllmV1):
                 self._cache.publish(sequence, sequence.computed + sequence.emitted + 1 - sequence.sampled)
         super().finish(step)
 
-    def _end(self, ended: list[Sequence]) -> None:
+    def _end(self, ended: Iterable[Sequence]) -> None:
         super()._end(ended)
         for sequence in ended:
             self._cache.forget(sequence)
@@ -385,7 +389,7 @@ class CachingVllmV1(VllmV1):
         """Of those that are counted and in the step with this number, the blocks whose last token is known by now. At
         once only those that others find."""
         decoding = self._decoding
-        self._known = finished = decoding.finished
+        decoding.told = finished = decoding.finished
         if finished in decoding.whole:
             for sequence, tokens in decoding.known(finished, step):
                 self._cache.publish(sequence, tokens)
@@ -393,10 +397,10 @@ class CachingVllmV1(VllmV1):
     def _publish_own(self) -> None:
         """What nobody else finds: made up for when somebody looks or they are not counted any more."""
         for sequence in self._decoding.rows:
-            self._cache.publish(sequence, sequence.prompt + sequence.offset + max(self._known, sequence.joined))
+            self._cache.publish(sequence, sequence.prompt + sequence.offset + max(self._decoding.told, sequence.joined))
 
     def _take(self, blocks: int) -> None:
-        super()._take(blocks)
+        self._free -= blocks
         self._cache.take(blocks)
 
     def _release(self, sequence: Sequence) -> None:
@@ -421,14 +425,13 @@ class CachingVllmV1(VllmV1):
         while self._waiting and budget > 0 and len(self._running) < self._settings.max_running:
             sequence = self._waiting[0]
             whole = sequence.prompt + sequence.sampled
-            found = cache.find(sequence, (whole - 1) // BLOCK_TOKENS)
-            idle = cache.unheld(found)
-            if -(-whole // BLOCK_TOKENS) - len(found) + idle > self._free:
+            found, idle = cache.find(sequence, (whole - 1) // BLOCK_TOKENS)
+            if -(-whole // BLOCK_TOKENS) - found + idle > self._free:
                 return
             self._waiting.popleft()
             cache.hold(sequence, found)
             self._free -= idle
-            cached = len(found) * BLOCK_TOKENS
+            cached = found * BLOCK_TOKENS
             if not sequence.preemptions:
                 sequence.cached = cached
                 self.queried_tokens += whole
@@ -436,7 +439,7 @@ class CachingVllmV1(VllmV1):
             tokens = min(whole - cached, self._most, budget)
             sequence.computed = cached + tokens
             sequence.blocks = -(-sequence.computed // BLOCK_TOKENS)
-            self._take(sequence.blocks - len(found))
+            self._take(sequence.blocks - found)
             cache.publish(sequence, sequence.computed)
             budget -= tokens
             step.prefill(tokens, cached)

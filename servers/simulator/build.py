@@ -26,7 +26,7 @@ from servers.schedulers.tgi import CachingTgi3, Tgi1, Tgi3
 from servers.schedulers.vllm import CachingVllmV1, Vllm02, VllmV1, WindowedVllmV1
 from servers.simulator import hardware
 from servers.simulator.cost import Arithmetic, Gpu, Overheads, StepCost, arithmetic
-from servers.simulator.engine import Engine, FrontEnd
+from servers.simulator.engine import Engine, FrontEnd, Steady
 from servers.simulator.experts import most_imbalance
 from servers.simulator.formats import refused
 from servers.simulator.hardware import HardwareError
@@ -124,12 +124,12 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     def engine(
         self,
         deliver: Callable[[list[Sequence], float, float], None],
-        deliver_alike: Callable[[list[Sequence], list[float], float], None] | None = None,
+        deliver_steady: Steady | None = None,
     ) -> Engine:
-        takes = self.cost.clock(self.slow_rank), self.cost.launch_s, self.cost.prepare_s
+        takes = self.cost.clock(self.slow_rank).step_s, self.cost.launch_s, self.cost.prepare_s
         if not self.cost.by_sums:
-            deliver_alike = None
-        return Engine(_scheduler(self), takes, deliver, self.profile.front, deliver_alike)
+            deliver_steady = None
+        return Engine(_scheduler(self), takes, deliver, self.profile.front, deliver_steady)
 
     def with_profile(self, profile: Profile) -> Emulated:
         """The same server with other software times."""

@@ -227,6 +227,7 @@ class StepCost:
         self._link = link
         self._precision = precision
         self._overheads = overheads
+        self._attention_ratio = overheads.attention_ratio
         self._plain = arithmetic(gpu, Precision(dtype=precision.dtype))
         self._quantized = arithmetic(gpu, precision)
         self._dense: dict[int, float] = {}  # tokens -> what depends on their number alone
@@ -245,6 +246,7 @@ class StepCost:
         self._reads = [(kind.attention.window, self._context_s(kind), self._pair_s(kind)) for kind in model.kinds]
         whole = len(self._reads) == 1 and self._reads[0][0] is None  # one kind of layers, without a window
         self._read_s = self._reads[0][1] if whole else None
+        self._work_s = self._reads[0][2]
         self._floor = layers * overheads.layer_us * 1e-6
         mixtures = sum(kind.count for kind in model.kinds if kind.mlp.experts > 1)
         self._eager_us = layers * overheads.launch_eager_layer_us + mixtures * overheads.launch_experts_us
@@ -276,7 +278,7 @@ class StepCost:
                 decode = self._decodes[rows] = kernels_s, row_s, self._software_s(step)
             kernels_s, row_s, software_s = decode
             attention = row_s + step.decode_context * self._read_s
-            seconds = kernels_s + (self._decode_launch + attention * self._overheads.attention_ratio)
+            seconds = kernels_s + (self._decode_launch + attention * self._attention_ratio)
         if seconds < self._floor:
             seconds = self._floor
         return seconds + software_s
@@ -364,13 +366,14 @@ class StepCost:
         decode = step.decode_rows * self._decode_row
         if self._read_s is not None:
             decode += step.decode_context * self._read_s
+            pairs = step.prefill_work * self._work_s
         else:
             decode += sum(_context_seen(step, window) * read_s for window, read_s, _ in self._reads)
+            pairs = sum(_work_seen(step, window) * pair_s for window, _, pair_s in self._reads)
         if step.prefill_rows:
             decode *= self._attention.mixed
-            pairs = sum(_work_seen(step, window) * pair_s for window, _, pair_s in self._reads)
             decode += pairs + step.prefill_tokens * self._prefill_token
-        return self._decode_launch + decode * self._overheads.attention_ratio
+        return self._decode_launch + decode * self._attention_ratio
 
     def _dense_s(self, tokens: int) -> float:
         return sum(kind.count * _added(self._layer_terms(kind, tokens)) for kind in self._model.kinds)
@@ -465,15 +468,15 @@ class Clock:
     """How long each step of one server takes on its GPUs, in the order of the steps."""
 
     def __init__(self, cost: StepCost, boost: Boost | None, factor: float) -> None:
-        self._cost, self._factor = cost, factor
+        self._cost_s, self._factor = cost.__call__, factor
         self._fast = cost.at_full_clock()
         if boost is not None:
             self._ratio, self._most_s, self._refill = boost.ratio, boost.most_ms * 1e-3, boost.refill_ms * 1e-3
             self._left_s = self._most_s  # of what the highest clock may still save
         self._until_s = 0.0
 
-    def __call__(self, step: Step, begin_s: float) -> float:
-        seconds = self._cost(step)
+    def step_s(self, step: Step, begin_s: float) -> float:
+        seconds = self._cost_s(step)
         if self._fast is not None and (step.prefill_rows or self._left_s < self._most_s):
             seconds -= self._saved_s(step, begin_s, seconds)
         # else nothing is saved, and nothing comes back
@@ -483,11 +486,16 @@ class Clock:
 
     def _saved_s(self, step: Step, begin_s: float, seconds: float) -> float:
         assert self._fast is not None
-        could_s = seconds - self._fast(step) if step.prefill_rows else 0.0
-        computing_s = could_s * self._ratio / (self._ratio - 1)
-        free_s = max(begin_s - self._until_s, 0.0) + max(seconds - computing_s, 0.0)
-        left_s = min(self._left_s + free_s * self._refill, self._most_s)
-        saved_s = min(could_s, left_s)
+        could_s, free_s = 0.0, seconds
+        if step.prefill_rows:
+            could_s = seconds - self._fast(step)
+            free_s = max(seconds - could_s * self._ratio / (self._ratio - 1), 0.0)
+        if begin_s > self._until_s:
+            free_s += begin_s - self._until_s
+        left_s = self._left_s + free_s * self._refill
+        if left_s > self._most_s:
+            left_s = self._most_s
+        saved_s = could_s if could_s < left_s else left_s
         self._left_s = left_s - saved_s
         return saved_s
 

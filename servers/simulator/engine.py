@@ -13,8 +13,8 @@ One thread of the CPU launches the steps and takes their results. While it launc
 step before, whose tokens wait until the thread is free. A step begins on the GPU when it has been put together, which
 a GPU that has nothing else to do waits for. It ends when the GPU has done it, and never before all of it is launched.
 
-Most steps are like the one before: the same requests take a token each, and nobody comes or ends. Who takes the tokens
-of many such steps at once has them computed in one loop, without the scheduler.
+Most steps are like the one before: the same requests take a token each. Until a request comes, all steps are computed
+in one loop, which asks the scheduler only where requests change, for who needs no more of such steps than their times.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from servers.schedulers import Scheduler, Sequence, Step
 
 ROUND = 4096  # requests that one round of the front end's loop takes in at most
 CHUNK = 128  # tokens that it works on before it hands out the first (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)
+
+Steady = Callable[[list[Sequence], float], Callable[[float], None]]
 
 
 class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +52,8 @@ class Engine:
     given; to be launched; and of that, before its first kernel is.
     `deliver(emits, first_s, gap_s)` is called with the tokens of each step: the k-th of `emits` leaves the server at
     first_s + k * gap_s. Meanwhile `turning` has the places in `emits` of those whose first or last token it is.
-    `deliver_alike(emits, firsts_s, gap_s)`, where given, is called instead for steps that follow each other with the
-    same `emits`, of whom it is nobody's first or last token; when the last of these steps has ended."""
+    `deliver_steady(emits, gap_s)`, where given, gives what is called instead with first_s of steps that follow each
+    other and are nobody's first or last."""
 
     def __init__(
         self,
@@ -59,12 +61,12 @@ class Engine:
         takes: tuple[Callable[[Step, float], float], Callable[[Step], float], float],
         deliver: Callable[[list[Sequence], float, float], None],
         front: FrontEnd,
-        deliver_alike: Callable[[list[Sequence], list[float], float], None] | None = None,
+        deliver_steady: Steady | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._step_s, self._launch_s, self._prepare_s = takes
         self._deliver = deliver
-        self._deliver_alike = deliver_alike
+        self._deliver_steady = deliver_steady
         self._request_s = front.request_us * 1e-6
         self._handover_s = front.handover_us * 1e-6
         self._prompt_token_s = front.prompt_token_us * 1e-6
@@ -138,42 +140,63 @@ class Engine:
             elif now_s < cpu_s <= now and len(under_way) < depth and self._fill():
                 continue  # the next step comes before the results of one that has just ended
             elif under_way and under_way[0][0] <= now:
-                if self._deliver_alike is not None and (steps := scheduler.repeats()) > 0:
-                    self._repeat(steps, until_s)
+                if (deliver := self._deliver_steady) is not None and len(under_way) == depth:
+                    self._decode(until_s, deliver)
                     continue
-                _, step = under_way.popleft()
-                scheduler.finish(step)
-                if step.emits:
-                    self._hand_out(step)
+                self._finish()
             if cpu_s <= now and len(under_way) < depth:
                 self._fill()
 
-    def _repeat(self, most: int, until_s: float) -> None:
-        """What `advance` does while each step that ends is followed by another like it, at most so many times, and
-        nothing else happens. The first of them ends now."""
-        under_way, arriving = self._under_way, self._arriving
-        ends_s = deque([end_s for end_s, _ in under_way])
-        step = under_way[-1][1]  # stands for all of them
-        rows = len(step.emits)
-        launch_s, prepare_s, step_s, latency_s = self._launch_s(step), self._prepare_s, self._step_s, self._latency_s
-        in_s, gap_s = self._pace(rows)
-        out_s = rows * gap_s
-        comes = arriving[0][0] if arriving else math.inf
+    def _decode(self, until_s: float, deliver: Steady) -> None:
+        """What `advance` does while nobody comes: one of `depth` steps ends, now the first, and the next is launched.
+        Of steps like the last the scheduler hears when it has something else to do."""
+        under_way, arriving, scheduler = self._under_way, self._arriving, self.scheduler
+        prepare_s, step_s, latency_s = self._prepare_s, self._step_s, self._latency_s
         now_s, cpu_s, gpu_s, front_s, taken_s = self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s
-        firsts_s: list[float] = []
-        while len(firsts_s) < most:
-            end_s = ends_s[0]
+        comes = arriving[0][0] if arriving else math.inf
+        emits: list[Sequence] = []
+        most = launched = over = 0  # steps like the last: that may be launched, that were, and that are over
+        while True:
+            end_s, ended = under_way[0]
             if end_s < cpu_s:
                 end_s = cpu_s
             if end_s > until_s or end_s >= comes or end_s >= taken_s:
                 break
             now_s = end_s
-            begin_s = front_s if front_s > now_s else now_s
-            first_s = begin_s + in_s
-            front_s = first_s + out_s
-            taken_s += front_s - begin_s
-            firsts_s.append(first_s + gap_s + latency_s)
-            step.decode_context += rows
+            if not ended.steady or launched == most:
+                scheduler.repeat(launched, over)
+                most, launched, over = most - launched, 0, 0
+            if not ended.steady:
+                self.now_s, self._front_s, self._taken_in_s = now_s, front_s, taken_s
+                self._finish()
+                front_s, taken_s = self._front_s, self._taken_in_s
+                emits = []
+            else:
+                under_way.popleft()
+                if most:
+                    over += 1
+                else:
+                    scheduler.finish(ended)
+                if ended.emits is not emits:
+                    emits = ended.emits
+                    in_s, gap_s = self._pace(len(emits))
+                    out_s, put = len(emits) * gap_s, deliver(emits, gap_s)
+                begin_s = front_s if front_s > now_s else now_s
+                first_s = begin_s + in_s
+                front_s = first_s + out_s
+                taken_s += front_s - begin_s
+                put(first_s + gap_s + latency_s)
+            if not most:
+                step, most = scheduler.repeats()
+                if not most:
+                    scheduled = scheduler.schedule()
+                    if scheduled is None:
+                        break
+                    step = scheduled
+                rows, launch_s = len(step.emits), self._launch_s(step)
+            if launched < most:
+                launched += 1
+                step.decode_context += rows
             cpu_s = now_s + launch_s
             begin_s = now_s + prepare_s
             if begin_s < gpu_s:
@@ -181,14 +204,16 @@ class Engine:
             gpu_s = begin_s + step_s(step, begin_s)
             if gpu_s < cpu_s:
                 gpu_s = cpu_s
-            ends_s.popleft()
-            ends_s.append(gpu_s)
+            under_way.append((gpu_s, step))
         self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s = now_s, cpu_s, gpu_s, front_s, taken_s
-        under_way.clear()
-        under_way.extend((end_s, step) for end_s in ends_s)
-        self.scheduler.repeat(len(firsts_s))
-        assert self._deliver_alike is not None
-        self._deliver_alike(step.emits, firsts_s, gap_s)
+        scheduler.repeat(launched, over)
+
+    def _finish(self) -> None:
+        """The first step under way is over."""
+        _, step = self._under_way.popleft()
+        self.scheduler.finish(step)
+        if step.emits:
+            self._hand_out(step)
 
     def _free_s(self) -> float:
         """When the thread that launches can go on: with the results of a step, or with the next one."""

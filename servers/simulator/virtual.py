@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from servers.simulator.build import Emulated, EmulationError
 from servers.simulator.engine import Engine, place_s
 
 URL = "virtual time"  # in the place of an address
-TOKENS_AT_ONCE = 1 << 20
+TOKENS_AT_ONCE = 1 << 18  # more would leave the processor's cache
 
 
 class Arrival(NamedTuple):
@@ -38,6 +38,9 @@ class Arrival(NamedTuple):
     prompt: int
     output: int
     segments: tuple[tuple[int, int], ...] = ()
+
+
+Sent = Arrival | tuple[float, int, int]
 
 
 @dataclass(slots=True)
@@ -70,7 +73,7 @@ def uncollected() -> Iterator[None]:
 
 def simulate(
     emulated: Emulated,
-    arrivals: Iterable[Arrival | tuple[float, int, int]],
+    arrivals: Iterable[Sent],
     streams: Streams | None = None,
     until_s: float = math.inf,
 ) -> list[Outcome]:
@@ -80,7 +83,6 @@ def simulate(
     the client is a part of the front end's latency. Raises EmulationError where the server keeps a request and never
     ends it."""
     outcomes: list[Outcome] = []
-    feed = (Arrival(*arrival) for arrival in arrivals)
     # when each stream of a closed loop is free: an ascending list is a heap
     freed = [] if streams is None else [streams.start_s(stream) for stream in range(streams.most)]
     tokens = _Tokens(outcomes)
@@ -89,14 +91,14 @@ def simulate(
         tokens.put(emits, first_s, gap_s)
         for place in engine.turning:
             sequence = emits[place]
-            if sequence.emitted == sequence.output:
+            if sequence.done:
                 outcomes[sequence.index].cached_tokens = sequence.cached
                 if streams is not None:
                     heapq.heappush(freed, place_s(first_s, gap_s, place))
 
-    engine = emulated.engine(deliver, tokens.put_alike)
+    engine = emulated.engine(deliver, tokens.of)
 
-    def send(at_s: float, arrival: Arrival) -> None:
+    def send(at_s: float, arrival: Sent) -> None:
         sequence = Sequence(len(outcomes), *arrival[1:])
         outcome = Outcome(sequence.index, sequence.prompt, sequence.output, at_s)
         outcomes.append(outcome)
@@ -108,10 +110,10 @@ def simulate(
                 heapq.heappush(freed, at_s)
 
     if streams is None:
-        for arrival in feed:
-            send(arrival.at_s, arrival)
+        for arrival in arrivals:
+            send(arrival[0], arrival)
     else:
-        for at_s, arrival in _as_freed(engine, feed, streams, freed):
+        for at_s, arrival in _as_freed(engine, arrivals, streams, freed):
             if at_s >= until_s:
                 break
             send(at_s, arrival)
@@ -123,8 +125,8 @@ def simulate(
 
 
 def _as_freed(
-    engine: Engine, feed: Iterable[Arrival], streams: Streams, freed: list[float]
-) -> Iterator[tuple[float, Arrival]]:
+    engine: Engine, feed: Iterable[Sent], streams: Streams, freed: list[float]
+) -> Iterator[tuple[float, Sent]]:
     """When each is sent in a closed loop. freed: a heap of when streams are free, which fills as replies end. Ends
     early where the server keeps all that it has."""
     going = len(freed)
@@ -148,58 +150,69 @@ class _Tokens:
     def __init__(self, outcomes: list[Outcome] | dict[int, Outcome]) -> None:
         """outcomes: by the requests' numbers."""
         self._outcomes = outcomes
-        self._numbers: list[int] = []  # of the requests of each group of steps
-        self._alike: list[tuple[int, int, float]] = []  # of each group: requests, steps, seconds between tokens
+        self._emits: list[Sequence] = []  # of the last group of steps, which are those with one list of requests
+        self._numbers: list[int] = []  # of the requests of each group
+        self._alike: list[tuple[int, int, float]] = []  # of each group: requests, first step, seconds between tokens
         self._firsts_s: list[float] = []  # of each step
-        self._count = 0
+        self._count = 0  # of the tokens of all groups but the last
 
     def put(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
-        self.put_alike(emits, [first_s], gap_s)
+        self.of(emits, gap_s)(first_s)
 
-    def put_alike(self, emits: list[Sequence], firsts_s: list[float], gap_s: float) -> None:
-        self._numbers += [sequence.index for sequence in emits]
-        self._alike.append((len(emits), len(firsts_s), gap_s))
-        self._firsts_s += firsts_s
-        self._count += len(emits) * len(firsts_s)
-        if self._count > TOKENS_AT_ONCE:
-            self.sort()
+    def of(self, emits: list[Sequence], gap_s: float) -> Callable[[float], None]:
+        """Puts down a step of these requests, given when its first token came; until something else is put down."""
+        if emits is not self._emits:
+            if self._alike:
+                rows, begun, _ = self._alike[-1]
+                self._count += rows * (len(self._firsts_s) - begun)
+                if self._count > TOKENS_AT_ONCE:
+                    self.sort()
+            self._emits = emits
+            self._numbers += [sequence.index for sequence in emits]
+            self._alike.append((len(emits), len(self._firsts_s), gap_s))
+        return self._firsts_s.append
 
     def sort(self) -> None:
         """Gives out what was put down."""
         if not self._alike:
             return
-        whose, times_s = self._placed()
-        self._numbers, self._alike, self._firsts_s, self._count = [], [], [], 0
+        rows, begun, gaps_s = (np.array(each) for each in zip(*self._alike, strict=True))
+        steps = np.diff(begun, append=len(self._firsts_s))
+        whose, counts = np.array(self._numbers), np.repeat(steps, rows)  # of each request in each group: its tokens
         whose -= (least := int(whose.min()))
         # by the radix where numbers are short
         order = np.argsort(whose.astype(np.uint16) if int(whose.max()) < 1 << 16 else whose, kind="stable")
-        whose, times_s = whose[order], times_s[order]
-        begins = np.flatnonzero(np.diff(whose, prepend=-1))
-        ends = np.append(begins[1:], len(whose))
-        numbers = (whose[begins] + least).tolist()
-        raw, size = memoryview(times_s.tobytes()), times_s.itemsize
-        for number, begin, end in zip(numbers, begins.tolist(), ends.tolist(), strict=True):
+        whose, ends = whose[order], np.cumsum(counts[order])
+        places = np.empty_like(ends)
+        places[order] = ends - counts[order]
+        times_s = self._placed(places, rows, steps, gaps_s)
+        self._emits, self._numbers, self._alike, self._firsts_s, self._count = [], [], [], [], 0
+        lasts = np.append(np.flatnonzero(np.diff(whose)), len(whose) - 1)
+        raw, size, begin = times_s.data.cast("B"), times_s.itemsize, 0
+        for number, end in zip((whose[lasts] + least).tolist(), ends[lasts].tolist(), strict=True):
             self._outcomes[number].times_s.frombytes(raw[begin * size : end * size])
+            begin = end
 
-    def _placed(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The number of the request of each token (all tokens,), and when it came, added up one by one within a
-        step."""
-        numbers = np.array(self._numbers)
-        rows, steps, gaps_s = (np.array(each) for each in zip(*self._alike, strict=True))
+    def _placed(
+        self, places: NDArray[np.int64], rows: NDArray[np.int64], steps: NDArray[np.int64], gaps_s: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """When each token came, added up one by one within a step. places: of the first token of each request in each
+        group; rows, steps, gaps_s: of each group."""
         counts = np.repeat(rows, steps)
         order = np.argsort(-counts, kind="stable")  # steps with many tokens first
-        counts, begins = counts[order], (np.cumsum(counts) - counts)[order]
-        firsts = np.repeat(np.cumsum(rows) - rows, steps)[order]  # places in `numbers`
+        firsts = np.repeat(np.cumsum(rows) - rows, steps)[order]  # in `places`
+        later = (np.arange(len(counts)) - np.repeat(np.cumsum(steps) - steps, steps))[
+            order
+        ]  # steps of the group before
         gap_s, at_s = np.repeat(gaps_s, steps)[order], np.array(self._firsts_s)[order]
-        whose, times_s = np.empty(self._count, np.int64), np.empty(self._count)
-        there = np.searchsorted(-counts, -np.arange(int(counts[0])))  # how many steps have a token at each place
+        times_s = np.empty(int(rows @ steps))
+        there = np.searchsorted(-counts[order], -np.arange(int(counts.max())))  # steps that have a token at each place
         for place, most in enumerate(there.tolist()):
-            begins, firsts, at_s, gap_s = begins[:most], firsts[:most], at_s[:most], gap_s[:most]
+            firsts, later, at_s, gap_s = firsts[:most], later[:most], at_s[:most], gap_s[:most]
             if place:
                 at_s += gap_s
-            whose[begins + place] = numbers[firsts + place]
-            times_s[begins + place] = at_s
-        return whose, times_s
+            times_s[places[firsts + place] + later] = at_s
+        return times_s
 
 
 def simulate_sessions(
@@ -221,7 +234,7 @@ class _Sessions:
         self._arrivals, self._turns, self._streams = arrivals, turns, streams
         self._outcomes: dict[int, Outcome] = {}
         self._tokens = _Tokens(self._outcomes)
-        self._engine = emulated.engine(self._deliver, self._tokens.put_alike)
+        self._engine = emulated.engine(self._deliver, self._tokens.of)
         begins = [number for number in turns.first.tolist() if number < len(arrivals)]
         self._begins = iter(begins)
         self._due: list[tuple[float, int]]  # a heap of (seconds, turn)
@@ -269,7 +282,7 @@ class _Sessions:
         self._tokens.put(emits, first_s, gap_s)
         for place in self._engine.turning:
             sequence = emits[place]
-            if sequence.emitted == sequence.output:
+            if sequence.done:
                 self._outcomes[sequence.index].cached_tokens = sequence.cached
                 self._ended(sequence.index, place_s(first_s, gap_s, place))
 

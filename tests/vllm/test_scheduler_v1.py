@@ -20,7 +20,6 @@ import serve
 from workload import Request, Workload
 
 from servers.schedulers import Sequence, Step
-from servers.schedulers.blocks import Block
 from servers.schedulers.vllm import BLOCK_TOKENS, CachingVllmV1, VllmV1
 
 pytestmark = pytest.mark.vllm
@@ -268,8 +267,8 @@ def note_taken_over(scheduler: CachingVllmV1, taken_over: dict[int, int]) -> Non
     cache = scheduler.cache
     hold = cache.hold
 
-    def noted(sequence: Sequence, found: list[Block]) -> None:
-        taken_over[sequence.index] = len(found) * BLOCK_TOKENS
+    def noted(sequence: Sequence, found: int) -> None:
+        taken_over[sequence.index] = found * BLOCK_TOKENS
         hold(sequence, found)
 
     cache.hold = noted  # type: ignore[method-assign]

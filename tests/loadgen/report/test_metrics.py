@@ -45,6 +45,20 @@ def test_gaps_of_a_reply_that_broke_do_not_count(broke: bool) -> None:
     assert pooled.tolist() == ([50_000, 100_000] if broke else [50_000, 70_000, 100_000])
 
 
+def test_gaps_short_and_long_of_many_requests_are_in_order() -> None:
+    draw = np.random.default_rng(1)
+    lengths_us = [draw.integers(0, 1 << int(most), size=3).tolist() for most in draw.integers(1, 33, size=9000)]
+    lengths_us[5000] = [metrics.COUNTED_US, metrics.COUNTED_US - 1, (1 << 32) - 1]
+    rows = [failure(number) if number % 5 == 1 else request(number, gaps=(1, 1, 1)) for number in range(9000)]
+    drawn = table(
+        msgspec.structs.replace(row, itl_us=gaps) if row.outcome == "ok" else row
+        for row, gaps in zip(rows, lengths_us, strict=True)
+    )
+    expected = sorted(gap for number, gaps in enumerate(lengths_us) if number % 5 != 1 for gap in gaps)
+    assert metrics.sample(drawn, "itl_ms", CONVENTIONS["loadgen"]).values.tolist() == expected
+    assert metrics.sample(drawn.select(drawn.ok), "itl_ms", CONVENTIONS["loadgen"]).values.tolist() == expected
+
+
 @pytest.mark.parametrize(
     ("convention", "metric", "expected"),
     [

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servers.schedulers import Sequence, Step
+from servers.schedulers.blocks import BlockCache
 from servers.schedulers.lightllm import CachingLightLLMNow, LightLLMNow
-from servers.schedulers.prefixes import block_ends, chains
+from servers.schedulers.prefixes import Position, chains
 from servers.schedulers.radix import BlockTree, Node, RadixTree, Stretch, cut, length, shared, stretch
 from servers.schedulers.tgi import CachingTgi3, Tgi3
 from servers.schedulers.vllm import CachingVllmV1, VllmV1
@@ -72,25 +73,22 @@ def check(scheduler: Any) -> None:
     """Nothing is lost and nothing is there twice."""
     if isinstance(scheduler, CachingVllmV1):
         cache = scheduler.cache
-        holders = Counter(itertools.chain.from_iterable(held.blocks for held in cache._held.values()))
-        idle = {block for block in cache.idle if isinstance(block, tuple)}
-        counted = [held for held in cache.idle if not isinstance(held, tuple)]  # a request's own ones, together
-        assert all(held.idle > 0 for held in counted)
-        assert cache._more == {block: count - 1 for block, count in holders.items() if count > 1}
-        assert not holders.keys() & idle
-        free = cache.blank + len(idle) + sum(held.idle for held in counted)
-        own = sum(sequence.blocks - len(held.blocks) for sequence, held in cache._held.items())
-        assert free + len(holders) + own == scheduler._total
+        held_runs = {held: [run.up_to(end) for run, end in held.runs] for held in cache._held.values()}
+        holders = Counter(run for runs in held_runs.values() for run in itertools.chain.from_iterable(runs))
+        runs = list(itertools.chain.from_iterable(cache._runs.values()))
+        assert all(run.low < run.high and run.holders == holders[run] for run in runs)
+        assert holders.keys() <= set(runs)
+        idle = [run for run in runs if not run.holders]
+        true = [run for freed, _, run in cache._idle if run.freed == freed and not run.holders]
+        assert sorted(map(id, true)) == sorted(map(id, idle))
+        free = cache.blank + sum(run.high - run.low for run in idle)
+        own = sum(sequence.blocks - held.published for sequence, held in cache._held.items())
+        assert free + sum(run.high - run.low for run in holders) + own == scheduler._total
         assert scheduler._free == free
-        findable = {*cache._known.values(), *itertools.chain.from_iterable(cache._copies.values())}
-        assert idle <= findable == idle | holders.keys()
-        assert all(content == found[:2] for content, found in cache._known.items())
-        known = [max(0, held.published - len(held.contents)) for held in cache._held.values()]
-        assert cache.findable == len(cache._known) + sum(known) + sum(held.idle for held in counted)
         for sequence, held in cache._held.items():
-            assert len(held.blocks) == min(held.published, len(held.contents))
-            assert held.published <= sequence.blocks and bool(held.idle) == (held in counted)
-            assert not held.idle or not sequence.blocks
+            blocks = [range(run.low, run.high) for run in itertools.chain.from_iterable(held_runs[held])]
+            assert list(itertools.chain.from_iterable(blocks)) == list(range(held.published))
+            assert held.published <= sequence.blocks
     else:
         check_tree(scheduler.tree)
         if isinstance(scheduler, CachingTgi3):
@@ -191,11 +189,18 @@ def named(*segments: tuple[int, int], output: int = 1, own: int = 0, reply_key: 
     return Sequence(0, prompt, output, segments if reply_key is None else (*segments, (reply_key, output)))
 
 
+def found(one: Sequence, other: Sequence) -> int:
+    """Of a pool in which the blocks of one request can be found: how many of them the other finds."""
+    cache = BlockCache(1000, 16)
+    cache.find(one, 0)
+    cache.publish(one, one.prompt + one.output)
+    return cache.find(other, 1000)[0]
+
+
 def test_pieces_of_one_key_begin_alike_and_what_follows_does_not_have_to() -> None:
     longer, shorter = named((1, 40)), named((1, 20), (2, 20))
     assert shared(stretch(longer), stretch(shorter)) == 20
-    assert block_ends(longer, 16)[0] == block_ends(shorter, 16)[0]
-    assert block_ends(longer, 16)[1] != block_ends(shorter, 16)[1]
+    assert found(longer, shorter) == 1
 
 
 def test_a_piece_is_the_same_only_after_the_same() -> None:
@@ -214,7 +219,7 @@ def test_a_reply_is_found_in_the_prompt_of_the_next_turn() -> None:
     turn = named((1, 20), output=30, reply_key=2)
     following = named((1, 20), (2, 30), (3, 10))
     assert shared(stretch(turn), stretch(following)) == 50
-    assert block_ends(turn, 16) == block_ends(following, 16)[:3]
+    assert found(turn, following) == 3
 
 
 @settings(max_examples=300, deadline=None)
@@ -226,8 +231,95 @@ def test_common_tokens_are_those_of_made_up_text(one: tuple[Any, ...], other: tu
     pairs = zip(text(one), text(other), strict=False)
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     assert shared(stretch(named(*one)), stretch(named(*other))) == common
-    ends = zip(block_ends(named(*one), 16), block_ends(named(*other), 16), strict=False)
-    assert sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends)) == common // 16
+    assert found(named(*one), named(*other)) == common // 16
+
+
+class Block:
+    """One block of a pool that knows each by itself."""
+
+    def __init__(self, content: Position) -> None:
+        self.content = content
+        self.holders = 1
+        self.freed = 0
+
+
+class BlockByBlock:
+    """`known`: of the same content that first which was there first."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blank, self.known, self._freed = blocks, list[Block](), 0
+
+    def find(self, contents: list[Position]) -> list[Block]:
+        firsts = [next((block for block in self.known if block.content == content), None) for content in contents]
+        return [block for block in itertools.takewhile(bool, firsts) if block]
+
+    def take(self) -> None:
+        if self.blank:
+            self.blank -= 1
+        else:
+            self.known.remove(min((block for block in self.known if not block.holders), key=lambda each: each.freed))
+
+    def release(self, held: list[Block]) -> None:
+        for block in reversed(held):
+            self._freed += 1
+            block.holders -= 1
+            block.freed = self._freed
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_runs_of_blocks_are_found_and_lost_as_blocks_are_one_by_one(seed: int) -> None:
+    """Requests that take over what there is, fill blocks a few at a time, let go, and sometimes come back."""
+    rng = random.Random(seed)
+    total = rng.choice([20, 60])
+    cache, other = BlockCache(total, 4), BlockByBlock(total)
+    running: dict[Sequence, list[Block]] = {}
+    waiting = [
+        named(
+            *[(rng.randint(0, 1), rng.choice([5, 8, 16, 40])) for _ in range(rng.randint(1, 3))], own=rng.choice([0, 9])
+        )
+        for _ in range(100)
+    ]
+    contents = {
+        each: [(chain, offset) for chain, tokens in chains(each) for offset in range(tokens)][3::4] for each in waiting
+    }
+    for _ in range(600):
+        if waiting and rng.random() < 0.4:
+            sequence = waiting[-1]
+            most = rng.choice([rng.randint(0, sequence.prompt // 4), sequence.prompt // 4])
+            same = other.find(contents[sequence][:most])
+            found, idle = cache.find(sequence, most)
+            assert (found, idle) == (len(same), sum(not block.holders for block in same))
+            sequence.blocks = -(-sequence.prompt // 4)
+            free = other.blank + sum(not block.holders for block in other.known)
+            if sequence.blocks - found + idle <= free:
+                waiting.pop()
+                running[sequence] = same
+                cache.hold(sequence, found)
+                for block in same:
+                    block.holders += 1
+                cache.take(sequence.blocks - found)
+                for _ in range(sequence.blocks - found):
+                    other.take()
+        elif running:
+            sequence = rng.choice(list(running))
+            held = running[sequence]
+            if len(held) < sequence.prompt // 4 and rng.random() < 0.8:
+                whole = rng.randint(len(held), sequence.prompt // 4)
+                cache.publish(sequence, 4 * whole + rng.randint(0, 3))
+                new = [Block(content) for content in contents[sequence][len(held) : whole]]
+                other.known += new
+                held += new
+            else:
+                blank = sequence.blocks - len(held)
+                other.blank += blank
+                other.release(running.pop(sequence))
+                assert cache.release(sequence) == blank + sum(not block.holders for block in held)
+                sequence.blocks = 0
+                if rng.random() < 0.5:
+                    waiting.append(sequence)
+                else:
+                    cache.forget(sequence)
+        assert (cache.blank, cache.findable) == (other.blank, len({block.content for block in other.known}))
 
 
 def test_pieces_that_differ_have_chains_that_differ() -> None:
