@@ -65,9 +65,7 @@ class BlockCache:
     def __init__(self, blocks: int, block_tokens: int) -> None:
         self.blank = blocks
         self._block_tokens = block_tokens
-        self._runs: dict[
-            int, list[_Run]
-        ] = {}  # by chain; of two that have a block of the same content, the first had it first
+        self._runs: dict[int, list[_Run]] = {}  # by chain; of two with a block of one content, the first had it first
         # a heap, those first that are handed out first: (freed, -low, run); true while the run was freed then
         self._idle: list[tuple[int, int, _Run]] = []
         self._freed = 0
@@ -122,7 +120,9 @@ class BlockCache:
     def _divide(self, run: _Run, at: int) -> _Run:
         """The blocks from `at` on become a run of their own."""
         upper = _Run(run.chain, at, run.high)
-        upper.holders, upper.freed, upper.after = run.holders, run.freed, run.after
+        upper.holders, upper.freed = run.holders, run.freed
+        if run.after is not None and run.after.low < run.after.high:  # it has not been lost
+            upper.after = run.after
         run.high, run.after = at, upper
         runs = self._runs[run.chain]
         runs.insert(runs.index(run) + 1, upper)
@@ -192,7 +192,7 @@ class BlockCache:
         freed = sequence.blocks - held.published
         self.blank += freed
         for first, end in reversed(held.runs):
-            for run in reversed(first.up_to(end)) if first.high < end else (first,):
+            for run in reversed(first.up_to(end)):
                 run.holders -= 1
                 if not run.holders:
                     self._freed += 1

@@ -152,7 +152,7 @@ class _Tokens:
         self._outcomes = outcomes
         self._emits: list[Sequence] = []  # of the last group of steps, which are those with one list of requests
         self._numbers: list[int] = []  # of the requests of each group
-        self._alike: list[tuple[int, int, float]] = []  # of each group: requests, first step, seconds between tokens
+        self._groups: list[tuple[int, int, float]] = []  # of each group: requests, first step, seconds between tokens
         self._firsts_s: list[float] = []  # of each step
         self._count = 0  # of the tokens of all groups but the last
 
@@ -162,21 +162,21 @@ class _Tokens:
     def of(self, emits: list[Sequence], gap_s: float) -> Callable[[float], None]:
         """Puts down a step of these requests, given when its first token came; until something else is put down."""
         if emits is not self._emits:
-            if self._alike:
-                rows, begun, _ = self._alike[-1]
+            if self._groups:
+                rows, begun, _ = self._groups[-1]
                 self._count += rows * (len(self._firsts_s) - begun)
                 if self._count > TOKENS_AT_ONCE:
                     self.sort()
             self._emits = emits
             self._numbers += [sequence.index for sequence in emits]
-            self._alike.append((len(emits), len(self._firsts_s), gap_s))
+            self._groups.append((len(emits), len(self._firsts_s), gap_s))
         return self._firsts_s.append
 
     def sort(self) -> None:
         """Gives out what was put down."""
-        if not self._alike:
+        if not self._groups:
             return
-        rows, begun, gaps_s = (np.array(each) for each in zip(*self._alike, strict=True))
+        rows, begun, gaps_s = (np.array(each) for each in zip(*self._groups, strict=True))
         steps = np.diff(begun, append=len(self._firsts_s))
         whose, counts = np.array(self._numbers), np.repeat(steps, rows)  # of each request in each group: its tokens
         whose -= (least := int(whose.min()))
@@ -186,7 +186,7 @@ class _Tokens:
         places = np.empty_like(ends)
         places[order] = ends - counts[order]
         times_s = self._placed(places, rows, steps, gaps_s)
-        self._emits, self._numbers, self._alike, self._firsts_s, self._count = [], [], [], [], 0
+        self._emits, self._numbers, self._groups, self._firsts_s, self._count = [], [], [], [], 0
         lasts = np.append(np.flatnonzero(np.diff(whose)), len(whose) - 1)
         raw, size, begin = times_s.data.cast("B"), times_s.itemsize, 0
         for number, end in zip((whose[lasts] + least).tolist(), ends[lasts].tolist(), strict=True):
