@@ -205,10 +205,10 @@ class Table:
         columns.append([PHASES[code] for code in self.phase.tolist()])
         gaps_us, offsets = self.itl_us.tolist(), self.itl_offsets.tolist()
         columns.append([gaps_us[begin:end] for begin, end in itertools.pairwise(offsets)])
-        told = bool(self.errors or self.retried)
+        particular = bool(self.errors or self.retried)
         for values in zip(*columns, strict=True):
             record = Record(**dict(zip(names, values, strict=True)))
-            if told and record.phase == "measured":
+            if particular and record.phase == "measured":
                 record.error = self.errors.get(record.id)
                 record.retried = record.id in self.retried or msgspec.UNSET
             yield record

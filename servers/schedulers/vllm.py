@@ -389,7 +389,7 @@ class CachingVllmV1(VllmV1):
         """Of those that are counted and in the step with this number, the blocks whose last token is known by now. At
         once only those that others find."""
         decoding = self._decoding
-        decoding.told = finished = decoding.finished
+        decoding.asked = finished = decoding.finished
         if finished in decoding.whole:
             for sequence, tokens in decoding.known(finished, step):
                 self._cache.publish(sequence, tokens)
@@ -397,7 +397,9 @@ class CachingVllmV1(VllmV1):
     def _publish_own(self) -> None:
         """What nobody else finds: made up for when somebody looks or they are not counted any more."""
         for sequence in self._decoding.rows:
-            self._cache.publish(sequence, sequence.prompt + sequence.offset + max(self._decoding.told, sequence.joined))
+            self._cache.publish(
+                sequence, sequence.prompt + sequence.offset + max(self._decoding.asked, sequence.joined)
+            )
 
     def _take(self, blocks: int) -> None:
         self._free -= blocks
