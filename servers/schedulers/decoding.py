@@ -27,8 +27,8 @@ EVERY = range(1 << 40)  # of a request that holds all that its tokens fill
 
 class Decoding:
     """`rows`: in the order in which they came; the list is never changed, since steps hold it. context: the sum of what
-    all have computed. `whole`: by steps that are over, of whom all tokens of a block are known then; `asked`: steps that
-    were over when that was last asked for. At most two are under way at once."""
+    all have computed. `whole`: by steps that are over, of whom all tokens of a block are known then; `asked`: how many
+    steps were over when that was last asked for. At most two are under way at once."""
 
     def __init__(self, held: Held, block_tokens: int, shares: Callable[[Sequence], bool] = lambda _: False) -> None:
         """shares: whether others may find a block that a request has not filled yet, so that `known` tells of it."""

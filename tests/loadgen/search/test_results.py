@@ -6,7 +6,7 @@ import pytest
 
 from loadgen.search import results
 from loadgen.search.highest import Guess
-from loadgen.search.results import ProbeKind, ProbeRun, SearchOptions, SearchResult
+from loadgen.search.results import ProbeKind, ProbeRun, Range, SearchOptions, SearchResult
 from tests.loadgen.search.test_highest import probe
 
 OPTIONS = SearchOptions(slo_ms={"ttft": 500.0, "tpot": 50.0}, attain=0.9, axis="rate", budget_s=60.0, config={})
@@ -37,3 +37,13 @@ def test_what_was_in_the_way_of_more(probes: list[ProbeRun], limit: str | None, 
     search = SearchResult(version="1", options=OPTIONS, guess=Guess(load=12.0), probes=probes)
     result = results.with_answer(search, None)
     assert (result.limited_by, result.lower_bound) == (limit, lower_bound)
+
+
+@pytest.mark.parametrize(
+    "low, high, bounds",
+    [(10.0, 14.0, "between 10.00 and 14.00"), (None, 14.0, "at most 14.00"), (10.0, None, "above 10.00")],
+)
+def test_a_side_without_a_bound_is_not_called_zero(low: float | None, high: float | None, bounds: str) -> None:
+    known = Range(value=12.0, low=low, high=high)
+    search = SearchResult(version="1", options=OPTIONS, guess=Guess(load=12.0), probes=[MET], rate_per_s=known)
+    assert f"12.00 requests/s, {bounds} with 95 % confidence" in results.sentence(search)
