@@ -1,4 +1,4 @@
-"""Servers in turns on one host, each with the same loads: a difference between two of them is then none of hosts.
+"""Servers in turns on one host, each with the same loads: what differs then are not the hosts.
 
     python benchmarks/alternate.py predict DIR                                  # before; commit what it wrote
     python benchmarks/alternate.py play DIR/host1 vllm256 o256 poisson32 o512   # beside a GPU: one start of a server
@@ -181,6 +181,10 @@ def main() -> None:
     parser.add_argument("loads", nargs="*", help=", ".join([*LOADS, "bench"]))
     parser.add_argument("--models", type=Path, default=Path("models"), help="where the model is, or is to be made")
     options = parser.parse_args()
+    if unknown := {*options.loads} - {*LOADS, "bench"}:
+        parser.error(f"unknown loads: {', '.join(sorted(unknown))}; there are {', '.join([*LOADS, 'bench'])}")
+    if options.step == "play" and not options.loads:
+        parser.error("play needs a server and its loads, as in: play DIR/host1 vllm256 o256 o512")
     out = options.directory.absolute()
     if options.step == "predict":
         predict(out)
