@@ -11,7 +11,7 @@ A run is divided where somebody holds a part of it alone. Blocks that nobody can
 
 from __future__ import annotations
 
-import heapq
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from servers.schedulers import Sequence
@@ -66,8 +66,9 @@ class BlockCache:
         self.blank = blocks
         self._block_tokens = block_tokens
         self._runs: dict[int, list[_Run]] = {}  # by chain; of two with a block of one content, the first had it first
-        # a heap, those first that are handed out first: (freed, -low, run); true while the run was freed then
-        self._idle: list[tuple[int, int, _Run]] = []
+        # those that nobody holds, by `freed`, the longest free first; with one number the parts of what was one run, in
+        # the order of their blocks
+        self._idle: OrderedDict[int, list[_Run]] = OrderedDict()
         self._freed = 0
         self._held: dict[Sequence, _Held] = {}
 
@@ -114,6 +115,11 @@ class BlockCache:
                 run = self._divide(run, begin)
             if end < run.high:
                 self._divide(run, end)
+            if not run.holders:
+                parts = self._idle[run.freed]
+                parts.remove(run)
+                if not parts:
+                    del self._idle[run.freed]
             run.holders += 1
             held.runs.append((run, end))
 
@@ -127,7 +133,8 @@ class BlockCache:
         runs = self._runs[run.chain]
         runs.insert(runs.index(run) + 1, upper)
         if not upper.holders:
-            heapq.heappush(self._idle, (upper.freed, -at, upper))
+            parts = self._idle[upper.freed]
+            parts.insert(parts.index(run) + 1, upper)
         return upper
 
     def take(self, blocks: int) -> None:
@@ -138,15 +145,15 @@ class BlockCache:
         left = blocks - self.blank
         self.blank = 0
         while left:
-            freed, _, run = self._idle[0]
-            if run.freed != freed or run.holders:
-                heapq.heappop(self._idle)
-                continue
+            parts = next(iter(self._idle.values()))
+            run = parts[-1]
             lost = min(left, run.high - run.low)
             run.high -= lost
             left -= lost
             if run.high == run.low:
-                heapq.heappop(self._idle)
+                parts.pop()
+                if not parts:
+                    self._idle.popitem(last=False)
                 runs = self._runs[run.chain]
                 runs.remove(run)
                 if not runs:
@@ -198,7 +205,7 @@ class BlockCache:
                     self._freed += 1
                     run.freed = self._freed
                     freed += run.high - run.low
-                    heapq.heappush(self._idle, (run.freed, -run.low, run))
+                    self._idle[run.freed] = [run]
         held.runs = []
         held.published = 0
         return freed

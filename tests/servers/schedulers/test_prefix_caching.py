@@ -79,8 +79,10 @@ def check(scheduler: Any) -> None:
         assert all(run.low < run.high and run.holders == holders[run] for run in runs)
         assert holders.keys() <= set(runs)
         idle = [run for run in runs if not run.holders]
-        true = [run for freed, _, run in cache._idle if run.freed == freed and not run.holders]
-        assert sorted(map(id, true)) == sorted(map(id, idle))
+        waits = [(run.freed, -run.low, run) for parts in cache._idle.values() for run in reversed(parts)]
+        assert [each[:2] for each in waits] == sorted(each[:2] for each in waits)
+        assert list(cache._idle) == sorted({run.freed for run in idle})
+        assert sorted(id(run) for *_, run in waits) == sorted(map(id, idle))
         free = cache.blank + sum(run.high - run.low for run in idle)
         own = sum(sequence.blocks - held.published for sequence, held in cache._held.items())
         assert free + sum(run.high - run.low for run in holders) + own == scheduler._total
