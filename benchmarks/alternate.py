@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ PREDICTED = {"vllm256": ("o256", "o512", "poisson32"), "vllm512": ("o256", "o512
 KV_TOKENS = 230032  # what a vLLM with graphs up to 256 had: runs 7b_burst_o256 to 7b_poisson40_o128 in h200/serving
 MAX_MODEL_LEN, MEMORY_RATIO = "2048", "0.9"
 MODEL = "llama-2-7b-shape"
+BENCHED = "bench"  # among the loads: o256 as `vllm bench serve` sends it
 BENCH = [
     "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "vllm", "--dataset-name", "random",
     "--random-input-len", "512", "--random-output-len", "256", "--num-prompts", "1000", "--request-rate", "inf",
@@ -84,7 +86,7 @@ def play(out: Path, server: str, names: list[str], model: Path) -> None:
         for name in names:
             at = time.monotonic()
             run = f"{server}_{name}.{turn}"
-            if name == "bench":
+            if name == BENCHED:
                 bench(url, model, out / run)
             else:
                 frozen.loadgen(*target, "--url", url, *LOADS[name].split(), "--out", str(out / run))
@@ -144,33 +146,72 @@ def bench(url: str, model: Path, result: Path) -> None:
 
 
 def tables(out: Path) -> None:
-    """Every run, and how far off the committed predictions were."""
+    table_of_runs(out)
+    table_of_clients(out)
+    table_of_predictions(out)
+
+
+def table_of_runs(out: Path) -> None:
     print("| run | makespan s | output tok/s | ttft p50 s | tpot p50 ms | e2el p50 s | e2el p99 s | preempted | W |")
     print("|---|" + "---:|" * 8)
     for path in sorted(out.glob("host*/*/report.json")):
         report = json.loads(path.read_text())
         of, throughput = report["metrics"], report["throughput"]["output_tokens_per_s"]
         seconds = [of[key][at] / 1e3 for key, at in (("ttft_ms", "p50"), ("e2el_ms", "p50"), ("e2el_ms", "p99"))]
+        preempted = report["server"]["preemptions"]
         print(
             f"| {path.parent.relative_to(out)} | {report['duration_s']:.2f} | {throughput:.0f} | {seconds[0]:.3f} "
             f"| {of['tpot_ms']['p50']:.1f} | {seconds[1]:.2f} | {seconds[2]:.2f} "
-            f"| {report['server']['preemptions']} | {report['gpus']['power_mean_w']:.0f} |"
+            f"| {'' if preempted is None else preempted} | {report['gpus']['power_mean_w']:.0f} |"
         )
-    for path in sorted(out.glob("host*/*_bench.*.json")):
+    for path in sorted(out.glob(f"host*/*_{BENCHED}.*.json")):
         of = json.loads(path.read_text())
         seconds = [of[key] / 1e3 for key in ("p50_ttft_ms", "p50_e2el_ms", "p99_e2el_ms")]
         print(
             f"| {path.relative_to(out).with_suffix('')} | {of['duration']:.2f} | {of['output_throughput']:.0f} "
             f"| {seconds[0]:.3f} | {of['p50_tpot_ms']:.1f} | {seconds[1]:.2f} | {seconds[2]:.2f} | | |"
         )
+
+
+def table_of_clients(out: Path) -> None:
+    """`vllm bench serve` beside loadgen's runs of the same load on the same starts: means of their numbers, and how far
+    the second is from the first."""
+    paths = sorted(out.glob(f"host*/*_{BENCHED}.*.json"))
+    theirs = [json.loads(path.read_text()) for path in paths]
+    runs = [path.with_name(path.stem.replace(f"_{BENCHED}.", "_o256.")) for path in paths]
+    ours = [json.loads((run / "report.json").read_text()) for run in runs]
+    rows = {"makespan, s": ([report["duration_s"] for report in ours], [bench["duration"] for bench in theirs])}
+    for metric in ("ttft", "tpot", "e2el"):
+        for at in ("mean", "p50", "p90", "p95", "p99"):
+            rows[f"{metric} {at}, ms"] = (
+                [report["metrics"][f"{metric}_ms"][at] for report in ours],
+                [bench[f"{at}_{metric}_ms"] for bench in theirs],
+            )
+    print("\n| | loadgen | `vllm bench serve` | bench to loadgen | loadgen, second to first | bench, second to first |")
+    print("|---|" + "---:|" * 5)
+    for label, (mine, bench) in rows.items():
+        means = [statistics.mean(each) for each in (mine, bench)]
+        again = [100 * (each[1] / each[0] - 1) for each in (mine, bench)]
+        print(
+            f"| {label} | {means[0]:,.1f} | {means[1]:,.1f} | {100 * (means[1] / means[0] - 1):+.1f}% "
+            f"| {again[0]:+.1f}% | {again[1]:+.1f}% |"
+        )
+
+
+def table_of_predictions(out: Path) -> None:
+    """How far off the committed predictions were."""
     print("\n| run | makespan off % | ttft W1 % | tpot W1 % | e2el W1 % |\n|---|---:|---:|---:|---:|")
+    errors: list[list[float]] = []
     for path in sorted(out.glob("host*/*.[0-9]")):
         predicted = frozen.distributions(out / "predicted" / path.stem)
         measured = frozen.distributions(path)
         if predicted is not None and measured is not None:
             makespan = 100 * (float(predicted["makespan_s"][0]) / float(measured["makespan_s"][0]) - 1)
             w1 = [frozen.off_percent(predicted[name], measured[name]) for name in frozen.METRICS]
+            errors.append([abs(makespan), *w1])
             print(f"| {path.relative_to(out)} | {makespan:+.1f} | " + " | ".join(f"{value:.1f}" for value in w1) + " |")
+    for label, of in (("median", statistics.median), ("worst", max)):
+        print(f"| {label} | " + " | ".join(f"{of(column):.1f}" for column in zip(*errors, strict=True)) + " |")
 
 
 def main() -> None:
@@ -178,11 +219,11 @@ def main() -> None:
     parser.add_argument("step", choices=["predict", "play", "tables"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("server", nargs="?", choices=list(PREDICTED))
-    parser.add_argument("loads", nargs="*", help=", ".join([*LOADS, "bench"]))
+    parser.add_argument("loads", nargs="*", help=", ".join([*LOADS, BENCHED]))
     parser.add_argument("--models", type=Path, default=Path("models"), help="where the model is, or is to be made")
     options = parser.parse_args()
-    if unknown := {*options.loads} - {*LOADS, "bench"}:
-        parser.error(f"unknown loads: {', '.join(sorted(unknown))}; there are {', '.join([*LOADS, 'bench'])}")
+    if unknown := {*options.loads} - {*LOADS, BENCHED}:
+        parser.error(f"unknown loads: {', '.join(sorted(unknown))}; there are {', '.join([*LOADS, BENCHED])}")
     if options.step == "play" and not options.loads:
         parser.error("play needs a server and its loads, as in: play DIR/host1 vllm256 o256 o512")
     out = options.directory.absolute()
