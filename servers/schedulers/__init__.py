@@ -133,8 +133,8 @@ class Queues:
         if not sequence.done:
             self._waiting.append(sequence)
 
-    def repeats(self) -> tuple[Step, int]:
-        return Step(), 0
+    def repeats(self) -> tuple[Step, int] | None:
+        return None
 
     def repeat(self, steps: int, over: int) -> None:
         pass
@@ -189,10 +189,10 @@ class Scheduler(Protocol):
     def finish(self, step: Step) -> None:
         """The step is over: its tokens are out, and what has ended frees its memory."""
 
-    def repeats(self) -> tuple[Step, int]:
+    def repeats(self) -> tuple[Step, int] | None:
         """A step, and how many times it is sure to be the next unless a request comes or leaves, where each is
         scheduled when one of `depth` is over, with a token more of context for each of its requests, of whom none
-        ends."""
+        ends. None where it is not sure of any."""
 
     def repeat(self, steps: int, over: int) -> None:
         """This step was scheduled so many times, in turns with so many steps that were over, all of them `steady`."""

@@ -134,15 +134,16 @@ class VllmV1(_Recomputing):
         self._step = step
         return step
 
-    def repeats(self) -> tuple[Step, int]:
-        rows, step = self._decoding.rows, self._step
+    def repeats(self) -> tuple[Step, int] | None:
+        rows = self._decoding.rows
         if not rows or self._waiting or self._others or len(self._under_way) != self.depth - 1:
-            return step, 0
-        if step.emits is not rows:
-            if len(rows) > self._settings.budget_tokens:
-                return step, 0
-            step = self._step = Step(rows, len(rows), self._decoding.context, turning=[], steady=True)
-        return step, min(self._decoding.unchanged(), self._free // len(rows) * BLOCK_TOKENS)
+            return None
+        times = min(self._decoding.unchanged(), self._free // len(rows) * BLOCK_TOKENS)
+        if not times or len(rows) > self._settings.budget_tokens:
+            return None
+        if self._step.emits is not rows:
+            self._step = Step(rows, len(rows), self._decoding.context, turning=[], steady=True)
+        return self._step, times
 
     def repeat(self, steps: int, over: int) -> None:
         if not steps:

@@ -14,7 +14,8 @@ step before, whose tokens wait until the thread is free. A step begins on the GP
 a GPU that has nothing else to do waits for. It ends when the GPU has done it, and never before all of it is launched.
 
 Most steps are like the one before: the same requests take a token each. Until a request comes, all steps are computed
-in one loop, which asks the scheduler only where requests change, for who needs no more of such steps than their times.
+in one loop, which asks the scheduler only where requests change. The live server needs each step by itself and does
+without this loop.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Engine:
     given; to be launched; and of that, before its first kernel is.
     `deliver(emits, first_s, gap_s)` is called with the tokens of each step: the k-th of `emits` leaves the server at
     first_s + k * gap_s. Meanwhile `turning` has the places in `emits` of those whose first or last token it is.
-    `deliver_steady(emits, gap_s)`, where given, gives what is called instead with first_s of steps that follow each
-    other and are nobody's first or last."""
+    `deliver_steady(emits, gap_s)`, where given, is called instead for steps that follow each other and hold nobody's
+    first or last token; what it returns is called with first_s of each of these steps."""
 
     def __init__(
         self,
@@ -187,12 +188,12 @@ class Engine:
                 taken_s += front_s - begin_s
                 put(first_s + gap_s + latency_s)
             if not most:
-                step, most = scheduler.repeats()
-                if not most:
-                    scheduled = scheduler.schedule()
-                    if scheduled is None:
-                        break
+                if repeated := scheduler.repeats():
+                    step, most = repeated
+                elif scheduled := scheduler.schedule():
                     step = scheduled
+                else:
+                    break
                 rows, launch_s = len(step.emits), self._launch_s(step)
             if launched < most:
                 launched += 1

@@ -201,9 +201,8 @@ class _Tokens:
         counts = np.repeat(rows, steps)
         order = np.argsort(-counts, kind="stable")  # steps with many tokens first
         firsts = np.repeat(np.cumsum(rows) - rows, steps)[order]  # in `places`
-        later = (np.arange(len(counts)) - np.repeat(np.cumsum(steps) - steps, steps))[
-            order
-        ]  # steps of the group before
+        before = np.repeat(np.cumsum(steps) - steps, steps)  # steps of the groups before
+        later = (np.arange(len(counts)) - before)[order]  # steps of its own group before each
         gap_s, at_s = np.repeat(gaps_s, steps)[order], np.array(self._firsts_s)[order]
         times_s = np.empty(int(rows @ steps))
         there = np.searchsorted(-counts[order], -np.arange(int(counts.max())))  # steps that have a token at each place
