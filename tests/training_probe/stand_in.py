@@ -252,6 +252,15 @@ class Rank:
         (self.directory / "steps.jsonl").unlink()
         self.succeed()
 
+    def fits_2_and_waits(self) -> None:
+        """In the runs after the first."""
+        if self.micro_batch > 2:
+            self.oom()
+        elif self.trial["seed"]:
+            self.waits()
+        else:
+            self.succeed()
+
 
 if __name__ == "__main__":
     if len(sys.argv) == 4:

@@ -46,6 +46,7 @@ GPU_MEMORY_WAIT_S, GPU_MEMORY_POLL_S = 60.0, 0.2
 GPU_MEMORY_SLACK_BYTES = 300 << 20
 _STEP = msgspec.json.Decoder(Step)
 _REPORT = msgspec.json.Decoder(RankReport)
+_TRIAL = msgspec.json.Decoder(Trial)
 
 
 class StoppedError(Exception):
@@ -319,6 +320,21 @@ def command_of(trial: Trial, directory: Path, how: Launching, port: int, node: N
     return " ".join(word if word == node.rank else shlex.quote(word) for word in (*words, *argv))
 
 
+def ended_before(trial: Trial, directory: Path) -> TrialOutcome | None:
+    """How this trial ended in `directory` when it ran there before; None unless all ranks reported that it was done, or
+    one that memory ran out: what else ended it may not do so again."""
+    try:
+        if _TRIAL.decode((directory / TRIAL_FILE).read_bytes()) != trial:
+            return None
+        steps = (directory / STEPS_FILE).read_bytes().splitlines()
+    except (OSError, *UNDECODABLE):
+        return None
+    output = _TrialFiles(trial, directory, lambda _: None)
+    output.take_in(steps)
+    ended = _outcome(trial, directory, output, output.evidence(Ended()))
+    return ended if ended.outcome in ("ok", "oom") else None
+
+
 def run_trial(
     trial: Trial,
     directory: Path,
@@ -348,6 +364,10 @@ def run_trial(
         evidence = output.evidence(ended)
         if last_try or not evidence.port_was_taken:
             break
+    return _outcome(trial, directory, output, evidence)
+
+
+def _outcome(trial: Trial, directory: Path, output: _TrialFiles, evidence: Evidence) -> TrialOutcome:
     outcome, reason = judge(evidence)
     measured = run_result(trial.cell, evidence.reports, output.steps)
     return TrialOutcome(outcome=outcome, reason=reason, measured=measured, log=directory.absolute() / LOG_FILE)

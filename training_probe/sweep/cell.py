@@ -271,7 +271,8 @@ class CellRun:
         return max(fitting)
 
     def _run(self, trial: Trial, name: str, what: str, done: float) -> TrialOutcome:
-        """One launch. `done`: the share of the cell that is done before it. Raises StoppedError."""
+        """One launch, or what one came to before the sweep was stopped; on a cluster the nodes may be others now.
+        `done`: the share of the cell that is done before it. Raises StoppedError."""
         progress, settings, of = self._sweep.progress, self._settings, trial.warmup_steps + trial.steps
         progress.trial(trial.cell, what, done)
         share = 1 / settings.runs if name.startswith("run-") else 0.0
@@ -287,13 +288,15 @@ class CellRun:
             limit_s = settings.limit_s - (time.monotonic() - self._begun)
             if limit_s <= 0:
                 raise _Failed("timeout", f"the cell is beyond its limit of {settings.limit_s:g} s before {what}")
-        note = self._sweep.memory.wait(self._sweep.cancelled)
-        if note is not None and note not in self._notes:
-            self._notes.append(note)
         directory = self._directory / name
-        how = self._sweep.around.launching(trial.cell, settings)
-        limits = Limits(timeout_s=settings.timeout_s, limit_s=limit_s)
-        ended = runner.run_trial(trial, directory, how, limits, on_step=on_step, cancelled=self._sweep.cancelled)
+        ended = None if self._sweep.nodes else runner.ended_before(trial, directory)
+        if ended is None:
+            note = self._sweep.memory.wait(self._sweep.cancelled)
+            if note is not None and note not in self._notes:
+                self._notes.append(note)
+            how = self._sweep.around.launching(trial.cell, settings)
+            limits = Limits(timeout_s=settings.timeout_s, limit_s=limit_s)
+            ended = runner.run_trial(trial, directory, how, limits, on_step=on_step, cancelled=self._sweep.cancelled)
         self._log = str(ended.log.relative_to(self._sweep.directory.absolute()))
         return ended
 

@@ -4,7 +4,8 @@
     DIR/trials/<cell>/search-<micro batch>/, run-<k>/: trial.json, log.txt, rank<N>.json, steps.jsonl
 
 A cell that makes no sense or is certain not to fit is not run; its result has the reason. A sweep that was stopped, or
-killed, goes on where it was: the cells that stand in results.jsonl are done.
+killed, goes on where it was: the cells that stand in results.jsonl are done, and so are the launches of the next one
+that had ended.
 """
 
 from __future__ import annotations
@@ -227,7 +228,6 @@ class _Measuring:
         if why is not None:
             self._over(cell, *why)
             return
-        shutil.rmtree(self._directory / "trials" / cell.name, ignore_errors=True)
         predicted = around.predicted_fields(cell, manifest)
         with self._lock:
             self._left.discard(cell.name)

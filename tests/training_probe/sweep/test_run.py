@@ -309,7 +309,9 @@ from pathlib import Path
 from tests.training_probe.sweep.test_run import AROUND, cell, settings
 from training_probe.sweep.run import sweep
 cells = [cell(name) for name in ("ok", "oom", "waits", "rising")]
-sys.exit(sweep(cells, settings(runs=1), Path(sys.argv[1]), print, AROUND))
+if sys.argv[2] == "searched":
+    cells = [cell("fits_2_and_waits", micro_batch=None)]
+sys.exit(sweep(cells, settings(runs=int(sys.argv[3])), Path(sys.argv[1]), print, AROUND))
 """
 
 
@@ -320,12 +322,17 @@ def until(what: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-def in_third_cell(directory: Path) -> subprocess.Popen[bytes]:
-    """A sweep in a process of its own, at work on the cell that waits."""
+def at_work(directory: Path, cells: str, runs: int, at: str) -> subprocess.Popen[bytes]:
+    """A sweep in a process of its own, at work on what waits."""
     env = {**os.environ, "PYTHONPATH": str(Path(manifests.__file__).parents[2])}
-    running = subprocess.Popen([sys.executable, "-c", SWEEP, str(directory)], env=env, stdout=subprocess.DEVNULL)
-    until(lambda: list(directory.glob("trials/waits*/run-1/steps.jsonl")))
+    argv = [sys.executable, "-c", SWEEP, str(directory), cells, str(runs)]
+    running = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
+    until(lambda: list(directory.glob(f"trials/{at}/steps.jsonl")))
     return running
+
+
+def in_third_cell(directory: Path) -> subprocess.Popen[bytes]:
+    return at_work(directory, "several", 1, "waits*/run-1")
 
 
 def left_over(directory: Path) -> list[str]:
@@ -346,7 +353,7 @@ def test_a_killed_sweep_is_resumed(tmp_path: Path) -> None:
     assert [row.model for row in before] == ["ok", "oom"]
     with (directory / "results.jsonl").open("ab") as file:  # the kill may have come in the middle of a line
         file.write(msgspec.json.encode(before[0])[:100])
-    stray = directory / "trials" / cell("waits").name / "stray"
+    stray = directory / "trials" / cell("waits").name / "run-1" / "stray"
     stray.touch()
     (directory / "go").touch()
     said: list[str] = []
@@ -363,6 +370,26 @@ def test_a_killed_sweep_is_resumed(tmp_path: Path) -> None:
     content = (directory / "results.jsonl").read_bytes()
     assert resume(directory, said.append, AROUND) == 0  # nothing left to do
     assert (directory / "results.jsonl").read_bytes() == content
+
+
+def test_launches_of_the_cell_that_was_stopped_are_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "sweep"
+    running = at_work(directory, "searched", 3, "*/run-2")
+    running.kill()
+    running.wait()
+    until(lambda: not left_over(directory))
+    (within,) = (directory / "trials").iterdir()
+    launched = {path.name: (path / "pid0").read_text() for path in within.iterdir()}
+    assert launched.keys() == {"search-1", "search-2", "search-4", "search-3", "run-1", "run-2"}
+    (within / "search-4" / "rank0.json").write_text("{")  # somebody has touched it
+    (directory / "go").touch()
+    assert resume(directory, lambda _: None, AROUND) == 0
+    (row,) = results.read(directory)
+    assert (row.outcome, row.batch_size, row.runs) == ("ok", 2, 3)
+    assert attempts(row) == [(1, "ok"), (2, "ok"), (4, "oom"), (3, "oom")]
+    assert row.tokens_per_s_runs == pytest.approx([20 / STEP_S] * 3)
+    again = {name for name, pid in launched.items() if (within / name / "pid0").read_text() != pid}
+    assert again == {"search-4", "run-2"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
