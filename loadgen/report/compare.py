@@ -18,7 +18,7 @@ the next, and the output says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.report import build as reports
-from loadgen.report import metrics, repeats
+from loadgen.report import findings, metrics, repeats
 from loadgen.report.contrast import CONFIDENCE, Bounds, Contrast, contrast, of_runs, widened
 from loadgen.report.limits import Check, Limit, Measure, judge
 from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS
@@ -286,7 +286,18 @@ def build(
             for name, rate in rates_a.items()
         },
         configuration=differing(manifest_a, manifest_b),
+        notes=(*NOTES, *_few(min(int(measured_a.ok.sum()), int(measured_b.ok.sum())))),
     )
+
+
+def _few(requests: int) -> Iterator[str]:
+    """Of the side with fewer that ended ok."""
+    short = {name: least for name, each in QUANTILES.items() if requests < (least := findings.min_samples(each))}
+    if requests and short:
+        yield (
+            f"{requests} requests are too few for {', '.join(short)}: even the slowest may be below the true value, "
+            f"and no interval shows that. {', '.join(short)} take {', '.join(map(str, short.values()))}."
+        )
 
 
 def _side(manifest: Manifest, measured: Table) -> Side:

@@ -145,6 +145,13 @@ def test_the_text_is_honest_and_safe() -> None:
     assert "config.note: None | \\x1b]0;hi\\x07" in text
 
 
+def test_percentiles_of_few_requests_are_named() -> None:
+    few, some, many = (drawn(1, n) for n in (71, 72, 368))
+    assert "71 requests are too few for p95, p99: even" in compare.build(manifest(), many, manifest(), few).notes[-1]
+    assert "p99 take 368." in compare.build(manifest(), some, manifest(), many).notes[-1]
+    assert compare.build(manifest(), many, manifest(), many).notes == compare.NOTES
+
+
 # Throughput of one run: the number in flight as it was, and what the requests gave over their latencies.
 
 
