@@ -323,14 +323,14 @@ def command_of(trial: Trial, directory: Path, how: Launching, port: int, node: N
 def ended_before(trial: Trial, directory: Path) -> TrialOutcome | None:
     """How this trial ended in `directory` when it ran there before; None unless all ranks reported that it was done, or
     one that memory ran out: what else ended it may not do so again."""
+    output = _TrialFiles(trial, directory, lambda _: None)
     try:
         if _TRIAL.decode((directory / TRIAL_FILE).read_bytes()) != trial:
             return None
-        steps = (directory / STEPS_FILE).read_bytes().splitlines()
+        with contextlib.suppress(FileNotFoundError):  # memory ran out before the first step was over
+            output.take_in(output.path.read_bytes().splitlines())
     except (OSError, *UNDECODABLE):
         return None
-    output = _TrialFiles(trial, directory, lambda _: None)
-    output.take_in(steps)
     ended = _outcome(trial, directory, output, output.evidence(Ended()))
     return ended if ended.outcome in ("ok", "oom") else None
 
