@@ -291,9 +291,8 @@ def build(
 
 
 def _few(requests: int) -> Iterator[str]:
-    """Of the side with fewer that ended ok."""
-    short = {name: least for name, each in QUANTILES.items() if requests < (least := findings.min_samples(each))}
-    if requests and short:
+    """A note on percentiles that need more. requests: those that ended ok, of the side that has fewer."""
+    if short := findings.too_few(requests, QUANTILES):
         yield (
             f"{requests} requests are too few for {', '.join(short)}: even the slowest may be below the true value, "
             f"and no interval shows that. {', '.join(short)} take {', '.join(map(str, short.values()))}."

@@ -8,7 +8,7 @@ A finding must never change a number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from msgspec import UNSET
@@ -80,6 +80,13 @@ def min_samples(thousandths: int) -> int:
     With fewer, the largest of them is below the true percentile with a probability above 2.5 %: p ** n > 0.025.
     """
     return math.ceil(math.log(PERCENTILE_MISS_PROBABILITY) / math.log(thousandths / 1000))
+
+
+def too_few(samples: int, percentiles: Mapping[str, int] = PERCENTILES) -> dict[str, int]:
+    """The percentiles (by name, in thousandths) for which these are too few, and how many each needs; none without
+    samples."""
+    needs = {name: min_samples(thousandths) for name, thousandths in percentiles.items()}
+    return {name: least for name, least in needs.items() if 0 < samples < least}
 
 
 def _server_ended(launch: LaunchFacts | None) -> Iterator[Finding]:
@@ -351,14 +358,12 @@ def _server(numbers: Numbers) -> Iterator[Finding]:
 
 
 def _samples(n: int) -> Iterator[Finding]:
-    short = [name for name, thousandths in PERCENTILES.items() if n < min_samples(thousandths)]
-    if not short or n == 0:
+    short = too_few(n)
+    if not short:
         return
     yield Finding(
         code="FEW_SAMPLES",
-        severity="info" if short == ["p99_9"] else "warning",
+        severity="info" if list(short) == ["p99_9"] else "warning",
         message=f"{n} requests are too few for {', '.join(short)}: even the slowest may be below the true value.",
-        advice="Send at least "
-        + ", ".join(f"{min_samples(PERCENTILES[name])} requests for {name}" for name in short)
-        + ".",
+        advice="Send at least " + ", ".join(f"{least} requests for {name}" for name, least in short.items()) + ".",
     )

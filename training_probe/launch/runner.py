@@ -321,8 +321,8 @@ def command_of(trial: Trial, directory: Path, how: Launching, port: int, node: N
 
 
 def ended_before(trial: Trial, directory: Path) -> TrialOutcome | None:
-    """How this trial ended in `directory` when it ran there before; None unless all ranks reported that it was done, or
-    one that memory ran out: what else ended it may not do so again."""
+    """How a run of this trial ended in `directory` earlier. None, so that the trial is run again, unless every rank
+    reported success, or a rank reported that memory ran out: other ends may not come again."""
     output = _TrialFiles(trial, directory, lambda _: None)
     try:
         if _TRIAL.decode((directory / TRIAL_FILE).read_bytes()) != trial:

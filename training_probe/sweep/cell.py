@@ -271,8 +271,8 @@ class CellRun:
         return max(fitting)
 
     def _run(self, trial: Trial, name: str, what: str, done: float) -> TrialOutcome:
-        """One launch, or what one came to before the sweep was stopped; on a cluster the nodes may be others now.
-        `done`: the share of the cell that is done before it. Raises StoppedError."""
+        """One launch. One that had ended before the sweep was stopped is not made again, but on a cluster, where the
+        nodes may be others now. `done`: the share of the cell that is done before it. Raises StoppedError."""
         progress, settings, of = self._sweep.progress, self._settings, trial.warmup_steps + trial.steps
         progress.trial(trial.cell, what, done)
         share = 1 / settings.runs if name.startswith("run-") else 0.0
