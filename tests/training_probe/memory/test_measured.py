@@ -37,6 +37,7 @@ def test_deepspeed_on_four_h200(method: str, batch: int, measured_gb: float, tol
         ("13b", "L+F", 28.75), ("13b", "QL+F", 11.16), ("13b", "L+Z2", 33.46), ("13b", "L+Z3", 33.11),
         ("13b", "QL+Z2", 15.97), ("13b", "L+F+R", 27.71), ("13b", "QL+F+R", 10.09),
         ("13b", "L+F+R+Z2", 30.03), ("13b", "L+F+R+Z3", 30.49),
+        ("13b", "L+Z2+O", 30.66), ("13b", "QL+Z2+O", 13.17), ("13b", "L+F+R+Z2+O", 26.98), ("13b", "L+Z3+O", 6.94),
         ("70b", "QL+F+R", 42.99),
     ],
 )  # fmt: skip
@@ -122,10 +123,14 @@ def test_adapters_are_one_bucket_which_is_reduced_after_the_backward_pass(
 
 
 @pytest.mark.parametrize(
-    ("method", "measured_gb", "tolerance"), [("L+Z3+O", 5.494, 0.002), ("L+F+R+Z3+O", 3.174, 0.023)]
+    ("model", "method", "measured_gb", "tolerance"),
+    [("7b", "L+Z3+O", 5.494, 0.002), ("7b", "L+F+R+Z3+O", 3.174, 0.023), ("13b", "L+F+R+Z3+O", 3.341, 0.057)],
 )
-def test_adapters_whose_model_comes_from_the_host(method: str, measured_gb: float, tolerance: float) -> None:
-    assert peak_gb(method) == pytest.approx(measured_gb, rel=tolerance)
+def test_adapters_whose_model_comes_from_the_host(
+    model: str, method: str, measured_gb: float, tolerance: float
+) -> None:
+    """Of 13b predicted before it ran: the one miss among nineteen cells of 13b and 70b."""
+    assert peak_gb(method, model) == pytest.approx(measured_gb, rel=tolerance)
 
 
 BIG_HEAD: dict[str, Any] = {"vocab_size": 200_000, "layers": 12}  # the head is larger than a bucket
