@@ -96,9 +96,11 @@ def _pooled_gaps(table: Table) -> Distribution:
         end -= len(longer)
     gaps[end:].sort()
     lengths_us = np.flatnonzero(counts[:-1])
-    ends = np.cumsum(counts[lengths_us]).tolist()
-    for length_us, begin, end in zip(lengths_us.tolist(), [0, *ends], ends, strict=False):
-        gaps[begin:end] = length_us
+    counts = counts[lengths_us]
+    short = gaps[:end]
+    short[:] = 0
+    short[np.cumsum(counts) - counts] = np.diff(lengths_us, prepend=0)  # by how much each length is more, added up now
+    np.cumsum(short, out=short)
     return Distribution(gaps, 1e-3)
 
 

@@ -197,23 +197,23 @@ class Table:
         """The requests that count, as a view."""
         return self.rows(int((self.phase != _PHASE_CODE["measured"]).sum()), len(self))
 
-    def records(self) -> Iterator[Record]:
-        """What the rows are read from; of a warm-up without its errors."""
-        names = (*_INTEGERS, "outcome", "phase", "itl_us")
-        columns = [_fields(name, getattr(self, name)) for name in _INTEGERS]
-        columns.append([OUTCOMES[code] for code in self.outcome.tolist()])
-        columns.append([PHASES[code] for code in self.phase.tolist()])
+    def written(self) -> Iterator[Any]:
+        """The rows as records are written; of a warm-up without its errors."""
+        columns = {name: _fields(name, getattr(self, name)) for name in _INTEGERS}
+        columns["outcome"] = [OUTCOMES[code] for code in self.outcome.tolist()]
+        columns["phase"] = [PHASES[code] for code in self.phase.tolist()]
         gaps_us, offsets = self.itl_us.tolist(), self.itl_offsets.tolist()
-        columns.append([gaps_us[begin:end] for begin, end in itertools.pairwise(offsets)])
-        particular = bool(self.errors or self.retried)
-        for values in zip(*columns, strict=True):
-            record = Record(**dict(zip(names, values, strict=True)))
-            if particular and record.phase == "measured":
-                record.error = self.errors.get(record.id)
-                record.retried = record.id in self.retried or msgspec.UNSET
-            yield record
+        columns["itl_us"] = [gaps_us[begin:end] for begin, end in itertools.pairwise(offsets)]
+        columns["error"], columns["retried"] = [None] * len(self), [msgspec.UNSET] * len(self)
+        if self.errors or self.retried:
+            for row in np.flatnonzero(self.phase == _PHASE_CODE["measured"]).tolist():
+                number = columns["id"][row]
+                columns["error"][row] = self.errors.get(number)
+                columns["retried"][row] = number in self.retried or msgspec.UNSET
+        return map(_Written, *(columns[name] for name in Record.__struct_fields__))
 
 
+_Written = msgspec.defstruct("_Written", Record.__struct_fields__)  # a Record by place, made in a tenth of the time
 Recorded = tuple[Table, list[ClientFacts]]  # what a run directory holds, as `read` gives it
 
 _INTEGERS = (
@@ -394,7 +394,7 @@ class RecordsFile:
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: msgspec.Struct) -> None:
         if self._size_bytes >= parts.PART_BYTES:
             self._next_part()
         self._line(record)
@@ -402,7 +402,7 @@ class RecordsFile:
     def write_table(self, table: Table) -> None:
         """Writes a record for each row, many together; the files are full at the same records as from `write`."""
         for first in range(0, len(table), WRITTEN_TOGETHER):
-            rows = list(table.rows(first, min(first + WRITTEN_TOGETHER, len(table))).records())
+            rows = list(table.rows(first, min(first + WRITTEN_TOGETHER, len(table))).written())
             lines = self._encode_lines(rows)
             if self._size_bytes + len(lines) < parts.PART_BYTES:
                 self._file.write(lines)

@@ -85,7 +85,8 @@ class Step:
     prefill_work counts pairs of query and key: the sum of q * (c + q / 2) over chunks of q tokens that follow c cached.
     chunks: (c, q) of each.
 
-    `turning`: places in `emits` of those whose first or last token it is; None: not known before the step ends.
+    `turning`: places in `emits` of those whose first or last token it is; None: not known before the step ends. `begun`:
+    prompt tokens of those whose first it is, where `turning` is known.
     `ends`: those that were counted up to their last token, which this step gives; `singles`: those of `emits` that are
     counted one by one. `steady`: it has none of both, and is nobody's first token either. `lengths`: tokens of each of
     `emits`, prompt and reply, where its cost needs them.
@@ -99,6 +100,7 @@ class Step:
     prefill_work: float = 0.0
     chunks: list[tuple[int, int]] = field(default_factory=list)
     turning: list[int] | None = None
+    begun: int = 0
     ends: Several[Sequence] = ()
     singles: Several[Sequence] = ()
     lengths: list[int] | None = None

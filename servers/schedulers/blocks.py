@@ -69,6 +69,7 @@ class BlockCache:
         # those that nobody holds, by `freed`, the longest free first; with one number the parts of what was one run, in
         # the order of their blocks
         self._idle: OrderedDict[int, list[_Run]] = OrderedDict()
+        self._oldest: list[_Run] = []  # the first of them; empty when it is not there any more
         self._freed = 0
         self._held: dict[Sequence, _Held] = {}
 
@@ -145,9 +146,13 @@ class BlockCache:
         left = blocks - self.blank
         self.blank = 0
         while left:
-            parts = next(iter(self._idle.values()))
+            parts = self._oldest
+            if not parts:
+                parts = self._oldest = next(iter(self._idle.values()))
             run = parts[-1]
-            lost = min(left, run.high - run.low)
+            lost = run.high - run.low
+            if lost > left:
+                lost = left
             run.high -= lost
             left -= lost
             if run.high == run.low:

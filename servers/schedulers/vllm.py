@@ -170,9 +170,12 @@ class VllmV1(_Recomputing):
         will take one token in every step from now on is counted with them."""
         step.singles = step.emits[counted:]
         assert step.turning is not None
-        step.turning += [
-            place for place, sequence in enumerate(step.singles, counted) if sequence.sampled in (1, sequence.output)
-        ]
+        for place, sequence in enumerate(step.singles, counted):
+            if sequence.sampled == 1:
+                step.begun += sequence.prompt
+                step.turning.append(place)
+            elif sequence.sampled == sequence.output:
+                step.turning.append(place)
         joining: list[Sequence] = []
         passed = emitting = 0
         for sequence in self._others:

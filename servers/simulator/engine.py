@@ -254,17 +254,18 @@ class Engine:
         return filled
 
     def _hand_out(self, step: Step) -> None:
-        emits, turning = step.emits, step.turning
+        emits, turning, begun = step.emits, step.turning, step.begun
         if turning is None:
             turning = [place for place, each in enumerate(emits) if each.emitted == 1 or each.emitted == each.output]
+            begun = sum([emits[at].prompt for at in turning if emits[at].emitted == 1])
         self.turning = turning
         count = len(emits)
         now_s, front_s = self.now_s, self._front_s
         begin_s = front_s if front_s > now_s else now_s
         in_s, gap_s = self._pace(count)
         first_s = begin_s + in_s
-        if step.prefill_rows and self._first_token_s:
-            first_s += self._first_token_s * sum([emits[at].prompt for at in turning if emits[at].emitted == 1])
+        if step.prefill_rows:
+            first_s += self._first_token_s * begun
         self._front_s = front_s = first_s + count * gap_s
         if self._taking_in:
             self._taken_in_s += front_s - begin_s  # a request that came waits meanwhile

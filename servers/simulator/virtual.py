@@ -28,7 +28,7 @@ from servers.simulator.build import Emulated, EmulationError
 from servers.simulator.engine import Engine, place_s
 
 URL = "virtual time"  # in the place of an address
-TOKENS_AT_ONCE = 1 << 20
+TOKENS_AT_ONCE = 1 << 18
 
 
 class Arrival(NamedTuple):

@@ -45,12 +45,11 @@ def thinned(x: Values, y: Values, most: int = MOST_OTHERS) -> NDArray[np.int64]:
     if len(x) <= most:
         return np.arange(len(x))
     span = float(x.max() - x.min()) or 1.0
-    bucket = np.minimum((x - x.min()) / span * MOST_BUCKETS, MOST_BUCKETS - 1).astype(np.int64)
-    order = np.lexsort((y, bucket))
-    last = np.flatnonzero(np.append(np.diff(bucket[order]) > 0, True))
-    first = np.concatenate(([0], last[:-1] + 1))
+    bucket = np.minimum((x - x.min()) / span * MOST_BUCKETS, MOST_BUCKETS - 1).astype(np.int16)  # sorted by the radix
+    upwards = np.argsort(y, kind="stable")
+    extremes = [order[np.unique(bucket[order], return_index=True)[1]] for order in (upwards, upwards[::-1])]
     others = np.arange(0, len(x), -(-len(x) // most))
-    return np.unique(np.concatenate((order[first], order[last], others, [len(x) - 1])))
+    return np.unique(np.concatenate((*extremes, others, [len(x) - 1])))
 
 
 def end_s(measured: Table) -> float:

@@ -150,7 +150,7 @@ def test_a_refused_turn_ends_its_session(streams: str | None) -> None:
         begins = sorted(session[0].sent_s for session in by_session(outcomes, turns))
         ends = sorted(session[2].sent_s for session in by_session(outcomes, turns))
         assert begins == [0, 0, *ends[:2]]
-    records = list(predict._table(outcomes, shapes, turns).records())
+    records = list(predict._table(outcomes, shapes, turns).written())
     assert [(each.session, each.turn) for each in records[:6]] == [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 1)]
     assert [each.outcome for each in records[:5]] == ["ok", "ok", "http_error", "dropped", "dropped"]
     assert (records[3].sent_ns, records[3].status, records[3].asked_prompt_tokens) == (None, None, 0)
