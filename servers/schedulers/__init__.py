@@ -85,8 +85,8 @@ class Step:
     prefill_work counts pairs of query and key: the sum of q * (c + q / 2) over chunks of q tokens that follow c cached.
     chunks: (c, q) of each.
 
-    `turning`: places in `emits` of those whose first or last token it is; None: not known before the step ends. `begun`:
-    prompt tokens of those whose first it is, where `turning` is known.
+    `turning`: places in `emits` of those whose first or last token it is; None: not known before the step ends.
+    `begun`: prompt tokens of those whose first it is, where `turning` is known.
     `ends`: those that were counted up to their last token, which this step gives; `singles`: those of `emits` that are
     counted one by one. `steady`: it has none of both, and is nobody's first token either. `lengths`: tokens of each of
     `emits`, prompt and reply, where its cost needs them.
