@@ -4,7 +4,7 @@
     python benchmarks/training_memory.py --measure  # measures the cells of CELLS on two H100: seven minutes
 
 The fit is to the 75 cells of benchmarks/h200/training until 2026-11-22, all of Llama-2-7B, by least squares of relative
-errors. It is made again without each sweep in turn, and judged by that sweep. The 41 cells there that ran since,
+errors. It is made again without each sweep in turn, and judged by that sweep. The 45 cells there that ran since,
 nineteen of them of 13B and 70B, were predicted before they ran. training_memory.jsonl has 13 cells of six models
 through FSDP2 and DDP, which were predicted before they ran (2026-11-24; torch 2.11.0+cu130, transformers 5.17.0). Where
 a cell was predicted to take less than the card has, another process held the rest, so that no more was free than "fits"

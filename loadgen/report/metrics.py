@@ -99,7 +99,7 @@ def _pooled_gaps(table: Table) -> Distribution:
     counts = counts[lengths_us]
     short = gaps[:end]
     short[:] = 0
-    short[np.cumsum(counts) - counts] = np.diff(lengths_us, prepend=0)  # by how much each length is more, added up now
+    short[np.cumsum(counts) - counts] = np.diff(lengths_us, prepend=0)  # what each length has more than the last
     np.cumsum(short, out=short)
     return Distribution(gaps, 1e-3)
 
