@@ -50,6 +50,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     in_step: bool = True
     timeout_s: float = math.inf
     prompts: tuple[int, int] | None = None
+    text_token_us: float = 0.0
     servers: Server
     assumptions: tuple[str, ...]
     alternatives: tuple[Alternative, ...] = ()

@@ -39,6 +39,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rounds: requests of a closed loop for each stream. shortest_ratio: lengths are drawn evenly from so much of the
     nominal ones up to these. in_step: all streams begin at once; else each begins somewhere in a reply, at random.
     timeout_s: when the client gives a request up. prompts: (groups, prompts of each) that are sent in turn.
+    text_token_us: where prompts are text, what the server takes to find a token of it, beside its other work.
     input_tokens: instead of the rows' own.
     """
 
@@ -47,11 +48,16 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     in_step: bool = True
     timeout_s: float = math.inf
     prompts: tuple[int, int] | None = None
+    text_token_us: float = 0.0
     input_tokens: int | None = None
 
     def mean_tokens(self, nominal: int) -> float:
         """Of a drawn length."""
         return (self.shortest_ratio + 1) / 2 * nominal
+
+    def text_s(self, row: Row) -> float:
+        """Until the tokens of a row's prompt are found, the same for all of them."""
+        return self.mean_tokens(row.input_tokens) * self.text_token_us * 1e-6
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +150,7 @@ def _closed(emulated: Emulated, row: Row, conditions: Conditions, draw: np.rando
     before = [] if conditions.in_step else _mid_reply(row, streams, draw)
     lengths = (_drawn(draw, tokens, conditions, played) for tokens in (row.input_tokens, row.output_tokens))
     requests = [*before, *(Request(0.0, *pair) for pair in zip(*lengths, strict=True))]
-    done = _Player(emulated, requests).closed(streams)[len(before) :]
+    done = _Player(emulated, requests, conditions.text_s(row)).closed(streams)[len(before) :]
     return _means(done, conditions.mean_tokens(row.output_tokens))
 
 
@@ -167,7 +173,8 @@ def _open(emulated: Emulated, row: Row, conditions: Conditions, rate: float, dra
     at_s = np.cumsum(gaps) * (len(gaps) / rate / gaps.sum())
     segments = _turns(conditions, row, draw)
     requests = [Request(at, row.input_tokens, row.output_tokens, next(segments)) for at in at_s.tolist()]
-    return _means(_Player(emulated, requests).open(conditions.timeout_s)[before:], row.output_tokens)
+    done = _Player(emulated, requests, conditions.text_s(row)).open(conditions.timeout_s)
+    return _means(done[before:], row.output_tokens)
 
 
 def _turns(conditions: Conditions, row: Row, draw: np.random.Generator) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -202,14 +209,16 @@ def _means(done: list[tuple[float, float, float]], output_tokens: float) -> Mean
 
 
 class _Player:
-    """Plays requests on one server and keeps when each began and ended, and nothing of the tokens between."""
+    """Plays requests on one server and keeps when each began and ended, and nothing of the tokens between. text_s: from
+    a request sent to its tokens found, when the server's loop gets it."""
 
-    def __init__(self, emulated: Emulated, requests: list[Request]) -> None:
+    def __init__(self, emulated: Emulated, requests: list[Request], text_s: float = 0.0) -> None:
         self._requests = requests
+        self._text_s = text_s
         self._sent = [math.nan] * len(requests)
         self._first = [math.nan] * len(requests)
         self._last = [math.nan] * len(requests)
-        self._freed: list[float] = []
+        self._freed: list[float] = []  # when the tokens of the next request of each free stream are found
         self._engine = emulated.engine(self._deliver)
 
     def _deliver(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
@@ -220,12 +229,12 @@ class _Player:
                 first[sequence.index] = at_s
             if sequence.emitted == sequence.output:
                 last[sequence.index] = at_s
-                heapq.heappush(freed, at_s)
+                heapq.heappush(freed, at_s + self._text_s)
 
     def closed(self, streams: int) -> list[tuple[float, float, float]]:
         """(sent, first token, last token) of each, in seconds; a stream sends when its reply has ended."""
         engine, freed = self._engine, self._freed
-        freed.extend([0.0] * streams)
+        freed.extend([self._text_s] * streams)
         for index in range(len(self._requests)):
             while not freed or engine.next_s() < freed[0]:
                 engine.advance(engine.next_s())
@@ -241,7 +250,7 @@ class _Player:
             while ending < len(waiting) and self._sent[waiting[ending].index] + timeout_s <= request.at_s:
                 self._give_up(waiting[ending], timeout_s)
                 ending += 1
-            waiting.append(self._send(index, request.at_s))
+            waiting.append(self._send(index, request.at_s + self._text_s))
         if timeout_s < math.inf:
             for sequence in waiting[ending:]:
                 self._give_up(sequence, timeout_s)
@@ -249,8 +258,9 @@ class _Player:
         return self._done()
 
     def _send(self, index: int, at_s: float) -> Sequence:
+        """at_s: when its tokens are found."""
         sequence = Sequence(index, *self._requests[index][1:])
-        self._sent[index] = at_s
+        self._sent[index] = at_s - self._text_s
         try:
             self._engine.submit(sequence, at_s)
         except Rejected as refused:

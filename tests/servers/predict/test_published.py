@@ -76,6 +76,16 @@ def test_one_stream_is_a_request_at_rest() -> None:
     assert 5 < means.tpot_ms < 9  # 16 GB of weights at 3.35 TB/s are 4.8 ms
 
 
+def test_a_prompt_of_text_comes_later_and_is_worked_on_alike() -> None:
+    """512 tokens at 2 us later, in a closed loop and at a rate."""
+    for load, requests in (("closed:1", 0), ("rate:0.1", 20)):
+        row = msgspec.structs.replace(ROW, load=load, requests=requests)
+        ids, text = (play(row, Server(), Conditions(text_token_us=us), seed=1) for us in (0.0, 2.0))
+        assert text.ttft_ms - ids.ttft_ms == pytest.approx(512 * 0.002)
+        assert text.tpot_ms == pytest.approx(ids.tpot_ms)
+    assert Conditions(text_token_us=2.0, shortest_ratio=0.8).text_s(ROW) == pytest.approx(0.9 * 512 * 2e-6)
+
+
 def test_streams_in_step_wait_for_each_others_prompts() -> None:
     row = msgspec.structs.replace(ROW, load="closed:8", input_tokens=1024)
     ttft_ms = {step: play(row, Server(), Conditions(rounds=3, in_step=step), 0).ttft_ms for step in (True, False)}
@@ -131,17 +141,18 @@ def test_e2e_of_a_closed_loop_is_made_of_ttft_and_tpot() -> None:
 
 def test_alternatives_change_what_they_name() -> None:
     source = SOURCES["inference_sim"]
-    (off,) = source.alternatives
+    off, ids = source.alternatives
     server, conditions = source.under(off)
     assert (source.servers.prefix_caching, server.prefix_caching) == (True, False)
     assert conditions == source.conditions()
     assert server.max_running == source.servers.max_running == 128
+    assert (source.conditions().text_token_us, source.under(ids)[1].text_token_us) == (2, 0)
     source = SOURCES["aiconfigurator"]
     others = [source.under(each) for each in source.alternatives]
-    assert [server.async_scheduling for server, _ in others] == [True, False, False, False]
-    assert [server.max_batched_tokens for server, _ in others] == [None, 8192, None, None]
+    assert [server.async_scheduling for server, _ in others] == [True, False, False, False, False]
+    assert [server.max_batched_tokens for server, _ in others] == [None, 8192, None, None, None]
     assert [(each.in_step, each.shortest_ratio, each.rounds) for _, each in others] == [
-        (True, 1.0, 20), (True, 1.0, 20), (True, 0.8, 20), (False, 1.0, 20),
+        (True, 1.0, 20), (True, 1.0, 20), (True, 0.8, 20), (False, 1.0, 20), (True, 1.0, 20),
     ]  # fmt: skip
 
 
