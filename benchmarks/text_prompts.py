@@ -3,8 +3,8 @@
 
     pip install mistral-common==1.13.1 tokenizers==0.23.3 && python benchmarks/text_prompts.py  # seconds
 
-The vocabulary is Tekken's, 131,072 tokens of byte-pair encoding like Llama 3's, which that package brings along; what
-runs is Hugging Face's `tokenizers`, one prompt on one thread, as in vLLM for a request that comes alone.
+The vocabulary is Tekken's, 130,072 tokens of byte-pair encoding as Llama 3 has it, which that package brings along.
+Hugging Face's `tokenizers` takes one prompt after the other on one thread, as vLLM takes requests that come alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def byte_pairs(known: list[bytes], pattern: str) -> Tokenizer:
-    """A merge makes each token of two that come before it; which two, the ranks say."""
+    """The tokenizer of a vocabulary in the order of its ranks, which says which two tokens are merged into each."""
     letters = dict(zip(range(256), byte_letters(), strict=True))
     text = {token: "".join(letters[byte] for byte in token) for token in known}
     ranks = {token: rank for rank, token in enumerate(known)}

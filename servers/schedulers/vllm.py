@@ -173,8 +173,7 @@ class VllmV1(_Recomputing):
         for place, sequence in enumerate(step.singles, counted):
             if sequence.sampled == 1:
                 step.begun += sequence.prompt
-                step.turning.append(place)
-            elif sequence.sampled == sequence.output:
+            if sequence.sampled in (1, sequence.output):
                 step.turning.append(place)
         joining: list[Sequence] = []
         passed = emitting = 0

@@ -133,6 +133,7 @@ def test_selected_rows_are_those_rows(given_records: list[Record], data: st.Data
 @settings(max_examples=60, deadline=None)
 def test_a_table_is_written_as_its_records_are(given_records: list[Record]) -> None:
     table = records.table(given_records)
+    assert [msgspec.convert(msgspec.to_builtins(row), Record) for row in table.written()] == rows_of(table)
     with TemporaryDirectory() as one, TemporaryDirectory() as other, pytest.MonkeyPatch.context() as patch:
         patch.setattr(records, "WRITTEN_TOGETHER", 3)
         patch.setattr(parts, "PART_BYTES", 1500)
