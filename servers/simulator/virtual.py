@@ -88,7 +88,7 @@ def simulate(
     tokens = _Tokens(outcomes)
 
     def deliver(emits: list[Sequence], first_s: float, gap_s: float) -> None:
-        tokens.put(emits, first_s, gap_s)
+        tokens.of(emits, gap_s)(first_s)
         for place in engine.turning:
             sequence = emits[place]
             if sequence.done:
@@ -155,9 +155,6 @@ class _Tokens:
         self._groups: list[tuple[int, int, float]] = []  # of each group: requests, first step, seconds between tokens
         self._firsts_s: list[float] = []  # of each step
         self._count = 0  # of the tokens of all groups but the last
-
-    def put(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
-        self.of(emits, gap_s)(first_s)
 
     def of(self, emits: list[Sequence], gap_s: float) -> Callable[[float], None]:
         """Puts down a step of these requests, given when its first token came; until something else is put down."""
@@ -278,7 +275,7 @@ class _Sessions:
             self._give_up(number, at_s)
 
     def _deliver(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
-        self._tokens.put(emits, first_s, gap_s)
+        self._tokens.of(emits, gap_s)(first_s)
         for place in self._engine.turning:
             sequence = emits[place]
             if sequence.done:
