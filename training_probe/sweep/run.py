@@ -25,6 +25,7 @@ from typing import Literal
 import msgspec
 
 from backends import process
+from backends.gpus import Gpu, Inventory
 from loadgen import exit_codes, rundir
 from loadgen.cluster.link import NodeLost
 from loadgen.config import ray_address
@@ -59,6 +60,7 @@ from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.progress import Progress
 
 NODE_RANK = '"${NODE_RANK:?}"'  # in a script for each of several nodes
+UNKNOWN = "unknown"  # in the place of a GPU's name
 DRY_RUN_PORT = 29500  # torchrun's own; a real run takes one that is free
 Say = Callable[[str], None]
 
@@ -78,9 +80,8 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Su
     cells = manifests.one_name_each(cells)
     rundir.create(directory)
     inventory = around.inventory()
-    chosen = {gpu.index: gpu for gpu in inventory.gpus}
-    devices = [chosen.get(index) for index in settings.gpu_ids] if around.cluster is None else around.cluster.devices()
-    names = [device.name if device else "unknown" for device in devices]
+    devices = _devices(settings, around, inventory)
+    names = _names(devices)
     platform = settings.platform or ", ".join(dict.fromkeys(names)) or "CPU"
     manifest = SweepManifest(
         run_id=rundir.new_run_id(),
@@ -97,6 +98,18 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Su
     return manifest
 
 
+def _devices(settings: Settings, around: Surroundings, inventory: Inventory) -> Sequence[Gpu | None]:
+    """Those that the sweep is on; None where nothing is known of one."""
+    if around.cluster is not None:
+        return around.cluster.devices()
+    known = {gpu.index: gpu for gpu in inventory.gpus}
+    return [known.get(index) for index in settings.gpu_ids]
+
+
+def _names(devices: Sequence[Gpu | None]) -> list[str]:
+    return [device.name if device else UNKNOWN for device in devices]
+
+
 def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int:
     """Goes on with a sweep, as its manifest has it. Raises RunError, ResultsError, RunnerError."""
     manifest = manifests.read(directory)
@@ -107,6 +120,8 @@ def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int
         done = results.read(directory) if (directory / results.RESULTS_FILE).exists() else []
         say(f"{len(done)} of {len(manifest.cells)} cells are done; going on with the rest")
         with _again(manifest, around or Surroundings()) as there:
+            if len(done) < len(manifest.cells):
+                _check_place(manifest, there, say)
             return _measure(directory, manifest, done, say, there)
 
 
@@ -121,6 +136,20 @@ def _again(manifest: SweepManifest, around: Surroundings) -> Iterator[Surroundin
     with joined(ray_address(manifest.on), manifest.nodes_per_cell, "--nodes-per-cell") as cluster:
         cluster.check(())
         yield replace(around, cluster=cluster)
+
+
+def _check_place(manifest: SweepManifest, around: Surroundings, say: Say) -> None:
+    """That it goes on on GPUs of the same kinds; says so where the machine is another. Raises RunError."""
+    here = _names(_devices(manifest, around, around.inventory()))
+    kinds = [set(names) - {UNKNOWN} for names in (manifest.device_names, here)]
+    if all(kinds) and kinds[0] != kinds[1]:
+        was, now = (", ".join(sorted(each)) for each in kinds)
+        raise rundir.RunError(
+            f"this sweep was on {was}, and here is {now}; go on where it was, or begin another with --out."
+        )
+    began, host = manifest.machine.hostname, rundir.this_machine().hostname
+    if began != host:
+        say(f"this sweep began on {began} and goes on on {host}; two machines differ in speed.")
 
 
 def check_nodes(manifest: SweepManifest, nodes: int) -> None:

@@ -39,7 +39,7 @@ from training_probe.sweep import manifests, progress
 from training_probe.sweep.cell import APART, Surroundings, floor_power_of_two, largest, next_smaller
 from training_probe.sweep.manifests import Settings
 from training_probe.sweep.progress import Progress
-from training_probe.sweep.run import dry_run, resume, sweep
+from training_probe.sweep.run import begin, dry_run, resume, sweep
 
 pytestmark = [
     pytest.mark.processes,
@@ -91,9 +91,9 @@ class GibASequence:
 AROUND = Surroundings(command=stand_in.command, inventory=gpus.Inventory, predictor=GibASequence())
 
 
-def with_gpus(*memory_gib: int) -> Surroundings:
+def with_gpus(*memory_gib: int, card: str = CARD) -> Surroundings:
     here = tuple(
-        gpus.Gpu(index=index, name=CARD, uuid=f"GPU-{index}", memory_bytes=gib * GIB, used_bytes=0)
+        gpus.Gpu(index=index, name=card, uuid=f"GPU-{index}", memory_bytes=gib * GIB, used_bytes=0)
         for index, gib in enumerate(memory_gib)
     )
     return replace(
@@ -390,6 +390,27 @@ def test_launches_of_the_cell_that_was_stopped_are_kept(tmp_path: Path) -> None:
     assert row.tokens_per_s_runs == pytest.approx([20 / STEP_S] * 3)
     again = {name for name, pid in launched.items() if (within / name / "pid0").read_text() != pid}
     assert again == {"search-4", "run-2"}
+
+
+def test_a_sweep_does_not_go_on_on_other_gpus(tmp_path: Path) -> None:
+    directory, other = tmp_path / "sweep", with_gpus(80, card="NVIDIA H200")
+    begin([cell("ok"), cell("rising")], settings(gpu_ids=(0,)), directory, with_gpus(80))
+    with pytest.raises(RunError, match=f"was on {CARD}, and here is NVIDIA H200; go on where it was, or"):
+        resume(directory, lambda _: None, other)
+    assert resume(directory, lambda _: None, with_gpus(80)) == 0
+    assert [row.outcome for row in results.read(directory)] == ["ok", "ok"]
+    assert resume(directory, lambda _: None, other) == 0  # nothing is left to measure
+
+
+def test_a_sweep_that_goes_on_on_another_machine_says_so(tmp_path: Path) -> None:
+    manifest = begin([cell("ok")], settings(), tmp_path / "sweep", AROUND)
+    machine = msgspec.structs.replace(manifest.machine, hostname="another")
+    elsewhere = msgspec.structs.replace(manifest, machine=machine)
+    protocol.write_atomically(tmp_path / "sweep" / "manifest.json", elsewhere)
+    said: list[str] = []
+    assert resume(tmp_path / "sweep", said.append, AROUND) == 0
+    host = manifest.machine.hostname
+    assert said[1] == f"this sweep began on another and goes on on {host}; two machines differ in speed."
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
