@@ -418,7 +418,6 @@ def _grid(measured: Table, thousandths: int) -> tuple[Array, Array]:
     reach = GRID_REACH * math.sqrt(share * (1 - share) / n)
     levels = np.clip(np.linspace(share - reach, share + reach, GRID), 0, 1)
     edges = np.unique(pooled[np.round(levels * (len(pooled) - 1)).astype(np.int64)])
-    del pooled
     starts, before = _unit_starts(n), 0
     cells = np.zeros(len(starts) * (len(edges) + 1), np.int64)
     for part in measured.blocks():

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from loadgen.rundir.records import Table
 
@@ -42,11 +42,46 @@ Column = NDArray[np.float64]  # (n,) one value a request, NaN where undefined
 PercentileMethod = Literal["linear", "nearest_rank", "index_floor"]
 
 
+class Counted:
+    """Whole numbers in ascending order, kept as how many there are of each: gaps between tokens are many more than
+    there are lengths of them. To index by places (k,); `np.asarray` gives all of them."""
+
+    def __init__(self, numbers: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """numbers: ascending, each once (m,); counts (m,)."""
+        self.numbers, self.counts = numbers, counts
+        self._ends = np.cumsum(counts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, places: int | NDArray[np.int64]) -> Any:
+        at, n = np.asarray(places), len(self)
+        if (at >= n).any() or (at < -n).any():
+            raise IndexError(f"there are {n}")
+        return self.numbers[np.searchsorted(self._ends, np.where(at < 0, at + n, at), side="right")]
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.repeat(self.numbers, self.counts).astype(dtype or np.int64)
+
+    def at_most(self, numbers: NDArray[Any]) -> NDArray[np.int64]:
+        """How many are not larger than each of `numbers` (k,)."""
+        ends: NDArray[np.int64] = np.concatenate(([0], self._ends))
+        return ends[np.searchsorted(self.numbers, numbers, side="right")]
+
+
+Ascending = NDArray[Any] | Counted
+
+
 class Distribution(NamedTuple):
     """The values of one metric, ascending, in units of `unit_ms` milliseconds (pooled gaps stay whole microseconds)."""
 
-    values: NDArray[Any]
+    values: Ascending
     unit_ms: float
+
+    def at_most(self, values: NDArray[Any]) -> NDArray[np.int64]:
+        """How many are not larger than each of `values` (k,)."""
+        own = self.values
+        return own.at_most(values) if isinstance(own, Counted) else np.searchsorted(own, values, side="right")
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,25 +118,16 @@ def _decode_ms(table: Table) -> Column:
 
 
 def _pooled_gaps(table: Table) -> Distribution:
-    """Every gap between neighbouring events of the ok requests, each one sample. Short ones, which most are, are put in
-    order by counting how many there are of each length."""
-    gaps = np.empty(int(np.diff(table.itl_offsets)[table.ok].sum()), np.uint32)  # the only one as long as the table's
-    counts = np.zeros(COUNTED_US + 1, np.int64)
-    end = len(gaps)
+    """Every gap between neighbouring events of the ok requests, each one sample."""
+    short, longer = np.zeros(COUNTED_US + 1, np.int64), [np.empty(0, np.uint32)]
     for part in table.blocks():
         kept = part.itl_us if part.ok.all() else part.itl_us[np.repeat(part.ok, np.diff(part.itl_offsets))]
-        counts += np.bincount(np.minimum(kept, COUNTED_US), minlength=COUNTED_US + 1)
-        longer = kept[kept >= COUNTED_US]
-        gaps[end - len(longer) : end] = longer
-        end -= len(longer)
-    gaps[end:].sort()
-    lengths_us = np.flatnonzero(counts[:-1])
-    counts = counts[lengths_us]
-    short = gaps[:end]
-    short[:] = 0
-    short[np.cumsum(counts) - counts] = np.diff(lengths_us, prepend=0)  # what each length has more than the last
-    np.cumsum(short, out=short)
-    return Distribution(gaps, 1e-3)
+        short += np.bincount(np.minimum(kept, COUNTED_US), minlength=COUNTED_US + 1)
+        longer.append(kept[kept >= COUNTED_US])
+    lengths_us = np.flatnonzero(short[:-1])
+    longer_us, counts = np.unique(np.concatenate(longer), return_counts=True)
+    numbers = np.concatenate((lengths_us, longer_us.astype(np.int64)))
+    return Distribution(Counted(numbers, np.concatenate((short[lengths_us], counts))), 1e-3)
 
 
 def defined(values: Column) -> Distribution:
@@ -212,7 +238,7 @@ def sample(measured: Table, metric: str, convention: Convention) -> Distribution
     return defined(column(measured, metric, convention)[measured.ok])
 
 
-def percentile(values: NDArray[Any], thousandths: int, method: PercentileMethod) -> float:
+def percentile(values: Ascending, thousandths: int, method: PercentileMethod) -> float:
     """A percentile of ascending `values` (n >= 1); `linear` interpolates as numpy does by default."""
     n = len(values)
     if method == "nearest_rank":
@@ -229,22 +255,18 @@ def summary(measured: Distribution, method: PercentileMethod) -> Summary:
     n = len(values)
     if n == 0:
         return Summary(n=0)
-    mean = float(np.mean(values, dtype=np.float64))
+    numbers, counts = (values.numbers, values.counts) if isinstance(values, Counted) else (values, None)
+    mean = float(np.average(numbers, weights=counts))
+    squares = (numbers - mean) ** 2
+    total = squares.sum() if counts is None else squares @ counts
     return Summary(
         n=n,
         mean=mean * unit,
-        std=_std(values, mean) * unit if n > 1 else None,
+        std=float(np.sqrt(total / (n - 1))) * unit if n > 1 else None,
         min=float(values[0]) * unit,
         max=float(values[-1]) * unit,
         **{name: percentile(values, p, method) * unit for name, p in PERCENTILES.items()},
     )
-
-
-def _std(values: NDArray[Any], mean: float) -> float:
-    """Distribution standard deviation, in blocks: a copy of all pooled gaps as floats would double the memory."""
-    block = 1 << 18
-    squares = (float(np.sum((values[i : i + block] - mean) ** 2)) for i in range(0, len(values), block))
-    return float(np.sqrt(sum(squares) / (len(values) - 1)))
 
 
 def duration_s(measured: Table, convention: Convention) -> float | None:

@@ -20,6 +20,7 @@ without this loop.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable
@@ -71,8 +72,7 @@ class Engine:
         self._request_s = front.request_us * 1e-6
         self._handover_s = front.handover_us * 1e-6
         self._prompt_token_s = front.prompt_token_us * 1e-6
-        self._token_s = front.token_us * 1e-6
-        self._output_s = front.output_us * 1e-6
+        self._pace = functools.cache(functools.partial(_pace, front))
         self._first_token_s = front.first_token_us * 1e-6
         self._latency_s = front.latency_us * 1e-6
         self.turning: list[int] = []
@@ -271,12 +271,13 @@ class Engine:
             self._taken_in_s += front_s - begin_s  # a request that came waits meanwhile
         self._deliver(emits, first_s + gap_s + self._latency_s, gap_s)
 
-    def _pace(self, count: int) -> tuple[float, float]:
-        """Of so many tokens of a step: seconds before the first is worked on alone, and from each to the next."""
-        in_s, gap_s = self._output_s * (count if count < CHUNK else CHUNK), self._token_s
-        if count > CHUNK:
-            gap_s += self._output_s * (count - CHUNK) / count
-        return in_s, gap_s
+
+def _pace(front: FrontEnd, count: int) -> tuple[float, float]:
+    """Of so many tokens of a step: seconds before the first is worked on alone, and from each to the next."""
+    output_s, gap_s = front.output_us * 1e-6, front.token_us * 1e-6
+    if count > CHUNK:
+        gap_s += output_s * (count - CHUNK) / count
+    return output_s * min(count, CHUNK), gap_s
 
 
 def place_s(first_s: float, gap_s: float, place: int) -> float:

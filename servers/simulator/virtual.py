@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import heapq
+import itertools
 import math
+import operator
 import sys
 import time
 from array import array
@@ -29,6 +31,7 @@ from servers.simulator.engine import Engine, place_s
 
 URL = "virtual time"  # in the place of an address
 TOKENS_AT_ONCE = 1 << 18
+_INDEX = operator.attrgetter("index")
 
 
 class Arrival(NamedTuple):
@@ -150,32 +153,35 @@ class _Tokens:
     def __init__(self, outcomes: list[Outcome] | dict[int, Outcome]) -> None:
         """outcomes: by the requests' numbers."""
         self._outcomes = outcomes
-        self._emits: list[Sequence] = []  # of the last group of steps, which are those with one list of requests
-        self._numbers: list[int] = []  # of the requests of each group
-        self._groups: list[tuple[int, int, float]] = []  # of each group: requests, first step, seconds between tokens
+        # of each group of steps, which are those with one list of requests: these, its first step, seconds between
+        # tokens
+        self._groups: list[tuple[list[Sequence], int, float]] = []
+        self._emits: list[Sequence] = []  # of the last group
+        self._begun = 0  # its first step
         self._firsts_s: list[float] = []  # of each step
         self._count = 0  # of the tokens of all groups but the last
 
     def of(self, emits: list[Sequence], gap_s: float) -> Callable[[float], None]:
         """Puts down a step of these requests, given when its first token came; until something else is put down."""
         if emits is not self._emits:
-            if self._groups:
-                rows, begun, _ = self._groups[-1]
-                self._count += rows * (len(self._firsts_s) - begun)
-                if self._count > TOKENS_AT_ONCE:
-                    self.sort()
-            self._emits = emits
-            self._numbers += [sequence.index for sequence in emits]
-            self._groups.append((len(emits), len(self._firsts_s), gap_s))
+            begun = len(self._firsts_s)
+            self._count += len(self._emits) * (begun - self._begun)
+            if self._count > TOKENS_AT_ONCE:
+                self.sort()
+                begun = 0
+            self._emits, self._begun = emits, begun
+            self._groups.append((emits, begun, gap_s))
         return self._firsts_s.append
 
     def sort(self) -> None:
         """Gives out what was put down."""
         if not self._groups:
             return
-        rows, begun, gaps_s = (np.array(each) for each in zip(*self._groups, strict=True))
+        requests, firsts, gaps = zip(*self._groups, strict=True)
+        rows, begun, gaps_s = np.array(list(map(len, requests))), np.array(firsts), np.array(gaps)
         steps = np.diff(begun, append=len(self._firsts_s))
-        whose, counts = np.array(self._numbers), np.repeat(steps, rows)  # of each request in each group: its tokens
+        whose = np.fromiter(map(_INDEX, itertools.chain.from_iterable(requests)), np.int64, int(rows.sum()))
+        counts = np.repeat(steps, rows)  # of each request in each group: its tokens
         whose -= (least := int(whose.min()))
         # by the radix where numbers are short
         order = np.argsort(whose.astype(np.uint16) if int(whose.max()) < 1 << 16 else whose, kind="stable")
@@ -183,7 +189,7 @@ class _Tokens:
         places = np.empty_like(ends)
         places[order] = ends - counts[order]
         times_s = self._placed(places, rows, steps, gaps_s)
-        self._emits, self._numbers, self._groups, self._firsts_s, self._count = [], [], [], [], 0
+        self._groups, self._emits, self._begun, self._firsts_s, self._count = [], [], 0, [], 0
         lasts = np.append(np.flatnonzero(np.diff(whose)), len(whose) - 1)
         raw, size, begin = times_s.data.cast("B"), times_s.itemsize, 0
         for number, end in zip((whose[lasts] + least).tolist(), ends[lasts].tolist(), strict=True):

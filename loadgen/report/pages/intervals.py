@@ -61,7 +61,7 @@ def ranks(n: int, thousandths: int) -> tuple[int, int] | None:
 def of_metric(measured: Table, name: str, rules: Convention, whole: Summary) -> dict[str, Bounds | None]:
     """By `STATISTICS`, in milliseconds. whole: of the metric in `measured`."""
     by_part = [metrics.summary(metrics.sample(part, name, rules), rules.percentile) for part in parts(measured)]
-    sample = None if name == "itl_ms" else metrics.sample(measured, name, rules)  # all gaps take much memory
+    sample = None if name == "itl_ms" else metrics.sample(measured, name, rules)  # gaps of a request hang together
     bounds: dict[str, Bounds | None] = {}
     for statistic in STATISTICS:
         value = getattr(whole, statistic)

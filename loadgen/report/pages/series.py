@@ -35,7 +35,7 @@ def cdf(sample: Distribution, steps: int = MAX_STEPS) -> tuple[Values, Values]:
         return np.empty(0), np.empty(0)
     rank = np.unique(np.concatenate((np.arange(0, n, max(1, math.ceil(n / steps))), [n - 1])))
     x = values[rank].astype(np.float64) * unit_ms
-    share = np.searchsorted(values, values[rank], side="right") / n
+    share = sample.at_most(values[rank]) / n
     return np.concatenate((x[:1], x)), np.concatenate(([0.0], share))
 
 

@@ -66,7 +66,7 @@ def test_totals_and_quantiles_are_those_of_the_report(tmp_path: Path) -> None:
         sample = metrics.sample(table, metric, metrics.CONVENTIONS["loadgen"])
         (histogram,) = family(snapshot, name).histograms
         assert sum(histogram.counts) == len(sample.values)
-        seconds = sample.values * sample.unit_ms / 1e3
+        seconds = np.asarray(sample.values) * sample.unit_ms / 1e3
         assert histogram.sum == pytest.approx(float(seconds.sum()))
         for q in (0.5, 0.9, 0.99):
             low, high = quantile(snapshot, name, q)

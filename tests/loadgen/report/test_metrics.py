@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from loadgen.report import metrics
 from loadgen.report.metrics import CONVENTIONS, METRICS
+from loadgen.report.pages import series
 from loadgen.rundir.records import Record, Table, table
 from tests.loadgen.tables import MS, failure, request
 
@@ -35,13 +36,13 @@ def hand() -> Table:
 
 def values(metric: str, convention: str = "loadgen") -> list[float]:
     sample = metrics.sample(hand(), metric, CONVENTIONS[convention])
-    return [value * sample.unit_ms for value in sample.values.tolist()]
+    return [value * sample.unit_ms for value in np.asarray(sample.values).tolist()]
 
 
 @pytest.mark.parametrize("broke", [False, True])
 def test_gaps_of_a_reply_that_broke_do_not_count(broke: bool) -> None:
     rows = [request(0, gaps=(50, 100)), request(1, gaps=(70,), outcome="reset" if broke else "ok")]
-    pooled = metrics.sample(table(rows), "itl_ms", CONVENTIONS["loadgen"]).values
+    pooled = np.asarray(metrics.sample(table(rows), "itl_ms", CONVENTIONS["loadgen"]).values)
     assert pooled.tolist() == ([50_000, 100_000] if broke else [50_000, 70_000, 100_000])
 
 
@@ -55,8 +56,8 @@ def test_gaps_short_and_long_of_many_requests_are_in_order() -> None:
         for row, gaps in zip(rows, lengths_us, strict=True)
     )
     expected = sorted(gap for number, gaps in enumerate(lengths_us) if number % 5 != 1 for gap in gaps)
-    assert metrics.sample(drawn, "itl_ms", CONVENTIONS["loadgen"]).values.tolist() == expected
-    assert metrics.sample(drawn.select(drawn.ok), "itl_ms", CONVENTIONS["loadgen"]).values.tolist() == expected
+    for some in (drawn, drawn.select(drawn.ok)):
+        assert np.asarray(metrics.sample(some, "itl_ms", CONVENTIONS["loadgen"]).values).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -152,12 +153,21 @@ def test_mean_and_std_agree_with_numpy(numbers: list[float]) -> None:
     assert summary.std == pytest.approx(np.std(numbers, ddof=1), abs=1e-6)
 
 
-def test_std_of_more_gaps_than_a_block() -> None:
-    gaps = np.sort(np.tile(np.array([10, 30], np.uint32), 200_000))
-    n = len(gaps)
-    assert metrics.summary(metrics.Distribution(gaps, 1e-3), "linear").std == pytest.approx(
-        0.01 * math.sqrt(n / (n - 1))
-    )
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=80))
+def test_counted_numbers_are_those_that_were_counted(numbers: list[int]) -> None:
+    ascending = np.sort(np.array(numbers))
+    counted = metrics.Counted(*np.unique(ascending, return_counts=True))
+    assert [int(each) for each in counted] == np.asarray(counted).tolist() == ascending.tolist()
+    assert counted[-1] == ascending[-1] and len(counted) == len(numbers)
+    assert counted.at_most(np.arange(-1, 52)).tolist() == [
+        sum(each <= most for each in numbers) for most in range(-1, 52)
+    ]
+    whole, kept = (metrics.summary(metrics.Distribution(each, 1e-3), "linear") for each in (ascending, counted))
+    assert msgspec.structs.astuple(kept) == pytest.approx(msgspec.structs.astuple(whole), nan_ok=True)
+    x, share = series.cdf(metrics.Distribution(counted, 1.0), steps=20)
+    assert [x.tolist(), share.tolist()] == [
+        each.tolist() for each in series.cdf(metrics.Distribution(ascending, 1.0), 20)
+    ]
 
 
 def test_what_is_undefined_is_none() -> None:
@@ -190,7 +200,7 @@ def test_order_of_the_file_and_start_of_the_schedule_change_nothing(records: lis
     ]
     for metric in METRICS:
         sample = metrics.sample(table(later), metric, CONVENTIONS["loadgen"])
-        assert [value * sample.unit_ms for value in sample.values.tolist()] == values(metric)
+        assert [value * sample.unit_ms for value in np.asarray(sample.values).tolist()] == values(metric)
     assert metrics.duration_s(table(later), CONVENTIONS["loadgen"]) == 0.505
 
 
