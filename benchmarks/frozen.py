@@ -211,6 +211,27 @@ GROUPS = {
     "mixtral_8x7b_2": Group("", {
         f"mixtral_8x7b_{name}_b": f"{load} --seed {seed}" for seed, (name, load) in enumerate(MIXTURE.items(), 241)
     }, "mixtral-8x7b-shape", tp=2, settling=tuple(f"{load} --seed 245" for load in MIXTURE.values())),
+    # The eighth, on an H100: its first prefixes, and its first whole steps in fp8.
+    "h100_2": Group("", {
+        "h100_gamma9_cv3": "--input-tokens 700 --output-tokens 150 --arrival gamma:9:3 --requests 130 --seed 251",
+        "h100_closed48_mixed": "--input-tokens uniform:128:1280 --output-tokens uniform:48:160 --concurrency 48 "
+        "--requests 380 --seed 252",
+        "h100_burst": "--input-tokens 512 --output-tokens 128 --requests 300 --seed 253",
+        "h100_prompts5000_poisson1.5": "--input-tokens 5000 --output-tokens 90 --arrival poisson:1.5 --requests 24 "
+        "--seed 254",
+    }, gpu="h100"),
+    "h100_prefixes": Group("--prefix-caching on", {
+        "h100_hot8": "--prefix 8:1280 --input-tokens 1536 --output-tokens 120 --arrival poisson:9 --requests 130 "
+        "--seed 261",
+        "h100_groups200": "--prefix 200:896 --input-tokens 1216 --output-tokens 100 --arrival poisson:11 "
+        "--requests 160 --seed 262",
+    }, gpu="h100"),
+    "h100_fp8": Group("--quantization fp8", {
+        "h100_fp8_lognormal_poisson12": f"{LENGTHS} --arrival poisson:12 --requests 170 --seed 271",
+        "h100_fp8_closed24": "--input-tokens uniform:128:1024 --output-tokens uniform:64:192 --concurrency 24 "
+        "--requests 320 --seed 272",
+        "h100_fp8_burst": "--input-tokens 512 --output-tokens 128 --requests 300 --seed 273",
+    }, gpu="h100"),
 }  # fmt: skip
 METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 
