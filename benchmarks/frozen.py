@@ -232,6 +232,32 @@ GROUPS = {
         "--requests 320 --seed 272",
         "h100_fp8_burst": "--input-tokens 512 --output-tokens 128 --requests 300 --seed 273",
     }, gpu="h100"),
+    # The ninth: a profile is fitted to the loads of `h100_host`, with which the others of that host are predicted.
+    "h100_host": Group("", {
+        "h100_host_gamma9_cv3": "--input-tokens 700 --output-tokens 150 --arrival gamma:9:3 --requests 130 --seed 301",
+        "h100_host_closed48": "--input-tokens uniform:128:1280 --output-tokens uniform:48:160 --concurrency 48 "
+        "--requests 380 --seed 302",
+        "h100_host_burst": "--input-tokens 512 --output-tokens 128 --requests 300 --seed 303",
+    }, gpu="h100"),
+    "h100_3": Group("", {
+        "h100_lognormal_poisson13": f"{LENGTHS} --arrival poisson:13 --requests 170 --seed 311",
+        "h100_closed24_mixed": "--input-tokens uniform:128:1024 --output-tokens uniform:64:192 --concurrency 24 "
+        "--requests 280 --seed 312",
+        "h100_prompts3000_poisson3": "--input-tokens 3000 --output-tokens 80 --arrival poisson:3 --requests 40 "
+        "--seed 313",
+        "h100_burst_out300": "--input-tokens 256 --output-tokens 300 --requests 200 --seed 314",
+    }, gpu="h100"),
+    "h100_prefixes_2": Group("--prefix-caching on", {
+        "h100_hot8_b": "--prefix 8:1536 --input-tokens 1792 --output-tokens 110 --arrival poisson:10 --requests 140 "
+        "--seed 321",
+        "h100_groups200_b": "--prefix 200:1024 --input-tokens 1344 --output-tokens 90 --arrival poisson:10 "
+        "--requests 140 --seed 322",
+    }, gpu="h100"),
+    "h100_fp8_2": Group("--quantization fp8", {
+        "h100_fp8_gamma12_cv2": "--input-tokens 600 --output-tokens 150 --arrival gamma:12:2 --requests 160 --seed 331",
+        "h100_fp8_closed32": "--input-tokens uniform:256:1024 --output-tokens 128 --concurrency 32 --requests 320 "
+        "--seed 332",
+    }, gpu="h100"),
 }  # fmt: skip
 METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 
@@ -269,7 +295,8 @@ def seeded(load: str) -> list[str]:
     return words if "--seed" in words else [*words, "--seed", "1"]
 
 
-def predict(out: Path, groups: list[str], scratch: Path) -> None:
+def predict(out: Path, groups: list[str], scratch: Path, profile: Path | None) -> None:
+    fitted = [] if profile is None else ["--profile", str(profile)]
     for group in map(GROUPS.__getitem__, groups):
         model = model_in(scratch, group.model)
         for name, load in group.loads.items():
@@ -277,7 +304,7 @@ def predict(out: Path, groups: list[str], scratch: Path) -> None:
                 "predict", "--backend", "vllm", "--model", str(model), "--gpu", group.gpu, "--gpus", str(group.tp),
                 "--tp", str(group.tp), "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-running",
                 str(MAX_RUNNING), "--memory-ratio", str(MEMORY_RATIO), *group.options.split(),
-                *seeded(load), "--out", os.path.relpath(out / name, ROOT),
+                *seeded(load), *fitted, "--out", os.path.relpath(out / name, ROOT),
             )  # fmt: skip
 
 
@@ -389,6 +416,7 @@ def main() -> None:
     parser.add_argument("step", choices=["predict", "measure", "compare"])
     parser.add_argument("directory", type=Path, help="of the predicted and the measured runs")
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
+    parser.add_argument("--profile", type=Path, help="of `loadgen calibrate`, to predict with (default: built in)")
     options = parser.parse_args()
     predicted, measured = (options.directory.absolute() / name for name in ("predicted", "measured"))
     if options.step == "compare":
@@ -396,7 +424,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="frozen-") as scratch:
         if options.step == "predict":
-            predict(predicted, options.groups, Path(scratch))
+            predict(predicted, options.groups, Path(scratch), options.profile and options.profile.absolute())
         else:
             measured.mkdir(parents=True, exist_ok=True)
             measure(measured, options.groups, Path(scratch))
