@@ -296,7 +296,7 @@ def seeded(load: str) -> list[str]:
 
 
 def predict(out: Path, groups: list[str], scratch: Path, profile: Path | None) -> None:
-    fitted = [] if profile is None else ["--profile", str(profile)]
+    fitted = [] if profile is None else ["--profile", os.path.relpath(profile, ROOT)]
     for group in map(GROUPS.__getitem__, groups):
         model = model_in(scratch, group.model)
         for name, load in group.loads.items():
@@ -424,7 +424,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="frozen-") as scratch:
         if options.step == "predict":
-            predict(predicted, options.groups, Path(scratch), options.profile and options.profile.absolute())
+            predict(predicted, options.groups, Path(scratch), options.profile)
         else:
             measured.mkdir(parents=True, exist_ok=True)
             measure(measured, options.groups, Path(scratch))
