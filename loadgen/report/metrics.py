@@ -43,11 +43,11 @@ PercentileMethod = Literal["linear", "nearest_rank", "index_floor"]
 
 
 class Counted:
-    """Whole numbers in ascending order, kept as how many there are of each: gaps between tokens are many more than
-    there are lengths of them. To index by places (k,); `np.asarray` gives all of them."""
+    """Values in ascending order, kept as how many there are of each: gaps between tokens are many more than there are
+    lengths of them. To index by places (k,); `np.asarray` gives all of them."""
 
-    def __init__(self, numbers: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """numbers: ascending, each once (m,); counts (m,)."""
+    def __init__(self, numbers: NDArray[Any], counts: NDArray[np.int64]) -> None:
+        """numbers: ascending (m,); counts (m,)."""
         self.numbers, self.counts = numbers, counts
         self._ends = np.cumsum(counts)
 
@@ -61,7 +61,7 @@ class Counted:
         return self.numbers[np.searchsorted(self._ends, np.where(at < 0, at + n, at), side="right")]
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.repeat(self.numbers, self.counts).astype(dtype or np.int64)
+        return np.asarray(np.repeat(self.numbers, self.counts), dtype)
 
     def at_most(self, numbers: NDArray[Any]) -> NDArray[np.int64]:
         """How many are not larger than each of `numbers` (k,)."""
@@ -138,8 +138,9 @@ def defined(values: Column) -> Distribution:
 def _request_means_by_token(table: Table) -> Distribution:
     """A request's mean gap, counted once for each of its gaps."""
     means = _decode_ms(table)
-    defined = ~np.isnan(means) & table.ok
-    return Distribution(np.sort(np.repeat(means[defined], table.output_tokens[defined] - 1)), 1.0)
+    rows = np.flatnonzero(~np.isnan(means) & table.ok)
+    rows = rows[np.argsort(means[rows])]
+    return Distribution(Counted(means[rows], table.output_tokens[rows] - 1), 1.0)
 
 
 def _between(start: str, end: str) -> Callable[[Table], Column]:
