@@ -19,7 +19,7 @@ import msgspec
 P2pMode = Literal["auto", "on", "off"]
 
 _OK = "ok"
-_UNKNOWN = "unknown"
+UNKNOWN = "unknown"
 
 # RTX 40 cards have no P2P, but drivers before this one said that they had: copies hung, or moved nothing.
 _RTX_40 = re.compile(r"RTX 40[5-9]0")  # not the Quadro RTX 4000
@@ -34,7 +34,7 @@ _P2P_STATUS = (
     "topology not supported",
     "disabled by registry key",
     "not supported",
-    _UNKNOWN,
+    UNKNOWN,
 )
 
 _INIT_PROBLEMS = {
@@ -251,8 +251,8 @@ def _gpu(nvml: _Nvml, index: int, handle: Any) -> Gpu:
     memory, limit_mw = nvml.query("DeviceGetMemoryInfo", handle), nvml.query("DeviceGetEnforcedPowerLimit", handle)
     return Gpu(
         index=index,
-        name=nvml.words("DeviceGetName", handle) or _UNKNOWN,
-        uuid=nvml.words("DeviceGetUUID", handle) or _UNKNOWN,
+        name=nvml.words("DeviceGetName", handle) or UNKNOWN,
+        uuid=nvml.words("DeviceGetUUID", handle) or UNKNOWN,
         memory_bytes=None if memory is None else memory.total,
         used_bytes=None if memory is None else memory.used,
         power_limit_w=None if limit_mw is None else limit_mw / 1000,
@@ -265,7 +265,7 @@ def _p2p(nvml: _Nvml, a: Any, b: Any) -> str:
     for direction in (_READ, _WRITE):
         status = nvml.query("DeviceGetP2PStatus", a, b, direction)
         if status is None or not 0 <= status < len(_P2P_STATUS):
-            return _UNKNOWN
+            return UNKNOWN
         if _P2P_STATUS[status] != _OK:
             return _P2P_STATUS[status]
     return _OK
@@ -282,7 +282,7 @@ def _doubt(inventory: Inventory, chosen: Sequence[int]) -> str | None:
         if _RTX_40.search(name) and _numbers(inventory.driver) < _numbers(_RTX_40_TRUTHFUL_DRIVER):
             return (
                 f"drivers before {_RTX_40_TRUTHFUL_DRIVER} misreport P2P on RTX 40 cards; "
-                f"GPU {index} is an {name}, the driver {inventory.driver or _UNKNOWN}"
+                f"GPU {index} is an {name}, the driver {inventory.driver or UNKNOWN}"
             )
     for a, b in permutations(chosen, 2):
         status = inventory.p2p[place[a]][place[b]]

@@ -57,7 +57,7 @@ class Counted:
     def __getitem__(self, places: int | NDArray[np.int64]) -> Any:
         at, n = np.asarray(places), len(self)
         if (at >= n).any() or (at < -n).any():
-            raise IndexError(f"there are {n}")
+            raise IndexError(f"a place beyond the {n} values")
         return self.numbers[np.searchsorted(self._ends, np.where(at < 0, at + n, at), side="right")]
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:

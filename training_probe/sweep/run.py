@@ -25,7 +25,7 @@ from typing import Literal
 import msgspec
 
 from backends import process
-from backends.gpus import Gpu, Inventory
+from backends.gpus import UNKNOWN, Gpu, Inventory
 from loadgen import exit_codes, rundir
 from loadgen.cluster.link import NodeLost
 from loadgen.config import ray_address
@@ -60,7 +60,6 @@ from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.progress import Progress
 
 NODE_RANK = '"${NODE_RANK:?}"'  # in a script for each of several nodes
-UNKNOWN = "unknown"  # in the place of a GPU's name
 DRY_RUN_PORT = 29500  # torchrun's own; a real run takes one that is free
 Say = Callable[[str], None]
 

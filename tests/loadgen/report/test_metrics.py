@@ -153,6 +153,15 @@ def test_mean_and_std_agree_with_numpy(numbers: list[float]) -> None:
     assert summary.std == pytest.approx(np.std(numbers, ddof=1), abs=1e-6)
 
 
+def test_std_of_many_gaps() -> None:
+    gaps = np.sort(np.tile(np.array([10, 30], np.uint32), 200_000))
+    n = len(gaps)
+    for values in (gaps, metrics.Counted(*np.unique(gaps, return_counts=True))):
+        assert metrics.summary(metrics.Distribution(values, 1e-3), "linear").std == pytest.approx(
+            0.01 * math.sqrt(n / (n - 1))
+        )
+
+
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=80))
 def test_counted_numbers_are_those_that_were_counted(numbers: list[int]) -> None:
     ascending = np.sort(np.array(numbers))

@@ -407,10 +407,10 @@ def test_a_sweep_that_goes_on_on_another_machine_says_so(tmp_path: Path) -> None
     machine = msgspec.structs.replace(manifest.machine, hostname="another")
     elsewhere = msgspec.structs.replace(manifest, machine=machine)
     protocol.write_atomically(tmp_path / "sweep" / "manifest.json", elsewhere)
-    said: list[str] = []
-    assert resume(tmp_path / "sweep", said.append, AROUND) == 0
+    lines: list[str] = []
+    assert resume(tmp_path / "sweep", lines.append, AROUND) == 0
     host = manifest.machine.hostname
-    assert said[1] == f"this sweep began on another and goes on on {host}; two machines differ in speed."
+    assert lines[1] == f"this sweep began on another and goes on on {host}; two machines differ in speed."
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
