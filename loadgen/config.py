@@ -246,7 +246,7 @@ KvCacheDtypeOption = Annotated[Literal["auto", "fp8"], _settings("Number format 
 MaxRunningOption = Annotated[Whole, _settings("Most requests in a batch.")]
 MemoryRatioOption = Annotated[float, _settings("Part of each GPU's memory that it may use.")]
 SchedulerOption = Annotated[
-    str | None, _modelled("Which version of the server: vllm@v1, vllm@0.2, tgi@3, tgi@1, lightllm@1.2, ...")
+    str | None, _modelled("Which version of the server: vllm@v1, vllm@v0, vllm@0.2, tgi@3, tgi@1, lightllm@1.2, ...")
 ]
 ExpertImbalanceOption = Annotated[
     float, _modelled("Of a mixture: the load of its busiest expert over the mean; 1: tokens choose evenly.")

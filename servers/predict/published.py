@@ -51,13 +51,14 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = math.inf
     prompts: tuple[int, int] | None = None
     text_token_us: float = 0.0
+    prompt_lengths: tuple[tuple[int, int], ...] = ()
+    sorting: tuple[float, float] = (0.0, 0.0)
     servers: Server
     assumptions: tuple[str, ...]
     alternatives: tuple[Alternative, ...] = ()
 
     def conditions(self) -> Conditions:
-        names = (name for name in Conditions.__struct_fields__ if name != "input_tokens")
-        return Conditions(**{name: getattr(self, name) for name in names})
+        return Conditions(**{name: getattr(self, name) for name in Conditions.__struct_fields__})
 
     def under(self, alternative: Alternative) -> tuple[Server, Conditions]:
         """Server and conditions with what the alternative names in place of its own."""

@@ -20,7 +20,7 @@ FILLING = 500  # unmeasured requests, for a load that another came before on the
 
 class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a source says of its servers; a row may say it itself. spare_tokens: in place of max_batched_tokens, a step
-    computes at most a prompt, a token of each stream and so many more."""
+    computes at most a prompt, a token of each stream and so many more. v0_gpus: whose rows ran vLLM's V0 engine."""
 
     kv_cache_dtype: str = "auto"
     max_running: int = 1024
@@ -31,6 +31,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefix_caching: bool = False
     async_scheduling: bool = True
     long_prefill_token_threshold: int = 0
+    v0_gpus: tuple[str, ...] = ()
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +41,9 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nominal ones up to these. in_step: all streams begin at once; else each begins somewhere in a reply, at random.
     timeout_s: when the client gives a request up. prompts: (groups, prompts of each) that are sent in turn.
     text_token_us: where prompts are text, what the server takes to find a token of it, beside its other work.
-    input_tokens: instead of the rows' own.
+    prompt_lengths: (prompts, tokens) of the data set that prompts of open loops and bursts are drawn from, instead of
+    the rows' own length. sorting: where the server sorts all logits to draw a token by top-k and top-p, what that adds:
+    (us a step, ns a logit of each row).
     """
 
     rounds: int = 10
@@ -49,7 +52,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     timeout_s: float = math.inf
     prompts: tuple[int, int] | None = None
     text_token_us: float = 0.0
-    input_tokens: int | None = None
+    prompt_lengths: tuple[tuple[int, int], ...] = ()
+    sorting: tuple[float, float] = (0.0, 0.0)
 
     def mean_tokens(self, nominal: int) -> float:
         """Of a drawn length."""
@@ -65,7 +69,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     load: `closed:STREAMS`, `rate:REQUESTS_PER_S` or `burst`. requests: of the whole run, where its source gives them;
     failed: of these. stage: 1 where another load came before on the same server. shared_tokens: of a prompt, with its
-    group.
+    group. graph_tokens: of the largest CUDA graph, where that is not vLLM's own choice.
     """
 
     run: str
@@ -90,6 +94,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_token_threshold: int | None = None
     max_model_len: int | None = None
     memory_ratio: float | None = None
+    graph_tokens: int | None = None
 
     def setup(self, server: Server) -> Setup:
         """The server that is modelled: what the row says, then what its source says of all."""
@@ -97,15 +102,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         own = {name: getattr(self, name, None) for name in chosen}
         chosen |= {name: value for name, value in own.items() if value}
         spare = chosen.pop("spare_tokens")
-        options = tuple((name, int(chosen.pop(name))) for name in ("async_scheduling", "long_prefill_token_threshold"))
+        scheduler = "vllm@v1"
+        options = {name: int(chosen.pop(name)) for name in ("async_scheduling", "long_prefill_token_threshold")}
+        if self.gpu in chosen.pop("v0_gpus"):
+            scheduler, options = "vllm@v0", {"max_num_seqs": chosen["max_running"]}
         if spare is not None and self.max_batched_tokens is None:
             chosen["max_batched_tokens"] = self.input_tokens + self.streams + spare
         model = catalog.find(self.model)
         if model is None:
             raise EmulationError(f"{self.model} is not in the catalog.")
         return Setup(
-            scheduler="vllm@v1", model=model, gpu=self.gpu, gpus=self.tp, tp=self.tp, dtype="bfloat16",
-            quantization=self.quantization, options=options, **chosen,
+            scheduler=scheduler, model=model, gpu=self.gpu, gpus=self.tp, tp=self.tp, dtype="bfloat16",
+            quantization=self.quantization, options=tuple(options.items()), **chosen,
         )  # fmt: skip
 
     @property
@@ -133,15 +141,25 @@ class Request(NamedTuple):
 
 def play(row: Row, server: Server, conditions: Conditions, seed: int) -> Means:
     """Raises EmulationError for a row that cannot be expressed."""
-    if conditions.input_tokens is not None:
-        row = msgspec.structs.replace(row, input_tokens=conditions.input_tokens)
-    emulated = emulate(row.setup(server))
+    emulated, draw = _as_run(emulate(row.setup(server)), row, conditions), np.random.default_rng(seed)
     kind, _, value = row.load.partition(":")
     if kind == "closed":
-        return _closed(emulated, row, conditions, np.random.default_rng(seed))
+        return _closed(emulated, row, conditions, draw)
     if kind == "rate":
-        return _open(emulated, row, conditions, float(value), np.random.default_rng(seed))
-    return _burst(emulated, row)
+        return _open(emulated, row, conditions, float(value), draw)
+    return _burst(emulated, row, conditions, draw)
+
+
+def _as_run(emulated: Emulated, row: Row, conditions: Conditions) -> Emulated:
+    """The server with its row's CUDA graphs, and with what sorting adds to its steps."""
+    own, (step_us, logit_ns) = emulated.profile.overheads, conditions.sorting
+    overheads = msgspec.structs.replace(
+        own,
+        step_us=own.step_us + step_us,
+        row_us=own.row_us + logit_ns * 1e-3 * emulated.setup.model.vocab_size,
+        graph_tokens=row.graph_tokens or own.graph_tokens,
+    )
+    return emulated.with_profile(msgspec.structs.replace(emulated.profile, overheads=overheads))
 
 
 def _closed(emulated: Emulated, row: Row, conditions: Conditions, draw: np.random.Generator) -> Means:
@@ -171,8 +189,9 @@ def _open(emulated: Emulated, row: Row, conditions: Conditions, rate: float, dra
     before = FILLING if row.stage else 0
     gaps = draw.exponential(1.0, before + row.requests)
     at_s = np.cumsum(gaps) * (len(gaps) / rate / gaps.sum())
-    segments = _turns(conditions, row, draw)
-    requests = [Request(at, row.input_tokens, row.output_tokens, next(segments)) for at in at_s.tolist()]
+    segments, prompts = _turns(conditions, row, draw), _prompts(draw, row, conditions, len(at_s))
+    arrivals = zip(at_s.tolist(), prompts, strict=True)
+    requests = [Request(at, prompt, row.output_tokens, next(segments)) for at, prompt in arrivals]
     done = _Player(emulated, requests, conditions.text_s(row)).open(conditions.timeout_s)
     return _means(done[before:], row.output_tokens)
 
@@ -190,9 +209,18 @@ def _turns(conditions: Conditions, row: Row, draw: np.random.Generator) -> Itera
             yield (prompt // each, row.shared_tokens), (groups + prompt, own_tokens)
 
 
-def _burst(emulated: Emulated, row: Row) -> Means:
+def _prompts(draw: np.random.Generator, row: Row, conditions: Conditions, requests: int) -> list[int]:
+    if not conditions.prompt_lengths:
+        return [row.input_tokens] * requests
+    prompts, tokens = np.array(conditions.prompt_lengths).T
+    drawn: list[int] = draw.choice(tokens, size=requests, p=prompts / prompts.sum()).tolist()
+    return drawn
+
+
+def _burst(emulated: Emulated, row: Row, conditions: Conditions, draw: np.random.Generator) -> Means:
     """Output tokens/s of all requests at once."""
-    requests = [Request(0.0, row.input_tokens, row.output_tokens)] * row.requests
+    prompts = _prompts(draw, row, conditions, row.requests)
+    requests = [Request(0.0, prompt, row.output_tokens) for prompt in prompts]
     makespan_s = max(ended for _, _, ended in _Player(emulated, requests).open(math.inf))
     return Means(math.nan, math.nan, math.nan, row.requests * row.output_tokens / makespan_s)
 

@@ -23,7 +23,7 @@ from servers.schedulers import Rejected, Scheduler, Sequence
 from servers.schedulers.groups import BLOCK_TOKENS, Groups
 from servers.schedulers.lightllm import CachingLightLLMNow, LightLLM2310, LightLLMNow
 from servers.schedulers.tgi import CachingTgi3, Tgi1, Tgi3
-from servers.schedulers.vllm import CachingVllmV1, Vllm02, VllmV1, WindowedVllmV1
+from servers.schedulers.vllm import CachingVllmV1, Vllm02, VllmV0, VllmV1, WindowedVllmV1
 from servers.simulator import hardware
 from servers.simulator.cost import Arithmetic, Gpu, Overheads, StepCost, arithmetic
 from servers.simulator.engine import Engine, FrontEnd, Steady
@@ -176,6 +176,10 @@ def _v1_budget_tokens(gpu: Gpu) -> int:
     return 8192 if gpu.memory_bytes >= 70 * GIB and "a100" not in gpu.name.lower() else 2048
 
 
+def _first_vllm(setup: Setup, _: Gpu) -> dict[str, int]:
+    return {"max_num_seqs": min(setup.max_running, 256), "max_model_len": setup.max_model_len}
+
+
 @dataclass(frozen=True)
 class _Kind:
     """How a scheduler is made: `make` from KV tokens and `settings`, which `chosen` takes from a setup where the user
@@ -197,12 +201,8 @@ _SCHEDULERS = {
         "budget_tokens",
         CachingVllmV1,
     ),
-    "vllm@0.2": _Kind(
-        Vllm02,
-        Vllm02.Settings,
-        lambda s, _: {"max_num_seqs": min(s.max_running, 256), "max_model_len": s.max_model_len},
-        "max_num_batched_tokens",
-    ),
+    "vllm@v0": _Kind(VllmV0, VllmV0.Settings, _first_vllm, "max_num_batched_tokens"),
+    "vllm@0.2": _Kind(Vllm02, Vllm02.Settings, _first_vllm, "max_num_batched_tokens"),
     "tgi@3": _Kind(
         Tgi3,
         Tgi3.Settings,

@@ -51,8 +51,16 @@ def test_every_row_is_expressed_and_has_something_to_compare() -> None:
 
 def test_a_rows_own_settings_come_before_those_of_its_source() -> None:
     rows = {row.run: row.setup(SOURCES["mlperf"].servers) for row in SOURCES["mlperf"].rows()}
-    assert (rows["h100-server"].max_batched_tokens, rows["l40s-server"].max_batched_tokens) == (1024, 2048)
+    assert (rows["h100-server"].max_batched_tokens, rows["l40s-offline"].max_batched_tokens) == (1024, 16384)
     assert (rows["h100-offline"].kv_cache_dtype, rows["h100-server"].kv_cache_dtype) == ("fp8", "auto")
+
+
+def test_the_engine_that_a_gpu_had() -> None:
+    source = SOURCES["mlperf"]
+    row = next(row for row in source.rows() if row.run == "l40s-offline")
+    old, new = (row.setup(server) for server in (source.servers, source.under(source.alternatives[0])[0]))
+    assert (old.scheduler, dict(old.options)) == ("vllm@v0", {"max_num_seqs": 512})
+    assert (new.scheduler, dict(new.options)["long_prefill_token_threshold"]) == ("vllm@v1", 256)
 
 
 def test_what_a_step_computes_may_follow_from_the_load() -> None:
@@ -84,6 +92,32 @@ def test_a_prompt_of_text_comes_later_and_is_worked_on_alike() -> None:
         assert text.ttft_ms - ids.ttft_ms == pytest.approx(512 * 0.002)
         assert text.tpot_ms == pytest.approx(ids.tpot_ms)
     assert Conditions(text_token_us=2.0, shortest_ratio=0.8).text_s(ROW) == pytest.approx(0.9 * 512 * 2e-6)
+
+
+def test_sorting_takes_its_time_of_each_step_and_logit() -> None:
+    """Of one row: 400 us and 0.15 ns of each of Llama 3's 128,256 logits."""
+    row = msgspec.structs.replace(ROW, load="closed:1")
+    greedy, sorting = (play(row, Server(), Conditions(sorting=of), 0) for of in ((0.0, 0.0), (400.0, 0.15)))
+    assert sorting.tpot_ms - greedy.tpot_ms == pytest.approx(0.4 + 0.15e-6 * 128_256)
+
+
+def test_prompts_are_drawn_from_the_data_set_by_length() -> None:
+    """At rest, the ttft is the mean of that of the two lengths."""
+    row = msgspec.structs.replace(ROW, load="rate:0.1", requests=400)
+    short, long = (play(msgspec.structs.replace(row, input_tokens=n), Server(), Conditions(), 0) for n in (100, 2000))
+    drawn = play(row, Server(), Conditions(prompt_lengths=((30, 100), (10, 2000))), 0)
+    share = (drawn.ttft_ms - short.ttft_ms) / (long.ttft_ms - short.ttft_ms)
+    assert share == pytest.approx(1 / 4, abs=0.08)
+    burst = msgspec.structs.replace(row, load="burst")
+    mixed, alike = (play(burst, Server(), Conditions(prompt_lengths=of), 0) for of in (((1, 100), (1, 924)), ()))
+    assert mixed.output_tokens_per_s == pytest.approx(alike.output_tokens_per_s, rel=0.1)  # 512 in the mean of both
+
+
+def test_larger_cuda_graphs_spare_a_prefill_its_launches() -> None:
+    row = msgspec.structs.replace(ROW, load="closed:1", input_tokens=520)
+    own, larger = (play(msgspec.structs.replace(row, graph_tokens=n), Server(), Conditions(), 0) for n in (None, 2048))
+    assert larger.ttft_ms < own.ttft_ms - 3
+    assert larger.tpot_ms == pytest.approx(own.tpot_ms)
 
 
 def test_streams_in_step_wait_for_each_others_prompts() -> None:
@@ -148,12 +182,13 @@ def test_alternatives_change_what_they_name() -> None:
     assert server.max_running == source.servers.max_running == 128
     assert (source.conditions().text_token_us, source.under(ids)[1].text_token_us) == (2, 0)
     source = SOURCES["aiconfigurator"]
-    others = [source.under(each) for each in source.alternatives]
-    assert [server.async_scheduling for server, _ in others] == [True, False, False, False, False]
-    assert [server.max_batched_tokens for server, _ in others] == [None, 8192, None, None, None]
-    assert [(each.in_step, each.shortest_ratio, each.rounds) for _, each in others] == [
-        (True, 1.0, 20), (True, 1.0, 20), (True, 0.8, 20), (False, 1.0, 20), (True, 1.0, 20),
-    ]  # fmt: skip
+    others = {each.why: source.under(each) for each in source.alternatives}
+    server, conditions = others["asynchronous scheduling"]
+    assert (source.servers.async_scheduling, server.async_scheduling) == (False, True)
+    assert conditions == source.conditions()
+    assert others["8192 tokens a step, vLLM's default"][0].max_batched_tokens == 8192
+    assert (source.conditions().rounds, others["20 rounds"][1].rounds) == (10, 20)
+    assert others["20 rounds, no sorting"][1].sorting == (0, 0) != source.conditions().sorting
 
 
 def test_errors_of_an_alternative_are_of_its_own_lengths() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from servers.schedulers import Rejected, Scheduler, Sequence, Step
 from servers.schedulers.lightllm import LightLLM2310, LightLLMNow
 from servers.schedulers.tgi import Tgi1, Tgi3
-from servers.schedulers.vllm import Vllm02, VllmV1
+from servers.schedulers.vllm import Vllm02, VllmV0, VllmV1
 
 Make = Callable[[int], Scheduler]
 
@@ -30,6 +30,7 @@ SCHEDULERS: dict[str, Make] = {
     "vllm@v1, prompts capped": lambda kv: made(
         VllmV1, kv, max_running=6, budget_tokens=48, long_prefill_token_threshold=9
     ),
+    "vllm@v0": lambda kv: made(VllmV0, kv, max_model_len=160, max_num_seqs=6, max_num_batched_tokens=160),
     "vllm@0.2": lambda kv: made(
         Vllm02, kv, max_model_len=160, max_num_seqs=6, max_num_batched_tokens=160, max_paddings=40
     ),
@@ -383,6 +384,14 @@ def test_vllm_a_capped_prompt_takes_its_share_of_a_step_that_has_others() -> Non
     assert steps == [[(0, 40), (0, 30)], [(40, 60)], []]  # alone, it takes what is left of its prompt; then it decodes
 
 
+def test_vllm_v0_computes_whole_prompts_first_and_by_themselves() -> None:
+    scheduler = made(VllmV0, 100_000)
+    enter(scheduler, *[(512, 3)] * 7, (1024, 3))
+    steps = finish_all(scheduler, 3)
+    assert [step.prefill_tokens for step in steps] == [4096 - 512, 1024, 0]  # together they would be 4608 tokens
+    assert [step.decode_rows for step in steps] == [0, 0, 8]
+
+
 def test_vllm02_a_prompt_step_is_padded_and_limited() -> None:
     scheduler = made(Vllm02, 100_000)
     enter(scheduler, *[(512, 10)] * 20)
@@ -405,6 +414,7 @@ def test_vllm02_keeps_a_hundredth_of_its_blocks_from_prompts() -> None:
     ("scheduler", "status"),
     [
         (made(VllmV1, 1024), 400),
+        (made(VllmV0, 1024), 400),
         (made(Vllm02, 1024), 400),
         (made(Tgi1, 1024), 422),
         (made(Tgi3, 1024), 422),

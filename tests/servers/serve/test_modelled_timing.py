@@ -218,7 +218,7 @@ def test_kv_capacity_as_vllm_logged_it(model: str, gpus: int, tokens: int) -> No
         ({"gpu": "rtx4090", "model": "70b", "gpus": 4}, r"does not fit: .* on 4 x .*--tp 8 would fit"),
         ({"tp": 3, "gpus": 4}, r"32 attention heads, which --tp 3 does not divide"),
         ({"tp": 8, "gpus": 4}, "--tp 8 needs 8 GPUs and --gpus says 4"),
-        ({"scheduler": "tgi@3"}, "is no server of kind 'vllm'; there are vllm@v1, vllm@0.2[.]"),
+        ({"scheduler": "tgi@3"}, "is no server of kind 'vllm'; there are vllm@v1, vllm@v0, vllm@0.2[.]"),
         ({"backend": "openai"}, "a server of kind 'openai' is not modelled"),
         ({"model": "gpt-5"}, "unknown model 'gpt-5'; known are 7b, "),
     ],

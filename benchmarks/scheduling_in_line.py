@@ -1,0 +1,147 @@
+"""What a step of vLLM takes with and without asynchronous scheduling, by the rows that decode.
+
+    python benchmarks/scheduling_in_line.py predict          # what servers.simulator makes of it, seconds
+    python benchmarks/scheduling_in_line.py measure OUT.jsonl  # on a GPU, with vLLM: some minutes
+
+One server after the other, both of Llama-3.1-8B's shape in fp8 with random weights, without HTTP. A step of N rows is
+what N requests of 160 tokens take more than N of 32, over 128. `burst`: 1500 prompts whose lengths are drawn from
+MLPerf's (servers/data/published.json), 128 tokens each, 1024 at once, 4096 tokens a step, as in its run on an H100.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = (1, 16, 64, 128, 256, 512, 1024)
+PROMPT_TOKENS, SHORT, LONG = 64, 32, 160
+BURST, REPLY = 1500, 128
+MODES = ("in line", "asynchronous")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False, "hidden_act": "silu", "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
+
+
+def main() -> None:
+    if sys.argv[1:] == ["predict"]:
+        for mode in MODES:
+            predict(mode)
+    elif len(sys.argv) == 3:
+        for mode in MODES:
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], mode], check=True)
+    else:
+        measure(Path(sys.argv[2]), sys.argv[3])
+
+
+def burst() -> list[int]:
+    """Tokens of its prompts."""
+    sources = json.loads((ROOT / "servers/data/published.json").read_text())
+    counts, lengths = zip(*next(each["prompt_lengths"] for each in sources if each["name"] == "mlperf"), strict=True)
+    return random.Random(0).choices(lengths, counts, k=BURST)
+
+
+def predict(mode: str) -> None:
+    sys.path.insert(0, str(ROOT))
+    from backends import catalog
+    from servers.schedulers import Sequence
+    from servers.simulator.build import Profile, Setup, emulate
+    from servers.simulator.engine import FrontEnd
+
+    model = catalog.find("llama-3.1-8b")
+    assert model is not None
+    server = emulate(
+        Setup(
+            scheduler="vllm@v1",
+            model=model,
+            gpu="h100",
+            dtype="bfloat16",
+            quantization="fp8",
+            kv_cache_dtype="fp8",
+            max_batched_tokens=4096,
+            options=(("async_scheduling", int(mode == "asynchronous")),),
+        )  # fmt: skip
+    )
+    profile = server.profile
+    server = server.with_profile(Profile(scheduler=profile.scheduler, overheads=profile.overheads, front=FrontEnd()))
+
+    def takes_s(prompts: list[int], output: int) -> float:
+        ended_s = 0.0
+
+        def deliver(emits: list[Sequence], first_s: float, gap_s: float) -> None:
+            nonlocal ended_s
+            ended_s = max(ended_s, first_s + gap_s * (len(emits) - 1))
+
+        engine = server.engine(deliver)
+        for index, tokens in enumerate(prompts):
+            engine.submit(Sequence(index, tokens, output), 0.0)
+        engine.advance(math.inf)
+        return ended_s
+
+    for rows in ROWS:
+        step_s = (takes_s([PROMPT_TOKENS] * rows, LONG) - takes_s([PROMPT_TOKENS] * rows, SHORT)) / (LONG - SHORT)
+        print(json.dumps({"mode": mode, "rows": rows, "step_ms": round(1e3 * step_s, 3)}))
+    prompts = burst()
+    tokens_per_s = BURST * REPLY / takes_s(prompts, REPLY)
+    print(
+        json.dumps(
+            {"mode": mode, "burst": BURST, "prompt_tokens": sum(prompts), "output_tokens_per_s": round(tokens_per_s, 1)}
+        )
+    )
+
+
+def measure(out: Path, mode: str) -> None:
+    import torch
+    import vllm
+
+    with TemporaryDirectory() as model:
+        (Path(model) / "config.json").write_text(json.dumps(CONFIG))
+        llm = vllm.LLM(
+            model=model, load_format="dummy", skip_tokenizer_init=True, quantization="fp8", kv_cache_dtype="fp8",
+            max_model_len=4096, max_num_seqs=1024, max_num_batched_tokens=4096, enable_prefix_caching=False,
+            async_scheduling=mode == "asynchronous", seed=0,
+        )  # fmt: skip
+
+        def takes_s(prompts: list[int], output: int) -> float:
+            draw = random.Random(len(prompts))
+            asked = [{"prompt_token_ids": [draw.randrange(1000, 100_000) for _ in range(tokens)]} for tokens in prompts]
+            how = vllm.SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+            begun = time.perf_counter()
+            llm.generate(asked, how, use_tqdm=False)
+            return time.perf_counter() - begun
+
+        takes_s([PROMPT_TOKENS] * 1024, SHORT)
+        results: list[dict[str, object]] = []
+        for rows in ROWS:
+            pairs = [[takes_s([PROMPT_TOKENS] * rows, tokens) for tokens in (SHORT, LONG)] for _ in range(3)]
+            step_ms = sorted(1e3 * (long - short) / (LONG - SHORT) for short, long in pairs)
+            results.append({"mode": mode, "rows": rows, "step_ms": [round(ms, 3) for ms in step_ms]})
+        prompts = burst()
+        seconds = takes_s(prompts, REPLY)
+        results.append(
+            {
+                "mode": mode,
+                "burst": BURST,
+                "prompt_tokens": sum(prompts),
+                "output_tokens_per_s": round(BURST * REPLY / seconds, 1),
+            }
+        )
+    facts = {"gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__}
+    with out.open("a") as file:
+        for result in results:
+            line = json.dumps(result | facts)
+            print(line, flush=True)
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
