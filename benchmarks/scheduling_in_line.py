@@ -59,18 +59,11 @@ def predict(mode: str) -> None:
 
     model = catalog.find("llama-3.1-8b")
     assert model is not None
-    server = emulate(
-        Setup(
-            scheduler="vllm@v1",
-            model=model,
-            gpu="h100",
-            dtype="bfloat16",
-            quantization="fp8",
-            kv_cache_dtype="fp8",
-            max_batched_tokens=4096,
-            options=(("async_scheduling", int(mode == "asynchronous")),),
-        )  # fmt: skip
-    )
+    setup = Setup(
+        scheduler="vllm@v1", model=model, gpu="h100", dtype="bfloat16", quantization="fp8", kv_cache_dtype="fp8",
+        max_batched_tokens=4096, options=(("async_scheduling", int(mode == "asynchronous")),),
+    )  # fmt: skip
+    server = emulate(setup)
     profile = server.profile
     server = server.with_profile(Profile(scheduler=profile.scheduler, overheads=profile.overheads, front=FrontEnd()))
 

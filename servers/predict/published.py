@@ -53,6 +53,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     text_token_us: float = 0.0
     prompt_lengths: tuple[tuple[int, int], ...] = ()
     sorting: tuple[float, float] = (0.0, 0.0)
+    launch_row_us: float | None = None
     servers: Server
     assumptions: tuple[str, ...]
     alternatives: tuple[Alternative, ...] = ()

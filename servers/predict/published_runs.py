@@ -43,7 +43,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     text_token_us: where prompts are text, what the server takes to find a token of it, beside its other work.
     prompt_lengths: (prompts, tokens) of the data set that prompts of open loops and bursts are drawn from, instead of
     the rows' own length. sorting: where the server sorts all logits to draw a token by top-k and top-p, what that adds:
-    (us a step, ns a logit of each row).
+    (us a step, ns a logit of each row). launch_row_us: what the CPU takes to schedule a row, instead of the profile's.
     """
 
     rounds: int = 10
@@ -54,6 +54,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     text_token_us: float = 0.0
     prompt_lengths: tuple[tuple[int, int], ...] = ()
     sorting: tuple[float, float] = (0.0, 0.0)
+    launch_row_us: float | None = None
 
     def mean_tokens(self, nominal: int) -> float:
         """Of a drawn length."""
@@ -153,10 +154,12 @@ def play(row: Row, server: Server, conditions: Conditions, seed: int) -> Means:
 def _as_run(emulated: Emulated, row: Row, conditions: Conditions) -> Emulated:
     """The server with its row's CUDA graphs, and with what sorting adds to its steps."""
     own, (step_us, logit_ns) = emulated.profile.overheads, conditions.sorting
+    launch_row_us = own.launch_row_us if conditions.launch_row_us is None else conditions.launch_row_us
     overheads = msgspec.structs.replace(
         own,
         step_us=own.step_us + step_us,
         row_us=own.row_us + logit_ns * 1e-3 * emulated.setup.model.vocab_size,
+        launch_row_us=launch_row_us,
         graph_tokens=row.graph_tokens or own.graph_tokens,
     )
     return emulated.with_profile(msgspec.structs.replace(emulated.profile, overheads=overheads))

@@ -126,7 +126,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
         deliver: Callable[[list[Sequence], float, float], None],
         deliver_steady: Steady | None = None,
     ) -> Engine:
-        takes = self.cost.clock(self.slow_rank).step_s, self.cost.launch_s, self.cost.prepare_s
+        takes = self.cost.clock(self.slow_rank).step_s, self.cost.launch_s
         if not self.cost.by_sums:
             deliver_steady = None
         return Engine(_scheduler(self), takes, deliver, self.profile.front, deliver_steady)

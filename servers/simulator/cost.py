@@ -146,7 +146,8 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     GPU's table (FlashAttention 3). reduce: for reductions slower than those measured alone.
 
     launch: what the CPU takes to put a step together, and to launch it where it is one CUDA graph, while the GPU may
-    still be at the step before; all 0 where that is not known. launch_layer: for each layer, where a step has prefills
+    still be at the step before; launch_row: and for each row, to schedule it and to take in its token. All 0 where that
+    is not known. launch_layer: for each layer, where a step has prefills
     and its parts are CUDA graphs; launch_eager_layer: where it has more than graph_tokens tokens and every kernel is
     launched by itself; launch_experts: what a mixture adds to that. Steps of at most graph_tokens tokens are filled up
     to a graph's size."""
@@ -159,6 +160,7 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     reduce_us: float = 0.0
     reduce_ratio: float = 1.0
     launch_us: float = 0.0
+    launch_row_us: float = 0.0
     launch_layer_us: float = 0.0
     launch_eager_layer_us: float = 0.0
     launch_experts_us: float = 0.0
@@ -304,20 +306,15 @@ class StepCost:
         """Whether the rows' context together says what they take; else, with windows, it takes the length of each."""
         return self._read_s is not None
 
-    @property
-    def prepare_s(self) -> float:
-        """Seconds of a launch before its first kernel, or its graph, is launched."""
-        return self._overheads.launch_us * 1e-6
-
-    def launch_s(self, step: Step) -> float:
-        """Seconds that the CPU takes to launch the step."""
+    def launch_s(self, step: Step) -> tuple[float, float]:
+        """Seconds that the CPU takes to launch the step, and of these before its first kernel, or its graph, is."""
         own = self._overheads
-        us = own.launch_us
+        us = prepare_us = own.launch_us + own.launch_row_us * len(step.emits)
         if step.decode_rows + step.prefill_tokens > own.graph_tokens:
             us += self._eager_us
         elif step.prefill_rows:
             us += self._model.layers * own.launch_layer_us
-        return us * 1e-6
+        return us * 1e-6, prepare_us * 1e-6
 
     def terms(self, step: Step) -> Terms:
         """What `step` takes, by operator."""

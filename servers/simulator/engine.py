@@ -51,7 +51,7 @@ class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 class Engine:
     """Runs a scheduler's steps, each of which takes the seconds of `takes`: on the GPU, where it begins at the second
-    given; to be launched; and of that, before its first kernel is.
+    given; and, of the CPU, to be launched, and of that before its first kernel is.
     `deliver(emits, first_s, gap_s)` is called with the tokens of each step: the k-th of `emits` leaves the server at
     first_s + k * gap_s. Meanwhile `turning` has the places in `emits` of those whose first or last token it is.
     `deliver_steady(emits, gap_s)`, where given, is called instead for steps that follow each other and hold nobody's
@@ -60,13 +60,13 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        takes: tuple[Callable[[Step, float], float], Callable[[Step], float], float],
+        takes: tuple[Callable[[Step, float], float], Callable[[Step], tuple[float, float]]],
         deliver: Callable[[list[Sequence], float, float], None],
         front: FrontEnd,
         deliver_steady: Steady | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self._step_s, self._launch_s, self._prepare_s = takes
+        self._step_s, self._launch_s = takes
         self._deliver = deliver
         self._deliver_steady = deliver_steady
         self._request_s = front.request_us * 1e-6
@@ -152,7 +152,7 @@ class Engine:
         """What `advance` does while nobody comes: one of `depth` steps ends, now the first, and the next is launched.
         Of steps like the last the scheduler hears when it has something else to do."""
         under_way, arriving, scheduler = self._under_way, self._arriving, self.scheduler
-        prepare_s, step_s, latency_s = self._prepare_s, self._step_s, self._latency_s
+        step_s, latency_s = self._step_s, self._latency_s
         now_s, cpu_s, gpu_s, front_s, taken_s = self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s
         comes = arriving[0][0] if arriving else math.inf
         emits: list[Sequence] = []
@@ -194,7 +194,7 @@ class Engine:
                     step = scheduled
                 else:
                     break
-                rows, launch_s = len(step.emits), self._launch_s(step)
+                rows, (launch_s, prepare_s) = len(step.emits), self._launch_s(step)
             if launched < most:
                 launched += 1
                 step.decode_context += rows
@@ -242,8 +242,9 @@ class Engine:
             if step is None:
                 break
             filled = True
-            cpu_s, gpu_s = now_s + self._launch_s(step), self._gpu_s
-            begin_s = now_s + self._prepare_s
+            launch_s, prepare_s = self._launch_s(step)
+            cpu_s, gpu_s = now_s + launch_s, self._gpu_s
+            begin_s = now_s + prepare_s
             if begin_s < gpu_s:
                 begin_s = gpu_s
             end_s = begin_s + self._step_s(step, begin_s)

@@ -63,7 +63,7 @@ class Load:
             ticks = prefills if step.prefill_rows else others
             return ticks * TICK_S * (1 + step.decode_context // 4096) + (begin_s % TICK_S) / 7
 
-        return Engine(scheduler, (step_s, lambda _: launch * TICK_S, self.prepare_s), deliver, self.front, **steady)
+        return Engine(scheduler, (step_s, lambda _: (launch * TICK_S, self.prepare_s)), deliver, self.front, **steady)
 
 
 def played(load: Load, *, alike: bool, slices: bool = False) -> tuple[Tokens, list[object], int]:

@@ -343,14 +343,21 @@ def test_the_inputs_of_quantized_products_are_quantized_first() -> None:
 
 
 def test_a_step_is_launched_in_one_of_three_ways() -> None:
-    own = Overheads(launch_us=1000.0, launch_layer_us=100.0, launch_eager_layer_us=500.0, graph_tokens=512)
+    """And each row is scheduled, and its token taken in."""
+    own = Overheads(
+        launch_us=1000.0, launch_row_us=10.0, launch_layer_us=100.0, launch_eager_layer_us=500.0, graph_tokens=512
+    )
     each = StepCost(model("7b"), H200, 1, None, F16, own)
-    assert each.prepare_s == pytest.approx(1e-3)
-    assert each.launch_s(decode(8, 500)) == pytest.approx(1e-3)
-    assert each.launch_s(prefill(512)) == pytest.approx(1e-3 + 32 * 1e-4)
-    assert each.launch_s(prefill(513)) == each.launch_s(decode(513, 9)) == pytest.approx(1e-3 + 32 * 5e-4)
+    for step, rows, layers_s in (
+        (decode(8, 500), 8, 0.0),
+        (prefill(512), 1, 32 * 1e-4),
+        (prefill(513), 1, 32 * 5e-4),
+        (decode(513, 9), 513, 32 * 5e-4),
+    ):
+        prepared_s = 1e-3 + rows * 1e-5
+        assert each.launch_s(step) == pytest.approx((prepared_s + layers_s, prepared_s))
     assert each(prefill(513)) == cost("7b")(prefill(513))  # the GPU's own time is another
-    assert cost("7b").launch_s(prefill(513)) == 0
+    assert cost("7b").launch_s(prefill(513)) == (0, 0)
 
 
 def test_latent_attention_reads_little_and_multiplies_much() -> None:
@@ -417,7 +424,7 @@ def test_a_mixture_takes_longer_to_launch() -> None:
     own = Overheads(launch_us=1000.0, launch_eager_layer_us=500.0, launch_experts_us=700.0, graph_tokens=512)
     for name, layers, per_layer_us in (("7b", 32, 500.0), ("qwen3-30b-a3b", 48, 1200.0)):
         each = StepCost(model(name), H200, 1, None, F16, own)
-        assert each.launch_s(prefill(513)) == pytest.approx((1000.0 + layers * per_layer_us) * 1e-6)
+        assert each.launch_s(prefill(513))[0] == pytest.approx((1000.0 + layers * per_layer_us) * 1e-6)
 
 
 def test_products_of_few_rows_have_their_own_rate() -> None:

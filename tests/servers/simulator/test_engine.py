@@ -30,7 +30,7 @@ def played(
     scheduler = VllmV1(100_000, VllmV1.Settings(max_running=64, budget_tokens=8192))
     engine = Engine(
         scheduler,
-        (lambda step, _: takes(gpu_ms, step), lambda step: takes(launch_ms, step), prepare_ms / 1e3),
+        (lambda step, _: takes(gpu_ms, step), lambda step: (takes(launch_ms, step), prepare_ms / 1e3)),
         deliver,
         front or FrontEnd(),
     )
