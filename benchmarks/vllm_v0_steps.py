@@ -1,7 +1,7 @@
 """vllm@v0 beside the Scheduler of vLLM 0.10.0: the same loads step by step, with the steps and preemptions that differ.
 
     python3 -m venv .venv-v0
-    .venv-v0/bin/pip install --constraint CONSTRAINTS vllm==0.10.0  # or --no-deps, and what it then asks for
+    .venv-v0/bin/pip install vllm==0.10.0 msgspec
     .venv-v0/bin/python benchmarks/vllm_v0_steps.py  # a minute, without a GPU
 
 A step's requests, whether they are prompts, and how many tokens of each are computed must be alike, in the same order.
