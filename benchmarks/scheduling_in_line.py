@@ -106,10 +106,11 @@ def measure(out: Path, mode: str) -> None:
 
         def takes_s(prompts: list[int], output: int) -> float:
             draw = random.Random(len(prompts))
-            asked = [{"prompt_token_ids": [draw.randrange(1000, 100_000) for _ in range(tokens)]} for tokens in prompts]
-            how = vllm.SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+            ids = [[draw.randrange(1000, 100_000) for _ in range(tokens)] for tokens in prompts]
+            inputs = [{"prompt_token_ids": each} for each in ids]
+            params = vllm.SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
             begun = time.perf_counter()
-            llm.generate(asked, how, use_tqdm=False)
+            llm.generate(inputs, params, use_tqdm=False)
             return time.perf_counter() - begun
 
         takes_s([PROMPT_TOKENS] * 1024, SHORT)

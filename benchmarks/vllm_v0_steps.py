@@ -25,9 +25,9 @@ from vllm.sequence import Sequence as TheirSequence
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from servers.schedulers import Sequence
+from servers.schedulers.groups import BLOCK_TOKENS
 from servers.schedulers.vllm import VllmV0
 
-BLOCK_TOKENS = 16
 Steps = list[list[tuple[int, bool, int]]]  # (request, whether it is a prompt, tokens)
 
 
@@ -111,8 +111,8 @@ def play_theirs(load: Load) -> tuple[Steps, int]:
         for index, prompt, output in new:
             sequence = TheirSequence(index, token_inputs(list(range(prompt))), BLOCK_TOKENS)
             sequences[index] = sequence, output
-            asked = SamplingParams(max_tokens=output, ignore_eos=True)
-            scheduler.add_seq_group(SequenceGroup(str(index), [sequence], arrival_time=index, sampling_params=asked))
+            params = SamplingParams(max_tokens=output, ignore_eos=True)
+            scheduler.add_seq_group(SequenceGroup(str(index), [sequence], arrival_time=index, sampling_params=params))
         if ended == len(load.requests):
             return steps, preemptions
         steps.append([])

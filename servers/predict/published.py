@@ -39,21 +39,13 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     servers: dict[str, Any] = {}
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """One publication. `assumptions`: of all its rows, where it is silent or where the model is."""
+class Source(Conditions, frozen=True, kw_only=True):
+    """One publication, and the conditions of its runs. `assumptions`: of all its rows, where it is silent or where the
+    model is."""
 
     name: str
     title: str
     file: str
-    rounds: int = 10
-    shortest_ratio: float = 1.0
-    in_step: bool = True
-    timeout_s: float = math.inf
-    prompts: tuple[int, int] | None = None
-    text_token_us: float = 0.0
-    prompt_lengths: tuple[tuple[int, int], ...] = ()
-    sorting: tuple[float, float] = (0.0, 0.0)
-    launch_row_us: float | None = None
     servers: Server
     assumptions: tuple[str, ...]
     alternatives: tuple[Alternative, ...] = ()

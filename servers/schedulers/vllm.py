@@ -558,4 +558,4 @@ class Vllm02(VllmV0):
         return padded <= self._budget_tokens and padded - sum(lengths) <= self._settings.max_paddings
 
     def _computed(self, lengths: list[int]) -> list[int]:
-        return [max(lengths)] * len(lengths) if lengths else []
+        return [max(lengths, default=0)] * len(lengths)

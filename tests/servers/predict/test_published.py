@@ -194,7 +194,15 @@ def test_alternatives_change_what_they_name() -> None:
     server, conditions = others["asynchronous scheduling"]
     assert (source.servers.async_scheduling, server.async_scheduling) == (False, True)
     assert conditions == source.conditions()
-    assert others["8192 tokens a step, vLLM's default"][0].max_batched_tokens == 8192
+    server, conditions = others["8192 tokens a step, vLLM's default"]
+    assert (server.async_scheduling, server.max_batched_tokens, server.spare_tokens) == (False, 8192, None)
+    assert conditions == source.conditions()
+    kept = (source.conditions().in_step, source.conditions().shortest_ratio)
+    assert kept == (True, 1.0)
+    for why, own in (("lengths from 80 to 100 %", (True, 0.8)), ("streams out of step at random", (False, 1.0))):
+        server, conditions = others[why]
+        assert server == source.servers and conditions.rounds == 10
+        assert (conditions.in_step, conditions.shortest_ratio) == own
     assert (source.conditions().rounds, others["20 rounds"][1].rounds) == (10, 20)
     assert others["20 rounds, no sorting"][1].sorting == (0, 0) != source.conditions().sorting
 
