@@ -1,7 +1,7 @@
 """What a step of vLLM takes with and without asynchronous scheduling, by the rows that decode.
 
-    python benchmarks/scheduling_in_line.py predict          # what servers.simulator makes of it, seconds
-    python benchmarks/scheduling_in_line.py measure OUT.jsonl  # on a GPU, with vLLM: some minutes
+    python benchmarks/scheduling_in_line.py predict [MODE ...]            # what servers.simulator makes of it, seconds
+    python benchmarks/scheduling_in_line.py measure OUT.jsonl [MODE ...]  # on a GPU, with vLLM: some minutes
 
 One server after the other, both of Llama-3.1-8B's shape in fp8 with random weights, without HTTP. A step of N rows is
 what N requests of 160 tokens take more than N of 32, over 128. `burst`: 1500 prompts whose lengths are drawn from
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = (1, 16, 64, 128, 256, 512, 1024)
 PROMPT_TOKENS, SHORT, LONG = 64, 32, 160
 BURST, REPLY = 1500, 128
-MODES = ("in line", "asynchronous")
+MODES = ("in line", "asynchronous", "V0")  # V0: the engine that vLLM had until 0.10; its KV cache is in 16 bit here
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -33,14 +34,15 @@ CONFIG = {
 
 
 def main() -> None:
-    if sys.argv[1:] == ["predict"]:
-        for mode in MODES:
+    what, modes = sys.argv[1], sys.argv[3 if sys.argv[1] == "measure" else 2 :]
+    if what == "predict":
+        for mode in modes or MODES:
             predict(mode)
-    elif len(sys.argv) == 3:
-        for mode in MODES:
-            subprocess.run([sys.executable, __file__, *sys.argv[1:], mode], check=True)
+    elif len(modes) == 1:
+        measure(Path(sys.argv[2]), modes[0])
     else:
-        measure(Path(sys.argv[2]), sys.argv[3])
+        for mode in modes or MODES[:2]:
+            subprocess.run([sys.executable, __file__, *sys.argv[1:3], mode], check=True)
 
 
 def burst() -> list[int]:
@@ -51,6 +53,8 @@ def burst() -> list[int]:
 
 
 def predict(mode: str) -> None:
+    import msgspec
+
     sys.path.insert(0, str(ROOT))
     from backends import catalog
     from servers.schedulers import Sequence
@@ -63,6 +67,9 @@ def predict(mode: str) -> None:
         scheduler="vllm@v1", model=model, gpu="h100", dtype="bfloat16", quantization="fp8", kv_cache_dtype="fp8",
         max_batched_tokens=4096, options=(("async_scheduling", int(mode == "asynchronous")),),
     )  # fmt: skip
+    if mode == "V0":
+        options = (("max_num_seqs", 1024),)
+        setup = msgspec.structs.replace(setup, scheduler="vllm@v0", kv_cache_dtype="auto", options=options)
     server = emulate(setup)
     profile = server.profile
     server = server.with_profile(Profile(scheduler=profile.scheduler, overheads=profile.overheads, front=FrontEnd()))
@@ -93,15 +100,16 @@ def predict(mode: str) -> None:
 
 
 def measure(out: Path, mode: str) -> None:
+    os.environ["VLLM_USE_V1"] = "0" if mode == "V0" else "1"
     import torch
     import vllm
 
     with TemporaryDirectory() as model:
         (Path(model) / "config.json").write_text(json.dumps(CONFIG))
         llm = vllm.LLM(
-            model=model, load_format="dummy", skip_tokenizer_init=True, quantization="fp8", kv_cache_dtype="fp8",
-            max_model_len=4096, max_num_seqs=1024, max_num_batched_tokens=4096, enable_prefix_caching=False,
-            async_scheduling=mode == "asynchronous", seed=0,
+            model=model, load_format="dummy", skip_tokenizer_init=True, quantization="fp8",
+            kv_cache_dtype="auto" if mode == "V0" else "fp8", max_model_len=4096, max_num_seqs=1024,
+            max_num_batched_tokens=4096, enable_prefix_caching=False, async_scheduling=mode == "asynchronous", seed=0,
         )  # fmt: skip
 
         def takes_s(prompts: list[int], output: int) -> float:

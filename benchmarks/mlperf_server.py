@@ -1,0 +1,145 @@
+"""MLPerf's H100 server run, and what else tells why it is predicted as it is, on a real vLLM and predicted.
+
+    python benchmarks/mlperf_server.py predict ENGINE              # what servers.predict makes of it, a minute
+    python benchmarks/mlperf_server.py measure ENGINE OUT.jsonl    # on an H100 with vLLM, which must have that engine
+
+ENGINE: `v1` (steps scheduled in line), `v1-async`, or `v0`, which vLLM had until 0.10. Llama-3.1-8B's shape in fp8 with
+random weights, prompts of tokens whose lengths are drawn as MLPerf's (servers/data/published.json), replies of 128. V1
+has the options of MLPerf's H100 server, V0 those of its L40S server but for the KV cache, which is in 16 bit. A burst,
+then Poisson loads. The engine runs beside its client without HTTP, as MLPerf's harness had it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.scheduling_in_line import CONFIG, ROOT
+
+REPLY = 128
+BURST, SECONDS = 1200, 40  # requests of the burst; of each Poisson load
+RATES = {"v1": (20.0, 30.0, 39.64), "v1-async": (20.0, 30.0, 39.64), "v0": (10.0, 20.0)}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["predict"] and len(sys.argv) == 3:
+        predict(sys.argv[2])
+    elif sys.argv[1:2] == ["measure"] and len(sys.argv) == 4:
+        os.environ["VLLM_USE_V1"] = "0" if sys.argv[2] == "v0" else "1"
+        asyncio.run(measure(sys.argv[2], Path(sys.argv[3])))
+    else:
+        raise SystemExit(__doc__)
+
+
+def source() -> dict[str, Any]:
+    sources = json.loads((ROOT / "servers/data/published.json").read_text())
+    return next(each for each in sources if each["name"] == "mlperf")
+
+
+def loads(engine: str) -> Iterator[tuple[str, int]]:
+    """Each load and its requests."""
+    yield "burst", BURST
+    for rate in RATES[engine]:
+        yield f"rate:{rate:g}", round(rate * SECONDS)
+
+
+def predict(engine: str) -> None:
+    from servers.predict.published_runs import Conditions, Row, Server, play
+
+    conditions = Conditions(prompt_lengths=tuple(tuple(each) for each in source()["prompt_lengths"]))
+    server = Server(async_scheduling=engine == "v1-async", v0_gpus=("h100",) if engine == "v0" else ())
+    for load, requests in loads(engine):
+        row = Row(
+            run=load, model="llama-3.1-8b", gpu="h100", tp=1, quantization="fp8", load=load, requests=requests,
+            input_tokens=871, output_tokens=REPLY,
+            **(
+                {"max_running": 256, "max_model_len": 2668}
+                if engine == "v0"
+                else {"max_running": 512, "max_batched_tokens": 1024, "long_prefill_token_threshold": 256,
+                      "max_model_len": 131072, "graph_tokens": 1024}
+            ),
+        )  # fmt: skip
+        means = play(row, server, conditions, 0)
+        result = {name: round(value, 2) for name, value in means._asdict().items() if not math.isnan(value)}
+        print(json.dumps({"engine": engine, "load": load} | result))
+
+
+async def measure(engine: str, out: Path) -> None:
+    import torch
+    import vllm
+    from vllm.config import CompilationConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+    draw = random.Random(1)
+    counts, lengths = zip(*source()["prompt_lengths"], strict=True)
+    with TemporaryDirectory() as model:
+        (Path(model) / "config.json").write_text(json.dumps(CONFIG))
+        options: dict[str, Any] = {"max_num_seqs": 256, "max_model_len": 2668}
+        if engine != "v0":
+            options = {
+                "max_num_seqs": 512, "max_num_batched_tokens": 1024, "long_prefill_token_threshold": 256,
+                "max_model_len": 131072, "async_scheduling": engine == "v1-async",
+                "compilation_config": CompilationConfig(
+                    cudagraph_capture_sizes=[1, 2, 4, *range(8, 257, 8), *range(272, 1025, 16)]
+                ),
+            }  # fmt: skip
+        llm = AsyncLLMEngine.from_engine_args(
+            AsyncEngineArgs(
+                model=model, load_format="dummy", skip_tokenizer_init=True, quantization="fp8",
+                enable_prefix_caching=False, gpu_memory_utilization=0.9, seed=0, **options,
+            )
+        )  # fmt: skip
+        served: list[tuple[float, float, float]] = []  # sent, first token, last
+
+        async def one(name: str, ids: list[int]) -> None:
+            params = vllm.SamplingParams(temperature=0, max_tokens=REPLY, ignore_eos=True, detokenize=False)
+            sent, first = time.perf_counter(), 0.0
+            async for _ in llm.generate({"prompt_token_ids": ids}, params, name):
+                first = first or time.perf_counter()
+            served.append((sent, first, time.perf_counter()))
+
+        async def play(load: str, requests: int) -> dict[str, float]:
+            served.clear()
+            prompts = [
+                [draw.randrange(1000, 100_000) for _ in range(n)] for n in draw.choices(lengths, counts, k=requests)
+            ]
+            kind, _, rate = load.partition(":")
+            begun = at = time.perf_counter()
+            tasks = []
+            for index, ids in enumerate(prompts):
+                tasks.append(asyncio.create_task(one(f"{load}-{index}", ids)))
+                if kind == "rate":
+                    at += draw.expovariate(float(rate))
+                    await asyncio.sleep(max(0.0, at - time.perf_counter()))
+            await asyncio.gather(*tasks)
+            ended = max(last for _, _, last in served)
+            if kind == "burst":
+                return {"output_tokens_per_s": requests * REPLY / (ended - begun)}
+            ttft_ms = 1e3 * sum(first - sent for sent, first, _ in served) / requests
+            e2e_ms = 1e3 * sum(last - sent for sent, _, last in served) / requests
+            return {"ttft_ms": ttft_ms, "tpot_ms": (e2e_ms - ttft_ms) / (REPLY - 1), "e2e_ms": e2e_ms}
+
+        await play("burst", 200)  # kernels are compiled and caches fill
+        facts = {"gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__}
+        for load, requests in loads(engine):
+            result = await play(load, requests)
+            line = json.dumps({"engine": engine, "load": load} | {k: round(v, 2) for k, v in result.items()} | facts)
+            print(line, flush=True)
+            with out.open("a") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
