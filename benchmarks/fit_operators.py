@@ -25,6 +25,7 @@ from scipy.optimize import least_squares
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from servers.simulator.cost import tiled_outputs
 from servers.simulator.experts import chances, reached
 
 Floats = npt.NDArray[np.float64]
@@ -42,6 +43,7 @@ ELEMENTWISE: dict[str, Callable[[dict[str, int]], int]] = {  # values that are r
 # the largest all-reduce, by GPUs, that vLLM 0.25 leaves to FlashInfer on a B200 (FI_ALLREDUCE_FUSION_MAX_SIZE_MB)
 FLASHINFER_BYTES = {2: 64 << 20, 4: 32 << 20, 8: 1 << 20}
 NARROW = {"fp8": (16, 64)}  # rows up to which vLLM's products in fp8 have kernels of their own (scaled_mm, sm90)
+PROCESSORS = 132  # of an H100 and an H200
 WIDTHS = {"fp8": 1.0, "nvfp4": 0.5 + 1 / 16}  # bytes of a value with its share of a block's scale
 
 
@@ -114,21 +116,25 @@ def products(
     outliers: bool = False,
 ) -> Fitted:
     """width: bytes of a value of both operands; the product is in 16 bit. narrow: the most rows of a product that has
-    kernels of its own, each of which reads at its own rate. outliers: whether there are some."""
+    kernels of its own, each of which reads at its own rate; all then have tiles of fixed sizes. outliers: whether there
+    are some."""
     t, n, k, us = columns(rows, "t", "n", "k")
     counts = np.sqrt([time / us[t == tokens].mean() for tokens, time in zip(t, us, strict=True)])
     kernel = np.searchsorted(narrow, t)
+    tiled, whole = np.array([tiled_outputs(*sizes, PROCESSORS) for sizes in zip(t, n, strict=True)]).T
 
     def gemm(x: Floats) -> Floats:
-        ratio = np.append(x[4:], x[1])[kernel]
-        a, b = 2 * t * n * k / (x[0] * flops), (width * (n * k + t * k) + 2 * t * n) / (ratio * bandwidth)
+        ratio = np.append(x[5:], x[1])[kernel]
+        outputs = tiled + x[4] * (whole - tiled) if narrow else t * n
+        a, b = 2 * outputs * k / (x[0] * flops), (width * (n * k + t * k) + 2 * t * n) / (ratio * bandwidth)
         return soft_roofline(a, b, x[2]) + x[3]
 
-    x = fit(gemm, us, (0.75, 0.9, 2.0, 4.0) + (0.9,) * len(narrow), counts, 0.1 if outliers else 1.0)
-    part, ratios = as_gemm(x[:4]), x[4:].round(3).tolist()
-    predicted = gemm(np.array([*part.values(), *ratios]))
+    x = fit(gemm, us, (0.75, 0.9, 2.0, 4.0, 0.5) + (0.9,) * len(narrow), counts, 0.1 if outliers else 1.0)
+    part, (idle, *ratios) = as_gemm(x[:4]), x[4:].round(3).tolist()
+    predicted = gemm(np.array([*part.values(), idle, *ratios]))
     if narrow:
         part["narrow"] = [[most, ratio] for most, ratio in zip(narrow, ratios, strict=True)]
+        part["waves"] = {"processors": PROCESSORS, "idle": idle}
     return part, predicted, us
 
 

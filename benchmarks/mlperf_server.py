@@ -57,7 +57,11 @@ def loads(engine: str) -> Iterator[tuple[str, int]]:
 def predict(engine: str) -> None:
     from servers.predict.published_runs import Conditions, Row, Server, play
 
-    conditions = Conditions(prompt_lengths=tuple(tuple(each) for each in source()["prompt_lengths"]))
+    published = source()
+    conditions = Conditions(
+        prompt_lengths=tuple(tuple(each) for each in published["prompt_lengths"]),
+        launch_row_us=published["launch_row_us"],
+    )
     server = Server(async_scheduling=engine == "v1-async", v0_gpus=("h100",) if engine == "v0" else ())
     for load, requests in loads(engine):
         row = Row(

@@ -121,28 +121,22 @@ def measure(out: Path, mode: str) -> None:
             llm.generate(inputs, params, use_tqdm=False)
             return time.perf_counter() - begun
 
+        def keep(result: dict[str, object]) -> None:
+            line = json.dumps({"mode": mode} | result | facts)
+            print(line, flush=True)
+            with out.open("a") as file:
+                file.write(line + "\n")
+
+        facts = {"gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__}
         takes_s([PROMPT_TOKENS] * 1024, SHORT)
-        results: list[dict[str, object]] = []
         for rows in ROWS:
             pairs = [[takes_s([PROMPT_TOKENS] * rows, tokens) for tokens in (SHORT, LONG)] for _ in range(3)]
             step_ms = sorted(1e3 * (long - short) / (LONG - SHORT) for short, long in pairs)
-            results.append({"mode": mode, "rows": rows, "step_ms": [round(ms, 3) for ms in step_ms]})
+            keep({"rows": rows, "step_ms": [round(ms, 3) for ms in step_ms]})
         prompts = burst()
         seconds = takes_s(prompts, REPLY)
-        results.append(
-            {
-                "mode": mode,
-                "burst": BURST,
-                "prompt_tokens": sum(prompts),
-                "output_tokens_per_s": round(BURST * REPLY / seconds, 1),
-            }
-        )
-    facts = {"gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__}
-    with out.open("a") as file:
-        for result in results:
-            line = json.dumps(result | facts)
-            print(line, flush=True)
-            file.write(line + "\n")
+        tokens_per_s = round(BURST * REPLY / seconds, 1)
+        keep({"burst": BURST, "prompt_tokens": sum(prompts), "output_tokens_per_s": tokens_per_s})
 
 
 if __name__ == "__main__":

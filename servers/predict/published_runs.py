@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -41,9 +42,10 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nominal ones up to these. in_step: all streams begin at once; else each begins somewhere in a reply, at random.
     timeout_s: when the client gives a request up. prompts: (groups, prompts of each) that are sent in turn.
     text_token_us: where prompts are text, what the server takes to find a token of it, beside its other work.
-    prompt_lengths: (prompts, tokens) of the data set that prompts of open loops and bursts are drawn from, instead of
-    the rows' own length. sorting: where the server sorts all logits to draw a token by top-k and top-p, what that adds:
-    (us a step, ns a logit of each row). launch_row_us: what the CPU takes to schedule a row, instead of the profile's.
+    prompt_lengths: (prompts, tokens) of the data set that open loops and bursts send, instead of the rows' own length:
+    all its prompts in random order, again and again. template_tokens: what they all begin with. sorting: where the
+    server sorts all logits to draw a token by top-k and top-p, what that adds: (us a step, ns a logit of each row).
+    launch_row_us: what the CPU takes to schedule a row, instead of the profile's.
     """
 
     rounds: int = 10
@@ -53,6 +55,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prompts: tuple[int, int] | None = None
     text_token_us: float = 0.0
     prompt_lengths: tuple[tuple[int, int], ...] = ()
+    template_tokens: int = 0
     sorting: tuple[float, float] = (0.0, 0.0)
     launch_row_us: float | None = None
 
@@ -105,8 +108,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         spare = chosen.pop("spare_tokens")
         scheduler = "vllm@v1"
         options = {name: int(chosen.pop(name)) for name in ("async_scheduling", "long_prefill_token_threshold")}
-        if self.gpu in chosen.pop("v0_gpus"):
+        if self.gpu in chosen.pop("v0_gpus"):  # where a prefix cache is off by default
             scheduler, options = "vllm@v0", {"max_num_seqs": chosen["max_running"]}
+            chosen["prefix_caching"] = False
         if spare is not None and self.max_batched_tokens is None:
             chosen["max_batched_tokens"] = self.input_tokens + self.streams + spare
         model = catalog.find(self.model)
@@ -131,6 +135,9 @@ class Means(NamedTuple):
     tpot_ms: float
     e2e_ms: float
     output_tokens_per_s: float
+
+
+Prompt = tuple[int, tuple[tuple[int, int], ...]]  # tokens, and of these (segment, tokens) that others may share
 
 
 class Request(NamedTuple):
@@ -192,38 +199,38 @@ def _open(emulated: Emulated, row: Row, conditions: Conditions, rate: float, dra
     before = FILLING if row.stage else 0
     gaps = draw.exponential(1.0, before + row.requests)
     at_s = np.cumsum(gaps) * (len(gaps) / rate / gaps.sum())
-    segments, prompts = _turns(conditions, row, draw), _prompts(draw, row, conditions, len(at_s))
-    arrivals = zip(at_s.tolist(), prompts, strict=True)
-    requests = [Request(at, prompt, row.output_tokens, next(segments)) for at, prompt in arrivals]
+    prompts = itertools.islice(prompts_of(conditions, row, draw), len(at_s))
+    requests = [
+        Request(at, tokens, row.output_tokens, segments)
+        for at, (tokens, segments) in zip(at_s.tolist(), prompts, strict=True)
+    ]
     done = _Player(emulated, requests, conditions.text_s(row)).open(conditions.timeout_s)
     return _means(done[before:], row.output_tokens)
 
 
-def _turns(conditions: Conditions, row: Row, draw: np.random.Generator) -> Iterator[tuple[tuple[int, int], ...]]:
-    """What each request shares: the prompts in one random order, again and again."""
+def prompts_of(conditions: Conditions, row: Row, draw: np.random.Generator) -> Iterator[Prompt]:
+    """In one random order, again and again; those of a data set in another order each time."""
+    if conditions.prompt_lengths:
+        template = conditions.template_tokens
+        lengths = [tokens for prompts, tokens in conditions.prompt_lengths for _ in range(prompts)]
+        while True:
+            for prompt in draw.permutation(len(lengths)).tolist():
+                yield lengths[prompt], ((0, template), (1 + prompt, lengths[prompt] - template)) if template else ()
     if conditions.prompts is None:
         while True:
-            yield ()
+            yield row.input_tokens, ()
     groups, each = conditions.prompts
     order = draw.permutation(groups * each).tolist()
     own_tokens = row.input_tokens - row.shared_tokens
     while True:
         for prompt in order:
-            yield (prompt // each, row.shared_tokens), (groups + prompt, own_tokens)
-
-
-def _prompts(draw: np.random.Generator, row: Row, conditions: Conditions, requests: int) -> list[int]:
-    if not conditions.prompt_lengths:
-        return [row.input_tokens] * requests
-    prompts, tokens = np.array(conditions.prompt_lengths).T
-    drawn: list[int] = draw.choice(tokens, size=requests, p=prompts / prompts.sum()).tolist()
-    return drawn
+            yield row.input_tokens, ((prompt // each, row.shared_tokens), (groups + prompt, own_tokens))
 
 
 def _burst(emulated: Emulated, row: Row, conditions: Conditions, draw: np.random.Generator) -> Means:
     """Output tokens/s of all requests at once."""
-    prompts = _prompts(draw, row, conditions, row.requests)
-    requests = [Request(0.0, prompt, row.output_tokens) for prompt in prompts]
+    prompts = itertools.islice(prompts_of(conditions, row, draw), row.requests)
+    requests = [Request(0.0, tokens, row.output_tokens, segments) for tokens, segments in prompts]
     makespan_s = max(ended for _, _, ended in _Player(emulated, requests).open(math.inf))
     return Means(math.nan, math.nan, math.nan, row.requests * row.output_tokens / makespan_s)
 

@@ -1,6 +1,7 @@
 """How long a step takes on given GPUs: a sum of operators, each as fast as that kind of GPU was measured to run it.
 
-GEMM         a = 2TNK / (eta_c F), b = bytes / (eta_b BW), t = (a^p + b^p)^(1/p) + launch   (soft roofline)
+GEMM         a = 2TNK / (eta_c F), b = bytes / (eta_b BW), t = (a^p + b^p)^(1/p) + launch   (soft roofline);
+             kernels with fixed tiles fill up TN to whole tiles, and in part to whole waves of them (`Waves`)
 decode       KV bytes / (eta_kv BW) + per row and head; slower by `mixed` in one launch with prefills
 prefill      4 heads d sum q(c + q/2) / (eta F) + per token and head
 element-wise bytes / (eta BW) + launches
@@ -33,16 +34,38 @@ from servers.simulator import experts
 from servers.simulator.formats import computes
 
 FASTER = 2.0  # 8-bit products over 16-bit ones by the same tensor cores; 4-bit over 8-bit
+TILES = (  # most rows of a product, and rows and columns of its tiles: vLLM's fp8 kernels on Hopper (CUTLASS, sm90)
+    (64, 64, 64),
+    (128, 64, 128),
+    (math.inf, 128, 128),
+)
+
+
+class Waves(msgspec.Struct, frozen=True, kw_only=True):
+    """Of kernels with tiles of fixed sizes, one on each processor at a time. idle: how much of the processors that are
+    without a tile in the last wave counts as computed."""
+
+    processors: int
+    idle: float
 
 
 class Gemm(msgspec.Struct, frozen=True, kw_only=True):
-    """narrow: (rows, memory_ratio) for products of at most so many rows, whose kernels have other tiles; ascending."""
+    """narrow: (rows, memory_ratio) for products of at most so many rows, whose kernels have other tiles; ascending.
+    waves: None where kernels choose their tiles by the product, as cuBLAS's do."""
 
     compute_ratio: float
     memory_ratio: float
     softness: float
     launch_us: float
     narrow: tuple[tuple[int, float], ...] = ()
+    waves: Waves | None = None
+
+    def outputs(self, rows: float, n: float) -> float:
+        """Of a product with rows x n, as many as are computed, in whole tiles and waves."""
+        if self.waves is None:
+            return rows * n
+        tiled, whole = tiled_outputs(rows, n, self.waves.processors)
+        return tiled + self.waves.idle * (whole - tiled)
 
     def memory_ratio_of(self, rows: float) -> float:
         for most, ratio in self.narrow:
@@ -339,7 +362,7 @@ class StepCost:
         numbers: default those of weights that are not quantized."""
         numbers = numbers or self._plain
         fit, width = numbers.fit, self._plain.weight_bytes
-        compute = 2 * rows * n * k / (fit.compute_ratio * self._gpu.flops)
+        compute = 2 * fit.outputs(rows, n) * k / (fit.compute_ratio * self._gpu.flops)
         read = numbers.weight_bytes / width * (weights * n * k) + rows * (n + numbers.input_bytes / width * k)
         memory = width * read / (fit.memory_ratio_of(rows) * self._gpu.memory_bytes_per_s)
         return _soft_max(compute, memory, fit.softness) + fit.launch_us * 1e-6
@@ -529,6 +552,13 @@ def _work_seen(step: Step, window: Window | None) -> float:
     if window is None:
         return step.prefill_work
     return sum(window.work(cached, tokens) for cached, tokens in step.chunks)
+
+
+def tiled_outputs(rows: float, n: float, processors: int) -> tuple[float, float]:
+    """Outputs of a product with rows x n in whole tiles, and in whole waves of them."""
+    height, width = next((height, width) for most, height, width in TILES if rows <= most)
+    tiles = math.ceil(rows / height) * math.ceil(n / width)
+    return tiles * height * width, math.ceil(tiles / processors) * processors * height * width
 
 
 def _soft_max(a: float, b: float, softness: float) -> float:

@@ -58,13 +58,16 @@ def _wrong(gpu: Gpu) -> Iterator[str]:
     yield from _not_positive("", gpu, ("flops", "memory_bytes_per_s", "memory_bytes"))
     gemms = {"gemm": gpu.gemm} | {f"gemms.{dtype}": fit for dtype, fit in gpu.gemms.items()}
     for part, fit in {**gemms, "attention": gpu.attention, "elementwise": gpu.elementwise}.items():
-        names = [name for name in msgspec.structs.asdict(fit) if name != "narrow"]
+        names = [name for name in msgspec.structs.asdict(fit) if name not in ("narrow", "waves")]
         times = [name for name in names if name.endswith(("_us", "_ns"))]
         yield from _not_positive(f"{part}.", fit, [name for name in names if name not in times])
         yield from _not_positive(f"{part}.", fit, times, or_zero=True)
     for part, fit in gemms.items():
         if not all(0 < ratio < math.inf for _, ratio in fit.narrow):
             yield f"{part}.narrow has a ratio that is not above 0"
+        if fit.waves is not None:
+            yield from _not_positive(f"{part}.waves.", fit.waves, ["processors"])
+            yield from _not_positive(f"{part}.waves.", fit.waves, ["idle"], or_zero=True)
         if fit.softness < LEAST_SOFTNESS:
             yield f"{part}.softness is {fit.softness:g} and must be at least {LEAST_SOFTNESS:g}"
     if gpu.boost is not None:

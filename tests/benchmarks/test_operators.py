@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from backends import catalog
 from servers.simulator import experts, hardware
-from servers.simulator.cost import Gemm, Gpu
+from servers.simulator.cost import Arithmetic, Gemm, Gpu, Overheads, StepCost, arithmetic
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -119,6 +122,41 @@ def test_outliers_pull_a_fit_less() -> None:
     assert abs(robust - 0.8) < 0.05 < abs(plain - 0.8)
 
 
+def in_fp8(gpu: str) -> tuple[StepCost, Arithmetic]:
+    model = catalog.find("llama-3.1-8b")
+    assert model is not None
+    precision = model.precision("bfloat16", "fp8")
+    return StepCost(model, GPUS[gpu], 1, None, precision, Overheads()), arithmetic(GPUS[gpu], precision)
+
+
+def test_products_in_waves_are_found_again() -> None:
+    """Made by an entry that has them, at sizes that fill the last one more or less."""
+    cost, numbers = in_fp8("h100")
+    rows = [
+        ({"t": str(t), "n": str(n), "k": str(k), "by": "vllm"}, 1e6 * cost.gemm_s(t, n, k, 1, numbers))
+        for t in (1, 16, 64, 128, 192, 256, 512, 1024, 4096) for n in (1536, 2560, 4096, 8192) for k in (2048, 8192)
+    ]  # fmt: skip
+    part, *_ = fit_operators.products(
+        rows, GPUS["h100"].flops / 1e6, GPUS["h100"].memory_bytes_per_s / 1e6, 1, (16, 64)
+    )
+    known = msgspec.to_builtins(GPUS["h100"].gemms["fp8"])
+    assert part["waves"]["idle"] == pytest.approx(known["waves"]["idle"], rel=0.02)
+    assert part["compute_ratio"] == pytest.approx(known["compute_ratio"], rel=0.02)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_products_in_fp8_beside_those_that_others_published(gpu: str) -> None:
+    """No entry is fitted to them. Without its waves it is further off."""
+    cost, numbers = in_fp8(gpu)
+    rows = fit_operators.read(PUBLISHED / f"{gpu}.csv")["gemm_fp8"]
+
+    def off(numbers: Arithmetic) -> float:
+        took = [(cost.gemm_s(*(int(sizes[name]) for name in "tnk"), 1, numbers) * 1e6, us) for sizes, us in rows]
+        return sum(abs(predicted / us - 1) for predicted, us in took) / len(took)
+
+    assert off(numbers) < 0.095 < off(replace(numbers, fit=msgspec.structs.replace(numbers.fit, waves=None)))
+
+
 @pytest.mark.parametrize("gpu", ["h200", "h100", *sorted(path.stem for path in PUBLISHED.glob("*.csv"))])
 def test_an_entry_is_the_fit_to_its_table(gpu: str) -> None:
     """The H200 and H100 by what was measured here."""
@@ -136,6 +174,8 @@ def test_an_entry_is_the_fit_to_its_table(gpu: str) -> None:
         assert part["compute_ratio"] == pytest.approx(known.gemms[dtype].compute_ratio, rel=0.01)
         assert part["memory_ratio"] == pytest.approx(known.gemms[dtype].memory_ratio, rel=0.01)
         assert part.get("narrow", []) == [list(each) for each in known.gemms[dtype].narrow]
+        waves = known.gemms[dtype].waves
+        assert part.get("waves") == (None if waves is None else msgspec.structs.asdict(waves))
     for stated in entry["error"].removeprefix("mean absolute relative error: ").split(", "):
         assert stated in known.error
 

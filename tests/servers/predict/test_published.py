@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import runpy
@@ -16,7 +17,7 @@ import pytest
 from loadgen import cli
 from servers.predict import published
 from servers.predict.published import Result
-from servers.predict.published_runs import Conditions, Means, Row, Server, play
+from servers.predict.published_runs import Conditions, Means, Row, Server, play, prompts_of
 from servers.simulator.build import emulate
 
 ROOT = Path(__file__).parents[3]
@@ -61,6 +62,24 @@ def test_the_engine_that_a_gpu_had() -> None:
     old, new = (row.setup(server) for server in (source.servers, source.under(source.alternatives[0])[0]))
     assert (old.scheduler, dict(old.options)) == ("vllm@v0", {"max_num_seqs": 512})
     assert (new.scheduler, dict(new.options)["long_prefill_token_threshold"]) == ("vllm@v1", 256)
+
+
+def test_a_prefix_cache_is_v1s() -> None:
+    source = SOURCES["mlperf"]
+    cached = {row.run: row.setup(source.servers).prefix_caching for row in source.rows()}
+    assert cached == {"h100-offline": True, "h100-server": True, "l40s-offline": False, "l40s-server": False}
+
+
+def test_a_data_set_is_sent_whole_in_another_order_each_time() -> None:
+    """Three prompts of 40 tokens and one of 50, of which all begin with the same 16."""
+    conditions = Conditions(prompt_lengths=((3, 40), (1, 50)), template_tokens=16)
+    sent = list(itertools.islice(prompts_of(conditions, ROW, np.random.default_rng(0)), 400))
+    passes = [sent[at : at + 4] for at in range(0, 400, 4)]
+    assert all(sorted(each) == sorted(passes[0]) for each in passes)
+    assert len({tuple(each) for each in passes}) > 10
+    assert {segments[0] for _, segments in sent} == {(0, 16)}
+    assert {(tokens, sum(own for _, own in segments)) for tokens, segments in sent} == {(40, 40), (50, 50)}
+    assert len({segments[1][0] for _, segments in sent}) == 4
 
 
 def test_what_a_step_computes_may_follow_from_the_load() -> None:

@@ -16,7 +16,17 @@ from backends.decoder import ModelSpec, Precision
 from servers.schedulers import Sequence, Step
 from servers.simulator import hardware
 from servers.simulator.build import profiles
-from servers.simulator.cost import Elementwise, Gemm, Link, Overheads, StepCost, arithmetic, graph_size
+from servers.simulator.cost import (
+    Elementwise,
+    Gemm,
+    Link,
+    Overheads,
+    StepCost,
+    Waves,
+    arithmetic,
+    graph_size,
+    tiled_outputs,
+)  # fmt: skip
 
 H200 = hardware.find("h200")
 F16 = Precision()
@@ -201,6 +211,8 @@ def described(path: Path, change: dict[str, object]) -> hardware.Gpu:
         ({"gemm.softness": 1e-4}, "gemm.softness is 0.0001 and must be at least 0.1"),
         ({"gemms": {"fp8": GEMM | {"softness": 0.01}}}, "gemms.fp8.softness is 0.01 and must be at least 0.1"),
         ({"gemms": {"fp8": GEMM | {"compute_ratio": 0}}}, "gemms.fp8.compute_ratio is 0 and must be above 0"),
+        ({"gemm.waves": {"processors": 0, "idle": 0}}, "gemm.waves.processors is 0 and must be above 0"),
+        ({"gemm.waves": {"processors": 1, "idle": -1}}, "gemm.waves.idle is -1 and must be at least 0"),
         ({"gemm.launch_us": -1}, "gemm.launch_us is -1 and must be at least 0"),
         ({"attention.mixed": 0}, "attention.mixed is 0 and must be above 0"),
         ({"elementwise.memory_ratio": 0}, "elementwise.memory_ratio is 0 and must be above 0"),
@@ -430,3 +442,25 @@ def test_a_mixture_takes_longer_to_launch() -> None:
 def test_products_of_few_rows_have_their_own_rate() -> None:
     fit = Gemm(compute_ratio=1.0, memory_ratio=0.5, softness=20.0, launch_us=0.0, narrow=((16, 1.0), (64, 0.25)))
     assert [fit.memory_ratio_of(rows) for rows in (1, 16, 17, 64, 65)] == [1.0, 1.0, 0.25, 0.25, 0.5]
+
+
+def test_tiles_fill_up_rows_and_waves() -> None:
+    """Ten processors: 65 rows by 640 are 2 x 5 tiles of 64 x 128, one wave; 65 by 641 are 12, and two are alone."""
+    assert tiled_outputs(65, 640, 10) == (10 * 64 * 128, 10 * 64 * 128)
+    assert tiled_outputs(65, 641, 10) == (12 * 64 * 128, 20 * 64 * 128)
+    assert tiled_outputs(129, 128, 10) == (2 * 128 * 128, 10 * 128 * 128)
+    fit = Gemm(compute_ratio=1.0, memory_ratio=1.0, softness=20.0, launch_us=0.0)
+    assert fit.outputs(65, 641) == 65 * 641
+    fit = msgspec.structs.replace(fit, waves=Waves(processors=10, idle=0.25))
+    assert fit.outputs(65, 641) == (12 + 0.25 * 8) * 64 * 128
+
+
+def test_a_product_in_fp8_grows_by_waves() -> None:
+    """192 tokens cost what 256 do, beyond what they read."""
+    spec = model("llama-3.1-8b")
+    each = StepCost(spec, hardware.find("h100"), 1, None, spec.precision("bfloat16", "fp8"), Overheads())
+    numbers = arithmetic(hardware.find("h100"), spec.precision("bfloat16", "fp8"))
+    took_us = {rows: 1e6 * each.gemm_s(rows, 28672, 4096, 1, numbers) for rows in (128, 192, 256, 257, 384)}
+    assert took_us[192] == pytest.approx(took_us[256], rel=0.02)
+    assert took_us[257] > 1.1 * took_us[256]
+    assert took_us[257] == pytest.approx(took_us[384], rel=0.02)
