@@ -82,67 +82,70 @@ def predict(engine: str) -> None:
 async def measure(engine: str, out: Path) -> None:
     import torch
     import vllm
-    from vllm.config import CompilationConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.engine.async_llm_engine import AsyncLLMEngine
 
-    draw = random.Random(1)
-    counts, lengths = zip(*source()["prompt_lengths"], strict=True)
     with TemporaryDirectory() as model:
         (Path(model) / "config.json").write_text(json.dumps(CONFIG))
-        options: dict[str, Any] = {"max_num_seqs": 256, "max_model_len": 2668}
-        if engine != "v0":
-            options = {
-                "max_num_seqs": 512, "max_num_batched_tokens": 1024, "long_prefill_token_threshold": 256,
-                "max_model_len": 131072, "async_scheduling": engine == "v1-async",
-                "compilation_config": CompilationConfig(
-                    cudagraph_capture_sizes=[1, 2, 4, *range(8, 257, 8), *range(272, 1025, 16)]
-                ),
-            }  # fmt: skip
-        llm = AsyncLLMEngine.from_engine_args(
-            AsyncEngineArgs(
-                model=model, load_format="dummy", skip_tokenizer_init=True, quantization="fp8",
-                enable_prefix_caching=False, gpu_memory_utilization=0.9, seed=0, **options,
-            )
-        )  # fmt: skip
-        served: list[tuple[float, float, float]] = []  # sent, first token, last
-
-        async def one(name: str, ids: list[int]) -> None:
-            params = vllm.SamplingParams(temperature=0, max_tokens=REPLY, ignore_eos=True, detokenize=False)
-            sent, first = time.perf_counter(), 0.0
-            async for _ in llm.generate({"prompt_token_ids": ids}, params, name):
-                first = first or time.perf_counter()
-            served.append((sent, first, time.perf_counter()))
-
-        async def play(load: str, requests: int) -> dict[str, float]:
-            served.clear()
-            prompts = [
-                [draw.randrange(1000, 100_000) for _ in range(n)] for n in draw.choices(lengths, counts, k=requests)
-            ]
-            kind, _, rate = load.partition(":")
-            begun = at = time.perf_counter()
-            tasks = []
-            for index, ids in enumerate(prompts):
-                tasks.append(asyncio.create_task(one(f"{load}-{index}", ids)))
-                if kind == "rate":
-                    at += draw.expovariate(float(rate))
-                    await asyncio.sleep(max(0.0, at - time.perf_counter()))
-            await asyncio.gather(*tasks)
-            ended = max(last for _, _, last in served)
-            if kind == "burst":
-                return {"output_tokens_per_s": requests * REPLY / (ended - begun)}
-            ttft_ms = 1e3 * sum(first - sent for sent, first, _ in served) / requests
-            e2e_ms = 1e3 * sum(last - sent for sent, _, last in served) / requests
-            return {"ttft_ms": ttft_ms, "tpot_ms": (e2e_ms - ttft_ms) / (REPLY - 1), "e2e_ms": e2e_ms}
-
-        await play("burst", 200)  # kernels are compiled and caches fill
+        llm, draw = started(engine, model), random.Random(1)
+        await play(llm, "burst", 200, draw)  # kernels are compiled and caches fill
         facts = {"gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__}
         for load, requests in loads(engine):
-            result = await play(load, requests)
+            result = await play(llm, load, requests, draw)
             line = json.dumps({"engine": engine, "load": load} | {k: round(v, 2) for k, v in result.items()} | facts)
             print(line, flush=True)
             with out.open("a") as file:
                 file.write(line + "\n")
+
+
+def started(engine: str, model: str) -> Any:
+    from vllm.config import CompilationConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+    options: dict[str, Any] = {"max_num_seqs": 256, "max_model_len": 2668}
+    if engine != "v0":
+        sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 1025, 16)]
+        options = {
+            "max_num_seqs": 512, "max_num_batched_tokens": 1024, "long_prefill_token_threshold": 256,
+            "max_model_len": 131072, "async_scheduling": engine == "v1-async",
+            "compilation_config": CompilationConfig(cudagraph_capture_sizes=sizes),
+        }  # fmt: skip
+    return AsyncLLMEngine.from_engine_args(
+        AsyncEngineArgs(
+            model=model, load_format="dummy", skip_tokenizer_init=True, quantization="fp8",
+            enable_prefix_caching=False, gpu_memory_utilization=0.9, seed=0, **options,
+        )
+    )  # fmt: skip
+
+
+async def play(llm: Any, load: str, requests: int, draw: random.Random) -> dict[str, float]:
+    """Tokens/s of a burst; of other loads the means of all requests."""
+    import vllm
+
+    params = vllm.SamplingParams(temperature=0, max_tokens=REPLY, ignore_eos=True, detokenize=False)
+    served: list[tuple[float, float, float]] = []  # sent, first token, last
+
+    async def one(name: str, ids: list[int]) -> None:
+        sent, first = time.perf_counter(), 0.0
+        async for _ in llm.generate({"prompt_token_ids": ids}, params, name):
+            first = first or time.perf_counter()
+        served.append((sent, first, time.perf_counter()))
+
+    counts, lengths = zip(*source()["prompt_lengths"], strict=True)
+    prompts = [[draw.randrange(1000, 100_000) for _ in range(n)] for n in draw.choices(lengths, counts, k=requests)]
+    kind, _, rate = load.partition(":")
+    begun = at = time.perf_counter()
+    tasks = []
+    for index, ids in enumerate(prompts):
+        tasks.append(asyncio.create_task(one(f"{load}-{index}", ids)))
+        if kind == "rate":
+            at += draw.expovariate(float(rate))
+            await asyncio.sleep(max(0.0, at - time.perf_counter()))
+    await asyncio.gather(*tasks)
+    if kind == "burst":
+        return {"output_tokens_per_s": requests * REPLY / (max(last for _, _, last in served) - begun)}
+    ttft_ms = 1e3 * sum(first - sent for sent, first, _ in served) / requests
+    e2e_ms = 1e3 * sum(last - sent for sent, _, last in served) / requests
+    return {"ttft_ms": ttft_ms, "tpot_ms": (e2e_ms - ttft_ms) / (REPLY - 1), "e2e_ms": e2e_ms}
 
 
 if __name__ == "__main__":
