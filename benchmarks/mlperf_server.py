@@ -6,7 +6,9 @@
 ENGINE: `v1` (steps scheduled in line), `v1-async`, or `v0`, which vLLM had until 0.10. Llama-3.1-8B's shape in fp8 with
 random weights, prompts of tokens whose lengths are drawn as MLPerf's (servers/data/published.json), replies of 128. V1
 has the options of MLPerf's H100 server, V0 those of its L40S server but for the KV cache, which is in 16 bit. A burst,
-then Poisson loads. The engine runs beside its client without HTTP, as MLPerf's harness had it.
+then Poisson loads. The engine runs beside its client without HTTP, V0 in the same process, and without a prefix cache.
+V1 of 0.10.0 has to be told to do without a tokenizer: process_inputs of vllm/v1/engine/processor.py must not call
+update_from_tokenizer.
 """
 
 from __future__ import annotations

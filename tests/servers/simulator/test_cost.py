@@ -26,7 +26,7 @@ from servers.simulator.cost import (
     arithmetic,
     graph_size,
     tiled_outputs,
-)  # fmt: skip
+)
 
 H200 = hardware.find("h200")
 F16 = Precision()
