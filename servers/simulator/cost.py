@@ -34,10 +34,12 @@ from servers.simulator import experts
 from servers.simulator.formats import computes
 
 FASTER = 2.0  # 8-bit products over 16-bit ones by the same tensor cores; 4-bit over 8-bit
-TILES = (  # most rows of a product, and rows and columns of its tiles: vLLM's fp8 kernels on Hopper (CUTLASS, sm90)
-    (64, 64, 64),
-    (128, 64, 128),
-    (math.inf, 128, 128),
+# Of products of at most so many rows: rows and columns of the tiles that run together, and how many these are. vLLM's
+# fp8 kernels on Hopper (csrc/quantization/w8a8/cutlass/c3x/scaled_mm_sm90_fp8_dispatch.cuh).
+TILES = (
+    (64, 64, 64, 1),
+    (128, 128, 128, 2),
+    (math.inf, 256, 128, 2),
 )
 
 
@@ -556,9 +558,10 @@ def _work_seen(step: Step, window: Window | None) -> float:
 
 def tiled_outputs(rows: float, n: float, processors: int) -> tuple[float, float]:
     """Outputs of a product with rows x n in whole tiles, and in whole waves of them."""
-    height, width = next((height, width) for most, height, width in TILES if rows <= most)
-    tiles = math.ceil(rows / height) * math.ceil(n / width)
-    return tiles * height * width, math.ceil(tiles / processors) * processors * height * width
+    height, width, together = next(tiles for most, *tiles in TILES if rows <= most)
+    tiles = together * math.ceil(rows / height) * math.ceil(n / width)
+    tile = height * width / together
+    return tiles * tile, math.ceil(tiles / processors) * processors * tile
 
 
 def _soft_max(a: float, b: float, softness: float) -> float:
