@@ -124,15 +124,18 @@ def products(
     tiled, whole = np.array([tiled_outputs(*sizes, PROCESSORS) for sizes in zip(t, n, strict=True)]).T
 
     def gemm(x: Floats) -> Floats:
-        ratio = np.append(x[5:], x[1])[kernel]
-        outputs = tiled + x[4] * (whole - tiled) if narrow else t * n
+        outputs, ratio = t * n, x[1]
+        if narrow:
+            outputs, ratio = tiled + x[4] * (whole - tiled), np.append(x[5:], x[1])[kernel]
         a, b = 2 * outputs * k / (x[0] * flops), (width * (n * k + t * k) + 2 * t * n) / (ratio * bandwidth)
         return soft_roofline(a, b, x[2]) + x[3]
 
-    x = fit(gemm, us, (0.75, 0.9, 2.0, 4.0, 0.5) + (0.9,) * len(narrow), counts, 0.1 if outliers else 1.0)
-    part, (idle, *ratios) = as_gemm(x[:4]), x[4:].round(3).tolist()
-    predicted = gemm(np.array([*part.values(), idle, *ratios]))
+    of_tiles = (0.5,) + (0.9,) * len(narrow) if narrow else ()
+    x = fit(gemm, us, (0.75, 0.9, 2.0, 4.0, *of_tiles), counts, 0.1 if outliers else 1.0)
+    part, own = as_gemm(x[:4]), x[4:].round(3).tolist()
+    predicted = gemm(np.array([*part.values(), *own]))
     if narrow:
+        idle, *ratios = own
         part["narrow"] = [[most, ratio] for most, ratio in zip(narrow, ratios, strict=True)]
         part["waves"] = {"processors": PROCESSORS, "idle": idle}
     return part, predicted, us

@@ -1,4 +1,4 @@
-"""MLPerf's H100 server run, and what else tells why it is predicted as it is, on a real vLLM and predicted.
+"""MLPerf's H100 server run, and others of the same requests, on a real vLLM and predicted.
 
     python benchmarks/mlperf_server.py predict ENGINE              # what servers.predict makes of it, a minute
     python benchmarks/mlperf_server.py measure ENGINE OUT.jsonl    # on an H100 with vLLM, which must have that engine
@@ -7,8 +7,8 @@ ENGINE: `v1` (steps scheduled in line), `v1-async`, or `v0`, which vLLM had unti
 random weights, prompts of tokens whose lengths are drawn as MLPerf's (servers/data/published.json), replies of 128. V1
 has the options of MLPerf's H100 server, V0 those of its L40S server but for the KV cache, which is in 16 bit. A burst,
 then Poisson loads. The engine runs beside its client without HTTP, V0 in the same process, and without a prefix cache.
-V1 of 0.10.0 has to be told to do without a tokenizer: process_inputs of vllm/v1/engine/processor.py must not call
-update_from_tokenizer.
+V1 of 0.10.0 does without a tokenizer only where the call of update_from_tokenizer is taken out of its
+vllm/v1/engine/processor.py.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.scheduling_in_line import CONFIG, ROOT
+import raw
+from scheduling_in_line import CONFIG, ROOT, prompt_tokens
 
 REPLY = 128
 BURST, SECONDS = 1200, 40  # requests of the burst; of each Poisson load
@@ -35,18 +34,14 @@ RATES = {"v1": (20.0, 30.0, 39.64), "v1-async": (20.0, 30.0, 39.64), "v0": (10.0
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["predict"] and len(sys.argv) == 3:
-        predict(sys.argv[2])
-    elif sys.argv[1:2] == ["measure"] and len(sys.argv) == 4:
-        os.environ["VLLM_USE_V1"] = "0" if sys.argv[2] == "v0" else "1"
-        asyncio.run(measure(sys.argv[2], Path(sys.argv[3])))
-    else:
-        raise SystemExit(__doc__)
-
-
-def source() -> dict[str, Any]:
-    sources = json.loads((ROOT / "servers/data/published.json").read_text())
-    return next(each for each in sources if each["name"] == "mlperf")
+    match sys.argv[1:]:
+        case ["predict", engine]:
+            predict(engine)
+        case ["measure", engine, out]:
+            os.environ["VLLM_USE_V1"] = "0" if engine == "v0" else "1"
+            asyncio.run(measure(engine, Path(out)))
+        case _:
+            raise SystemExit(__doc__)
 
 
 def loads(engine: str) -> Iterator[tuple[str, int]]:
@@ -57,26 +52,26 @@ def loads(engine: str) -> Iterator[tuple[str, int]]:
 
 
 def predict(engine: str) -> None:
-    from servers.predict.published_runs import Conditions, Row, Server, play
+    sys.path.insert(0, str(ROOT))
+    from msgspec.structs import replace
 
-    published = source()
-    conditions = Conditions(
-        prompt_lengths=tuple(tuple(each) for each in published["prompt_lengths"]),
-        launch_row_us=published["launch_row_us"],
+    from servers.predict import published
+    from servers.predict.published_runs import play
+
+    source = next(each for each in published.sources() if each.name == "mlperf")
+    conditions = replace(source.conditions(), template_tokens=0, text_token_us=0.0)
+    server = replace(
+        source.servers,
+        prefix_caching=False,
+        async_scheduling=engine == "v1-async",
+        v0_gpus=("h100",) if engine == "v0" else (),
     )
-    server = Server(async_scheduling=engine == "v1-async", v0_gpus=("h100",) if engine == "v0" else ())
+    run = "l40s-server" if engine == "v0" else "h100-server"
+    row = replace(
+        next(row for row in source.rows() if row.run == run), gpu="h100", kv_cache_dtype="auto", memory_ratio=0.9
+    )
     for load, requests in loads(engine):
-        row = Row(
-            run=load, model="llama-3.1-8b", gpu="h100", tp=1, quantization="fp8", load=load, requests=requests,
-            input_tokens=871, output_tokens=REPLY,
-            **(
-                {"max_running": 256, "max_model_len": 2668}
-                if engine == "v0"
-                else {"max_running": 512, "max_batched_tokens": 1024, "long_prefill_token_threshold": 256,
-                      "max_model_len": 131072, "graph_tokens": 1024}
-            ),
-        )  # fmt: skip
-        means = play(row, server, conditions, 0)
+        means = play(replace(row, load=load, requests=requests), server, conditions, 0)
         result = {name: round(value, 2) for name, value in means._asdict().items() if not math.isnan(value)}
         print(json.dumps({"engine": engine, "load": load} | result))
 
@@ -91,11 +86,10 @@ async def measure(engine: str, out: Path) -> None:
         await play(llm, "burst", 200, draw)  # kernels are compiled and caches fill
         facts = {"gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__}
         for load, requests in loads(engine):
-            result = await play(llm, load, requests, draw)
-            line = json.dumps({"engine": engine, "load": load} | {k: round(v, 2) for k, v in result.items()} | facts)
-            print(line, flush=True)
-            with out.open("a") as file:
-                file.write(line + "\n")
+            result = {name: round(value, 2) for name, value in (await play(llm, load, requests, draw)).items()}
+            values = {"engine": engine, "load": load} | result | facts
+            print(json.dumps(values), flush=True)
+            raw.append(out, values)
 
 
 def started(engine: str, model: str) -> Any:
@@ -132,8 +126,7 @@ async def play(llm: Any, load: str, requests: int, draw: random.Random) -> dict[
             first = first or time.perf_counter()
         served.append((sent, first, time.perf_counter()))
 
-    counts, lengths = zip(*source()["prompt_lengths"], strict=True)
-    prompts = [[draw.randrange(1000, 100_000) for _ in range(n)] for n in draw.choices(lengths, counts, k=requests)]
+    prompts = [[draw.randrange(1000, 100_000) for _ in range(n)] for n in prompt_tokens(requests, draw)]
     kind, _, rate = load.partition(":")
     begun = at = time.perf_counter()
     tasks = []

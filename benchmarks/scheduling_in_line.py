@@ -1,11 +1,13 @@
 """What a step of vLLM takes with and without asynchronous scheduling, by the rows that decode.
 
-    python benchmarks/scheduling_in_line.py predict [MODE ...]            # what servers.simulator makes of it, seconds
-    python benchmarks/scheduling_in_line.py measure OUT.jsonl [MODE ...]  # on a GPU, with vLLM: some minutes
+    python benchmarks/scheduling_in_line.py predict [--launch-row-us US] [MODE ...]  # by servers.simulator, seconds
+    python benchmarks/scheduling_in_line.py measure OUT.jsonl [MODE ...]             # on a GPU, with vLLM: some minutes
 
-One server after the other, both of Llama-3.1-8B's shape in fp8 with random weights, without HTTP. A step of N rows is
-what N requests of 160 tokens take more than N of 32, over 128. `burst`: 1500 prompts whose lengths are drawn from
-MLPerf's (servers/data/published.json), 128 tokens each, 1024 at once, 4096 tokens a step, as in its run on an H100.
+MODE: `in line`, `asynchronous`, or `V0`, the engine that vLLM had until 0.10, whose KV cache is in 16 bit here. Without
+one, all are predicted and the first two measured. One server after the other, each of Llama-3.1-8B's shape in fp8 with
+random weights, without HTTP. A step of N rows is what N requests of 160 tokens take more than N of 32, over 128.
+`burst`: 1500 prompts whose lengths are drawn from MLPerf's (servers/data/published.json), 128 tokens each, 1024 at
+once, 4096 tokens a step, as in its run on an H100.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import raw
+
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = (1, 16, 64, 128, 256, 512, 1024)
 PROMPT_TOKENS, SHORT, LONG = 64, 32, 160
 BURST, REPLY = 1500, 128
-MODES = ("in line", "asynchronous", "V0")  # V0: the engine that vLLM had until 0.10; its KV cache is in 16 bit here
+MODES = ("in line", "asynchronous", "V0")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -34,25 +38,36 @@ CONFIG = {
 
 
 def main() -> None:
-    what, modes = sys.argv[1], sys.argv[3 if sys.argv[1] == "measure" else 2 :]
-    if what == "predict":
-        for mode in modes or MODES:
-            predict(mode)
-    elif len(modes) == 1:
-        measure(Path(sys.argv[2]), modes[0])
-    else:
-        for mode in modes or MODES[:2]:
-            subprocess.run([sys.executable, __file__, *sys.argv[1:3], mode], check=True)
+    match sys.argv[1:]:
+        case ["predict", "--launch-row-us", us, *modes]:
+            for mode in modes or MODES:
+                predict(mode, float(us))
+        case ["predict", *modes]:
+            for mode in modes or MODES:
+                predict(mode)
+        case ["measure", out, mode]:
+            measure(Path(out), mode)
+        case ["measure", out, *modes]:
+            for mode in modes or MODES[:2]:
+                subprocess.run([sys.executable, __file__, "measure", out, mode], check=True)
+        case _:
+            raise SystemExit(__doc__)
+
+
+def prompt_tokens(prompts: int, draw: random.Random) -> list[int]:
+    """Lengths as MLPerf's."""
+    sources = json.loads((ROOT / "servers/data/published.json").read_text())
+    counts, lengths = zip(*next(each["prompt_lengths"] for each in sources if each["name"] == "mlperf"), strict=True)
+    return draw.choices(lengths, counts, k=prompts)
 
 
 def burst() -> list[int]:
     """Tokens of its prompts."""
-    sources = json.loads((ROOT / "servers/data/published.json").read_text())
-    counts, lengths = zip(*next(each["prompt_lengths"] for each in sources if each["name"] == "mlperf"), strict=True)
-    return random.Random(0).choices(lengths, counts, k=BURST)
+    return prompt_tokens(BURST, random.Random(0))
 
 
-def predict(mode: str) -> None:
+def predict(mode: str, launch_row_us: float | None = None) -> None:
+    """launch_row_us: in place of the profile's."""
     import msgspec
 
     sys.path.insert(0, str(ROOT))
@@ -71,8 +86,10 @@ def predict(mode: str) -> None:
         options = (("max_num_seqs", 1024),)
         setup = msgspec.structs.replace(setup, scheduler="vllm@v0", kv_cache_dtype="auto", options=options)
     server = emulate(setup)
-    profile = server.profile
-    server = server.with_profile(Profile(scheduler=profile.scheduler, overheads=profile.overheads, front=FrontEnd()))
+    overheads = server.profile.overheads
+    if launch_row_us is not None:
+        overheads = msgspec.structs.replace(overheads, launch_row_us=launch_row_us)
+    server = server.with_profile(Profile(scheduler=server.profile.scheduler, overheads=overheads, front=FrontEnd()))
 
     def takes_s(prompts: list[int], output: int) -> float:
         ended_s = 0.0
@@ -122,10 +139,9 @@ def measure(out: Path, mode: str) -> None:
             return time.perf_counter() - begun
 
         def keep(result: dict[str, object]) -> None:
-            line = json.dumps({"mode": mode} | result | facts)
-            print(line, flush=True)
-            with out.open("a") as file:
-                file.write(line + "\n")
+            values = {"mode": mode} | result | facts
+            print(json.dumps(values), flush=True)
+            raw.append(out, values)
 
         facts = {"gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__}
         takes_s([PROMPT_TOKENS] * 1024, SHORT)

@@ -44,7 +44,7 @@ TILES = (
 
 
 class Waves(msgspec.Struct, frozen=True, kw_only=True):
-    """Of kernels with tiles of fixed sizes, one on each processor at a time. idle: how much of the processors that are
+    """Of kernels with the tiles of `TILES`, one on each processor at a time. idle: how much of the processors that are
     without a tile in the last wave counts as computed."""
 
     processors: int
