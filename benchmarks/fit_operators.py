@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,9 @@ ELEMENTWISE: dict[str, Callable[[dict[str, int]], int]] = {  # values that are r
 # the largest all-reduce, by GPUs, that vLLM 0.25 leaves to FlashInfer on a B200 (FI_ALLREDUCE_FUSION_MAX_SIZE_MB)
 FLASHINFER_BYTES = {2: 64 << 20, 4: 32 << 20, 8: 1 << 20}
 NARROW = {"fp8": (16, 64)}  # rows up to which vLLM's products in fp8 have kernels of their own (scaled_mm, sm90)
+# of rows as a server runs them: below, a cache is too small to matter; beside prefills, beyond, few rows wait for the
+# one processor that reads the longest
+CONTEXTS, MIXED_CONTEXTS = (128, math.inf), (128, 2400)
 PROCESSORS = 132  # of an H100 and an H200
 WIDTHS = {"fp8": 1.0, "nvfp4": 0.5 + 1 / 16}  # bytes of a value with its share of a block's scale
 
@@ -174,39 +178,45 @@ def experts(rows: list[tuple[dict[str, str], float]], flops: float, bandwidth: f
 
 
 def attention(rows: Rows, flops: float, bandwidth: float, kind: str = "", width: int = 2) -> tuple[Part, list[Error]]:
-    """kind: the end of the rows' names; width: bytes of a value in the cache. `mixed` only where it was measured."""
-    b, c, heads, kv, decode_us = columns(rows["decode" + kind], "b", "c", "h", "kv")
+    """kind: the end of the rows' names; width: bytes of a value in the cache. Rows as a server runs them take the place
+    of others. `mixed` only where it was measured so."""
 
-    def decode(x: Floats) -> Floats:
-        return 256 * width * b * c * kv / (x[0] * bandwidth) + x[1] + x[2] * 1e-3 * b * heads
+    def decodes(of: list[tuple[dict[str, str], float]], beside: Floats | float = 0.0) -> Fitted:
+        """beside: what else their launch takes."""
+        b, c, heads, kv, us = columns(of, "b", "c", "h", "kv")
 
-    d = fit(decode, decode_us, (0.8, 10.0, 1.0))
+        def took(x: Floats) -> Floats:
+            each_ns = x[2] * kv + x[3] * heads
+            return 256 * width * b * c * kv / (x[0] * bandwidth) + x[1] + each_ns * 1e-3 * b + beside
 
+        x = fit(took, us, (0.8, 10.0, 1.0, 1.0))
+        names = ("memory_ratio", "launch_us", "tile_ns", "head_ns")
+        return dict(zip(names, x.round(3).tolist(), strict=True)), took(x), us
+
+    def served(name: str, contexts: tuple[float, float]) -> list[tuple[dict[str, str], float]]:
+        return [
+            row for row in rows.get(name + kind, [])
+            if row[0].get("blocks") == "in_order" and contexts[0] <= float(row[0]["c"]) <= contexts[1]
+        ]  # fmt: skip
+
+    alone, *of_alone = decodes(served("decode", CONTEXTS) or rows["decode" + kind])
     chunked = [({"c": "0"} | sizes, us) for name in ("prefill", "chunk") for sizes, us in rows.get(name + kind, [])]
     pb, q, past, ph, prefill_us = columns(chunked, "b", "q", "c", "h")
 
-    def prefill(x: Floats) -> Floats:
-        return d[1] + 512 * ph * pb * q * (past + q / 2) / (x[0] * flops) + x[1] * 1e-3 * pb * q * ph
+    def prompts(x: Floats, sizes: tuple[Floats, ...] = (pb, q, past, ph)) -> Floats:
+        count, q, past, heads = sizes
+        return 512 * heads * count * q * (past + q / 2) / (x[0] * flops) + x[1] * 1e-3 * count * q * heads
 
-    p = fit(prefill, prefill_us, (0.6, 0.3))
-    part = {
-        "decode_memory_ratio": round(d[0], 3),
-        "decode_launch_us": round(d[1], 2),
-        "decode_row_head_ns": round(d[2], 3),
-        "prefill_compute_ratio": round(p[0], 3),
-        "prefill_token_head_ns": round(p[1], 3),
-    }
+    p = fit(lambda x: alone["launch_us"] + prompts(x), prefill_us, (0.6, 0.3))
+    part = {"decode": alone, "prefill_compute_ratio": round(p[0], 3), "prefill_token_head_ns": round(p[1], 3)}
     errors = [
-        (f"decode attention{label(kind)}", decode(d), decode_us),
-        (f"prefill attention{label(kind)}", prefill(p), prefill_us),
+        (f"decode attention{label(kind)}", *of_alone),
+        (f"prefill attention{label(kind)}", alone["launch_us"] + prompts(p), prefill_us),
     ]
-    if "mixed" + kind in rows:
-        mb, mp, mh, mkv, mixed_us = columns(rows["mixed" + kind], "b", "p", "h", "kv")
-        alone = 256 * width * mb * 600 * mkv / (d[0] * bandwidth) + d[2] * 1e-3 * mb * mh
-        prompts = d[1] + 256 * mh * mp * 512 * 512 / (p[0] * flops) + p[1] * 1e-3 * mp * 512 * mh
-        m = fit(lambda x: x[0] * alone + prompts, mixed_us, (1.2,))
-        part["mixed"] = round(m[0], 3)
-        errors.append((f"mixed{label(kind)}", m[0] * alone + prompts, mixed_us))
+    if mixed := served("mixed", MIXED_CONTEXTS):
+        count, q, heads, _ = columns(mixed, "p", "q", "h")
+        part["mixed"], *of_mixed = decodes(mixed, prompts(p, (count, q, np.zeros_like(q), heads)))
+        errors.append((f"mixed{label(kind)}", *of_mixed))
     return part, errors
 
 

@@ -53,6 +53,10 @@ MODELS: dict[str, dict[str, object]] = {
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 48,
         "num_key_value_heads": 4, **_QWEN3, **_ALIKE,
     },
+    "qwen3-32b-shape": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600,
+        "num_hidden_layers": 64, "num_key_value_heads": 8, **_ALIKE, **_QWEN3, "num_attention_heads": 64,
+    },
     "llama-2-7b-shape": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
         "num_hidden_layers": 32, "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
@@ -258,7 +262,33 @@ GROUPS = {
         "h100_fp8_closed32": "--input-tokens uniform:256:1024 --output-tokens 128 --concurrency 32 --requests 320 "
         "--seed 332",
     }, gpu="h100"),
+    # The tenth: attention as measured on 2026-11-28; the first KV cache in fp8, the first 64 heads over 8 of keys.
+    "h100_fp8_cache": Group("--quantization fp8 --kv-cache-dtype fp8", {
+        "h100_fp8_cache_lognormal_poisson14": f"{LENGTHS} --arrival poisson:14 --requests 180 --seed 401",
+        "h100_fp8_cache_closed64": "--input-tokens uniform:128:1536 --output-tokens uniform:64:192 --concurrency 64 "
+        "--requests 400 --seed 402",
+        "h100_fp8_cache_prompts3000_poisson3": "--input-tokens 3000 --output-tokens 100 --arrival poisson:3 "
+        "--requests 40 --seed 403",
+    }, gpu="h100"),
+    "h100_4": Group("", {
+        "h100_closed32_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 32 "
+        "--requests 280 --seed 411",
+        "h100_gamma8_cv3": "--input-tokens 800 --output-tokens 140 --arrival gamma:8:3 --requests 110 --seed 412",
+    }, gpu="h100"),
+    "qwen3_32b_fp8": Group("--quantization fp8", {
+        "qwen3_32b_fp8_lognormal_poisson5": f"{LENGTHS} --arrival poisson:5 --requests 75 --seed 421",
+        "qwen3_32b_fp8_closed32_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 "
+        "--concurrency 32 --requests 160 --seed 422",
+        "qwen3_32b_fp8_burst": "--input-tokens 512 --output-tokens 128 --requests 200 --seed 423",
+    }, model="qwen3-32b-shape"),
+    "fp8_cache": Group("--quantization fp8 --kv-cache-dtype fp8", {
+        "fp8_cache_gamma14_cv2": "--input-tokens 700 --output-tokens 150 --arrival gamma:14:2 --requests 190 "
+        "--seed 431",
+        "fp8_cache_closed96_mixed": "--input-tokens uniform:128:2048 --output-tokens uniform:64:256 --concurrency 96 "
+        "--requests 480 --seed 432",
+    }),
 }  # fmt: skip
+FP8 = ("--quantization fp8", "--kv-cache-dtype fp8")  # options that the server has too
 METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 
 
@@ -316,7 +346,8 @@ def vllm(model: Path, group: Group, log: Path) -> Iterator[str]:
         "--model", str(model), "--served-model-name", model.name, "--load-format", "dummy",
         "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_RUNNING), caching,
         "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
-        "--tensor-parallel-size", str(group.tp), *(["--quantization", "fp8"] if "fp8" in group.options else []),
+        "--tensor-parallel-size", str(group.tp), *(each for option in FP8 if option in group.options
+                                                   for each in option.split()),
     ]  # fmt: skip
     with serving("vllm.entrypoints.openai.api_server", arguments, log, "VLLM_PATH") as url:
         yield url

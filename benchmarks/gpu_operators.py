@@ -149,13 +149,26 @@ def gemms_fp8() -> Iterator[Row]:
         del weights
 
 
-def paged(queries: list[int], contexts: list[int], heads: int, kv: int, fp8: bool = False) -> float:
-    """Microseconds of FlashAttention 3 over a cache of 16-token blocks. fp8: cache and queries in 8-bit floats."""
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
+def paged(
+    queries: list[int],
+    contexts: list[int],
+    heads: int,
+    kv: int,
+    fp8: bool = False,
+    as_served: bool = False,
+    scattered: bool = True,
+) -> float:
+    """Microseconds of FlashAttention 3 over a cache of 16-token blocks. fp8: cache and queries in 8-bit floats.
+    as_served: its tiles are planned before, as vLLM does once for all layers of a step, and each launch has a cache of
+    its own, as each layer has. scattered: a sequence has any blocks, and not one after the other."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     blocks = [-(-context // 16) for context in contexts]
-    cache = torch.randn(2, sum(blocks), 16, kv, 128, device="cuda", dtype=torch.bfloat16)
-    order = torch.randperm(sum(blocks), device="cuda", dtype=torch.int32)
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    size = (2, sum(blocks), 16, kv, 128)
+    copies = max(1, min(8, L2_BYTES // (2 * sum(blocks) * 16 * kv * 128 * dtype.itemsize))) if as_served else 1
+    caches = [torch.randn(*size, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(copies)]
+    order = (torch.randperm if scattered else torch.arange)(sum(blocks), device="cuda", dtype=torch.int32)
     table = torch.zeros(len(blocks), max(blocks), device="cuda", dtype=torch.int32)
     at = 0
     for row, count in enumerate(blocks):
@@ -165,19 +178,25 @@ def paged(queries: list[int], contexts: list[int], heads: int, kv: int, fp8: boo
     out = torch.empty_like(q)
     starts = torch.tensor([0, *queries], device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
     used = torch.tensor(contexts, device="cuda", dtype=torch.int32)
-    scales = {}
+    given: dict[str, Any] = {}
     if fp8:
-        cache, q = cache.to(torch.float8_e4m3fn), q.to(torch.float8_e4m3fn)
+        q = q.to(dtype)
         each = torch.ones(1, device="cuda").expand(len(queries), kv)
-        scales = {"q_descale": each, "k_descale": each, "v_descale": each}
-
-    def launch() -> object:
-        return flash_attn_varlen_func(
-            q=q, k=cache[0], v=cache[1], out=out, cu_seqlens_q=starts, max_seqlen_q=max(queries), seqused_k=used,
-            max_seqlen_k=max(contexts), softmax_scale=128**-0.5, causal=True, block_table=table, fa_version=3, **scales,
+        given = {"q_descale": each, "k_descale": each, "v_descale": each}
+    if as_served:
+        given["scheduler_metadata"] = get_scheduler_metadata(
+            batch_size=len(queries), max_seqlen_q=max(queries), max_seqlen_k=max(contexts), num_heads_q=heads,
+            num_heads_kv=kv, headdim=128, cache_seqlens=used, qkv_dtype=dtype, cu_seqlens_q=starts, page_size=16,
+            causal=True,
         )  # fmt: skip
 
-    return timed_us([launch] * 8)
+    def launch(cache: torch.Tensor) -> object:
+        return flash_attn_varlen_func(
+            q=q, k=cache[0], v=cache[1], out=out, cu_seqlens_q=starts, max_seqlen_q=max(queries), seqused_k=used,
+            max_seqlen_k=max(contexts), softmax_scale=128**-0.5, causal=True, block_table=table, fa_version=3, **given,
+        )  # fmt: skip
+
+    return timed_us([partial(launch, caches[place % copies]) for place in range(8)])
 
 
 def attention() -> Iterator[Row]:
@@ -208,6 +227,24 @@ def attention_fp8() -> Iterator[Row]:
         for count, length in ((1, 512), (4, 512), (15, 512), (1, 2048), (4, 2048)):
             took = paged([length] * count, [length] * count, heads, kv, fp8=True)
             yield "prefill_fp8", f"b={count};q={length};h={heads};kv={kv}", took
+
+
+def served() -> Iterator[Row]:
+    """Decode alone and beside prefills in one launch, as a server runs them, in 16 bit and in fp8."""
+    prompts = ((1, 512), (0, 0), (1, 2048), (4, 512), (1, 128))
+    shapes = ((32, 8), (32, 32), (64, 8), (8, 1), (16, 2), (16, 16))
+    contexts = (900, 300, 128, 2400, 600, 192, 450, 64, 10_000)
+    wanted = itertools.product(contexts, shapes, (64, 256, 16, 128, 512, 1), prompts)
+    for (context, (heads, kv), decodes, (prefills, length)), fp8 in itertools.product(wanted, (False, True)):
+        if decodes * context * kv * 512 > 12e9:
+            continue
+        queries, seen = [length] * prefills + [1] * decodes, [length] * prefills + [context] * decodes
+        name = ("mixed" if prefills else "decode") + ("_fp8" if fp8 else "")
+        prompt = f"p={prefills};q={length};" if prefills else ""
+        for scattered in (False, True) if context == 900 and not prefills else (False,):
+            took = paged(queries, seen, heads, kv, fp8, as_served=True, scattered=scattered)
+            blocks = "scattered" if scattered else "in_order"
+            yield name, f"b={decodes};c={context};{prompt}h={heads};kv={kv};blocks={blocks}", took
 
 
 def chunks() -> Iterator[Row]:
@@ -429,6 +466,7 @@ def all_reduces(rank: int, ranks: int) -> Iterator[Row]:
 KINDS: dict[str, Callable[[], Iterator[Row]]] = {
     "gemm": gemms, "elementwise": elementwise, "attention": attention,
     "gemm_fp8": gemms_fp8, "layer": layer, "attention_fp8": attention_fp8, "experts": experts, "chunks": chunks,
+    "served": served,
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 GEMM         a = 2TNK / (eta_c F), b = bytes / (eta_b BW), t = (a^p + b^p)^(1/p) + launch   (soft roofline);
              kernels with fixed tiles fill up TN to whole tiles, and in part to whole waves of them (`Waves`)
-decode       KV bytes / (eta_kv BW) + per row and head; slower by `mixed` in one launch with prefills
+decode       KV bytes / (eta_kv BW) + per row and head + launch; another set of these beside prefills
 prefill      4 heads d sum q(c + q/2) / (eta F) + per token and head
 element-wise bytes / (eta BW) + launches
 all-reduce   a measured table, or alpha + 2(n-1)/n s / beta + gamma sqrt(s); two a layer
@@ -33,6 +33,7 @@ from servers.schedulers import Step
 from servers.simulator import experts
 from servers.simulator.formats import computes
 
+LATENT_TILE = 64  # heads that share a tile where all share one latent (FlashMLA)
 FASTER = 2.0  # 8-bit products over 16-bit ones by the same tensor cores; 4-bit over 8-bit
 # Of products of at most so many rows: rows and columns of the tiles that run together, and how many these are. vLLM's
 # fp8 kernels on Hopper (csrc/quantization/w8a8/cutlass/c3x/scaled_mm_sm90_fp8_dispatch.cuh).
@@ -86,13 +87,23 @@ class Boost(msgspec.Struct, frozen=True, kw_only=True):
     refill_ms: float
 
 
+class Decode(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention of rows with one query each. memory_ratio: of the peak, as their cache is read. tile_ns: for each row
+    and KV head, whose query heads are one tile of the kernel's; head_ns: for each row and query head."""
+
+    memory_ratio: float
+    launch_us: float
+    tile_ns: float
+    head_ns: float = 0.0
+
+
 class Attention(msgspec.Struct, frozen=True, kw_only=True):
-    decode_memory_ratio: float
-    decode_launch_us: float
-    decode_row_head_ns: float
+    """decode: of rows alone. mixed: of rows in one launch with prefills, whose tiles are larger."""
+
+    decode: Decode
+    mixed: Decode
     prefill_compute_ratio: float
     prefill_token_head_ns: float
-    mixed: float
 
 
 class Elementwise(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,17 +274,20 @@ class StepCost:
         self._decodes: dict[int, tuple[float, float, float]] = {}
         attention = self._attention = gpu.attentions.get(precision.kv_cache_dtype, gpu.attention)
         layers = model.layers
-        self._decode_launch = layers * attention.decode_launch_us * 1e-6
-        self._decode_row = sum(
-            kind.count * attention.decode_row_head_ns * 1e-9 * (kind.attention.heads / tp) for kind in model.kinds
+        regimes = attention.decode, attention.mixed
+        self._decode_launch, self._mixed_launch = (layers * rows.launch_us * 1e-6 for rows in regimes)
+        self._decode_row, self._mixed_row = (
+            sum(kind.count * _row_s(rows, kind.attention, tp) for kind in model.kinds) for rows in regimes
         )
         self._prefill_token = sum(
             kind.count * attention.prefill_token_head_ns * 1e-9 * (kind.attention.heads / tp) for kind in model.kinds
         )
-        self._reads = [(kind.attention.window, self._context_s(kind), self._pair_s(kind)) for kind in model.kinds]
+        self._reads, self._mixed_reads = (
+            [(kind.attention.window, self._context_s(kind, rows)) for kind in model.kinds] for rows in regimes
+        )
+        self._pairs = [(kind.attention.window, self._pair_s(kind)) for kind in model.kinds]
         whole = len(self._reads) == 1 and self._reads[0][0] is None  # one kind of layers, without a window
         self._read_s = self._reads[0][1] if whole else None
-        self._work_s = self._reads[0][2]
         self._floor = layers * overheads.layer_us * 1e-6
         mixtures = sum(kind.count for kind in model.kinds if kind.mlp.experts > 1)
         self._eager_us = layers * overheads.launch_eager_layer_us + mixtures * overheads.launch_experts_us
@@ -369,15 +383,15 @@ class StepCost:
         memory = width * read / (fit.memory_ratio_of(rows) * self._gpu.memory_bytes_per_s)
         return _soft_max(compute, memory, fit.softness) + fit.launch_us * 1e-6
 
-    def _context_s(self, kind: Layers) -> float:
-        """For each token that a decode step sees, over all layers of the kind: its cache is read, and multiplied."""
-        fit, heads, tp = self._attention, kind.attention, self._tp
+    def _context_s(self, kind: Layers, rows: Decode) -> float:
+        """For each token that rows see, over all layers of the kind: its cache is read, and multiplied."""
+        heads, tp = kind.attention, self._tp
         values = kind.count * heads.kv_values_of(tp)
-        read_s = values * self._precision.kv_bytes / (fit.decode_memory_ratio * self._gpu.memory_bytes_per_s)
+        read_s = values * self._precision.kv_bytes / (rows.memory_ratio * self._gpu.memory_bytes_per_s)
         if not isinstance(heads, LatentAttention):
             return read_s
         flops = kind.count * heads.decode_pair_flops / tp
-        return max(read_s, flops / (fit.prefill_compute_ratio * self._gpu.flops))
+        return max(read_s, flops / (self._attention.prefill_compute_ratio * self._gpu.flops))
 
     def _pair_s(self, kind: Layers) -> float:
         """For each pair of query and key in a prefill."""
@@ -385,17 +399,18 @@ class StepCost:
         return flops / (self._attention.prefill_compute_ratio * self._gpu.flops)
 
     def _attention_s(self, step: Step) -> float:
-        decode = step.decode_rows * self._decode_row
-        if self._read_s is not None:
-            decode += step.decode_context * self._read_s
-            pairs = step.prefill_work * self._work_s
+        if step.prefill_rows and step.decode_rows:
+            launch_s, row_s, reads = self._mixed_launch, self._mixed_row, self._mixed_reads
         else:
-            decode += sum(_context_seen(step, window) * read_s for window, read_s, _ in self._reads)
-            pairs = sum(_work_seen(step, window) * pair_s for window, _, pair_s in self._reads)
-        if step.prefill_rows:
-            decode *= self._attention.mixed
-            decode += pairs + step.prefill_tokens * self._prefill_token
-        return self._decode_launch + decode * self._attention_ratio
+            launch_s, row_s, reads = self._decode_launch, self._decode_row, self._reads
+        seconds = step.decode_rows * row_s
+        if self._read_s is not None:
+            seconds += step.decode_context * reads[0][1] + step.prefill_work * self._pairs[0][1]
+        else:
+            seconds += sum(_context_seen(step, window) * read_s for window, read_s in reads)
+            seconds += sum(_work_seen(step, window) * pair_s for window, pair_s in self._pairs)
+        seconds += step.prefill_tokens * self._prefill_token
+        return launch_s + seconds * self._attention_ratio
 
     def _dense_s(self, tokens: int) -> float:
         return sum(kind.count * _added(self._layer_terms(kind, tokens)) for kind in self._model.kinds)
@@ -533,6 +548,13 @@ def graph_size(tokens: int) -> int:
 def _added(terms: tuple[float, float, float, float, float, float]) -> float:
     attention_gemm, mlp_gemm, norms, rope, gate, reduce = terms
     return attention_gemm + mlp_gemm + (norms + rope + gate + reduce)
+
+
+def _row_s(rows: Decode, heads: Heads | LatentAttention, tp: int) -> float:
+    """Seconds for a row on one of `tp` GPUs, in one layer, whatever its context."""
+    queries = heads.heads / tp
+    tiles = math.ceil(queries / LATENT_TILE) if isinstance(heads, LatentAttention) else max(1.0, heads.kv_heads / tp)
+    return (rows.tile_ns * tiles + rows.head_ns * queries) * 1e-9
 
 
 def _context_seen(step: Step, window: Window | None) -> float:

@@ -57,8 +57,10 @@ def _wrong(gpu: Gpu) -> Iterator[str]:
     """What no GPU can be like."""
     yield from _not_positive("", gpu, ("flops", "memory_bytes_per_s", "memory_bytes"))
     gemms = {"gemm": gpu.gemm} | {f"gemms.{dtype}": fit for dtype, fit in gpu.gemms.items()}
-    for part, fit in {**gemms, "attention": gpu.attention, "elementwise": gpu.elementwise}.items():
-        names = [name for name in msgspec.structs.asdict(fit) if name not in ("narrow", "waves")]
+    attentions = {"attention": gpu.attention} | {f"attentions.{dtype}": fit for dtype, fit in gpu.attentions.items()}
+    rows = {f"{part}.{name}": getattr(fit, name) for part, fit in attentions.items() for name in ("decode", "mixed")}
+    for part, fit in {**gemms, **attentions, **rows, "elementwise": gpu.elementwise}.items():
+        names = [name for name in msgspec.structs.asdict(fit) if name not in ("narrow", "waves", "decode", "mixed")]
         times = [name for name in names if name.endswith(("_us", "_ns"))]
         yield from _not_positive(f"{part}.", fit, [name for name in names if name not in times])
         yield from _not_positive(f"{part}.", fit, times, or_zero=True)

@@ -24,6 +24,7 @@ import published_operators  # noqa: E402
 
 GPUS = hardware.known()
 PUBLISHED = BENCHMARKS / "operators" / "published"
+ATTENTION = ("decode", "prefill", "chunk", "mixed")
 FLOPS, BANDWIDTH = 100e12 / 1e6, 1e12 / 1e6  # a microsecond
 
 
@@ -94,6 +95,33 @@ def test_group_products_are_fitted_to_the_experts_that_are_reached() -> None:
     assert part == pytest.approx({"compute_ratio": 0.7, "memory_ratio": 0.8, "softness": 3, "launch_us": 6}, rel=0.02)
 
 
+def test_decode_is_fitted_to_rows_as_served_where_there_are_any() -> None:
+    """Alone and beside prompts, by known parameters; other rows are twice as slow, and are not taken."""
+
+    def row(b: int, c: int, h: int, kv: int, beside: int, **more: str) -> tuple[dict[str, str], float]:
+        ratio, launch_us, tile_ns, head_ns = (0.5, 20.0, 30.0, 0.5) if beside else (0.8, 10.0, 4.0, 1.0)
+        us = 512 * b * c * kv / (ratio * BANDWIDTH) + launch_us + b * (tile_ns * kv + head_ns * h) * 1e-3
+        us += 256 * h * beside * 512**2 / (0.6 * FLOPS) + 0.3e-3 * beside * 512 * h
+        sizes = {"b": b, "c": c, "h": h, "kv": kv, "p": beside, "q": 512}
+        return {name: str(size) for name, size in sizes.items()} | more, us if more else 2 * us
+
+    sizes = [(b, c, h, kv) for b in (16, 64, 256) for c in (128, 600, 2400) for h, kv in ((32, 8), (32, 32), (8, 1))]
+    prompts = [
+        ({"b": "1", "q": str(q), "c": str(c), "h": str(h)},
+         10 + 512 * h * q * (c + q / 2) / (0.6 * FLOPS) + 0.3e-3 * q * h)
+        for q in (128, 512, 2048) for c in (0, 512) for h in (8, 32)
+    ]  # fmt: skip
+    rows: fit_operators.Rows = {"prefill": prompts}
+    for name, beside in (("decode", 0), ("mixed", 1)):
+        rows[name] = [row(*each, beside, blocks="in_order") for each in sizes] + [row(*each, beside) for each in sizes]
+    part, errors = fit_operators.attention(rows, FLOPS, BANDWIDTH)
+    found = [part[name].values() for name in ("decode", "mixed")]
+    assert list(found[0]) == pytest.approx([0.8, 10.0, 4.0, 1.0], rel=0.01)
+    assert list(found[1]) == pytest.approx([0.5, 20.0, 30.0, 0.5], rel=0.01)
+    assert (part["prefill_compute_ratio"], part["prefill_token_head_ns"]) == pytest.approx((0.6, 0.3), rel=0.01)
+    assert [len(measured) for _, _, measured in errors] == [27, 12, 27]
+
+
 def test_a_link_holds_those_of_fewer_gpus() -> None:
     reduced = [
         ({"n": str(n), "bytes": str(size), "p2p": "on"}, n * size / 1e3) for n in (4, 2, 8) for size in (1000, 2000)
@@ -159,12 +187,12 @@ def test_products_in_fp8_beside_those_that_others_published(gpu: str) -> None:
 
 @pytest.mark.parametrize("gpu", ["h200", "h100", *sorted(path.stem for path in PUBLISHED.glob("*.csv"))])
 def test_an_entry_is_the_fit_to_its_table(gpu: str) -> None:
-    """The H200 and H100 by what was measured here."""
+    """The H200 and H100 by what was measured here. The A800's prefills are those of the A100."""
     known = GPUS[gpu]
     rows = fit_operators.read(PUBLISHED / f"{gpu}.csv")
-    for own in (BENCHMARKS / "operators" / f"{gpu}{dtypes}.csv" for dtypes in ("", "_dtypes")):
+    for own in (BENCHMARKS / "operators" / f"{gpu}{part}.csv" for part in ("", "_dtypes", "_served")):
         rows |= fit_operators.read(own) if own.exists() else {}
-    rows = {kind: rows[kind] for kind in ("gemm", "gemm_fp8", "gemm_nvfp4") if kind in rows}
+    rows = {kind: of_kind for kind, of_kind in rows.items() if kind.startswith(("gemm", *ATTENTION))}
     entry = fit_operators.fitted(rows, known.flops / 1e6, known.memory_bytes_per_s / 1e6, 0.45,
                                  by_rows=gpu in ("h200", "h100"), outliers=gpu == "b200")  # fmt: skip
     assert entry["gemm"]["compute_ratio"] == pytest.approx(known.gemm.compute_ratio, rel=0.01)
@@ -176,8 +204,17 @@ def test_an_entry_is_the_fit_to_its_table(gpu: str) -> None:
         assert part.get("narrow", []) == [list(each) for each in known.gemms[dtype].narrow]
         waves = known.gemms[dtype].waves
         assert part.get("waves") == (None if waves is None else msgspec.structs.asdict(waves))
+    for part, fit in zip(
+        [entry.get("attention"), *entry.get("attentions", {}).values()],
+        [known.attention, *known.attentions.values()],
+        strict=True,
+    ):
+        shipped = msgspec.to_builtins(fit)
+        for name in part or {}:
+            if (gpu, name[:7]) != ("a800", "prefill"):
+                assert part[name] == pytest.approx(shipped[name], rel=0.01, abs=0.002)
     for stated in entry["error"].removeprefix("mean absolute relative error: ").split(", "):
-        assert stated in known.error
+        assert stated in known.error or (gpu, stated[:7]) == ("a800", "prefill")
 
 
 @pytest.mark.parametrize(
