@@ -22,6 +22,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -384,7 +385,17 @@ def serving(module: str, arguments: list[str], log: Path, path: str) -> Iterator
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def check_loadgen() -> None:
+    """Raises where it cannot be run here: better before a server has started, which takes minutes."""
+    sys.path.insert(0, str(ROOT))
+    import backends
+
+    import_module("loadgen.cli")
+    backends.get("vllm")
+
+
 def measure(out: Path, groups: list[str], scratch: Path) -> None:
+    check_loadgen()
     for group, of in ((name, GROUPS[name]) for name in groups):
         model = model_in(scratch, of.model)
         target = ["run", "--backend", "vllm", "--no-calibrate", "--vocab-size", str(vocabulary(of.model)), "--url"]
