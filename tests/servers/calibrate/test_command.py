@@ -185,8 +185,8 @@ def made(path: Path, world: Any, load: list[tuple[float, int, int]]) -> observed
 
 @pytest.mark.processes
 def test_a_fit_finds_a_known_world_again(tmp_path: Path) -> None:
-    """Software about twice as slow as where the fit starts; judged by a load that it has not seen."""
-    times = {"step_us": 450.0, "row_us": 3.0, "prefill_token_us": 0.4, "request_us": 600.0, "token_us": 15.0}
+    """A step takes three times as long as where the fit starts; judged by a load that it has not seen."""
+    times = {"step_us": 500.0, "row_us": 3.0, "prefill_token_us": 0.4, "request_us": 600.0, "token_us": 15.0}
     world = known_world("vllm", {**times, "latency_us": 3000.0})
     burst = made(tmp_path / "h200_7b_burst.jsonl", world, [(0.0, 512, 32)] * 300)
     steady = made(tmp_path / "h200_7b_steady.jsonl", world, [(at / 8, 512, 64) for at in range(80)])
