@@ -200,7 +200,7 @@ def paged(
 
 
 def attention() -> Iterator[Row]:
-    """Decode (one query a sequence), prefill, and both in one launch."""
+    """Decode (one query a sequence) and prefill; as a server runs them, and both in one launch: `served`."""
     for heads, kv in ((32, 32), (40, 40), (64, 8), (16, 16), (8, 8), (16, 2), (8, 1)):
         for batch in (1, 4, 16, 64, 128, 256, 512, 900):
             for context in (256, 512, 600, 1024, 2048):
@@ -210,10 +210,6 @@ def attention() -> Iterator[Row]:
         for count, length in ((1, 128), (1, 512), (4, 512), (15, 512), (1, 2048), (4, 2048)):
             took = paged([length] * count, [length] * count, heads, kv)
             yield "prefill", f"b={count};q={length};h={heads};kv={kv}", took
-        for decodes in (16, 64, 256, 512):
-            for prefills in (1, 4, 15):
-                took = paged([512] * prefills + [1] * decodes, [512] * prefills + [600] * decodes, heads, kv)
-                yield "mixed", f"b={decodes};c=600;p={prefills};q=512;h={heads};kv={kv}", took
 
 
 def attention_fp8() -> Iterator[Row]:
