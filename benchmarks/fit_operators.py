@@ -1,7 +1,7 @@
 """Fits a GPU's entry in servers/data/gpus.json to its tables of operators (benchmarks/gpu_operators.py).
 
     .venv/bin/python benchmarks/fit_operators.py benchmarks/operators/h200.csv benchmarks/operators/h200_dtypes.csv \\
-        --flops 989e12 --bandwidth 4.8e12 --by-rows
+        benchmarks/operators/h200_served.csv --flops 989e12 --bandwidth 4.8e12 --by-rows
 
 Prints the fitted part of the entry and its mean absolute relative errors. A product counts by the root of its time over
 that of the others of as many tokens: with all alike, the largest products, which a step's time is made of, would be 5 %
@@ -44,8 +44,8 @@ ELEMENTWISE: dict[str, Callable[[dict[str, int]], int]] = {  # values that are r
 # the largest all-reduce, by GPUs, that vLLM 0.25 leaves to FlashInfer on a B200 (FI_ALLREDUCE_FUSION_MAX_SIZE_MB)
 FLASHINFER_BYTES = {2: 64 << 20, 4: 32 << 20, 8: 1 << 20}
 NARROW = {"fp8": (16, 64)}  # rows up to which vLLM's products in fp8 have kernels of their own (scaled_mm, sm90)
-# of rows as a server runs them: below, a cache is too small to matter; beside prefills, beyond, few rows wait for the
-# one processor that reads the longest
+# of the rows as served that are fitted: the reads of shorter ones matter little; beside prefills, few rows with longer
+# ones wait for the one processor that reads the longest
 CONTEXTS, MIXED_CONTEXTS = (128, math.inf), (128, 2400)
 PROCESSORS = 132  # of an H100 and an H200
 WIDTHS = {"fp8": 1.0, "nvfp4": 0.5 + 1 / 16}  # bytes of a value with its share of a block's scale

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
 _ALIKE = {
     "num_attention_heads": 32, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "rope_theta": 1e6, "bos_token_id": 1, "eos_token_id": 2,
@@ -386,8 +387,7 @@ def serving(module: str, arguments: list[str], log: Path, path: str) -> Iterator
 
 
 def check_loadgen() -> None:
-    """Raises where it cannot be run here: better before a server has started, which takes minutes."""
-    sys.path.insert(0, str(ROOT))
+    """Raises where loadgen cannot be run here: before a server has started, which takes minutes."""
     import backends
 
     import_module("loadgen.cli")
@@ -439,7 +439,6 @@ def off_percent(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -
 
 def distributions(directory: Path) -> dict[str, NDArray[np.float64]] | None:
     """Values of the requests that ended ok, and the time from the first sent to the last ended."""
-    sys.path.insert(0, str(ROOT))
     from loadgen.report import metrics
     from loadgen.report.metrics import CONVENTIONS
     from loadgen.rundir import records

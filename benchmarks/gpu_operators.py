@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_operators.py OUT.csv            # one GPU, 16 bit: gemm, elementwise, attention
     python benchmarks/gpu_operators.py OUT.csv --kinds gemm_fp8 layer attention_fp8 experts chunks --seconds 230
+    python benchmarks/gpu_operators.py OUT.csv --kinds served       # attention of rows as a server runs it, 80 s
     python benchmarks/gpu_operators.py OUT.csv --ranks 4  # all-reduces among 4 GPUs; NCCL_P2P_DISABLE=1 is honoured
 
 One line an operator: kind, sizes, median microseconds. Every measurement is a CUDA graph of many launches over buffers
@@ -159,8 +160,8 @@ def paged(
     scattered: bool = True,
 ) -> float:
     """Microseconds of FlashAttention 3 over a cache of 16-token blocks. fp8: cache and queries in 8-bit floats.
-    as_served: its tiles are planned before, as vLLM does once for all layers of a step, and each launch has a cache of
-    its own, as each layer has. scattered: a sequence has any blocks, and not one after the other."""
+    as_served: the kernel's tiles are planned before, as vLLM does once for all layers of a step, and each launch has a
+    cache of its own, as each layer has. scattered: a sequence has any blocks, and not one after the other."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     blocks = [-(-context // 16) for context in contexts]

@@ -60,7 +60,7 @@ def _wrong(gpu: Gpu) -> Iterator[str]:
     attentions = {"attention": gpu.attention} | {f"attentions.{dtype}": fit for dtype, fit in gpu.attentions.items()}
     rows = {f"{part}.{name}": getattr(fit, name) for part, fit in attentions.items() for name in ("decode", "mixed")}
     for part, fit in {**gemms, **attentions, **rows, "elementwise": gpu.elementwise}.items():
-        names = [name for name in msgspec.structs.asdict(fit) if name not in ("narrow", "waves", "decode", "mixed")]
+        names = [name for name, value in msgspec.structs.asdict(fit).items() if isinstance(value, float)]
         times = [name for name in names if name.endswith(("_us", "_ns"))]
         yield from _not_positive(f"{part}.", fit, [name for name in names if name not in times])
         yield from _not_positive(f"{part}.", fit, times, or_zero=True)

@@ -115,11 +115,25 @@ def test_decode_is_fitted_to_rows_as_served_where_there_are_any() -> None:
     for name, beside in (("decode", 0), ("mixed", 1)):
         rows[name] = [row(*each, beside, blocks="in_order") for each in sizes] + [row(*each, beside) for each in sizes]
     part, errors = fit_operators.attention(rows, FLOPS, BANDWIDTH)
-    found = [part[name].values() for name in ("decode", "mixed")]
-    assert list(found[0]) == pytest.approx([0.8, 10.0, 4.0, 1.0], rel=0.01)
-    assert list(found[1]) == pytest.approx([0.5, 20.0, 30.0, 0.5], rel=0.01)
+    assert list(part["decode"].values()) == pytest.approx([0.8, 10.0, 4.0, 1.0], rel=0.01)
+    assert list(part["mixed"].values()) == pytest.approx([0.5, 20.0, 30.0, 0.5], rel=0.01)
     assert (part["prefill_compute_ratio"], part["prefill_token_head_ns"]) == pytest.approx((0.6, 0.3), rel=0.01)
     assert [len(measured) for _, _, measured in errors] == [27, 12, 27]
+
+
+@pytest.mark.parametrize("gpu", ["a100", "a800", "a40", "rtx4090", "rtx3090", "rtxpro6000", "l40s", "b200"])
+def test_rows_beside_prefills_where_they_were_not_measured(gpu: str) -> None:
+    """Slower than alone by what they are on the H100; a B200's are in a launch of their own."""
+    h100 = GPUS["h100"].attention
+    for fit in (GPUS[gpu].attention, *GPUS[gpu].attentions.values()):
+        alone = msgspec.structs.asdict(fit.decode)
+        wanted = alone | {"launch_us": 2 * fit.decode.launch_us}
+        if gpu != "b200":
+            wanted = {
+                name: max(0, alone[name] + getattr(h100.mixed, name) - getattr(h100.decode, name)) for name in alone
+            }
+            wanted["memory_ratio"] = alone["memory_ratio"] * h100.mixed.memory_ratio / h100.decode.memory_ratio
+        assert msgspec.structs.asdict(fit.mixed) == pytest.approx(wanted, abs=0.001)
 
 
 def test_a_link_holds_those_of_fewer_gpus() -> None:
