@@ -82,6 +82,12 @@ MIXTURE = {
     "burst": "--input-tokens 512 --output-tokens 128 --requests 300",
 }
 
+HOST = {
+    "gamma9_cv3": "--input-tokens 700 --output-tokens 150 --arrival gamma:9:3 --requests 130",
+    "closed48": "--input-tokens uniform:128:1280 --output-tokens uniform:48:160 --concurrency 48 --requests 380",
+    "burst": "--input-tokens 512 --output-tokens 128 --requests 300",
+}
+
 
 @dataclass(frozen=True)
 class Group:
@@ -95,6 +101,12 @@ class Group:
     gpu: str = "h200"
     tp: int = 1
     settling: tuple[str, ...] = (f"{MIXED} --requests 60 --seed 77",)
+
+
+def host(name: str, gpu: str, seed: int) -> Group:
+    """What a profile of a host is fitted to: few requests at once, a closed loop, a burst."""
+    loads = enumerate(HOST.items(), seed)
+    return Group("", {f"{name}_{load}": f"{options} --seed {number}" for number, (load, options) in loads}, gpu=gpu)
 
 
 GROUPS = {
@@ -239,12 +251,7 @@ GROUPS = {
         "h100_fp8_burst": "--input-tokens 512 --output-tokens 128 --requests 300 --seed 273",
     }, gpu="h100"),
     # The ninth: a profile is fitted to the loads of `h100_host`, with which the others of that host are predicted.
-    "h100_host": Group("", {
-        "h100_host_gamma9_cv3": "--input-tokens 700 --output-tokens 150 --arrival gamma:9:3 --requests 130 --seed 301",
-        "h100_host_closed48": "--input-tokens uniform:128:1280 --output-tokens uniform:48:160 --concurrency 48 "
-        "--requests 380 --seed 302",
-        "h100_host_burst": "--input-tokens 512 --output-tokens 128 --requests 300 --seed 303",
-    }, gpu="h100"),
+    "h100_host": host("h100_host", "h100", 301),
     "h100_3": Group("", {
         "h100_lognormal_poisson13": f"{LENGTHS} --arrival poisson:13 --requests 170 --seed 311",
         "h100_closed24_mixed": "--input-tokens uniform:128:1024 --output-tokens uniform:64:192 --concurrency 24 "
@@ -289,6 +296,9 @@ GROUPS = {
         "fp8_cache_closed96_mixed": "--input-tokens uniform:128:2048 --output-tokens uniform:64:256 --concurrency 96 "
         "--requests 480 --seed 432",
     }),
+    # The profiles of the hosts on which the rest of the tenth was measured.
+    "h100_host_2": host("h100_host_2", "h100", 441),
+    "h200_host": host("h200_host", "h200", 451),
 }  # fmt: skip
 FP8 = ("--quantization fp8", "--kv-cache-dtype fp8")  # options that the server has too
 METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
@@ -457,9 +467,14 @@ def main() -> None:
     parser.add_argument("step", choices=["predict", "measure", "compare"])
     parser.add_argument("directory", type=Path, help="of the predicted and the measured runs")
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
-    parser.add_argument("--profile", type=Path, help="of `loadgen calibrate`, to predict with (default: built in)")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        help="of `loadgen calibrate`, to predict with (default: built in); such predictions have a folder of its name",
+    )
     options = parser.parse_args()
-    predicted, measured = (options.directory.absolute() / name for name in ("predicted", "measured"))
+    folder = f"predicted_{options.profile.stem}" if options.profile else "predicted"
+    predicted, measured = (options.directory.absolute() / name for name in (folder, "measured"))
     if options.step == "compare":
         compare(predicted, measured, options.groups)
         return
