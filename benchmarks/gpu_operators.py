@@ -3,6 +3,7 @@
     python benchmarks/gpu_operators.py OUT.csv            # one GPU, 16 bit: gemm, elementwise, attention
     python benchmarks/gpu_operators.py OUT.csv --kinds gemm_fp8 layer attention_fp8 experts chunks --seconds 230
     python benchmarks/gpu_operators.py OUT.csv --kinds served       # attention of rows as a server runs it, 80 s
+    python benchmarks/gpu_operators.py OUT.csv --kinds partial      # products that do not fill a kernel's tiles
     python benchmarks/gpu_operators.py OUT.csv --ranks 4  # all-reduces among 4 GPUs; NCCL_P2P_DISABLE=1 is honoured
 
 One line an operator: kind, sizes, median microseconds. Every measurement is a CUDA graph of many launches over buffers
@@ -44,6 +45,11 @@ FP8_SHAPES = {  # those, and what people serve in fp8
     "7b": (4096, 11008, 32, 32),
 }
 FP8_TOKENS = (1, 16, 64, 256, 1024, 8192, 4, 128, 512, 2048, 8, 32, 192, 768, 4096)
+PARTIAL_SHAPES = [FP8_SHAPES[name] for name in ("llama-3.1-8b", "qwen3-32b")]
+PARTIAL_TOKENS = (  # each below, at or beyond a multiple of 128 or 256
+    546, 713, 768, 837, 997, 1024, 1053, 1200, 1280, 513, 600, 640, 760, 900, 1281, 1500, 512, 300, 384, 257, 256,
+    200, 160, 130, 450, 1828, 2049, 2048, 2300, 4100, 4096, 8192, 8000,
+)  # fmt: skip
 EXPERTS = {  # (experts, chosen, hidden, width of an expert)
     "mixtral-8x7b at TP 2": (8, 2, 4096, 7168),
     "qwen3-30b-a3b": (128, 8, 2048, 768),
@@ -130,24 +136,42 @@ def gemms_fp8() -> Iterator[Row]:
         print(f"gemm_fp8 by vLLM: left out, {error}", file=sys.stderr)
     shapes = sorted(matrices(FP8_SHAPES.values(), (1, 2, 4)))
     for tokens, (n, k) in rehearsed(itertools.product(FP8_TOKENS, shapes)):
-        copies = max(2, min(64, L2_BYTES // (n * k))) if DEVICE == "cuda" else 2
-        weights = [torch.randn(n, k, device=DEVICE).to(torch.float8_e4m3fn).t() for _ in range(copies)]
-        x = torch.randn(tokens, k, device=DEVICE).to(torch.float8_e4m3fn)
-        one, of_row, of_column = (torch.ones(size, device=DEVICE) for size in ((), (tokens, 1), (1, n)))
+        yield from products_fp8(tokens, n, k, ops)
 
-        def by_torch(w: torch.Tensor, of_x: torch.Tensor, of_w: torch.Tensor, x: torch.Tensor = x) -> object:
-            return torch._scaled_mm(x, w, of_x, of_w, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-        ways = {"tensor;by=torch": partial(by_torch, of_x=one, of_w=one)}
-        ways["row;by=torch"] = partial(by_torch, of_x=of_row, of_w=of_column)
-        if ops is not None:
-            own = partial(ops.cutlass_scaled_mm, x, scale_a=of_row, scale_b=of_column, out_dtype=torch.bfloat16)
-            ways["row;by=vllm"] = own
-        for scale, way in ways.items():
-            launches = [partial(way, w) for w in weights]
-            launches = (launches * (1 + 16 // len(launches)))[:64] if tokens <= 1024 else launches[:4]
-            yield "gemm_fp8", f"t={tokens};n={n};k={k};scale={scale}", timed_us(launches)
-        del weights
+def partial_tiles() -> Iterator[Row]:
+    """Products of tokens that do not fill the tiles of a kernel, and of some that do: in fp8, then in 16 bit."""
+    from vllm import _custom_ops as ops
+
+    shapes = sorted(matrices(PARTIAL_SHAPES, (1,)))
+    for tokens, (n, k) in rehearsed(itertools.product(PARTIAL_TOKENS, shapes)):
+        yield from products_fp8(tokens, n, k, ops, by_torch=False)
+        weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+        x = torch.randn(tokens, k, device=DEVICE, dtype=torch.bfloat16)
+        yield "gemm", f"t={tokens};n={n};k={k}", timed_us([partial(torch.mm, x, w.t()) for w in weights] * 8)
+
+
+def products_fp8(tokens: int, n: int, k: int, ops: Any, by_torch: bool = True) -> Iterator[Row]:
+    """ops: vLLM's, if it is installed."""
+    copies = max(2, min(64, L2_BYTES // (n * k))) if DEVICE == "cuda" else 2
+    weights = [torch.randn(n, k, device=DEVICE).to(torch.float8_e4m3fn).t() for _ in range(copies)]
+    x = torch.randn(tokens, k, device=DEVICE).to(torch.float8_e4m3fn)
+    one, of_row, of_column = (torch.ones(size, device=DEVICE) for size in ((), (tokens, 1), (1, n)))
+
+    def torchs(w: torch.Tensor, of_x: torch.Tensor, of_w: torch.Tensor) -> object:
+        return torch._scaled_mm(x, w, of_x, of_w, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    ways = {}
+    if by_torch:
+        ways["tensor;by=torch"] = partial(torchs, of_x=one, of_w=one)
+        ways["row;by=torch"] = partial(torchs, of_x=of_row, of_w=of_column)
+    if ops is not None:
+        own = partial(ops.cutlass_scaled_mm, x, scale_a=of_row, scale_b=of_column, out_dtype=torch.bfloat16)
+        ways["row;by=vllm"] = own
+    for scale, way in ways.items():
+        launches = [partial(way, w) for w in weights]
+        launches = (launches * (1 + 16 // len(launches)))[:64] if tokens <= 1024 else launches[:4]
+        yield "gemm_fp8", f"t={tokens};n={n};k={k};scale={scale}", timed_us(launches)
 
 
 def paged(
@@ -463,7 +487,7 @@ def all_reduces(rank: int, ranks: int) -> Iterator[Row]:
 KINDS: dict[str, Callable[[], Iterator[Row]]] = {
     "gemm": gemms, "elementwise": elementwise, "attention": attention,
     "gemm_fp8": gemms_fp8, "layer": layer, "attention_fp8": attention_fp8, "experts": experts, "chunks": chunks,
-    "served": served,
+    "served": served, "partial": partial_tiles,
 }  # fmt: skip
 
 
