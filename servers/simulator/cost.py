@@ -1,7 +1,8 @@
 """How long a step takes on given GPUs: a sum of operators, each as fast as that kind of GPU was measured to run it.
 
 GEMM         a = 2TNK / (eta_c F), b = bytes / (eta_b BW), t = (a^p + b^p)^(1/p) + launch   (soft roofline);
-             kernels with fixed tiles fill up TN to whole tiles, and in part to whole waves of them (`Waves`)
+             kernels with fixed tiles fill up TN to whole tiles, and in part to whole waves of them (`Waves`); tiles
+             that run in pairs wait for each other
 decode       KV bytes / (eta_kv BW) + per row and head + launch; another set of these beside prefills
 prefill      4 heads d sum q(c + q/2) / (eta F) + per token and head
 element-wise bytes / (eta BW) + launches
@@ -579,11 +580,17 @@ def _work_seen(step: Step, window: Window | None) -> float:
 
 
 def tiled_outputs(rows: float, n: float, processors: int) -> tuple[float, float]:
-    """Outputs of a product with rows x n in whole tiles, and in whole waves of them."""
+    """Outputs of a product with rows x n in whole tiles, and in whole waves of them. Tiles that run in pairs wait for
+    each other: the fewer rows the second of the last pair has, the longer all take, by up to one more pair of several
+    (measured: benchmarks/operators/h100_partial.csv)."""
     height, width, together = next(tiles for most, *tiles in TILES if rows <= most)
-    tiles = together * math.ceil(rows / height) * math.ceil(n / width)
-    tile = height * width / together
-    return tiles * tile, math.ceil(tiles / processors) * processors * tile
+    high, wide = math.ceil(rows / height), math.ceil(n / width)
+    tiles, tile = together * high * wide, height * width / together
+    waiting = 0.0
+    if together > 1:
+        empty = min(1.0, 2 * (high - rows / height))  # of the second tile
+        waiting = empty * (1 - 1 / high) * together * wide * tile
+    return tiles * tile + waiting, math.ceil(tiles / processors) * processors * tile + waiting
 
 
 def _soft_max(a: float, b: float, softness: float) -> float:

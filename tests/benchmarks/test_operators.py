@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,28 @@ def test_products_in_fp8_beside_those_that_others_published(gpu: str) -> None:
         return sum(abs(predicted / us - 1) for predicted, us in took) / len(took)
 
     assert off(numbers) < 0.095 < off(replace(numbers, fit=msgspec.structs.replace(numbers.fit, waves=None)))
+
+
+@pytest.mark.parametrize(("hidden", "inner", "heads"), [(4096, 14336, 32), (5120, 25600, 64)])
+def test_products_in_fp8_that_do_not_fill_their_tiles(hidden: int, inner: int, heads: int) -> None:
+    """The four of a layer together, to which nothing is fitted. If they only filled up, they would be further off."""
+    cost, numbers = in_fp8("h100")
+    layer = {((heads + 16) * 128, hidden), (hidden, heads * 128), (2 * inner, hidden), (hidden, inner)}
+    took: defaultdict[int, dict[tuple[int, int], float]] = defaultdict(dict)
+    for sizes, us in fit_operators.read(BENCHMARKS / "operators" / "h100_partial.csv")["gemm_fp8"]:
+        t, n, k = (int(sizes[name]) for name in "tnk")
+        if (n, k) in layer and t > 256 and t % 256:
+            took[t][n, k] = us
+
+    def off(multiple: int) -> float:
+        each = [
+            sum(1e6 * cost.gemm_s(-(-t // multiple) * multiple, n, k, 1, numbers) for n, k in us) / sum(us.values())
+            for t, us in took.items()
+        ]
+        return sum(abs(ratio - 1) for ratio in each) / len(each)
+
+    assert len(took) == 22 and off(1) < 0.055
+    assert off(256) > 0.11
 
 
 @pytest.mark.parametrize("gpu", ["h200", "h100", *sorted(path.stem for path in PUBLISHED.glob("*.csv"))])
