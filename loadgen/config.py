@@ -238,11 +238,13 @@ class OutputOptions:
 
 # Of a server that loadgen starts or models; commands of other packages share them.
 DtypeOption = Annotated[Literal["float16", "bfloat16", "float32"], _settings("Number format of weights and KV cache.")]
+QuantizationName = Literal["fp8", "int8", "awq", "gptq", "nvfp4"]
 QuantizationOption = Annotated[
-    Literal["fp8", "int8", "awq", "gptq", "nvfp4"] | None,
+    QuantizationName | None,
     _settings("Quantized weights (default: as the model's config.json says)."),
 ]
-KvCacheDtypeOption = Annotated[Literal["auto", "fp8"], _settings("Number format of the KV cache; auto: as --dtype.")]
+KvCacheDtype = Literal["auto", "fp8"]
+KvCacheDtypeOption = Annotated[KvCacheDtype, _settings("Number format of the KV cache; auto: as --dtype.")]
 MaxRunningOption = Annotated[Whole, _settings("Most requests in a batch.")]
 MemoryRatioOption = Annotated[float, _settings("Part of each GPU's memory that it may use.")]
 SchedulerOption = Annotated[

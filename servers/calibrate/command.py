@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cyclopts import Group, Parameter
 
 from loadgen import exit_codes, terminal
-from loadgen.config import ConfigError
+from loadgen.config import ConfigError, KvCacheDtype, QuantizationName
 from loadgen.option_types import Whole, option
 from loadgen.rundir.emulation import HeldOut
 from servers.calibrate.runs import NotARunError, ObservationError, Observed, RunFacts, read
@@ -333,6 +333,8 @@ class ServerFacts:
     gpu: Annotated[str | None, option(FACTS, "On which GPU.")] = None
     model: Annotated[str | None, option(FACTS, "Of which model: name, id, or directory.")] = None
     tp: Annotated[Whole | None, option(FACTS, "Tensor parallel size.")] = None
+    quantization: Annotated[QuantizationName | None, option(FACTS, "Quantized weights.")] = None
+    kv_cache_dtype: Annotated[KvCacheDtype | None, option(FACTS, "Number format of the KV cache.")] = None
     kv_tokens: Annotated[Whole | None, option(FACTS, "Tokens that the KV cache held.")] = None
     scheduler: Annotated[str | None, option(FACTS, "Server and version, such as vllm@v1.")] = None
 

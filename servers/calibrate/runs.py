@@ -24,7 +24,7 @@ from backends.decoder import ModelSpec
 from backends.launch import version_in
 from backends.untrusted import UNDECODABLE, reason
 from loadgen import models, rundir
-from loadgen.config import ConfigError
+from loadgen.config import ConfigError, KvCacheDtype, QuantizationName
 from loadgen.load.arrivals import parse_streams
 from loadgen.rundir import records
 from loadgen.rundir.emulation import HeldOut
@@ -35,6 +35,7 @@ from servers.simulator.build import Emulated, Profile, Setup, emulate, newest
 Floats = npt.NDArray[np.float64]
 Dtype = Literal["float16", "bfloat16", "float32"]
 FEWEST = 20  # requests
+MOST_CACHED = 0.01  # of a run's prompt tokens
 RECORD_FILES = (".jsonl", ".jsonl.gz")
 _NAME = re.compile(r"(?P<gpu>[a-z]+\d+[a-z]*?)(x\d+)?_(?P<model>\d+b)(?:_|\.)")
 
@@ -65,8 +66,11 @@ class RunFacts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     topology: str | None = None
     p2p: bool | None = None
     dtype: Dtype | None = None
+    quantization: QuantizationName | None = None
+    kv_cache_dtype: KvCacheDtype | None = None
     kv_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_running: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_batched_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     concurrency: Annotated[int, msgspec.Meta(ge=1)] | str | None = None
     options: dict[str, int] | None = None
     source: str = ""
@@ -217,8 +221,11 @@ def _setup(path: Path, facts: RunFacts) -> Setup:
         topology=facts.topology,
         p2p=facts.p2p is not False,
         dtype=facts.dtype or "bfloat16",
+        quantization=facts.quantization,
+        kv_cache_dtype=facts.kv_cache_dtype or "auto",
         kv_tokens=facts.kv_tokens,
         max_running=facts.max_running or 1024,
+        max_batched_tokens=facts.max_batched_tokens,
         max_requests=embedded.UNREFUSED,
         options=tuple((facts.options or {}).items()),
     )
@@ -272,6 +279,12 @@ def _directory(path: Path) -> tuple[RunFacts, list[Floats]]:
     table = table.select(table.ok & (table.output_tokens > 0))
     if not len(table):
         raise ObservationError(f"{path} holds no complete reply.")
+    cached_tokens, prompt_tokens = int(np.maximum(table.cached_tokens, 0).sum()), int(table.prompt_tokens.sum())
+    if cached_tokens > MOST_CACHED * prompt_tokens:
+        raise ObservationError(
+            f"{path} took {cached_tokens:,} of {prompt_tokens:,} prompt tokens from its prefix cache, which a fit does "
+            "not follow; give runs whose prompts share nothing."
+        )
     launch = manifest.launch
     facts = RunFacts(
         scheduler=_scheduler(path, manifest.backend, (launch and launch.version) or manifest.server_version),
@@ -284,6 +297,8 @@ def _directory(path: Path) -> tuple[RunFacts, list[Floats]]:
         facts.tp = launch.tensor_parallel
         facts.p2p = launch.p2p.enabled
         facts.dtype = cast(Dtype, launch.dtype)
+        for name in ("quantization", "kv_cache_dtype", "max_batched_tokens"):  # older runs could not choose them
+            setattr(facts, name, manifest.config.get(name))
         facts.kv_tokens = launch.kv_cache_tokens or manifest.kv_cache_tokens
         facts.max_running = launch.max_running
     columns = (table.sent_ns * 1e-9, table.first_token_ns * 1e-9, table.done_ns * 1e-9)

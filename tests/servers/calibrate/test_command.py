@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -114,6 +117,31 @@ def test_flags_fill_only_what_a_run_does_not_tell() -> None:
     for tp, known in ((None, False), (1, True), (2, True)):
         seen = observed.read(mixture, observed.RunFacts(gpu="h200", model="mixtral-8x7b", tp=tp))
         assert (seen.setup.tp, seen.tp_known) == (tp or 1, known)
+
+
+def test_how_a_server_computed_is_told_by_the_run_that_started_it_or_by_flags(tmp_path: Path) -> None:
+    started = shutil.copytree(RUNS.parent / "h200" / "serving" / "13b_burst_o64", tmp_path / "fp8")
+    manifest = json.loads((started / "manifest.json").read_text())
+    manifest["config"] |= {"quantization": "fp8", "kv_cache_dtype": "fp8", "max_batched_tokens": 4096}
+    (started / "manifest.json").write_text(json.dumps(manifest))
+    own = observed.read(started).setup
+    assert (own.quantization, own.kv_cache_dtype, own.max_batched_tokens) == ("fp8", "fp8", 4096)
+    older = observed.read(RUNS.parent / "h200" / "serving" / "13b_burst_o64").setup
+    assert (older.quantization, older.kv_cache_dtype, older.max_batched_tokens) == (None, "auto", None)
+    flags = observed.RunFacts(gpu="h100", model="mistral-7b", quantization="fp8")
+    of_url = observed.read(RUNS.parent / "frozen" / "measured" / "h100_fp8_closed32", flags)
+    error, in_16_bit = (
+        run.predict(profiles()["vllm@v1"]).error(run)
+        for run in (of_url, replace(of_url, setup=msgspec.structs.replace(of_url.setup, quantization=None)))
+    )
+    assert error.quantization == "fp8" and error.e2el_w1 < 0.05
+    assert in_16_bit.e2el_w1 > 0.2  # so a fit that takes it for 16 bit would be wrong
+
+
+def test_a_run_whose_prompts_came_from_a_prefix_cache_is_refused() -> None:
+    flags = observed.RunFacts(gpu="h100", model="mistral-7b")
+    with pytest.raises(observed.ObservationError, match="took 156,160 of 199,680 prompt tokens from its prefix cache"):
+        observed.read(RUNS.parent / "frozen" / "measured" / "h100_hot8", flags)
 
 
 @pytest.mark.parametrize(
