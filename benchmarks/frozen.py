@@ -87,6 +87,8 @@ HOST = {
     "closed48": "--input-tokens uniform:128:1280 --output-tokens uniform:48:160 --concurrency 48 --requests 380",
     "burst": "--input-tokens 512 --output-tokens 128 --requests 300",
 }
+# steps as long as steps may be, and of many rows
+SETTLED = (f"{MIXED} --requests 60 --seed 77", "--input-tokens 512 --output-tokens 16 --requests 300 --seed 78")
 
 
 @dataclass(frozen=True)
@@ -296,13 +298,26 @@ GROUPS = {
         "h100_gamma8_cv3": "--input-tokens 800 --output-tokens 140 --arrival gamma:8:3 --requests 110 --seed 412",
     }, gpu="h100"),
     "qwen3_32b_fp8": Group("--quantization fp8", qwen3_32b("", 421), model="qwen3-32b-shape"),
-    "h100_qwen3_32b_fp8": Group("--quantization fp8", qwen3_32b("h100_", 461), model="qwen3-32b-shape", gpu="h100"),
+    "h100_qwen3_32b_fp8": Group("--quantization fp8", qwen3_32b("h100_", 461), model="qwen3-32b-shape",
+                                gpu="h100", settling=SETTLED),
     "fp8_cache": Group("--quantization fp8 --kv-cache-dtype fp8", {
         "fp8_cache_gamma14_cv2": "--input-tokens 700 --output-tokens 150 --arrival gamma:14:2 --requests 190 "
         "--seed 431",
         "fp8_cache_closed96_mixed": "--input-tokens uniform:128:2048 --output-tokens uniform:64:256 --concurrency 96 "
         "--requests 480 --seed 432",
     }),
+    # Not sent to a server yet: products in fp8 that wait for tiles, and servers that have run steps of every size before.
+    "h100_5": Group("", {
+        "h100_closed40_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 40 "
+        "--requests 300 --seed 471",
+        "h100_burst_b": "--input-tokens 600 --output-tokens 100 --requests 250 --seed 472",
+    }, gpu="h100", settling=SETTLED),
+    "h100_fp8_3": Group("--quantization fp8", {
+        "h100_fp8_prompts1100_poisson6": "--input-tokens 1100 --output-tokens 100 --arrival poisson:6 --requests 80 "
+        "--seed 481",
+        "h100_fp8_closed40_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 40 "
+        "--requests 400 --seed 482",
+    }, gpu="h100", settling=SETTLED),
     # The profiles of the hosts on which the rest of the tenth was measured.
     "h100_host_2": host("h100_host_2", "h100", 441),
     "h200_host": host("h200_host", "h200", 451),
