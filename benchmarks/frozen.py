@@ -306,7 +306,7 @@ GROUPS = {
         "fp8_cache_closed96_mixed": "--input-tokens uniform:128:2048 --output-tokens uniform:64:256 --concurrency 96 "
         "--requests 480 --seed 432",
     }),
-    # Not sent to a server yet: products in fp8 that wait for tiles, and servers that have run steps of every size before.
+    # Not sent to a server yet: products in fp8 that wait for tiles, and servers that have run steps of every size.
     "h100_5": Group("", {
         "h100_closed40_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 40 "
         "--requests 300 --seed 471",
