@@ -118,8 +118,8 @@ def qwen3_32b(prefix: str, seed: int) -> dict[str, str]:
         "--requests 160",
         "burst": "--input-tokens 512 --output-tokens 128 --requests 200",
     }
-    seeded = enumerate(loads.items(), seed)
-    return {f"{prefix}qwen3_32b_fp8_{name}": f"{load} --seed {number}" for number, (name, load) in seeded}
+    numbered = enumerate(loads.items(), seed)
+    return {f"{prefix}qwen3_32b_fp8_{name}": f"{load} --seed {number}" for number, (name, load) in numbered}
 
 
 GROUPS = {
@@ -318,7 +318,7 @@ GROUPS = {
         "h100_fp8_closed40_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 40 "
         "--requests 400 --seed 482",
     }, gpu="h100", settling=SETTLED),
-    # The profiles of the hosts on which the rest of the tenth was measured.
+    # What profiles of hosts are fitted to: of the H100's in the tenth, and of an H200's, not played yet.
     "h100_host_2": host("h100_host_2", "h100", 441),
     "h200_host": host("h200_host", "h200", 451),
 }  # fmt: skip
