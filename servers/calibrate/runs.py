@@ -198,7 +198,9 @@ def read(path: Path, flags: RunFacts | None = None) -> Observed:
 
 
 def _known(model: str) -> ModelSpec | None:
-    """It may be served from a directory."""
+    """A directory that is here tells what it holds; of one that is elsewhere its name may."""
+    if (Path(model) / "config.json").is_file():
+        return models.spec(model)
     return catalog.find(model) or catalog.find(Path(model).name)
 
 
@@ -297,6 +299,8 @@ def _directory(path: Path) -> tuple[RunFacts, list[Floats]]:
         facts.tp = launch.tensor_parallel
         facts.p2p = launch.p2p.enabled
         facts.dtype = cast(Dtype, launch.dtype)
+        if (Path(served := str(manifest.config.get("model"))) / "config.json").is_file():
+            facts.model = served
         for name in ("quantization", "kv_cache_dtype", "max_batched_tokens"):  # older runs could not choose them
             setattr(facts, name, manifest.config.get(name))
         facts.kv_tokens = launch.kv_cache_tokens or manifest.kv_cache_tokens

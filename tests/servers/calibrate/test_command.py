@@ -50,12 +50,26 @@ def test_real_runs_that_the_profile_was_not_fitted_to(run: str, makespan: float,
         assert getattr(kept, name) == pytest.approx(getattr(error, name), rel=1e-6)  # as shipped
 
 
+CONFIG = {
+    "model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32768, "max_position_embeddings": 32768,
+}  # fmt: skip
+
+
+def test_a_directory_of_a_known_name_tells_what_it_holds(tmp_path: Path) -> None:
+    started = shutil.copytree(RUNS.parent / "h200" / "serving" / "13b_burst_o64", tmp_path / "run")
+    manifest = json.loads((started / "manifest.json").read_text())
+    manifest["config"]["model"] = str(model := tmp_path / "llama-2-13b")
+    (started / "manifest.json").write_text(json.dumps(manifest))
+    assert observed.read(started).setup.model.layers == 40  # by its name, where the directory is on another machine
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "fp8"}}))
+    setup = observed.read(started).setup
+    assert setup.model.layers == 12 and "fp8" in str(setup.precision())
+
+
 def test_a_run_of_a_model_that_only_its_directory_describes(tmp_path: Path) -> None:
-    config = {
-        "model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32768, "max_position_embeddings": 32768,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     run = RUNS.parent / "frozen" / "measured" / "prompts2048_poisson4"  # whose server called it mistral-7b-shape
     flags = observed.RunFacts(gpu="h200", model=str(tmp_path), kv_tokens=933_472)
     assert observed.read(run, flags).setup.model.layers == 12
