@@ -81,14 +81,19 @@ MIXTURE = {
     "closed40": "--input-tokens uniform:128:1024 --output-tokens uniform:64:160 --concurrency 40 --requests 280",
     "burst": "--input-tokens 512 --output-tokens 128 --requests 300",
 }
-
-HOST = {
+HOST = {  # few requests at once, a closed loop and a burst, to which a profile of a host is fitted
     "gamma9_cv3": "--input-tokens 700 --output-tokens 150 --arrival gamma:9:3 --requests 130",
     "closed48": "--input-tokens uniform:128:1280 --output-tokens uniform:48:160 --concurrency 48 --requests 380",
     "burst": "--input-tokens 512 --output-tokens 128 --requests 300",
 }
-# steps as long as steps may be, and of many rows
-SETTLED = (f"{MIXED} --requests 60 --seed 77", "--input-tokens 512 --output-tokens 16 --requests 300 --seed 78")
+QWEN3_32B = {
+    "lognormal_poisson5": f"{LENGTHS} --arrival poisson:5 --requests 75",
+    "closed32_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 32 --requests 160",
+    "burst": "--input-tokens 512 --output-tokens 128 --requests 200",
+}
+SETTLING = f"{MIXED} --requests 60 --seed 77"
+# with steps as long as steps may be, and of many rows
+SETTLED = (SETTLING, "--input-tokens 512 --output-tokens 16 --requests 300 --seed 78")
 
 
 @dataclass(frozen=True)
@@ -102,24 +107,13 @@ class Group:
     model: str = "mistral-7b-shape"
     gpu: str = "h200"
     tp: int = 1
-    settling: tuple[str, ...] = (f"{MIXED} --requests 60 --seed 77",)
+    settling: tuple[str, ...] = (SETTLING,)
 
 
-def host(name: str, gpu: str, seed: int) -> Group:
-    """What a profile of a host is fitted to: few requests at once, a closed loop, a burst."""
-    loads = enumerate(HOST.items(), seed)
-    return Group("", {f"{name}_{load}": f"{options} --seed {number}" for number, (load, options) in loads}, gpu=gpu)
-
-
-def qwen3_32b(prefix: str, seed: int) -> dict[str, str]:
-    loads = {
-        "lognormal_poisson5": f"{LENGTHS} --arrival poisson:5 --requests 75",
-        "closed32_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 32 "
-        "--requests 160",
-        "burst": "--input-tokens 512 --output-tokens 128 --requests 200",
-    }
+def seeded_from(seed: int, loads: dict[str, str], name: str) -> dict[str, str]:
+    """The loads, each with a seed of its own from `seed` on. name: what they are called, with {} for their keys."""
     numbered = enumerate(loads.items(), seed)
-    return {f"{prefix}qwen3_32b_fp8_{name}": f"{load} --seed {number}" for number, (name, load) in numbered}
+    return {name.format(load): f"{options} --seed {number}" for number, (load, options) in numbered}
 
 
 GROUPS = {
@@ -235,13 +229,10 @@ GROUPS = {
         "--requests 520 --seed 222",
     }),
     # The fifth round: a mixture on two GPUs.
-    "mixtral_8x7b": Group("", {
-        f"mixtral_8x7b_{name}": f"{load} --seed {seed}" for seed, (name, load) in enumerate(MIXTURE.items(), 231)
-    }, "mixtral-8x7b-shape", tp=2),
+    "mixtral_8x7b": Group("", seeded_from(231, MIXTURE, "mixtral_8x7b_{}"), "mixtral-8x7b-shape", tp=2),
     # The sixth: the fifth's loads drawn anew, after loads of the same kind and size have been played.
-    "mixtral_8x7b_2": Group("", {
-        f"mixtral_8x7b_{name}_b": f"{load} --seed {seed}" for seed, (name, load) in enumerate(MIXTURE.items(), 241)
-    }, "mixtral-8x7b-shape", tp=2, settling=tuple(f"{load} --seed 245" for load in MIXTURE.values())),
+    "mixtral_8x7b_2": Group("", seeded_from(241, MIXTURE, "mixtral_8x7b_{}_b"), "mixtral-8x7b-shape", tp=2,
+                            settling=tuple(f"{load} --seed 245" for load in MIXTURE.values())),
     # The eighth, on an H100: its first prefixes, and its first whole steps in fp8.
     "h100_2": Group("", {
         "h100_gamma9_cv3": "--input-tokens 700 --output-tokens 150 --arrival gamma:9:3 --requests 130 --seed 251",
@@ -264,7 +255,7 @@ GROUPS = {
         "h100_fp8_burst": "--input-tokens 512 --output-tokens 128 --requests 300 --seed 273",
     }, gpu="h100"),
     # The ninth: a profile is fitted to the loads of `h100_host`, with which the others of that host are predicted.
-    "h100_host": host("h100_host", "h100", 301),
+    "h100_host": Group("", seeded_from(301, HOST, "h100_host_{}"), gpu="h100"),
     "h100_3": Group("", {
         "h100_lognormal_poisson13": f"{LENGTHS} --arrival poisson:13 --requests 170 --seed 311",
         "h100_closed24_mixed": "--input-tokens uniform:128:1024 --output-tokens uniform:64:192 --concurrency 24 "
@@ -297,9 +288,13 @@ GROUPS = {
         "--requests 280 --seed 411",
         "h100_gamma8_cv3": "--input-tokens 800 --output-tokens 140 --arrival gamma:8:3 --requests 110 --seed 412",
     }, gpu="h100"),
-    "qwen3_32b_fp8": Group("--quantization fp8", qwen3_32b("", 421), model="qwen3-32b-shape"),
-    "h100_qwen3_32b_fp8": Group("--quantization fp8", qwen3_32b("h100_", 461), model="qwen3-32b-shape",
-                                gpu="h100", settling=SETTLED),
+    "qwen3_32b_fp8": Group(
+        "--quantization fp8", seeded_from(421, QWEN3_32B, "qwen3_32b_fp8_{}"), model="qwen3-32b-shape",
+    ),
+    "h100_qwen3_32b_fp8": Group(
+        "--quantization fp8", seeded_from(461, QWEN3_32B, "h100_qwen3_32b_fp8_{}"), model="qwen3-32b-shape", gpu="h100",
+        settling=SETTLED,
+    ),
     "fp8_cache": Group("--quantization fp8 --kv-cache-dtype fp8", {
         "fp8_cache_gamma14_cv2": "--input-tokens 700 --output-tokens 150 --arrival gamma:14:2 --requests 190 "
         "--seed 431",
@@ -318,9 +313,8 @@ GROUPS = {
         "h100_fp8_closed40_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 40 "
         "--requests 400 --seed 482",
     }, gpu="h100", settling=SETTLED),
-    # What profiles of hosts are fitted to: of the H100's in the tenth, and of an H200's, not played yet.
-    "h100_host_2": host("h100_host_2", "h100", 441),
-    "h200_host": host("h200_host", "h200", 451),
+    # What the profile of the H100's host is fitted to in the tenth.
+    "h100_host_2": Group("", seeded_from(441, HOST, "h100_host_2_{}"), gpu="h100"),
 }  # fmt: skip
 FP8 = ("--quantization fp8", "--kv-cache-dtype fp8")  # options that the server has too
 METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")

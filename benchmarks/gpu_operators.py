@@ -113,17 +113,24 @@ def rehearsed(wanted: Iterable[tuple[int, tuple[int, ...]]]) -> Iterator[tuple[i
             yield tokens, tuple(size if size < 256 else size // 256 * 16 for size in sizes)
 
 
+def as_many(launches: list[Callable[[], object]], tokens: int) -> list[Callable[[], object]]:
+    """The launches that are timed together: few of long products, short ones again from the first on."""
+    return (launches * (1 + 16 // len(launches)))[:64] if tokens <= 1024 else launches[:4]
+
+
 def gemms() -> Iterator[Row]:
     for n, k in sorted({(32000, 4096)} | matrices(SHAPES.values(), (1, 2, 4, 8))):
-        copies = max(2, min(64, L2_BYTES // (2 * n * k)))
-        weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        for tokens in TOKENS:
-            x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
-            out = torch.empty(tokens, n, device="cuda", dtype=torch.bfloat16)
-            launches = [lambda w=w, x=x, out=out: torch.mm(x, w.t(), out=out) for w in weights]
-            launches = (launches * (1 + 16 // len(launches)))[:64] if tokens <= 1024 else launches[:4]
-            yield "gemm", f"t={tokens};n={n};k={k}", timed_us(launches)
-        del weights
+        yield from products(TOKENS, n, k)
+
+
+def products(tokens_each: Iterable[int], n: int, k: int) -> Iterator[Row]:
+    copies = max(2, min(64, L2_BYTES // (2 * n * k)))
+    weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    for tokens in tokens_each:
+        x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(tokens, n, device="cuda", dtype=torch.bfloat16)
+        launches = [lambda w=w, x=x, out=out: torch.mm(x, w.t(), out=out) for w in weights]
+        yield "gemm", f"t={tokens};n={n};k={k}", timed_us(as_many(launches, tokens))
 
 
 def gemms_fp8() -> Iterator[Row]:
@@ -146,9 +153,8 @@ def partial_tiles() -> Iterator[Row]:
     shapes = sorted(matrices(PARTIAL_SHAPES, (1,)))
     for tokens, (n, k) in rehearsed(itertools.product(PARTIAL_TOKENS, shapes)):
         yield from products_fp8(tokens, n, k, ops, by_torch=False)
-        weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
-        x = torch.randn(tokens, k, device=DEVICE, dtype=torch.bfloat16)
-        yield "gemm", f"t={tokens};n={n};k={k}", timed_us([partial(torch.mm, x, w.t()) for w in weights] * 8)
+    for n, k in shapes:
+        yield from products(PARTIAL_TOKENS, n, k)
 
 
 def products_fp8(tokens: int, n: int, k: int, ops: Any, by_torch: bool = True) -> Iterator[Row]:
@@ -169,8 +175,7 @@ def products_fp8(tokens: int, n: int, k: int, ops: Any, by_torch: bool = True) -
         own = partial(ops.cutlass_scaled_mm, x, scale_a=of_row, scale_b=of_column, out_dtype=torch.bfloat16)
         ways["row;by=vllm"] = own
     for scale, way in ways.items():
-        launches = [partial(way, w) for w in weights]
-        launches = (launches * (1 + 16 // len(launches)))[:64] if tokens <= 1024 else launches[:4]
+        launches = as_many([partial(way, w) for w in weights], tokens)
         yield "gemm_fp8", f"t={tokens};n={n};k={k};scale={scale}", timed_us(launches)
 
 

@@ -198,7 +198,7 @@ def read(path: Path, flags: RunFacts | None = None) -> Observed:
 
 
 def _known(model: str) -> ModelSpec | None:
-    """A directory that is here tells what it holds; of one that is elsewhere its name may."""
+    """The model that a directory here holds; else the one of that name, which a directory elsewhere may have too."""
     if (Path(model) / "config.json").is_file():
         return models.spec(model)
     return catalog.find(model) or catalog.find(Path(model).name)

@@ -19,7 +19,9 @@ from loadgen.rundir.records import Record, Table, table
 from tests.loadgen.tables import facts, failure, manifest, request
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-KEPT = sorted(path.parent for path in BENCHMARKS.rglob("requests.jsonl.?z") if "/predicted" not in str(path))
+KEPT = sorted(
+    path.parent for path in BENCHMARKS.rglob("requests.jsonl.?z") if not path.parent.parent.name.startswith("predicted")
+)
 
 
 def lockstep(*steps_ms: float, streams: int = 8) -> Table:
