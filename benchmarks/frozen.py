@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
@@ -100,7 +100,8 @@ SETTLED = (SETTLING, "--input-tokens 512 --output-tokens 16 --requests 300 --see
 class Group:
     """Loads that one server plays. options: of the server; loads: the options of `loadgen run`, each with its name;
     gpu: the one that it is predicted for, and measured on; tp: how many of them share the model. settling: loads that
-    are played before, unmeasured: kernels compile at their first use."""
+    are played before, unmeasured: kernels compile at their first use. fitted: loads that are measured then, before the
+    others, for a profile of this very server; nobody predicts them."""
 
     options: str
     loads: dict[str, str]
@@ -108,6 +109,7 @@ class Group:
     gpu: str = "h200"
     tp: int = 1
     settling: tuple[str, ...] = (SETTLING,)
+    fitted: dict[str, str] = field(default_factory=dict)
 
 
 def seeded_from(seed: int, loads: dict[str, str], name: str) -> dict[str, str]:
@@ -301,18 +303,36 @@ GROUPS = {
         "fp8_cache_closed96_mixed": "--input-tokens uniform:128:2048 --output-tokens uniform:64:256 --concurrency 96 "
         "--requests 480 --seed 432",
     }),
-    # Not sent to a server yet: products in fp8 that wait for tiles, and servers that have run steps of every size.
+    # The eleventh: products in fp8 that wait for tiles, and servers that have run steps of every size. To `fitted` a
+    # profile of the very server is fitted afterwards, with which the others are predicted too.
     "h100_5": Group("", {
         "h100_closed40_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 40 "
         "--requests 300 --seed 471",
         "h100_burst_b": "--input-tokens 600 --output-tokens 100 --requests 250 --seed 472",
-    }, gpu="h100", settling=SETTLED),
+        "h100_lognormal_poisson11": f"{LENGTHS} --arrival poisson:11 --requests 150 --seed 473",
+        "h100_gamma10_cv2": "--input-tokens 600 --output-tokens 140 --arrival gamma:10:2 --requests 130 --seed 474",
+        "h100_closed20_mixed": "--input-tokens uniform:128:1024 --output-tokens uniform:64:192 --concurrency 20 "
+        "--requests 240 --seed 475",
+        "h100_prompts4000_poisson2": "--input-tokens 4000 --output-tokens 90 --arrival poisson:2 --requests 30 "
+        "--seed 476",
+    }, gpu="h100", settling=SETTLED, fitted=seeded_from(501, HOST, "h100_5_fitted_{}")),
     "h100_fp8_3": Group("--quantization fp8", {
         "h100_fp8_prompts1100_poisson6": "--input-tokens 1100 --output-tokens 100 --arrival poisson:6 --requests 80 "
         "--seed 481",
         "h100_fp8_closed40_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 40 "
         "--requests 400 --seed 482",
-    }, gpu="h100", settling=SETTLED),
+        "h100_fp8_lognormal_poisson13": f"{LENGTHS} --arrival poisson:13 --requests 170 --seed 483",
+    }, gpu="h100", settling=SETTLED, fitted=seeded_from(511, HOST, "h100_fp8_3_fitted_{}")),
+    "bf16_5": Group("", {
+        "lognormal_poisson13": f"{LENGTHS} --arrival poisson:13 --requests 200 --seed 521",
+        "gamma12_cv2": "--input-tokens 700 --output-tokens 150 --arrival gamma:12:2 --requests 170 --seed 522",
+        "closed40_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 40 "
+        "--requests 340 --seed 523",
+        "closed20_mixed": "--input-tokens uniform:128:1024 --output-tokens uniform:64:192 --concurrency 20 "
+        "--requests 280 --seed 524",
+        "prompts3000_poisson3": "--input-tokens 3000 --output-tokens 90 --arrival poisson:3 --requests 42 --seed 525",
+        "burst_in600": "--input-tokens 600 --output-tokens 100 --requests 300 --seed 526",
+    }, settling=SETTLED, fitted=seeded_from(531, HOST, "bf16_5_fitted_{}")),
     # What the profile of the H100's host is fitted to in the tenth.
     "h100_host_2": Group("", seeded_from(441, HOST, "h100_host_2_{}"), gpu="h100"),
 }  # fmt: skip
@@ -432,7 +452,7 @@ def measure(out: Path, groups: list[str], scratch: Path) -> None:
                 for number, load in enumerate(of.settling):  # prompts that no load has
                     unmeasured = str(scratch / f"settling-{group}-{number}")
                     loadgen(*target, url, *seeded(load), "--no-server-metrics", "--out", unmeasured)
-                for name, load in of.loads.items():
+                for name, load in (of.fitted | of.loads).items():
                     at = time.monotonic()
                     loadgen(*target, url, *seeded(load), "--out", str(out / name))
                     print(f"{name}: {time.monotonic() - at:.0f} s", flush=True)
