@@ -304,7 +304,7 @@ GROUPS = {
         "--requests 480 --seed 432",
     }),
     # The eleventh: products in fp8 that wait for tiles, and servers that have run steps of every size. To `fitted` a
-    # profile of the very server is fitted afterwards, with which the others are predicted too.
+    # profile of the very server was fitted afterwards, with which the others were predicted too.
     "h100_5": Group("", {
         "h100_closed40_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 40 "
         "--requests 300 --seed 471",
@@ -323,6 +323,7 @@ GROUPS = {
         "--requests 400 --seed 482",
         "h100_fp8_lognormal_poisson13": f"{LENGTHS} --arrival poisson:13 --requests 170 --seed 483",
     }, gpu="h100", settling=SETTLED, fitted=seeded_from(511, HOST, "h100_fp8_3_fitted_{}")),
+    # The twelfth: launches as long as 29 servers took in the mean, and as unlike each other.
     "bf16_5": Group("", {
         "lognormal_poisson13": f"{LENGTHS} --arrival poisson:13 --requests 200 --seed 521",
         "gamma12_cv2": "--input-tokens 700 --output-tokens 150 --arrival gamma:12:2 --requests 170 --seed 522",
@@ -333,6 +334,17 @@ GROUPS = {
         "prompts3000_poisson3": "--input-tokens 3000 --output-tokens 90 --arrival poisson:3 --requests 42 --seed 525",
         "burst_in600": "--input-tokens 600 --output-tokens 100 --requests 300 --seed 526",
     }, settling=SETTLED, fitted=seeded_from(531, HOST, "bf16_5_fitted_{}")),
+    "h100_6": Group("", {
+        "h100_lognormal_poisson12": f"{LENGTHS} --arrival poisson:12 --requests 160 --seed 541",
+        "h100_gamma9_cv2.5": "--input-tokens 750 --output-tokens 140 --arrival gamma:9:2.5 --requests 120 --seed 542",
+        "h100_closed36_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 36 "
+        "--requests 280 --seed 543",
+        "h100_closed16_mixed": "--input-tokens uniform:128:1024 --output-tokens uniform:64:192 --concurrency 16 "
+        "--requests 200 --seed 544",
+        "h100_prompts2500_poisson4": "--input-tokens 2500 --output-tokens 90 --arrival poisson:4 --requests 48 "
+        "--seed 545",
+        "h100_burst_in400": "--input-tokens 400 --output-tokens 120 --requests 300 --seed 546",
+    }, gpu="h100", settling=SETTLED, fitted=seeded_from(551, HOST, "h100_6_fitted_{}")),
     # What the profile of the H100's host is fitted to in the tenth.
     "h100_host_2": Group("", seeded_from(441, HOST, "h100_host_2_{}"), gpu="h100"),
 }  # fmt: skip

@@ -2,9 +2,9 @@
 
 Operators are pinned: they were measured alone. At TP 1 the software's own times are fitted (each step, each row, each
 prompt token; launching a layer's kernels one by one; taking a request in, handing a token out, the way between
-processes). At TP > 1 reductions are fitted, on
-top of a profile whose software times are known. A parameter whose 95 % interval spans more than a factor of
-`SPAN_MAX` is not identified: it keeps its value, and the command prints so.
+processes). At TP > 1 reductions are fitted, on top of a profile whose software times are known. The search begins at
+the profile that ships for the server, or at --base. A parameter whose 95 % interval spans more than a factor of
+`SPAN_MAX` is not identified: it keeps the value of that profile, and the command prints so.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ SCALE = 0.02  # residuals are shares of a run's mean; beyond two percent a run c
 DRAWS = 200
 SPAN_MAX = 30.0
 LEAST_INFLUENCE = 1e-3  # of the first parameter's: what moves less, beside those that move more, cannot be told apart
-START = {
+# What is fitted at TP 1, and about how long each takes: no search begins at less than a hundredth of that
+TIMES = {
     "step_us": 200.0, "row_us": 2.0, "prefill_token_us": 0.3, "request_us": 450.0, "token_us": 20.0,
     "latency_us": 1500.0, "launch_eager_layer_us": 500.0,
 }  # fmt: skip
-REACH = 3.0  # as a factor from there: what else a run holds must not be explained by absurd times
-# What a server does with a prompt, beside its GPU's operators, differs more from server to server and host to host:
-# found were 0.8 to 3.2 times this for taking one in, 0.9 to 8.2 times for a token of it (LightLLM 1.2, vLLM).
-# What a step takes beside them was found 0.2 to 1.4 times this; handing a token out 1.8 to 3.3 times.
+REACH = 3.0  # as a factor from where it begins: what else a run holds must not be explained by absurd times
+# What a server does beside its GPU's operators differs more from server to server and host to host.
 FAR = {"request_us": 10.0, "prefill_token_us": 10.0, "step_us": 10.0, "token_us": 6.0}
 # Of one request at rest, which runs under load tell too little of: as in the profile that ships for that server
 AT_REST = (
-    "launch_us", "launch_row_us", "launch_layer_us", "launch_experts_us", "graph_tokens", "prompt_token_us",
-    "first_token_us", "handover_us", "output_us",
+    "launch_us", "launch_row_us", "launch_layer_us", "launch_experts_us", "launch_spread", "graph_tokens",
+    "prompt_token_us", "first_token_us", "handover_us", "output_us",
 )  # fmt: skip
 OTHER_ATTENTION = 1.5  # where the search for the time of kernels other than FlashAttention 3 begins
 EAGER = "launch_eager_layer_us"
@@ -94,7 +93,7 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, log: Callable[
         start = _values(profile)
         if start["attention_ratio"] == 1.0:  # nothing is known
             start["attention_ratio"] = OTHER_ATTENTION
-        profile = _fit(single, profile, {name: max(start[name], START.get(name, 1.0) / 100) for name in names}, log)
+        profile = _fit(single, profile, {name: max(start[name], TIMES.get(name, 1.0) / 100) for name in names}, log)
     if joined:
         ways = {run.emulated.facts.topology for run in joined}
         if len(ways) > 1:
@@ -107,15 +106,14 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, log: Callable[
 
 
 def _beginning(scheduler: str) -> Profile:
-    """Where the search begins. How a server launches its steps is not fitted where nothing is known of it."""
+    """The times of the server's own profile that ships, without those of reductions."""
     shipped = _values(profiles()[scheduler])
-    start = {name: value for name, value in START.items() if name != EAGER or shipped[EAGER]}
-    return with_values(Profile(scheduler=scheduler), {name: shipped[name] for name in AT_REST} | start)
+    return with_values(Profile(scheduler=scheduler), {name: shipped[name] for name in (*AT_REST, *TIMES)})
 
 
 def _identifiable(single: Sequence[Observed], launched: bool, log: Callable[[str], None]) -> list[str]:
     """What runs at TP 1 can tell apart. launched: the time to launch a step is a part of the model."""
-    names = [name for name in START if name != EAGER or launched]
+    names = [name for name in TIMES if name != EAGER or launched]
     crowded = any(_in_flight(run) > 100 for run in single)
     sparse = any(_in_flight(run) < 40 for run in single)
     for shown, hidden, why in (

@@ -126,10 +126,10 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
         deliver: Callable[[list[Sequence], float, float], None],
         deliver_steady: Steady | None = None,
     ) -> Engine:
-        takes = self.cost.clock(self.slow_rank).step_s, self.cost.launch_s
+        clock = self.cost.clock(self.slow_rank)
         if not self.cost.by_sums:
             deliver_steady = None
-        return Engine(_scheduler(self), takes, deliver, self.profile.front, deliver_steady)
+        return Engine(_scheduler(self), (clock.step_s, clock.launch_s), deliver, self.profile.front, deliver_steady)
 
     def with_profile(self, profile: Profile) -> Emulated:
         """The same server with other software times."""

@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import bisect
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -201,6 +203,7 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     launch_layer_us: float = 0.0
     launch_eager_layer_us: float = 0.0
     launch_experts_us: float = 0.0
+    launch_spread: float = 0.0
     graph_tokens: int = 0
 
 
@@ -346,8 +349,13 @@ class StepCost:
         """Whether the rows' context together says what they take; else, with windows, it takes the length of each."""
         return self._read_s is not None
 
+    @property
+    def launch_spread(self) -> float:
+        return self._overheads.launch_spread
+
     def launch_s(self, step: Step) -> tuple[float, float]:
-        """Seconds that the CPU takes to launch the step, and of these before its first kernel, or its graph, is."""
+        """Seconds that the CPU takes in the mean to launch the step, and of these before its first kernel, or its
+        graph, is."""
         own = self._overheads
         us = prepare_us = own.launch_us + own.launch_row_us * len(step.emits)
         if step.decode_rows + step.prefill_tokens > own.graph_tokens:
@@ -503,15 +511,25 @@ class StepCost:
 
 
 class Clock:
-    """How long each step of one server takes on its GPUs, in the order of the steps."""
+    """How long each step of one server takes on its GPUs, and its CPU to launch it, in the order of the steps."""
 
     def __init__(self, cost: StepCost, boost: Boost | None, factor: float) -> None:
         self._cost_s, self._factor = cost.__call__, factor
+        self._launch_s, spread = cost.launch_s, cost.launch_spread
+        self._pace = None if not spread else partial(random.Random(0).lognormvariate, -(spread**2) / 2, spread)
         self._fast = cost.at_full_clock()
         if boost is not None:
             self._ratio, self._most_s, self._refill = boost.ratio, boost.most_ms * 1e-3, boost.refill_ms * 1e-3
             self._left_s = self._most_s  # of what the highest clock may still save
         self._until_s = 0.0
+
+    def launch_s(self, step: Step) -> tuple[float, float]:
+        """As of StepCost, but one launch of those whose mean that is. Steps of decodes alone take the mean: they are
+        launched alike many times."""
+        launch_s, prepare_s = self._launch_s(step)
+        if step.prefill_rows and self._pace is not None:
+            launch_s = prepare_s + (launch_s - prepare_s) * self._pace()
+        return launch_s, prepare_s
 
     def step_s(self, step: Step, begin_s: float) -> float:
         seconds = self._cost_s(step)
