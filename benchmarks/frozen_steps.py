@@ -15,6 +15,9 @@ idle          ms by which the decode step after is longer than others, in the me
 seen          ms from when a request is sent to when the scheduler sees it, and a token's way to the client: where the
               fewest requests are on the wrong side, if that is less than a quarter
 decode        ms by which pure decode steps are longer than predicted, in the mean, at like rows and contexts
+
+Then the eager launches of each server with a dense model on one GPU, as for 32 layers: their mean, and how unlike each
+other those of a load are (standard deviation of the logarithm, over the loads); and both in the mean of the servers.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from frozen import GROUPS  # noqa: E402
+from frozen import GROUPS, MODELS  # noqa: E402
 
 from loadgen.rundir import records  # noqa: E402
 
@@ -177,6 +180,26 @@ def main(directory: Path) -> None:
         longer = (gaps_ms - _terms(real) @ fitted(model))[far]
         cells += [f"{longer[np.abs(longer) < 5].mean():+.2f}"]
         print(f"| {group} | {name} | " + " | ".join(cells) + " |")
+    print_servers(directory / "measured")
+
+
+def print_servers(measured: Path) -> None:
+    print("\n| server | eager launches | mean ms | spread |\n|---|---:|---:|---:|")
+    servers: list[tuple[float, float]] = []
+    for group, of in GROUPS.items():
+        shape = MODELS[of.model]
+        if of.tp > 1 or "moe_intermediate_size" in shape or "num_local_experts" in shape:
+            continue
+        names = [name for name in of.loads if "burst" not in name and (measured / name).is_dir()]
+        loads = [launches(rebuilt(measured / name), tokens_wait=True)[1] for name in names]
+        loads = [taken for taken in loads if len(taken) > 3]
+        if loads:
+            every = np.concatenate(loads) * 32 / int(str(shape["num_hidden_layers"]))
+            spread = np.concatenate([np.log(taken / taken.mean()) for taken in loads]).std()
+            servers.append((float(every.mean()), float(spread)))
+            print(f"| {group} | {len(every)} | {every.mean():.1f} | {spread:.2f} |")
+    mean_ms, spread = np.mean(servers, axis=0)
+    print(f"| {len(servers)} servers | | {mean_ms:.1f} | {spread:.2f} |")
 
 
 if __name__ == "__main__":
