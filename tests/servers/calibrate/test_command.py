@@ -240,8 +240,9 @@ def test_a_fit_finds_a_known_world_again(tmp_path: Path) -> None:
     error, before = (other.predict(profile).error(other) for profile in (fitted, profiles()["vllm@v1"]))
     assert error.e2el_w1 < 0.015 and before.e2el_w1 > 0.06
     assert set(fitted.intervals) <= {*times, "latency_us", "launch_eager_layer_us"}
-    command.calibrate([steady], None, said.append)
+    alone = command.calibrate([steady], None, said.append)
     assert any(line.startswith("not identified: row_us") for line in said)
+    assert alone.overheads.row_us == profiles()["vllm@v1"].overheads.row_us  # what nothing tells stays as shipped
 
 
 @pytest.mark.processes

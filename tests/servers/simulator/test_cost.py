@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 import re
+import statistics
 from pathlib import Path
 
 import msgspec
@@ -375,6 +377,20 @@ def test_a_step_is_launched_in_one_of_three_ways() -> None:
         assert each.launch_s(step) == pytest.approx((prepared_s + layers_s, prepared_s))
     assert each(prefill(513)) == cost("7b")(prefill(513))  # the GPU's own time is another
     assert cost("7b").launch_s(prefill(513)) == (0, 0)
+
+
+def test_launches_differ_around_their_mean() -> None:
+    """Those of steps with prefills, beyond what puts a step together; each server's in the same order."""
+    own = Overheads(launch_us=1000.0, launch_eager_layer_us=500.0, launch_spread=0.25, graph_tokens=512)
+    each = StepCost(model("7b"), H200, 1, None, F16, own)
+    mean_s, prepared_s = each.launch_s(prefill(513))
+    clocks = [each.clock() for _ in range(2)]
+    drawn = [[clock.launch_s(prefill(513)) for _ in range(4000)] for clock in clocks]
+    assert drawn[0] == drawn[1] and {prepared for _, prepared in drawn[0]} == {prepared_s}
+    kernels_s = [launched_s - prepared_s for launched_s, _ in drawn[0]]
+    assert statistics.mean(kernels_s) == pytest.approx(mean_s - prepared_s, rel=0.02)
+    assert statistics.stdev(map(math.log, kernels_s)) == pytest.approx(0.25, rel=0.05)
+    assert {clocks[0].launch_s(decode(600, 9)) for _ in range(9)} == {each.launch_s(decode(600, 9))}
 
 
 def test_rows_beside_prefills_are_read_at_a_rate_of_their_own() -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
+from loadgen.load.arrivals import parse_streams
 from servers.schedulers import Sequence, Step
 from servers.schedulers.vllm import VllmV1
+from servers.simulator import virtual
+from servers.simulator.build import Profile, emulate
+from servers.simulator.cost import Overheads
 from servers.simulator.engine import Engine, FrontEnd
+from servers.simulator.options import Hardware
 
 
 def played(
@@ -114,3 +121,17 @@ def test_requests_are_handed_over_one_by_one() -> None:
     front = FrontEnd(request_us=1000, handover_us=1000)
     times = played((10, 10), (1, 1), [(0, 100, 1)] * 3 + [(3.5, 100, 1)], front)
     assert [each[0] for each in times] == pytest.approx([14, 24, 34, 34])
+
+
+def test_where_launches_differ_gpu_and_cpu_wait_for_each_other() -> None:
+    """One prompt after the other, whose kernels take as long to launch in the mean as the GPU takes. How long the
+    longer of both takes in the mean is known for lognormal launches (Black and Scholes 1973: a call at the money)."""
+    world = emulate(Hardware(gpu="a100", kv_tokens=60_000).setup("vllm", "7b", 4096))
+    step = Step(emits=[Sequence(0, 600, 1)])
+    step.prefill(600, 0)
+    gpu_s = world.with_profile(Profile(scheduler="vllm@v1")).cost(step)
+    own = Overheads(launch_eager_layer_us=gpu_s * 1e6 / 32, launch_spread=0.25, graph_tokens=512)
+    world = world.with_profile(Profile(scheduler="vllm@v1", overheads=own))
+    replies = virtual.simulate(world, [(0.0, 600, 1)] * 4000, parse_streams(1))
+    mean_s = statistics.mean(first_s - sent_s for sent_s, first_s, _ in virtual.bounds(replies))
+    assert mean_s == pytest.approx(2 * gpu_s * statistics.NormalDist().cdf(0.25 / 2), rel=0.005)
