@@ -162,13 +162,16 @@ def main(directory: Path) -> None:
     pairs = [title for each in ("graph", "eager", "extra", "idle", "seen") for title in (each, "predicted")]
     print("| server | load | rows | " + " | ".join(pairs) + " | decode |")
     print("|---|---|---:|---|---:|---|---:|" + "---:|" * 7)
+    eager_ms: dict[str, list[Floats]] = {group: [] for group in GROUPS}
     for group, name, tp in ((group, name, of.tp) for group, of in GROUPS.items() for name in of.loads):
         if "burst" in name or not (directory / "measured" / name).is_dir():
             continue
         real, model = (rebuilt(directory / kind / name) for kind in ("measured", "predicted"))
         cells = [f"{real.rows[real.rows > 0].mean():.0f}"]
         predictions = launches(model, tokens_wait=True)  # in the model they do on several GPUs too
-        for taken, predicted in zip(launches(real, tokens_wait=tp == 1), predictions, strict=True):
+        taken_ms = launches(real, tokens_wait=tp == 1)
+        eager_ms[group].append(taken_ms[1])
+        for taken, predicted in zip(taken_ms, predictions, strict=True):
             low, high = np.percentile(taken, [10, 90]) if len(taken) > 3 else (np.nan, np.nan)
             cells += [f"{low:.1f}, {taken.mean():.1f}, {high:.1f}" if len(taken) > 3 else ""]
             cells += [f"{predicted.mean():.1f}" if len(taken) > 3 and len(predicted) else ""]
@@ -180,19 +183,19 @@ def main(directory: Path) -> None:
         longer = (gaps_ms - _terms(real) @ fitted(model))[far]
         cells += [f"{longer[np.abs(longer) < 5].mean():+.2f}"]
         print(f"| {group} | {name} | " + " | ".join(cells) + " |")
-    print_servers(directory / "measured")
+    print_servers(eager_ms)
 
 
-def print_servers(measured: Path) -> None:
+def print_servers(eager_ms: dict[str, list[Floats]]) -> None:
+    """By group: how long the eager launches of each of its loads took."""
     print("\n| server | eager launches | mean ms | spread |\n|---|---:|---:|---:|")
     servers: list[tuple[float, float]] = []
-    for group, of in GROUPS.items():
+    for group, taken_ms in eager_ms.items():
+        of = GROUPS[group]
         shape = MODELS[of.model]
         if of.tp > 1 or "moe_intermediate_size" in shape or "num_local_experts" in shape:
             continue
-        names = [name for name in of.loads if "burst" not in name and (measured / name).is_dir()]
-        loads = [launches(rebuilt(measured / name), tokens_wait=True)[1] for name in names]
-        loads = [taken for taken in loads if len(taken) > 3]
+        loads = [taken for taken in taken_ms if len(taken) > 3]
         if loads:
             every = np.concatenate(loads) * 32 / int(str(shape["num_hidden_layers"]))
             spread = np.concatenate([np.log(taken / taken.mean()) for taken in loads]).std()

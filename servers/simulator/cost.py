@@ -309,7 +309,7 @@ class StepCost:
 
     def clock(self, factor: float = 1.0) -> Clock:
         """Of a server that begins. factor: of all times, where one of its GPUs is slower."""
-        return Clock(self, self._gpu.boost, factor)
+        return Clock(self, self._gpu.boost, self._overheads.launch_spread, factor)
 
     def __call__(self, step: Step) -> float:
         rows = step.decode_rows
@@ -348,10 +348,6 @@ class StepCost:
     def by_sums(self) -> bool:
         """Whether the rows' context together says what they take; else, with windows, it takes the length of each."""
         return self._read_s is not None
-
-    @property
-    def launch_spread(self) -> float:
-        return self._overheads.launch_spread
 
     def launch_s(self, step: Step) -> tuple[float, float]:
         """Seconds that the CPU takes in the mean to launch the step, and of these before its first kernel, or its
@@ -513,9 +509,8 @@ class StepCost:
 class Clock:
     """How long each step of one server takes on its GPUs, and its CPU to launch it, in the order of the steps."""
 
-    def __init__(self, cost: StepCost, boost: Boost | None, factor: float) -> None:
-        self._cost_s, self._factor = cost.__call__, factor
-        self._launch_s, spread = cost.launch_s, cost.launch_spread
+    def __init__(self, cost: StepCost, boost: Boost | None, spread: float, factor: float) -> None:
+        self._cost_s, self._launch_s, self._factor = cost.__call__, cost.launch_s, factor
         self._pace = None if not spread else partial(random.Random(0).lognormvariate, -(spread**2) / 2, spread)
         self._fast = cost.at_full_clock()
         if boost is not None:
