@@ -345,6 +345,40 @@ GROUPS = {
         "--seed 545",
         "h100_burst_in400": "--input-tokens 400 --output-tokens 120 --requests 300 --seed 546",
     }, gpu="h100", settling=SETTLED, fitted=seeded_from(551, HOST, "h100_6_fitted_{}")),
+    # The thirteenth: a front end as slow as servers' were in the mean, an H100 without boost, an H200 that saves less.
+    "h100_7": Group("", {
+        "h100_lognormal_poisson9": f"{LENGTHS} --arrival poisson:9 --requests 130 --seed 561",
+        "h100_gamma11_cv2": "--input-tokens 600 --output-tokens 130 --arrival gamma:11:2 --requests 150 --seed 562",
+        "h100_closed28_mixed": "--input-tokens uniform:256:1536 --output-tokens uniform:64:192 --concurrency 28 "
+        "--requests 230 --seed 563",
+        "h100_closed56_mixed": "--input-tokens uniform:128:768 --output-tokens uniform:64:256 --concurrency 56 "
+        "--requests 340 --seed 564",
+        "h100_prompts3500_poisson2.5": "--input-tokens 3500 --output-tokens 80 --arrival poisson:2.5 --requests 36 "
+        "--seed 565",
+        "h100_burst_in200": "--input-tokens 200 --output-tokens 150 --requests 350 --seed 566",
+    }, gpu="h100", settling=SETTLED),
+    "h100_fp8_4": Group("--quantization fp8", {
+        "h100_fp8_lognormal_poisson11": f"{LENGTHS} --arrival poisson:11 --requests 150 --seed 571",
+        "h100_fp8_closed28_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 28 "
+        "--requests 320 --seed 572",
+        "h100_fp8_gamma10_cv2": "--input-tokens 800 --output-tokens 120 --arrival gamma:10:2 --requests 130 --seed 573",
+    }, gpu="h100", settling=SETTLED),
+    "bf16_6": Group("", {
+        "lognormal_poisson10": f"{LENGTHS} --arrival poisson:10 --requests 150 --seed 581",
+        "gamma9_cv2.5": "--input-tokens 600 --output-tokens 150 --arrival gamma:9:2.5 --requests 130 --seed 582",
+        "closed28_mixed": "--input-tokens uniform:256:1536 --output-tokens uniform:64:192 --concurrency 28 "
+        "--requests 270 --seed 583",
+        "closed56_mixed": "--input-tokens uniform:128:768 --output-tokens uniform:64:256 --concurrency 56 "
+        "--requests 400 --seed 584",
+        "prompts5000_poisson2": "--input-tokens 5000 --output-tokens 80 --arrival poisson:2 --requests 30 --seed 585",
+        "burst_in300": "--input-tokens 300 --output-tokens 140 --requests 350 --seed 586",
+    }, settling=SETTLED),
+    "fp8_5": Group("--quantization fp8", {
+        "fp8_lognormal_poisson11": f"{LENGTHS} --arrival poisson:11 --requests 150 --seed 591",
+        "fp8_closed28_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 28 "
+        "--requests 340 --seed 592",
+        "fp8_gamma12_cv2": "--input-tokens 800 --output-tokens 120 --arrival gamma:12:2 --requests 150 --seed 593",
+    }, settling=SETTLED),
     # What the profile of the H100's host is fitted to in the tenth.
     "h100_host_2": Group("", seeded_from(441, HOST, "h100_host_2_{}"), gpu="h100"),
 }  # fmt: skip

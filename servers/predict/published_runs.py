@@ -45,7 +45,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prompt_lengths: (prompts, tokens) of the data set that open loops and bursts send, instead of the rows' own length:
     all its prompts in random order, again and again. template_tokens: what they all begin with. sorting: where the
     server sorts all logits to draw a token by top-k and top-p, what that adds: (us a step, ns a logit of each row).
-    launch_row_us: what the CPU takes to schedule a row, instead of the profile's.
+    launch_row_us: what the CPU takes to schedule a row, instead of the profile's. launch_ratio: what launches take of what
+    they take by the profile, whose hosts share their cores.
     """
 
     rounds: int = 10
@@ -58,6 +59,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     template_tokens: int = 0
     sorting: tuple[float, float] = (0.0, 0.0)
     launch_row_us: float | None = None
+    launch_ratio: float = 1.0
 
     def mean_tokens(self, nominal: int) -> float:
         """Of a drawn length."""
@@ -159,14 +161,18 @@ def play(row: Row, server: Server, conditions: Conditions, seed: int) -> Means:
 
 
 def _as_run(emulated: Emulated, row: Row, conditions: Conditions) -> Emulated:
-    """The server with its row's CUDA graphs, and with what sorting adds to its steps."""
-    own, (step_us, logit_ns) = emulated.profile.overheads, conditions.sorting
+    """The server with its row's CUDA graphs, the pace of its launches, and with what sorting adds to its steps."""
+    own, (step_us, logit_ns), ratio = emulated.profile.overheads, conditions.sorting, conditions.launch_ratio
     launch_row_us = own.launch_row_us if conditions.launch_row_us is None else conditions.launch_row_us
     overheads = msgspec.structs.replace(
         own,
         step_us=own.step_us + step_us,
         row_us=own.row_us + logit_ns * 1e-3 * emulated.setup.model.vocab_size,
-        launch_row_us=launch_row_us,
+        launch_us=own.launch_us * ratio,
+        launch_row_us=launch_row_us * ratio,
+        launch_layer_us=own.launch_layer_us * ratio,
+        launch_eager_layer_us=own.launch_eager_layer_us * ratio,
+        launch_experts_us=own.launch_experts_us * ratio,
         graph_tokens=row.graph_tokens or own.graph_tokens,
     )
     return emulated.with_profile(msgspec.structs.replace(emulated.profile, overheads=overheads))

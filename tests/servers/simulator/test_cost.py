@@ -456,7 +456,7 @@ def test_a_gpu_is_faster_until_its_power_limit_is_felt() -> None:
     assert sustained / H200.boost.ratio < took[0] < 0.95 * sustained
     assert took == sorted(took)
     assert took[-1] == pytest.approx(sustained, rel=0.01)
-    assert clock.step_s(prefill(8192), begin + 1.0) == pytest.approx(took[0], rel=0.01)
+    assert clock.step_s(prefill(8192), begin + 2.0) == pytest.approx(took[0], rel=0.01)
     # memory-bound work is as fast as ever, and a slower GPU's factor is of all
     assert clock.step_s(decode(8, 500), begin) == each(decode(8, 500))
     assert each.clock(1.5).step_s(decode(8, 500), 0.0) == pytest.approx(1.5 * each(decode(8, 500)))
