@@ -18,6 +18,8 @@ decode        ms by which pure decode steps are longer than predicted, in the me
 
 Then the eager launches of each server with a dense model on one GPU, as for 32 layers: their mean, and how unlike each
 other those of a load are (standard deviation of the logarithm, over the loads); and both in the mean of the servers.
+Then how long their front ends took to hand a token out, at most: the gap of decode steps over their rows, while all of
+a burst's requests run. Where the GPU takes longer, it is the GPU's; steps of over 90 us a row are left out.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from frozen import GROUPS, MODELS  # noqa: E402
+from frozen import GROUPS, MODELS, Group  # noqa: E402
 
 from loadgen.rundir import records  # noqa: E402
 
 Floats = NDArray[np.float64]
 GRAPH_TOKENS = 512
+SLOWEST_US = 90.0  # a row of a step that a front end may hold up; no front end was seen to take longer
 BEGUN_MS = 1500.0  # requests sent before are those that a closed loop begins with
 
 
@@ -183,26 +186,53 @@ def main(directory: Path) -> None:
         longer = (gaps_ms - _terms(real) @ fitted(model))[far]
         cells += [f"{longer[np.abs(longer) < 5].mean():+.2f}"]
         print(f"| {group} | {name} | " + " | ".join(cells) + " |")
-    print_servers(eager_ms)
+    print_launches(eager_ms)
+    print_fronts(directory / "measured")
 
 
-def print_servers(eager_ms: dict[str, list[Floats]]) -> None:
+def dense_alone(of: Group) -> bool:
+    """Whether its model has no experts and one GPU."""
+    return of.tp == 1 and not {"moe_intermediate_size", "num_local_experts"} & MODELS[of.model].keys()
+
+
+def print_launches(eager_ms: dict[str, list[Floats]]) -> None:
     """By group: how long the eager launches of each of its loads took."""
     print("\n| server | eager launches | mean ms | spread |\n|---|---:|---:|---:|")
     servers: list[tuple[float, float]] = []
     for group, taken_ms in eager_ms.items():
         of = GROUPS[group]
-        shape = MODELS[of.model]
-        if of.tp > 1 or "moe_intermediate_size" in shape or "num_local_experts" in shape:
-            continue
         loads = [taken for taken in taken_ms if len(taken) > 3]
-        if loads:
-            every = np.concatenate(loads) * 32 / int(str(shape["num_hidden_layers"]))
+        if loads and dense_alone(of):
+            every = np.concatenate(loads) * 32 / int(str(MODELS[of.model]["num_hidden_layers"]))
             spread = np.concatenate([np.log(taken / taken.mean()) for taken in loads]).std()
             servers.append((float(every.mean()), float(spread)))
             print(f"| {group} | {len(every)} | {every.mean():.1f} | {spread:.2f} |")
     mean_ms, spread = np.mean(servers, axis=0)
     print(f"| {len(servers)} servers | | {mean_ms:.1f} | {spread:.2f} |")
+
+
+def print_fronts(measured: Path) -> None:
+    print("\n| server | burst | rows | decode step ms, 10th percentile, mean, 90th | us a row |")
+    print("|---|---|---:|---|---:|")
+    servers: list[float] = []
+    for group, of in GROUPS.items():
+        paces: list[float] = []
+        for name in of.fitted | of.loads:
+            if "burst" not in name or not dense_alone(of) or not (measured / name).is_dir():
+                continue
+            steps = rebuilt(measured / name)
+            rows = steps.rows.max()
+            full = steps.decodes() & (steps.rows[1:] == rows)
+            gaps_ms = np.diff(steps.at_ms)[full]
+            pace_us = 1e3 * gaps_ms.mean() / rows
+            if pace_us < SLOWEST_US:
+                paces.append(pace_us)
+                low, high = np.percentile(gaps_ms, [10, 90])
+                each_ms = f"{low:.1f}, {gaps_ms.mean():.1f}, {high:.1f}"
+                print(f"| {group} | {name} | {rows:.0f} | {each_ms} | {pace_us:.1f} |")
+        if paces:
+            servers.append(float(np.mean(paces)))
+    print(f"| {len(servers)} servers | | | | {np.mean(servers):.1f} |")
 
 
 if __name__ == "__main__":

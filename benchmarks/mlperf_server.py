@@ -59,7 +59,7 @@ def predict(engine: str) -> None:
     from servers.predict.published_runs import play
 
     source = next(each for each in published.sources() if each.name == "mlperf")
-    conditions = replace(source.conditions(), template_tokens=0, text_token_us=0.0)
+    conditions = replace(source.conditions(), template_tokens=0, text_token_us=0.0, launch_ratio=1.0)
     server = replace(
         source.servers,
         prefix_caching=False,

@@ -45,8 +45,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prompt_lengths: (prompts, tokens) of the data set that open loops and bursts send, instead of the rows' own length:
     all its prompts in random order, again and again. template_tokens: what they all begin with. sorting: where the
     server sorts all logits to draw a token by top-k and top-p, what that adds: (us a step, ns a logit of each row).
-    launch_row_us: what the CPU takes to schedule a row, instead of the profile's. launch_ratio: what launches take of what
-    they take by the profile, whose hosts share their cores.
+    launch_row_us: what the CPU takes to schedule a row, instead of the profile's. launch_ratio: what launches take of
+    what they take by the profile, which is of servers whose cores others share.
     """
 
     rounds: int = 10

@@ -31,7 +31,7 @@ RUNS = Path(__file__).parents[3] / "benchmarks" / "runs"
         ("h200_7b_poisson4_o256", 0.04, 0.08, 0.08),
         ("h200_13b_burst_o128", 0.08, 0.08, 0.08),
         ("h200x4_70b_tp4_burst_o128", 0.08, 0.08, 0.08),
-        ("h200x4_7b_tp4_burst_o128", 0.13, 0.13, 0.13),  # bound by its front end, which is faster than the profile's
+        ("h200x4_7b_tp4_burst_o128", 0.27, 0.25, 0.25),  # bound by its front end, which is faster than the profile's
         ("h200x4_7b_tp4_p2poff_burst_o128", 0.08, 0.08, 0.08),
         ("h100_7b_burst_o128", 0.08, 0.08, 0.08),
         ("h200_7b_lightllm_burst_o64_b", 0.08, 0.08, 0.08),

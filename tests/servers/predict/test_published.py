@@ -112,6 +112,15 @@ def test_in_line_each_row_is_scheduled_while_the_gpu_waits(monkeypatch: pytest.M
         assert own.tpot_ms - free.tpot_ms == pytest.approx(more_ms, abs=0.02)
 
 
+def test_launches_take_a_part_of_the_profiles() -> None:
+    """A prompt beyond the graphs' sizes waits for 32 layers of kernels, launched one by one (0.72 ms each), and for the
+    step's own launch (1.9 ms); decodes wait for the GPU."""
+    row = msgspec.structs.replace(ROW, load="closed:1", input_tokens=600)
+    own, less = (play(row, Server(), Conditions(rounds=200, launch_ratio=ratio), 0) for ratio in (1.0, 0.9))
+    assert own.ttft_ms - less.ttft_ms == pytest.approx(0.1 * (32 * 0.72 + 1.9), rel=0.15)
+    assert own.tpot_ms == pytest.approx(less.tpot_ms, rel=0.01)
+
+
 def test_one_stream_is_a_request_at_rest() -> None:
     """Its e2e is its ttft and 63 times its tpot."""
     means = play(msgspec.structs.replace(ROW, load="closed:1"), Server(), Conditions(rounds=3), 0)
@@ -210,12 +219,14 @@ def test_e2e_of_a_closed_loop_is_made_of_ttft_and_tpot() -> None:
 
 def test_alternatives_change_what_they_name() -> None:
     source = SOURCES["inference_sim"]
-    off, ids = source.alternatives
+    off, ids, shared = source.alternatives
     server, conditions = source.under(off)
     assert (source.servers.prefix_caching, server.prefix_caching) == (True, False)
     assert conditions == source.conditions()
     assert server.max_running == source.servers.max_running == 128
     assert (source.conditions().text_token_us, source.under(ids)[1].text_token_us) == (2, 0)
+    assert {each.conditions().launch_ratio for each in SOURCES.values()} == {0.65}  # of all sources alike
+    assert source.under(shared)[1].launch_ratio == 1
     source = SOURCES["aiconfigurator"]
     others = {each.why: source.under(each) for each in source.alternatives}
     server, conditions = others["asynchronous scheduling"]
