@@ -232,7 +232,7 @@ def test_the_table_says_that_it_is_a_prediction_and_how_far_off(capsys: pytest.C
 
 @pytest.mark.processes
 def test_each_row_has_the_error_of_its_own_gpu_and_format(capsys: pytest.CaptureFixture[str]) -> None:
-    """The median of those held-out runs alone whose name begins with the row's GPU, all of them in 16 bit."""
+    """The median of those held-out runs alone that were on the row's GPU, with weights in its format."""
     _, out, _ = plan(
         capsys, "--gpu", "h200", "h100", "a100", "--max-gpus", "1", "--quantization", "none", "fp8", "--json"
     )
@@ -240,11 +240,15 @@ def test_each_row_has_the_error_of_its_own_gpu_and_format(capsys: pytest.Capture
     errors = json.loads((hardware.DATA / "profiles.json").read_text())["vllm@v1"]["held_out"]
     assert len(rows) == 6
     for (gpu, quantization), row in rows.items():
-        off = [100 * run["e2el_w1"] for run in errors if run["run"].startswith(gpu) and quantization is None]
+        off = [100 * run["e2el_w1"] for run in errors if (run["gpu"], run["quantization"]) == (gpu, quantization)]
         assert row["held_out_runs"] == len(off)
         if off:
             assert row["held_out_off_percent"]["e2el"] == {"median": median(off), "worst": max(off)}
-    assert rows["h200", None]["held_out_runs"] > rows["h100", None]["held_out_runs"] > 0
+    runs = {row: found["held_out_runs"] for row, found in rows.items()}
+    assert runs == {
+        ("h200", None): 36, ("h200", "fp8"): 3, ("h100", None): 8, ("h100", "fp8"): 3,
+        ("a100", None): 0, ("a100", "fp8"): 0,
+    }  # fmt: skip
     assert rows["a100", "fp8"]["notes"][0].startswith(
         "NVIDIA A100 SXM 80 GB does not compute in fp8: weights in fp8 are"
     )
