@@ -212,6 +212,7 @@ def print_launches(eager_ms: dict[str, list[Floats]]) -> None:
 
 
 def print_fronts(measured: Path) -> None:
+    """By burst: what decode steps with all its rows take; by server, in the mean."""
     print("\n| server | burst | rows | decode step ms, 10th percentile, mean, 90th | us a row |")
     print("|---|---|---:|---|---:|")
     servers: list[float] = []
