@@ -379,6 +379,32 @@ GROUPS = {
         "--requests 340 --seed 592",
         "fp8_gamma12_cv2": "--input-tokens 800 --output-tokens 120 --arrival gamma:12:2 --requests 150 --seed 593",
     }, settling=SETTLED),
+    # The fourteenth: whether a KV cache in fp8 makes launches longer, as the tenth's two servers seemed to say; and the
+    # first mixture here whose kernels have all been compiled.
+    "fp8_cache_2": Group("--quantization fp8 --kv-cache-dtype fp8", {
+        "fp8_cache_lognormal_poisson12": f"{LENGTHS} --arrival poisson:12 --requests 160 --seed 601",
+        "fp8_cache_closed40_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 40 "
+        "--requests 360 --seed 602",
+        "fp8_cache_gamma10_cv2": "--input-tokens 800 --output-tokens 120 --arrival gamma:10:2 --requests 130 "
+        "--seed 603",
+        "fp8_cache_prompts3000_poisson3": "--input-tokens 3000 --output-tokens 100 --arrival poisson:3 --requests 40 "
+        "--seed 604",
+    }, settling=SETTLED),
+    "cache": Group("--kv-cache-dtype fp8", {
+        "cache_lognormal_poisson11": f"{LENGTHS} --arrival poisson:11 --requests 150 --seed 611",
+        "cache_closed32_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 32 "
+        "--requests 280 --seed 612",
+        "cache_gamma10_cv2": "--input-tokens 600 --output-tokens 140 --arrival gamma:10:2 --requests 130 --seed 613",
+        "cache_prompts4000_poisson2": "--input-tokens 4000 --output-tokens 90 --arrival poisson:2 --requests 30 "
+        "--seed 614",
+    }, settling=SETTLED),
+    "qwen3_30b_a3b_3": Group("", {
+        "qwen3_30b_a3b_poisson6": f"{LENGTHS} --arrival poisson:6 --requests 100 --seed 621",
+        "qwen3_30b_a3b_closed24": "--input-tokens uniform:128:768 --output-tokens uniform:64:160 --concurrency 24 "
+        "--requests 160 --seed 622",
+        "qwen3_30b_a3b_gamma5_cv2": "--input-tokens 600 --output-tokens 100 --arrival gamma:5:2 --requests 70 "
+        "--seed 623",
+    }, "qwen3-30b-a3b-shape", settling=SETTLED),
     # What the profile of the H100's host is fitted to in the tenth.
     "h100_host_2": Group("", seeded_from(441, HOST, "h100_host_2_{}"), gpu="h100"),
 }  # fmt: skip
