@@ -405,6 +405,15 @@ GROUPS = {
         "qwen3_30b_a3b_gamma5_cv2": "--input-tokens 600 --output-tokens 100 --arrival gamma:5:2 --requests 70 "
         "--seed 623",
     }, "qwen3-30b-a3b-shape", settling=SETTLED),
+    # Prefixes again, as the fourth round and the ninth had them, on a server that has run steps of every size.
+    "prefixes_5": Group("--prefix-caching on", {
+        "hot8_d": "--prefix 8:1408 --input-tokens 1664 --output-tokens 110 --arrival poisson:10 --requests 160 "
+        "--seed 631",
+        "groups200_d": "--prefix 200:960 --input-tokens 1248 --output-tokens 100 --arrival poisson:11 --requests 180 "
+        "--seed 632",
+        "sessions_b": "--sessions 50 --turns uniform:2:5 --think-time 0.5 --input-tokens 280 --output-tokens 90 "
+        "--arrival poisson:4 --seed 633",
+    }, settling=SETTLED),
     # What the profile of the H100's host is fitted to in the tenth.
     "h100_host_2": Group("", seeded_from(441, HOST, "h100_host_2_{}"), gpu="h100"),
 }  # fmt: skip
