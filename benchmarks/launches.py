@@ -5,7 +5,8 @@
 Steps of more tokens than a CUDA graph holds, alone and beside 24 rows that decode, in the engine's own process. The GPU
 is waited for before each step and after it, so nothing hides behind another step. OUT_DIR/launches.jsonl has a line a
 step: tokens, rows, the milliseconds until execute_model came back (the CPU has launched all by then) and until the GPU
-was done. OUT_DIR/NAME.txt has PyTorch's profile of one step: the operators that the CPU spent its time in.
+was done. The table has their medians, and what an H200 is predicted to take: without a CPU, and at the clock of its
+tables. `--table OUT_DIR` prints the table alone.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import frozen
+import numpy as np
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: the model's shape, and vLLM's arguments
-    "16 bit": ("mistral-7b-shape", {}),
+    "bf16": ("mistral-7b-shape", {}),
     "fp8": ("mistral-7b-shape", {"quantization": "fp8"}),
-    "fp8, KV cache in fp8": ("mistral-7b-shape", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
-    "16 bit, KV cache in fp8": ("mistral-7b-shape", {"kv_cache_dtype": "fp8"}),
+    "fp8_cache": ("mistral-7b-shape", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "cache": ("mistral-7b-shape", {"kv_cache_dtype": "fp8"}),
     "mixture": ("qwen3-30b-a3b-shape", {}),
 }
 TOKENS = (600, 1000, 1500, 2000)
 REPEATS = 12
 ROWS = 24
+CONTEXT = 600  # tokens of each of these rows, about: they begin with 512 and take one in each of up to 224 steps
 
 
 class Steps:
@@ -41,13 +44,11 @@ class Steps:
 
     def __init__(self, model: str, arguments: dict[str, Any]) -> None:
         import torch
-        from vllm import LLM
 
-        Worker = import_module("vllm.v1.worker.gpu_worker").Worker
-
+        worker_type = import_module("vllm.v1.worker.gpu_worker").Worker
         self._wait: Callable[[], None] = torch.cuda.synchronize
         self.last: tuple[float, float] = 0.0, 0.0
-        execute = Worker.execute_model
+        execute = worker_type.execute_model
 
         def timed(worker: Any, scheduled: Any) -> Any:
             self._wait()
@@ -58,8 +59,8 @@ class Steps:
             self.last = 1e3 * (launched - begun), 1e3 * (time.perf_counter() - begun)
             return result
 
-        Worker.execute_model = timed
-        self.engine = LLM(
+        worker_type.execute_model = timed
+        self.engine = import_module("vllm").LLM(
             model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", enable_prefix_caching=False,
             max_model_len=frozen.MAX_MODEL_LEN, max_num_seqs=frozen.MAX_RUNNING, max_num_batched_tokens=8192,
             gpu_memory_utilization=0.85, async_scheduling=False, **arguments,
@@ -67,11 +68,11 @@ class Steps:
         self._sent = 0
 
     def add(self, tokens: int, outputs: int) -> None:
-        from vllm import SamplingParams
-
         self._sent += 1
         prompt = [(self._sent * 7919 + index * 104729) % 31000 + 500 for index in range(tokens)]
-        sampling = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True, detokenize=False)
+        sampling = import_module("vllm").SamplingParams(
+            temperature=0, max_tokens=outputs, ignore_eos=True, detokenize=False
+        )
         self.engine.add_request(str(self._sent), {"prompt_token_ids": prompt}, sampling)
 
 
@@ -94,20 +95,6 @@ def measured(steps: Steps, rows: int) -> list[dict[str, Any]]:
     return lines
 
 
-def profile(steps: Steps) -> str:
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    steps.add(1000, 1)
-    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
-        steps.engine.step()
-    averages = taken.key_averages()
-    return "\n\n".join(
-        averages.table(sort_by=by, row_limit=30, max_name_column_width=70)
-        for by in ("self_cpu_time_total", "self_device_time_total")
-    )
-
-
 def one(out: Path, name: str) -> None:
     shape, arguments = SETTINGS[name]
     with tempfile.TemporaryDirectory() as directory:
@@ -115,35 +102,60 @@ def one(out: Path, name: str) -> None:
         lines = measured(steps, 0) + measured(steps, ROWS)
         with (out / "launches.jsonl").open("a") as file:
             file.writelines(json.dumps({"setting": name, **line}) + "\n" for line in lines)
-        while steps.engine.has_unfinished_requests():
-            steps.engine.step()
-        (out / f"{name}.txt").write_text(profile(steps))
 
 
 def main() -> None:
     out, *names = sys.argv[1:]
     if out == "--one":
         one(Path(names[0]), names[1])
-        return
-    Path(out).mkdir(parents=True, exist_ok=True)
-    for name in names or SETTINGS:
-        alone = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        with (Path(out) / f"{name}.log").open("wb") as log:
-            command = [sys.executable, __file__, "--one", out, name]
-            done = subprocess.run(command, env=alone, stdout=log, stderr=subprocess.STDOUT)
-        print(f"{name}: ended with {done.returncode}", flush=True)
-    table(Path(out) / "launches.jsonl")
+    elif out == "--table":
+        table(Path(names[0]))
+    else:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        for name in names or SETTINGS:
+            alone = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            with (Path(out) / f"{name}.log").open("wb") as log:
+                command = [sys.executable, __file__, "--one", out, name]
+                done = subprocess.run(command, env=alone, stdout=log, stderr=subprocess.STDOUT)
+            print(f"{name}: ended with {done.returncode}", flush=True)
+        table(Path(out))
 
 
-def table(path: Path) -> None:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    print("| setting | tokens | of them rows that decode | launched after ms | GPU done after ms |")
-    print("|---|---:|---:|---:|---:|")
+def table(out: Path) -> None:
+    lines = [json.loads(line) for line in (out / "launches.jsonl").read_text().splitlines()]
+    print("| setting | tokens | of them rows that decode | launched after ms | GPU done after ms | GPU, predicted ms |")
+    print("|---|---:|---:|---|---:|---:|")
+    with tempfile.TemporaryDirectory() as directory:
+        costs = {name: cost(Path(directory), name) for name in SETTINGS}
     for key in dict.fromkeys((line["setting"], line["tokens"], line["rows"]) for line in lines):
         chosen = [line for line in lines if (line["setting"], line["tokens"], line["rows"]) == key]
-        launched_ms, done_ms = (statistics.median(line[name] for line in chosen) for name in ("launched_ms", "done_ms"))
         setting, tokens, rows = key
-        print(f"| {setting} | {tokens} | {rows} | {launched_ms:.1f} | {done_ms:.1f} |")
+        low, launched_ms, high = np.percentile([line["launched_ms"] for line in chosen], (10, 50, 90))
+        done_ms = statistics.median(line["done_ms"] for line in chosen)
+        predicted_ms = 1e3 * costs[setting](step(rows, tokens - rows))
+        print(
+            f"| {setting} | {tokens} | {rows} | {low:.1f}, {launched_ms:.1f}, {high:.1f} | {done_ms:.1f} | "
+            f"{predicted_ms:.1f} |"
+        )
+
+
+def cost(directory: Path, name: str) -> Callable[[Any], float]:
+    """What a step of this setting is predicted to take on an H200, in seconds."""
+    sys.path.insert(0, str(frozen.ROOT))
+    build, models = import_module("servers.simulator.build"), import_module("loadgen.models")
+    shape, arguments = SETTINGS[name]
+    model = models.find(str(frozen.model_in(directory, shape))).described()
+    setup = build.Setup(
+        scheduler="vllm@v1", model=model, gpu="h200", dtype="bfloat16", max_model_len=frozen.MAX_MODEL_LEN, **arguments
+    )
+    priced: Callable[[Any], float] = build.emulate(setup).cost
+    return priced
+
+
+def step(rows: int, prompt_tokens: int) -> Any:
+    schedulers = import_module("servers.schedulers")
+    requests = [schedulers.Sequence(number, CONTEXT, 9) for number in range(rows + 1)]
+    return schedulers.Step(requests, rows, CONTEXT * rows, 1, prompt_tokens, prompt_tokens**2 / 2)
 
 
 if __name__ == "__main__":

@@ -528,27 +528,29 @@ class Clock:
 
     def step_s(self, step: Step, begin_s: float) -> float:
         seconds = self._cost_s(step)
-        if self._fast is not None and (step.prefill_rows or self._left_s < self._most_s):
-            seconds -= self._saved_s(step, begin_s, seconds)
-        # else nothing is saved, and nothing comes back
+        if self._fast is not None:
+            if step.prefill_rows:
+                seconds -= self._saved_s(step, begin_s, seconds)
+            elif self._left_s < self._most_s:  # nothing is saved, and some comes back
+                self._rest(seconds, begin_s)
         seconds *= self._factor
         self._until_s = begin_s + seconds
         return seconds
 
     def _saved_s(self, step: Step, begin_s: float, seconds: float) -> float:
         assert self._fast is not None
-        could_s, free_s = 0.0, seconds
-        if step.prefill_rows:
-            could_s = seconds - self._fast(step)
-            free_s = max(seconds - could_s * self._ratio / (self._ratio - 1), 0.0)
+        could_s = seconds - self._fast(step)
+        self._rest(max(seconds - could_s * self._ratio / (self._ratio - 1), 0.0), begin_s)
+        saved_s = could_s if could_s < self._left_s else self._left_s
+        self._left_s -= saved_s
+        return saved_s
+
+    def _rest(self, free_s: float, begin_s: float) -> None:
+        """What comes back in seconds without products, and in those without a step, until begin_s."""
         if begin_s > self._until_s:
             free_s += begin_s - self._until_s
         left_s = self._left_s + free_s * self._refill
-        if left_s > self._most_s:
-            left_s = self._most_s
-        saved_s = could_s if could_s < left_s else left_s
-        self._left_s = left_s - saved_s
-        return saved_s
+        self._left_s = left_s if left_s < self._most_s else self._most_s
 
 
 def graph_size(tokens: int) -> int:
