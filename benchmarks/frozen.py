@@ -379,8 +379,8 @@ GROUPS = {
         "--requests 340 --seed 592",
         "fp8_gamma12_cv2": "--input-tokens 800 --output-tokens 120 --arrival gamma:12:2 --requests 150 --seed 593",
     }, settling=SETTLED),
-    # The fourteenth: whether a KV cache in fp8 makes launches longer, as the tenth's two servers seemed to say; and the
-    # first mixture here whose kernels have all been compiled.
+    # The fourteenth: whether a KV cache in fp8 makes launches longer, as the tenth's two servers seemed to say; and a
+    # mixture of Qwen3's whose kernels have all been compiled.
     "fp8_cache_2": Group("--quantization fp8 --kv-cache-dtype fp8", {
         "fp8_cache_lognormal_poisson12": f"{LENGTHS} --arrival poisson:12 --requests 160 --seed 601",
         "fp8_cache_closed40_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 40 "

@@ -17,8 +17,6 @@ from pathlib import Path
 import frozen
 import msgspec
 
-sys.path.insert(0, str(frozen.ROOT))
-
 from servers.calibrate import runs
 from servers.simulator.build import Profile, profiles
 

@@ -141,7 +141,6 @@ def table(out: Path) -> None:
 
 def cost(directory: Path, name: str) -> Callable[[Any], float]:
     """What a step of this setting is predicted to take on an H200, in seconds."""
-    sys.path.insert(0, str(frozen.ROOT))
     build, models = import_module("servers.simulator.build"), import_module("loadgen.models")
     shape, arguments = SETTINGS[name]
     model = models.find(str(frozen.model_in(directory, shape))).described()
