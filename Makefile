@@ -38,11 +38,12 @@ unit: .venv/installed-dev
 
 test-processes: .venv/installed-dev
 	$(BIN)/python -m pytest -m processes --numprocesses auto tests/bad_commands
-	$(BIN)/python -m pytest -m processes --ignore=tests/bad_commands
+	$(BIN)/python -m pytest -m processes --ignore=tests/bad_commands --numprocesses auto --dist loadgroup
 
+# As many tests at a time as there are cores, each with one thread.
 test-train:
 	PYTHON=$(PYTHON) tests/training_probe/engines/install.sh
-	.venv-train/bin/python -m pytest -s tests/training_probe/engines
+	OMP_NUM_THREADS=1 .venv-train/bin/python -m pytest --numprocesses auto --dist loadgroup tests/training_probe/engines
 
 test-vllm: .venv/installed-dev
 	tests/vllm/install.sh

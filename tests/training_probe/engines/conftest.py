@@ -28,6 +28,14 @@ def alone() -> Iterator[Any]:
             os.environ[name] = value
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What torch compiles is this process' own: torch loads a library also while another process writes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _linear_layers_are_torchs() -> Iterator[None]:
     """ZeRO 3 of DeepSpeed puts its own in their place, for the rest of the process."""
