@@ -1,9 +1,19 @@
 """What all tests share: programs start as a terminal starts them, also where the tests run under nohup or in the
-background of a shell; a property may take as long as the machine does."""
+background of a shell; a property may take as long as the machine does; slow stages use all cores."""
 
 import signal
+from typing import Any
 
+import pytest
 from hypothesis import settings
+
+WHOLE = {
+    "tests/faults/test_faults.py",
+    "tests/test_distribution.py",
+    "tests/training_probe/engines/test_breakdowns.py",
+    "tests/training_probe/engines/test_sharding.py",
+    "tests/training_probe/engines/test_training.py",
+}  # their tests ask one fixture that takes a minute or more
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
@@ -13,3 +23,19 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadgroup a core takes test after test, but a file of WHOLE at once. (The marks of pytest-xdist 3.8
+    that should say so do nothing with pytest 9.2.)"""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file in WHOLE else nodeid
+
+    return Scheduler(config, log)

@@ -42,7 +42,6 @@ def programs(tmp_path_factory: pytest.TempPathFactory, built: Path) -> Path:
 
 
 @pytest.mark.processes
-@pytest.mark.xdist_group("distribution")
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
 def test_it_works_outside_the_checkout(kind: str, programs: Path, built: Path, tmp_path: Path) -> None:
     (package,) = built.glob(kind)

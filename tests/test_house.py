@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from tests.conftest import WHOLE
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("backends", "loadgen", "servers", "training_probe")
 MOST_LINES = 60  # of a function
@@ -80,3 +82,7 @@ def _imports(path: Path, known: set[str]) -> set[str]:
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= (inner & known) or {node.module}
     return found & known
+
+
+def test_files_that_go_to_a_core_at_once_exist() -> None:
+    assert not [file for file in WHOLE if not (ROOT / file).is_file()]

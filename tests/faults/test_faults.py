@@ -29,7 +29,6 @@ def _is_case(item: pytest.Item) -> bool:
 
 
 @pytest.mark.processes
-@pytest.mark.xdist_group("faults")
 @pytest.mark.parametrize("play", truth.PLAYS, ids=lambda play: f"{play[0].name}-{play[1].backend}-{play[2]}")
 def test_faults(play: tuple[Case, Protocol, str], played: Played) -> None:
     case, protocol, transport = play

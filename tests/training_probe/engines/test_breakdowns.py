@@ -19,7 +19,6 @@ from training_probe.breakdown.run import Breakdown
 pytestmark = [
     tiny.needs_engines,
     pytest.mark.skipif(sys.platform != "linux", reason="processes are started on Linux only"),
-    pytest.mark.xdist_group("breakdowns"),  # what is traced once is asked by all
 ]
 
 COMMAND = str(Path(sys.executable).with_name("training_probe"))

@@ -24,7 +24,7 @@ from training_probe.launch.runner import INTERPRETED, Launching, job_of, start_h
 from training_probe.protocol import STEPS_FILE, RankReport, Step, write_atomically
 from training_probe.results import loss_doubt
 
-pytestmark = [tiny.needs_engines, pytest.mark.xdist_group("training")]  # what is trained once is asked by all
+pytestmark = tiny.needs_engines
 
 COMPILING = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # its pool of processes does not survive a fork
 AGREE = 2e-3  # between engines and stages
