@@ -55,7 +55,8 @@ class Pipe:
 
 
 @pytest.fixture
-def two() -> Iterator[list[Pipe]]:
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pipe]]:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     pipes = [Pipe("127.0.0.1"), Pipe("127.0.0.2")]
     yield pipes
     for pipe in pipes:
@@ -75,15 +76,15 @@ def run(directory: Path, pipes: list[Pipe], does: str, gpus: int, **options: Any
     return run_trial(trial, directory / "run-1", how, limits, cancelled=cancelled, **options)
 
 
-def alive(name: str = "stand_in.py") -> list[int]:
-    """Stand-ins that run in a directory of a node process."""
+def alive(temporary: Path) -> list[int]:
+    """Stand-ins that run in a directory which a node process made there."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             text = path.read_bytes().decode(errors="replace")
         except OSError:
             continue
-        if name in text and "/training-" in text:
+        if "stand_in.py" in text and f"{temporary}/training-" in text:
             found.append(int(path.parent.name))
     return found
 
@@ -119,7 +120,7 @@ def test_outcomes(
     monkeypatch.setattr("training_probe.launch.runner.TEARDOWN_S", 1.0)
     ended = run(tmp_path, two, does, 2, timeout_s=2 if does == "hangs" else LONG_S)
     assert ended.outcome == outcome and ended.reason.startswith(reason)
-    assert alive() == []
+    assert alive(tmp_path) == []
 
 
 def test_nodes_that_wait_for_a_dead_rank_are_ended(
@@ -132,23 +133,29 @@ def test_nodes_that_wait_for_a_dead_rank_are_ended(
         "rank 1 was killed by SIGABRT; 2 of 7 steps were done"
     )
     assert time.monotonic() - begun < LONG_S
-    assert alive() == []
+    assert alive(tmp_path) == []
 
 
 def test_a_lost_node_is_named(tmp_path: Path, two: list[Pipe]) -> None:
     ended = run(tmp_path, two, "hangs", 2, on_step=lambda step: two[1].process.kill())
     assert ended.outcome == "crashed"
     assert ended.reason.startswith("node 127.0.0.2 was lost: it is gone")
-    while alive():
+    while alive(tmp_path):
         time.sleep(0.05)
     assert run(tmp_path, two, "ok", 2).reason.startswith("node 127.0.0.2 was lost: it is gone")
 
 
 def test_a_stop_ends_all(tmp_path: Path, two: list[Pipe]) -> None:
     cancelled = threading.Event()
+    training: list[int] = []
+
+    def stop(_: object) -> None:
+        training.extend(alive(tmp_path))
+        cancelled.set()
+
     with pytest.raises(StoppedError):
-        run(tmp_path, two, "hangs", 2, on_step=lambda step: cancelled.set(), cancelled=cancelled)
-    assert alive() == []
+        run(tmp_path, two, "hangs", 2, on_step=stop, cancelled=cancelled)
+    assert training and alive(tmp_path) == []
 
 
 def test_what_is_missing_is_told(two: list[Pipe]) -> None:
