@@ -110,18 +110,18 @@ def llama(directory: Path, **shape: int) -> str:
     """A directory with the config.json of a Llama of that shape."""
     import transformers
 
-    config = transformers.LlamaConfig(vocab_size=256, **shape)
+    config = transformers.LlamaConfig(**shape)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(directory)
     return str(directory)
 
 
 def test_memory_that_runs_out_ends_a_cell_and_bounds_a_search(tmp_path: Path) -> None:
-    """Eager attention over 1024 tokens: some 300 MiB a sequence, over the 0.6 GiB that torch takes anyway. Heads are
-    narrow: a CPU without instructions for bf16 takes its time for their products."""
+    """Logits of 1024 tokens over a vocabulary of 32,768 and what the loss makes of them: some 420 MiB a sequence. The
+    layer is small, as a CPU without instructions for bf16 takes its time for products."""
     model = llama(
-        tmp_path / "narrow", hidden_size=48, intermediate_size=64, num_hidden_layers=4, num_attention_heads=12,
-        max_position_embeddings=1024,
+        tmp_path / "wide", hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=32768, max_position_embeddings=1024,
     )  # fmt: skip
     options = ("--device", "cpu", "--model", model, *QUICK, "--engine", "ddp", "--method", "Naive")
     options += ("--seq-len", "1024", "--host-memory-gb", "1.5")
@@ -226,7 +226,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     """A directory with a config.json: its shape is trained, here with untied heads and one sequence of 32."""
     model = llama(
         tmp_path / "mine", hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128,
+        num_key_value_heads=2, vocab_size=256, max_position_embeddings=128,
     )  # fmt: skip
     options = ("--device", "cpu", "--model", model, "--seq-len", "32", *QUICK)
     (result,) = measured(tmp_path / "sweep", *options, "--engine", "fsdp2", "--method", "Z3")
