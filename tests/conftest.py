@@ -1,5 +1,5 @@
 """What all tests share: programs start as a terminal starts them, also where the tests run under nohup or in the
-background of a shell; a property may take as long as the machine does; slow stages use all cores."""
+background of a shell; a property may take as long as the machine does; slow stages use all cores and can be sampled."""
 
 import signal
 from typing import Any
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.sampling"]
 WHOLE = {
     "tests/faults/test_faults.py",
     "tests/test_distribution.py",

@@ -1,7 +1,7 @@
 """Bad command lines of both programs: each ends in one sentence and exit code 2 (options) or 3 (the machine, the
 server), starts nothing and overwrites nothing. Each runs within this process, and in one of its own that is forked from
-an interpreter which has imported the commands (`warm`); one of each command is started as a user starts it. The tables
-beside this file hold them, one a line:
+an interpreter which has imported the commands (`warm`; in every sample one of each command and exit code); one of each
+command is started as a user starts it. The tables beside this file hold them, one a line:
 
     EXIT COMMAND LINE => part of the sentence
 """
@@ -130,7 +130,11 @@ CASES = list(table())
 FIRST = list(
     {(case.program, case.line.partition(" ")[0]): case for case in reversed(CASES)}.values()
 )  # of each command
-each_case = pytest.mark.parametrize("case", CASES, ids=[f"{case.program} {case.line}" for case in CASES])
+EVERY_EXIT = {(case.program, case.line.partition(" ")[0], case.exit_code): case for case in reversed(CASES)}.values()
+each_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.always] * (case in EVERY_EXIT)) for case in CASES],
+    ids=[f"{case.program} {case.line}" for case in CASES],
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ def test_nothing_is_wrong(chromium: Chromium, directory: Path, page: str, width:
     assert chromium.faults(directory / page, width, scheme) == []
 
 
+@pytest.mark.always
 def test_the_step_is_that_of_the_json(chromium: Chromium, directory: Path) -> None:
     kept = json.loads((directory / "b" / "breakdown.json").read_bytes())
     chromium.open(directory / "b" / "breakdown.html")

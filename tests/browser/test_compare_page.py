@@ -37,6 +37,7 @@ def test_nothing_is_wrong(chromium: Chromium, directory: Path, page: str, width:
     assert chromium.faults(directory / page, width, scheme) == []
 
 
+@pytest.mark.always
 def test_repeats_are_those_of_the_json(chromium: Chromium, directory: Path) -> None:
     kept = json.loads((directory / "a" / "repeat.json").read_bytes())["metrics"]
     chromium.open(directory / "a" / "repeat.html")
@@ -49,6 +50,7 @@ def test_repeats_are_those_of_the_json(chromium: Chromium, directory: Path) -> N
     until(lambda: chromium.driver.current_url == (directory / "a" / "3" / "report.html").as_uri())
 
 
+@pytest.mark.always
 def test_differences_are_those_of_the_comparison(chromium: Chromium, directory: Path) -> None:
     compared = compare.compare(directory / "a", directory / "b")
     chromium.open(directory / "c.html")

@@ -67,6 +67,7 @@ def test_nothing_runs_but_the_scripts_of_the_page(chromium: Chromium, everything
     assert chromium.errors()
 
 
+@pytest.mark.always
 def test_strings_are_no_markup(chromium: Chromium, everything: Path) -> None:
     chromium.open(everything)
     chromium.draw_all()
@@ -77,6 +78,7 @@ def test_strings_are_no_markup(chromium: Chromium, everything: Path) -> None:
     assert schemes == {"file"}
 
 
+@pytest.mark.always
 def test_numbers_are_exact(chromium: Chromium, everything: Path) -> None:
     chromium.open(everything)
     assert chromium.numbers("#numbers td[data-value]") == [69.31471805599453]

@@ -70,6 +70,7 @@ def cells(chromium: Chromium, caption: str) -> dict[str, dict[str, float]]:
     return found
 
 
+@pytest.mark.always
 def test_numbers_read_from_the_page_are_those_of_report_json(chromium: Chromium, directory: Path) -> None:
     report: dict[str, Any] = json.loads((directory / "made/report.json").read_bytes())
     chromium.open(directory / "made/report.html")

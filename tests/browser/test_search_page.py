@@ -30,6 +30,7 @@ def test_nothing_is_wrong(chromium: Chromium, directory: Path, width: int, schem
     assert chromium.faults(directory / "search.html", width, scheme) == []
 
 
+@pytest.mark.always
 def test_numbers_are_those_of_the_json(chromium: Chromium, directory: Path) -> None:
     kept = results.read(directory)
     chromium.open(directory / "search.html")

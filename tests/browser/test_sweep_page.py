@@ -36,6 +36,7 @@ def test_nothing_is_wrong(chromium: Chromium, directory: Path, width: int, schem
     assert chromium.faults(directory / "sweep.html", width, scheme) == []
 
 
+@pytest.mark.always
 def test_numbers_are_those_of_the_json(chromium: Chromium, directory: Path, swept: dict[str, Any]) -> None:
     chromium.open(directory / "sweep.html")
     columns = [metric for _, metric in sweeps.columns(sweeps.read(directory))]

@@ -82,6 +82,7 @@ def test_a_page_is_quiet_fits_every_window_and_is_accessible(
     assert pages[name].stat().st_size < 400_000
 
 
+@pytest.mark.always
 def test_numbers_of_a_sweep_are_the_reports(chromium: Chromium, pages: dict[str, Path]) -> None:
     shown = set(chromium.open(pages["sweep"]).numbers())
     for each in report(pages["sweep"])["results"]:
@@ -90,12 +91,14 @@ def test_numbers_of_a_sweep_are_the_reports(chromium: Chromium, pages: dict[str,
     assert chromium.text(".verdict") == "14 cells: 14 ok."
 
 
+@pytest.mark.always
 def test_numbers_of_products_are_the_reports(chromium: Chromium, pages: dict[str, Path]) -> None:
     shown = set(chromium.open(pages["products"]).numbers())
     results = report(pages["products"])["results"]
     assert {each["flops_per_s"] / 1e12 for each in results} | {1e3 * each["p90_s"] for each in results} <= shown
 
 
+@pytest.mark.always
 def test_numbers_of_a_breakdown_are_the_reports(chromium: Chromium, pages: dict[str, Path]) -> None:
     shown = set(chromium.open(pages["breakdown"]).numbers())
     for each in report(pages["breakdown"])["results"]:

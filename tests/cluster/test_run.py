@@ -137,6 +137,7 @@ def share_of_last(table: Table) -> Table:
     return table.select(table.id % 3 == LAST)
 
 
+@pytest.mark.always
 def test_three_machines_and_one_process_play_the_same_load(nodes: Nodes, url: str, tmp_path: Path) -> None:
     load = (
         "--requests", "90", "--arrival", "poisson:60", "--output-tokens", "uniform:20:30", "--input-tokens",

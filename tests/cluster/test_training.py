@@ -95,6 +95,7 @@ def test_cells_run_at_once_but_never_two_on_a_node(nodes: Nodes, tmp_path: Path)
             assert begun_s + wall_s <= next_s
 
 
+@pytest.mark.always
 def test_two_nodes_share_a_cell(nodes: Nodes, tmp_path: Path) -> None:
     ok, oom = swept(nodes, tmp_path / "out", "ok:4", "oom:2", per_cell=2)
     assert (ok["outcome"], ok["nodes"], ok["peak_memory_gb_by_rank"]) == ("ok", nodes.ips[:2], [1, 2, 3, 4])

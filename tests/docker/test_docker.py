@@ -157,6 +157,7 @@ def test_a_server_is_reached_by_both_addresses_and_leaves_only_its_log(launches:
     running.stop()
 
 
+@pytest.mark.always
 def test_the_facts_are_those_of_the_engine(launches: Launches, engine: sdk.DockerClient) -> None:
     plan = launches.plan()
     running = launches.start(plan)

@@ -70,6 +70,7 @@ def ours(client: sdk.DockerClient) -> list[str]:
     )
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("kind", images.ENTRYPOINTS)
 def test_a_whole_run(kind: images.Kind, model: Path, tmp_path: Path, engine: sdk.DockerClient) -> None:
     before = ours(engine)

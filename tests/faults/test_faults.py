@@ -29,7 +29,10 @@ def _is_case(item: pytest.Item) -> bool:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("play", truth.PLAYS, ids=lambda play: f"{play[0].name}-{play[1].backend}-{play[2]}")
+@pytest.mark.parametrize(
+    "play", [pytest.param(play, marks=[pytest.mark.always] * (play[2] == "fast")) for play in truth.PLAYS],
+    ids=[f"{case.name}-{protocol.backend}-{transport}" for case, protocol, transport in truth.PLAYS],
+)  # fmt: skip
 def test_faults(play: tuple[Case, Protocol, str], played: Played) -> None:
     case, protocol, transport = play
     seen = played[case.name, protocol.backend, transport]

@@ -32,7 +32,7 @@ FAST = ["--no-calibrate", "--warmup", "0"]
 BURST_MS = 60  # in which the slowest machine that runs these tests reads forty requests, and as many events
 CLIENT_MS = 10  # in which it does what one request needs
 WAITS = 5  # for a core: the server's read and timer, the client's read, and others before each
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.always]
 
 
 def loadgen(*argv: str, expect: int | tuple[int, ...] = (0, 4)) -> tuple[dict[str, Any], str]:

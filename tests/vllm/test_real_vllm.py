@@ -133,6 +133,7 @@ def measure(server: Server, transport: str, directory: Path) -> Measured:
     )
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_request_is_ok_with_exact_token_counts(transport: str, runs: dict[str, Measured]) -> None:
     table = runs[transport].table

@@ -20,7 +20,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 
 from training_probe.worker.__main__ import main
 
-LIMIT_S = 120  # of one trial: a hang ends with SIGALRM
+LIMIT_S = 300  # of one trial: a hang ends with SIGALRM
 
 
 def forked(directory: Path) -> int:

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from tests.training_probe.engines import tiny
-from tests.training_probe.engines.test_training import AGREE, SAME, Trained
+from tests.training_probe.engines.test_training import AGREE, SAME, Trained, needed
 from training_probe.grid import Cell, impossible
 from training_probe.results import loss_doubt
 
@@ -50,12 +50,11 @@ def reference(cell: Cell) -> Cell:
 
 
 TRIED = [*CHECKPOINTS, *FP8, *DIVIDED]
-ALL = list(dict.fromkeys([*TRIED, *map(reference, TRIED)]))
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return Trained(tmp_path_factory.mktemp("trained"), ALL)
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Trained:
+    return Trained(tmp_path_factory.mktemp("trained"), needed(request))
 
 
 @pytest.mark.parametrize("cell", TRIED, ids=lambda cell: cell.name)
