@@ -1,6 +1,6 @@
-"""Samples of slow tests: `pytest --sample N` runs the tests marked `always`, and of every other eighth test those whose
-turn it is. Eight successive numbers run them all. The gate takes its number from the commit, so that successive landings
-run different samples; a failure says which sample repeats it.
+"""Samples of slow tests: `pytest --sample N` runs the tests marked `always`, and an eighth of the others. Eight
+successive numbers run them all. The gate takes its number from the commit, so that landings run different samples; a
+failure says which sample repeats it.
 
 A file of TOGETHER has one turn for all of its tests, since they share something that takes minutes to make.
 """

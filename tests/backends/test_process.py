@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 
 from backends import process
 from backends.launch import Exit, LaunchError, Running, Start, died
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process launcher needs Linux")
 
@@ -88,15 +88,6 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     yield start
     for running in started:
         running.stop()
-
-
-def until(what: Callable[[], Any]) -> Any:
-    """The first true value of `what`."""
-    give_up = time.monotonic() + PATIENCE_S
-    while not (value := what()):
-        assert time.monotonic() < give_up, "it never came"
-        time.sleep(0.01)
-    return value
 
 
 def alive(pid: int) -> bool:

@@ -10,7 +10,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+
+from tests.support.waiting import until
 
 AXE = Path(__file__).parents[2] / "build" / "axe" / "axe.min.js"
 WIDTHS = (360, 768, 1280, 1920)
@@ -206,12 +207,3 @@ class ChartOnPage:
     def pixels(self) -> str:
         """The picture of the canvas, to be compared with another."""
         return str(self.chromium.script("return arguments[0].querySelector('canvas')?.toDataURL()", self.figure))
-
-
-def until(true: Callable[[], object], timeout_s: float = 10) -> None:
-    """Waits until it is true."""
-    end = time.monotonic() + timeout_s
-    while not true():
-        if time.monotonic() > end:
-            raise TimeoutError
-        time.sleep(0.02)

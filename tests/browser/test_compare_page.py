@@ -11,9 +11,10 @@ from selenium.webdriver.common.keys import Keys
 from loadgen import cli
 from loadgen.report import compare, repeats
 from loadgen.report.pages import repeat
-from tests.browser.chromium import SCHEMES, WIDTHS, Chromium, until
+from tests.browser.chromium import SCHEMES, WIDTHS, Chromium
 from tests.loadgen.report.pages.test_sweep import reported
 from tests.loadgen.report.test_repeats import many
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.browser
 

@@ -14,7 +14,8 @@ from backends.untrusted import escaped
 from loadgen.page.content import Block, Chart, Page, Section, Series, Table
 from loadgen.page.html import DATA, render
 from tests.browser import pages
-from tests.browser.chromium import SCHEMES, WIDTHS, Chromium, until
+from tests.browser.chromium import SCHEMES, WIDTHS, Chromium
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.browser
 

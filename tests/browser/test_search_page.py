@@ -8,10 +8,11 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from loadgen.search import page, results
-from tests.browser.chromium import SCHEMES, WIDTHS, Chromium, until
+from tests.browser.chromium import SCHEMES, WIDTHS, Chromium
 from tests.loadgen.report.pages.test_sweep import reported
 from tests.loadgen.report.test_repeats import many
 from tests.loadgen.search.test_page import found
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.browser
 

@@ -11,7 +11,8 @@ from selenium.webdriver.common.keys import Keys
 
 from loadgen import cli
 from loadgen.report import sweeps
-from tests.browser.chromium import SCHEMES, WIDTHS, Chromium, until
+from tests.browser.chromium import SCHEMES, WIDTHS, Chromium
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.browser
 LOAD = ("--gpu", "h200", "--model", "7b", "--input-tokens", "64", "--output-tokens", "8", "--no-calibrate")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from loadgen import exit_codes, rundir
 from tests.docker import client_image
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("engine")]
 
@@ -98,19 +98,17 @@ def machines(engine: sdk.DockerClient, image: str) -> Iterator[list[Any]]:
 
 
 def until_healthy(container: Any) -> None:
-    until(container, lambda: container.exec_run(["bash", "-c", HEALTHY]).exit_code == 0)
+    until(lambda: container.exec_run(["bash", "-c", HEALTHY]).exit_code == 0, over=lambda: ended(container))
 
 
 def until_joined(head: Any) -> None:
-    until(head, lambda: head.exec_run(["ray", "status"]).output.count(b" 1 node_") == 1 + SENDERS)
+    joined = b" 1 node_"
+    until(lambda: head.exec_run(["ray", "status"]).output.count(joined) == 1 + SENDERS, over=lambda: ended(head))
 
 
-def until(container: Any, true: Any) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not true():
-        container.reload()
-        assert container.status == "running" and time.monotonic() < deadline_s, container.logs().decode()[-5000:]
-        time.sleep(0.5)
+def ended(container: Any) -> str | None:
+    container.reload()
+    return None if container.status == "running" else container.logs().decode()[-5000:]
 
 
 def test_a_job_of_a_ray_cluster_sends_from_all_machines(machines: list[Any]) -> None:

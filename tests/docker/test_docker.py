@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ import pytest
 from backends import docker, docker_engine, docker_owner
 from backends.launch import Exit, LaunchError, Mount, Start, died
 from tests.docker import images, registry
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("engine")]
 
@@ -98,15 +98,6 @@ class Recorded:
 def recorded(log: str) -> Recorded:
     line = next(line for line in log.splitlines() if line.startswith("RECORDED "))
     return Recorded(**json.loads(line.removeprefix("RECORDED ")))
-
-
-def until(true: Callable[[], Any], what: str) -> Any:
-    deadline_s = time.monotonic() + READY_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        if value := true():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"{what} did not happen within {READY_TIMEOUT_S:g} s")
 
 
 def fetch(url: str) -> bytes | None:

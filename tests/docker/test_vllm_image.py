@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from backends import docker
 from backends.process import free_port
 from tests.docker import vllm_image
 from tests.lateness import OF_A_BUSY_MACHINE
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm_docker, pytest.mark.usefixtures("engine")]
 
@@ -104,14 +104,13 @@ def shared_memory() -> set[str]:
     return {path.name for path in SHARED_MEMORY.glob("psm_*")}
 
 
-def until(true: Callable[[], Any], process: subprocess.Popen[str] | None = None) -> Any:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not (value := true()):
-        assert time.monotonic() < deadline_s
-        if process is not None and process.poll() is not None:
-            raise AssertionError(f"it ended with exit code {process.returncode}: {process.communicate()[1][-5000:]}")
-        time.sleep(0.1)
-    return value
+def early_end(process: subprocess.Popen[str]) -> Callable[[], str | None]:
+    def over() -> str | None:
+        if process.poll() is None:
+            return None
+        return f"it ended with exit code {process.returncode}: {process.communicate()[1][-5000:]}"
+
+    return over
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,12 @@ def measured(place: Place, engine: sdk.DockerClient, tmp_path_factory: pytest.Te
     process = place.popen("run", *place.server("--dummy-weights"), "--requests", str(REQUESTS),
                           "--no-calibrate", "--out", str(out))  # fmt: skip
     try:
-        (container,) = until(lambda: engine.containers.list(filters={"label": docker.LABEL}), process)
-        until(lambda: (out / "requests.jsonl").exists(), process)
+        (container,) = until(
+            lambda: engine.containers.list(filters={"label": docker.LABEL}),
+            timeout_s=TIMEOUT_S,
+            over=early_end(process),
+        )
+        until(lambda: (out / "requests.jsonl").exists(), timeout_s=TIMEOUT_S, over=early_end(process))
         inside = int(container.exec_run(["stat", "--format=%d", "/dev/shm"]).output)
         segments = {name: (SHARED_MEMORY / name).stat().st_size for name in shared_memory() - before}
         stdout, said = finished(process, expect=(0, 4))  # 4: the server takes every core, and the run 0.2 s
@@ -197,7 +200,9 @@ def test_one_that_takes_more_memory_than_there_is(place: Place, tmp_path: Path, 
         pytest.skip("this engine cannot limit memory")
     out = tmp_path / "run"
     process = place.popen("run", *place.server("--dummy-weights"), "--no-calibrate", "--out", str(out))
-    (container,) = until(lambda: engine.containers.list(filters={"label": docker.LABEL}), process)
+    (container,) = until(
+        lambda: engine.containers.list(filters={"label": docker.LABEL}), timeout_s=TIMEOUT_S, over=early_end(process)
+    )
     container.update(mem_limit="300m", memswap_limit="300m")
     said = finished(process, expect=3)[1]
     assert "the kernel killed it for want of host memory; free memory on the host" in said[-1]
@@ -210,7 +215,7 @@ def test_killed_and_cleaned(place: Place, tmp_path: Path, engine: sdk.DockerClie
     process = place.popen("run", *place.server("--dummy-weights"), "--requests", "4000", "--arrival", "constant:4",
                           "--no-calibrate", "--out", str(out))  # fmt: skip
     try:
-        until(lambda: has_measured(out / "requests.jsonl"), process)
+        until(lambda: has_measured(out / "requests.jsonl"), timeout_s=TIMEOUT_S, over=early_end(process))
         (container,) = engine.containers.list(filters={"label": docker.LABEL})
         assert place.finish("clean", expect=0)[0] == "removed 0 containers\n"  # its owner lives
     finally:
@@ -276,7 +281,7 @@ def test_the_compose_file_starts_the_same(
         (container,) = engine.containers.list(all=True, filters={"label": label})
         assert essence(container.attrs) == essence(measured.attrs)
         url = f"http://127.0.0.1:{port}"
-        until(lambda: healthy(url) or container.reload() or container.status != "running")
+        until(lambda: healthy(url) or container.reload() or container.status != "running", timeout_s=TIMEOUT_S)
         out, _ = place.finish("run", "--backend", "vllm", "--url", url, "--requests", "8", "--input-tokens", "16",
                               "--output-tokens", "4", "--no-calibrate", "--out", str(tmp_path / "run"),
                               expect=(0, 4))  # fmt: skip  # as in `measured`

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ import yaml
 
 from tests.observability import names
 from tests.observability.programs import program
+from tests.support.waiting import free_ports, until
 
 SCRAPE_S, LIMIT_S = 1, 60.0
 
@@ -60,25 +59,6 @@ def _finite(result: list[tuple[dict[str, str], Any]]) -> list[Series]:
     return [each for each in series if each.values]
 
 
-def until(what: str, look: Callable[[], Any]) -> Any:
-    """The first answer that is true."""
-    end = time.monotonic() + LIMIT_S
-    while time.monotonic() < end:
-        try:
-            if result := look():
-                return result
-        except OSError:
-            pass
-        time.sleep(0.1)
-    raise AssertionError(f"waited {LIMIT_S:.0f} s for {what}")
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 @contextmanager
 def prometheus(directory: Path, targets: Mapping[str, str]) -> Iterator[Prometheus]:
     """It scrapes `targets`, by job, every second; all else is as in compose/prometheus."""
@@ -91,7 +71,7 @@ def prometheus(directory: Path, targets: Mapping[str, str]) -> Iterator[Promethe
     directory.mkdir()
     (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
     (directory / "rules.yml").write_text((source / "rules.yml").read_text())
-    port = free_port()
+    port = free_ports(1)[0]
     words = [
         program("prometheus"), f"--config.file={directory / 'prometheus.yml'}",
         f"--storage.tsdb.path={directory / 'data'}", f"--web.listen-address=127.0.0.1:{port}",

@@ -29,7 +29,8 @@ from loadgen.rundir import Family, MetricSample, Snapshot, records, write_snapsh
 from loadgen.rundir.records import Table
 from tests.observability import names
 from tests.observability.names import Query
-from tests.observability.scraped import SCRAPE_S, Prometheus, Series, free_port, prometheus, until
+from tests.observability.scraped import SCRAPE_S, Prometheus, Series, prometheus
+from tests.support.waiting import free_ports, until
 from training_probe.grid import Cell
 from training_probe.protocol import Step
 from training_probe.results import CellResult
@@ -173,13 +174,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         progress = sweep(runs)
         real = stack.enter_context(trained(runs)) if TRAINING_PROBE.exists() else None
 
-        port = free_port()
+        port = free_ports(1)[0]
         stack.enter_context(running("export", "--runs", str(runs), "--port", str(port)))
         targets = {"bench": f"127.0.0.1:{port}", "server": url.removeprefix("http://"),
                    "dcgm": stack.enter_context(stand_in(DCGM))}  # fmt: skip
         start = time.time()
         prom = stack.enter_context(prometheus(place / "prometheus", targets))
-        until("the first scrapes", lambda: len(prom.now("up == 1")) == len(targets))
+        until(lambda: len(prom.now("up == 1")) == len(targets), "the first scrapes")
 
         during = stack.enter_context(running(
             *load, "--arrival", f"constant:{RATE}", "--requests", str(REQUESTS), "--out", str(runs / "during")
@@ -194,13 +195,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             reports[report["run_id"]] = report
             measured[report["run_id"]] = records.read(runs / name)[0].measured()
         seen = f'run_id_state:bench_run_state:seen_timestamp_seconds{{run_id="{list(reports)[1]}", state="finished"}}'
-        until("the end of the run", lambda: prom.now(seen))
-        until("an alert", lambda: prom.now('ALERTS{alertname="SnapshotsBroken", alertstate="firing"}'))
+        until(lambda: prom.now(seen), "the end of the run")
+        until(lambda: prom.now('ALERTS{alertname="SnapshotsBroken", alertstate="firing"}'), "an alert")
         run_id = None
         if real is not None:
             assert real.wait() in MEASURED
             run_id = json.loads((runs / "real-sweep" / "manifest.json").read_text())["run_id"]
-            until("the end of the sweep", lambda: prom.now(f'bench_run_state{{run_id="{run_id}", state="finished"}}'))
+            until(lambda: prom.now(f'bench_run_state{{run_id="{run_id}", state="finished"}}'), "the end of the sweep")
         time.sleep(2 * SCRAPE_S)  # queries over time have no step at their very end
         yield Watched(prom, start, time.time(), reports, measured, *reports, run_id)
 

@@ -8,15 +8,15 @@ that; with bf16 masters instead of fp32 ones losses differ by ten times as much.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.support.waiting import free_ports
 from tests.training_probe.engines import tiny
 from training_probe.flops import weights
 from training_probe.grid import Cell
@@ -85,7 +85,7 @@ EVERY_KIND = [
 
 
 class Trained:
-    """The reports of the ranks of many trials. The first test that asks runs all of the trials with as many processes."""
+    """The reports of the ranks of many trials. The first question runs all of the trials with as many processes."""
 
     def __init__(self, root: Path, cells: Sequence[Cell]) -> None:
         self._root, self._cells = root, cells
@@ -137,13 +137,6 @@ class Trained:
             start.argv, env={**os.environ, **start.env, **COMPILING, INTERPRETED: "1"}, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr[-2000:]
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ones: all are held until all are found."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 class Rehearsal(Trained):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from backends import gpus
 from backends.decoder import ModelSpec
 from loadgen.rundir import RunError, Snapshot
+from tests.support.waiting import until
 from tests.training_probe import stand_in
 from tests.training_probe.stand_in import GIB, STEP_S
 from training_probe import flops, llama_shape, protocol, results
@@ -313,13 +314,6 @@ if sys.argv[2] == "searched":
     cells = [cell("fits_2_and_waits", micro_batch=None)]
 sys.exit(sweep(cells, settings(runs=int(sys.argv[3])), Path(sys.argv[1]), print, AROUND))
 """
-
-
-def until(what: Callable[[], Any]) -> None:
-    give_up = time.monotonic() + LONG_S
-    while not what():
-        assert time.monotonic() < give_up, "it never came"
-        time.sleep(0.01)
 
 
 def at_work(directory: Path, cells: str, runs: int, at: str) -> subprocess.Popen[bytes]:
