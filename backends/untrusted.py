@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
+from backends import foreign_files
+
 T = TypeVar("T")
 
 MAX_LINE_CHARS = 300
@@ -49,11 +51,21 @@ def reason(error: Exception) -> str:
     return f"{key}: {why[:1].lower()}{why[1:]}" if key else why
 
 
-def read_json(path: Path | str, kind: type[T], error: Callable[[str], Exception], wrong: str, advice: str = "") -> T:
-    """What a file of JSON holds, as a `kind`. Raises `error` of one sentence: the file cannot be read, or PATH `wrong`
-    (such as "is no list of prices"), with the reason and then the advice."""
+def read_json(
+    path: Path | str,
+    kind: type[T],
+    error: Callable[[str], Exception],
+    wrong: str,
+    advice: str = "",
+    directory: Path | None = None,
+) -> T:
+    """What a file of JSON holds, as a `kind`. directory: which may be another's, and which the file must lie in; None:
+    the command line names the file. Raises `error` of one sentence: the file cannot be read, or PATH `wrong` (such as
+    "is no list of prices"), with the reason and then the advice."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
+        named = directory is None
+        data = foreign_files.read_named(path) if named else foreign_files.read_bytes(Path(path), directory)
+        return msgspec.json.decode(data, type=kind)
     except OSError as unreadable:
         raise error(f"cannot read {path}: {unreadable.strerror or unreadable}.") from None
     except UNDECODABLE as undecodable:
@@ -62,7 +74,7 @@ def read_json(path: Path | str, kind: type[T], error: Callable[[str], Exception]
 
 def is_cut(path: Path) -> bool:
     """Whether a file of lines ends within one, because its writer was killed. Raises OSError."""
-    with path.open("rb") as file:
+    with foreign_files.opened(path) as file:
         end = file.seek(0, 2)
         file.seek(max(0, end - 1))
         return file.read() not in (b"", b"\n")
@@ -76,22 +88,21 @@ def read_json_lines(
     advice: str = "",
     doubt: Callable[[T], str] = lambda _: "",
 ) -> list[T]:
-    """The lines of a file, each JSON of a `kind`, without empty ones and a last one that a kill cut. doubt: why one
-    makes no sense, a clause, empty where it does. Raises `error` of one sentence: the file cannot be read, with the
-    advice, or line N of PATH `wrong`, with the reason."""
+    """The lines of a file of a directory that may be another's, each JSON of a `kind`, without empty ones and a last
+    one that a kill cut. doubt: why one makes no sense, a clause, empty where it does. Raises `error` of one sentence:
+    the file cannot be read, with the advice, or line N of PATH `wrong`, with the reason."""
     decode = msgspec.json.Decoder(kind).decode
+    found: list[T] = []
     try:
-        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(foreign_files.lines(path), 1):
+            try:
+                if line != b"\n":
+                    found.append(decode(line))
+                    if why := doubt(found[-1]):
+                        raise error(f"line {number} of {path} {wrong}: {why}.")
+            except UNDECODABLE as undecodable:
+                if line.endswith(b"\n"):  # else it is the last, and its writer was killed
+                    raise error(f"line {number} of {path} {wrong}: {reason(undecodable)}.") from None
     except OSError as unreadable:
         raise error(f"cannot read {path}: {unreadable.strerror or unreadable}{advice}.") from None
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            if line:
-                found.append(decode(line))
-                if why := doubt(found[-1]):
-                    raise error(f"line {number} of {path} {wrong}: {why}.")
-        except UNDECODABLE as undecodable:
-            if number < len(lines):  # the last has no newline after it: its writer was killed
-                raise error(f"line {number} of {path} {wrong}: {reason(undecodable)}.") from None
     return found

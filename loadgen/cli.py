@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Group, Parameter
 from cyclopts.config import Toml
 
+from backends.untrusted import escaped
 from loadgen import exit_codes, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file
 from loadgen.option_types import JunitOption, SummaryOption, Whole, names, offers
@@ -292,7 +293,7 @@ def _last_words(directory: Path, json: str, *, brief: bool = False) -> None:
 
         terminal.show(summary.files(directory, terminal.columns(sys.stderr)))
     else:
-        say(f"\n{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
+        say(f"\n{directory}/: " + ", ".join(sorted(escaped(path.name) for path in directory.iterdir())))
     result_line(json)
 
 

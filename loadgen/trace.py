@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from backends import foreign_files
 from backends.untrusted import UNDECODABLE, reason
 
 Kind = Literal["GEMM", "attention", "element-wise", "communication", "memcpy", "host"]
@@ -108,14 +109,15 @@ def read(path: Path) -> list[Span]:
 
 
 def _unpacked(path: Path) -> bytes:
-    """Raises TraceError for a packed file that holds more than a trace does, before it takes all memory."""
-    with path.open("rb") as file:
-        if file.peek(2)[:2] != b"\x1f\x8b":
-            return file.read()
-        with gzip.open(file) as unpacked:
+    """Raises TraceError for a file that holds more than a trace does, before it takes all memory."""
+    with foreign_files.opened(path) as file:
+        packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        with gzip.open(file) if packed else file as unpacked:
             data = unpacked.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise TraceError(f"{path} holds over {MOST_BYTES >> 30} GiB when it is unpacked; trace fewer steps.")
+        unpacked_size = " when it is unpacked" if packed else ""
+        raise TraceError(f"{path} holds over {MOST_BYTES >> 30} GiB{unpacked_size}; trace fewer steps.")
     return data
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from backends.untrusted import escaped, read_json
+from loadgen import rundir
 from loadgen.config import Config, ConfigError
 from loadgen.report.text import markdown_text
 from loadgen.rundir import RunError
@@ -155,8 +156,8 @@ def write(directory: Path, breakdown: Breakdown) -> None:
     """breakdown.json, report.md and breakdown.png in the run's directory."""
     from loadgen.report import figures
 
-    (directory / FILE).write_text(to_json(breakdown, indent=2) + "\n")
-    (directory / "report.md").write_text(markdown(breakdown) + "\n", encoding="utf-8")
+    rundir.replace(directory / FILE, to_json(breakdown, indent=2).encode() + b"\n")
+    rundir.replace(directory / "report.md", markdown(breakdown).encode() + b"\n")
     bars = {"Table X": breakdown.kinds, "Table XI": breakdown.parts}
     if breakdown.paper is not None:
         bars |= {"the paper's X": breakdown.paper.kinds, "the paper's XI": breakdown.paper.parts}
@@ -166,7 +167,7 @@ def write(directory: Path, breakdown: Breakdown) -> None:
 def read(directory: Path) -> Breakdown:
     """What `write` left in a run's directory. Raises RunError."""
     path = directory / FILE
-    breakdown = read_json(path, Breakdown, RunError, "is not a breakdown of this version")
+    breakdown = read_json(path, Breakdown, RunError, "is not a breakdown of this version", directory=directory)
     known = breakdown.kinds.keys() <= set(KINDS) and breakdown.parts.keys() <= set(PARTS)
     if breakdown.schema != SCHEMA or not breakdown.step_ms > 0 or not known:
         raise RunError(f"{path} is not a breakdown of this version.")

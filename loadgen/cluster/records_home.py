@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from backends import foreign_files
 from backends.untrusted import UNDECODABLE
 from loadgen import rundir
 from loadgen.rundir import parts
@@ -97,7 +98,8 @@ async def bring(file: Written, read: Read, out: Path) -> None:
     """Copies one file into `out`, as it is. What came stays where the rest does not come. Raises HomeError, and OSError
     of `out`."""
     digest, size = hashlib.sha256(), 0
-    with out.open("wb") as home:
+    out.unlink(missing_ok=True)  # it may be a link
+    with out.open("xb") as home:
         while size < file.size_bytes:
             data = await read(file.name, size)
             if not data:
@@ -117,7 +119,7 @@ def settle(came: Path, out: Path, t0_ns: int, shift_ns: Callable[[int], int] | N
     first: tuple[int, int] | None = None
     read, encode = msgspec.json.Decoder(Record).decode, msgspec.json.Encoder().encode
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(came.open("rb"))
+        file = stack.enter_context(foreign_files.opened(came))
         header = _header(file.readline())
         if header is None:  # nothing of it came
             came.unlink()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from backends.untrusted import escaped
-from loadgen.rundir import Phase
+from loadgen.rundir import MOST_PHASES, Phase
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     import numpy as np
@@ -96,6 +96,8 @@ def parse(text: str) -> Arrival:
     if kind == "ramp":
         arrival = Arrival("ramp", stretches=(Stretch(values[2], values[0], values[1]),))
     elif kind == "steps":
+        if len(values) > 2 * MOST_PHASES:
+            raise ValueError(f"arrival steps has {len(values) // 2} steps; it may have {MOST_PHASES}.")
         pairs = zip(values[::2], values[1::2], strict=True)
         arrival = Arrival("steps", stretches=tuple(Stretch(seconds, rate, rate) for rate, seconds in pairs))
     elif kind == "gamma":

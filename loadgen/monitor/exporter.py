@@ -28,12 +28,12 @@ from prometheus_client import exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.samples import Exemplar
 
+from backends import foreign_files
 from loadgen.rundir import SNAPSHOT_FILE, SNAPSHOT_SCHEMA, Family, RunError, Snapshot
 
 HOST = "127.0.0.1"
 STALE_S = 30.0
 KEEP_S = 7 * 86400.0
-MOST_BYTES = 1 << 26  # no snapshot of ours is nearly as large
 MOST_ID_CHARACTERS = 118  # of a request's id: OpenMetrics gives an exemplar 128 with the label's name
 REQUEST_TIMEOUT_S = 30.0
 
@@ -74,7 +74,7 @@ class Exporter:
             if age_s > self._keep_s:
                 continue
             try:
-                snapshot = _read(path, file)
+                snapshot = _read(path, self._runs)
                 state = "stale" if snapshot.state == "running" and age_s > STALE_S else snapshot.state
                 metrics = {metric.name: metric for metric in _metrics(snapshot, state, file.st_mtime)}
             except FileNotFoundError:  # the run was removed while we looked
@@ -90,7 +90,7 @@ class Exporter:
             path = os.path.join(directory, SNAPSHOT_FILE)  # noqa: PTH118  fifty Paths cost more than fifty stats
             with contextlib.suppress(OSError):
                 file = os.stat(path)  # noqa: PTH116
-                if stat.S_ISREG(file.st_mode):  # a pipe would be waited for
+                if stat.S_ISREG(file.st_mode):
                     yield path, file
 
 
@@ -102,11 +102,9 @@ def _entries(runs: Path) -> list[str]:
         return []
 
 
-def _read(path: str, file: os.stat_result) -> Snapshot:
+def _read(path: str, runs: Path) -> Snapshot:
     """Raises whatever a file that is no snapshot of ours makes of it."""
-    if file.st_size > MOST_BYTES:
-        raise ValueError(path)
-    snapshot = msgspec.json.decode(Path(path).read_bytes(), type=Snapshot)
+    snapshot = msgspec.json.decode(foreign_files.read_bytes(Path(path), runs), type=Snapshot)
     if snapshot.schema != SNAPSHOT_SCHEMA:
         raise ValueError(snapshot.schema)
     return snapshot

@@ -10,19 +10,22 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from backends import foreign_files
 from backends.gpus import GpuSample
 from backends.untrusted import UNDECODABLE
 
 SCHEMA = "loadgen.server/1"
 FILE = "server.jsonl"
-MOST_BYTES = 1 << 30  # of a packed one: a year of samples, or a file that was made to fill the memory
+MOST_LINE_BYTES = 1 << 20  # of a sample: of a thousand GPUs
+MOST_SAMPLES = 1 << 20  # twelve days, one a second
+UNREADABLE = (OSError, EOFError, zlib.error)  # a file, packed or not
 
 
 class Header(msgspec.Struct, kw_only=True):
@@ -112,14 +115,13 @@ def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | 
     good one after the end. Only energy is corrected for time outside the run. None when nothing was sampled.
     """
     try:
-        lines = _lines(directory)
+        header, samples, problem = _decode(_lines(directory), run_id)
     except FileNotFoundError:
         return None
-    except (OSError, EOFError, zlib.error) as error:
+    except UNREADABLE as error:
         return ServerView(
             server=ServerStats(problem=f"{FILE} cannot be read: {getattr(error, 'strerror', None) or error}")
         )
-    header, samples, problem = _decode(lines, run_id)
     if header is None:
         return ServerView(server=ServerStats(problem=problem))
     problem = problem or header.error
@@ -141,26 +143,27 @@ def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | 
 def samples(directory: Path, run_id: str) -> list[ServerSample]:
     """The good samples of that run in `server.jsonl`, as far as they can be read; none without it."""
     try:
-        lines = _lines(directory)
-    except (OSError, EOFError, zlib.error):
+        return [sample for sample in _decode(_lines(directory), run_id)[1] if sample.good]
+    except UNREADABLE:
         return []
-    return [sample for sample in _decode(lines, run_id)[1] if sample.good]
 
 
-def _lines(directory: Path) -> list[bytes]:
-    """Of the file, or of the one that was packed with gzip, as records may be. Raises OSError, EOFError, zlib.error."""
+def _lines(directory: Path) -> Iterator[bytes]:
+    """Of the file, or of the one that was packed with gzip, as records may be. Raises UNREADABLE."""
     plain = directory / FILE
     if plain.exists() or not (packed := plain.with_name(f"{FILE}.gz")).exists():
-        return plain.read_bytes().splitlines(keepends=True)
-    with gzip.open(packed) as file:
-        return file.read(MOST_BYTES).splitlines(keepends=True)
+        yield from foreign_files.lines(plain, most_bytes=MOST_LINE_BYTES)
+        return
+    with foreign_files.opened(packed) as stored, gzip.open(stored) as file:
+        while line := file.readline(MOST_LINE_BYTES):
+            yield line
 
 
-def _decode(lines: Sequence[bytes], run_id: str) -> tuple[Header | None, list[ServerSample], str | None]:
+def _decode(lines: Iterator[bytes], run_id: str) -> tuple[Header | None, list[ServerSample], str | None]:
     """Header and samples as far as they can be read, and what is wrong. A last line cut in two is left out."""
     samples: list[ServerSample] = []
     try:
-        header = msgspec.json.decode(lines[0] if lines else b"", type=Header)
+        header = msgspec.json.decode(next(lines, b""), type=Header)
     except UNDECODABLE:
         return None, samples, f"{FILE} does not begin with a {SCHEMA} header"
     if header.schema != SCHEMA:
@@ -168,9 +171,11 @@ def _decode(lines: Sequence[bytes], run_id: str) -> tuple[Header | None, list[Se
     if header.run_id != run_id:
         return None, samples, f"{FILE} is of another run"
     decode = msgspec.json.Decoder(ServerSample).decode
-    for number, line in enumerate(lines[1:], 2):
+    for number, line in enumerate(lines, 2):
         if not line.endswith(b"\n"):
             break
+        if number > MOST_SAMPLES:
+            return header, samples, f"{FILE} has over {MOST_SAMPLES} samples, and the others were not read"
         try:
             samples.append(decode(line))
         except UNDECODABLE:

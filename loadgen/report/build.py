@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from backends import foreign_files
 from backends.untrusted import UNDECODABLE, escaped
 from loadgen import rundir
 from loadgen.config import Config, ConfigError
@@ -256,7 +257,7 @@ def _kept(directory: Path, run_id: str) -> ServerView | None:
     """The server's view in the run's report.json, for a run whose samples are gone; None where it has no such report.
     Without it, making the report again would take away what nothing can bring back."""
     try:
-        kept = msgspec.json.decode((directory / "report.json").read_bytes(), type=_Kept)
+        kept = msgspec.json.decode(foreign_files.read_bytes(directory / "report.json"), type=_Kept)
     except (OSError, *UNDECODABLE):
         return None
     return kept if (kept.schema, kept.run_id) == (SCHEMA, run_id) else None

@@ -21,6 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from loadgen import rundir
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages.series import cdf
 
@@ -91,8 +92,15 @@ def draw(runs: Sequence[Curves], title: str, paths: Sequence[Path]) -> None:
 def save(figure: Figure, paths: Sequence[Path]) -> None:
     """Writes the figure to every path, laid out once: a layout takes as long as the drawing."""
     for path in paths:
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+        write(figure, path)
         figure.set_layout_engine("none")
+
+
+def write(figure: Figure, path: Path, dpi: int = 160) -> None:
+    """Writes the figure to a path, whose suffix says how, at once or not at all. Raises OSError."""
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    with rundir.replacing(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=dpi, metadata=metadata)
 
 
 def titled(width: float, height: float, title: str, colour: str = INK) -> Figure:

@@ -7,6 +7,7 @@ between runs (Student's t over one value a run: its mean, its percentile, its th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from backends.foreign_files import is_inside
 from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.report import build
@@ -33,6 +35,7 @@ NOTE = "An interval is that of the mean of such runs, one value a run (Student's
 INVALID_NOTE = "Runs that are INVALID count as the others do; do not quote these numbers."
 UNFINISHED_NOTE = "A run that did not come to its end is in none of these numbers."
 NONE_FINISHED_NOTE = "No run came to its end; these numbers are of the requests that ended before."
+_NUMBER = re.compile(r"[0-9]{1,9}")  # of a run, as its directory is called
 ONE_NOTE = "One run has no noise between runs, so there are no intervals."
 
 
@@ -74,9 +77,9 @@ class Repeated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def directories(directory: Path) -> list[Path]:
-    """A run directory itself, or the runs in a directory of repeats, by number."""
+    """A run directory itself, or the runs in a directory of repeats, by number; none that lies elsewhere."""
     if not (directory / "manifest.json").exists() and directory.is_dir():
-        numbered = (path for path in directory.iterdir() if path.name.isdecimal())
+        numbered = (path for path in directory.iterdir() if _NUMBER.fullmatch(path.name) and is_inside(path, directory))
         begun = (path for path in numbered if (path / "manifest.json").exists() and any(path.glob("requests*")))
         runs = sorted(begun, key=lambda path: int(path.name))
         if runs:

@@ -43,8 +43,8 @@ def draw(directory: Path, swept: Swept, samples: Mapping[str, Mapping[str, Distr
         return
     try:
         with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-            _latency(swept).savefig(directory / "latency.png", dpi=160)
-            _pareto(swept).savefig(directory / "pareto.png", dpi=160)
+            figures.write(_latency(swept), directory / "latency.png")
+            figures.write(_pareto(swept), directory / "pareto.png")
         _cdf(directory / "cdf.png", swept, samples)
     except OSError as error:
         raise ReportError(f"cannot write the figures to {directory}: {error.strerror or error}.") from None

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from backends import foreign_files
+from backends.foreign_files import is_inside
 from backends.untrusted import UNDECODABLE, escaped, reason
 from loadgen import rundir
 from loadgen.report import build, repeats
@@ -122,7 +124,7 @@ def read_sweep(directory: Path) -> Sweep:
     """What was planned and has happened. Raises RunError."""
     path = directory / FILE
     try:
-        sweep = msgspec.json.decode(path.read_bytes(), type=Sweep)
+        sweep = msgspec.json.decode(foreign_files.read_bytes(path), type=Sweep)
     except FileNotFoundError:
         raise rundir.RunError(f"{directory} holds no {FILE}; begin a sweep there with --out {directory}.") from None
     except OSError as error:
@@ -147,7 +149,7 @@ class _Results(msgspec.Struct, frozen=True):
 def reported(directory: Path) -> set[str]:
     """The runs that sweep.json has as finished: their own reports were written before it."""
     try:
-        results = msgspec.json.decode((directory / FILE).read_bytes(), type=_Results)
+        results = msgspec.json.decode(foreign_files.read_bytes(directory / FILE), type=_Results)
     except (OSError, *UNDECODABLE):
         return set()
     return {run.directory for run in results.runs if run.state == "finished"}
@@ -164,6 +166,8 @@ def write(directory: Path, swept: Swept) -> None:
 
 def state_of(run: Path) -> tuple[State, Report | None]:
     """How far a run came, from its records. It finished where every client recorded its end and the server lived."""
+    if not is_inside(run, run.parent):
+        return "unfinished", None
     if not run.is_dir() or not any(run.iterdir()):
         return "waiting", None
     try:

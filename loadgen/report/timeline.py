@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 
 from backends.untrusted import escaped
 from loadgen.report import metrics, sessions
-from loadgen.report.figures import COLOURS, DASHES, GRID, SECONDS_FROM_MS, STYLE, marked, titled
+from loadgen.report.figures import COLOURS, DASHES, GRID, SECONDS_FROM_MS, STYLE, marked, titled, write
 from loadgen.report.metrics import CONVENTIONS
 from loadgen.report.pages import series
 from loadgen.report.pages.series import Values
@@ -58,7 +58,7 @@ def draw(report: Report, measured: Table, sampled: Sampled, title: str, path: Pa
                 axis.legend(handles, labels, loc="lower right", bbox_to_anchor=(1.0, 1.0 + raised), ncols=len(labels),
                             fontsize=8, borderaxespad=0.1)  # fmt: skip
         axes[-1].set_xlabel("seconds since the load began")
-        figure.savefig(path, dpi=160)
+        write(figure, path)
 
 
 def draw_prompts(report: Report, prompts: Prompts, title: str, path: Path) -> None:
@@ -76,7 +76,7 @@ def draw_prompts(report: Report, prompts: Prompts, title: str, path: Path) -> No
         axis.set_ylabel(f"time to first token, {unit}")
         axis.grid(color=GRID, linewidth=0.6)
         axis.set_axisbelow(True)
-        figure.savefig(path, dpi=160)
+        write(figure, path)
 
 
 def _rates(axis: Axes, measured: Table, end_s: float) -> None:

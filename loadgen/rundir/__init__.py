@@ -12,10 +12,11 @@ import uuid
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 import msgspec
 
+from backends import foreign_files
 from backends.untrusted import UNDECODABLE, reason
 from loadgen.rundir.cluster_facts import ClusterFacts
 from loadgen.rundir.emulation import Emulation
@@ -25,6 +26,7 @@ MANIFEST_SCHEMA = "loadgen.manifest/1"
 SNAPSHOT_SCHEMA = "llm_dissect.snapshot/1"
 SNAPSHOT_FILE = "snapshot.json"
 OWNER_ONLY = 0o700
+MOST_PHASES = 1000
 
 
 class RunError(Exception):
@@ -83,7 +85,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     max_total_tokens: int | None = None
     machine: Machine
     left_out: str = ""  # what of a trace or of conversations was not sent, and why, as a clause
-    phases: tuple[Phase, ...] = ()  # parts of the load that are reported by themselves
+    # parts of the load that are reported by themselves
+    phases: Annotated[tuple[Phase, ...], msgspec.Meta(max_length=MOST_PHASES)] = ()
     dataset_prompts: int | None = None  # of a dataset whose prompts may be sent again: how many it has
     ceiling: Ceiling | None = None
     emulation: Emulation | None = None  # what was modelled where no real server ran
@@ -198,7 +201,7 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a run directory. Raises RunError."""
     path = directory / "manifest.json"
     try:
-        data = path.read_bytes()
+        data = foreign_files.read_bytes(path)
     except FileNotFoundError:
         raise RunError(f"{directory} holds no manifest.json; is it a run directory?") from None
     except OSError as error:
@@ -231,11 +234,12 @@ def replace(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to be written; a reader finds the old one or the new one, never a part, whenever the process dies. Raises
-    OSError, also for one in its block, and then the old one stays."""
+    """A file to be written; a reader finds the old one or the new one, never a part, whenever the process dies. Nothing
+    is written through a link that lies there. Raises OSError, also for one in its block, and then the old one stays."""
     part = path.with_name(path.name + ".part")
     try:
-        with part.open("wb") as file:
+        part.unlink(missing_ok=True)
+        with part.open("xb") as file:
             yield file
         part.replace(path)
     except OSError:

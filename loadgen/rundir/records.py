@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from backends import foreign_files
 from backends.untrusted import UNDECODABLE, reason
 from loadgen.rundir import parts, replace, replacing
 from loadgen.rundir.outcomes import OUTCOMES
@@ -436,9 +437,13 @@ def _parts(directory: Path) -> list[Part]:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """To read, unpacked. Raises RecordsError, also in its block, for what cannot be unpacked."""
-    unpack: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".xz": lzma.open}
-    with unpack.get(path.suffix, Path.open)(path, "rb") as file:
+    """To read, unpacked. Raises RecordsError, also in its block, for what cannot be opened or unpacked."""
+    unpack: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    try:
+        stored = foreign_files.opened(path)
+    except OSError as error:
+        raise RecordsError(f"cannot read {path}: {error.strerror or error}.") from None
+    with stored, unpack.get(path.suffix, contextlib.nullcontext)(stored) as file:
         try:
             yield file
         except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
@@ -534,7 +539,7 @@ def merge(directory: Path) -> None:
         return
     with replacing(directory / JOINED) as out:  # on a full disk it raises, and the files are still whole
         for number, part in enumerate(chosen):
-            with part.path.open("rb") as file:
+            with _open(part.path) as file:
                 header = file.readline()
                 if number == 0:
                     out.write(header)
@@ -555,7 +560,7 @@ def ids(path: Path) -> list[int]:
 def without(path: Path, left_out: set[int], out: Path) -> None:
     """Writes one file of records anew, without those measured requests. Raises OSError."""
     record_of = msgspec.json.Decoder(Record).decode
-    with path.open("rb") as file, replacing(out) as kept:
+    with foreign_files.opened(path) as file, replacing(out) as kept:
         kept.write(file.readline())
         for line in file:
             if not line.endswith(b"\n"):

@@ -185,7 +185,7 @@ def read(directory: Path) -> SearchResult:
     path = directory / FILE
     if not path.exists():
         raise RunError(f"{directory} holds no {FILE}; name the --out of a search with --resume.")
-    result = read_json(path, SearchResult, RunError, "is no search of this version")
+    result = read_json(path, SearchResult, RunError, "is no search of this version", directory=directory)
     if result.schema != SCHEMA:
         raise RunError(f"{path} has schema '{result.schema}', and this version reads {SCHEMA}.")
     return result
@@ -316,4 +316,4 @@ def draw(result: SearchResult, path: Path) -> None:
         axis.set_xlabel(UNITS[result.options.axis])
         axis.set_ylabel("requests that meet the objective, %")
         figures.legend_below(figure, axis, len(colours))
-        figure.savefig(path, dpi=160)
+        figures.write(figure, path)

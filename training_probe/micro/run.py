@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from backends import foreign_files
 from backends.launch import WITHOUT_P2P, LaunchError
 from backends.untrusted import UNDECODABLE, read_json, read_json_lines
 from loadgen import exit_codes, rundir
@@ -197,7 +198,7 @@ class _PointFile:
 def read_manifest(directory: Path) -> MicroManifest:
     """Raises MicroError."""
     path = directory / MANIFEST_FILE
-    return read_json(path, MicroManifest, MicroError, "is not a manifest of this version")
+    return read_json(path, MicroManifest, MicroError, "is not a manifest of this version", directory=directory)
 
 
 def read_results(directory: Path) -> list[Measured]:
@@ -214,5 +215,5 @@ def read_about(directory: Path) -> About | None:
     """What the processes wrote of where they ran; None when none came that far."""
     for path in sorted((directory / RUNS).glob(f"*/{ABOUT_FILE}")):
         with contextlib.suppress(OSError, *UNDECODABLE):
-            return msgspec.json.decode(path.read_bytes(), type=About)
+            return msgspec.json.decode(foreign_files.read_bytes(path, directory), type=About)
     return None

@@ -389,4 +389,4 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     advice = "; without that file the report can be made"
-    return read_json(path, dict[str, Any], ReportError, "is not a sweep's manifest", advice)
+    return read_json(path, dict[str, Any], ReportError, "is not a sweep's manifest", advice, directory)

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import msgspec
 
 from backends.untrusted import escaped
+from loadgen import rundir
 from loadgen.page import content, html
 from loadgen.page.content import Section, Tone
 from loadgen.report.text import markdown_text
@@ -127,11 +128,11 @@ class Document:
         encoded = msgspec.json.format(msgspec.json.encode(self.report), indent=2) + b"\n"
         texts = {**self.files, "tables.tex": layout.latex_file(self.tables), "report.md": self.markdown({})}
         try:
-            (directory / "report.json").write_bytes(encoded)
+            rundir.replace(directory / "report.json", encoded)
             for name, text in texts.items():
-                (directory / name).write_text(text, encoding="utf-8")
+                rundir.replace(directory / name, text.encode())
             write_page(directory / "report.html", self.page(directory))
-            (directory / "report.md").write_text(self.markdown(self.draw(directory)), encoding="utf-8")
+            rundir.replace(directory / "report.md", self.markdown(self.draw(directory)).encode())
         except OSError as error:
             raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
 
@@ -139,7 +140,7 @@ class Document:
 def write_page(path: Path, page: content.Page) -> None:
     """Raises ReportError."""
     try:
-        path.write_text(html.render(page), encoding="utf-8")
+        rundir.replace(path, html.render(page).encode())
     except OSError as error:
         raise ReportError(f"cannot write {path}: {error.strerror or error}.") from None
 

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from backends.untrusted import escaped
-from loadgen.report.figures import COLOURS, DASHES, GRID, INK, STYLE, legend_below, titled
+from loadgen.report.figures import COLOURS, DASHES, GRID, INK, STYLE, legend_below, titled, write
 from loadgen.report.text import number
 from training_probe.points import size_text
 from training_probe.protocol import Timeline
@@ -298,8 +298,7 @@ def _legend(figure: Figure, axis: Axes) -> None:
 
 def _save(figure: Figure, stem: Path) -> None:
     for suffix in SUFFIXES:
-        metadata = {"Date": None} if suffix == ".svg" else None
-        figure.savefig(stem.with_name(stem.name + suffix), dpi=DPI, metadata=metadata)
+        write(figure, stem.with_name(stem.name + suffix), DPI)
 
 
 def file_stem(name: str) -> str:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from backends import foreign_files
 from backends.untrusted import UNDECODABLE
 from training_probe.protocol import TIMELINE_FILE, Timeline
 
@@ -16,11 +17,12 @@ Array = NDArray[np.float64]
 
 
 def read(directory: Path) -> Iterator[tuple[str, Timeline]]:
-    """Of each cell of a sweep that recorded it, with the cell's name. A file that was cut by a kill gives none."""
+    """Of each cell of a sweep that recorded it, with the cell's name. A file that was cut by a kill or that
+    cannot be read gives none."""
     for path in sorted(directory.glob(f"trials/*/*/{TIMELINE_FILE}")):
         try:
-            recorded = msgspec.json.decode(path.read_bytes(), type=Timeline)
-        except UNDECODABLE:
+            recorded = msgspec.json.decode(foreign_files.read_bytes(path, directory), type=Timeline)
+        except (OSError, *UNDECODABLE):
             continue
         if recorded.time_s and all(len(each) == len(recorded.time_s) for each in recorded.bytes):
             yield path.parent.parent.name, recorded  # trials/<cell>/timeline/

@@ -101,4 +101,4 @@ def read(directory: Path) -> SweepManifest:
     path = directory / MANIFEST_FILE
     if not path.exists():
         raise RunError(f"{directory} holds no {MANIFEST_FILE}; name the directory of a sweep.")
-    return read_json(path, SweepManifest, RunError, "is not a manifest of a sweep of this version")
+    return read_json(path, SweepManifest, RunError, "is not a manifest of a sweep of this version", directory=directory)

@@ -115,8 +115,8 @@ def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int
     if (directory / results.BREAKDOWN_FILE).exists():
         raise rundir.RunError(f"{directory} holds a breakdown, which cannot be gone on with; trace its cells anew.")
     with _alone(directory):
-        results.mend(directory)
         done = results.read(directory) if (directory / results.RESULTS_FILE).exists() else []
+        results.mend(directory)
         say(f"{len(done)} of {len(manifest.cells)} cells are done; going on with the rest")
         with _again(manifest, around or Surroundings()) as there:
             if len(done) < len(manifest.cells):
