@@ -64,7 +64,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     if repeated:
         from loadgen.report import repeats
         from loadgen.search import repeat
-    with Stop() as stop:
+    with rundir.alone(directory), Stop() as stop:
         one_run.stop = stop
         try:
             run_loop(repeat.measure(one_run, _one_of_several) if repeated else one_run.measure())
@@ -141,28 +141,11 @@ def report(
 ) -> int:
     """Redo the report of a run from its records (also of a killed one), of a directory of `run --repeat`, or of a
     breakdown from its trace, of a sweep from its runs; or show several runs in one figure or on one page."""
-    from loadgen.breakdown.tables import FILE as BREAKDOWN
-
     if len(directories) == 1 and out is not None:
         raise ConfigError("--out is for several runs; leave it out: the report of one goes into its directory.")
-    if len(directories) == 1 and (directories[0] / BREAKDOWN).exists():
-        from loadgen.breakdown import measure
-
-        if convention != "loadgen":
-            raise ConfigError("a breakdown has no latencies that another --convention would define; leave it out.")
-        return show_breakdown(directories[0], measure.again(directories[0]))
-    from loadgen.report import repeats, sweeps
-
-    if len(directories) == 1 and (directories[0] / sweeps.FILE).exists():
-        if convention != "loadgen":
-            raise ConfigError("a sweep is summed up by our own definitions alone; leave --convention out.")
-        return report_sweep(directories[0])
-    if len(directories) == 1 and repeats.is_repeated(directories[0]):
-        if convention != "loadgen":
-            raise ConfigError("several runs are summed up by our own definitions alone; leave --convention out.")
-        return report_repeats(directories[0])
     if len(directories) == 1:
-        return report_one(directories[0], convention)
+        with rundir.alone(directories[0]):
+            return _report(directories[0], convention)
     from loadgen.report import build as reports
     from loadgen.report import text
 
@@ -173,6 +156,28 @@ def report(
         say(text.render(result) + "\n")
     say(f"wrote {out}")
     return exit_codes.OK
+
+
+def _report(directory: Path, convention: ConventionName) -> int:
+    """Of one directory, whatever was measured there."""
+    from loadgen.breakdown.tables import FILE as BREAKDOWN
+    from loadgen.report import repeats, sweeps
+
+    if (directory / BREAKDOWN).exists():
+        from loadgen.breakdown import measure
+
+        if convention != "loadgen":
+            raise ConfigError("a breakdown has no latencies that another --convention would define; leave it out.")
+        return show_breakdown(directory, measure.again(directory))
+    if (directory / sweeps.FILE).exists():
+        if convention != "loadgen":
+            raise ConfigError("a sweep is summed up by our own definitions alone; leave --convention out.")
+        return report_sweep(directory)
+    if repeats.is_repeated(directory):
+        if convention != "loadgen":
+            raise ConfigError("several runs are summed up by our own definitions alone; leave --convention out.")
+        return report_repeats(directory)
+    return report_one(directory, convention)
 
 
 def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
@@ -305,9 +310,10 @@ def collect(
     process was killed, or a machine was cut off and is back."""
     from loadgen.cluster.collect import collect as fetch
 
-    files = fetch(directory, say)
-    say(f"{files} file{'' if files == 1 else 's'} of records came home")
-    return report_one(directory, "loadgen")
+    with rundir.alone(directory):
+        files = fetch(directory, say)
+        say(f"{files} file{'' if files == 1 else 's'} of records came home")
+        return report_one(directory, "loadgen")
 
 
 def compare(

@@ -57,11 +57,12 @@ def breakdown(
     made = rundir.create(directory, private=config.dataset is not None)
     stop = Stop()
     try:
-        if config.where == "embedded":
-            result = modelled(config, preset, directory, run_id)
-        else:
-            with stop:
-                result = run_loop(measure.measure(measure.load(config), steps, directory, run_id, say, stop))
+        with rundir.alone(directory):
+            if config.where == "embedded":
+                result = modelled(config, preset, directory, run_id)
+            else:
+                with stop:
+                    result = run_loop(measure.measure(measure.load(config), steps, directory, run_id, say, stop))
     except BACKEND_ERRORS as error:
         return backend_failed(error)
     except TraceError as error:

@@ -377,14 +377,16 @@ def _hypothetical(
 
 def report(directory: Annotated[Path, Parameter(help="Directory of a sweep, a breakdown or a micro.")], /) -> int:
     """Make the tables and figures of a measurement anew from its results, also of one that was killed."""
+    from loadgen import rundir
     from training_probe.micro import run
     from training_probe.results import BREAKDOWN_FILE, RESULTS_FILE, ResultsError
 
-    if (directory / run.RESULTS_FILE).is_file():
-        return cli.reported(directory, exit_codes.OK)
-    if not any((directory / name).is_file() for name in (RESULTS_FILE, BREAKDOWN_FILE)):
-        raise ResultsError(f"{directory} holds no results; name the directory of a sweep, a breakdown or a micro.")
-    return _report(directory, exit_codes.OK)
+    with rundir.alone(directory):
+        if (directory / run.RESULTS_FILE).is_file():
+            return cli.reported(directory, exit_codes.OK)
+        if not any((directory / name).is_file() for name in (RESULTS_FILE, BREAKDOWN_FILE)):
+            raise ResultsError(f"{directory} holds no results; name the directory of a sweep, a breakdown or a micro.")
+        return _report(directory, exit_codes.OK)
 
 
 def compare(

@@ -184,6 +184,34 @@ def create(directory: Path, *, private: bool = False) -> Path | None:
         raise RunError(f"cannot write to {directory}: {error.strerror or error}; name another --out.") from None
 
 
+def within(directory: Path, name: str) -> Path:
+    """The directory of one run of several in `directory`. Raises RunError where it is a link that leads out of it."""
+    if not foreign_files.is_inside(directory / name, directory):
+        raise RunError(f"{directory / name} is a link that leads out of {directory}; remove it.")
+    return directory / name
+
+
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Keeps every other command that writes out of a directory, until the block is over or this process is dead; where
+    there is no such directory, or no locks, it does nothing. Raises RunError."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with contextlib.ExitStack() as stack:
+        try:
+            file = os.open(directory, os.O_RDONLY)
+            stack.callback(os.close, file)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"{directory} is still being measured by another process; wait for its end.") from None
+        except OSError:
+            pass
+        yield
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Raises RunError."""
     write_json(directory / "manifest.json", manifest)

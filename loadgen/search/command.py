@@ -30,24 +30,29 @@ def search(
     config = live.plain_config(config)
     limits_ms = None if slo is None else objective.parse(slo)
     if resume is not None:
-        directory = resume
-        result, config = live.resumed(directory, config, {"slo": limits_ms, "attain": attain, "axis": axis})
-        if budget_minutes is not None:
-            options = msgspec.structs.replace(result.options, budget_s=live.budget_s(budget_minutes))
-            result = msgspec.structs.replace(result, options=options)
-    else:
-        if limits_ms is None:
-            raise ConfigError("--slo is missing; say what the server is to keep, such as --slo ttft_ms=500,tpot_ms=50.")
-        options = live.search_options(
-            config, limits_ms, ATTAIN if attain is None else attain,
-            BUDGET_MINUTES if budget_minutes is None else budget_minutes, axis or "rate",
-        )  # fmt: skip
-        result = SearchResult(version=rundir.package_version(), options=options)
-        directory = config.out or Path("runs") / rundir.new_run_id()
+        with rundir.alone(resume):
+            result, config = live.resumed(resume, config, {"slo": limits_ms, "attain": attain, "axis": axis})
+            if budget_minutes is not None:
+                options = msgspec.structs.replace(result.options, budget_s=live.budget_s(budget_minutes))
+                result = msgspec.structs.replace(result, options=options)
+            return _measured(live.Search(_checked(config, resume), result), None)
+    if limits_ms is None:
+        raise ConfigError("--slo is missing; say what the server is to keep, such as --slo ttft_ms=500,tpot_ms=50.")
+    options = live.search_options(
+        config, limits_ms, ATTAIN if attain is None else attain,
+        BUDGET_MINUTES if budget_minutes is None else budget_minutes, axis or "rate",
+    )  # fmt: skip
+    result = SearchResult(version=rundir.package_version(), options=options)
+    whole = _checked(config, config.out or Path("runs") / rundir.new_run_id())
+    made = rundir.create(whole.directory, private=config.dataset is not None)
+    with rundir.alone(whole.directory):
+        return _measured(live.Search(whole, result), made)
+
+
+def _checked(config: Config, directory: Path) -> Run:
     whole = Run(config, directory, rundir.new_run_id(), say)
     whole.check()
-    made = None if resume is not None else rundir.create(directory, private=config.dataset is not None)
-    return _measured(live.Search(whole, result), made)
+    return whole
 
 
 def _measured(one: live.Search, made: Path | None) -> int:

@@ -200,7 +200,7 @@ class Search:
 
     async def _probe(self, served: Served, step: Try) -> None:
         whole, number_ = self.whole, len(self.result.probes) + 1
-        directory = whole.directory / str(number_)
+        directory = rundir.within(whole.directory, str(number_))
         _remove_unfinished(directory)
         limits = tuple(f"{name}:{limit:g}" for name, limit in self.result.options.slo_ms.items())
         config = replace(

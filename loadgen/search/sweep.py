@@ -178,8 +178,7 @@ def alone(sweep: Sweep) -> Iterator[None]:
     directory = sweep.directory
     made = None if sweep.resumed else rundir.create(directory, private=bool(sweep.options.dataset))
     with contextlib.ExitStack() as stack:
-        if sys.platform != "win32":
-            stack.enter_context(_locked(directory))
+        stack.enter_context(rundir.alone(directory))
         if sweep.resumed:
             _report_finished(sweep)
         else:
@@ -191,21 +190,6 @@ def alone(sweep: Sweep) -> Iterator[None]:
                 for name in (sweeps.FILE, sweeps.TEXT):
                     (directory / name).unlink(missing_ok=True)
                 rundir.remove_if_empty(directory, made)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    import fcntl
-    import os
-
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise rundir.RunError(f"{directory} is still being measured by another process; wait for its end.") from None
-    finally:
-        os.close(file)
 
 
 async def measure(sweep: Sweep, stop: Stop) -> None:
@@ -234,7 +218,7 @@ async def measure(sweep: Sweep, stop: Stop) -> None:
 
 async def _one(sweep: Sweep, run: PointRun, served: Served, look: Look) -> None:
     """One run, once the server is idle, with its report."""
-    directory, whole = sweep.directory / run.name, sweep.whole
+    directory, whole = rundir.within(sweep.directory, run.name), sweep.whole
     assert whole is not None
     _put_aside(directory)
     await asyncio.to_thread(identify, whole.backend, served.target)

@@ -101,7 +101,7 @@ def predict(
             terminal.say(f"note: {note}")
         made = rundir.create(directory, private=config.dataset is not None)
         try:
-            with uncollected():
+            with rundir.alone(directory), uncollected():
                 outcomes = _played(emulated, load, sent)
             terminal.say(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
             run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from backends.untrusted import UNDECODABLE, read_json_lines
-from loadgen import exit_codes, trace
+from loadgen import exit_codes, rundir, trace
 from loadgen.event_loop import Stop
 from training_probe.breakdown.attribution import Attribution, attribute
 from training_probe.conditions import Conditions, worst
@@ -74,7 +74,7 @@ def breakdown(
     memory = MemoryReturn(around.probe, manifest.gpu_ids)
     stop = Stop()
     try:
-        with stop, (directory / BREAKDOWN_FILE).open("ab", buffering=0) as file:
+        with rundir.alone(directory), stop, (directory / BREAKDOWN_FILE).open("ab", buffering=0) as file:
             stop.on_signal(cancelled.set)
             for number, cell in enumerate(manifest.cells, 1):
                 say(f"tracing cell {number} of {len(manifest.cells)}: {cell.name}")

@@ -113,7 +113,7 @@ def measure(
     write_atomically(directory / MANIFEST_FILE, manifest, indent=2)
     cancelled = threading.Event()
     (directory / RESULTS_FILE).touch()
-    with Stop() as stop, (directory / RESULTS_FILE).open("ab", buffering=0) as results:
+    with rundir.alone(directory), Stop() as stop, (directory / RESULTS_FILE).open("ab", buffering=0) as results:
         stop.on_signal(cancelled.set)
 
         def keep(result: Measured) -> None:

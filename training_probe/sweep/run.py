@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +69,7 @@ def sweep(
     """Measures the cells into a new directory; the exit code. Raises RunError, RunnerError."""
     around = around or Surroundings()
     manifest = begin(cells, settings, directory, around)
-    with _alone(directory):
+    with rundir.alone(directory):
         return _measure(directory, manifest, [], say, around)
 
 
@@ -114,7 +113,7 @@ def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int
     manifest = manifests.read(directory)
     if (directory / results.BREAKDOWN_FILE).exists():
         raise rundir.RunError(f"{directory} holds a breakdown, which cannot be gone on with; trace its cells anew.")
-    with _alone(directory):
+    with rundir.alone(directory):
         done = results.read(directory) if (directory / results.RESULTS_FILE).exists() else []
         results.mend(directory)
         say(f"{len(done)} of {len(manifest.cells)} cells are done; going on with the rest")
@@ -162,24 +161,6 @@ def check_nodes(manifest: SweepManifest, nodes: int) -> None:
         )
     if manifest.on is not None and nodes > 1:
         raise rundir.RunError(f"this sweep was on {manifest.on}, where it goes on; leave --nnodes out.")
-
-
-@contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Keeps a second sweep out of a directory, until this one is over or dead. Raises RunError."""
-    if sys.platform == "win32":  # where no run is started either
-        yield
-        return
-    import fcntl
-
-    with (directory / manifests.MANIFEST_FILE).open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise rundir.RunError(
-                f"{directory} is still being measured by another process; wait for its end."
-            ) from None
-        yield
 
 
 def _measure(
