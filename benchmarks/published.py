@@ -85,9 +85,9 @@ def means(path: Path) -> tuple[float, float]:
     return statistics.mean(ttft), statistics.mean(tpot)
 
 
-def section() -> str:
+def section(out: Path = OUT) -> str:
     """The document's part, of published.json and published.csv and of aiconfigurator.csv, where that was made."""
-    sources = json.loads((OUT / "published.json").read_text())["sources"]
+    sources = json.loads((out / "published.json").read_text())["sources"]
     lines = [BEGIN, "| source | rows | | median off | with its sign | worst | target for the median |"]
     lines.append("|---|---:|---|---:|---:|---|---|")
     for name, source in sources.items():
@@ -108,18 +108,17 @@ def section() -> str:
         for why, found in source["alternatives"].items():
             cells = (f"{found[metric]:.1%}" if metric in found else "" for metric in METRICS)
             lines.append(f"| {name} | {why} | " + " | ".join(cells) + " |")
-    others = OUT / "aiconfigurator.csv"
-    if others.exists():
-        lines += ["", *beside(others)]
+    if (out / "aiconfigurator.csv").exists():
+        lines += ["", *beside(out)]
     return "\n".join([*lines, END])
 
 
-def beside(others: Path) -> list[str]:
+def beside(out: Path) -> list[str]:
     """Ours and another's median errors on the rows that both express."""
-    theirs = {(row["source"], row["run"]): row for row in table(others)}
+    theirs = {(row["source"], row["run"]): row for row in table(out / "aiconfigurator.csv")}
     lines = ["Beside aiconfigurator 0.12, on the rows that it expresses (median error, ours and its):", ""]
     lines += ["| source | rows | ttft, ours | its | tpot, ours | its |", "|---|---:|---:|---:|---:|---:|"]
-    ours = [row for row in table(OUT / "published.csv") if row["measured_tpot_ms"]]
+    ours = [row for row in table(out / "published.csv") if row["measured_tpot_ms"]]
     for source in dict.fromkeys(row["source"] for row in ours):
         rows = [row for row in ours if row["source"] == source and theirs[source, row["run"]]["tpot_ms"]]
         cells = []
@@ -128,7 +127,7 @@ def beside(others: Path) -> list[str]:
             its = (float(theirs[source, row["run"]][metric]) / float(row[f"measured_{metric}"]) - 1 for row in rows)
             cells.append(median(map(abs, its)))
         lines.append(f"| {source} | {len(rows)} | " + " | ".join(cells) + " |")
-    for row in table(OUT / "own.csv"):
+    for row in table(out / "own.csv"):
         cells = []
         for metric in ("ttft_ms", "tpot_ms"):
             its = theirs["own", row["run"]][metric]

@@ -1,15 +1,15 @@
 """How far predicted reserved memory is off, and how the shares of training_probe/memory/process.py were fitted.
 
     python benchmarks/training_memory.py            # fits, and prints all errors: a second, needs no GPU
-    python benchmarks/training_memory.py --measure  # measures the cells of CELLS on two H100: seven minutes
+    python benchmarks/training_memory.py --measure OUT.jsonl  # measures the cells of CELLS on two H100: seven minutes
 
-The fit is to the 75 cells of benchmarks/h200/training until 2026-11-22, all of Llama-2-7B, by least squares of relative
-errors. It is made again without each sweep in turn, and judged by that sweep. The 45 cells there that ran since,
-nineteen of them of 13B and 70B, were predicted before they ran. training_memory.jsonl has 13 cells of six models
-through FSDP2 and DDP, which were predicted before they ran (2026-11-24; torch 2.11.0+cu130, transformers 5.17.0). Where
-a cell was predicted to take less than the card has, another process held the rest, so that no more was free than "fits"
-then promised. Offload was ended after 90 s. The 16 cells of benchmarks/frozen/training_methods, of methods beyond the
-paper's letters, were predicted before they ran, too, on one and two H200 that had nothing else to do.
+Its cells are those of results/training.jsonl.xz. The fit is to the 75 cells of h200/training until 2026-11-22, all of
+Llama-2-7B, by least squares of relative errors. It is made again without each sweep in turn, and judged by that sweep.
+The 45 cells there that ran since, nineteen of them of 13B and 70B, were predicted before they ran. training_memory has
+13 cells of six models through FSDP2 and DDP, which were predicted before they ran (2026-11-24; torch 2.11.0+cu130,
+transformers 5.17.0). Where a cell was predicted to take less than the card has, another process held the rest, so that
+no more was free than "fits" then promised. Offload was ended after 90 s. The 16 cells of frozen/training_methods, of
+methods beyond the paper's letters, were predicted before they ran, too, on one and two H200 that did nothing else.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ from training_probe.protocol import TRIAL_FILE, Trial, write_atomically
 from training_probe.results import GIB, SHARED, CellResult
 from training_probe.results import read as read_results
 
-HERE = Path(__file__).parent
-H200, KEPT = HERE / "h200/training", HERE / "training_memory.jsonl"
-METHODS = HERE / "frozen/training_methods"
 FIT_UNIX_S = datetime(2026, 11, 23, tzinfo=UTC).timestamp()  # cells that started before are in the fit
 LIMIT_S = 90.0
 # engine, method, model, GPUs, tokens, sequences, GiB that are free for it
@@ -79,28 +76,24 @@ class Measured(NamedTuple):
         return memory.predict(self.cell, spec)
 
 
-def swept() -> list[Measured]:
-    """The cells of benchmarks/h200/training that the fit is to, by sweep."""
-    return [one for one in _all_swept() if one.started_unix_s < FIT_UNIX_S]
+def swept(h200: Path) -> list[Measured]:
+    """The cells of h200/training that the fit is to, by sweep."""
+    return [one for one in _all_swept(h200) if one.started_unix_s < FIT_UNIX_S]
 
 
-def since() -> list[Measured]:
+def since(h200: Path) -> list[Measured]:
     """The cells there that ran after the fit."""
-    return [one for one in _all_swept() if one.started_unix_s >= FIT_UNIX_S]
+    return [one for one in _all_swept(h200) if one.started_unix_s >= FIT_UNIX_S]
 
 
-def _all_swept() -> Iterator[Measured]:
-    for directory in sorted(H200.iterdir()):
+def _all_swept(h200: Path) -> Iterator[Measured]:
+    for directory in sorted(h200.iterdir()):
         if directory.is_dir():
-            yield from _results(directory)
+            yield from methods(directory)
 
 
-def methods() -> list[Measured]:
-    """The cells of methods beyond the letters, which were predicted before they ran."""
-    return _results(METHODS)
-
-
-def _results(directory: Path) -> list[Measured]:
+def methods(directory: Path) -> list[Measured]:
+    """The cells of a sweep: of frozen/training_methods those beyond the letters, predicted before they ran."""
     return [
         Measured(
             directory.name, _cell_of(result), result.outcome, _bytes(result.peak_memory_gb),
@@ -110,22 +103,22 @@ def _results(directory: Path) -> list[Measured]:
     ]  # fmt: skip
 
 
-def ran_out() -> list[Cell]:
-    """What a search of benchmarks/h200/training tried, and ran out of memory."""
+def ran_out(h200: Path) -> list[Cell]:
+    """What a search of h200/training tried, and ran out of memory."""
     return [
         cell(**{**_fields(result), "micro_batch": attempt.micro_batch})
-        for directory in sorted(H200.iterdir()) if directory.is_dir()
+        for directory in sorted(h200.iterdir()) if directory.is_dir()
         for result in read_results(directory)
         for attempt in result.search if attempt.outcome == "oom"
     ]  # fmt: skip
 
 
-def kept() -> list[Measured]:
-    """The cells that were predicted before they ran."""
-    return [_kept(json.loads(line)) for line in KEPT.read_text().splitlines()]
+def predicted(measured: Path) -> list[Measured]:
+    """The cells of training_memory.jsonl, which were predicted before they ran."""
+    return [_predicted(json.loads(line)) for line in measured.read_text().splitlines()]
 
 
-def _kept(row: dict[str, Any]) -> Measured:
+def _predicted(row: dict[str, Any]) -> Measured:
     asked = _named(*(row[name] for name in ("engine", "method", "model", "gpus", "seq_len", "micro_batch")))
     return Measured(
         sweep="H100", cell=asked, outcome=row["outcome"], allocated=row["allocated_bytes"],
@@ -192,8 +185,9 @@ def _line(name: str, errors: Sequence[float]) -> str:
     )
 
 
-def report() -> None:
-    measured = swept()
+def report(results: Path) -> None:
+    h200 = results / "h200" / "training"
+    measured = swept(h200)
     shares = fitted(measured)
     print(f"kept apart {shares[0]:.3f}, resized {shares[1]:.2f}")
     own = (process.KEPT_APART, process.RESIZED)
@@ -203,22 +197,27 @@ def report() -> None:
     ok = [one for one in measured if one.outcome == "ok"]
     print(_line("reserved, in-sample, of what is predicted", [error(m, own) for m in ok]))
     print(_line("reserved, each sweep left out of the fit", [off for _, off in left_out(measured)]))
-    held = [one for one in kept() if one.allocated is not None]
-    newer = [one for one in methods() if one.outcome == "ok"]
-    for what, cells in (("predicted before", held), ("since the fit", since()), ("methods, predicted before", newer)):
+    before = predicted(results / "training_memory" / "training_memory.jsonl")
+    held = [one for one in before if one.allocated is not None]
+    newer = [one for one in methods(results / "frozen" / "training_methods") if one.outcome == "ok"]
+    for what, cells in (
+        ("predicted before", held),
+        ("since the fit", since(h200)),
+        ("methods, predicted before", newer),
+    ):
         print(_line(f"allocated, {what}", [m.prediction().peak_bytes / (m.allocated or 1) - 1 for m in cells]))
         print(_line(f"reserved, {what}", [error(m, own) for m in cells]))
     print(_line("process, predicted before", [m.prediction().process_bytes / (m.used or 1) - 1 for m in held]))
-    offloaded = [one for one in kept() if one.cell.letters.offload]
+    offloaded = [one for one in before if one.cell.letters.offload]
     print(_line("host", [m.prediction().host_bytes / (m.host or 1) - 1 for m in offloaded]))
 
 
-def measure() -> None:
+def measure(out: Path) -> None:
     """One cell after another, in processes of its own, beside a process that holds the rest of the memory."""
     import psutil
     import torch
 
-    with KEPT.open("w") as file:
+    with out.open("w") as file:
         for number, line in enumerate(CELLS.splitlines()):
             engine, method, model, *sizes, gib = line.split()
             asked = _named(engine, method, model, *map(int, sizes))
@@ -253,4 +252,12 @@ def measure() -> None:
 
 
 if __name__ == "__main__":
-    measure() if "--measure" in sys.argv else report()
+    if "--measure" in sys.argv:
+        measure(Path(sys.argv[-1]))
+    else:
+        import kept
+
+        with tempfile.TemporaryDirectory() as place:
+            for one in kept.read(kept.RESULTS / "training.jsonl.xz"):
+                kept.unpack(one, Path(place, one["name"]))
+            report(Path(place))

@@ -185,7 +185,7 @@ def read(path: Path, flags: RunFacts | None = None) -> Observed:
     order = np.argsort(sent, kind="stable")
     begin = sent.min()
     return Observed(
-        name=path.name.removesuffix(".jsonl.gz"),
+        name=path.name.removesuffix(".gz").removesuffix(".jsonl"),
         setup=setup,
         concurrency=facts.concurrency,
         tp_known=facts.tp is not None,

@@ -16,6 +16,7 @@ import pytest
 from backends import catalog
 from servers.simulator import experts, hardware
 from servers.simulator.cost import Arithmetic, Gemm, Gpu, Overheads, StepCost, arithmetic
+from tests.data import unpacked
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -24,7 +25,8 @@ import fit_operators  # noqa: E402
 import published_operators  # noqa: E402
 
 GPUS = hardware.known()
-PUBLISHED = BENCHMARKS / "operators" / "published"
+OPERATORS = unpacked("operators")
+PUBLISHED = OPERATORS / "published"
 ATTENTION = ("decode", "prefill", "chunk", "mixed")
 FLOPS, BANDWIDTH = 100e12 / 1e6, 1e12 / 1e6  # a microsecond
 
@@ -206,7 +208,7 @@ def test_products_in_fp8_that_do_not_fill_their_tiles(hidden: int, inner: int, h
     cost, numbers = in_fp8("h100")
     layer = {((heads + 16) * 128, hidden), (hidden, heads * 128), (2 * inner, hidden), (hidden, inner)}
     took: defaultdict[int, dict[tuple[int, int], float]] = defaultdict(dict)
-    for sizes, us in fit_operators.read(BENCHMARKS / "operators" / "h100_partial.csv")["gemm_fp8"]:
+    for sizes, us in fit_operators.read(OPERATORS / "h100_partial.csv")["gemm_fp8"]:
         t, n, k = (int(sizes[name]) for name in "tnk")
         if (n, k) in layer and t > 256 and t % 256:
             took[t][n, k] = us
@@ -227,7 +229,7 @@ def test_an_entry_is_the_fit_to_its_table(gpu: str) -> None:
     """The H200 and H100 by what was measured here. The A800's prefills are those of the A100."""
     known = GPUS[gpu]
     rows = fit_operators.read(PUBLISHED / f"{gpu}.csv")
-    for own in (BENCHMARKS / "operators" / f"{gpu}{part}.csv" for part in ("", "_dtypes", "_served")):
+    for own in (OPERATORS / f"{gpu}{part}.csv" for part in ("", "_dtypes", "_served")):
         rows |= fit_operators.read(own) if own.exists() else {}
     rows = {kind: of_kind for kind, of_kind in rows.items() if kind.startswith(("gemm", *ATTENTION))}
     entry = fit_operators.fitted(rows, known.flops / 1e6, known.memory_bytes_per_s / 1e6, 0.45,

@@ -1,4 +1,4 @@
-"""The pictures of pages in docs/pages, made anew from runs that are kept in benchmarks/:
+"""The pictures of pages in docs/pages, made anew from what results/ keeps (`make figures`):
 
 python -m tests.browser.pictures
 
@@ -7,29 +7,25 @@ They are for documents; no test compares pixels.
 
 from __future__ import annotations
 
-import gzip
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks import kept
 from tests.browser.chromium import Chromium
 
 ROOT = Path(__file__).parents[2]
-RUNS, TRAINING = ROOT / "benchmarks/frozen/measured", ROOT / "benchmarks/h200/training"
 PICTURES = ROOT / "docs" / "pages"
 WIDTH, HEIGHT = 1280, 860
 LOADGEN = (sys.executable, "-c", "from loadgen.cli import main; main()")
 TRAINING_PROBE = (sys.executable, "-c", "from training_probe.cli import main; main()")
 
 
-def unpacked(kept: Path, place: Path) -> Path:
-    """A copy of a kept directory with its compressed files as a program writes them."""
-    copy = Path(shutil.copytree(kept, place / kept.name))
-    for packed in copy.rglob("*.gz"):
-        packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
-        packed.unlink()
+def unpacked(name: str, place: Path) -> Path:
+    (kept_one,) = kept.under(kept.packed_files(), name)
+    copy = place / name.rpartition("/")[2]
+    kept.unpack(kept_one, copy)
     return copy
 
 
@@ -45,12 +41,12 @@ def main() -> None:
     browser = Chromium()
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        run = unpacked(RUNS / "lognormal_poisson18", place)
+        run = unpacked("frozen/measured/lognormal_poisson18", place)
         report(place, LOADGEN, "report", run.name)
-        before = unpacked(RUNS / "lognormal_poisson12_b", place)
+        before = unpacked("frozen/measured/lognormal_poisson12_b", place)
         report(place, LOADGEN, "report", before.name)
         report(place, LOADGEN, "compare", before.name, run.name, "--html", "compare.html")
-        sweep = unpacked(TRAINING / "pretrain-7b-1gpu", place)
+        sweep = unpacked("h200/training/pretrain-7b-1gpu", place)
         report(place, TRAINING_PROBE, "report", sweep.name)
         for page, section, picture in (
             (run / "report.html", None, "run.png"),

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tests.browser.chromium import Chromium
+from tests.data import unpacked
 from tests.training_probe.measured import HOSTILE, result
 from training_probe.cli import invoke
 from training_probe.protocol import TIMELINE_FILE, Timeline
@@ -18,12 +19,11 @@ from training_probe.results import append
 
 pytestmark = pytest.mark.browser
 
-KEPT = Path(__file__).parents[2] / "benchmarks" / "h200"
 MEASURED = {
-    "sweep": KEPT / "training" / "pretrain-7b",
-    "micro": KEPT / "micro" / "collectives",
-    "products": KEPT / "micro" / "fig11",
-    "breakdown": KEPT / "breakdown" / "train-2gpu",
+    "sweep": unpacked("h200/training/pretrain-7b"),
+    "micro": unpacked("h200/micro/collectives"),
+    "products": unpacked("h200/micro/fig11"),
+    "breakdown": unpacked("h200/breakdown/train-2gpu"),
 }
 PAGES = (*MEASURED, "hostile", "comparison")
 

@@ -1,11 +1,10 @@
-"""Stalls: known ones in made-up runs, none in the real runs that are kept, and all that are put into those."""
+"""Stalls: known ones in made-up runs, in real runs those that were seen, and all that are put into those."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +15,18 @@ from loadgen.report import build, metrics, stalls
 from loadgen.report.schema import Stall
 from loadgen.rundir import records
 from loadgen.rundir.records import Record, Table, table
+from tests.data import unpacked
 from tests.loadgen.tables import facts, failure, manifest, request
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-KEPT = sorted(
-    path.parent for path in BENCHMARKS.rglob("requests.jsonl.?z") if not path.parent.parent.name.startswith("predicted")
-)
+REAL = {  # how often all streams stopped; the mixture's server stopped for 1.4 to 1.6 s now and then
+    "frozen/measured/mixtral_8x7b_poisson4": 3,
+    "frozen/measured/mixtral_8x7b_closed16": 1,
+    "frozen/measured/sessions": 0,
+    "frozen/measured/h100_prompts2048_poisson4": 0,
+    "h200/serving/7b_tp4_o64": 0,
+    "h200/serving/7b_lightllm_o64": 0,
+    "h200/serving/7b_poisson16_o128": 0,
+}
 
 
 def lockstep(*steps_ms: float, streams: int = 8) -> Table:
@@ -121,8 +126,8 @@ def test_every_silence_longer_than_a_cell_is_seen(run: Table) -> None:
 
 
 @cache
-def kept(directory: Path) -> tuple[Table, float]:
-    rows, clients = records.read(directory)
+def real(name: str) -> tuple[Table, float]:
+    rows, clients = records.read(unpacked(name))
     return rows.measured(), max(client.loop_lag_max_ms for client in clients)
 
 
@@ -140,24 +145,21 @@ def with_stall(run: Table, at_s: float, seconds: float) -> Table:
     return replace(run, **later, itl_us=gaps)
 
 
-def test_the_real_runs_are_here() -> None:
-    assert len(KEPT) == 217
+@pytest.mark.parametrize(("name", "times"), REAL.items())
+def test_no_real_run_is_called_stalled_but_those_in_which_all_streams_stopped(name: str, times: int) -> None:
+    assert len(stalls.find(*real(name))) == times
 
 
-@pytest.mark.parametrize("directory", KEPT, ids=lambda path: path.name)
-def test_no_real_run_is_called_stalled_but_those_in_which_all_streams_stopped(directory: Path) -> None:
-    # Three loads of a mixture: its server stopped for 1.4 to 1.6 s now and then (benchmarks/frozen/README.md).
-    times = {"mixtral_8x7b_poisson4": 3, "mixtral_8x7b_closed16": 1, "mixtral_8x7b_closed40": 1}
-    assert len(stalls.find(*kept(directory))) == times.get(directory.name, 0)
+def test_nothing_is_said_of_a_run_whose_gaps_were_not_kept() -> None:
+    run, lag_ms = real("frozen/measured/mixtral_8x7b_poisson4")
+    without = replace(run, itl_us=run.itl_us[:0], itl_offsets=np.zeros_like(run.itl_offsets))
+    assert stalls.find(without, lag_ms) == []
 
 
-# Of the frozen runs, and of a search's, some are so short that a third of them is not far longer than their longest
-# step.
-@pytest.mark.parametrize(
-    "directory", [path for path in KEPT if not {"frozen", "search"} & set(path.parts)], ids=lambda path: path.name
-)
-def test_a_stall_in_a_real_run_is_found(directory: Path) -> None:
-    run, lag_ms = kept(directory)
+# A third of a run must be far longer than its longest step, which frozen runs are too short for.
+@pytest.mark.parametrize("name", [name for name in REAL if name.startswith("h200/")])
+def test_a_stall_in_a_real_run_is_found(name: str) -> None:
+    run, lag_ms = real(name)
     # Stalls in the first third, as of a server that compiles its kernels when it first needs them, that make the run
     # half as long again.
     begin_s = run.first_token_ns[run.first_token_ns != -1].min() / 1e9

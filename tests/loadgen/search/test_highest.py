@@ -1,10 +1,8 @@
-"""The search's statistics in worlds whose answer is known; the 200 searches a world are benchmarks/search_worlds.py."""
+"""The search's statistics in worlds whose answer is known; worlds.py has 200 searches a world."""
 
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,11 +23,7 @@ from loadgen.search.highest import (
     next_probe,
     wilson,
 )
-
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import search_worlds  # noqa: E402
+from tests.loadgen.search import worlds
 
 GOAL = Goal(attain=0.95)
 
@@ -48,10 +42,10 @@ def seen(at_s: np.ndarray, life_s: np.ndarray | float, late: np.ndarray, elapsed
 def test_known_queues() -> None:
     """M/D/1 and M/D/c: the formula is what a long simulation gives, and one slot is served at its own pace."""
     for slots, limit_s, load in ((1, 9.0, 0.77), (4, 2.0, 3.3), (8, 0.5, 6.0)):
-        _, waited_s = search_worlds.wait_s(load, slots, 1_000_000, np.random.default_rng(1))
-        share = search_worlds.waits_within(load, slots, limit_s)
+        _, waited_s = worlds.wait_s(load, slots, 1_000_000, np.random.default_rng(1))
+        share = worlds.waits_within(load, slots, limit_s)
         assert float((waited_s[20_000:] <= limit_s).mean()) == pytest.approx(share, abs=0.004)
-    at_s, waited_s = search_worlds.wait_s(0.9, 1, 500, np.random.default_rng(2))
+    at_s, waited_s = worlds.wait_s(0.9, 1, 500, np.random.default_rng(2))
     free_s = 0.0
     for at, waited in zip(at_s.tolist(), waited_s.tolist(), strict=True):
         assert waited == pytest.approx(max(0.0, free_s - at), abs=1e-9)
@@ -61,8 +55,8 @@ def test_known_queues() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["md1", "slots"])
 def test_the_true_knee_is_in_the_interval(name: str) -> None:
-    world = search_worlds.WORLDS[name]()
-    found = [search_worlds.searched(world, seed) for seed in range(12)]
+    world = worlds.WORLDS[name]()
+    found = [worlds.searched(world, seed) for seed in range(12)]
     held = sum(each["low"] <= world.truth <= each["high"] for each in found)
     assert held >= 9  # of 12 at 93 %: fewer by chance once in a thousand
     assert np.median([abs(each["value"] / world.truth - 1) for each in found]) < 0.03
@@ -70,9 +64,9 @@ def test_the_true_knee_is_in_the_interval(name: str) -> None:
 
 
 def test_a_search_follows_from_its_probes_alone() -> None:
-    world = search_worlds.WORLDS["slots"]()
+    world = worlds.WORLDS["slots"]()
     guess, rng = Guess(load=world.truth * 1.2), np.random.default_rng(3)
-    first, probes, ended = highest(search_worlds.probing(world, GOAL, rng, []), GOAL, guess)
+    first, probes, ended = highest(worlds.probing(world, GOAL, rng, []), GOAL, guess)
     assert next_probe(GOAL, guess, probes) == ended
     assert answer(GOAL, guess, probes, ended) == first
     for number, made in enumerate(probes):
@@ -102,7 +96,7 @@ def test_a_verdict_is_rarely_wrong_however_often_one_looks() -> None:
 
 def test_a_server_that_falls_behind_is_recognised_and_measured() -> None:
     rng = np.random.default_rng(5)
-    at_s, waited_s = search_worlds.wait_s(6.0, 4, 3000, rng)  # 4 slots end 4 a second
+    at_s, waited_s = worlds.wait_s(6.0, 4, 3000, rng)  # 4 slots end 4 a second
     for count in range(100, 3000, 100):
         made = judge(GOAL, seen(at_s[:count], waited_s[:count] + 1, np.full(count, 0.1)))
         if made is not None:
@@ -113,7 +107,7 @@ def test_a_server_that_falls_behind_is_recognised_and_measured() -> None:
 
 def test_a_server_that_fills_up_and_holds_does_not_fall_behind() -> None:
     for seed in range(20):
-        at_s, waited_s = search_worlds.wait_s(3.4, 4, 4000, np.random.default_rng(seed))
+        at_s, waited_s = worlds.wait_s(3.4, 4, 4000, np.random.default_rng(seed))
         life_s = 20 + waited_s  # many under way, all of them in time
         made = conclude(GOAL, seen(at_s, life_s, np.full(4000, 0.1)), 3.4)
         assert made.verdict != "falls_behind" and made.ended_per_s is None

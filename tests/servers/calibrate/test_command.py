@@ -21,8 +21,16 @@ from servers.calibrate import runs as observed
 from servers.simulator import virtual
 from servers.simulator.build import emulate, profiles
 from servers.simulator.options import Hardware
+from tests.data import unpacked
 
-RUNS = Path(__file__).parents[3] / "benchmarks" / "runs"
+RUNS = unpacked("runs")
+HELD_OUT = (
+    "h100_prompts3500_poisson2.5",
+    "prompts5000_poisson2",
+    "fp8_cache_prompts3000_poisson3",
+    "cache_prompts4000_poisson2",
+    "qwen3_30b_a3b_gamma5_cv2",
+)  # of each GPU, format and model one
 
 
 @pytest.mark.parametrize(
@@ -39,7 +47,7 @@ RUNS = Path(__file__).parents[3] / "benchmarks" / "runs"
     ],
 )
 def test_real_runs_that_the_profile_was_not_fitted_to(run: str, makespan: float, mape: float, w1: float) -> None:
-    seen = observed.read(RUNS / f"{run}.jsonl.gz")
+    seen = observed.read(RUNS / f"{run}.jsonl")
     profile = profiles()[seen.setup.scheduler]
     assert run not in profile.fitted_on
     error = seen.predict(profile).error(seen)
@@ -56,17 +64,18 @@ def check_as_shipped(kept: HeldOut, error: HeldOut) -> None:
 
 def test_the_last_two_rounds_are_held_out() -> None:
     """Predicted before they ran: in 0de7779 eighteen of a Mistral-7B's shape, in 393eafb eight of it with a KV cache in
-    fp8 and three of a mixture."""
+    fp8 and three of a mixture. HELD_OUT are predicted again."""
     profile = profiles()["vllm@v1"]
-    shipped = [each for each in profile.held_out if each.run.startswith("frozen/")]
-    assert len(shipped) == 29
-    for kept in shipped:
-        name = kept.run.removeprefix("frozen/")
+    shipped = {each.run.removeprefix("frozen/"): each for each in profile.held_out if each.run.startswith("frozen/")}
+    assert len(shipped) == 29 and not set(shipped) & set(profile.fitted_on)
+    for name, kept in shipped.items():
+        assert ("fp8" if "fp8" in name else None) == kept.quantization
+    for name in HELD_OUT:
+        kept = shipped[name]
         model = "qwen3-30b-a3b" if name.startswith("qwen3_30b_a3b") else "mistral-7b"
         facts = observed.RunFacts(model=model, gpu=kept.gpu, tp=1, quantization=kept.quantization)
         facts.kv_cache_dtype = "fp8" if "cache" in name else None
-        assert name not in profile.fitted_on and ("fp8" if "fp8" in name else None) == kept.quantization
-        seen = replace(observed.read(RUNS.parent / "frozen" / "measured" / name, facts), name=kept.run)
+        seen = replace(observed.read(unpacked(f"frozen/measured/{name}"), facts), name=kept.run)
         check_as_shipped(kept, seen.predict(profile).error(seen))
 
 
@@ -77,7 +86,7 @@ CONFIG = {
 
 
 def test_a_directory_of_a_known_name_tells_what_it_holds(tmp_path: Path) -> None:
-    started = shutil.copytree(RUNS.parent / "h200" / "serving" / "13b_burst_o64", tmp_path / "run")
+    started = shutil.copytree(unpacked("h200/serving/13b_burst_o64"), tmp_path / "run")
     manifest = json.loads((started / "manifest.json").read_text())
     manifest["config"]["model"] = str(model := tmp_path / "llama-2-13b")
     (started / "manifest.json").write_text(json.dumps(manifest))
@@ -90,7 +99,7 @@ def test_a_directory_of_a_known_name_tells_what_it_holds(tmp_path: Path) -> None
 
 def test_a_run_of_a_model_that_only_its_directory_describes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    run = RUNS.parent / "frozen" / "measured" / "prompts2048_poisson4"  # whose server called it mistral-7b-shape
+    run = unpacked("frozen/measured/prompts2048_poisson4")  # whose server called it mistral-7b-shape
     flags = observed.RunFacts(gpu="h200", model=str(tmp_path), kv_tokens=933_472)
     assert observed.read(run, flags).setup.model.layers == 12
     (tmp_path / "config.json").unlink()
@@ -103,7 +112,7 @@ def test_a_run_of_a_model_that_only_its_directory_describes(tmp_path: Path) -> N
 @pytest.mark.parametrize(("run", "most"), [("h200_7b_burst_o64_b", 0.055), ("h200_7b_poisson8_o128_b", 0.08)])
 def test_real_runs_through_another_client(run: str, most: float) -> None:
     """The model can follow sends that are spread. The host of the second launched twice as fast as the mean of all."""
-    seen = observed.read(RUNS / f"{run}.jsonl.gz")
+    seen = observed.read(RUNS / f"{run}.jsonl")
     profile = profiles()[seen.setup.scheduler]
     assert run not in profile.fitted_on
     error = seen.predict(profile).error(seen)
@@ -122,7 +131,7 @@ def test_what_cannot_be_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
     for flag, value in (("--tp", "0"), ("--tp", "-1"), ("--kv-tokens", "0"), ("--kv-tokens", "-5")):
         assert refused("no-such-run", f"{flag}={value}") == f"loadgen: {flag} is {value}; it must be at least 1."
-    burst, light = (str(RUNS / f"h200_7b_{name}o64_b.jsonl.gz") for name in ("burst_", "lightllm_burst_"))
+    burst, light = (str(RUNS / f"h200_7b_{name}o64_b.jsonl") for name in ("burst_", "lightllm_burst_"))
     assert "are the same records" in refused(burst, burst)
     assert "are the same records" in refused(burst, "--held-out", burst)
     assert "cannot judge a fit of vllm@v1" in refused(burst, "--held-out", light)
@@ -145,25 +154,25 @@ def test_what_cannot_be_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_flags_fill_only_what_a_run_does_not_tell() -> None:
     flags = observed.RunFacts(kv_tokens=5, model="7b", gpu="h100")
-    seen = observed.read(RUNS / "h200x4_70b_tp4_burst_o128.jsonl.gz", flags)
+    seen = observed.read(RUNS / "h200x4_70b_tp4_burst_o128.jsonl", flags)
     assert (seen.setup.kv_tokens, seen.setup.model.name, seen.setup.gpu) == (1_211_232, "llama-2-70b", "h200")
-    mixture = RUNS.parent / "frozen" / "measured" / "mixtral_8x7b_closed16_b"  # of a --url, which tells no TP
+    mixture = unpacked("frozen/measured/mixtral_8x7b_closed16_b")  # of a --url, which tells no TP
     for tp, known in ((None, False), (1, True), (2, True)):
         seen = observed.read(mixture, observed.RunFacts(gpu="h200", model="mixtral-8x7b", tp=tp))
         assert (seen.setup.tp, seen.tp_known) == (tp or 1, known)
 
 
 def test_how_a_server_computed_is_told_by_the_run_that_started_it_or_by_flags(tmp_path: Path) -> None:
-    started = shutil.copytree(RUNS.parent / "h200" / "serving" / "13b_burst_o64", tmp_path / "fp8")
+    started = shutil.copytree(unpacked("h200/serving/13b_burst_o64"), tmp_path / "fp8")
     manifest = json.loads((started / "manifest.json").read_text())
     manifest["config"] |= {"quantization": "fp8", "kv_cache_dtype": "fp8", "max_batched_tokens": 4096}
     (started / "manifest.json").write_text(json.dumps(manifest))
     own = observed.read(started).setup
     assert (own.quantization, own.kv_cache_dtype, own.max_batched_tokens) == ("fp8", "fp8", 4096)
-    older = observed.read(RUNS.parent / "h200" / "serving" / "13b_burst_o64").setup
+    older = observed.read(unpacked("h200/serving/13b_burst_o64")).setup
     assert (older.quantization, older.kv_cache_dtype, older.max_batched_tokens) == (None, "auto", None)
     flags = observed.RunFacts(gpu="h100", model="mistral-7b", quantization="fp8")
-    of_url = observed.read(RUNS.parent / "frozen" / "measured" / "h100_fp8_closed32", flags)
+    of_url = observed.read(unpacked("frozen/measured/h100_fp8_closed32"), flags)
     error, in_16_bit = (
         run.predict(profiles()["vllm@v1"]).error(run)
         for run in (of_url, replace(of_url, setup=msgspec.structs.replace(of_url.setup, quantization=None)))
@@ -175,7 +184,7 @@ def test_how_a_server_computed_is_told_by_the_run_that_started_it_or_by_flags(tm
 def test_a_run_whose_prompts_came_from_a_prefix_cache_is_refused() -> None:
     flags = observed.RunFacts(gpu="h100", model="mistral-7b")
     with pytest.raises(observed.ObservationError, match="took 156,160 of 199,680 prompt tokens from its prefix cache"):
-        observed.read(RUNS.parent / "frozen" / "measured" / "h100_hot8", flags)
+        observed.read(unpacked("frozen/measured/h100_hot8"), flags)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +324,7 @@ def test_what_lies_beside_runs_is_left_out(tmp_path: Path, capsys: pytest.Captur
     world = emulate(Hardware(gpu="h200", kv_tokens=60_000).setup("vllm", "7b", 4096))
     made(tmp_path / "h200_7b_burst.jsonl", world, [(0.0, 512, 4)] * 30)
     runs = command._runs_among(sorted(tmp_path.iterdir()), observed.RunFacts())
-    assert [run.name for run in runs] == ["h200_7b_burst.jsonl"]
+    assert [run.name for run in runs] == ["h200_7b_burst"]
     told = capsys.readouterr().err
     assert told.count("left out: ") == 3 and all(path.name in told for path in beside)
     with pytest.raises(observed.ObservationError, match=r"README\.md is no run"):

@@ -20,6 +20,7 @@ from servers.predict import published, published_runs
 from servers.predict.published import Result
 from servers.predict.published_runs import Conditions, Means, Row, Server, play, prompts_of
 from servers.simulator.build import Emulated, Setup, emulate
+from tests.data import unpacked
 
 ROOT = Path(__file__).parents[3]
 SOURCES = {source.name: source for source in published.sources()}
@@ -306,7 +307,7 @@ def test_the_command_writes_table_and_figure_and_marks_them(
 @pytest.mark.processes
 def test_the_document_says_what_the_command_computed(few: None) -> None:
     """The cheapest rows are computed again; the rest of the table is the kept output of the command."""
-    with (ROOT / "benchmarks" / "published" / "published.csv").open() as file:
+    with (unpacked("published") / "published.csv").open() as file:
         kept = {(row["source"], row["run"]): row for row in csv.DictReader(file)}
     assert len(kept) == 241
     for source in SOURCES.values():
@@ -318,7 +319,7 @@ def test_the_document_says_what_the_command_computed(few: None) -> None:
                     assert not row[f"predicted_{metric}"]
                 else:
                     assert float(row[f"predicted_{metric}"]) == pytest.approx(value, abs=0.01), (source.name, metric)
-    section = runpy.run_path(str(ROOT / "benchmarks" / "published.py"))["section"]()
+    section = runpy.run_path(str(ROOT / "benchmarks" / "published.py"))["section"](unpacked("published"))
     assert section in (ROOT / "docs" / "accuracy.md").read_text()
 
 

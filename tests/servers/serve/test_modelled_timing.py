@@ -36,8 +36,6 @@ from servers.simulator.build import SCHEDULERS, EmulationError, emulate, profile
 from servers.simulator.options import Hardware
 from tests.lateness import Lateness, measured_lateness
 
-RUNS = Path(__file__).parents[3] / "benchmarks" / "runs"
-
 
 def emulated(backend: str = "vllm", model: str = "7b", **options: Any) -> Any:
     return emulate(Hardware(**{"gpu": "h200", **options}).setup(backend, model, 4096))

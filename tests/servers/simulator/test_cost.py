@@ -30,10 +30,11 @@ from servers.simulator.cost import (
     graph_size,
     tiled_outputs,
 )
+from tests.data import unpacked
 
 H200 = hardware.find("h200")
 F16 = Precision()
-OPERATORS = Path(__file__).parents[3] / "benchmarks" / "operators"
+OPERATORS = unpacked("operators")
 
 
 def model(name: str) -> ModelSpec:

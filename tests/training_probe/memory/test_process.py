@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from backends import catalog
 from benchmarks import training_memory as truth
+from tests.data import unpacked
 from training_probe.grid import cell, impossible
 from training_probe.llama_shape import known
 from training_probe.memory import fits, predict, process, verdict
@@ -19,7 +20,9 @@ from training_probe.memory.text import CARDS
 from training_probe.results import GIB
 
 MOST_FREE = 0.15  # of a device on which a cell was said not to fit
-FITTED, SINCE, KEPT, METHODS = truth.swept(), truth.since(), truth.kept(), truth.methods()
+SWEPT = unpacked("h200/training")
+FITTED, SINCE, METHODS = truth.swept(SWEPT), truth.since(SWEPT), truth.methods(unpacked("frozen/training_methods"))
+KEPT = truth.predicted(unpacked("training_memory") / "training_memory.jsonl")
 FINISHED = [one for one in (*FITTED, *SINCE, *KEPT, *METHODS) if one.outcome == "ok"]
 AROUND = [0.6 + step / 50 for step in range(40)]  # of what a cell's process had: from 0.6 to 1.38
 H200_GIB = 140.4  # by NVML
@@ -100,7 +103,7 @@ def test_verdicts_of_a_fit_that_has_not_seen_the_sweep() -> None:
 
 def test_what_ran_out_was_never_said_to_fit() -> None:
     out = [one.cell for one in FITTED if one.outcome == "oom"]
-    searched = truth.ran_out()
+    searched = truth.ran_out(SWEPT)
     assert (len(out), len(searched)) == (1, 12)
     verdicts: Counter[str] = Counter()
     for asked in (*out, *searched):

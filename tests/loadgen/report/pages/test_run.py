@@ -25,6 +25,7 @@ from loadgen.report.schema import Stall
 from loadgen.rundir import Manifest, Phase
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.records import Record
+from tests.data import unpacked
 from tests.loadgen.report.test_build import HOSTILE
 from tests.loadgen.tables import facts, failure, manifest, request, write_run
 
@@ -33,7 +34,6 @@ MODELLED = Emulation(
     scheduler="vllm@v1", gpu="NVIDIA H200", gpus=1, topology="none", tensor_parallel=1, dtype="float16",
     kv_cache_tokens=1000, max_running=256, memory_ratio=0.9, profile="built in",
 )  # fmt: skip
-KEPT = Path(__file__).parents[4] / "benchmarks"
 
 
 def spread(n: int, gaps: int = 20) -> list[Record]:
@@ -300,8 +300,8 @@ def test_a_time_that_is_none_is_left_out(tmp_path: Path, started: float) -> None
 
 @pytest.mark.parametrize("kept", ["frozen/measured/sessions", "frozen/predicted/fp8_burst", "h200/serving/7b_tp4_o64"])
 def test_runs_that_were_kept_have_pages(kept: str) -> None:
-    built, table = build.from_directory(KEPT / kept)
-    page = run.page(build._shown(KEPT / kept, built, table))
+    built, table = build.from_directory(unpacked(kept))
+    page = run.page(build._shown(unpacked(kept), built, table))
     assert page.origin == ("predicted" if "predicted" in kept else "")
     assert all(chart.series for chart in drawn(page).values())
     assert len(msgspec.json.encode(page)) < 400_000

@@ -1,6 +1,6 @@
 """How right `loadgen search` is where the answer is known: many simulated searches in worlds whose capacity is known.
 
-    python benchmarks/search_worlds.py benchmarks/search_worlds/ [WORLD ...]
+    python -m tests.loadgen.search.worlds DIR [WORLD ...]
 
 writes DIR/WORLD.json. The constants of highest.py were chosen with other seeds in view than those used here.
 
