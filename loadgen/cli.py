@@ -20,7 +20,7 @@ from cyclopts import App, Group, Parameter
 from cyclopts.config import Toml
 
 from backends.untrusted import escaped
-from loadgen import exit_codes, rundir, terminal
+from loadgen import exit_codes, guesses, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file
 from loadgen.option_types import JunitOption, SummaryOption, Whole, names, offers
 from loadgen.search.points import SweepOptions
@@ -566,7 +566,7 @@ def invoke(tokens: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
 
     def command() -> object:
-        rest, files = _config_files(list(tokens))
+        rest, files = _config_files(guesses.meant(tokens))
         app = build_app(described=rest[:1] in ([], ["--help"], ["-h"]))
         if files:
             app[rest[0]].config = files
