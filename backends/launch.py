@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from backends.decoder import ModelSpec
 from backends.untrusted import escaped
 
 LOG_TAIL_LINES = 20
@@ -164,7 +165,10 @@ class Adapter:
     Hugging Face id, not only a directory. overlays: file of the model's directory -> what the server must see instead,
     from its content (None: there is none). capacity: a line that tells how many tokens its KV cache holds, in group 1.
     quantizations, kv_cache_dtypes: its own words for those that it makes as it loads weights of 16 bit, or keeps KV in.
-    profiler: None where the server has none.
+    profiler: None where the server has none. package: a Python module that holds the same server, and a program that
+    serves it with the same arguments: run where `process_command` is not on the PATH, or an interpreter is named.
+    needs_gpu: it does not run on a CPU. model_file: a model is one file whose name ends so. random_weights: writes such
+    a file for --dummy-weights. usual_running: its own --max-running, where the option's default does not suit it.
     """
 
     image: str
@@ -184,6 +188,11 @@ class Adapter:
     failures: tuple[Failure, ...] = ()
     capacity: str | None = None
     profiler: Profiler | None = None
+    package: tuple[str, Path] | None = None
+    needs_gpu: bool = True
+    model_file: str = ""
+    random_weights: Callable[[ModelSpec, str, Path], None] | None = None
+    usual_running: int | None = None
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 
 from backends.launch import Adapter
 from backends.plain_tokens import PlainTokens
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # what does not fit a column is no count
 
 
 class ProtocolError(Exception):
@@ -64,11 +66,29 @@ class HttpRequest(msgspec.Struct, frozen=True):
     headers: tuple[tuple[str, str], ...] = (("Content-Type", "application/json"),)
 
 
+class ServerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What the server itself says of one request; None: it does not say. Microseconds by its own clock. queue: from its
+    arrival to its first step; prefill: to compute the prompt; ttft: from its arrival to its first token; decode: from
+    its first token to its last; e2el: from its arrival to its end; load: to load the model first. retractions: how
+    often it lost its KV cache and began again; drafted and accepted: tokens of speculation."""
+
+    queue_us: Count | None = None
+    prefill_us: Count | None = None
+    ttft_us: Count | None = None
+    decode_us: Count | None = None
+    e2el_us: Count | None = None
+    load_us: Count | None = None
+    retractions: Count | None = None
+    drafted_tokens: Count | None = None
+    accepted_tokens: Count | None = None
+
+
 class Delta(msgspec.Struct, frozen=True, gc=False):
     """What one event of a reply says.
 
     n_tokens: output tokens that this event carried, as far as the event itself tells (1 when it carries output
-    and does not tell how much, 0 when it carries none). The counts are the server's own and final.
+    and does not tell how much, 0 when it carries none). The counts are the server's own and final. server: what it says
+    of the whole request, at its end.
     """
 
     n_tokens: int = 0
@@ -77,6 +97,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     output_tokens: int | None = None
     cached_tokens: int | None = None
     error: str | None = None
+    server: ServerRecord | None = None
 
 
 TOKEN = Delta(n_tokens=1)  # by far the most common event: one shared value, nothing allocated
@@ -100,13 +121,15 @@ class Decoder(Protocol):
 class ServerInfo(msgspec.Struct, frozen=True):
     """What a server says of itself before a run. `max_total_tokens` is prompt plus output; None: it does not say.
 
-    `models` are its names where there are several; it is then not for us to choose, and `model` is None.
+    `models` are its names where there are several; it is then not for us to choose, and `model` is None. `vocab_size`:
+    token ids end below it.
     """
 
     model: str | None = None
     max_total_tokens: int | None = None
     version: str | None = None
     models: tuple[str, ...] = ()
+    vocab_size: int | None = None
 
 
 class Account(msgspec.Struct, frozen=True):

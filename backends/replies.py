@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Annotated
 
 import msgspec
 
 from backends.plain_tokens import PlainTokens
+from backends.protocol import Count as Count
 from backends.protocol import Delta, ProtocolError, Truncated
 from backends.untrusted import MAX_LINE_CHARS, UNDECODABLE, printable
 
 MAX_BYTES = 4 << 20  # of one event, or of one whole reply: more is not a reply (1e5 tokens are half a MB of text)
 MAX_ERROR_BYTES = 65_536  # of an error that is parsed: JSON may take fifty times its bytes as values of Python
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # a number of tokens: what does not fit a column is no count
 
 # Finish reasons by which a server says that it gave the reply up: the output is not what was asked for.
 GIVEN_UP = frozenset(("abort", "error"))

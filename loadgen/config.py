@@ -60,7 +60,7 @@ class ServerOptions:
     """Which server is measured."""
 
     backend: Annotated[
-        str | None, _server("Kind of server: vllm (default), lightllm, tgi, openai, openai-chat, or a plugin's.")
+        str | None, _server("Kind of server: vllm (default), llamacpp, openai, ...: `loadgen backends` lists them.")
     ] = None
     model: Annotated[
         str | None, _server("Model: 7b, 13b, 70b, ..., a Hugging Face id, a directory, or the name it is served under.")
@@ -296,7 +296,7 @@ class PlacementOptions:
 class LaunchOptions:
     """A server that loadgen starts with --launch docker or process."""
 
-    dummy_weights: Annotated[bool, _launch("Random weights, nothing loaded (vLLM only).")] = False
+    dummy_weights: Annotated[bool, _launch("Random weights, nothing loaded (vllm, llamacpp).")] = False
     image: Annotated[str | None, _launch("Docker image instead of the backend's own.")] = None
     server_python: Annotated[
         str | None, _launch("Interpreter that has the server installed, for --launch process (default: this one).")

@@ -20,16 +20,17 @@ from backends.untrusted import UNDECODABLE, nearest, reason
 from loadgen.config import ConfigError
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+GGUF = ".gguf"  # of a file that is a whole model, as llama.cpp serves it
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
 @dataclass(frozen=True)
 class Model:
     """`name` is what requests call it. `hf_id`: None for a directory. `directory`: where it lies on this host, if it
-    does (weights included unless `has_weights` is false). `spec`: None where it is not known how large it is, and
-    `unknown` says why, in a clause. `max_position`: tokens of the longest sequence that it was made for, where that is
-    known. `config`: its config.json, where that was read. `flaw`: why that describes no model at all, a clause; empty
-    where it does."""
+    does (weights included unless `has_weights` is false); a GGUF file is that itself. `spec`: None where it is not
+    known how large it is, and `unknown` says why, in a clause. `max_position`: tokens of the longest sequence that it
+    was made for, where that is known. `config`: its config.json, where that was read. `flaw`: why that describes no
+    model at all, a clause; empty where it does."""
 
     name: str
     hf_id: str | None
@@ -95,6 +96,9 @@ def find(name: str) -> Model:
     path = Path(os.path.expanduser(name))  # noqa: PTH111  Path's own may raise
     if path.is_dir():
         return _directory(path)
+    if path.is_file() and path.suffix == GGUF:
+        unknown = "it is a GGUF file, of which nothing is read here"
+        return Model(path.stem, None, path.resolve(), None, has_weights=True, unknown=unknown)
     spec = catalog.find(name)
     if spec is not None:
         return _from_hub(spec.name, spec.hf_id, spec)

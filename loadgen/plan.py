@@ -159,7 +159,7 @@ def plan_run(
     load = _load(config, backend, info.max_total_tokens)
     spec = started.spec if started is not None else models.spec(config.model or info.model or "")
     source = PromptSource(
-        vocab_size=config.vocab_size or (spec.vocab_size if spec else None),
+        vocab_size=config.vocab_size or (spec.vocab_size if spec else None) or info.vocab_size,
         dataset=str(config.dataset) if config.dataset else None,
         repeat=config.repeat_dataset,
         tokenizer=config.tokenizer or (None if config.dataset is not None else _own_tokenizer(backend, started)),

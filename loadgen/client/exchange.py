@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec import UNSET
 
-from backends.protocol import TOKEN, Decoder, Delta, Kept, Prompt, ProtocolError, Truncated
+from backends.protocol import TOKEN, Decoder, Delta, Kept, Prompt, ProtocolError, ServerRecord, Truncated
 from backends.replies import MAX_ERROR_BYTES
 from backends.untrusted import printable
 from loadgen.rundir.records import Record
@@ -47,6 +47,7 @@ class Exchange:
         "retried",
         "scheduled_ns",
         "sent_ns",
+        "server",
         "session",
         "shared_tokens",
         "status",
@@ -88,6 +89,7 @@ class Exchange:
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
         self.cached_tokens: int | None = None
+        self.server: ServerRecord | None = None
         self.times = array("q")  # arrival of each event that carried output
 
     @property
@@ -129,6 +131,8 @@ class Exchange:
             self.output_tokens = delta.output_tokens
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
+        if delta.server is not None:
+            self.server = delta.server
         if delta.error is not None and self.error is None:
             self.error = delta.error
 
@@ -194,6 +198,7 @@ class Exchange:
             outcome=self.outcome,
             phase=self.phase,
             error=self.error,
+            server=UNSET if self.server is None else self.server,
             retried=True if self.retried else UNSET,
             shared_tokens=self.shared_tokens or UNSET,
             session=self.session if self.turn > 0 else UNSET,

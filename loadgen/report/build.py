@@ -65,9 +65,8 @@ def build(
         raise ReportError(f"Unknown convention {convention!r}; use one of {', '.join(CONVENTIONS)}.")
     rules = CONVENTIONS[convention]
     measured = table.measured()
-    ok = measured.ok
     duration_s = metrics.duration_s(measured, rules)
-    tokens = schema.TokenCounts(metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok]))
+    tokens = _tokens(measured)
     numbers = Numbers(
         schema=SCHEMA,
         version=manifest.version,
@@ -83,7 +82,7 @@ def build(
         requests=_requests(manifest, measured),
         tokens=tokens,
         duration_s=duration_s,
-        throughput=_throughput(int(ok.sum()), tokens, duration_s),
+        throughput=_throughput(int(measured.ok.sum()), tokens, duration_s),
         metrics={name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS},
         goodput=_goodput(measured, slos, rules, duration_s),
         burst=_burst(measured),
@@ -105,6 +104,7 @@ def build(
         sessions=_sessions(manifest, measured, rules),
         turns=sessions.by_turn(measured, rules),
         cluster=manifest.cluster,
+        server_requests=slices.by_the_server(measured, rules),
     )
     listed = findings.find(numbers, table, measured, facts, manifest)
     verdict = schema.Verdict(all(finding.severity != "invalid" for finding in listed), listed)
@@ -120,6 +120,11 @@ def _requests(manifest: Manifest, measured: Table) -> schema.Requests:
         failed=len(measured) - ok,
         by_outcome={OUTCOMES[code]: by_outcome[code] for code in sorted(by_outcome)},
     )
+
+
+def _tokens(measured: Table) -> schema.TokenCounts:
+    ok = measured.ok
+    return schema.TokenCounts(metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok]))
 
 
 def _throughput(ok: int, tokens: schema.TokenCounts, duration_s: float | None) -> schema.Throughput:

@@ -45,6 +45,7 @@ PREEMPTIONS_WARNING_RATIO = 0.01
 # A server under load may miss a sample now and then; beyond a tenth, its largest values may have been missed.
 SAMPLES_FAILED_RATIO = 0.1
 STALLS_NAMED = 3
+COLD_LOAD_US = 100_000  # longer, and a model was read from a disk
 # Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
 PERCENTILE_MISS_PROBABILITY = 0.025
 
@@ -66,6 +67,7 @@ def find(
         *_counts(measured),
         *_repeated(measured, manifest),
         *sharing.find(measured, numbers, manifest),
+        *_cold(measured),
         *_stalls(numbers),
         *_server(numbers),
         *_insecure(manifest),
@@ -107,6 +109,18 @@ def _cluster(numbers: Numbers) -> Iterator[Finding]:
 def _lost_processes(manifest: Manifest) -> int:
     """Client processes whose machine was lost, which another finding tells."""
     return 0 if manifest.cluster is None else sum(node.client_processes for node in manifest.cluster.lost)
+
+
+def _cold(measured: Table) -> Iterator[Finding]:
+    """Requests that met a server without its model."""
+    cold = sum((record.load_us or 0) > COLD_LOAD_US for record in measured.server.values())
+    if cold:
+        yield Finding(
+            code="COLD_LOAD",
+            severity="warning",
+            message=f"The server loaded the model first for {cold} of the requests, by its own account.",
+            advice="Raise --warmup, or have the server keep its model; ttft holds the load's time.",
+        )
 
 
 def _insecure(manifest: Manifest) -> Iterator[Finding]:

@@ -67,6 +67,19 @@ class Sharing(msgspec.Struct, frozen=True, kw_only=True):
     ttft_warm_ms: Summary
 
 
+class ServerRequests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The requests that ended ok and of which the server gave an account in its replies. metrics: by its own clock, as
+    far as it tells: queue_ms, prefill_ms, ttft_ms, tpot_ms, e2el_ms, load_ms. client: what the client measured of the
+    same requests."""
+
+    requests: int
+    metrics: dict[str, Summary]
+    client: dict[str, Summary]
+    retractions: int | None = None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
+
+
 class Burst(msgspec.Struct, frozen=True):
     """How synchronous the requests due at t = 0 were."""
 
@@ -205,7 +218,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     closed the connection that they reused.
     Left out where they say nothing: asked lengths that are all one, ttft by prompt length where the prompts' lengths
     are about one, phases of a load that has none, stalls of a run without any, sharing where nothing is shared,
-    sessions and turns where there are none, cluster where one machine sent it all."""
+    sessions and turns where there are none, cluster where one machine sent it all, server_requests where replies tell
+    nothing of the server's own times."""
 
     schema: str
     version: str
@@ -243,6 +257,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sessions: SessionStats | None = None
     turns: list[TurnStats] = []
     cluster: ClusterFacts | None = None
+    server_requests: ServerRequests | None = None
 
 
 class Report(Numbers, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""A run by parts: by phase of its load, and by length of its prompts. Pure: the table in, numbers out.
+"""A run by parts: by phase of its load, by length of its prompts, by what the server says of its requests. Pure: the
+table in, numbers out.
 
 A request belongs to the phase in which it was due. Its prompt's length is what was asked; where nothing was (a text of
 a dataset without a tokenizer), the server's count.
@@ -13,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.protocol import ServerRecord
 from loadgen.report import metrics
-from loadgen.report.metrics import Convention
-from loadgen.report.schema import Lengths, PhaseStats, PromptQuartile
+from loadgen.report.metrics import Column, Convention, Summary
+from loadgen.report.schema import Lengths, PhaseStats, PromptQuartile, ServerRequests
 from loadgen.rundir import Phase
 from loadgen.rundir.records import Table
 
@@ -23,6 +25,8 @@ from loadgen.rundir.records import Table
 # two of a template or of drawn words says nothing about ttft.
 MANY_LENGTHS, LENGTHS_RATIO = 10, 1.1
 PHASE_METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
+_TIMES = ("queue", "prefill", "ttft", "e2el", "load")  # of a ServerRecord
+_COUNTS = ("retractions", "drafted_tokens", "accepted_tokens")
 
 
 def by_phase(measured: Table, phases: Iterable[Phase], rules: Convention) -> list[PhaseStats]:
@@ -97,3 +101,40 @@ def ttft_by_prompt(measured: Table, rules: Convention) -> list[PromptQuartile]:
         )
         for number in np.unique(quarter)
     ]
+
+
+def by_the_server(measured: Table, rules: Convention) -> ServerRequests | None:
+    """What the server says of the requests that ended ok, by its own clock, beside what the client saw of them; None
+    where it tells nothing. What lies between the two clocks is network and HTTP, and for ttft its front end."""
+    told = measured.select(measured.ok & np.isin(measured.id, list(measured.server)))
+    if not len(told):
+        return None
+    records = [measured.server[number] for number in told.id.tolist()]
+    columns = {f"{name}_ms": _told(records, f"{name}_us") / 1e3 for name in _TIMES}
+    steps = told.output_tokens - 1
+    columns["tpot_ms"] = np.where(steps > 0, _told(records, "decode_us") / 1e3 / np.maximum(steps, 1), np.nan)
+    known = {name: column for name, column in columns.items() if not np.isnan(column).all()}
+    counts = {name: _sum_told(records, name) for name in _COUNTS}
+    return ServerRequests(
+        requests=len(told),
+        metrics={name: _summary(column, rules) for name, column in known.items()},
+        client={
+            name: _summary(metrics.column(told, name, rules), rules)
+            for name in ("ttft_ms", "tpot_ms", "e2el_ms") if name in known
+        },
+        **counts,
+    )  # fmt: skip
+
+
+def _told(records: list[ServerRecord], name: str) -> Column:
+    values = (getattr(record, name) for record in records)
+    return np.fromiter((np.nan if value is None else value for value in values), np.float64, len(records))
+
+
+def _sum_told(records: list[ServerRecord], name: str) -> int | None:
+    values = [value for record in records if (value := getattr(record, name)) is not None]
+    return sum(values) if values else None
+
+
+def _summary(column: Column, rules: Convention) -> Summary:
+    return metrics.summary(metrics.defined(column), rules.percentile)

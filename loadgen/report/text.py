@@ -17,7 +17,7 @@ from loadgen.monitor.server_view import ServerStats
 from loadgen.report import cluster
 from loadgen.report.finding import share
 from loadgen.report.metrics import Summary
-from loadgen.report.schema import GpuUse, Lengths, PhaseStats, Report, SessionStats, Sharing, TurnStats
+from loadgen.report.schema import GpuUse, Lengths, PhaseStats, Report, ServerRequests, SessionStats, Sharing, TurnStats
 from loadgen.rundir.emulation import Emulation, HeldOut
 from loadgen.rundir.launch_facts import LaunchFacts
 
@@ -125,6 +125,8 @@ def summary_lines(report: Report) -> list[str]:
         )
     if report.cluster is not None:
         lines += cluster.lines(report.cluster)
+    if report.server_requests is not None:
+        lines.append(_server_requests_line(report.server_requests))
     if report.server is not None:
         lines += _server_lines(report.server, report.metrics["ttft_ms"].mean, requests.ok > 0)
     if report.gpus is not None:
@@ -274,6 +276,20 @@ def _server_lines(server: ServerStats, client_ttft_ms: float | None, answered: b
         phrases.append(f"by the client's {number(client_ttft_ms)} ms")
     if phrases:
         yield f"Server: {', '.join(phrases)}."
+
+
+def _server_requests_line(told: ServerRequests) -> str:
+    """Means by the server's clock, each with the client's where it has one."""
+    phrases = []
+    for name, summary in told.metrics.items():
+        own, client = summary.mean, told.client.get(name)
+        beside = ""
+        if own and client is not None and client.mean is not None:
+            beside = f" (the client's {number(client.mean)}, {client.mean / own - 1:+.1%})"
+        phrases.append(f"{name.removesuffix('_ms')} {number(own)} ms{beside}")
+    phrases += _phrases(("{} retractions", told.retractions or None), ("{} tokens drafted", told.drafted_tokens),
+                        ("{} of them accepted", told.accepted_tokens))  # fmt: skip
+    return f"By the server's own clock: {', '.join(phrases)}, in the mean of {number(told.requests)} requests."
 
 
 def _gpu_lines(gpus: GpuUse) -> Iterator[str]:

@@ -19,7 +19,7 @@ import os
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends import foreign_files
+from backends.protocol import ServerRecord
 from backends.untrusted import UNDECODABLE, reason
 from loadgen.rundir import parts, replace, replacing
 from loadgen.rundir.outcomes import OUTCOMES
@@ -65,6 +66,7 @@ class Record(msgspec.Struct, kw_only=True):
     outcome: str
     phase: str = "measured"
     error: str | None = None
+    server: ServerRecord | msgspec.UnsetType = msgspec.UNSET  # by its own clock
     retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
     shared_tokens: _Shared | msgspec.UnsetType = msgspec.UNSET  # of the prompt, sent before by an earlier request
     session: _Shared | msgspec.UnsetType = msgspec.UNSET  # of a conversation, and which turn of it, the first being 1
@@ -143,6 +145,7 @@ class Table:
     errors: dict[int, str]  # id of a measured request -> what went wrong
     warmup_error: str | None = None  # outcome and error of the first warm-up request that failed
     retried: frozenset[int] = frozenset()  # ids of measured requests that were sent twice
+    server: dict[int, ServerRecord] = field(default_factory=dict)  # id of a measured request -> what the server says
 
     def __len__(self) -> int:
         return len(self.id)
@@ -170,8 +173,9 @@ class Table:
     def _part(
         self, chosen: slice | NDArray[np.bool_], itl_us: NDArray[np.uint32], itl_offsets: NDArray[np.int64]
     ) -> Table:
-        kept = self.id[chosen].tolist() if self.errors or self.retried else ()
+        kept = self.id[chosen].tolist() if self.errors or self.retried or self.server else ()
         errors = {key: self.errors[key] for key in kept if key in self.errors}
+        server = {key: self.server[key] for key in kept if key in self.server}
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
         retried = self.retried.intersection(kept)
         return Table(
@@ -180,6 +184,7 @@ class Table:
             itl_offsets=itl_offsets,
             errors=errors,
             retried=retried,
+            server=server,
             warmup_error=self.warmup_error,
         )
 
@@ -205,12 +210,14 @@ class Table:
         columns["phase"] = [PHASES[code] for code in self.phase.tolist()]
         gaps_us, offsets = self.itl_us.tolist(), self.itl_offsets.tolist()
         columns["itl_us"] = [gaps_us[begin:end] for begin, end in itertools.pairwise(offsets)]
-        columns["error"], columns["retried"] = [None] * len(self), [msgspec.UNSET] * len(self)
-        if self.errors or self.retried:
+        columns["error"] = [None] * len(self)
+        columns["retried"], columns["server"] = [msgspec.UNSET] * len(self), [msgspec.UNSET] * len(self)
+        if self.errors or self.retried or self.server:
             for row in np.flatnonzero(self.phase == _PHASE_CODE["measured"]).tolist():
                 number = columns["id"][row]
                 columns["error"][row] = self.errors.get(number)
                 columns["retried"][row] = number in self.retried or msgspec.UNSET
+                columns["server"][row] = self.server.get(number, msgspec.UNSET)
         return map(_Written, *(columns[name] for name in Record.__struct_fields__))
 
 
@@ -271,6 +278,7 @@ class _Columns:
         self._errors: dict[int, str] = {}
         self._warmup_error: str | None = None
         self._retried: list[int] = []
+        self._server: dict[int, ServerRecord] = {}
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
     def append(self, record: Record) -> None:
@@ -299,6 +307,8 @@ class _Columns:
             self._errors[record.id] = self._texts.setdefault(record.error, record.error)
         if record.retried is True and record.phase == "measured":
             self._retried.append(record.id)
+        if isinstance(record.server, ServerRecord) and record.phase == "measured":
+            self._server[record.id] = record.server
 
     def table(self) -> Table:
         """Empties the columns into a table. Raises ValueError when a request is there twice."""
@@ -322,6 +332,7 @@ class _Columns:
             errors=self._errors,
             warmup_error=self._warmup_error,
             retried=frozenset(self._retried),
+            server=self._server,
         )
 
     def _ordered_gaps(self, order: NDArray[np.int64]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:

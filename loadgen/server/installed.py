@@ -25,22 +25,31 @@ except Exception:
 
 
 class Installed(NamedTuple):
-    """`what` would be run: a program, or a module. `version`: None where it does not tell."""
+    """`what` would be run: a program, or a module. `version`: None where it does not tell. `command`: what precedes the
+    arguments."""
 
     what: str
     version: tuple[int, ...] | None
+    command: tuple[str, ...]
 
 
 def installed(adapter: Adapter, python: str | None = None) -> Installed | None:
     """The server as the interpreter `python` (default: this one) or the PATH has it; None: it is not there. Raises
     OSError or subprocess.TimeoutExpired when that interpreter cannot be run."""
-    program = adapter.process_command[0]
+    program, interpreter = adapter.process_command[0], python or sys.executable
     if program != "{python}":
         path = shutil.which(program)
-        return Installed(path, None) if path else None
-    module = adapter.process_command[2].partition(".")[0]
+        if path is not None and (python is None or adapter.package is None):
+            return Installed(path, None, adapter.process_command)
+        if adapter.package is None:
+            return None
+        module, script = adapter.package
+        command: tuple[str, ...] = (interpreter, str(script))
+    else:
+        module = adapter.process_command[2].partition(".")[0]
+        command = (interpreter, *adapter.process_command[1:])
     completed = subprocess.run(
-        [python or sys.executable, "-c", _FIND_MODULE, module],
+        [interpreter, "-c", _FIND_MODULE, module],
         env=process.inherited(), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    return Installed(module, version_in(completed.stdout)) if completed.returncode == 0 else None
+    return Installed(module, version_in(completed.stdout), command) if completed.returncode == 0 else None

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,7 @@ from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
 from loadgen.models import Model
 from loadgen.plan import Plan, plan_run, read_dataset
 from loadgen.rundir.launch_facts import LaunchedGpu, LaunchedP2p, LaunchFacts
-from loadgen.server.installed import installed
+from loadgen.server.installed import Installed, installed
 from loadgen.server.placement import gpu_pool, model_length, tensor_parallel
 from loadgen.target import Target
 
@@ -37,7 +39,8 @@ UNDERFLOW = (
 TRACES = "trace"  # of the server's profiler, in the run's directory
 MODEL_DIR = Path("/MODEL_DIR")  # in a dry run: stands for a directory that is not here
 
-Files = dict[Path, bytes | str]  # to be there before it starts: content, or where a link points
+# to be there before it starts: content, where a link points, or what writes it where it is not there yet
+Files = dict[Path, bytes | str | Callable[[Path], None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +110,18 @@ def plan_launch(
     model = models.find(config.model or "7b")
     plan = plan_run(config, backend, Target(""), ServerInfo(model.name), run_id, model)
     notes = [adapter.profiler.note] if profiled and adapter.profiler and adapter.profiler.note else []
-    if config.dummy_weights and config.dtype == "float16":
+    if config.dummy_weights and config.dtype == "float16" and adapter.random_weights is None:
         notes.append(UNDERFLOW)
     length = model_length(config, model, _longest(config, backend, model), notes)
     if inventory is None:
         inventory = gpus.read()
-    pool = gpu_pool(config, inventory, notes)
+    pool = gpu_pool(config, inventory, notes, needed=adapter.needs_gpu)
     tp = tensor_parallel(config, model, length, pool, notes)
     chosen = tuple(gpu.index for gpu in pool[:tp])
     p2p = gpus.decide_p2p(config.p2p, inventory, chosen if inventory.gpus else ())  # assumed cards have no driver
     if config.where == "process" and p2p.enabled and tp > 1:
         notes += _inherited_notes()
+    running = _running(config, adapter, notes)
     common = partial(
         Settings,
         served_name=model.name,
@@ -127,8 +131,8 @@ def plan_launch(
         kv_cache_dtype=_kv_cache_dtype(config, adapter),
         max_batched_tokens=config.max_batched_tokens,
         max_model_len=length,
-        max_running=config.max_running,
-        max_requests=max(config.max_running, _at_once(config, plan)),
+        max_running=running,
+        max_requests=max(running, _at_once(config, plan)),
         memory_ratio=config.memory_ratio,
         seed=config.seed,
         dummy_weights=config.dummy_weights,
@@ -163,7 +167,7 @@ def _adapter(config: Config, backend: Backend, profiled: bool) -> Adapter:
     if config.dtype not in adapter.dtypes:
         raise ConfigError(f"{backend.name} has no --dtype {config.dtype}; it has {', '.join(adapter.dtypes)}.")
     if config.dummy_weights and not adapter.dummy_weights:
-        raise ConfigError(f"{backend.name} cannot make --dummy-weights; only vllm can.")
+        raise ConfigError(f"{backend.name} cannot make --dummy-weights; vllm and llamacpp can.")
     if profiled and adapter.profiler is None:
         raise ConfigError(f"{backend.name} has no profiler that a client can start; vllm and lightllm have one.")
     return adapter
@@ -194,6 +198,17 @@ def _kv_cache_dtype(config: Config, adapter: Adapter) -> str | None:
             f"{config.kind} keeps no KV cache in {name} without a file of scales; leave --kv-cache-dtype out."
         )
     return adapter.kv_cache_dtypes[name]
+
+
+def _running(config: Config, adapter: Adapter, notes: list[str]) -> int:
+    """Requests in a batch at most."""
+    if adapter.usual_running is None or config.given(["max_running"]):
+        return config.max_running
+    notes.append(
+        f"{config.kind} computes {adapter.usual_running} requests at once, each with a KV cache of its own, and others "
+        "wait; name more with --max-running."
+    )
+    return adapter.usual_running
 
 
 def _inherited_notes() -> list[str]:
@@ -251,7 +266,7 @@ class _Draft:
         else:
             mounts.append(_hub_mount(adapter))
         seen, files = self._overlay(seen)
-        if files:
+        if any(path.is_relative_to(self.directory) for path in files):
             mounts.append(Mount(self.directory / "model", seen := f"{CONTAINER_CONFIG}/model"))
         cache = models.user_cache() / "llm-dissect"
         mounts += [Mount(cache / name, target, read_only=False) for name, target in adapter.caches.items()]
@@ -268,20 +283,20 @@ class _Draft:
         return settings, start, files | self._config_files(invocation)
 
     def as_process(self) -> tuple[Settings, Start, Files]:
-        python = self.config.server_python or sys.executable
         try:
-            version = _installed(self.backend.name, self.adapter, python)
+            installation = _installed(self.config, self.adapter)
         except LaunchError:
             if not self.config.dry_run:
                 raise
-            version = None
+            python = self.config.server_python or sys.executable
+            words = (python if word == "{python}" else word for word in self.adapter.process_command)
+            installation = Installed("", None, tuple(words))
         seen, files = self._overlay(str(self.local or self.model.hf_id))
         settings = self._settled(
-            seen, "127.0.0.1", self.config.port or process.free_port(), str(self.directory), version
+            seen, "127.0.0.1", self.config.port or process.free_port(), str(self.directory), installation.version
         )
         invocation = self.adapter.invoke(settings)
-        command = tuple(python if word == "{python}" else word for word in self.adapter.process_command)
-        start = self._start((*command, *invocation.arguments), invocation, settings.port)
+        start = self._start((*installation.command, *invocation.arguments), invocation, settings.port)
         # the server inherits them, and may print them
         start = dataclasses.replace(start, secrets=(*start.secrets, *self.config.secret_variables))
         return settings, start, files | self._config_files(invocation)
@@ -289,6 +304,8 @@ class _Draft:
     def _overlay(self, seen: str) -> tuple[str, Files]:
         """Where the server is to look for a model that it would find at `seen`: there, or in a directory of links to it
         but for the files that it must see otherwise. Raises LaunchError."""
+        if self.local is not None and self.adapter.random_weights is not None and self.config.dummy_weights:
+            return seen, {self.local: partial(self.adapter.random_weights, self.model.described(), self.config.dtype)}
         if self.local in (None, MODEL_DIR) or not self.adapter.overlays:
             return seen, {}
         view = self.directory / "model"
@@ -330,7 +347,11 @@ class _Draft:
 def _local(adapter: Adapter, model: Model, config: Config, notes: list[str]) -> Path | None:
     """The model's directory on this host; None: the server takes it from the hub; MODEL_DIR: it will have to be there.
     Raises LaunchError."""
+    if adapter.model_file:
+        return _model_file(adapter, model, config)
     if directory := model.local(dummy_weights=config.dummy_weights):
+        if directory.is_file():
+            raise LaunchError(f"{config.kind} loads a directory, not the file {directory}; name one with --model.")
         return directory
     if not adapter.loads_from_hub and not config.dry_run:
         raise LaunchError(
@@ -357,9 +378,29 @@ def _local(adapter: Adapter, model: Model, config: Config, notes: list[str]) -> 
     return None
 
 
+def _model_file(adapter: Adapter, model: Model, config: Config) -> Path:
+    """The one file that it serves. Raises ConfigError or LaunchError."""
+    if config.dummy_weights and adapter.random_weights is not None:
+        spec = model.described()
+        of = hashlib.sha256(repr(spec).encode()).hexdigest()[:12]
+        return models.user_cache() / "llm-dissect/random-weights" / f"{of}-{config.dtype}{adapter.model_file}"
+    found = [] if model.directory is None else [model.directory]
+    if found and found[0].is_dir():
+        found = sorted(found[0].glob(f"*{adapter.model_file}"))
+    if len(found) == 1:
+        return found[0]
+    raise LaunchError(
+        f"{config.kind} serves one file that ends in {adapter.model_file}, and {model.name} names "
+        f"{len(found) or 'none'}; give it with --model FILE{adapter.model_file}, or have one made with --dummy-weights."
+    )
+
+
 def _mount_model(local: Path, mounts: list[Mount]) -> str:
     """Mounts the directory and returns where a container sees it. A snapshot in the hub's cache is made of links into
     the directory two above it. Raises LaunchError for a link that leads elsewhere: no container could follow it."""
+    if not local.is_dir():
+        mounts.append(Mount(local, f"{CONTAINER_MODELS}/{local.name}"))
+        return f"{CONTAINER_MODELS}/{local.name}"
     root = local.parent.parent if local.parent.name == "snapshots" else local
     whole = root.resolve()
     for path in local.iterdir():
@@ -380,28 +421,38 @@ def _hub_mount(adapter: Adapter) -> Mount:
     return Mount(hub, f"{adapter.cache_dir}/hub", read_only=False)
 
 
-def write_files(launch: Launch) -> None:
-    """Writes what the server will be shown, and makes the caches that Docker would otherwise make as root's."""
+def write_files(launch: Launch, say: Callable[[str], None]) -> None:
+    """Writes what the server will be shown, and makes the caches that Docker would otherwise make as root's. Raises
+    LaunchError."""
     for path, content in launch.files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, str):
-            path.symlink_to(content)
-        else:
+        if isinstance(content, bytes):
             path.write_bytes(content)
+        elif isinstance(content, str):
+            path.symlink_to(content)
+        elif not path.exists():
+            say(f"writing random weights to {path}")
+            content(path)
     for mount in launch.start.mounts:
         if not mount.read_only:
             mount.source.mkdir(parents=True, exist_ok=True)
 
 
-def _installed(name: str, adapter: Adapter, python: str) -> tuple[int, ...] | None:
-    """The installed server's version, None where it is unknown. Raises LaunchError when it is not installed."""
+def _installed(config: Config, adapter: Adapter) -> Installed:
+    """The installed server. Raises LaunchError when it is not installed."""
+    name, python = config.kind, config.server_python or sys.executable
     program = adapter.process_command[0]
     try:
-        installation = installed(adapter, python)
+        installation = installed(adapter, config.server_python)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"--server-python {python} cannot be run: {error}.") from None
     if installation is not None:
-        return installation.version
+        return installation
+    if adapter.package is not None:
+        raise LaunchError(
+            f"{program} is not on the PATH, nor {adapter.package[0]} installed for {python}; install one of them, or "
+            "use --launch docker."
+        )
     if program != "{python}":
         raise LaunchError(f"{program} is not on the PATH; install {name} on this machine or use --launch docker.")
     raise LaunchError(

@@ -75,7 +75,7 @@ class ManagedServer:
 @contextlib.asynccontextmanager
 async def managed(launch: Launch, ready_timeout_s: float, say: Say) -> AsyncIterator[ManagedServer]:
     """Starts the server, waits until it answers, and ends it with the block. Raises LaunchError."""
-    write_files(launch)
+    await asyncio.to_thread(write_files, launch, say)
     raise_fd_limit(0)  # a process inherits it
     if "HF_TOKEN" in launch.start.secrets:
         models.lend_token()

@@ -46,10 +46,13 @@ def chosen(config: Config, inventory: gpus.Inventory) -> tuple[int, ...]:
         raise ConfigError(str(error)) from None
 
 
-def gpu_pool(config: Config, inventory: gpus.Inventory, notes: list[str]) -> tuple[gpus.Gpu, ...]:
+def gpu_pool(
+    config: Config, inventory: gpus.Inventory, notes: list[str], *, needed: bool = True
+) -> tuple[gpus.Gpu, ...]:
     """The GPUs that may be used; empty for a server without. A dry run assumes some where there are none: those
-    that are named by number, or eight. Raises ConfigError or LaunchError."""
-    if config.gpus == "none":
+    that are named by number, or eight; unless the server runs on a CPU too (not `needed`). Raises ConfigError or
+    LaunchError."""
+    if config.gpus == "none" or (config.gpus is None and not needed and not inventory.gpus):
         return ()
     ids = config.gpu_names
     named = [int(name) for name in ids or () if name.isdecimal() and name.isascii()]

@@ -119,6 +119,17 @@ def test_none_refuses_a_burst() -> None:
     assert words("tgi")["--max-input-tokens"] == "4095"  # TGI wants it below the total
 
 
+def test_llamacpp_has_a_cache_of_the_full_length_for_each_slot() -> None:
+    asked = words("llamacpp", max_running=8, tp=1)
+    assert (asked["--parallel"], asked["--ctx-size"]) == ("8", str(8 * 4096))
+    assert int(asked["--threads-http"] or 0) > 1500  # each waiting connection has a thread
+    assert "--no-cache-prompt" in asked and asked["--cache-ram"] == "0"
+    assert "--no-cache-prompt" not in words("llamacpp", max_running=8, prefix_caching=True)
+    assert words("llamacpp", max_running=8, max_batched_tokens=512)["--batch-size"] == "512"
+    with pytest.raises(LaunchError, match="at most 256 requests in a batch; lower --max-running"):
+        words("llamacpp", max_running=257)
+
+
 def test_nobody_has_fewer_graphs_than_it_would_have_alone() -> None:
     """vLLM ends at 512, LightLLM at 256, TGI at 32; of those beyond the batch LightLLM and TGI have no use."""
     assert words("tgi")["--cuda-graphs"] == "1,2,4,8,16,32,64,128,256"
@@ -128,7 +139,13 @@ def test_nobody_has_fewer_graphs_than_it_would_have_alone() -> None:
     assert words("lightllm", max_running=6)["--graph_max_batch_size"] == "6"
 
 
-@pytest.mark.parametrize("name", STARTED)
+def test_llamacpp_reads_peers_only_where_it_is_told_to() -> None:
+    invoke = adapter("llamacpp").invoke
+    assert invoke(settings(max_running=4)).env == {"GGML_CUDA_P2P": "1"}
+    assert invoke(settings(max_running=4, p2p=False)).env == invoke(settings(max_running=4, tp=1)).env == {}
+
+
+@pytest.mark.parametrize("name", [name for name in STARTED if name != "llamacpp"])
 def test_p2p_off(name: str) -> None:
     on, off = adapter(name).invoke(settings()), adapter(name).invoke(settings(p2p=False))
     assert "NCCL_P2P_DISABLE" not in on.env
@@ -150,7 +167,7 @@ def test_p2p_off(name: str) -> None:
 
 @pytest.mark.parametrize("name", STARTED)
 def test_extra_arguments_come_last_and_none_holds_a_space(name: str) -> None:
-    arguments = adapter(name).invoke(settings(extra=("--x", "y"))).arguments
+    arguments = adapter(name).invoke(settings(extra=("--x", "y"), max_running=4)).arguments
     assert arguments[-2:] == ("--x", "y")
     assert not any(" " in word for word in arguments)
 
@@ -184,7 +201,7 @@ def test_version_in(text: str, version: tuple[int, ...] | None) -> None:
 
 def test_dummy_weights() -> None:
     assert words("vllm", dummy_weights=True)["--load-format"] == "dummy"
-    assert [name for name in STARTED if adapter(name).dummy_weights] == ["vllm"]
+    assert [name for name in STARTED if adapter(name).dummy_weights] == ["llamacpp", "vllm"]
 
 
 @pytest.mark.parametrize("before", [None, b"{}", b'{"eos_token_id": 2, "top_p": 0.9}', b'{"eos_token_id": [2, 3]}'])
@@ -313,7 +330,7 @@ def test_nothing_recognised() -> None:
     assert "host memory" in str(died("vllm", Exit(137, oom_killed=True), "", ()))
 
 
-@pytest.mark.parametrize("name", STARTED)
+@pytest.mark.parametrize("name", [name for name in STARTED if adapter(name).capacity is not None])
 def test_capacity_lines(name: str) -> None:
     import re
 

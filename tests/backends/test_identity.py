@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import backends
 from backends.protocol import Account, ProtocolError, ServerInfo
+from tests.backends.transcripts_real import body
 
 VLLM = (
     "/v1/models",
@@ -40,7 +41,8 @@ SGLANG = (
     "/v1/models",
     b'{"object":"list","data":[{"id":"m","object":"model","created":1,"owned_by":"sglang","root":"m","max_model_len":7}]}',
 )
-ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG]
+LLAMACPP = ("/v1/models", body("llamacpp_models"))
+ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG, LLAMACPP]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,7 @@ ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG]
         ("lightllm", LIGHTLLM_1_1, ServerInfo(model="default_model_name")),
         ("tgi", TGI, ServerInfo(model="meta-llama/Llama-2-7b-hf", max_total_tokens=4096, version="3.3.7")),
         ("tgi", TGI_MODELS, ServerInfo(model="meta-llama/Llama-2-7b-hf")),
+        ("llamacpp", LLAMACPP, ServerInfo(model="tiny", max_total_tokens=512, vocab_size=4096)),
         ("openai", VLLM, ServerInfo(model="m", max_total_tokens=4096)),
         ("openai", SGLANG, ServerInfo(model="m", max_total_tokens=7)),
         ("openai-chat", LIGHTLLM, ServerInfo(model="m", max_total_tokens=8192)),
@@ -91,13 +94,19 @@ VLLM_METRICS = (
          Account("2.0.1", 20480, {"version": "2.0.1", "max_batch_total_tokens": "20480", "max_best_of": "2"})),
         ("tgi", ("/info", b"[1]"), Account()),
         ("openai", ("/version", b'{"version":"1"}'), Account()),
+        ("llamacpp", ("/props", body("llamacpp_props")),
+         Account(settings={"total_slots": "2", "n_ctx": "512", "model_ftype": "(guessed) F16"})),
+        ("llamacpp", ("/props", b'{"build_info":"b6123-abc"}'), Account("b6123-abc")),
+        ("llamacpp", ("/props", b"[]"), Account()),
     ],
 )  # fmt: skip
 def test_what_a_server_says_of_how_it_runs(name: str, answer: tuple[str, bytes], account: Account) -> None:
     assert backends.get(name).read_account(*answer) == account
 
 
-@pytest.mark.parametrize(("name", "path"), [("vllm", "/version"), ("vllm", "/metrics"), ("tgi", "/info")])
+@pytest.mark.parametrize(
+    ("name", "path"), [("vllm", "/version"), ("vllm", "/metrics"), ("tgi", "/info"), ("llamacpp", "/props")]
+)
 @given(st.one_of(st.binary(), st.from_regex(rb'vllm:cache_config_info\{.{0,60}\} 1|\{"version":.{0,20}\}')))
 def test_of_a_foreign_account_only_printable_text_is_taken(name: str, path: str, body: bytes) -> None:
     account = backends.get(name).read_account(path, body)
@@ -111,6 +120,8 @@ def test_of_a_foreign_account_only_printable_text_is_taken(name: str, path: str,
         ("vllm", TGI, "this is a TGI server, not vLLM; use --backend tgi"),
         ("vllm", TGI_MODELS, "this is a TGI server, not vLLM; use --backend tgi"),
         ("vllm", LIGHTLLM, "this is a LightLLM server, not vLLM; use --backend lightllm"),
+        ("vllm", LLAMACPP, "this is a llama.cpp server, not vLLM; use --backend llamacpp"),
+        ("llamacpp", VLLM, "this is a vLLM server, not llama.cpp; use --backend vllm"),
         ("vllm", LIGHTLLM_1_1, "this is a LightLLM server, not vLLM; use --backend lightllm"),
         ("lightllm", VLLM, "this is a vLLM server, not LightLLM; use --backend vllm"),
         ("tgi", VLLM, "this is a vLLM server, not TGI; use --backend vllm"),
@@ -132,9 +143,9 @@ def test_another_kind_of_server(name: str, answer: tuple[str, bytes], message: s
     assert str(raised.value) == message
 
 
-@pytest.mark.parametrize("name", ["lightllm", "tgi", "vllm"])
+@pytest.mark.parametrize("name", ["lightllm", "llamacpp", "tgi", "vllm"])
 def test_every_answer_is_taken_by_one_kind_only(name: str) -> None:
-    own = {"lightllm": [LIGHTLLM, LIGHTLLM_1_1], "tgi": [TGI, TGI_MODELS], "vllm": [VLLM]}[name]
+    own = {"lightllm": [LIGHTLLM, LIGHTLLM_1_1], "tgi": [TGI, TGI_MODELS], "vllm": [VLLM], "llamacpp": [LLAMACPP]}[name]
     for answer in ANSWERS:
         if answer not in own:
             with pytest.raises(ProtocolError, match="use --backend"):

@@ -12,8 +12,9 @@ import backends
 from backends.protocol import Decoder, Delta, Kept, ProtocolError
 from tests.backends.frames import Transcript
 from tests.backends.transcripts import TRANSCRIPTS
+from tests.backends.transcripts_real import body
 
-BACKENDS = {name: backends.get(name) for name in ("lightllm", "openai", "openai-chat", "tgi", "vllm")}
+BACKENDS = {name: backends.get(name) for name in ("lightllm", "llamacpp", "openai", "openai-chat", "tgi", "vllm")}
 
 
 def replay(decoder: Decoder, pieces: list[bytes]) -> tuple[list[Delta], ProtocolError | None]:
@@ -100,6 +101,9 @@ class TestTranscript:
          b'data:{"token":{"id":7,"text":" a"}}\n\ndata:{"token":{"id":5,"text":" b"},"generated_text":" a b"}\n\n',
          Kept([" a", " b"])),
         ("tgi", False, b'{"generated_text":" a b"}', Kept([" a b"])),
+        ("llamacpp", True, body("llamacpp_stream"),
+         Kept([" w209", " w209", " w463", " w463", ""], [468, 468, 722, 722])),
+        ("llamacpp", False, body("llamacpp_whole_cached"), Kept([" w209 w209 w463 w463"], [468, 468, 722, 722])),
     ],
 )  # fmt: skip
 def test_what_is_said(name: str, stream: bool, body: bytes, said: Kept) -> None:

@@ -107,7 +107,7 @@ def assert_equal(text: str, launch: Launch, run: Path, **variables: str) -> None
         for source, target in told.keys() - in_run
     } == mounts
 
-    write_files(launch)
+    write_files(launch, print)
     seen = {target: Path(source).read_bytes() for source, target in in_run}
     for config in ours.get("configs", []):
         seen[config["target"]] = whole["configs"][config["source"]]["content"].encode()

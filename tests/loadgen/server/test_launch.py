@@ -305,7 +305,7 @@ def test_lightllm_needs_a_directory(tmp_path: Path) -> None:
     cached(tmp_path)
     found = launch(tmp_path, backend="lightllm")
     assert found.start.argv[:3] == ("python", "-m", "lightllm.server.api_server")
-    write_files(found)
+    write_files(found, print)
     config = next(mount for mount in found.start.mounts if mount.target == "/llm-dissect/config")
     assert "backlog" in (config.source / "hypercorn.toml").read_text()
 
@@ -313,7 +313,7 @@ def test_lightllm_needs_a_directory(tmp_path: Path) -> None:
 def test_tgi_sees_a_model_without_an_end(tmp_path: Path) -> None:
     model = llama(tmp_path / "m")
     found = launch(tmp_path, backend="tgi", model=str(model))
-    write_files(found)
+    write_files(found, print)
     assert found.settings.model == "/llm-dissect/model"
     view = next(mount.source for mount in found.start.mounts if mount.target == "/llm-dissect/model")
     assert json.loads((view / "generation_config.json").read_text()) == {"eos_token_id": [-1], "top_p": 0.9}
@@ -454,7 +454,7 @@ def test_a_profiled_server_leaves_its_traces_in_the_runs_directory(tmp_path: Pat
     launch = plan_launch(config, tmp_path / "run", "r", A800, profiled=True)
     assert launch.settings.trace_dir == "/llm-dissect/trace"
     assert Mount(tmp_path / "run/trace", "/llm-dissect/trace", read_only=False) in launch.start.mounts
-    write_files(launch)
+    write_files(launch, print)
     assert (tmp_path / "run/trace").is_dir()
     assert plan_launch(config, tmp_path / "run", "r", A800).settings.trace_dir is None
 
