@@ -18,7 +18,7 @@ from backends.untrusted import UNDECODABLE, printable
 MOST_SETTINGS, MOST_CHARS = 64, 60
 PATHS = ("/v1/models", "/info", "/get_model_name")
 
-_TITLES = {"vllm": "vLLM", "lightllm": "LightLLM", "tgi": "TGI", "llamacpp": "llama.cpp"}
+_TITLES = {"vllm": "vLLM", "lightllm": "LightLLM", "tgi": "TGI", "llamacpp": "llama.cpp", "sglang": "SGLang"}
 
 
 class _Meta(msgspec.Struct):
@@ -68,6 +68,10 @@ def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
     raise ProtocolError(f"{path} answers {quoted(body)}, which is no LLM server's answer; check the URL")
 
 
+def _one(kind: str) -> str:
+    return f"{'an' if kind == 'sglang' else 'a'} {_TITLES[kind]} server"
+
+
 def read_as(name: str) -> Callable[[str, bytes], ServerInfo]:
     """`read_info` of the backend `name`, which refuses every other kind of server and says which backend it needs."""
 
@@ -76,9 +80,9 @@ def read_as(name: str) -> Callable[[str, bytes], ServerInfo]:
         if kind == name:
             return info
         if kind in _TITLES:
-            raise ProtocolError(f"this is a {_TITLES[kind]} server, not {_TITLES[name]}; use --backend {kind}")
+            raise ProtocolError(f"this is {_one(kind)}, not {_TITLES[name]}; use --backend {kind}")
         owner = f"'{printable(kind, 60)}' as the models' owner" if kind else "no owner of its models"
-        raise ProtocolError(f"this is not a {_TITLES[name]} server ({path} names {owner}); use --backend openai")
+        raise ProtocolError(f"this is not {_one(name)} ({path} names {owner}); use --backend openai")
 
     return read
 

@@ -168,7 +168,8 @@ class Adapter:
     profiler: None where the server has none. package: a Python module that holds the same server, and a program that
     serves it with the same arguments: run where `process_command` is not on the PATH, or an interpreter is named.
     needs_gpu: it does not run on a CPU. model_file: a model is one file whose name ends so. random_weights: writes such
-    a file for --dummy-weights. usual_running: its own --max-running, where the option's default does not suit it.
+    a file for --dummy-weights. ready_paths: the first of them that the server knows answers 200 when it can serve.
+    usual_running: its own --max-running, where the option's default does not suit it.
     """
 
     image: str
@@ -177,7 +178,7 @@ class Adapter:
     port: int
     cache_dir: str
     caches: Mapping[str, str] = field(default_factory=dict)
-    ready_path: str = "/health"
+    ready_paths: tuple[str, ...] = ("/health",)
     loads_from_hub: bool = True
     dummy_weights: bool = False
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")

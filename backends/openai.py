@@ -235,6 +235,7 @@ COMPLETIONS = Backend(
     info_paths=PATHS,
     read_info=read_any,
     server_metrics={},
+    native=False,
 )
 
 CHAT = Backend(
@@ -247,4 +248,5 @@ CHAT = Backend(
     info_paths=PATHS,
     read_info=read_any,
     server_metrics={},
+    native=False,
 )

@@ -154,7 +154,9 @@ class Backend:
     _sum, _count, _bucket); gauges running, waiting, paused (requests; paused: preempted and waiting to go on),
     kv_cache_usage_ratio, kv_reserved_tokens (what the running batch may come to need); counters prompt_tokens,
     generation_tokens, prefix_cache_hits, prefix_cache_queries (tokens), preemptions. adapter: how such a server is
-    started; None: it can only be measured where it runs.
+    started; None: it can only be measured where it runs. stale_gauges: they may keep their values when nothing runs any
+    more. native: it is asked in its own protocol, not in OpenAI's. seen: which version was measured for real, and on
+    what; empty: none was.
     """
 
     name: str
@@ -169,3 +171,6 @@ class Backend:
     keeper: Callable[[bool, Kept], Decoder] | None = None
     account_paths: tuple[str, ...] = ()
     read_account: Callable[[str, bytes], Account] = lambda path, body: Account()
+    stale_gauges: bool = False
+    native: bool = True
+    seen: str = ""

@@ -192,4 +192,6 @@ BACKEND = Backend(
         "preemptions": "vllm:num_preemptions_total",
     },
     adapter=ADAPTER,
+    native=False,
+    seen="0.32.0 on H200s and CPUs",
 )

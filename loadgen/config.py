@@ -296,7 +296,7 @@ class PlacementOptions:
 class LaunchOptions:
     """A server that loadgen starts with --launch docker or process."""
 
-    dummy_weights: Annotated[bool, _launch("Random weights, nothing loaded (vllm, llamacpp).")] = False
+    dummy_weights: Annotated[bool, _launch("Random weights, nothing loaded (vllm, sglang, llamacpp).")] = False
     image: Annotated[str | None, _launch("Docker image instead of the backend's own.")] = None
     server_python: Annotated[
         str | None, _launch("Interpreter that has the server installed, for --launch process (default: this one).")

@@ -158,8 +158,11 @@ def plan_run(
     _check_drawn(config, backend)
     load = _load(config, backend, info.max_total_tokens)
     spec = started.spec if started is not None else models.spec(config.model or info.model or "")
+    vocabulary = info.vocab_size or (spec.vocab_size if spec else None)
+    if config.vocab_size is not None and vocabulary is not None and config.vocab_size > vocabulary:
+        raise ConfigError(f"--vocab-size is {config.vocab_size} and the model has {vocabulary} tokens; lower it.")
     source = PromptSource(
-        vocab_size=config.vocab_size or (spec.vocab_size if spec else None) or info.vocab_size,
+        vocab_size=config.vocab_size or vocabulary,
         dataset=str(config.dataset) if config.dataset else None,
         repeat=config.repeat_dataset,
         tokenizer=config.tokenizer or (None if config.dataset is not None else _own_tokenizer(backend, started)),

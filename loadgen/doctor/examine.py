@@ -29,6 +29,7 @@ from loadgen.load.dataset_files import counted
 from loadgen.load.lengths import WorkloadError
 from loadgen.models import Model
 from loadgen.plan import planned_load
+from loadgen.server import embedded
 from loadgen.server.installed import installed
 from loadgen.server.launch import Launch, plan_launch
 
@@ -65,19 +66,23 @@ def render(checks: list[Check]) -> str:
 
 def backends_table() -> str:
     """Every installed backend, a line each. One that cannot be loaded says why, and hides no other."""
-    rows = [("backend", "prompts as", "started in", "image", "from", "server here")]
+    heads = ("prompts as", "protocol", "metrics", "emulated", "seen for real", "started in", "image", "from")
+    rows: list[tuple[str, ...]] = [("backend", *heads, "server here")]
     for entry in sorted(entry_points(group=backends.GROUP), key=lambda entry: entry.name):
         origin = entry.dist.name if entry.dist is not None else "unknown"
         try:
             backend = backends.get(entry.name)
-            prompts, adapter = backend.prompt_kind.replace("_", " "), backend.adapter
-            if adapter is None:
-                rows.append((entry.name, prompts, "no", "-", origin, "-"))
-            else:
-                here = "yes" if installed(adapter) else "no"
-                rows.append((entry.name, prompts, "docker, process", adapter.image, origin, here))
+            adapter = backend.adapter
+            says = (
+                backend.prompt_kind.replace("_", " "), "its own" if backend.native else "OpenAI's",
+                "yes" if backend.server_metrics else "no", "yes" if entry.name in embedded.DIALECTS else "no",
+                backend.seen or "never", "no" if adapter is None else "docker, process",
+                "-" if adapter is None else adapter.image, origin,
+            )  # fmt: skip
+            here = "-" if adapter is None else "yes" if installed(adapter) else "no"
+            rows.append((entry.name, *says, here))
         except Exception as error:  # anything may be in a plugin
-            rows.append((entry.name, f"cannot be loaded: {printable(str(error), 200)}", "", "", origin, ""))
+            rows.append((entry.name, f"cannot be loaded: {printable(str(error), 200)}", *[""] * len(heads)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
                      for row in rows)  # fmt: skip

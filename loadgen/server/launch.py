@@ -167,7 +167,7 @@ def _adapter(config: Config, backend: Backend, profiled: bool) -> Adapter:
     if config.dtype not in adapter.dtypes:
         raise ConfigError(f"{backend.name} has no --dtype {config.dtype}; it has {', '.join(adapter.dtypes)}.")
     if config.dummy_weights and not adapter.dummy_weights:
-        raise ConfigError(f"{backend.name} cannot make --dummy-weights; vllm and llamacpp can.")
+        raise ConfigError(f"{backend.name} cannot make --dummy-weights; vllm, sglang and llamacpp can.")
     if profiled and adapter.profiler is None:
         raise ConfigError(f"{backend.name} has no profiler that a client can start; vllm and lightllm have one.")
     return adapter

@@ -129,7 +129,7 @@ async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -
         if exit is not None:
             raise died(name, exit, running.log_tail(WHOLE_LOG_LINES), failures)
         for url in running.urls:
-            if await asyncio.to_thread(_healthy, url, launch.adapter.ready_path):
+            if await asyncio.to_thread(_healthy, url, launch.adapter.ready_paths):
                 return url
         if (stuck := await asyncio.to_thread(_stuck, launch, running)) is not None:
             raise stuck
@@ -166,13 +166,17 @@ def _never_ready(launch: Launch, log: str) -> tuple[str, str]:
     return "its log tells no reason", longer
 
 
-def _healthy(url: str, path: str) -> bool:
-    """Whether it can serve. A published port takes connections before the server listens: any failure is `not yet`."""
+def _healthy(url: str, paths: tuple[str, ...]) -> bool:
+    """Whether it can serve, by the first path that it knows. A published port takes connections before the server
+    listens: any failure is `not yet`."""
     try:
-        status, _, _ = get(Target(url), path, HEALTH_TIMEOUT_S)
+        for path in paths:
+            status, _, _ = get(Target(url), path, HEALTH_TIMEOUT_S)
+            if status != 404:
+                return status == 200
     except TransportError:
-        return False
-    return status == 200
+        pass
+    return False
 
 
 def _capacity(launch: Launch, log: str) -> int | None:

@@ -43,22 +43,22 @@ def words(name: str, **more: Any) -> dict[str, str | None]:
     return found
 
 
-# The same things under three names. (vLLM, LightLLM, TGI)
+# The same things under four names. (vLLM, LightLLM, TGI, SGLang)
 SAME = {
-    "model": ("--model", "--model_dir", "--model-id"),
-    "tp": ("--tensor-parallel-size", "--tp", "--num-shard"),
-    "dtype": ("--dtype", "--data_type", "--dtype"),
-    "max_model_len": ("--max-model-len", "--max_req_total_len", "--max-total-tokens"),
-    "max_running": ("--max-num-seqs", "--running_max_req_size", "--max-batch-size"),
-    "host": ("--host", "--host", "--hostname"),
-    "port": ("--port", "--port", "--port"),
+    "model": ("--model", "--model_dir", "--model-id", "--model-path"),
+    "tp": ("--tensor-parallel-size", "--tp", "--num-shard", "--tp-size"),
+    "dtype": ("--dtype", "--data_type", "--dtype", "--dtype"),
+    "max_model_len": ("--max-model-len", "--max_req_total_len", "--max-total-tokens", "--context-length"),
+    "max_running": ("--max-num-seqs", "--running_max_req_size", "--max-batch-size", "--max-running-requests"),
+    "host": ("--host", "--host", "--hostname", "--host"),
+    "port": ("--port", "--port", "--port", "--port"),
 }
 
 
 @pytest.mark.parametrize("setting", SAME)
-@pytest.mark.parametrize("column", [0, 1, 2], ids=["vllm", "lightllm", "tgi"])
+@pytest.mark.parametrize("column", [0, 1, 2, 3], ids=["vllm", "lightllm", "tgi", "sglang"])
 def test_the_same_settings_for_all(setting: str, column: int) -> None:
-    name = ("vllm", "lightllm", "tgi")[column]
+    name = ("vllm", "lightllm", "tgi", "sglang")[column]
     assert words(name)[SAME[setting][column]] == str(getattr(settings(), setting))
 
 
@@ -71,7 +71,7 @@ def test_the_same_memory_for_all() -> None:
 
 def test_all_of_the_memory() -> None:
     assert words("vllm", memory_ratio=1.0)["--gpu-memory-utilization"] == "1"
-    for name in ("lightllm", "tgi"):
+    for name in ("lightllm", "tgi", "sglang"):
         with pytest.raises(LaunchError, match=f"^{name} takes no --memory-ratio of 1; .*\\.$"):
             adapter(name).invoke(settings(memory_ratio=1.0))
 
@@ -139,6 +139,21 @@ def test_nobody_has_fewer_graphs_than_it_would_have_alone() -> None:
     assert words("lightllm", max_running=6)["--graph_max_batch_size"] == "6"
 
 
+def test_sglang_in_its_own_words() -> None:
+    asked = words("sglang", dummy_weights=True, max_batched_tokens=4096, kv_cache_dtype="fp8_e4m3", quantization="fp8")
+    assert (asked["--load-format"], asked["--chunked-prefill-size"]) == ("dummy", "4096")
+    assert (asked["--kv-cache-dtype"], asked["--quantization"]) == ("fp8_e4m3", "fp8")
+    assert asked["--mem-fraction-static"] == "0.9" and asked["--sampling-defaults"] == "openai"
+    assert "--disable-radix-cache" in asked and "--disable-radix-cache" not in words("sglang", prefix_caching=True)
+    assert {"--enable-metrics", "--enable-cache-report"} <= asked.keys()
+    assert asked["--cuda-graph-max-bs-decode"] == "256"
+    assert words("sglang", version=(0, 5, 11), max_running=6)["--cuda-graph-max-bs"] == "6"
+    env = adapter("sglang").invoke(settings()).env
+    assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"  # a health check would be a request to the model
+    assert adapter("sglang").ready_paths == ("/ready", "/health")
+    assert adapter("sglang").image_command[0] == "python3"
+
+
 def test_llamacpp_reads_peers_only_where_it_is_told_to() -> None:
     invoke = adapter("llamacpp").invoke
     assert invoke(settings(max_running=4)).env == {"GGML_CUDA_P2P": "1"}
@@ -161,6 +176,7 @@ def test_p2p_off(name: str) -> None:
             },
             "lightllm": {"--disable_symm_mem_allreduce", "--disable_flashinfer_allreduce"},
             "tgi": set(),
+            "sglang": {"--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"},
         }[name]
     )
 
@@ -201,7 +217,7 @@ def test_version_in(text: str, version: tuple[int, ...] | None) -> None:
 
 def test_dummy_weights() -> None:
     assert words("vllm", dummy_weights=True)["--load-format"] == "dummy"
-    assert [name for name in STARTED if adapter(name).dummy_weights] == ["llamacpp", "vllm"]
+    assert [name for name in STARTED if adapter(name).dummy_weights] == ["llamacpp", "sglang", "vllm"]
 
 
 @pytest.mark.parametrize("before", [None, b"{}", b'{"eos_token_id": 2, "top_p": 0.9}', b'{"eos_token_id": [2, 3]}'])
@@ -337,6 +353,7 @@ def test_capacity_lines(name: str) -> None:
     line = {
         "vllm": "INFO GPU KV cache size: 123,456 tokens, Maximum concurrency for 4,096 tokens per request: 30.14x",
         "lightllm": "INFO 123456 is the profiled max_total_token_num with the mem_fraction 0.9",
+        "sglang": "max_total_num_tokens=123456, chunked_prefill_size=8192, max_prefill_tokens=16384, context_len=8192",
         "tgi": "INFO text_generation_router: Setting max batch total tokens to 123456",
     }[name]
     found = re.search(adapter(name).capacity or "", line)

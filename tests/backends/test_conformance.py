@@ -34,7 +34,7 @@ def values(tree: object) -> list[object]:
 
 
 def test_the_built_in_ones_are_there() -> None:
-    assert {"lightllm", "llamacpp", "openai", "openai-chat", "tgi", "vllm"} <= set(backends.available())
+    assert {"lightllm", "llamacpp", "openai", "openai-chat", "sglang", "tgi", "vllm"} <= set(backends.available())
 
 
 def test_unknown_name() -> None:

@@ -37,12 +37,10 @@ TGI_MODELS = (
     b'{"object":"list","data":[{"id":"meta-llama/Llama-2-7b-hf","object":"model","created":0,'
     b'"owned_by":"meta-llama/Llama-2-7b-hf"}]}',
 )
-SGLANG = (
-    "/v1/models",
-    b'{"object":"list","data":[{"id":"m","object":"model","created":1,"owned_by":"sglang","root":"m","max_model_len":7}]}',
-)
+SGLANG = ("/v1/models", body("sglang_models"))
+OTHER = ("/v1/models", b'{"data":[{"id":"m","owned_by":"someone","max_model_len":7}]}')
 LLAMACPP = ("/v1/models", body("llamacpp_models"))
-ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG, LLAMACPP]
+ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG, LLAMACPP, OTHER]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +54,8 @@ ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG, LLAMACPP]
         ("tgi", TGI_MODELS, ServerInfo(model="meta-llama/Llama-2-7b-hf")),
         ("llamacpp", LLAMACPP, ServerInfo(model="tiny", max_total_tokens=512, vocab_size=4096)),
         ("openai", VLLM, ServerInfo(model="m", max_total_tokens=4096)),
-        ("openai", SGLANG, ServerInfo(model="m", max_total_tokens=7)),
+        ("openai", OTHER, ServerInfo(model="m", max_total_tokens=7)),
+        ("sglang", SGLANG, ServerInfo(model="m", max_total_tokens=8192)),
         ("openai-chat", LIGHTLLM, ServerInfo(model="m", max_total_tokens=8192)),
         ("openai-chat", TGI_MODELS, ServerInfo(model="tgi")),  # any other name would be an adapter's
     ],
@@ -98,6 +97,12 @@ VLLM_METRICS = (
          Account(settings={"total_slots": "2", "n_ctx": "512", "model_ftype": "(guessed) F16"})),
         ("llamacpp", ("/props", b'{"build_info":"b6123-abc"}'), Account("b6123-abc")),
         ("llamacpp", ("/props", b"[]"), Account()),
+        ("sglang", ("/server_info", b'{"model_path":"/m","tp_size":2,"dp_size":2,"quantization":null,'
+                    b'"schedule_policy":"fcfs","disable_radix_cache":true,"max_total_num_tokens":923044,'
+                    b'"internal_states":[{}],"version":"0.5.11"}'),
+         Account("0.5.11", 2 * 923044, {"tp_size": "2", "dp_size": "2", "schedule_policy": "fcfs",
+                                        "disable_radix_cache": "True"})),
+        ("sglang", ("/server_info", b"no"), Account()),
     ],
 )  # fmt: skip
 def test_what_a_server_says_of_how_it_runs(name: str, answer: tuple[str, bytes], account: Account) -> None:
@@ -120,6 +125,8 @@ def test_of_a_foreign_account_only_printable_text_is_taken(name: str, path: str,
         ("vllm", TGI, "this is a TGI server, not vLLM; use --backend tgi"),
         ("vllm", TGI_MODELS, "this is a TGI server, not vLLM; use --backend tgi"),
         ("vllm", LIGHTLLM, "this is a LightLLM server, not vLLM; use --backend lightllm"),
+        ("vllm", SGLANG, "this is an SGLang server, not vLLM; use --backend sglang"),
+        ("sglang", VLLM, "this is a vLLM server, not SGLang; use --backend vllm"),
         ("vllm", LLAMACPP, "this is a llama.cpp server, not vLLM; use --backend llamacpp"),
         ("llamacpp", VLLM, "this is a vLLM server, not llama.cpp; use --backend vllm"),
         ("vllm", LIGHTLLM_1_1, "this is a LightLLM server, not vLLM; use --backend lightllm"),
@@ -127,8 +134,8 @@ def test_of_a_foreign_account_only_printable_text_is_taken(name: str, path: str,
         ("tgi", VLLM, "this is a vLLM server, not TGI; use --backend vllm"),
         (
             "vllm",
-            SGLANG,
-            "this is not a vLLM server (/v1/models names 'sglang' as the models' owner); use --backend openai",
+            OTHER,
+            "this is not a vLLM server (/v1/models names 'someone' as the models' owner); use --backend openai",
         ),
         (
             "vllm",
@@ -143,9 +150,10 @@ def test_another_kind_of_server(name: str, answer: tuple[str, bytes], message: s
     assert str(raised.value) == message
 
 
-@pytest.mark.parametrize("name", ["lightllm", "llamacpp", "tgi", "vllm"])
+@pytest.mark.parametrize("name", ["lightllm", "llamacpp", "sglang", "tgi", "vllm"])
 def test_every_answer_is_taken_by_one_kind_only(name: str) -> None:
-    own = {"lightllm": [LIGHTLLM, LIGHTLLM_1_1], "tgi": [TGI, TGI_MODELS], "vllm": [VLLM], "llamacpp": [LLAMACPP]}[name]
+    own = {"lightllm": [LIGHTLLM, LIGHTLLM_1_1], "tgi": [TGI, TGI_MODELS], "vllm": [VLLM], "llamacpp": [LLAMACPP],
+           "sglang": [SGLANG]}[name]  # fmt: skip
     for answer in ANSWERS:
         if answer not in own:
             with pytest.raises(ProtocolError, match="use --backend"):

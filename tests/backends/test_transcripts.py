@@ -14,7 +14,9 @@ from tests.backends.frames import Transcript
 from tests.backends.transcripts import TRANSCRIPTS
 from tests.backends.transcripts_real import body
 
-BACKENDS = {name: backends.get(name) for name in ("lightllm", "llamacpp", "openai", "openai-chat", "tgi", "vllm")}
+BACKENDS = {
+    name: backends.get(name) for name in ("lightllm", "llamacpp", "openai", "openai-chat", "sglang", "tgi", "vllm")
+}
 
 
 def replay(decoder: Decoder, pieces: list[bytes]) -> tuple[list[Delta], ProtocolError | None]:
@@ -103,6 +105,14 @@ class TestTranscript:
         ("tgi", False, b'{"generated_text":" a b"}', Kept([" a b"])),
         ("llamacpp", True, body("llamacpp_stream"),
          Kept([" w209", " w209", " w463", " w463", ""], [468, 468, 722, 722])),
+        ("sglang", True, body("sglang_stream_interval"),
+         Kept([" lexicon", *["STOP lexiconSTOP lexiconSTOP", " lexiconSTOP lexiconSTOP lexicon"] * 2],
+              [31926, *[10566, 31926] * 10])),
+        ("sglang", True, body("sglang_stream_incremental"), Kept(
+            ["8859", *["GIC", "nametowidget"] * 7, "GIC"], [1333, *[7676, 10288] * 7, 7676])),
+        ("sglang", True, body("sglang_stream_without_tokenizer"), Kept([""] * 16, [1333, *[7676, 10288] * 7, 7676])),
+        ("sglang", False, b'{"text":" a b","output_ids":[7,5],"meta_info":{"completion_tokens":2}}',
+         Kept([" a b"], [7, 5])),
         ("llamacpp", False, body("llamacpp_whole_cached"), Kept([" w209 w209 w463 w463"], [468, 468, 722, 722])),
     ],
 )  # fmt: skip

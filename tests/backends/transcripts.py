@@ -5,7 +5,7 @@ from __future__ import annotations
 from backends.protocol import Delta, ProtocolError, Truncated
 from tests.backends.frames import DONE, LENGTH, TGI_END, T, Transcript, light, text, tgi, total
 from tests.backends.transcripts_openai import CHATS, COMPLETIONS
-from tests.backends.transcripts_real import LLAMACPP
+from tests.backends.transcripts_real import LLAMACPP, SGLANG
 
 LIGHTLLM = [
     Transcript(
@@ -181,4 +181,4 @@ BROKEN = [
     ),
 ]  # fmt: skip
 
-TRANSCRIPTS = [*COMPLETIONS, *CHATS, *LIGHTLLM, *TGI, *LLAMACPP, *BROKEN]
+TRANSCRIPTS = [*COMPLETIONS, *CHATS, *LIGHTLLM, *TGI, *LLAMACPP, *SGLANG, *BROKEN]

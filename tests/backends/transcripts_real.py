@@ -1,4 +1,5 @@
-"""Replies as real servers sent them, from real/: llama.cpp b11549 (xllamacpp 2026.10.11549) on a CPU."""
+"""Replies as real servers sent them, from real/: llama.cpp b11549 (xllamacpp 2026.10.11549) on a CPU, and SGLang 0.5.11
+on an H200, whose radix cache, stream interval, incremental output, tokenizer and queue were set for them."""
 
 from __future__ import annotations
 
@@ -73,5 +74,96 @@ LLAMACPP = [
         "openai-chat",
         body("llamacpp_chat_stream"),
         (T, T, T, Delta(finish="length"), Delta(prompt_tokens=5, output_tokens=3, cached_tokens=0)),
+    ),
+]  # fmt: skip
+
+_ENDED = {"prompt_tokens": 8, "cached_tokens": 0, "finish": "length"}
+
+
+def _events(name: str, *numbers: int) -> bytes:
+    events = body(name).split(b"\n\n")
+    return b"".join(events[number] + b"\n\n" for number in numbers)
+
+
+SGLANG = [
+    Transcript(
+        "sglang: every event repeats all of the output; five tokens an event",
+        "sglang",
+        body("sglang_stream_interval"),
+        (T, *[Delta(n_tokens=5)] * 3,
+         Delta(n_tokens=5, output_tokens=21, **_ENDED, server=ServerRecord(e2el_us=108398, retractions=0))),
+    ),
+    Transcript(
+        "sglang: incremental output",
+        "sglang",
+        body("sglang_stream_incremental"),
+        (*[T] * 15, Delta(n_tokens=1, output_tokens=16, **_ENDED, server=ServerRecord(e2el_us=25545, retractions=0))),
+    ),
+    Transcript(
+        "sglang: without a tokenizer, with times of its scheduler",
+        "sglang",
+        body("sglang_stream_without_tokenizer"),
+        (*[T] * 15, Delta(n_tokens=1, output_tokens=16, **_ENDED,
+                          server=ServerRecord(queue_us=214, prefill_us=6425, e2el_us=25125, retractions=0))),
+    ),
+    Transcript(
+        "sglang: too long, an error with status 200 and then [DONE]",
+        "sglang",
+        body("sglang_stream_too_long"),
+        (Delta(error="Requested token count exceeds the model's maximum context length of 8192 tokens. You requested a "
+               "total of 8400 tokens: 8000 tokens from the input messages and 400 tokens for the completion. Please "
+               "reduce the number of tokens in the input messages or the completion to fit within the limit."),),
+    ),
+    Transcript(
+        "sglang: its queue is full, a finish reason of a 200",
+        "sglang",
+        body("sglang_queue_full"),
+        (Delta(finish="abort", output_tokens=0, error="The request queue is full.",
+               server=ServerRecord(e2el_us=17137)),),
+    ),
+    Transcript(
+        "sglang: cut between events", "sglang", _events("sglang_stream_interval", 0, 1), (T, Delta(n_tokens=5)),
+        Truncated, "before the server",
+    ),
+    Transcript(
+        "sglang: the count goes back", "sglang", _events("sglang_stream_interval", 1, 0), (Delta(n_tokens=6),),
+        ProtocolError, "went back from 6 to 1",
+    ),
+    Transcript(
+        "sglang: an event more than tokens, as after a retraction", "sglang",
+        _events("sglang_stream_interval", 0, 1, 1, 2, 3, 4, 5),
+        (T, *[Delta(n_tokens=5)] * 3,
+         Delta(n_tokens=5, output_tokens=21, **_ENDED, server=ServerRecord(e2el_us=108398, retractions=0))),
+    ),
+    Transcript(
+        "sglang: whole",
+        "sglang",
+        body("sglang_whole"),
+        (Delta(n_tokens=16, output_tokens=16, **_ENDED, server=ServerRecord(e2el_us=87324, retractions=0)),),
+        stream=False,
+    ),
+    Transcript(
+        "sglang: completions",
+        "openai",
+        body("sglang_openai_stream"),
+        (*[T] * 15, Delta(n_tokens=1, finish="length"), Delta(prompt_tokens=8, output_tokens=16)),
+    ),
+    Transcript(
+        "sglang: completions, a prompt from its cache",
+        "openai",
+        body("sglang_cached"),
+        (T, Delta(n_tokens=1, finish="length"), Delta(prompt_tokens=1200, output_tokens=2, cached_tokens=1199)),
+    ),
+    Transcript(
+        "sglang: completions, its queue is full: an error, and a count of nothing behind it",
+        "openai",
+        body("sglang_queue_full_openai"),
+        (Delta(error="The request queue is full."), Delta(prompt_tokens=0, output_tokens=0)),
+    ),
+    Transcript(
+        "sglang: chat, the role with an empty text, the end without",
+        "openai-chat",
+        body("sglang_chat_stream"),
+        (*[T] * 8, Delta(finish="length"), Delta(prompt_tokens=7, output_tokens=8)),
     ),
 ]  # fmt: skip

@@ -188,9 +188,16 @@ def test_prompts_beyond_its_length_or_vocabulary(url: str, loadgen: Loadgen, tmp
     said = loadgen("run", "--backend", "llamacpp", "--url", url, "--input-tokens", LENGTH, "--out", tmp_path / "long")
     assert said.code == 2 and f"more than the server's limit of {LENGTH}" in said.err
     assert not (tmp_path / "long").exists()
+    said = loadgen("run", "--backend", "llamacpp", "--url", url, "--vocab-size", "3001", "--out", tmp_path / "ids")
+    assert said.code == 2 and "--vocab-size is 3001 and the model has 3000 tokens; lower it" in said.err
+
+
+def test_an_error_of_the_server(url: str, loadgen: Loadgen, tmp_path: Path) -> None:
+    dataset = tmp_path / "prompts.jsonl"
+    dataset.write_text('{"prompt": [100000, 1], "output_tokens": 4}\n' * 4)
     done = loadgen(
-        "run", "--backend", "llamacpp", "--url", url, "--vocab-size", "100000", "--requests", "4",
-        "--input-tokens", "64", "--output-tokens", "4", "--warmup", "0", "--no-calibrate", "--out", tmp_path / "ids",
+        "run", "--backend", "llamacpp", "--url", url, "--dataset", dataset, "--warmup", "0", "--no-calibrate",
+        "--out", tmp_path / "run",
     )  # fmt: skip
     assert done.code == 4
     report = json.loads(done.out.splitlines()[-1])

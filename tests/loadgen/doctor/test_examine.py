@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import resource
 import sys
 from pathlib import Path
@@ -298,11 +299,30 @@ def test_the_command_on_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.invoke(["backends"]) == 0
-    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
-    assert {"vllm", "lightllm", "tgi", "openai", "openai-chat"} <= rows.keys()
-    assert rows["tgi"][1:5] == ["text", "docker,", "process", "ghcr.io/huggingface/text-generation-inference:3.3.7"]
-    assert rows["openai"][1:] == ["text", "no", "-", "llm-dissect", "-"]
-    assert rows["vllm"][-2] == "llm-dissect" and rows["vllm"][-1] in ("yes", "no")
+    heads, *lines = capsys.readouterr().out.splitlines()
+    columns = [(match.start(), match[0]) for match in re.finditer(r"\S+( \S+)*", heads)]
+    bounds = [*(start for start, _ in columns), None]
+    rows = {
+        line.split()[0]: {
+            name: line[begin:end].strip()
+            for (begin, name), end in zip(columns, bounds[1:], strict=True)
+        }
+        for line in lines
+    }  # fmt: skip
+    assert {"vllm", "sglang", "llamacpp", "lightllm", "tgi", "openai", "openai-chat"} <= rows.keys()
+    tgi = rows["tgi"]
+    assert (tgi["prompts as"], tgi["protocol"], tgi["metrics"], tgi["emulated"]) == ("text", "its own", "yes", "yes")
+    assert (tgi["started in"], tgi["seen for real"]) == ("docker, process", "never")
+    assert tgi["image"] == "ghcr.io/huggingface/text-generation-inference:3.3.7"
+    openai = rows["openai"]
+    assert (openai["protocol"], openai["started in"], openai["image"], openai["server here"]) == (
+        "OpenAI's",
+        "no",
+        "-",
+        "-",
+    )
+    assert rows["sglang"]["emulated"] == "no" and rows["sglang"]["seen for real"] == "0.5.11 on an H200"
+    assert rows["vllm"]["from"] == "llm-dissect" and rows["vllm"]["server here"] in ("yes", "no")
 
 
 def test_a_broken_plugin_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
