@@ -191,6 +191,10 @@ class ClientOptions:
         tuple[str, ...],
         _client("One more header for every request, repeatable: NAME=VALUE; a secret as NAME=env:VARIABLE."),
     ] = ()
+    session_header: Annotated[
+        str | None,
+        _client("Header that names the conversation of a request, for a router that keeps its turns together."),
+    ] = None
     ca: Annotated[
         Path | None, _client("PEM file of the authority whose certificates TLS trusts, in place of the machine's own.")
     ] = None
@@ -544,6 +548,11 @@ class Config(
             if name.lower() in names:
                 raise ConfigError(f"the header {name} is given twice; give it once (--api-key-env is Authorization).")
             names.append(name.lower())
+        if (own := self.session_header) is not None:
+            if not _HEADER_NAME.fullmatch(own):
+                raise ConfigError(f"--session-header is '{own}'; it must be the name of a header, as X-Session-ID.")
+            if own.lower() in (*names, *_OWN_HEADERS, "authorization"):
+                raise ConfigError(f"--session-header {own} is set otherwise; name another header.")
 
     def _check_modelled(self) -> None:
         if self.gpu is None:
@@ -734,6 +743,7 @@ _OWN_HEADERS = {
     "accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host",
     "transfer-encoding", "upgrade", "x-request-id",
 }  # fmt: skip
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _SECRET_NAME = re.compile(r"auth|key|token|secret|cookie|passw|credential|session|signature", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(bearer|basic)\s|sk-|hf_|gh[a-z]_", re.IGNORECASE)
 
@@ -741,7 +751,7 @@ _SECRET_VALUE = re.compile(r"(bearer|basic)\s|sk-|hf_|gh[a-z]_", re.IGNORECASE)
 def _header(item: str) -> tuple[str, str, str | None]:
     """Name, value and variable of a --header. Its message never holds the value. Raises ConfigError."""
     name, equals, value = (part.strip() for part in item.partition("="))
-    if not equals or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+    if not equals or not _HEADER_NAME.fullmatch(name):
         raise ConfigError("--header must be NAME=VALUE, with letters, digits and hyphens in the name.")
     if name.lower() in _OWN_HEADERS:
         raise ConfigError(f"--header {name} is set by loadgen itself; leave it out.")

@@ -63,6 +63,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     load: Load
     warmup: int
     timeouts: Timeouts
+    session_header: str | None = None  # names the conversation of a request
     shard: int = 0
     shards: int = 1
 
@@ -182,6 +183,7 @@ def plan_run(
         load=load,
         warmup=config.warmup,
         timeouts=Timeouts(config.connect_timeout, config.first_byte_timeout, config.idle_timeout, config.total_timeout),
+        session_header=config.session_header,
     )
     return Plan(
         job=job,

@@ -204,6 +204,9 @@ class Client:
             exchange.session, turn = self._turns.place(number)
             exchange.prompt, exchange.kept, exchange.turn = prompt, kept, turn + 1
         request_id = f"{self.job.run_id}-{'w' if phase == 'warmup' else ''}{id}"
+        if (header := self.job.session_header) is not None:  # a request of its own is a conversation of one turn
+            session = request_id if exchange.turn < 1 else f"{self.job.run_id}-s{exchange.session}"
+            request = msgspec.structs.replace(request, headers=(*request.headers, (header, session)))
         return exchange, self.transport.prepare(request, request_id)
 
     def _requests(self) -> Iterator[tuple[Exchange, bytes | HttpRequest]]:

@@ -84,11 +84,11 @@ def lightllm_reply(number: int) -> Script:
     return [STREAM_HEAD, *(chunk(event(place)) for place in range(OUTPUT)), END]
 
 
-def plan(url: str, backend: str = "vllm", **options: Any) -> Plan:
+def plan(url: str, backend: str = "vllm", session_header: str | None = None, **options: Any) -> Plan:
     drawn = load(**(OF_THE_LOAD | {"output_tokens": OUTPUT, "seed": 3} | options))
     job = Job(
         run_id="r", version="0", model="m", sampling=Sampling(OUTPUT, returns_token_ids=True), load=drawn, warmup=0,
-        timeouts=Timeouts(2.0, 2.0, 2.0, 5.0),
+        timeouts=Timeouts(2.0, 2.0, 2.0, 5.0), session_header=session_header,
     )  # fmt: skip
     return Plan(
         job=job, backend=backend, target=Target(url), transport="fast", fresh=False, kernel_timestamps=False,
@@ -145,6 +145,22 @@ def test_turns_follow_each_other(arrival: dict[str, Any], tmp_path: Path) -> Non
             think_ns = turns.think_ns(later["id"])
             assert 10_000_000 <= think_ns <= 50_000_000
             assert later["scheduled_ns"] == earlier["done_ns"] + think_ns <= later["sent_ns"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_header_names_the_conversation(workers: int, tmp_path: Path) -> None:
+    """All turns of a session carry one name, in whichever process, and no two sessions the same."""
+    _, world, rows = played(reply, tmp_path, workers=workers, session_header="X-Session-ID")
+    names: dict[int, set[str]] = defaultdict(set)
+    session_of = {row["id"]: row["session"] for row in rows}
+    for _, head, _ in world.requests:
+        names[session_of[int(head["x-request-id"].removeprefix("r-"))]].add(head["x-session-id"])
+    assert names == {session: {f"r-s{session}"} for session in sessions_of(rows)}
+
+
+def test_without_the_header_nothing_names_it(tmp_path: Path) -> None:
+    _, world, _ = played(reply, tmp_path)
+    assert not any("x-session-id" in head for _, head, _ in world.requests)
 
 
 @pytest.mark.parametrize(("backend", "server"), [("vllm", reply), ("lightllm", lightllm_reply)])
