@@ -1,5 +1,5 @@
 """Files that somebody else may have put there: how they are opened, so that reading one ends, stays within its
-directory, and takes no more memory than what it may hold. A leaf without a format."""
+directory, and takes no more memory than what it may hold, unpacked. A leaf without a format."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from backends import files
 
 MOST_BYTES = 1 << 26  # of a file of JSON, and of a line
 _BLOCK_BYTES = 1 << 20
@@ -34,20 +36,20 @@ def opened(path: Path, directory: Path | None = None) -> BinaryIO:
 
 def read_bytes(path: Path, directory: Path | None = None, most_bytes: int = MOST_BYTES) -> bytes:
     """All of such a file. Raises OSError, also for one that is larger."""
-    with opened(path, directory) as file:
+    with files.unpacked(path, opened(path, directory)) as file:
         return _up_to(file, most_bytes)
 
 
 def read_named(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
     """All of a file that the command line names, be it a link or a pipe. Raises OSError, also for one that holds
     more."""
-    with Path(path).open("rb") as file:
+    with files.opened(Path(path)) as file:
         return _up_to(file, most_bytes)
 
 
 def lines(path: Path, directory: Path | None = None, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
     """The lines of such a file, each with its end, which the last may lack. Raises OSError, also for a longer line."""
-    with opened(path, directory) as file:
+    with files.unpacked(path, opened(path, directory)) as file:
         while line := file.readline(most_bytes + 1):
             if len(line) > most_bytes:
                 raise _too_large("a line of it", most_bytes)

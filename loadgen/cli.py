@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Group, Parameter
-from cyclopts.config import Toml
+from cyclopts.config import Dict
 
+from backends.files import read_text
 from backends.untrusted import escaped
 from loadgen import exit_codes, guesses, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 NOT_SEARCHED = (
     "requests", "duration", "arrival", "concurrency", "workload", "sessions", "turns", "think_time", "trace",
-    "trace_format", "trace_speed", "trace_limit", "trace_from", "goodput", "repeat", "dry_run", "calibrate",
+    "trace_format", "trace_speed", "trace_limit", "trace_from", "trace_block_tokens", "goodput", "repeat",
+    "dry_run", "calibrate",
 )  # fmt: skip
 SEARCH = Group("The search", sort_key=0)
 
@@ -515,11 +517,11 @@ def build_app(*, described: bool = False) -> App:
     return app
 
 
-def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
+def _config_files(tokens: list[str]) -> tuple[list[str], list[Dict]]:
     """Takes `--config FILE.toml` off a command line with the options of `run`, whose flags with underscores are its
     keys."""
     rest: list[str] = []
-    files: list[Toml] = []
+    files: list[Dict] = []
     if tokens[:1] not in (["run"], ["sweep"], ["search"], ["doctor"], ["compose"], ["predict"], ["breakdown"]):
         return tokens, files
     queue = iter(tokens)
@@ -529,7 +531,7 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
             if not name:
                 raise ConfigError("--config needs the name of a TOML file.")
             try:
-                keys = tomllib.loads(Path(name).read_text(encoding="utf-8"))
+                keys = tomllib.loads(read_text(name))
             except OSError as error:
                 raise ConfigError(f"--config: cannot read '{name}': {error.strerror}; name another file.") from None
             except (ValueError, RecursionError) as error:  # the latter: nested without end
@@ -539,7 +541,7 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Toml]]:
                     raise ConfigError(
                         f"--config: {name} has a table [{key}], and options stand in none; take its heading away."
                     )
-            files.append(Toml(name, must_exist=True, use_commands_as_keys=False))
+            files.append(Dict(keys, source=name, use_commands_as_keys=False))
         else:
             rest.append(token)
     return rest, files

@@ -130,6 +130,9 @@ class LoadOptions:
     trace_speed: Annotated[float, _load("Play the trace so many times as fast.")] = 1.0
     trace_limit: Annotated[Whole | None, _load("Play at most this many of its requests.")] = None
     trace_from: Annotated[float, _load("Begin so many seconds after its first request.")] = 0.0
+    trace_block_tokens: Annotated[
+        Whole | None, _load("Tokens that each of its hash_ids stands for (default: the format's, or as lengths say).")
+    ] = None
     warmup: Annotated[Whole, _load("Requests with other prompts, sent before the measurement.")] = 8
     warmup_load: Annotated[
         bool, _load("Warm up with the load's own first seconds too, until step times settle.", show_default=False)
@@ -455,7 +458,7 @@ class Config(
 
     def _check_trace(self) -> None:
         if self.trace is None:
-            given = self.given(("trace_format", "trace_speed", "trace_limit", "trace_from"))
+            given = self.given(("trace_format", "trace_speed", "trace_limit", "trace_from", "trace_block_tokens"))
             if given:
                 raise ConfigError(f"{flag(given[0])} is for a --trace; name one or leave it out.")
             return
@@ -698,6 +701,7 @@ class Config(
                     speed=self.trace_speed,
                     limit=self.trace_limit,
                     from_s=self.trace_from,
+                    block_tokens=self.trace_block_tokens,
                 ),
                 sessions=sessions,
                 seed=self.seed,

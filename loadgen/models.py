@@ -16,6 +16,7 @@ import msgspec
 from backends import catalog
 from backends.catalog import MalformedConfig, UnknownModel
 from backends.decoder import ModelSpec
+from backends.files import read_bytes
 from backends.untrusted import UNDECODABLE, nearest, reason
 from loadgen.config import ConfigError
 
@@ -203,7 +204,7 @@ def _is_complete(index: Path) -> bool:
 def _read_config(directory: Path) -> tuple[dict[str, object], str]:
     """Its config.json; empty for one that cannot be read, with the reason."""
     try:
-        return msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, object]), ""
+        return msgspec.json.decode(read_bytes(directory / "config.json"), type=dict[str, object]), ""
     except OSError as error:
         return {}, f"it cannot be read ({error.strerror or error})"
     except UNDECODABLE as error:

@@ -241,6 +241,8 @@ class Run:
         if plan.job.load.left_out:
             source = "dataset" if plan.job.load.trace is None else "trace"
             self.say(f"note: of the {source} these are not sent: {plan.job.load.left_out}.")
+        for note in plan.job.load.notes:
+            self.say(f"note: of the trace: {note}.")
         return await fit_text(plan)
 
     async def ceiling(self, plan: Plan, fleet: Fleet | None = None) -> Ceiling | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from backends.files import read_bytes
 from backends.untrusted import UNDECODABLE, printable, reason
 from training_probe.grid import Cell, GridError
 from training_probe.protocol import BETAS, CLIP_NORM, WEIGHT_DECAY, deepspeed_config, learning_rate
@@ -37,7 +38,7 @@ _DEVICES = ("zero_optimization.offload_optimizer.device", "zero_optimization.off
 def read(path: Path) -> dict[str, Any]:
     """What the file holds. Raises GridError."""
     try:
-        held = msgspec.json.decode(path.read_bytes())
+        held = msgspec.json.decode(read_bytes(path))
     except OSError as error:
         raise GridError(f"{FLAG} {path} cannot be read ({error.strerror or error}); name a JSON file.") from None
     except UNDECODABLE as error:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,8 +26,8 @@ from numpy.typing import NDArray
 
 from backends.protocol import Prompt
 from backends.untrusted import UNDECODABLE, reason
-from loadgen.load.dataset_files import BOM, Stamp, counted, stamp, unreadable
-from loadgen.load.datasets import TokenCount
+from loadgen.load.dataset_files import Stamp, counted, items, respelled, stamp
+from loadgen.load.datasets import FORM, TokenCount
 from loadgen.load.lengths import WorkloadError
 from loadgen.load.prompts import tokenizer_count
 from loadgen.load.sessions import SessionShapes, Turns
@@ -38,6 +39,9 @@ _SPEAKERS = {
     "user": _USER, "human": _USER, "system": _SYSTEM, "developer": _SYSTEM,
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), _ASSISTANT),
 }  # fmt: skip
+
+
+_TEXTS = ("text", "input_text", "output_text")  # the latter two: of OpenAI's responses
 
 
 class _Part(msgspec.Struct, gc=False):
@@ -58,13 +62,19 @@ class _Message(msgspec.Struct, rename={"sender": "from"}, gc=False):
         content = self.content if self.value is None else self.value
         if not isinstance(content, list):
             return content or ""
-        return "\n".join(part.text or "" for part in content) if all(part.type == "text" for part in content) else None
+        return "\n".join(part.text or "" for part in content) if all(part.type in _TEXTS for part in content) else None
+
+    @property
+    def has_images(self) -> bool:
+        return isinstance(self.content, list) and any("image" in part.type for part in self.content)
 
 
 class _Conversation(msgspec.Struct, gc=False):
     conversations: list[_Message] | None = None
     messages: list[_Message] | None = None
     output_tokens: TokenCount | list[TokenCount] | None = None
+    image: Any = None  # of LLaVA's files, whose text says where it stands
+    images: Any = None
 
 
 class Turn(msgspec.Struct, gc=False):
@@ -84,25 +94,34 @@ class Turn(msgspec.Struct, gc=False):
 
 @dataclass
 class LeftOut:
-    """What of a file is not sent: conversations in which no user says anything, those with more than text, and what
-    assistants said before any user did."""
+    """What of a file is not sent: conversations in which no user says anything, those with images or other things than
+    text, those with a character that JSON does not have (the first of them in `strange_first`), and what assistants
+    said before any user did."""
 
     no_user: int = 0
+    images: int = 0
     more_than_text: int = 0
+    strange: int = 0
+    strange_first: str = ""
     beginnings: int = 0
 
     def __str__(self) -> str:
         """A clause for each; empty for none."""
         reasons = (
             (self.no_user, "{} without a user's message"),
-            (self.more_than_text, "{} with images, tools or roles other than user, assistant and system"),
+            (self.images, "{} with images"),
+            (self.more_than_text, "{} with tools, parts that are no text, or roles other than user, assistant, system"),
+            (self.strange, f"{{}} with a character that is no text (the first is {self.strange_first})"),
             (self.beginnings, "what the assistant said first in {}"),
         )
         return ", ".join(text.format(counted(count, "conversation")) for count, text in reasons if count)
 
 
 class _MoreThanText(Exception):
-    """A conversation that cannot be sent as text."""
+    """A conversation that cannot be sent as text; images: that is why."""
+
+    def __init__(self, images: bool) -> None:
+        self.images = images
 
 
 @dataclass
@@ -117,16 +136,26 @@ class _File:
     def add(self, where: str, encoded: bytes | msgspec.Raw) -> None:
         """Takes one conversation. Raises WorkloadError, which says `where` that is."""
         try:
-            conversation = _decode(encoded)
+            conversation = _decoded(encoded)
         except UNDECODABLE as error:
             raise WorkloadError(f"{where} is none: {reason(error)}.") from None
+        if conversation is None:
+            first = where.partition(" of ")[0].removeprefix("the conversation in ")
+            self.left_out.strange_first = self.left_out.strange_first or first
+            self.left_out.strange += 1
+            return
         messages = conversation.messages if conversation.conversations is None else conversation.conversations
         if messages is None:
-            raise WorkloadError(f"{where} has neither conversations (ShareGPT) nor messages (OpenAI).")
+            raise WorkloadError(
+                f"{where} has neither conversations (ShareGPT) nor messages (OpenAI); of prompts, {FORM}."
+            )
         try:
+            if conversation.image or conversation.images:
+                raise _MoreThanText(images=True)
             turns, begins_with_reply = _turns(where, messages, self.count is not None)
-        except _MoreThanText:
-            self.left_out.more_than_text += 1
+        except _MoreThanText as more:
+            self.left_out.images += more.images
+            self.left_out.more_than_text += not more.images
             return
         if not turns:
             self.left_out.no_user += 1
@@ -159,6 +188,24 @@ class _File:
 _decode = msgspec.json.Decoder(_Conversation).decode
 
 
+def _decoded(encoded: bytes | msgspec.Raw) -> _Conversation | None:
+    """None for one with a character that is no text. Raises what UNDECODABLE has."""
+    try:
+        return _decode(encoded)
+    except msgspec.ValidationError:
+        raise
+    except UNDECODABLE:
+        again = respelled(encoded)
+        if again is None:
+            raise
+    try:
+        return _decode(again[0])
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        return None
+
+
 def _turns(where: str, messages: list[_Message], keeps_replies: bool) -> tuple[list[Turn], bool]:
     """The turns, and whether the assistant spoke before any user did. Raises _MoreThanText, and WorkloadError."""
     turns: list[Turn] = []
@@ -183,7 +230,7 @@ def _turns(where: str, messages: list[_Message], keeps_replies: bool) -> tuple[l
             if keeps_replies and turns:
                 turns[-1].reply += text or ""
         elif speaker is None or text is None:
-            raise _MoreThanText
+            raise _MoreThanText(message.has_images)
         elif text.strip():
             (user if speaker == _USER else system).append(text)
     ends_turn()
@@ -194,31 +241,10 @@ def _turns(where: str, messages: list[_Message], keeps_replies: bool) -> tuple[l
 def _read(file: Stamp, tokenizer: str | None) -> _File:
     """Raises WorkloadError."""
     found = _File(count=None if tokenizer is None else tokenizer_count(tokenizer))
-    for where, encoded in _encoded(file.path):
-        found.add(where, encoded)
+    for item in items(file.path, "conversations"):
+        place = f"conversation {item.number}" if item.in_list else f"the conversation in line {item.number}"
+        found.add(f"{place} of {file.path}", item.encoded)
     return found
-
-
-def _encoded(path: Path) -> Iterator[tuple[str, bytes | msgspec.Raw]]:
-    """Each conversation as JSON, and where it stands. A list is not decoded as a whole, so that not all of it lies in
-    memory twice, and a mistake has its number."""
-    try:
-        with path.open("rb") as file:
-            if not file.read(4096).removeprefix(BOM).lstrip().startswith(b"["):
-                file.seek(0)
-                for number, line in enumerate(file, 1):
-                    if text := line.removeprefix(BOM).strip():
-                        yield f"the conversation in line {number} of {path}", text
-                return
-        encoded = path.read_bytes().removeprefix(BOM)
-    except OSError as error:
-        raise unreadable(path, error) from None
-    try:
-        conversations = msgspec.json.decode(encoded, type=list[msgspec.Raw])
-    except UNDECODABLE as error:
-        raise WorkloadError(f"{path} is no list of conversations: {reason(error)}.") from None
-    for number, each in enumerate(conversations, 1):
-        yield f"conversation {number} of {path}", each
 
 
 class Conversations:

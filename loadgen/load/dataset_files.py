@@ -6,14 +6,19 @@ A file is read once a process, although several steps of a run ask for it.
 from __future__ import annotations
 
 import contextlib
+import io
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from backends.untrusted import UNDECODABLE, escaped
+from backends.files import opened
+from backends.untrusted import UNDECODABLE, escaped, reason
 from loadgen.load.lengths import WorkloadError
 
-BOM = b"\xef\xbb\xbf"  # editors of Windows begin a file of UTF-8 with it
+_HEAD_BYTES = 1 << 20  # of a list, which show what its first item is
 
 
 class Stamp(msgspec.Struct, frozen=True):
@@ -42,22 +47,83 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+class Item(NamedTuple):
+    """One of a JSON list, or else of a file with one a line, with its number there."""
+
+    in_list: bool
+    number: int
+    encoded: bytes | msgspec.Raw
+
+
+def items(path: Path, what: str) -> Iterator[Item]:
+    """Each item of a file. A list is not decoded as a whole, so that not all of it lies in memory twice, and a mistake
+    has its number. what: the items. Raises WorkloadError."""
+    try:
+        with opened(path) as file:
+            if not _begins_list(file):
+                for number, line in enumerate(file, 1):
+                    if text := line.strip():
+                        yield Item(False, number, text)
+                return
+            encoded = file.read()
+    except OSError as error:
+        raise unreadable(path, error) from None
+    decoded: Sequence[bytes | msgspec.Raw] | None
+    try:
+        decoded = msgspec.json.decode(encoded, type=list[msgspec.Raw])
+    except UNDECODABLE as error:
+        decoded = respelled(encoded)
+        if decoded is None:
+            raise WorkloadError(
+                f"{path} is no list of {what}: {reason(error)}; mend it, or give one JSON object a line."
+            ) from None
+    for number, each in enumerate(decoded, 1):
+        yield Item(True, number, each)
+
+
+def respelled(encoded: bytes | msgspec.Raw) -> list[bytes] | None:
+    """JSON that is none for its characters, in ASCII; of a list its items. Raw control characters become escapes, and
+    so does what is no UTF-8: then as half of a surrogate pair, which decoders refuse. None for what is no JSON even
+    so."""
+    try:
+        decoded = json.loads(bytes(encoded).decode(errors="surrogateescape"), strict=False)
+    except (ValueError, RecursionError):
+        return None
+    return [json.dumps(each).encode() for each in (decoded if isinstance(decoded, list) else [decoded])]
+
+
 def holds_conversations(path: Path) -> bool:
-    """Whether a file begins as one of conversations does: a JSON list, or a line that has `conversations` or `messages`
-    and no `prompt`. A file that cannot be read does not."""
+    """Whether a file begins as one of conversations does: a JSON list whose first item is no prompt, or a line that has
+    `conversations` or `messages` and no prompt. A file that cannot be read does not."""
     with contextlib.suppress(OSError, ValueError):
         return path.is_file() and _begins_conversations(path)
     return False
 
 
-def _begins_conversations(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.read(4096).removeprefix(BOM).lstrip().startswith(b"["):
-            return True
+def _begins_list(file: BinaryIO) -> bool:
+    """Leaves the file at its beginning."""
+    head = file.peek(1 << 12) if isinstance(file, io.BufferedReader) else file.read(1 << 12)
+    if not isinstance(file, io.BufferedReader):
         file.seek(0)
-        first = next((text for line in file if (text := line.removeprefix(BOM).strip())), b"")
-        try:
-            keys = msgspec.json.decode(first, type=dict[str, msgspec.Raw]).keys()
-        except UNDECODABLE:  # of which kind the mistake is
-            return b'"conversations"' in first or b'"messages"' in first
-        return "prompt" not in keys and not keys.isdisjoint(("conversations", "messages"))
+    return head.lstrip().startswith(b"[")
+
+
+def _begins_conversations(path: Path) -> bool:
+    with opened(path) as file:
+        if _begins_list(file):
+            return _list_begins_conversations(file.read(_HEAD_BYTES).lstrip()[1:].lstrip())
+        first = next((text for line in file if (text := line.strip())), b"")
+    try:
+        keys = msgspec.json.decode(first, type=dict[str, msgspec.Raw]).keys()
+    except UNDECODABLE:  # of which kind the mistake is
+        return b'"conversations"' in first or b'"messages"' in first
+    return keys.isdisjoint(("prompt", "text")) and not keys.isdisjoint(("conversations", "messages"))
+
+
+def _list_begins_conversations(head: bytes) -> bool:
+    """Of a list behind its bracket: unless its first item, or the beginning of that, is a prompt."""
+    try:
+        first, _ = json.JSONDecoder(strict=False).raw_decode(head.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return not head.startswith(b'"') and b'"prompt"' not in head[:200]
+    return not isinstance(first, str) and not (isinstance(first, dict) and ("prompt" in first or "text" in first))

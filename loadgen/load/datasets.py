@@ -1,16 +1,16 @@
-"""One's own prompts, from a file, one a line."""
+"""One's own prompts, from a file, one a line or as a JSON list."""
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from backends.protocol import Prompt
 from backends.untrusted import UNDECODABLE, reason
-from loadgen.load.dataset_files import Stamp, counted, stamp, unreadable
+from loadgen.load.dataset_files import Stamp, counted, items, stamp
 from loadgen.load.lengths import MOST_TOKENS, WorkloadError
 from loadgen.load.sessions import Turns
 from loadgen.load.shapes import Shape
@@ -18,14 +18,24 @@ from loadgen.load.shapes import Shape
 TokenCount = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 
 
+FORM = 'give one JSON object a line, such as {"prompt": "What is a cache?", "output_tokens": 64}'
+
+
 class _Line(msgspec.Struct):
-    prompt: str | list[int]
+    prompt: str | list[int] | None = None
+    text: str | None = None  # as some call it
     prompt_tokens: TokenCount | None = None
     output_tokens: TokenCount | None = None
 
 
+class _Prompt(NamedTuple):
+    prompt: str | list[int]
+    prompt_tokens: int | None
+    output_tokens: int | None
+
+
 class Dataset:
-    """One's own prompts, a JSON object a line: {"prompt": text or token ids, "output_tokens"?, "prompt_tokens"?}.
+    """One's own prompts, as JSON objects: {"prompt": text or token ids, "output_tokens"?, "prompt_tokens"?}.
 
     The last lines serve the warm-up, so that no measured prompt has been seen before. With `repeat` all lines are
     measured, as often as it takes, and the warm-up sends the last of them too. Text without `prompt_tokens` has an
@@ -39,7 +49,7 @@ class Dataset:
         self._lines = _read_lines(stamp(path), prompt_kind)
         self._reserved = 0 if repeat else warmup
         if not self._lines:
-            raise WorkloadError(f"{path} holds no prompts; name another --dataset.")
+            raise WorkloadError(f"{path} holds no prompts; {FORM}, or name another --dataset.")
         if len(self._lines) <= self._reserved:
             raise WorkloadError(
                 f"{path} holds {counted(len(self._lines), 'prompt')} and --warmup {warmup} takes as many; add prompts, "
@@ -75,24 +85,22 @@ class Dataset:
 
 
 @functools.lru_cache(maxsize=1)
-def _read_lines(file: Stamp, prompt_kind: str) -> list[_Line]:
-    path = file.path
-    try:
-        raw = path.read_bytes().splitlines()
-    except OSError as error:
-        raise unreadable(path, error) from None
-    lines = []
-    decode: Any = msgspec.json.Decoder(_Line).decode
-    for number, text in enumerate(raw, 1):
-        if not text.strip():
-            continue
+def _read_lines(file: Stamp, prompt_kind: str) -> list[_Prompt]:
+    prompts = []
+    decode: Any = msgspec.json.Decoder(_Line | str).decode
+    for item in items(file.path, "prompts"):
+        where = f"{file.path} {'item' if item.in_list else 'line'} {item.number}"
         try:
-            line = decode(text)
+            line = decode(item.encoded)
         except UNDECODABLE as error:
-            raise WorkloadError(f"{path} line {number} is not a prompt: {reason(error)}.") from None
-        if not line.prompt:
-            raise WorkloadError(f"{path} line {number} has an empty prompt.")
-        if prompt_kind == "text" and not isinstance(line.prompt, str):
-            raise WorkloadError(f"{path} line {number} has token ids, but this backend takes text only.")
-        lines.append(line)
-    return lines
+            raise WorkloadError(f"{where} is not a prompt: {reason(error)}; {FORM}.") from None
+        line = _Line(line) if isinstance(line, str) else line
+        prompt = line.text if line.prompt is None else line.prompt
+        if prompt is None:
+            raise WorkloadError(f"{where} has no prompt; {FORM}.")
+        if not prompt:
+            raise WorkloadError(f"{where} has an empty prompt.")
+        if prompt_kind == "text" and not isinstance(prompt, str):
+            raise WorkloadError(f"{where} has token ids, but this backend takes text only.")
+        prompts.append(_Prompt(prompt, line.prompt_tokens, line.output_tokens))
+    return prompts

@@ -33,6 +33,7 @@ class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
     speed: float = 1.0
     limit: int | None = None
     from_s: float = 0.0
+    block_tokens: int | None = None
     longest_tokens: int | None = None
 
     def read(self) -> Trace:
@@ -46,7 +47,7 @@ class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
 def _file(source: TraceSource) -> Trace:
     from loadgen.load import traces
 
-    return traces.read(Path(source.path), source.format, source.speed, source.limit, source.from_s)
+    return traces.read(Path(source.path), source.format, source.speed, source.limit, source.from_s, source.block_tokens)
 
 
 @functools.lru_cache(maxsize=1)
@@ -137,6 +138,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         if self.sessions is not None:
             return self.sessions.left_out
         return "" if self.trace is None else str(self.trace.read().left_out)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the trace is played otherwise than it stands there, or to be doubted: sentences without their end."""
+        return () if self.trace is None else self.trace.read().notes
 
     @property
     def at_once(self) -> int:

@@ -8,9 +8,7 @@ else the file's name is read: GPU, x count, model, tp, p2poff, lightllm. Flags f
 from __future__ import annotations
 
 import functools
-import gzip
 import re
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -21,6 +19,7 @@ import numpy.typing as npt
 
 from backends import catalog
 from backends.decoder import ModelSpec
+from backends.files import opened
 from backends.launch import version_in
 from backends.untrusted import UNDECODABLE, reason
 from loadgen import models, rundir
@@ -252,15 +251,15 @@ def _lines(path: Path) -> tuple[RunFacts, list[Floats]]:
     facts = _named(path.name)
     rows = []
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        with opened(path) as file:
             for line in file:
                 row = msgspec.json.decode(line, type=_Line)
                 if row.run is not None:
                     facts = row.run.over(facts)
                 elif row.usage is not None:
                     rows.append((row.send, row.first, row.end, row.usage.prompt_tokens, row.usage.completion_tokens))
-    except (OSError, EOFError, zlib.error) as error:
-        raise ObservationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
+    except OSError as error:
+        raise ObservationError(f"cannot read {path}: {error.strerror or error}.") from None
     except UNDECODABLE as error:
         raise ObservationError(f"{path} holds no records of requests: {reason(error)}.") from None
     if not rows:

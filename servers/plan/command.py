@@ -99,6 +99,7 @@ class PlanOptions:
     trace_speed: Annotated[float, option(LOAD, "The trace so many times as fast.")] = 1.0
     trace_limit: Annotated[Whole | None, option(LOAD, "At most this many of its requests.")] = None
     trace_from: Annotated[float, option(LOAD, "From so many seconds after its first request on.")] = 0.0
+    trace_block_tokens: Annotated[Whole | None, option(LOAD, "Tokens of each of its hash_ids.")] = None
     percentile: Annotated[float, option(LOAD, "How many percent of the requests keep every limit.")] = 99.0
     gpu: Annotated[
         tuple[str, ...],
@@ -180,12 +181,15 @@ class PlanOptions:
             requests=STRETCH * least if single else None, sessions=self.sessions, turns=self.turns,
             think_time=self.think_time, trace=self.trace, trace_format=self.trace_format,
             trace_speed=self.trace_speed, trace_limit=self.trace_limit, trace_from=self.trace_from,
+            trace_block_tokens=self.trace_block_tokens,
         )  # fmt: skip
         load = config.load
         if load.trace is not None:
             load = load.within(longest)
             if load.left_out:
                 terminal.say(f"note: of the trace these are left out: {load.left_out}.")
+            for note in load.notes:
+                terminal.say(f"note: of the trace: {note}.")
             if not trace_rate(load):
                 raise ConfigError("the trace has no length in time; plan needs a rate, so name another --trace.")
         rate = trace_rate(load) if self.rate is None else self.rate

@@ -247,6 +247,7 @@ def _load_flags(load: Load, rate: float) -> list[str]:
         flags = ["--trace", trace.path, "--trace-speed", f"{trace.speed * rate / trace_rate(load):.4f}"]
         flags += [] if trace.format is None else ["--trace-format", trace.format]
         flags += [] if trace.limit is None else ["--trace-limit", str(trace.limit)]
+        flags += [] if trace.block_tokens is None else ["--trace-block-tokens", str(trace.block_tokens)]
         return flags + ([] if trace.from_s == 0 else ["--trace-from", f"{trace.from_s:g}"])
     flags = ["--arrival", f"poisson:{rate:.4f}", "--input-tokens", str(load.input_tokens)]
     flags += ["--output-tokens", str(load.output_tokens)]

@@ -45,6 +45,7 @@ COUNTED_TOGETHER = 4096  # requests
 @offers(
     "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
     "prefix", "sessions", "turns", "think_time", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from",
+    "trace_block_tokens",
     "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "out", *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
@@ -90,6 +91,8 @@ def predict(
     if load.left_out:
         source = "dataset" if load.trace is None else "trace"
         terminal.say(f"note: of the {source} these are not sent: {load.left_out}.")
+    for note in load.notes:
+        terminal.say(f"note: of the trace: {note}.")
     sent = requests(load, shapes)
     run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id

@@ -74,6 +74,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "trace_speed": (["2"], 2.0),
     "trace_limit": (["9"], 9),
     "trace_from": (["60"], 60.0),
+    "trace_block_tokens": (["64"], 64),
     "ca": (["ca.pem"], Path("ca.pem")),
     "insecure": ([], True),
     "connect_timeout": (["1.5"], 1.5),
@@ -120,7 +121,10 @@ SWITCHES = {
 NEEDS = {
     "duration": ["--concurrency", "2"],
     "repeat_dataset": ["--dataset", "d.jsonl"],
-    **{name: ["--trace", "t.jsonl"] for name in ("trace_format", "trace_speed", "trace_limit", "trace_from")},
+    **{
+        name: ["--trace", "t.jsonl"]
+        for name in ("trace_format", "trace_speed", "trace_limit", "trace_from", "trace_block_tokens")
+    },
     **{name: ["--sessions", "9"] for name in ("turns", "think_time")},
     "ca": ["--url", "https://127.0.0.1:8000"],
     "insecure": ["--url", "https://127.0.0.1:8000"],

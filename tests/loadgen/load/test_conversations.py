@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,7 +111,10 @@ def test_share_gpt(tmp_path: Path, write: Write) -> None:
 def test_open_ai(tmp_path: Path, write: Write) -> None:
     held = Conversations(write(tmp_path / "f", OPEN_AI), 5, warmup=0)
     assert held.counts == (2, 1)
-    assert str(held.left_out) == "2 conversations with images, tools or roles other than user, assistant and system"
+    assert str(held.left_out) == (
+        "1 conversation with images, 1 conversation with tools, parts that are no text, or roles other than user, "
+        "assistant, system"
+    )
     workload = played(held)
     assert [prompt.text for prompt in prompts(workload)] == [
         "Be brief.\none two\nthree", "Be long.\nfour\nfive", "last",
@@ -213,8 +219,6 @@ def test_a_mistake_has_its_number(tmp_path: Path, write: Write, row: Any, messag
         (b"[" * 100_000, "is no list of conversations: "),
         (b'[{"messages": []}] x', "is no list of conversations: "),
         (b"[]", "holds no conversations; name"),
-        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "is none: "),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "is none: "),
         (b'{"messages": ' + b"[" * 100_000, "is none: "),
         (b'{"messages": [{"role": "user", "content": ""}]}', "holds no conversations that can be sent; left out are 1"),
     ],
@@ -227,6 +231,42 @@ def test_files_that_are_damaged(tmp_path: Path, data: bytes, message: str) -> No
         Conversations(path, 5, 0)
 
 
+GOOD = '{"messages": [{"role": "user", "content": "fine"}]}'
+
+
+@pytest.mark.parametrize("strange", [b"\xff", b"\\ud83d", b"\xed\xa0\x80", b"\x07", b"\t"])
+@pytest.mark.parametrize("as_a_list", [False, True])
+def test_one_bad_character_costs_one_conversation(tmp_path: Path, strange: bytes, as_a_list: bool) -> None:
+    rows = [GOOD.encode(), GOOD.encode().replace(b"fine", b"\xc3\xa9 " + strange), GOOD.encode()]
+    path = tmp_path / "f"
+    path.write_bytes(b"[" + b",".join(rows) + b"]" if as_a_list else b"\n".join(rows))
+    assert holds_conversations(path)
+    held = Conversations(path, 5, 0)
+    if len(strange) == 1 and strange < b" ":  # what it means is plain
+        assert [prompt.text for prompt in prompts(played(held))] == ["fine", f"é {strange.decode()}", "fine"]
+        return
+    where = "conversation 2" if as_a_list else "line 2"
+    assert str(held.left_out) == f"1 conversation with a character that is no text (the first is {where})"
+    assert [prompt.text for prompt in prompts(played(held))] == ["fine", "fine"]
+
+
+def test_images_beside_the_messages_are_counted(tmp_path: Path) -> None:
+    """As LLaVA's files have them: the text says but <image>."""
+    image = {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}]}
+    held = Conversations(
+        as_list(tmp_path / "f", [*SHARE_GPT, image, image | {"image": None, "images": ["a", "b"]}]), 5, 1
+    )
+    assert "2 conversations with images" in str(held.left_out)
+
+
+@pytest.mark.parametrize("packed", [gzip.compress, zstandard.compress, lzma.compress])
+def test_packed_files(tmp_path: Path, packed: Callable[[bytes], bytes]) -> None:
+    for write in (as_list, as_lines):
+        path = write(tmp_path / "f", OPEN_AI)
+        path.write_bytes(packed(b"\xef\xbb\xbf" + path.read_bytes()))
+        assert holds_conversations(path) and Conversations(path, 5, 0).counts == (2, 1)
+
+
 def test_a_file_is_told_by_how_it_begins(tmp_path: Path) -> None:
     def holds(data: bytes) -> bool:
         (tmp_path / "f").write_bytes(data)
@@ -234,6 +274,9 @@ def test_a_file_is_told_by_how_it_begins(tmp_path: Path) -> None:
 
     assert holds(b"[]") and holds(b"\xef\xbb\xbf \n [{") and holds(b'\n\n{"id": 1, "messages": []}\n')
     assert holds(b'\xef\xbb\xbf{"conversations": 7}')
+    for prompt in ('"a", "b"', '{"prompt": "a"}', '{"text": "a"}', '{"prompt": "' + "long " * 300_000 + '"}'):
+        assert not holds(f"[{prompt}]".encode())
+    assert holds(b'[{"id": 7, "conversations": [{"from": "human", "value": "' + b"long " * 300_000 + b'"}]}]')
     assert not holds(b"") and not holds(b"\n \n") and not holds(b'{"prompt": "a", "messages": []}')
     assert not holds(b"# messages") and not holds(b'{"prompt": "messages"}') and not holds(b'"messages" x'[:-3])
     assert not holds_conversations(tmp_path) and not holds_conversations(tmp_path / "none")
@@ -328,8 +371,8 @@ def test_every_backend_is_sent_the_text(tmp_path: Path, backend: str) -> None:
 def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = as_list(tmp_path / "f", SHARE_GPT)
     reads: list[Path] = []
-    encoded = conversations._encoded
-    monkeypatch.setattr(conversations, "_encoded", lambda path: (reads.append(path), encoded(path))[1])
+    items = conversations.items
+    monkeypatch.setattr(conversations, "items", lambda path, what: (reads.append(path), items(path, what))[1])
     config = Config(url="http://h", backend="openai", dataset=path, warmup=1)
     plan = planned(config)
     plan.prompts.build(backends.get("openai"), plan.job.load, 1)

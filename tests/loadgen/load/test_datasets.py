@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
 
+from loadgen.load.dataset_files import holds_conversations
 from loadgen.load.datasets import Dataset
 from loadgen.load.lengths import WorkloadError
 
@@ -27,14 +31,45 @@ def test_dataset(tmp_path: Path) -> None:
     assert data.prompt("warmup", 0).text == "last"
 
 
+@pytest.mark.parametrize("packed", [bytes, gzip.compress, zstandard.compress])
+@pytest.mark.parametrize("mark", ["utf-8", "utf-8-sig", "utf-16"])
+def test_lists_marks_and_packed_files(tmp_path: Path, packed: Callable[[bytes], bytes], mark: str) -> None:
+    rows = [{"prompt": "What is a café?", "output_tokens": 8}, {"text": "Name three rivers."}, "One more."]
+    for text in (json.dumps(rows), json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))):
+        path = tmp_path / "prompts"
+        path.write_bytes(packed(text.encode(mark)))
+        assert not holds_conversations(path)
+        data = Dataset(path, 5, "text", warmup=0)
+        assert [data.prompt("measured", number).text for number in range(3)] == [
+            "What is a café?", "Name three rivers.", "One more.",
+        ]  # fmt: skip
+        assert [data.shape(number).output_tokens for number in range(3)] == [8, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"prompt": "a"}, {"prompt": 7}]', "item 2 is not a prompt: prompt: expected"),
+        ('{"data": [{"prompt": "a"}]}', "line 1 has no prompt; give one JSON object a line"),
+        ('{\n "prompt": "a"\n}', "line 1 is not a prompt: .*; give one JSON object a line"),
+        ('["a", "b"', "is no list of prompts: .*; mend it, or give one JSON object a line"),
+        ("", "holds no prompts; give one JSON object a line"),
+    ],
+)
+def test_the_right_form_is_shown(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        Dataset(lines(tmp_path, text), 5, "text", warmup=0)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{", "line 2 is not a prompt"), ({"promt": "a"}, "line 2 is not a prompt"),
+        ("{", "line 2 is not a prompt"),
+        ({"promt": "a"}, r'line 2 has no prompt; give one JSON object a line, such as \{"prompt": "What'),
         ({"prompt": ""}, "line 2 has an empty"),
         ({"prompt": []}, "line 2 has an empty"),
         *(
-            ({"prompt": "a", name: value}, rf"prompts\.jsonl line 2 is not a prompt: {name}: [^\n`]*\.$")
+            ({"prompt": "a", name: value}, rf"prompts\.jsonl line 2 is not a prompt: {name}: [^\n`]*; give one JSON")
             for name in ("prompt_tokens", "output_tokens")
             for value in (0, -5, 2.5, "7", True, 1 << 31, 10**30)
         ),

@@ -103,7 +103,8 @@ def test_pairs_of_a_file_stay_pairs(tmp_path: Path) -> None:
         ("1 2 3", "line 1 is not a pair"),
         ("5 9999999999", "line 1 is not a pair"),
         ("\n\n", "holds no lengths"),
-        (b"\xff\xfe", "not text"),
+        (b"\xff\xfd", "not text"),
+        (b"\xff\xfea", "it begins as UTF-16"),
         (None, "cannot read the lengths"),
     ],
 )
