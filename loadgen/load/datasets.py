@@ -22,8 +22,8 @@ FORM = 'give one JSON object a line, such as {"prompt": "What is a cache?", "out
 
 
 class _Line(msgspec.Struct):
-    prompt: str | list[int] | None = None
-    text: str | None = None  # as some call it
+    prompt: str | list[int] | msgspec.UnsetType = msgspec.UNSET
+    text: str | msgspec.UnsetType = msgspec.UNSET  # as some call it
     prompt_tokens: TokenCount | None = None
     output_tokens: TokenCount | None = None
 
@@ -95,8 +95,8 @@ def _read_lines(file: Stamp, prompt_kind: str) -> list[_Prompt]:
         except UNDECODABLE as error:
             raise WorkloadError(f"{where} is not a prompt: {reason(error)}; {FORM}.") from None
         line = _Line(line) if isinstance(line, str) else line
-        prompt = line.text if line.prompt is None else line.prompt
-        if prompt is None:
+        prompt = line.text if isinstance(line.prompt, msgspec.UnsetType) else line.prompt
+        if isinstance(prompt, msgspec.UnsetType):
             raise WorkloadError(f"{where} has no prompt; {FORM}.")
         if not prompt:
             raise WorkloadError(f"{where} has an empty prompt.")
