@@ -17,8 +17,9 @@
 # make test-browser  pages in a real Chromium (installs Debian's where there is none, and unpacks axe-core into build/)
 # make fuzz        a coverage-guided fuzzer (atheris) over all that reads foreign bytes -> tests/fuzz/results.jsonl
 # make audit       known vulnerabilities (pip-audit) and licences of what llm-dissect stands on
-# make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> benchmarks/client_overhead.md;
-#                  what a trace costs beside fixed lengths -> benchmarks/trace_overhead.md
+# make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> docs/lab/client_overhead.md;
+#                  what a trace costs beside fixed lengths -> docs/lab/trace_overhead.md
+# make figures     the pictures of the documents, drawn again from results/ (some minutes; pages of runs in a Chromium)
 # make compose     writes compose/*.yaml, for a machine without GPUs and models of its own, and the dashboards anew
 # make up          Prometheus and Grafana in Docker, on 127.0.0.1 (Linux); make down stops them
 PYTHON ?= python3
@@ -29,7 +30,7 @@ DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 SAMPLED := $(if $(SAMPLE),--sample $(SAMPLE))
 SLOW := test-faults test-runs test-llamacpp test-train test-docker test-prometheus test-browser test-cluster test-vllm test-vllm-docker
 
-.PHONY: demo demo-real test lint unit gate test-all test-faults test-runs test-llamacpp test-train test-vllm test-docker test-vllm-docker test-prometheus test-cluster test-browser fuzz audit bench compose up down clean
+.PHONY: demo demo-real test lint unit gate test-all test-faults test-runs test-llamacpp test-train test-vllm test-docker test-vllm-docker test-prometheus test-cluster test-browser fuzz audit bench figures compose up down clean
 
 demo: .venv/installed
 	$(BIN)/loadgen run --out $(DEMO)
@@ -106,6 +107,11 @@ bench: .venv/installed-dev
 	benchmarks/peers.sh
 	$(BIN)/python benchmarks/client_overhead.py
 	$(BIN)/python benchmarks/trace_overhead.py
+
+figures: .venv/installed-dev
+	$(BIN)/python benchmarks/figures.py
+	tests/browser/install.sh
+	$(BIN)/python -m tests.browser.pictures
 
 compose: .venv/installed-dev
 	for name in vllm lightllm tgi; do \

@@ -6,7 +6,7 @@
 The embedded server runs on one core and stamps every event as it sends it; each client in turn runs on another core and
 is watched from outside. Clients take turns within a round, in an order that turns around with every round, because the
 level of a shared machine drifts: ratios are taken within a round. Medians of rounds are written to
-benchmarks/client_overhead.md, every row to the JSON file beside it. No number of a client's cost comes from that
+docs/lab/client_overhead.md, every row to the JSON file beside it. No number of a client's cost comes from that
 client. Linux with two free cores, gcc and taskset.
 """
 
@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="loadgen and the floor, one small round: seconds")
     parser.add_argument("--tools", default="", help=f"comma-separated, of: {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/client_overhead.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/lab/client_overhead.md")
     parser.add_argument("--before", type=Path, help="a checkout whose loadgen takes turns with this one's, as `before`")
     options = parser.parse_args()
     tools = options.tools.split(",") if options.tools else (["floor", "loadgen"] if options.quick else names)

@@ -1,7 +1,8 @@
 """Fits a GPU's entry in servers/data/gpus.json to its tables of operators (benchmarks/gpu_operators.py).
 
-    .venv/bin/python benchmarks/fit_operators.py benchmarks/operators/h200.csv benchmarks/operators/h200_dtypes.csv \\
-        benchmarks/operators/h200_served.csv --flops 989e12 --bandwidth 4.8e12 --by-rows
+    python benchmarks/kept.py unpack operators DIR
+    python benchmarks/fit_operators.py DIR/h200.csv DIR/h200_dtypes.csv DIR/h200_served.csv --flops 989e12 \\
+        --bandwidth 4.8e12 --by-rows
 
 Prints the fitted part of the entry and its mean absolute relative errors. A product counts by the root of its time over
 that of the others of as many tokens: with all alike, the largest products, which a step's time is made of, would be 5 %
@@ -228,7 +229,7 @@ def elementwise(rows: Rows, bandwidth: float, given: float) -> tuple[Part, list[
     """From norms that add the residual (4 values a token and width), rotations of queries and keys (2), gates (3) and
     writes of keys and values (2 each), where the first three were measured. Otherwise `given`, and the launch of small
     norms. A server's own kernels, whose inputs the kernel before has left in the L2, where they were told apart: the
-    whole steps of benchmarks/h200/at_rest have room for these times, and not for those of torch.compile's kernels."""
+    whole steps of results:h200/at_rest have room for these times, and not for those of torch.compile's kernels."""
     rows = {kind: [row for row in rows[kind] if row[0].get("by") == "vllm" and row[0].get("l2") == "warm"] or [
         row for row in rows[kind] if "by" not in row[0]] for kind in ELEMENTWISE if kind in rows}  # fmt: skip
     if "rope" not in rows:

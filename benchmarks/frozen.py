@@ -1,8 +1,8 @@
 """Runs on a real vLLM whose predictions were committed before: what was predicted, and how far off it was.
 
-    python benchmarks/frozen.py predict benchmarks/frozen     # before the runs; commit what it wrote
-    python benchmarks/frozen.py measure benchmarks/frozen     # beside a GPU and an installed vLLM
-    python benchmarks/frozen.py compare benchmarks/frozen     # the errors, as a table
+    python benchmarks/frozen.py predict DIR     # before the runs; commit what it wrote (kept.py packs it)
+    python benchmarks/frozen.py measure DIR     # beside a GPU and an installed vLLM
+    python benchmarks/frozen.py compare DIR     # the errors, as a table; `kept.py unpack frozen DIR` has those so far
 
 Every load is one that nobody here had sent to a real server before. The models have the shape of those of their name
 and random weights. A server plays all loads of its group, one after the other.

@@ -1,7 +1,7 @@
-"""Predicts what others published, and writes table and figure into benchmarks/published and docs/accuracy.md.
+"""Predicts what others published: numbers into results/published.jsonl.xz, tables and figure into docs.
 
     python benchmarks/published.py            # computes (two minutes on one core), then writes the document
-    python benchmarks/published.py --written  # writes the document from benchmarks/published alone
+    python benchmarks/published.py --written  # writes the document from the results alone
 
 The document's part between `<!-- published -->` and `<!-- /published -->` is replaced; nobody edits it by hand.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gzip
 import json
 import shutil
 import statistics
@@ -21,41 +20,47 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-OUT = ROOT / "benchmarks" / "published"
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import kept  # noqa: E402
+
 DOCUMENT = ROOT / "docs" / "accuracy.md"
 BEGIN, END = "<!-- published -->", "<!-- /published -->"
 METRICS = ("ttft", "tpot", "e2e", "throughput")
 # this project's own closed loops on a real vLLM: what was kept of it, and the same load for `loadgen predict`
 OWN = {
     "h200_7b_closed32_o128": (
-        "runs/h200_7b_closed32_o128.jsonl.gz",
+        "runs",
+        "h200_7b_closed32_o128.jsonl",
         "--gpu h200 --model 7b --dtype bfloat16 --concurrency 32 --requests 200 --input-tokens 512 --output-tokens 128",
     ),
     "frozen_closed32_mixed": (
-        "frozen/measured/closed32_mixed/requests.jsonl.gz",
+        "frozen/measured/closed32_mixed",
+        "requests.jsonl",
         "--gpu h200 --model mistral-7b --dtype bfloat16 --max-model-len 8192 --concurrency 32 --requests 256 --seed 1 "
         "--input-tokens uniform:256:1024 --output-tokens 128",
     ),
 }
 
 
-def compute() -> None:
-    OUT.mkdir(exist_ok=True)
+def compute(out: Path) -> None:
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory) / "published"
         predict("--preset published", made)
-        for name in ("published.csv", "published.json", "published.md", "published.png"):
-            shutil.copy(made / name, OUT / name)
-        with (OUT / "own.csv").open("w", newline="") as file:
+        for name in ("published.csv", "published.json"):
+            shutil.copy(made / name, out / name)
+        shutil.copy(made / "published.md", ROOT / "docs" / "lab" / "published.md")
+        shutil.copy(made / "published.png", ROOT / "docs" / "pictures" / "published.png")
+        with (out / "own.csv").open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(
                 ["run", *(f"{kind}_{m}_ms" for m in ("ttft", "tpot") for kind in ("predicted", "measured"))]
             )
-            for run, (kept, options) in OWN.items():
+            for run, (name, records, options) in OWN.items():
                 predict(options, Path(directory) / run)
-                pairs = zip(
-                    means(Path(directory) / run / "requests.jsonl"), means(ROOT / "benchmarks" / kept), strict=True
-                )
+                kept.unpack(next(kept.under(kept.packed_files(), name)), Path(directory) / name)
+                predicted = means(Path(directory) / run / "requests.jsonl")
+                pairs = zip(predicted, means(Path(directory) / name / records), strict=True)
                 writer.writerow([run, *(f"{value:.3f}" for pair in pairs for value in pair)])
 
 
@@ -66,10 +71,9 @@ def predict(options: str, out: Path) -> None:
 
 
 def means(path: Path) -> tuple[float, float]:
-    """ttft and tpot in ms of the measured requests: of a run's records, or of the shorter lines of benchmarks/runs."""
-    read = gzip.open if path.suffix == ".gz" else open
+    """ttft and tpot in ms of the measured requests: of a run's records, or of the shorter lines of "runs"."""
     ttft, tpot = [], []
-    with read(path, "rt") as file:  # type: ignore[operator]
+    with path.open() as file:
         for line in map(json.loads, file):
             if "first" in line:
                 sent, first, last, tokens = (
@@ -85,7 +89,7 @@ def means(path: Path) -> tuple[float, float]:
     return statistics.mean(ttft), statistics.mean(tpot)
 
 
-def section(out: Path = OUT) -> str:
+def section(out: Path) -> str:
     """The document's part, of published.json and published.csv and of aiconfigurator.csv, where that was made."""
     sources = json.loads((out / "published.json").read_text())["sources"]
     lines = [BEGIN, "| source | rows | | median off | with its sign | worst | target for the median |"]
@@ -147,16 +151,28 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write() -> None:
+def write(out: Path) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    DOCUMENT.write_text(before + section() + after, encoding="utf-8")
+    DOCUMENT.write_text(before + section(out) + after, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--written", action="store_true")
+    written = parser.parse_args().written
+    packed = kept.RESULTS / "published.jsonl.xz"
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "published"
+        before = list(kept.read(packed))
+        kept.unpack(next(one for one in before if one["name"] == "published"), out)
+        if not written:
+            compute(out)
+            anew = kept.pack(out, "published", gaps=False)
+            kept.write(packed, [anew if one["name"] == "published" else one for one in before])
+        write(out)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--written", action="store_true")
-    if not parser.parse_args().written:
-        compute()
-    write()
+    main()

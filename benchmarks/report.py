@@ -1,17 +1,20 @@
-"""One client in one round as a row of numbers; many rows become benchmarks/client_overhead.md and .json."""
+"""One client in one round as a row of numbers; many rows become a table and a JSON file."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import os
+import platform
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import raw
 from clients import CLIENTS, Shape
 
 NAN = float("nan")
@@ -204,13 +207,29 @@ def _json(row: Row | str) -> dict[str, float | None] | str:
     return {name: None if math.isnan(value) else value for name, value in dataclasses.asdict(row).items()}
 
 
+def machine() -> str:
+    """The date in UTC, cores, processor, kernel and Python, in words."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
+    return (
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}, {os.cpu_count()} cores ({model}), "
+        f"{platform.system()} {platform.release()}, Python {sys.version.split()[0]}"
+    )
+
+
+def command() -> str:
+    """The script and its arguments, as typed in the repository's root."""
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
 def _raw(
     rounds: Mapping[str, Sequence[Rows]], shapes: Mapping[str, Shape], ceiling: Sequence[tuple[Shape, Row]]
 ) -> dict[str, Any]:
     """Every client in every round, and every step of the ceiling. null: not measured or not reported."""
     return {
-        "machine": raw.machine(),
-        "command": raw.command(),
+        "machine": machine(),
+        "command": command(),
         "shapes": {name: dataclasses.asdict(shape) for name, shape in shapes.items() if name in rounds},
         "rounds": {name: [{client: _json(row) for client, row in rows.items()} for rows in each]
                    for name, each in rounds.items()},
@@ -227,7 +246,7 @@ def write_report(
     on_pace: float,
 ) -> None:
     """Writes the tables to `path` and the rows behind them to a JSON file beside it."""
-    parts = [PREAMBLE, f"Measured {raw.machine()}, by `{raw.command()}`. Raw results: {path.stem}.json.\n"]
+    parts = [PREAMBLE, f"Measured {machine()}, by `{command()}`. Raw results: {path.stem}.json.\n"]
     parts += [_section(name, shapes[name], each) for name, each in rounds.items() if name not in ("paced", "poisson")]
     if "paced" in rounds:
         parts.append(

@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import raw
 from numpy.typing import NDArray
+from report import command as typed
+from report import machine as this_machine
 
 from loadgen import exit_codes
 from loadgen.client.engine import SPARE_CONNECTIONS
@@ -321,7 +322,7 @@ def markdown(found: dict[str, Any], note: str) -> str:
     sizes = ", ".join(f"`{name}` {size / 1e6:.0f} MB" for name, size in found["files_of_records"].items())
     return "\n".join([
         "# Soak", "",
-        f"`{raw.command()}` on {raw.machine()}. {note}".rstrip(), "",
+        f"`{typed()}` on {this_machine()}. {note}".rstrip(), "",
         f"{found['requests']:,} requests in {found['seconds']:.0f} s, {found['ok']:,} ok, {found['tokens']:,} output "
         f"tokens. At most {found['most_in_flight']:,} were in flight at a time. The client used "
         f"{client['cpu_us_per_event']:.0f} us of CPU an event, {client['cpu_peak_ratio']:.2f} of a core in its busiest "
@@ -358,7 +359,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         watch, run = soak(chosen, Path(place))
         found = results(watch, run, chosen.window)
-    head = {"machine": raw.machine(), "command": raw.command(), "note": chosen.note, "verdicts": verdicts(found)}
+    head = {"machine": this_machine(), "command": typed(), "note": chosen.note, "verdicts": verdicts(found)}
     chosen.out.with_suffix(".json").write_text(json.dumps({**head, **found}) + "\n")
     chosen.out.with_suffix(".md").write_text(markdown(found, chosen.note))
     for what, ok in verdicts(found).items():

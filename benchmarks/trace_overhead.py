@@ -5,7 +5,8 @@
 Prompts of a trace are built while streams run, some hundreds ahead: this must make no request late and no event. Both
 loads have the same number of requests, the same rate, and the same mean lengths; they take turns, and ratios are taken
 within a round. Traces are made by make_trace.py. Server, client, watcher and words are those of client_overhead.py,
-whose needs this has too. Writes benchmarks/trace_overhead.md and, with every row, a JSON file beside it.
+whose needs this has too. Writes docs/lab/trace_overhead.md and, with every row, a JSON file
+beside it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import raw
 from client_overhead import Bench, Failed, embedded_server, prepare
 from clients import CLIENTS, ROOT, Shape
 from report import Row
+from report import command as typed
+from report import machine as this_machine
 from watch import watch
 
 from loadgen.rundir import records
@@ -119,7 +121,7 @@ def text(fixed: Shape, trace: Shape, rounds: Sequence[tuple[Row, Row]], starts: 
         [
             "# What a trace costs loadgen",
             "",
-            f"Measured {raw.machine()}, by `{raw.command()}`.",
+            f"Measured {this_machine()}, by `{typed()}`.",
             "Raw results: trace_overhead.json. Words as in [client_overhead.md](client_overhead.md).",
             "",
             f"## A trace beside fixed lengths: {fixed.requests} requests, {RATE_PER_S:g} a second, prompts of "
@@ -155,7 +157,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--start-requests", type=int, default=100_000)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/trace_overhead.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/lab/trace_overhead.md")
     options = parser.parse_args()
 
     bench = prepare()
@@ -179,8 +181,8 @@ def main() -> None:
             print(f"round {number + 1} fixed / trace: {costs}", flush=True)
         options.out.write_text(text(fixed, trace, rounds, starts))
     found = {
-        "machine": raw.machine(),
-        "command": raw.command(),
+        "machine": this_machine(),
+        "command": typed(),
         "shape": dataclasses.asdict(fixed),
         "rounds": [{"fixed": dataclasses.asdict(a), "trace": dataclasses.asdict(b)} for a, b in rounds],
         "starts": [dataclasses.asdict(start) for start in starts],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path.relative_to(ROOT)
-    for pattern in ("*.md", "docs/*.md", "benchmarks/**/*.md", "compose/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "results/*.md", "compose/*.md")
     for path in ROOT.glob(pattern)
 )
 MOST_LINES = 120  # of README.md
@@ -23,10 +24,30 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
+@cache
+def originals() -> tuple[str, ...]:
+    """Paths of what results/ holds, as they were before they were packed."""
+    lines = (ROOT / "results" / "originals.tsv").read_text().splitlines()[1:]
+    return tuple(line.partition("\t")[0].removeprefix("benchmarks/") for line in lines)
+
+
+def results_named(document: Path) -> list[str]:
+    """Directories and files of results/ that a document names: as titles of links, and as `results:NAME`."""
+    text = (ROOT / document).read_text()
+    titles = re.findall(r'results/README\.md "([^"]+)"', text)
+    return titles + [name.rstrip(".,;)") for name in re.findall(r"results:([\w./-]+)", text) if name != "NAME"]
+
+
+def is_kept(name: str) -> bool:
+    """A script that was is named, too. The outputs of scripts lay in no directory of their own."""
+    path = re.sub(r"^(scripts|training_memory)/", "", name)
+    return path.endswith(".py") or any(original.startswith(path) for original in originals())
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_links_lead_somewhere(document: Path) -> None:
-    broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / document).read_text()):
+    broken = [name for name in results_named(document) if not is_kept(name)]
+    for link in re.findall(r"\]\(\s*([^)\s]+)[^)]*\)", (ROOT / document).read_text()):
         name, _, anchor = link.partition("#")
         target = document.parent / name if name else document
         if "://" in link:

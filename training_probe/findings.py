@@ -25,7 +25,7 @@ BANDS: tuple[Band, ...] = get_args(Band)  # the worst last
 # A number that is known to no better than a twentieth of it hides the differences between methods that people look for.
 # Values whose standard deviation is half of it say that two runs may well differ by a factor: then their mean is no
 # property of the machine, however many they are. Beyond a quarter something else slows some of them: in the quiet tries
-# that benchmarks/noise_told.jsonl has, on a virtual machine, they varied by 24 % at most.
+# that results:scripts/noise_told.jsonl has, on a virtual machine, they varied by 24 % at most.
 NOISY_RATIO, UNSTEADY_RATIO, NO_VALUE_RATIO = 0.05, 0.25, 0.5
 # The tenth and the ninetieth percentile of fewer values lie beyond the last but one: then a single slow step, which a
 # garbage collection or a neighbour makes, moves them. Such a spread is a warning, and never makes a sweep INVALID.

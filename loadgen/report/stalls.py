@@ -28,7 +28,7 @@ from loadgen.report.schema import Stall
 from loadgen.rundir.records import Table
 
 CELL_US, MOST_CELLS = 10_000, 1 << 20  # wider cells from three hours on
-# A kernel that is compiled takes a second or more. Of the 20 runs of real servers whose records are kept in benchmarks/
+# A kernel that is compiled takes a second or more. Of 20 runs of real servers (results:h200/serving, results:vllm_cpu)
 # the longest silence was 1.6 s, a step of that server; of those that are well over a step, it was 0.7 s.
 FLOOR_US = 1_000_000
 # In the same runs no silence of half a second was over 2.9 times as long as expected, and none of a second over 1.1.

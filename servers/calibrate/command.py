@@ -345,7 +345,9 @@ class ServerFacts:
 
 
 def command(
-    observed: Annotated[list[Path], Parameter(name="run", help="Run directories, or files such as benchmarks/runs/*.")],
+    observed: Annotated[
+        list[Path], Parameter(name="run", help="Run directories, or files of records (.jsonl, .jsonl.gz).")
+    ],
     /,
     *,
     out: Annotated[Path, option(FIT, "The profile to write.")],

@@ -1,7 +1,7 @@
 """Real runs, as far as a fit needs them: when each request was sent, answered and done, and on what it ran.
 
 Two forms are read: a run directory of loadgen, and a .jsonl.gz with one JSON object a request (`i`, `send`, `first`,
-`end` in seconds, `usage`), such as those in benchmarks/runs. There the first line may hold what ran ({"run": {...}});
+`end` in seconds, `usage`), such as those of results:runs. There the first line may hold what ran ({"run": {...}});
 else the file's name is read: GPU, x count, model, tp, p2poff, lightllm. Flags fill what neither tells.
 """
 

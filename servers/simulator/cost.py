@@ -597,7 +597,7 @@ def _work_seen(step: Step, window: Window | None) -> float:
 def tiled_outputs(rows: float, n: float, processors: int) -> tuple[float, float]:
     """Outputs of a product with rows x n in whole tiles, and in whole waves of them. Tiles that run in pairs wait for
     each other: the fewer rows the second of the last pair has, the longer all take, where there are several pairs by up
-    to one more (measured: benchmarks/operators/h100_partial.csv)."""
+    to one more (measured: results:operators/h100_partial.csv)."""
     height, width, together = next(tiles for most, *tiles in TILES if rows <= most)
     high, wide = math.ceil(rows / height), math.ceil(n / width)
     tiles, tile = together * high * wide, height * width / together

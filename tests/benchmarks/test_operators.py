@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +20,6 @@ BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import fit_operators  # noqa: E402
-import published_operators  # noqa: E402
 
 GPUS = hardware.known()
 OPERATORS = unpacked("operators")
@@ -273,67 +270,6 @@ def test_all_reduces_as_published(gpu: str, topology: str, ranks: int) -> None:
     assert len(measured) == 16
     for size, us in measured.items():
         assert link.all_reduce_s(size, ranks) * 1e6 == pytest.approx(us, abs=0.006)
-
-
-def test_vidurs_tables(tmp_path: Path) -> None:
-    """Times in ms; a norm is one with the residual's addition; tensor parallelism divides heads and the inner width."""
-    times = {
-        "input_layernorm": 0.010, "attn_pre_proj": 0.1, "attn_rope": 0.02, "attn_post_proj": 0.05, "mlp_up_proj": 0.2,
-        "mlp_act": 0.03, "mlp_down_proj": 0.15, "add": 0.004,
-    }  # fmt: skip
-    row = {f"time_stats.{name}.median": ms for name, ms in times.items()}
-    row |= {"n_head": 32, "n_kv_head": 8, "n_embd": 4096, "n_expanded_embd": 14336, "num_tokens": 64}
-    row |= {"num_tensor_parallel_workers": 2}
-    with (tmp_path / "mlp.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, list(row))
-        table.writeheader()
-        table.writerows([row, row, row | {"num_tokens": 65}])  # measured twice; a size that is not taken
-    found = {(kind, sizes): us for kind, sizes, us in published_operators.vidur(tmp_path)}
-    assert {at: round(us, 6) for at, us in found.items()} == {
-        ("gemm", "t=64;n=3072;k=4096"): 100, ("gemm", "t=64;n=4096;k=2048"): 50,
-        ("gemm", "t=64;n=14336;k=4096"): 200, ("gemm", "t=64;n=4096;k=7168"): 150,
-        ("norm", "t=64;h=4096"): 14, ("rope", "t=64;q=16;kv=4"): 20, ("silu", "t=64;i=7168"): 30,
-    }  # fmt: skip
-
-
-def test_aiconfigurators_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in fp8 lose their quantization, message sizes are elements, a cache that the L2 holds is left out."""
-    seen = {"head_dim": 128, "window_size": 0, "num_heads": 32, "num_key_value_heads": 8, "kv_cache_dtype": "bfloat16"}
-    tables: dict[str, list[dict[str, Any]]] = {
-        "gemm": [
-            {"gemm_dtype": "fp8", "m": 64, "n": 4096, "k": 4096, "latency": 0.010},
-            {"gemm_dtype": "fp8_block", "m": 64, "n": 4096, "k": 4096, "latency": 0.010},
-            {"gemm_dtype": "bfloat16", "m": 65, "n": 4096, "k": 4096, "latency": 0.010},
-        ],
-        "computescale": [{"quant_dtype": "fp8", "m": 64, "k": 4096, "latency": 0.001}],
-        "scale_matrix": [{"quant_dtype": "fp8", "m": 64, "k": 4096, "latency": 0.002}],
-        "generation": [seen | {"batch_size": b, "step": 511, "latency": 0.02} for b in (1, 16, 512)],
-        "context": [
-            seen | {"batch_size": 1, "isl": 512, "latency": 0.03},
-            seen | {"batch_size": 1, "isl": 512, "latency": 0.03, "window_size": 128},
-        ],
-        "custom": [
-            {"backend": backend, "message_size": 4096, "num_gpus": 4, "latency": 0.005}
-            for backend in ("vllm_graph", "vllm_eager")
-        ],
-    }  # fmt: skip
-
-    def table(directory: Path, pattern: str) -> list[dict[str, Any]]:
-        if "trtllm" in pattern:
-            return [{"message_size": 4096, "num_gpus": 4, "latency": 0.004}]
-        return tables[pattern.rsplit("/", 1)[1].split("_")[0] if "scale_matrix" not in pattern else "scale_matrix"]
-
-    monkeypatch.setattr(published_operators, "table", table)
-    h100 = Path("h100_sxm")
-    products = {(kind, sizes): us for kind, sizes, us in published_operators.products(h100)}
-    assert products[("gemm_fp8", "t=64;n=4096;k=4096;by=vllm")] == pytest.approx(7)
-    assert set(products) == {("gemm_fp8", "t=64;n=4096;k=4096;by=vllm"), ("quant", "t=64;h=4096")}
-    read = [sizes for kind, sizes, _ in published_operators.attention(h100) if kind == "decode"]
-    assert read == ["b=512;c=512;h=32;kv=8"]  # 2 MB and 34 MB lie in its L2 of 52 MB, 1.1 GB do not
-    assert [kind for kind, _, _ in published_operators.attention(h100)].count("prefill") == 1
-    assert list(published_operators.reductions(h100)) == [
-        ("all_reduce", "n=4;bytes=8192;by=vllm;p2p=on", 5.0), ("all_reduce", "n=4;bytes=8192;by=trtllm;p2p=on", 4.0),
-    ]  # fmt: skip
 
 
 def test_products_in_fp8_take_between_a_third_and_a_little_more_than_16_bit() -> None:

@@ -12,12 +12,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from PIL import Image
+
 from benchmarks import kept
 from tests.browser.chromium import Chromium
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pages"
 WIDTH, HEIGHT = 1280, 860
+COLOURS = 64
 LOADGEN = (sys.executable, "-c", "from loadgen.cli import main; main()")
 TRAINING_PROBE = (sys.executable, "-c", "from training_probe.cli import main; main()")
 
@@ -62,6 +65,8 @@ def main() -> None:
             else:
                 browser.script("scrollTo(0, 0)")
             browser.driver.save_screenshot(str(PICTURES / picture))
+            fewer = Image.open(PICTURES / picture).convert("RGB").quantize(COLOURS)
+            fewer.save(PICTURES / picture, optimize=True)
             print(PICTURES / picture)
     browser.close()
 

@@ -295,8 +295,9 @@ def test_the_error_of_a_median_is_how_far_medians_are_apart(values: int) -> None
 @pytest.mark.parametrize("samples", [50, 2000])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_noisy_machine_has_a_finding_and_a_quiet_one_has_none(loaded: bool, samples: int) -> None:
-    """A model of both, of four sizes as benchmarks/noise_told.py has them: samples that vary by 2 %, and the same where
-    every fifth loses its core for a while. Of many samples the median is known all the same: their spread tells."""
+    """A model of both, of four sizes as results:scripts/noise_told.jsonl has them: samples that vary by 2 %, and the
+    same where every fifth loses its core for a while. Of many samples the median is known all the same: their spread
+    tells."""
     noisy = 0
     for seed in range(200):
         draw = random.Random(seed)

@@ -2,7 +2,7 @@
 
 One generator an engine; each yields the moments that can be the highest. Between them memory moves in a line, a layer's
 activations going and its gradients coming, so the ends are enough. DeepSpeed's are counted as 0.19's sources allocate;
-`benchmarks/h200/training/peaks.txt` shows what they do. Everything empirical is a constant at the top of a file.
+`results:h200/training/peaks.txt` shows what they do. Everything empirical is a constant at the top of a file.
 """
 
 from __future__ import annotations

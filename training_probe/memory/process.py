@@ -3,7 +3,7 @@
 Fragments: the caching allocator keeps what tensors gave back, and gives it to others only where it is of their size. So
 it holds most of what each kind of tensor had at its own largest moment, though these moments are not one. That is the
 first part of `fragments`; the second is of ZeRO 3, whose copies have another size in each reduction. Their shares are
-fitted to the 75 cells of benchmarks/h200/training; `benchmarks/training_memory.py` fits them again and has the errors.
+fitted to the 75 cells of results:h200/training; `benchmarks/training_memory.py` fits them again and has the errors.
 An allocator that meets the end of the memory gives back what it keeps and tries again: a cell whose fragments do not
 fit may run all the same, and slower. That is what "tight" means.
 

@@ -1,4 +1,4 @@
-"""The KV cache that vLLM 0.25.1 printed at real starts (benchmarks/h200 and benchmarks/frozen), which the constants of
+"""The KV cache that vLLM 0.25.1 printed at real starts (results:h200 and results:frozen), which the constants of
 `reserve` were fitted to; and what its arithmetic says beyond them."""
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_larger_models_on_one_h200(model: str, method: str, measured_gb: float) 
 def test_what_the_allocator_had_at_its_peak(
     method: str, gpus: int, batch: int, measured_gb: float, moment: str
 ) -> None:
-    """On one and two H200, from the allocator's own history: benchmarks/h200/training/peaks.txt."""
+    """On one and two H200, from the allocator's own history: results:h200/training/peaks.txt."""
     prediction = of(method, gpus=gpus, micro_batch=batch)
     assert prediction.peak.name == moment
     assert prediction.peak_bytes / GIB == pytest.approx(measured_gb, rel=0.01)
@@ -103,7 +103,7 @@ def test_seven_billion_on_one_h200(engine: Any, method: str, batch: int, measure
     ],
 )
 def test_two_billion_on_one_h200(method: str, measured_gb: float, moment: str) -> None:
-    """The moment is that of the allocator's own history (benchmarks/h200/training/peaks.txt)."""
+    """The moment is that of the allocator's own history (results:h200/training/peaks.txt)."""
     prediction = predict(cell(method, model="small"), SMALL.decoder)
     assert prediction.peak.name == moment
     assert prediction.peak_bytes / GIB == pytest.approx(measured_gb, rel=0.006)
