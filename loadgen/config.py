@@ -233,6 +233,10 @@ class OutputOptions:
     server_metrics: Annotated[
         bool, _output("Sample the server's /metrics and local GPUs once a second.", negative="--no-server-metrics")
     ] = True
+    metrics_url: Annotated[
+        tuple[str, ...],
+        _output("Sample this /metrics instead, repeatable: of each replica where --url is a router in front of them."),
+    ] = ()
     metrics_port: Annotated[
         Whole | None,
         _output(
@@ -407,6 +411,7 @@ class Config(
         if self.concurrency is not None and self.arrival is not None:
             raise ConfigError("--concurrency is a closed loop and --arrival an open one; give one of them.")
         self._check_wire()
+        self._check_replicas()
         drawn = self.given(("input_tokens", "prefix", "tokenizer", "vocab_size"))
         if self.plays_conversations and "tokenizer" in drawn:  # it counts what was replied to them
             drawn.remove("tokenizer")
@@ -557,6 +562,27 @@ class Config(
             if own.lower() in (*names, *_OWN_HEADERS, "authorization"):
                 raise ConfigError(f"--session-header {own} is set otherwise; name another header.")
 
+    def _check_replicas(self) -> None:
+        if not self.metrics_url:
+            return
+        if self.url is None or not self.server_metrics:
+            reason = "is of a server that runs; name it with --url" if self.url is None else "samples it"
+            other = "" if self.url is None else "; leave --no-server-metrics out"
+            raise ConfigError(f"--metrics-url {reason}{other}.")
+        seen: dict[str, str] = {}
+        for given, url in zip(self.metrics_url, self.replicas, strict=True):
+            try:
+                parts = urlsplit(url)
+                host, port = parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]
+            except (ValueError, KeyError):
+                host = None
+            if not host or parts.username is not None or parts.query or not url.isascii() or " " in url:
+                raise ConfigError(f"--metrics-url is '{given}'; it must look like http://HOST:PORT/metrics.")
+            replica = f"{'127.0.0.1' if host == 'localhost' else host}:{port}{parts.path}"
+            if replica in seen:
+                raise ConfigError(f"--metrics-url {given} is the same replica as {seen[replica]}; name each once.")
+            seen[replica] = given
+
     def _check_modelled(self) -> None:
         if self.gpu is None:
             given = self.given(MODELLED_ONLY)
@@ -633,6 +659,12 @@ class Config(
         """What --header adds: name, value, and the variable that holds the value where it is a secret. Raises
         ConfigError."""
         return [_header(item) for item in self.header]
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """What --metrics-url names, each with its path."""
+        plain = (url.rstrip("/").removesuffix("/v1") for url in self.metrics_url)
+        return tuple(url if urlsplit(url).path else f"{url}/metrics" for url in plain)
 
     @property
     def secret_variables(self) -> list[str]:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 import msgspec
 
+from backends.protocol import HttpRequest
 from loadgen.target import Target
 
 PERIOD_S = 1.0
 
 
 class MetricsSource(Target, frozen=True, kw_only=True):
-    """A server's /metrics. series: our name of a series -> the server's (`Backend.server_metrics`). The token is in
-    messages alone, never in an argument or a file."""
+    """A server's /metrics. series: our name of a series -> the server's (`Backend.server_metrics`). replicas: the
+    /metrics of those behind a router; empty: the server's own. The token is in messages alone, never in an argument or
+    a file."""
 
     series: dict[str, str]
+    replicas: tuple[str, ...] = ()
 
     @property
-    def metrics_url(self) -> str:
-        return self.url.rstrip("/").removesuffix("/v1") + "/metrics"
+    def metrics_urls(self) -> tuple[str, ...]:
+        return self.replicas or (self.url.rstrip("/").removesuffix("/v1") + "/metrics",)
+
+    def headers_for(self, url: str, request: HttpRequest) -> dict[str, str]:
+        """What a request to that address carries: secrets go to the server itself alone."""
+        same = urlsplit(url)[:2] == self.parts[:2]
+        return self.headers(request) if same else dict(request.headers)
 
 
 class Prepare(msgspec.Struct, tag=True):

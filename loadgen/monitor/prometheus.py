@@ -68,17 +68,17 @@ def _other_spelling(name: str) -> str:
     return name.removesuffix("_total") if name.endswith("_total") else f"{name}_total"
 
 
-class Metrics:
-    """The server's `/metrics` over one connection that is kept. TLS is verified as for the requests themselves."""
+class _Page:
+    """One `/metrics` over one connection that is kept. TLS is verified as for the requests themselves."""
 
-    def __init__(self, source: MetricsSource, timeout_s: float) -> None:
+    def __init__(self, source: MetricsSource, url: str, timeout_s: float) -> None:
         import httpx
 
-        self._url = source.metrics_url
+        self._url = url
         self._series = Series(source.series)
         self._timeout_s = timeout_s
         plain = (("Accept", "text/plain"), ("Accept-Encoding", "identity"))  # compressing would cost the server
-        headers = source.headers(HttpRequest("GET", self._url, b"", plain))
+        headers = source.headers_for(url, HttpRequest("GET", self._url, b"", plain))
         # trust_env: the requests go to the server itself, without the environment's proxies or .netrc; so does this
         self._client = httpx.AsyncClient(
             headers=headers, timeout=self._timeout_s, trust_env=False, verify=source.tls_context()
@@ -113,3 +113,33 @@ class Metrics:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+class Metrics:
+    """The `/metrics` of a server, or of all its replicas together: sums, but of ratios the largest.
+
+    each: what every replica showed at the last read, empty for one that did not. trouble: why one did not, a clause.
+    """
+
+    def __init__(self, source: MetricsSource, timeout_s: float) -> None:
+        self._pages = [_Page(source, url, timeout_s) for url in source.metrics_urls]
+        self.each: list[dict[str, float]] = []
+        self.trouble: str | None = None
+
+    async def read(self) -> dict[str, float]:
+        """The values now. Raises Unreadable where nothing is shown at all, and nothing else whatever the servers do."""
+        read = await asyncio.gather(*(page.read() for page in self._pages), return_exceptions=True)
+        failed = {place: values for place, values in enumerate(read) if isinstance(values, BaseException)}
+        if len(failed) == len(read):
+            raise failed[0]
+        self.each = [values if isinstance(values, dict) else {} for values in read]
+        self.trouble = "; ".join(f"replica {place + 1}: {why}" for place, why in failed.items()) or None
+        whole: dict[str, float] = {}
+        for values in self.each:
+            for name, value in values.items():
+                held = whole.get(name, 0.0)
+                whole[name] = max(held, value) if name.endswith("_ratio") else held + value
+        return whole
+
+    async def close(self) -> None:
+        await asyncio.gather(*(page.close() for page in self._pages))

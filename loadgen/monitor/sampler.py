@@ -36,6 +36,7 @@ class Sampler:
         self._begin, self._show = begin, show
         self._limit_s = LIMIT_RATIO * begin.period_s
         self._metrics: Metrics | None = None
+        self._replicas = begin.source.replicas if begin.source is not None else ()
         self._gpus: GpuReader | None = None
         self._file: IO[bytes] | None = None  # open while there is something to write
         self._lock = asyncio.Lock()  # one sample at a time
@@ -105,6 +106,7 @@ class Sampler:
             run_id=self._begin.run_id,
             series=list(source.series) if source is not None and metrics is not None else [],
             gpus=cards.names if cards is not None else [],
+            replicas=list(self._replicas),
             error="; ".join(problems) or None,
         )
 
@@ -127,6 +129,9 @@ class Sampler:
 
         parts = {"metrics": self._metrics, "gpus": self._gpus}
         await asyncio.gather(*(read(name, part.read()) for name, part in parts.items() if part is not None))
+        if self._metrics is not None and self._replicas and sample.metrics:
+            sample.replicas = self._metrics.each
+            errors += [self._metrics.trouble] if self._metrics.trouble else []
         sample.error = "; ".join(errors) or None
         sample.took_ms = round((now_ns() - sample.at_ns) / 1e6, 3)
         return sample

@@ -30,22 +30,26 @@ UNREADABLE = (OSError, EOFError, zlib.error)  # a file, packed or not
 
 class Header(msgspec.Struct, kw_only=True):
     """First line. `series`: neutral names that were asked for. `gpus`: names, in the order of each sample's GPUs.
+    `replicas`: addresses, in the order of each sample's replicas; empty where the server has one page of metrics.
     `error`: what could not be sampled at all, and why."""
 
     schema: str = SCHEMA
     run_id: str
     series: list[str]
     gpus: list[str]
+    replicas: list[str] = []
     error: str | None = None
 
 
 class ServerSample(msgspec.Struct, kw_only=True):
-    """One line: asked for at `at_ns`, all there `took_ms` later. A metric that the server does not show is missing."""
+    """One line: asked for at `at_ns`, all there `took_ms` later. A metric that the server does not show is missing.
+    replicas: of each, what `metrics` are the sums of; empty for one that did not answer."""
 
     at_ns: int
     took_ms: float
     metrics: dict[str, float] = {}
     gpus: list[GpuSample] = []
+    replicas: list[dict[str, float]] = []
     error: str | None = None
 
     @property
@@ -55,6 +59,20 @@ class ServerSample(msgspec.Struct, kw_only=True):
     @property
     def good(self) -> bool:
         return self.error is None or bool(self.metrics)
+
+
+class ReplicaStats(msgspec.Struct, kw_only=True):
+    """What one of several replicas counted. silent: samples in which it did not answer."""
+
+    url: str
+    silent: int
+    running_max: int | None = None
+    waiting_max: int | None = None
+    kv_cache_usage_max_ratio: float | None = None
+    preemptions: int | None = None
+    prefix_cache_hits: int | None = None
+    prompt_tokens: int | None = None
+    generation_tokens: int | None = None
 
 
 class ServerStats(msgspec.Struct, kw_only=True):
@@ -82,6 +100,7 @@ class ServerStats(msgspec.Struct, kw_only=True):
     ttft_mean_ms: float | None = None
     itl_mean_ms: float | None = None
     e2el_mean_ms: float | None = None
+    replicas: list[ReplicaStats] = []
 
 
 class GpuPeak(msgspec.Struct, kw_only=True):
@@ -132,7 +151,7 @@ def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | 
     if not header.series:
         view.server = ServerStats(problem=problem) if problem else None
         return view
-    view.server = _server(window)
+    view.server = _server(window, header.replicas)
     view.server.covered = bool(before and after)
     view.server.problem = problem
     if problem is None and any(sample.good for sample in window) and not any(sample.metrics for sample in window):
@@ -183,21 +202,52 @@ def _decode(lines: Iterator[bytes], run_id: str) -> tuple[Header | None, list[Se
     return header, samples, None
 
 
-def _server(window: Sequence[ServerSample]) -> ServerStats:
+_Metrics = Sequence[dict[str, float]]  # one a sample, in their order
+
+
+def _largest(shown: _Metrics, name: str) -> float | None:
+    return max((metrics[name] for metrics in shown if name in metrics), default=None)
+
+
+def _rise(shown: _Metrics, name: str) -> float | None:
+    """How much a counter grew. None when the server never showed it or began anew. A counter that it does not show yet
+    is 0: with labels, Prometheus' libraries show it once it has counted."""
+    values = [metrics[name] for metrics in shown if name in metrics]
+    if not values:
+        return None
+    if name not in shown[0]:
+        values.insert(0, 0.0)
+    return None if any(later < earlier for earlier, later in pairwise(values)) else values[-1] - values[0]
+
+
+def _replica(url: str, place: int, window: Sequence[ServerSample]) -> ReplicaStats:
+    answers = [sample.replicas[place] for sample in window if len(sample.replicas) > place]
+    shown = [metrics for metrics in answers if metrics]
+    counters = ("preemptions", "prefix_cache_hits", "prompt_tokens", "generation_tokens")
+    return ReplicaStats(
+        url=url,
+        silent=len(answers) - len(shown),
+        running_max=_whole(_largest(shown, "running")),
+        waiting_max=_whole(_largest(shown, "waiting")),
+        kv_cache_usage_max_ratio=_largest(shown, "kv_cache_usage_ratio"),
+        **{name: _whole(_rise(shown, name)) for name in counters},
+    )
+
+
+def _server(window: Sequence[ServerSample], replicas: Sequence[str]) -> ServerStats:
     good = [sample.metrics for sample in window if sample.good]
+    parts = [
+        [sample.replicas[place] for sample in window if len(sample.replicas) > place and sample.replicas[place]]
+        for place in range(len(replicas))
+    ] or [good]
 
     def largest(name: str) -> float | None:
-        return max((metrics[name] for metrics in good if name in metrics), default=None)
+        return _largest(good, name)
 
     def rise(name: str) -> float | None:
-        """How much a counter grew. None when the server never showed it or began anew. A counter that it does not show
-        yet is 0: with labels, Prometheus' libraries show it once it has counted."""
-        values = [metrics[name] for metrics in good if name in metrics]
-        if not values:
-            return None
-        if name not in good[0]:
-            values.insert(0, 0.0)
-        return None if any(later < earlier for earlier, later in pairwise(values)) else values[-1] - values[0]
+        """That of all replicas: the sum of what was shown falls when one of them dies."""
+        risen = [grown for part in parts if (grown := _rise(part, name)) is not None]
+        return sum(risen) if risen else None
 
     def mean_ms(name: str) -> float | None:
         seconds, count = rise(f"{name}_sum"), rise(f"{name}_count")
@@ -221,6 +271,7 @@ def _server(window: Sequence[ServerSample]) -> ServerStats:
         ttft_mean_ms=mean_ms("ttft_seconds"),
         itl_mean_ms=mean_ms("itl_seconds"),
         e2el_mean_ms=mean_ms("e2el_seconds"),
+        replicas=[_replica(url, place, window) for place, url in enumerate(replicas)],
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from msgspec import UNSET
 
+from loadgen.monitor.server_view import ServerStats
 from loadgen.report import client_findings, cluster, sessions, sharing
 from loadgen.report.finding import Finding, Severity, share, worst_first
 from loadgen.report.metrics import PERCENTILES
@@ -45,6 +46,8 @@ PREEMPTIONS_WARNING_RATIO = 0.01
 # A server under load may miss a sample now and then; beyond a tenth, its largest values may have been missed.
 SAMPLES_FAILED_RATIO = 0.1
 STALLS_NAMED = 3
+# A router that takes turns splits a hundred requests far better than this.
+IMBALANCE_RATIO = 1.5
 COLD_LOAD_US = 100_000  # longer, and a model was read from a disk
 # Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
 PERCENTILE_MISS_PROBABILITY = 0.025
@@ -357,6 +360,7 @@ def _server(numbers: Numbers) -> Iterator[Finding]:
             "and itl include work that was done twice.",
             advice="Lower the load or the lengths, or give the server more memory for its KV cache.",
         )
+    yield from _imbalance(server)
     gaps = [server.problem] if server.problem else []
     if server.failed > SAMPLES_FAILED_RATIO * server.samples:
         gaps.append(f"{server.failed} of {server.samples} samples failed ({server.failure})")
@@ -368,6 +372,20 @@ def _server(numbers: Numbers) -> Iterator[Finding]:
             severity="info",
             message=f"The server's own view has gaps: {'; '.join(gaps)}.",
             advice="Latencies and throughput do not depend on it; see that GET /metrics works where the client runs.",
+        )
+
+
+def _imbalance(server: ServerStats) -> Iterator[Finding]:
+    """Replicas of which one did far more than its share, or nothing."""
+    tokens = [each.generation_tokens or 0 for each in server.replicas]
+    mean = sum(tokens) / max(1, len(tokens))
+    if len(tokens) > 1 and (max(tokens) > IMBALANCE_RATIO * mean or (mean and not min(tokens))):
+        yield Finding(
+            code="IMBALANCE",
+            severity="warning",
+            message=f"Of {len(tokens)} replicas, the busiest generated {max(tokens) / mean:.2f} times the mean of "
+            f"their output tokens, and the idlest {min(tokens) / mean:.2f} times.",
+            advice="Look at the router's policy, --session-header and --prefix: these numbers are of that split.",
         )
 
 

@@ -276,6 +276,24 @@ def _server_lines(server: ServerStats, client_ttft_ms: float | None, answered: b
         phrases.append(f"by the client's {number(client_ttft_ms)} ms")
     if phrases:
         yield f"Server: {', '.join(phrases)}."
+    if server.replicas:
+        shares = ", ".join(f"{escaped(each.url)} {number(each.generation_tokens)}" for each in server.replicas)
+        yield f"Replicas: output tokens of each of {len(server.replicas)}: {shares}."
+
+
+def replica_rows(server: ServerStats) -> Iterator[list[str]]:
+    """Of each replica: its address, and what it counted."""
+    for each in server.replicas:
+        kv_percent = None if each.kv_cache_usage_max_ratio is None else 100 * each.kv_cache_usage_max_ratio
+        counted = (each.running_max, each.waiting_max, kv_percent, each.prompt_tokens, each.generation_tokens,
+                   each.prefix_cache_hits, each.preemptions, each.silent)  # fmt: skip
+        yield [escaped(each.url), *map(number, counted)]
+
+
+REPLICA_HEADS = (
+    "replica", "running, most", "waiting, most", "KV cache %, most", "prompt tokens", "output tokens", "cached tokens",
+    "preemptions", "samples unanswered",
+)  # fmt: skip
 
 
 def _server_requests_line(told: ServerRequests) -> str:

@@ -61,7 +61,11 @@ async def looking_at(run: Run, served: Served) -> Look:
     """How to look at this server, which is idle now or as busy as others keep it. Raises as `Run.plan` does."""
     if run.config.server_metrics and run.backend.server_metrics and not run.backend.stale_gauges:
         metrics = _ByMetrics(
-            MetricsSource(**msgspec.structs.asdict(served.target), series=dict(run.backend.server_metrics))
+            MetricsSource(
+                **msgspec.structs.asdict(served.target),
+                series=dict(run.backend.server_metrics),
+                replicas=run.config.replicas,
+            )
         )
         if await metrics.shown():
             return metrics

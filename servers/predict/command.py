@@ -56,7 +56,7 @@ class PredictOptions(Config):
 CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has none of them
     "vocab_size", "warmup_load", "stream", "workers", "on", "nodes", "transport", "connect", "kernel_timestamps",
     "api_key_env", "header", "session_header", "ca", "insecure", "connect_timeout", "first_byte_timeout",
-    "idle_timeout", "total_timeout", "metrics_port", "speed", "repeat",
+    "idle_timeout", "total_timeout", "metrics_url", "metrics_port", "speed", "repeat",
 )  # fmt: skip
 
 

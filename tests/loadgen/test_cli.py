@@ -60,6 +60,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "kernel_timestamps": ([], True),
     "metrics_port": (["9464"], 9464),
     "api_key_env": (["KEY"], "KEY"),
+    "metrics_url": (["http://h:2/metrics"], ("http://h:2/metrics",)),
     "session_header": (["X-Session-ID"], "X-Session-ID"),
     "header": (["X-Team=search"], ("X-Team=search",)),
     "prefix": (["4:64"], "4:64"),

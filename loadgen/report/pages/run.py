@@ -160,6 +160,8 @@ def _numbers(run: Shown) -> Iterator[Block]:
     yield latency_intervals([run])
     yield Text(intervals.MEANING)
     yield from _parts(report)
+    if report.server is not None and report.server.replicas:
+        yield Table(headers=list(text.REPLICA_HEADS), rows=list(text.replica_rows(report.server)), caption="By replica")
     yield Table(headers=["outcome", "requests"], rows=outcomes, caption="Requests by outcome")
     yield Items(items=[Listed(head, rest) for head, _, rest in (s.partition(": ") for s in text.summary_lines(report))])
 

@@ -36,7 +36,7 @@ TOKEN = "key-that-nobody-may-see"
 def monitored(directory: Path, url: str, inside: Callable[[], None] = lambda: None, **changes: Any) -> None:
     values: dict[str, Any] = {"token": None, "series": {"running": "running"}, "gpus": (), **changes}
     write_manifest(directory)
-    source = MetricsSource(url=url, token=values["token"], series=values["series"])
+    source = MetricsSource(url=url, token=values["token"], series=values["series"], replicas=values.get("replicas", ()))
 
     async def run() -> None:
         async with sidecar(sample_server=True) as monitor:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from loadgen import rundir
-from loadgen.monitor.server_view import ServerStats, ServerView
+from loadgen.monitor.server_view import ReplicaStats, ServerStats, ServerView
 from loadgen.report import build, findings, text
 from loadgen.report.metrics import CONVENTIONS
 from loadgen.rundir.outcomes import OUTCOMES
@@ -399,6 +399,22 @@ def test_preemptions_against_the_requests() -> None:
     assert severities(server=own_view(preemptions=None, paused_max=0)) == {}
     assert severities(server=own_view(preemptions=None, paused_max=1)) == {"PREEMPTIONS": "info"}
     assert severities(server=own_view(preemptions=None, paused_max=41)) == {"PREEMPTIONS": "warning"}
+
+
+def test_replicas_of_which_one_does_more_than_its_share() -> None:
+    def split(*tokens: int) -> ServerStats:
+        replicas = [
+            ReplicaStats(url=f"http://{n}/metrics", silent=0, generation_tokens=t) for n, t in enumerate(tokens)
+        ]
+        return own_view(replicas=replicas)
+
+    assert severities(server=split(100, 120, 80)) == {}
+    assert severities(server=split(100)) == {} == severities(server=split(0, 0))
+    assert severities(server=split(100, 30, 50)) == {"IMBALANCE": "warning"}
+    assert severities(server=split(100, 100, 100, 0)) == {"IMBALANCE": "warning"}  # one did nothing
+    built = build.build(manifest(), clean(), [facts()], seen=ServerView(server=split(100, 30, 50)))
+    assert "the busiest generated 1.67 times the mean of their output tokens, and the idlest 0.50" in text.render(built)
+    assert "output tokens of each of 3: http://0/metrics 100" in text.render(built)
 
 
 def test_samples_that_failed() -> None:
