@@ -8,7 +8,7 @@ config.json.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -49,12 +49,17 @@ QUANTIZATIONS = {
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """Number formats of a served model. dtype: of what is not quantized, and of activations. kv_cache_dtype: auto (that
-    of the activations) or fp8. experts_only: attention is not quantized."""
+    of the activations) or fp8. unquantized: of "attention", a dense "mlp", "experts" and the "shared" expert the share
+    of the weights that is not; 0 where it is not named."""
 
     dtype: str = "float16"
     quantization: Quantization | None = None
     kv_cache_dtype: str = "auto"
-    experts_only: bool = False
+    unquantized: tuple[tuple[str, float], ...] = ()
+
+    def quantized(self, part: str) -> float:
+        """The share of a part's weights that is quantized."""
+        return 0.0 if self.quantization is None else 1.0 - dict(self.unquantized).get(part, 0.0)
 
     @property
     def value_bytes(self) -> int:
@@ -111,7 +116,9 @@ class Attention:
     """Queries, keys and values of `head_dim` each; `kv_heads` of the latter two, that several query heads share.
 
     biased: how many of q, k, v, o have a bias, in that order (0, 3 or 4). qk_norm: learned norms of each head's query
-    and key. sinks: a learned logit a head. capped: scores pass through a tanh."""
+    and key; wide_norm: of all heads' together. sinks: a learned logit a head. capped: scores pass through a tanh.
+    gated: a gate as wide as the queries comes with them. ties_kv: values are projected as the keys are. borrows_kv:
+    keys and values are those of an earlier layer."""
 
     heads: int
     kv_heads: int
@@ -121,6 +128,10 @@ class Attention:
     qk_norm: bool = False
     sinks: bool = False
     capped: bool = False
+    wide_norm: bool = False
+    gated: bool = False
+    ties_kv: bool = False
+    borrows_kv: bool = False
 
     @property
     def query_width(self) -> int:
@@ -129,7 +140,20 @@ class Attention:
     @property
     def kv_values(self) -> int:
         """Values of one token that the cache keeps, over all GPUs."""
-        return 2 * self.kv_heads * self.head_dim
+        return 0 if self.borrows_kv else 2 * self.kv_heads * self.head_dim
+
+    @property
+    def kv_projections(self) -> int:
+        """Of keys and values."""
+        return 0 if self.borrows_kv else 1 if self.ties_kv else 2
+
+    def token_bytes(self, precision: Precision) -> int:
+        """What the cache keeps of one token."""
+        return self.kv_values * precision.kv_bytes
+
+    def state_bytes(self, precision: Precision) -> int:
+        """What it keeps of one sequence beside."""
+        return 0
 
     @property
     def pair_flops(self) -> int:
@@ -141,23 +165,27 @@ class Attention:
         return min(tp, self.kv_heads)
 
     def kv_values_of(self, tp: int) -> float:
-        """Of one GPU."""
+        """Of one GPU, as its attention reads them."""
         return 2 * max(1.0, self.kv_heads / tp) * self.head_dim
 
     def products(self, hidden: int, tp: int) -> Iterator[Product]:
         """As one of `tp` GPUs computes them."""
         queries = self.query_width / tp
-        yield Product(queries + self.kv_values_of(tp), hidden)
+        yield Product(queries * (1 + self.gated) + self.kv_values_of(tp) * self.kv_projections / 2, hidden)
         yield Product(hidden, queries)
 
     def weights(self, hidden: int) -> int:
         """Of the linear layers, without biases."""
-        return 2 * hidden * self.query_width + hidden * self.kv_values
+        return hidden * (self.query_width * (2 + self.gated) + self.kv_heads * self.head_dim * self.kv_projections)
 
     def others(self, hidden: int) -> int:
         """Biases, norms of heads, sinks."""
-        biases = {0: 0, 3: self.query_width + self.kv_values, 4: self.query_width + self.kv_values + hidden}
-        return biases[self.biased] + 2 * self.head_dim * self.qk_norm + self.heads * self.sinks
+        kv_width = self.kv_heads * self.head_dim
+        projected = self.query_width + kv_width * self.kv_projections
+        biases = {0: 0, 3: projected, 4: projected + hidden}
+        keys = not self.borrows_kv
+        norms = self.query_width + kv_width if self.wide_norm else self.head_dim * (1 + keys) * self.qk_norm
+        return biases[self.biased] + norms + self.heads * self.sinks
 
     def undivided(self, tp: int) -> str | None:
         """Why `tp` GPUs cannot share it, a clause."""
@@ -173,7 +201,8 @@ class LatentAttention:
     """DeepSeek's multi-head latent attention (arXiv 2405.04434, 2.1): the cache keeps one latent of `kv_rank` and one
     rotary key of `rope` values a token, for all heads, and every GPU of a tensor parallel group keeps them all.
 
-    q_rank: of the queries' own latent; None: they come from the hidden state. nope, value: of each head."""
+    q_rank: of the queries' own latent; None: they come from the hidden state. nope, value: of each head. index_heads,
+    index_width: of the indexer that chooses which tokens are attended to (DeepSeek-V3.2); 0: all are."""
 
     heads: int
     q_rank: int | None
@@ -183,6 +212,8 @@ class LatentAttention:
     value: int
     window: Window | None = None
     biased: int = 0
+    index_heads: int = 0
+    index_width: int = 0
 
     @property
     def query_width(self) -> int:
@@ -192,6 +223,19 @@ class LatentAttention:
     def kv_values(self) -> int:
         """Values of one token that the cache keeps."""
         return self.kv_rank + self.rope
+
+    def token_bytes(self, precision: Precision) -> int:
+        """What the cache keeps of one token. With an indexer, as vLLM has it: its key of 8 bits, with a scale of 32 for
+        128 of them; and an fp8 cache has the latent in 8 bits with such scales, and the rotary key in 16."""
+        if not self.index_heads:
+            return self.kv_values * precision.kv_bytes
+        latent = self.kv_values * precision.kv_bytes
+        if precision.kv_bytes == 1:
+            latent = self.kv_rank + 4 * -(-self.kv_rank // 128) + 2 * self.rope
+        return latent + self.index_width + 4 * -(-self.index_width // 128)
+
+    def state_bytes(self, precision: Precision) -> int:
+        return 0
 
     @property
     def pair_flops(self) -> int:
@@ -218,6 +262,9 @@ class LatentAttention:
         else:
             yield Product(self.q_rank + latent, hidden)
             yield Product(queries, self.q_rank)
+        if self.index_heads:  # done by each
+            yield Product(self.index_width + self.index_heads, hidden)
+            yield Product(self.index_heads * self.index_width, self.q_rank or hidden)
         yield Product(self.kv_rank, self.nope, heads)
         yield Product(self.value, self.kv_rank, heads)
         yield Product(hidden, heads * self.value)
@@ -228,15 +275,75 @@ class LatentAttention:
         if self.q_rank is not None:
             queries = self.q_rank * (hidden + self.query_width)
         keys = hidden * (self.kv_rank + self.rope) + self.kv_rank * self.heads * (self.nope + self.value)
-        return queries + keys + self.heads * self.value * hidden
+        index = (self.q_rank or hidden) * self.index_heads * self.index_width
+        index += hidden * (self.index_width + self.index_heads)
+        return queries + keys + self.heads * self.value * hidden + index
 
     def others(self, hidden: int) -> int:
         """Norms of the latents, biases."""
         ranks = self.kv_rank + (self.q_rank or 0)
-        return ranks + ((self.q_rank or 0) + self.kv_rank + self.rope + hidden if self.biased else 0)
+        return (
+            ranks
+            + 2 * self.index_width
+            + ((self.q_rank or 0) + self.kv_rank + self.rope + hidden if self.biased else 0)
+        )
 
     def undivided(self, tp: int) -> str | None:
         return f"has {self.heads} attention heads, which --tp {tp} does not divide" if self.heads % tp else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrent:
+    """What keeps a state of one size for each sequence, whatever its length: linear attention, or a state-space model.
+
+    inputs: features of all its projections of the hidden state; inner: those that enter the last projection. state: its
+    values, in 32 bits where it is `wide`; recent: the inputs of its convolution that are kept beside. rest: parameters
+    beside the projections. With 0 heads it stands for a layer that is an MLP alone."""
+
+    heads: int = 0
+    inputs: int = 0
+    inner: int = 0
+    state: int = 0
+    recent: int = 0
+    rest: int = 0
+    wide: bool = False
+    window: Window | None = None
+    biased: int = 0
+    kv_values: int = 0
+    pair_flops: int = 0
+
+    @property
+    def query_width(self) -> int:
+        return self.inner
+
+    def token_bytes(self, precision: Precision) -> int:
+        return 0
+
+    def state_bytes(self, precision: Precision) -> int:
+        """What it keeps of one sequence, over all GPUs."""
+        return self.state * (4 if self.wide else precision.value_bytes) + self.recent * precision.value_bytes
+
+    def shares(self, tp: int) -> int:
+        return tp
+
+    def kv_values_of(self, tp: int) -> float:
+        return 0.0
+
+    def products(self, hidden: int, tp: int) -> Iterator[Product]:
+        if self.heads:
+            yield Product(self.inputs / tp, hidden)
+            yield Product(hidden, self.inner / tp)
+
+    def weights(self, hidden: int) -> int:
+        return hidden * (self.inputs + self.inner)
+
+    def others(self, hidden: int) -> int:
+        return self.rest
+
+    def undivided(self, tp: int) -> str | None:
+        return (
+            f"has {self.heads} heads of linear attention, which --tp {tp} does not divide" if self.heads % tp else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +351,7 @@ class Mlp:
     """`experts` MLPs of `width`, of which a token passes through `active`, and beside them one of `shared` that all
     pass through; a dense one has 1 expert. gated: three matrices, not two. biased: with biases. shared_gate: a learned
     weight of the shared one. router_bias: of the router's scores. imbalance: the load of the busiest expert over the
-    mean."""
+    mean. With a width of 0 it stands for a layer that has none."""
 
     width: int
     experts: int = 1
@@ -279,18 +386,26 @@ class Mlp:
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """`count` layers alike. norms: those over the hidden state."""
+    """`count` layers alike. norms: those over the hidden state. extra: parameters beside all that."""
 
     count: int
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | Recurrent
     mlp: Mlp
     norms: int = 2
+    extra: int = 0
+
+    def parts(self, hidden: int) -> dict[str, int]:
+        """Weights of the linear layers of one layer, by what a quantization may leave out."""
+        mlp = self.mlp
+        routed = mlp.weights(hidden, mlp.experts) - mlp.weights(hidden, 0)
+        own = {"experts": routed, "shared": mlp.weights(hidden, 0)} if mlp.experts > 1 else {"mlp": routed}
+        return {"attention": self.attention.weights(hidden), **own}
 
     def parameters(self, hidden: int, norm_values: int, experts: int) -> int:
         """Of one layer, with so many of its experts. norm_values: those of a norm, in widths."""
         attention = self.attention.weights(hidden) + self.attention.others(hidden)
         mlp = self.mlp.weights(hidden, experts) + self.mlp.others(hidden, experts)
-        return attention + mlp + self.norms * norm_values * hidden
+        return attention + mlp + self.norms * norm_values * hidden + self.extra
 
 
 # bytes of each GPU that are neither weights nor KV, of the format and of how many GPUs share a model
@@ -305,8 +420,9 @@ def _reserved_bytes(precision: Precision, tp: int) -> int:
 class ModelSpec:
     """A decoder. hf_id: of the hub, or its directory. `hidden` is a width; `max_position` is the longest
     sequence, in tokens, that the model was made for. tied: input and output embeddings are one. norm_values: parameters
-    of a norm, in widths: 2 with a bias. quantization: that of its published weights, by name; experts_only: their
-    attention is not quantized. gated: they need a licence and a token of the hub. model_type: that of its config.json.
+    of a norm, in widths: 2 with a bias. other_parameters: beside embeddings and layers. quantization: that of its
+    published weights, by name; weight_bytes_each: of such a weight, where its groups are other ones; unquantized: as of
+    Precision. gated: they need a licence and a token of the hub. model_type: that of its config.json.
     """
 
     name: str
@@ -319,7 +435,9 @@ class ModelSpec:
     norm_values: int = 1
     model_type: str = "llama"
     quantization: str | None = None
-    experts_only: bool = False
+    weight_bytes_each: float | None = None
+    unquantized: tuple[tuple[str, float], ...] = ()
+    other_parameters: int = 0
     aliases: tuple[str, ...] = ()
     gated: bool = False
 
@@ -345,35 +463,43 @@ class ModelSpec:
                 "out."
             )
         name = quantization or self.quantization
+        quantized = None if name is None else QUANTIZATIONS[name]
+        if quantized is not None and self.quantization is not None and self.weight_bytes_each is not None:
+            quantized = replace(quantized, weight_bytes=self.weight_bytes_each)
         return Precision(
-            dtype=dtype,
-            quantization=None if name is None else QUANTIZATIONS[name],
-            kv_cache_dtype=kv_cache_dtype,
-            experts_only=self.experts_only,
+            dtype=dtype, quantization=quantized, kv_cache_dtype=kv_cache_dtype, unquantized=self.unquantized
         )
 
     def weight_bytes(self, precision: Precision) -> int:
         """Of all weights, over all GPUs. Embeddings, the head, routers, norms and biases are never quantized."""
         if precision.quantization is None:
             return self.parameters * precision.value_bytes
-        quantized = sum(
-            kind.count
-            * (
-                kind.mlp.weights(self.hidden, kind.mlp.experts)
-                + (0 if precision.experts_only else kind.attention.weights(self.hidden))
+        quantized = round(
+            sum(
+                kind.count * weights * precision.quantized(part)
+                for kind in self.kinds
+                for part, weights in kind.parts(self.hidden).items()
             )
-            for kind in self.kinds
         )
         rest = (self.parameters - quantized) * precision.value_bytes
         return rest + round(quantized * precision.quantization.weight_bytes)
 
     def kv_bytes_per_token(self, precision: Precision) -> int:
         """What the cache keeps of one token that every layer sees, over all layers, and GPUs where they share it."""
-        return sum(kind.count * kind.attention.kv_values for kind in self.kinds) * precision.kv_bytes
+        return sum(kind.count * kind.attention.token_bytes(precision) for kind in self.kinds)
+
+    def state_bytes(self, precision: Precision) -> int:
+        """What is kept of one sequence, however long it is, over all layers and GPUs."""
+        return sum(kind.count * kind.attention.state_bytes(precision) for kind in self.kinds)
+
+    @property
+    def keeping(self) -> tuple[Layers, ...]:
+        """The kinds whose layers keep something of each token."""
+        return tuple(kind for kind in self.kinds if kind.attention.kv_values)
 
     def kv_shares(self, tp: int) -> int:
         """Among how many of `tp` GPUs that is divided."""
-        return self.kinds[0].attention.shares(tp)
+        return self.keeping[0].attention.shares(tp)
 
     def undivided(self, tp: int) -> str | None:
         """Why `tp` GPUs cannot share it, a clause after its name; None where they can."""
@@ -386,11 +512,12 @@ class ModelSpec:
 
     def serving_bytes(self, precision: Precision, tp: int, tokens: int, reserved_bytes: int = RESERVED_BYTES) -> int:
         """Least memory of each of `tp` GPUs that serves one sequence of `tokens`: weights, its KV, what is reserved."""
-        kv = (
-            sum(kind.count * kind.attention.kv_values * _kept(kind.attention.window, tokens) for kind in self.kinds)
-            * precision.kv_bytes
+        kv = sum(
+            kind.count * kind.attention.token_bytes(precision) * _kept(kind.attention.window, tokens)
+            for kind in self.kinds
         )
-        return self.weight_bytes(precision) // tp + kv // self.kv_shares(tp) + reserved_bytes
+        state = self.state_bytes(precision) // tp if tokens else 0
+        return self.weight_bytes(precision) // tp + kv // self.kv_shares(tp) + state + reserved_bytes
 
     def smallest_tp(
         self,
@@ -443,7 +570,7 @@ class ModelSpec:
             for kind in self.kinds
         )
         embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden  # in and out
-        return embeddings + layers + self.norm_values * self.hidden
+        return embeddings + layers + self.norm_values * self.hidden + self.other_parameters
 
 
 def _kept(window: Window | None, tokens: int) -> int:

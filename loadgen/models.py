@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from backends import catalog
-from backends.catalog import MalformedConfig, UnknownModel
+from backends.architectures.fields import MalformedConfig, UnknownModel
 from backends.decoder import ModelSpec
 from backends.files import read_bytes
 from backends.untrusted import UNDECODABLE, nearest, reason

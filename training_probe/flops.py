@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec
+from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec, Recurrent
 from training_probe.grid import PROMPT_TOKENS, Cell
 
 # Dense bf16 matrix products with fp32 accumulation, FLOP/s, by words of the name that torch and NVML report; the first
@@ -82,12 +82,17 @@ class Weights:
         return self.frozen + self.four_bit + self.trainable
 
 
-def attention_linears(attention: Attention | LatentAttention, hidden: int) -> dict[str, tuple[int, int]]:
+def attention_linears(attention: Attention | LatentAttention | Recurrent, hidden: int) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of the linear layers of one layer's attention, by the names that transformers has for them."""
-    query = (hidden, attention.query_width)
+    if isinstance(attention, Recurrent):  # its projections of the hidden state as one
+        own = {"in_proj": (hidden, attention.inputs), "out_proj": (attention.inner, hidden)}
+        return own if attention.heads else {}
     if isinstance(attention, Attention):
-        kv = (hidden, attention.kv_values // 2)
-        return {"q_proj": query, "k_proj": kv, "v_proj": kv, "o_proj": (attention.query_width, hidden)}
+        kv = (hidden, attention.kv_heads * attention.head_dim)
+        names = ("k_proj", "v_proj")[: attention.kv_projections]
+        query = (hidden, attention.query_width * (1 + attention.gated))
+        return {"q_proj": query, **dict.fromkeys(names, kv), "o_proj": (attention.query_width, hidden)}
+    query = (hidden, attention.query_width)
     rank = attention.q_rank
     queries = {"q_proj": query}
     if rank is not None:
@@ -96,8 +101,16 @@ def attention_linears(attention: Attention | LatentAttention, hidden: int) -> di
         **queries,
         "kv_a_proj_with_mqa": (hidden, attention.kv_rank + attention.rope),
         "kv_b_proj": (attention.kv_rank, attention.heads * (attention.nope + attention.value)),
+        **_indexer_linears(attention, hidden),
         "o_proj": (attention.heads * attention.value, hidden),
     }
+
+
+def _indexer_linears(attention: LatentAttention, hidden: int) -> dict[str, tuple[int, int]]:
+    heads, width = attention.index_heads, attention.index_width
+    if not heads:
+        return {}
+    return {"wq_b": (attention.q_rank or hidden, heads * width), "wk": (hidden, width), "weights_proj": (hidden, heads)}
 
 
 def mlp_linears(spec: ModelSpec, mlp: Mlp) -> dict[str, tuple[int, int]]:
@@ -109,6 +122,8 @@ def mlp_linears(spec: ModelSpec, mlp: Mlp) -> dict[str, tuple[int, int]]:
         return {}
     if spec.model_type in GATE_WITH_UP:
         return {"gate_up_proj": (spec.hidden, 2 * width), **down}
+    if not mlp.gated:
+        return {"up_proj": (spec.hidden, width), **down}
     return {"gate_proj": (spec.hidden, width), "up_proj": (spec.hidden, width), **down}
 
 
@@ -166,7 +181,7 @@ def _layer_weights(spec: ModelSpec, kind: Layers, cell: Cell) -> _LayerWeights:
     adapted = adapted_linears(cell, spec, kind).values()
     lora = sum(cell.lora_rank * (inputs + outputs) for inputs, outputs in adapted)
     # of a mixture, gate and up of all experts are one tensor
-    largest = max(inputs * outputs for inputs, outputs in linears)
+    largest = max((inputs * outputs for inputs, outputs in linears), default=0)
     if mlp.experts > 1:
         largest = max(largest, 2 * mlp.experts * spec.hidden * mlp.width)
     trains = parameters

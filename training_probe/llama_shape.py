@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from backends import catalog
-from backends.decoder import Attention, Layers, Mlp, ModelSpec
+from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec
 
 
 class NoShape(ValueError):
@@ -94,7 +94,11 @@ def _objections(spec: ModelSpec, kind: Layers) -> Iterator[str]:
     """What of a config.json is in the way, a clause after the model's name."""
     attention, mlp = kind.attention, kind.mlp
     if not isinstance(attention, Attention):
-        yield "has latent attention (kv_lora_rank)"
+        yield (
+            "has latent attention (kv_lora_rank)"
+            if isinstance(attention, LatentAttention)
+            else ("has linear attention or state-space layers (layer_types)")
+        )
         return
     if len(spec.kinds) > 1:
         other = next(each for each in spec.kinds if each is not kind)
@@ -104,7 +108,9 @@ def _objections(spec: ModelSpec, kind: Layers) -> Iterator[str]:
         yield "scales its embeddings (model_type)"
     if spec.quantization is not None:
         yield f"comes quantized (quantization_config: {spec.quantization})"
-    if attention.qk_norm:
+    if attention.gated or attention.ties_kv or attention.borrows_kv or kind.extra or spec.other_parameters:
+        yield "has gates, shared keys or embeddings of its layers (model_type)"
+    if attention.qk_norm or attention.wide_norm:
         yield "has norms of queries and keys"
     if attention.sinks:
         yield "has attention sinks"

@@ -24,12 +24,13 @@ UNEVEN = 1.5  # by how many times more layers of one kind have groups as small a
 @dataclass(frozen=True)
 class Groups:
     """`layers` in each group; `windows`: what each group keeps. max_model_len: the full length. in_flight_tokens: that
-    steps under way may be computing together."""
+    steps under way may be computing together. state_blocks: what each request holds beside, whatever its length."""
 
     layers: int
     windows: tuple[Window | None, ...]
     max_model_len: int
     in_flight_tokens: int
+    state_blocks: int = 0
 
     @classmethod
     def of(cls, kept: Iterable[tuple[int, Window | None]], max_model_len: int, in_flight_tokens: int) -> Groups:
@@ -44,16 +45,17 @@ class Groups:
         return cls(size, tuple(windows), max_model_len, in_flight_tokens)
 
     @property
-    def windowed(self) -> bool:
-        return any(window is not None for window in self.windows)
+    def uneven(self) -> bool:
+        """Whether a request holds other than a block for each block of its tokens."""
+        return self.state_blocks > 0 or any(window is not None for window in self.windows)
 
     def asked(self, tokens: int) -> int:
         """Blocks that must be free for a request of so many tokens to be let in."""
-        return sum(self._most(window, tokens) for window in self.windows)
+        return sum(self._most(window, tokens) for window in self.windows) + self.state_blocks
 
     def held(self, token_blocks: int) -> int:
         """Blocks that a request holds whose tokens fill so many blocks of one group."""
-        blocks = 0
+        blocks = self.state_blocks
         for window in self.windows:
             # a window begins anywhere in a block; a chunk at its beginning
             most = token_blocks if window is None else -(-window.tokens // BLOCK_TOKENS) + (not window.chunked)

@@ -300,15 +300,16 @@ class VllmV1(_Recomputing):
 
 
 class WindowedVllmV1(VllmV1):
-    """With layers that keep a window only. Not followed: what a chunk of a prompt holds beyond its window while it is
-    computed."""
+    """With layers that keep a window only, or a state of one size. Not followed: what a chunk of a prompt holds beyond
+    its window while it is computed."""
 
     def __init__(self, kv_tokens: int, settings: VllmV1.Settings, groups: Groups) -> None:
         super().__init__(kv_tokens, settings)
         self._groups = groups
         self._total = self._free = groups.blocks(kv_tokens) - 1
         self._hold(_HeldInGroups(groups))
-        self._least_window = min(window.tokens for window in groups.windows if window is not None)
+        windows = (window.tokens for window in groups.windows if window is not None)
+        self._least_window = min(windows, default=groups.max_model_len)
 
     @property
     def used_tokens(self) -> int:

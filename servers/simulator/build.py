@@ -150,8 +150,8 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 def _scheduler(emulated: Emulated) -> Scheduler:
     kind, setup = _SCHEDULERS[emulated.setup.scheduler], emulated.setup
     settings = kind.settings(**emulated.settings)
-    groups = _groups(setup, emulated.settings)
-    if groups is not None and groups.windowed:
+    groups = _groups(setup, emulated.settings, emulated.tp)
+    if groups is not None and groups.uneven:
         assert isinstance(settings, VllmV1.Settings)
         return WindowedVllmV1(emulated.kv_tokens, settings, groups)
     make = kind.caching if setup.prefix_caching else kind.make
@@ -159,13 +159,23 @@ def _scheduler(emulated: Emulated) -> Scheduler:
     return make(emulated.kv_tokens, settings)
 
 
-def _groups(setup: Setup, settings: dict[str, int]) -> Groups | None:
+def _groups(setup: Setup, settings: dict[str, int], tp: int) -> Groups | None:
     """How the server divides its KV cache among layers that keep differently; None: every layer keeps every token."""
-    if setup.scheduler != "vllm@v1" or setup.prefix_caching:
+    keeping = setup.model.keeping
+    widths = {kind.attention.kv_values for kind in keeping}
+    if setup.scheduler != "vllm@v1" or setup.prefix_caching or len(widths) > 1:
         return None
-    kept = ((kind.count, kind.attention.window) for kind in setup.model.kinds)
     steps = 2 if settings.get("async_scheduling", True) else 1  # under way at once
-    return Groups.of(kept, setup.max_model_len, steps * settings["budget_tokens"])
+    kept = ((kind.count, kind.attention.window) for kind in keeping)
+    groups = Groups.of(kept, setup.max_model_len, steps * settings["budget_tokens"])
+    state = setup.model.state_bytes(setup.precision()) / tp
+    return replace(groups, state_blocks=math.ceil(state / _block_bytes(setup, tp, groups.layers)))
+
+
+def _block_bytes(setup: Setup, tp: int, layers: int) -> float:
+    """Of a block of that many layers, on one GPU."""
+    attention, precision = setup.model.keeping[0].attention, setup.precision()
+    return BLOCK_TOKENS * layers * attention.token_bytes(precision) / attention.shares(tp)
 
 
 def _v1_budget_tokens(gpu: Gpu) -> int:
@@ -350,10 +360,10 @@ def _reserve(setup: Setup, gpu: Gpu, settings: dict[str, int]) -> Reserve:
 
 def _kv_tokens(setup: Setup, tp: int, room: float, settings: dict[str, int]) -> int:
     """Tokens in the KV cache where `room` bytes of each GPU are left, as the server counts them."""
-    model, kv_bytes = setup.model, setup.precision().kv_bytes
-    groups = _groups(setup, settings)
-    if groups is not None and groups.windowed:
-        a_block = BLOCK_TOKENS * groups.layers * model.kinds[0].attention.kv_values_of(tp) * kv_bytes
+    model = setup.model
+    groups = _groups(setup, settings, tp)
+    if groups is not None and groups.uneven:
+        a_block = _block_bytes(setup, tp, groups.layers)
         return groups.tokens(max(0, room // a_block))
     per_token = model.kv_bytes_per_token(setup.precision()) / model.kv_shares(tp)
     return int(room / per_token)
@@ -411,9 +421,15 @@ def _assumptions(setup: Setup, gpu: Gpu) -> Iterator[str]:
         yield f"a KV cache in {precision.kv_cache_dtype} is assumed to be read at the efficiency of 16 bit."
     if any(isinstance(kind.attention, LatentAttention) for kind in setup.model.kinds):
         yield "latent attention was not measured: assumed as fast as grouped-query attention for its bytes and FLOPs."
-    windowed = any(kind.attention.window is not None for kind in setup.model.kinds)
-    if windowed and _groups(setup, _settings(setup, gpu)) is None:
+    grouped = _groups(setup, _settings(setup, gpu), 1) is not None
+    if any(kind.attention.window is not None for kind in setup.model.kinds) and not grouped:
         yield "layers with a window are taken to keep every token in the KV cache here."
+    if setup.model.state_bytes(precision):
+        yield "linear attention was not measured: assumed to take what its products and its state's bytes take."
+        if not grouped:
+            yield "the state that each request holds of it is not counted in the KV cache here."
+    if any(isinstance(kind.attention, LatentAttention) and kind.attention.index_heads for kind in setup.model.kinds):
+        yield "sparse attention is taken to read every token here."
 
 
 def _routing_note(setup: Setup, how: Arithmetic) -> str:

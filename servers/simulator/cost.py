@@ -31,7 +31,7 @@ from functools import partial
 import msgspec
 
 from backends.decoder import Attention as Heads
-from backends.decoder import LatentAttention, Layers, Mlp, ModelSpec, Precision, Product, Window
+from backends.decoder import LatentAttention, Layers, Mlp, ModelSpec, Precision, Product, Recurrent, Window
 from servers.schedulers import Step
 from servers.simulator import experts
 from servers.simulator.formats import computes
@@ -281,11 +281,9 @@ class StepCost:
         regimes = attention.decode, attention.mixed
         self._decode_launch, self._mixed_launch = (layers * rows.launch_us * 1e-6 for rows in regimes)
         self._decode_row, self._mixed_row = (
-            sum(kind.count * _row_s(rows, kind.attention, tp) for kind in model.kinds) for rows in regimes
+            sum(kind.count * self._row_s(rows, kind.attention) for kind in model.kinds) for rows in regimes
         )
-        self._prefill_token = sum(
-            kind.count * attention.prefill_token_head_ns * 1e-9 * (kind.attention.heads / tp) for kind in model.kinds
-        )
+        self._prefill_token = sum(kind.count * self._token_s(kind.attention) for kind in model.kinds)
         self._reads, self._mixed_reads = (
             [(kind.attention.window, self._context_s(kind, rows)) for kind in model.kinds] for rows in regimes
         )
@@ -388,6 +386,26 @@ class StepCost:
         memory = width * read / (fit.memory_ratio_of(rows) * self._gpu.memory_bytes_per_s)
         return _soft_max(compute, memory, fit.softness) + fit.launch_us * 1e-6
 
+    def _row_s(self, rows: Decode, heads: Heads | LatentAttention | Recurrent) -> float:
+        """Seconds for a row on one GPU, in one layer, whatever its context. A state is read and written."""
+        if isinstance(heads, Recurrent):
+            moved = 2 * heads.state_bytes(self._precision) / self._tp
+            return moved / (rows.memory_ratio * self._gpu.memory_bytes_per_s)
+        queries = heads.heads / self._tp
+        tiles = (
+            math.ceil(queries / LATENT_TILE)
+            if isinstance(heads, LatentAttention)
+            else max(1.0, heads.kv_heads / self._tp)
+        )
+        return (rows.tile_ns * tiles + rows.head_ns * queries) * 1e-9
+
+    def _token_s(self, heads: Heads | LatentAttention | Recurrent) -> float:
+        """Seconds for a token of a prefill, in one layer, whatever its context. A state is updated and asked."""
+        if isinstance(heads, Recurrent):
+            flops = 4 * heads.state / self._tp
+            return flops / (self._attention.prefill_compute_ratio * self._gpu.flops)
+        return self._attention.prefill_token_head_ns * 1e-9 * (heads.heads / self._tp)
+
     def _context_s(self, kind: Layers, rows: Decode) -> float:
         """For each token that rows see, over all layers of the kind: its cache is read, and multiplied."""
         heads, tp = kind.attention, self._tp
@@ -433,7 +451,7 @@ class StepCost:
         )
 
     def _attention_gemm_s(self, kind: Layers, tokens: int) -> float:
-        numbers = self._plain if self._precision.experts_only else self._quantized
+        numbers = self._numbers("attention")
 
         def product_s(each: Product) -> float:
             rows = tokens * each.copies
@@ -442,6 +460,10 @@ class StepCost:
             )
 
         return sum(map(product_s, kind.attention.products(self._model.hidden, self._tp)))
+
+    def _numbers(self, part: str) -> Arithmetic:
+        """Of a part of the layers, as most of its weights are."""
+        return self._quantized if self._precision.quantized(part) >= 0.5 else self._plain
 
     def _quantize_s(self, rows: float, k: float, numbers: Arithmetic) -> float:
         """Seconds to bring the inputs of a product, rows x k, into its number format."""
@@ -463,12 +485,14 @@ class StepCost:
         mlp, hidden = kind.mlp, self._model.hidden
         first = mlp.matrices - 1  # gate and up are one product
         if mlp.experts == 1:
-            return self._dense_mlp_s(tokens, first, mlp.width / self._tp)
+            return self._dense_mlp_s(tokens, first, mlp.width / self._tp, "mlp")
         seconds = self.gemm_s(tokens, mlp.experts, hidden) + self._experts_s(mlp, tokens, first)
-        return seconds + (self._dense_mlp_s(tokens, first, mlp.shared / self._tp) if mlp.shared else 0.0)
+        return seconds + (self._dense_mlp_s(tokens, first, mlp.shared / self._tp, "shared") if mlp.shared else 0.0)
 
-    def _dense_mlp_s(self, tokens: int, first: int, inner: float) -> float:
-        hidden, numbers = self._model.hidden, self._quantized
+    def _dense_mlp_s(self, tokens: int, first: int, inner: float, part: str) -> float:
+        if not inner:
+            return 0.0
+        hidden, numbers = self._model.hidden, self._numbers(part)
         up = self.gemm_s(tokens, first * inner, hidden, 1, numbers) + self._quantize_s(tokens, hidden, numbers)
         return up + self.gemm_s(tokens, hidden, inner, 1, numbers) + self._quantize_s(tokens, inner, numbers)
 
@@ -564,13 +588,6 @@ def graph_size(tokens: int) -> int:
 def _added(terms: tuple[float, float, float, float, float, float]) -> float:
     attention_gemm, mlp_gemm, norms, rope, gate, reduce = terms
     return attention_gemm + mlp_gemm + (norms + rope + gate + reduce)
-
-
-def _row_s(rows: Decode, heads: Heads | LatentAttention, tp: int) -> float:
-    """Seconds for a row on one of `tp` GPUs, in one layer, whatever its context."""
-    queries = heads.heads / tp
-    tiles = math.ceil(queries / LATENT_TILE) if isinstance(heads, LatentAttention) else max(1.0, heads.kv_heads / tp)
-    return (rows.tile_ns * tiles + rows.head_ns * queries) * 1e-9
 
 
 def _context_seen(step: Step, window: Window | None) -> float:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backends.catalog import DATA, UnknownModel, find, from_config, models
+from backends.architectures.fields import UnknownModel
+from backends.catalog import DATA, config_of, find, from_config, models
 from backends.decoder import (
     QUANTIZATIONS,
     Attention,
@@ -54,6 +56,11 @@ TOLERANCE = 0.005
 ACTIVE = {  # as their cards say: billions that a token passes through
     "mixtral-8x7b": 12.9, "qwen3-235b-a22b": 22, "llama-4-scout": 17, "llama-4-maverick": 17, "deepseek-v3": 37,
 }  # fmt: skip
+
+
+# config.json files, as far as they decide sizes, and what transformers 5.17 makes of them: the parameters of a decoder
+# of text (its AutoModelForCausalLM on torch's meta device; where it has none for a decoder alone, TextModel and head).
+HYBRIDS = Path(__file__).parent / "decoders.json"
 
 
 def known(name: str) -> ModelSpec:
@@ -212,7 +219,14 @@ def test_which_layers_are_mixtures(config: dict[str, Any], sparse: int, shared: 
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method 'bitsandbytes'"),
         ({"quantization_config": {"quant_method": "awq", "bits": 8}}, "quantization_config.bits"),
         ({"quantization_config": 7}, "quantization_config"),
-        ({"model_type": "deepseek_v3"}, "kv_lora_rank is missing"),
+        ({"model_type": "kimi_k2"}, "kv_lora_rank is missing"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-X"}, "hybrid_override_pattern"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*E", "moe_latent_size": 64}, "moe_latent_size"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 32}, "layer_types has no layer of"),
+        ({"model_type": "gemma3n", "num_kv_shared_layers": 99}, "num_kv_shared_layers"),
+        ({"model_type": "deepseek_v3", "mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        ({"quantization_config": {"quant_method": "gptq", "group_size": 0}}, "quantization_config.group_size"),
+        ({"model_type": "glm5"}, "its nearest relative is glm"),
         ({**QWEN_MOE, "mlp_only_layers": "all"}, "mlp_only_layers"),
     ],
 )  # fmt: skip
@@ -226,7 +240,7 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=4,
 )
-ENTRIES = json.loads(DATA.read_bytes())
+ENTRIES = json.loads(DATA.read_bytes()) + [{"config": each["config"]} for each in json.loads(HYBRIDS.read_bytes())]
 FIELDS = sorted({field for each in ENTRIES for field in each["config"]} | {"layer_types", "text_config", "moe_layers"})
 
 
@@ -236,7 +250,7 @@ def test_a_damaged_config_is_described_or_refused(entry: dict[str, Any], damage:
     try:
         model = from_config("m", {**entry["config"], **damage})
     except UnknownModel as reason:
-        assert "\n" not in str(reason) and len(str(reason)) < 300
+        assert "\n" not in str(reason) and len(str(reason)) < 1000
         return
     assert 0 < model.active_parameters <= model.parameters
     assert model.weight_bytes(model.precision("float16")) > 0
@@ -334,3 +348,121 @@ def test_latent_attention_multiplies_what_it_stores() -> None:
         hidden = 7168 if isinstance(attention, LatentAttention) else 4096
         held = sum(each.outputs * each.inputs * each.copies for each in attention.products(hidden, 1))
         assert isinstance(attention, Attention | LatentAttention) and held == attention.weights(hidden)
+
+
+@pytest.mark.parametrize("each", json.loads(HYBRIDS.read_bytes()), ids=lambda each: str(each["name"]))
+def test_decoders_are_as_large_as_transformers_makes_them(each: dict[str, Any]) -> None:
+    """But for the biases of routers, which are buffers there, and lie in the files."""
+    model = from_config(each["name"], each["config"])
+    biases = sum(kind.count * kind.mlp.experts for kind in model.kinds if kind.mlp.router_bias and kind.mlp.experts > 1)
+    ours = model.parameters - (biases if "gemma4" not in model.model_type else 0)
+    assert ours == each["parameters"] or model.parameters == each["parameters"]
+    assert model.kv_bytes_per_token(Precision(dtype="bfloat16")) == each["kv_bytes"]
+    assert model.state_bytes(Precision(dtype="bfloat16")) == each["state_bytes"]
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    """Gemma 3's files leave heads, vocabulary and context out."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    model = from_config("m", {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **text}})
+    assert model.kinds == known("gemma-3-4b").kinds and model.parameters == known("gemma-3-4b").parameters
+    assert (model.vocab_size, model.max_position, model.tied) == (262_208, 131_072, True)
+    whole = from_config("m", {"model_type": "llama"})
+    assert whole.parameters == 6_738_415_616 and whole.max_position == 2048
+    with pytest.raises(UnknownModel, match="hidden_size is missing"):
+        from_config("m", {"model_type": "llama", "hidden_size": None})
+
+
+def test_what_no_layer_of_a_hybrid_keeps_is_not_counted() -> None:
+    """Qwen3-Next-80B: 12 of 48 layers keep 2 heads of 256; the others a state of 32 heads of 128 x 128 and three tokens
+    of the convolution's 8192 inputs, as vLLM's MambaStateShapeCalculator has them."""
+    config = next(each["config"] for each in json.loads(HYBRIDS.read_bytes()) if each["name"] == "qwen3-next-80b")
+    model, precision = from_config("m", config), Precision(dtype="bfloat16")
+    assert model.kv_bytes_per_token(precision) == 12 * 2 * 2 * 256 * 2 == 24_576
+    assert model.state_bytes(precision) == 36 * (32 * 128 * 128 + 3 * 8192) * 2
+    wide = from_config("m", {**config, "mamba_ssm_dtype": "float32"})
+    assert wide.state_bytes(precision) == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    one, two = (model.serving_bytes(precision, tp, 1000, 0) for tp in (1, 2))
+    assert one == model.weight_bytes(precision) + 1000 * 24_576 + model.state_bytes(precision)
+    assert two == one // 2
+    v32 = next(each["config"] for each in json.loads(HYBRIDS.read_bytes()) if each["name"] == "deepseek-v3.2")
+    sparse = from_config("m", v32)
+    assert sparse.kv_bytes_per_token(precision) == 61 * (1152 + 132)
+    assert sparse.kv_bytes_per_token(Precision(kv_cache_dtype="fp8")) == 61 * (656 + 132)  # vLLM's fp8_ds_mla
+
+
+LLAMA_70B = known("llama-3.1-70b")
+LINEAR_70B = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+
+
+@pytest.mark.parametrize(
+    ("config", "bytes_each"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.5 + 2.5 / 128),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, 0.5 + 2.5 / 32),  # 43.8 GB
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, 0.5 + 2.5 / 64),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 1 + 3 / 128),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, 0.5),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "g": {"weights": {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True}}
+                },
+            },
+            0.5 + 2 / 32,
+        ),
+    ],
+)
+def test_groups_of_quantized_weights_cost_what_they_hold(config: dict[str, Any], bytes_each: float) -> None:
+    model = from_config("m", {**config_of(LLAMA_70B), "quantization_config": config})
+    rest = LLAMA_70B.parameters - LINEAR_70B
+    expected = 2 * rest + LINEAR_70B * bytes_each
+    assert model.weight_bytes(model.precision("bfloat16")) == pytest.approx(expected, rel=1e-6)
+    if config.get("group_size") == 32:
+        assert expected == pytest.approx(43.8e9, rel=0.001)
+
+
+MIXTURE: dict[str, Any] = {
+    **LLAMA, "model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+    "first_k_dense_replace": 2, "n_shared_experts": 1, "num_attention_heads": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("left_out", "parts"),
+    [
+        (["lm_head"], {}),
+        (["lm_head", "re:.*self_attn.*"], {"attention": 1.0}),
+        (["self_attn", "shared_experts"], {"attention": 1.0, "shared": 1.0}),
+        (  # Kimi K2 Thinking's
+            ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+            {"attention": 1.0, "shared": 1.0, "mlp": 1.0},
+        ),
+        (["model.layers.*.self_attn", "model.layers.*.mlp.gate"], {"attention": 1.0}),  # a router is no gate_proj
+        (["model.layers.0.mlp", "model.layers.1.mlp.down_proj"], {"mlp": 4 / 6}),
+        (["model.layers.0.self_attn.o_proj"], {"attention": 1 / 32 / 4}),
+        ([f"model.layers.{n}.self_attn" for n in range(8)], {"attention": 8 / 32}),
+        (["language_model.model.layers.0.mlp.gate_proj"], {"mlp": 1 / 6}),
+        (["re:(a+)+$", "re:["], {}),  # which would take for ever, and is none
+    ],
+)
+def test_what_a_quantization_leaves_out(left_out: list[str], parts: dict[str, float]) -> None:
+    for name in ("ignore", "modules_to_not_convert"):
+        config = {"quant_method": "fp8", name: left_out}
+        model = from_config("m", {**MIXTURE, "quantization_config": config})
+        assert dict(model.unquantized) == pytest.approx(parts)
+        whole = from_config("m", {**MIXTURE, "quantization_config": {"quant_method": "fp8"}})
+        more = model.weight_bytes(model.precision("bfloat16")) - whole.weight_bytes(whole.precision("bfloat16"))
+        held: dict[str, int] = {}
+        for kind in model.kinds:
+            for part, weights in kind.parts(model.hidden).items():
+                held[part] = held.get(part, 0) + kind.count * weights
+        assert more == pytest.approx(sum(held[part] * share for part, share in parts.items()), abs=4)
+
+
+def test_what_is_not_known_is_refused_with_what_is() -> None:
+    with pytest.raises(UnknownModel) as refused:
+        from_config("m", {**LLAMA, "model_type": "qwen4_moe"})
+    message = str(refused.value)
+    assert "known are deepseek_v2, deepseek_v3" in message and "its nearest relative is qwen" in message

@@ -333,10 +333,11 @@ def _rounded_up(spec: ModelSpec, width: int, ranks: int) -> int:
     embedding = (1, spec.vocab_size * spec.hidden)
     tensors = [embedding] if spec.tied else [embedding, embedding]
     for kind in spec.kinds:
-        tensors.append((3 * kind.count * kind.mlp.experts, spec.hidden * kind.mlp.width))
+        tensors.append((kind.mlp.matrices * kind.count * kind.mlp.experts, spec.hidden * kind.mlp.width))
         if isinstance(kind.attention, Attention):
             tensors.append((2 * kind.count, spec.hidden * kind.attention.query_width))
-            tensors.append((2 * kind.count, spec.hidden * kind.attention.kv_values // 2))
+            kv_width = kind.attention.kv_heads * kind.attention.head_dim
+            tensors.append((kind.attention.kv_projections * kind.count, spec.hidden * kv_width))
     for count, elements in tensors:
         own = width * -(-elements // ranks)
         beyond += count * ranks * (_power_of_two(own) - own)

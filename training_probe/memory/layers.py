@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec
-from training_probe.flops import adapted_linears, attention_linears, kept_products, repeating_layers
+from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec, Recurrent
+from training_probe.flops import adapted_linears, kept_products, repeating_layers
 from training_probe.grid import LORA_TARGETS, PROMPT_TOKENS, Cell
 
 # Compiled layers recompute what is cheap: 16 b s h + 6 b s f in all, fitted to one run (7B, FSDP2 on 4 H200, batch
@@ -81,8 +81,6 @@ def uncounted(cell: Cell, spec: ModelSpec) -> str | None:
     name = f"{spec.name} (model_type {spec.model_type})"
     if spec.norm_values != 1:
         return f"{name} has norms with biases (norm_epsilon), and what those keep was not counted"
-    if any(not kind.mlp.gated for kind in spec.kinds):
-        return f"{name} has an MLP without a gate (hidden_act), and what that keeps was not counted"
     if cell.checkpoint == "op" and any(kind.mlp.experts > 1 for kind in spec.kinds):
         return f"{name} is a mixture of experts, and what --checkpoint op keeps of those was not counted"
     if cell.letters.adapter not in ("L", "QL"):
@@ -167,7 +165,9 @@ def _kept_by_operator(cell: Cell, spec: ModelSpec, kind: Layers) -> float:
         kept.pop("down_proj", None)
     total = sum(2.0 * outputs / (1 if name in BY_ROWS else cell.tp) for name, (_, outputs) in kept.items())
     if cell.attention == "flash":
-        output, _ = attention_linears(kind.attention, spec.hidden)["o_proj"]
+        output = kind.attention.query_width
+        if isinstance(kind.attention, LatentAttention):
+            output = kind.attention.heads * kind.attention.value
         total += (2.0 * output + 4.0 * kind.attention.heads) / cell.tp
     return total
 
@@ -183,7 +183,7 @@ def _saved(cell: Cell, spec: ModelSpec, kind: Layers, *, attention_recomputed: b
         norm = COMPILED_NORM
     whole = kind.norms * norm + 2 * (inputs.qkv + inputs.gate_up)
 
-    fused = cell.attention == "flash"
+    fused = cell.attention == "flash" or isinstance(kind.attention, Recurrent)
     square = 0 if fused or attention_recomputed else {"eager": _operators(spec).square, "math": 4}[cell.attention]
     heads_bytes = _heads(cell, _operators(spec), kind.attention, inputs.output, attention_recomputed)
     wide = (8 if inputs.down else 6) - (COMPILED_LESS_WIDE if cell.compile else 0)
@@ -199,7 +199,7 @@ def _saved(cell: Cell, spec: ModelSpec, kind: Layers, *, attention_recomputed: b
         + extras
     )
     width = kind.attention.query_width
-    widths = f"{whole + heads_bytes / width:g}*b*s*h"
+    widths = f"{whole + (heads_bytes / width if width else 0):g}*b*s*h"
     if width != spec.hidden or extras:
         widths = f"{whole:g}*b*s*h + {heads_bytes + extras:g}*b*s"
         if isinstance(kind.attention, Attention) and not extras:
@@ -234,14 +234,21 @@ def _inputs(cell: Cell, kind: Layers, adapted: set[str]) -> _Inputs:
 
 
 def _heads(
-    cell: Cell, operators: _Operators, attention: Attention | LatentAttention, input_kept: bool, recomputed: bool
+    cell: Cell,
+    operators: _Operators,
+    attention: Attention | LatentAttention | Recurrent,
+    input_kept: bool,
+    recomputed: bool,
 ) -> float:
     """Queries, keys and values as attention takes them, and its output; bytes per token. Eager and math attention copy
     keys and values for every head; math computes in fp32."""
     fused = cell.attention == "flash"
+    if isinstance(attention, Recurrent):  # projections, before and behind the convolution; the output, gated
+        return 4.0 * attention.inputs + 6.0 * attention.inner
     if isinstance(attention, Attention):
         output = attention.query_width
-        keys_and_values = attention.kv_values if fused else 2 * attention.query_width
+        keys_and_values = 2 * attention.kv_heads * attention.head_dim if fused else 2 * attention.query_width
+        keys_and_values += (2 if attention.gated else 0) * output  # the gate, and what it multiplies
     else:
         output = attention.heads * attention.value
         keys_and_values = attention.query_width + output
@@ -256,9 +263,11 @@ def _before_heads(cell: Cell, spec: ModelSpec, kind: Layers, inputs_kept: bool) 
     """Of norms of queries and keys, or of the latents, which are the inputs of linear layers too; bytes per token with
     the norms' reciprocal deviations."""
     attention, normalised = kind.attention, _normalised(cell, spec)
+    if isinstance(attention, Recurrent):
+        return
     if isinstance(attention, Attention):
-        normed = attention.query_width + attention.kv_values // 2
-        if attention.qk_norm:
+        normed = attention.query_width + attention.kv_heads * attention.head_dim
+        if attention.qk_norm or attention.wide_norm:
             yield (4 + normalised) * normed + 4 * (attention.heads + attention.kv_heads)
         elif _operators(spec).unit_norms and attention.window is not None:
             yield 4 * normed + 4 * (attention.heads + attention.kv_heads)
@@ -275,6 +284,7 @@ def _normalised(cell: Cell, spec: ModelSpec) -> int:
 def _mlp(spec: ModelSpec, mlp: Mlp, wide: int) -> tuple[float, str]:
     """Of the MLP, or of the experts that a token passes through: bytes per token, and the formula. wide: per b s f of a
     dense one. An expert's tokens are gathered, and its outputs scattered: 4 b s h."""
+    wide -= 0 if mlp.gated else 2  # nothing to multiply with
     if mlp.experts == 1:
         return wide * mlp.width, f"{wide}*b*s*f"
     operators = _operators(spec)
@@ -307,7 +317,8 @@ def _transient(cell: Cell, spec: ModelSpec, kind: Layers) -> float:
     freed = 8.0 * wide / cell.tp
     # flash: gradients of q, k and v, an fp32 sum of q's. Else: probabilities' gradient, its fp32 copy, scores' gradient
     query = attention.query_width
-    values = query if isinstance(attention, Attention) else attention.heads * attention.value
+    values = attention.heads * attention.value if isinstance(attention, LatentAttention) else query
     scores = 8.0 * attention.heads * tokens_in_model(cell)
-    alive = 8.0 * query + 2.0 * values if cell.attention == "flash" else scores
+    linear = cell.attention == "flash" or isinstance(attention, Recurrent)
+    alive = 8.0 * query + 2.0 * values if linear else scores
     return max(gradients, alive / cell.tp - freed)
