@@ -209,7 +209,7 @@ def own_config(directory: Path, **fields: Any) -> dict[str, Any]:
     """A config.json in that directory; what is in it."""
     config = {
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 512, **fields,
+        "num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 512, **fields,
     }  # fmt: skip
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
