@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,6 +93,22 @@ def test_more_requests_run_at_once_and_every_block_comes_back() -> None:
     assert took < 0.75 * run(plain, requests)
     assert saving.used_tokens == plain.used_tokens == 0 and saving.running == saving.waiting == 0
     assert saving.preemptions < plain.preemptions
+
+
+def test_a_state_is_held_by_each_request_whatever_its_length() -> None:
+    """As of Qwen3-Next's: 12 layers keep tokens, and a request a state as large as many of their blocks."""
+    groups = dataclasses.replace(Groups.of([(12, None)], 8192, IN_FLIGHT), state_blocks=100)
+    assert groups.uneven and not Groups.of([(12, None)], 8192, IN_FLIGHT).uneven
+    assert (groups.held(1), groups.held(10)) == (101, 110)
+    assert groups.asked(160) == 110 and groups.blocks(groups.tokens(6120)) == 6120
+    settings = VllmV1.Settings(max_running=1000, budget_tokens=8192, async_scheduling=False)
+    scheduler = WindowedVllmV1(groups.tokens(1101), settings, groups)
+    for number in range(20):
+        scheduler.admit(sequence := Sequence(number, 100, 10))
+        scheduler.add(sequence)
+    step = scheduler.schedule()
+    assert step is not None and scheduler.running == 1100 // 107  # 7 blocks for 100 tokens
+    assert run(WindowedVllmV1(groups.tokens(1101), settings, groups), [(100, 10)] * 20) > 0
 
 
 def test_what_can_never_fit_is_refused() -> None:

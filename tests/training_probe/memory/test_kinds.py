@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,8 +56,15 @@ def _cell(row: dict[str, str]) -> Cell:
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-@pytest.mark.parametrize("model", catalog.models(), ids=lambda model: model.name)
-def test_every_model_of_the_catalog_is_predicted(model: ModelSpec) -> None:
+DECODERS = [
+    catalog.from_config(each["name"], each["config"])
+    for each in json.loads((Path(__file__).parents[2] / "backends" / "decoders.json").read_bytes())
+    if not each["name"].startswith("default ")
+]
+
+
+@pytest.mark.parametrize("model", [*catalog.models(), *DECODERS], ids=lambda model: model.name)
+def test_every_model_that_is_known_is_predicted(model: ModelSpec) -> None:
     for method in ("F+R+Z3", "Naive", "L+Z2", "PT", "Z3+O"):
         task = "finetune" if method[0] in "LP" else "pretrain"
         asked = cell(method, model=model.name, gpus=8, task=task)
