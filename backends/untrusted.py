@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from backends import foreign_files
+from backends.masking import masked
 
 T = TypeVar("T")
 
@@ -30,9 +31,9 @@ def escaped(text: str) -> str:
 
 
 def printable(text: str, max_chars: int = MAX_LINE_CHARS) -> str:
-    """`text` as one line of at most `max_chars` characters: runs of white space become one space, and what does not
-    print becomes an escape, as `escaped` has it."""
-    line = escaped(" ".join(text[: 8 * max_chars].split())[: max_chars + 1])
+    """`text` as one line of at most `max_chars` characters: runs of white space become one space, what does not print
+    becomes an escape, as `escaped` has it, and secrets of this process are masked."""
+    line = escaped(" ".join(masked(text[: 8 * max_chars]).split())[: max_chars + 1])
     return line if len(line) <= max_chars else line[: max_chars - 1] + "…"
 
 

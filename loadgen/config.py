@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from cyclopts import Group
 
+from backends.masking import hide
 from loadgen.load import workloads
 from loadgen.load.workloads import WorkloadName
 from loadgen.option_types import NumberOrText, Whole, WholeOrText, names, option
@@ -395,6 +396,7 @@ class Config(
 
     def _check_together(self) -> None:
         if self.url is not None:
+            hide(keys_of_url(self.url))
             try:
                 parts = urlsplit(self.url)
                 complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -551,6 +553,8 @@ class Config(
                 raise ConfigError(f"{flag(name)} is for a server with TLS; give --url https://HOST, or leave it out.")
         if self.ca is not None and self.insecure:
             raise ConfigError("--ca names whom to trust and --insecure trusts anybody; give one of them.")
+        if self.api_key_env is not None:
+            check_variable("--api-key-env", self.api_key_env)
         names = ["authorization"] if self.api_key_env is not None else []
         for name, _, _ in self.headers:
             if name.lower() in names:
@@ -792,7 +796,7 @@ def _header(item: str) -> tuple[str, str, str | None]:
     if name.lower() in _OWN_HEADERS:
         raise ConfigError(f"--header {name} is set by loadgen itself; leave it out.")
     if value.startswith("env:"):
-        return name, "", value.removeprefix("env:")
+        return name, "", check_variable(f"--header {name}=env:", value.removeprefix("env:"))
     if _SECRET_NAME.search(name) or _SECRET_VALUE.match(value):
         raise ConfigError(
             f"the value of --header {name} looks like a secret and would be written down; put it into an environment "
@@ -801,6 +805,27 @@ def _header(item: str) -> tuple[str, str, str | None]:
     if not (value.isascii() and value.isprintable()):
         raise ConfigError(f"the value of --header {name} holds a character that no header can carry.")
     return name, value, None
+
+
+def check_variable(flag: str, name: str) -> str:
+    """The name of a variable that holds a secret. Raises ConfigError for what is no name, and may be the secret."""
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or (_is_key(name) and not name.isupper()):
+        raise ConfigError(
+            f"{flag} must name an environment variable, and what was given is no name of one (it is not shown, since "
+            "it may be the key); put the key into a variable and name that."
+        )
+    return name
+
+
+def keys_of_url(url: str) -> list[str]:
+    """The parts of an address's path that look like keys: gateways take one there, and it must not be written down."""
+    return [part for part in url.partition("://")[2].split("/")[1:] if _is_key(unquote(part))]
+
+
+def _is_key(word: str) -> bool:
+    """Whether it begins as keys do, or has 20 letters and digits in a row, mixed as in no name of a model."""
+    runs = re.findall("[A-Za-z0-9]{20,}", word)
+    return bool(_SECRET_VALUE.match(word)) or any(len(re.findall("[0-9]+", run)) > 1 for run in runs)
 
 
 def _is_secret(word: str) -> bool:

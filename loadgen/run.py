@@ -29,7 +29,7 @@ from loadgen.calibration import calibrate
 from loadgen.client.engine import Progress, Send, Snapshot
 from loadgen.client.limits import check_workers, make_room
 from loadgen.client.workers import sender
-from loadgen.config import Config, ConfigError
+from loadgen.config import Config, ConfigError, keys_of_url
 from loadgen.event_loop import Stop
 from loadgen.load.load import Load
 from loadgen.load.prompts import tokenizer_count
@@ -369,7 +369,8 @@ def target_of(config: Config) -> Target:
         for name, value, variable in config.headers
     )
     ca = None if config.ca is None else str(config.ca.absolute())  # worker processes may run elsewhere
-    target = Target(config.url or "", token, headers, ca, config.insecure)
+    secrets = (*(os.environ[variable] for variable in config.secret_variables), *keys_of_url(config.url or ""))
+    target = Target(config.url or "", token, headers, ca, config.insecure, secrets)
     try:
         if ca is not None:
             target.tls_context()
@@ -380,10 +381,11 @@ def target_of(config: Config) -> Target:
 
 
 def _from_environment(variable: str, flag: str) -> str:
-    """A secret, which only the environment may hold. Raises ConfigError."""
+    """A secret, which only the environment may hold. Raises ConfigError, which names no variable that may be a key."""
     value = os.environ.get(variable)
     if not value:
-        raise ConfigError(f"the environment variable {variable} named by {flag} is not set.")
+        named = f" {variable}" if variable.isupper() else ""
+        raise ConfigError(f"the environment variable{named} named by {flag} is not set.")
     if not (value.isascii() and value.isprintable()):
         raise ConfigError(f"{variable} holds a line break or another character that no header can carry.")
     return value

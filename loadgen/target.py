@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from backends.masking import hide, masked
 from backends.protocol import HttpRequest
 from backends.untrusted import printable
 
@@ -27,10 +28,10 @@ class TransportError(Exception):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where requests go, what they carry besides, and whom TLS trusts. `token` is sent as a bearer token; it and the
-    values of `extra_headers` may be secrets, and must never be printed or written to disk.
+    """Where requests go, what they carry besides, and whom TLS trusts. `token` is sent as a bearer token.
 
-    ca: file of the certificates that TLS trusts; None: the machine's own. insecure: any certificate will do.
+    secrets: what of all this must never be printed or written to disk; whoever holds a target masks them. ca: file of
+    the certificates that TLS trusts; None: the machine's own. insecure: any certificate will do.
     """
 
     url: str
@@ -38,9 +39,13 @@ class Target(msgspec.Struct, frozen=True):
     extra_headers: tuple[tuple[str, str], ...] = ()
     ca: str | None = None
     insecure: bool = False
+    secrets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        hide(self.secrets)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
+        return f"{type(self).__name__}({masked(self.url)!r})"
 
     @property
     def parts(self) -> SplitResult:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from backends.masking import masked
 from backends.untrusted import printable
 from loadgen import exit_codes
 
@@ -24,7 +25,7 @@ UNBROKEN = 10_000  # columns: no line is broken here
 def say(text: str) -> None:
     """Writes a line to standard error. A closed pipe or a terminal that is gone stops nothing."""
     try:
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(masked(text) + "\n")
         sys.stderr.flush()
     except OSError:
         _discard(sys.stderr)

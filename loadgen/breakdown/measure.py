@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from backends.launch import Profiler
+from backends.untrusted import printable
 from loadgen import rundir, trace
 from loadgen.breakdown import attribute, steps, tables
 from loadgen.breakdown.tables import Breakdown
@@ -252,7 +253,7 @@ async def _command(target: Target, command: tuple[str, str], name: str, timeout_
     if status in (404, 405):
         raise ServerError(f"this {name} has no {path}; it needs a version whose profiler a client can start.")
     if status != 200:
-        reason = body.decode(errors="replace")[:200] or "no reason"
+        reason = printable(body.decode(errors="replace"), 200) or "no reason"
         raise ServerError(f"{name} answers {method} {path} with status {status}: {reason}.")
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 
 from backends.protocol import HttpRequest
+from backends.untrusted import printable
 from loadgen.monitor.messages import MetricsSource
 
 MAX_BODY_BYTES = 16 << 20
@@ -105,8 +106,7 @@ class _Page:
         except (TimeoutError, httpx.TimeoutException):
             raise Unreadable(f"GET /metrics was not answered within {self._timeout_s:g} s") from None
         except httpx.ConnectError as error:
-            reason = str(error).encode("unicode_escape").decode()[:200]  # one short line that a terminal does not obey
-            raise Unreadable(f"no connection for GET /metrics: {reason}") from None
+            raise Unreadable(f"no connection for GET /metrics: {printable(str(error), 200)}") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:  # their words may hold a header that we sent: names only
             raise Unreadable(f"GET /metrics failed: {type(error).__name__}") from None
         return self._series.pick(body.decode("utf-8", "replace"))

@@ -18,6 +18,7 @@ import msgspec
 
 from backends import foreign_files
 from backends.foreign_files import is_inside
+from backends.masking import without_secrets
 from backends.untrusted import UNDECODABLE, escaped, reason
 from loadgen import rundir
 from loadgen.report import build, repeats
@@ -156,7 +157,8 @@ def reported(directory: Path) -> set[str]:
 
 
 def write(directory: Path, swept: Swept) -> None:
-    """Writes sweep.json and sweep.md. Raises ReportError."""
+    """Writes sweep.json and sweep.md, without secrets. Raises ReportError."""
+    swept = without_secrets(swept)
     try:
         rundir.replace(directory / FILE, msgspec.json.format(msgspec.json.encode(swept), indent=2) + b"\n")
         rundir.replace(directory / TEXT, markdown(swept).encode())

@@ -17,6 +17,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 import msgspec
 
 from backends import foreign_files
+from backends.masking import without_secrets
 from backends.untrusted import UNDECODABLE, reason
 from loadgen.rundir.cluster_facts import ClusterFacts
 from loadgen.rundir.emulation import Emulation
@@ -218,9 +219,9 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:
-    """Replaces a file of a run's or a search's directory, indented. Raises RunError."""
+    """Replaces a file of a run's or a search's directory, indented, without secrets. Raises RunError."""
     try:
-        replace(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+        replace(path, msgspec.json.format(msgspec.json.encode(without_secrets(value)), indent=2) + b"\n")
     except OSError as error:
         raise RunError(f"cannot write to {path.parent}: {error.strerror or error}; name another --out.") from None
 

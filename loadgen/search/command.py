@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from backends.masking import without_secrets
 from loadgen import exit_codes, rundir, summary, terminal
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop, run_loop
@@ -73,7 +74,8 @@ def _measured(one: live.Search, made: Path | None) -> int:
 
 
 def show(directory: Path, result: SearchResult) -> None:
-    """Prints the answer and writes its text, figure and page."""
+    """Prints the answer and writes its text, figure and page, without secrets."""
+    result = without_secrets(result)
     if terminal.is_watched():
         terminal.show(results.screen(result, terminal.columns(sys.stderr)))
     else:
