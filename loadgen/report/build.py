@@ -56,10 +56,12 @@ def build(
     slos: Mapping[str, float] | None = None,
     convention: str = "loadgen",
     seen: ServerView | None = None,
+    doubt: str = "",
 ) -> Report:
     """The report of a run from its records (`table`) and the facts of each client process.
 
-    slos: limits in ms by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. Raises ReportError.
+    slos: limits in ms by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. doubt: as `findings.find`
+    has it. Raises ReportError.
     """
     if convention not in CONVENTIONS:
         raise ReportError(f"Unknown convention {convention!r}; use one of {', '.join(CONVENTIONS)}.")
@@ -106,7 +108,7 @@ def build(
         cluster=manifest.cluster,
         server_requests=slices.by_the_server(measured, rules),
     )
-    listed = findings.find(numbers, table, measured, facts, manifest)
+    listed = findings.find(numbers, table, measured, facts, manifest, doubt)
     verdict = schema.Verdict(all(finding.severity != "invalid" for finding in listed), listed)
     return Report(**msgspec.structs.asdict(numbers), verdict=verdict)
 
@@ -238,9 +240,12 @@ def from_directory(
     if slos is None:
         slos = _slos(directory, manifest)
     table, facts = written or records.read(directory)
-    t0_ns = records.read_header(directory).t0_monotonic_ns
+    header = records.read_header(directory)
+    t0_ns = header.t0_monotonic_ns
     seen = server_view.read(directory, manifest.run_id, t0_ns, t0_ns + int(table.done_ns.max(initial=0)))
-    return build(manifest, table, facts, slos, convention, seen or _kept(directory, manifest.run_id)), table
+    same = header.run_id == manifest.run_id
+    doubt = "" if same else f"the manifest is of run {manifest.run_id}, and the records are of run {header.run_id}"
+    return build(manifest, table, facts, slos, convention, seen or _kept(directory, manifest.run_id), doubt), table
 
 
 def _slos(directory: Path, manifest: Manifest) -> Mapping[str, float]:

@@ -135,7 +135,7 @@ class _Runs:
             emulated=any(report.emulated for report in self.reports),
             requests=sum(report.requests.ok + report.requests.failed for report in self.reports),
             ok=sum(report.requests.ok for report in self.reports),
-            runs=[repeats.verdict(*each) for each in zip(self.directories, self.reports, strict=True)],
+            runs=repeats.verdicts(self.directories, self.reports),
         )
 
 

@@ -18,7 +18,7 @@ from loadgen.report import client_findings, cluster, sessions, sharing
 from loadgen.report.finding import Finding, Severity, share, worst_first
 from loadgen.report.metrics import PERCENTILES
 from loadgen.report.schema import Numbers
-from loadgen.rundir import Manifest
+from loadgen.rundir import Manifest, contradictions
 from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table
@@ -54,10 +54,12 @@ PERCENTILE_MISS_PROBABILITY = 0.025
 
 
 def find(
-    numbers: Numbers, table: Table, measured: Table, facts: Sequence[ClientFacts], manifest: Manifest
+    numbers: Numbers, table: Table, measured: Table, facts: Sequence[ClientFacts], manifest: Manifest, doubt: str = ""
 ) -> list[Finding]:
-    """Everything that a reader of `numbers` must know, worst first. measured: the part of `table` that counts."""
+    """Everything that a reader of `numbers` must know, worst first. measured: the part of `table` that counts. doubt:
+    what contradicts itself in the run's directory besides its records, as a clause."""
     listed = [
+        *_contradictions([doubt] if doubt else [], contradictions.of_records(table, measured, facts, manifest)),
         *_server_ended(numbers.launch),
         *_cluster(numbers),
         *_completeness(manifest, measured, facts),
@@ -68,6 +70,7 @@ def find(
         *_events(measured),
         *_lengths(measured),
         *_counts(measured),
+        *sessions.find(measured),
         *_repeated(measured, manifest),
         *sharing.find(measured, numbers, manifest),
         *_cold(measured),
@@ -92,6 +95,17 @@ def too_few(samples: int, percentiles: Mapping[str, int] = PERCENTILES) -> dict[
     samples."""
     needs = {name: min_samples(thousandths) for name, thousandths in percentiles.items()}
     return {name: least for name, least in needs.items() if 0 < samples < least}
+
+
+def _contradictions(*clauses: Sequence[str]) -> Iterator[Finding]:
+    listed = [clause for each in clauses for clause in each]
+    if listed:
+        yield Finding(
+            code="CONTRADICTION",
+            severity="invalid",
+            message=f"The files of the run contradict themselves: {'; '.join(listed)}.",
+            advice="Do not use these numbers: files were changed, or are of several runs; copy the directory again.",
+        )
 
 
 def _server_ended(launch: LaunchFacts | None) -> Iterator[Finding]:

@@ -114,6 +114,19 @@ def verdict(directory: Path, report: Report) -> RunVerdict:
     )  # fmt: skip
 
 
+def verdicts(paths: Sequence[Path], reports: Sequence[Report]) -> list[RunVerdict]:
+    """Of several runs; a run that is there again under another name is not valid: it says nothing of the noise."""
+    first: dict[str, RunVerdict] = {}
+    checked = []
+    for path, report in zip(paths, reports, strict=True):
+        run = verdict(path, report)
+        if (same := first.setdefault(run.run_id, run)) is not run:
+            why = f"CONTRADICTION: this is run {run.run_id} again, which is {same.directory}, too."
+            run = msgspec.structs.replace(run, valid=False, reasons=[*run.reasons, why])
+        checked.append(run)
+    return checked
+
+
 def read(directory: Path) -> Repeated:
     """Of the runs in a directory of repeats, from their records. Raises RunError, ReportError or RecordsError."""
     paths = directories(directory)
@@ -139,7 +152,7 @@ def pooled(paths: Sequence[Path]) -> dict[str, Distribution]:
 
 def of_reports(paths: Sequence[Path], reports: Sequence[Report], planned: int) -> Repeated:
     """At least one report."""
-    runs = [verdict(path, report) for path, report in zip(paths, reports, strict=True)]
+    runs = verdicts(paths, reports)
     finished = [report for run, report in zip(runs, reports, strict=True) if run.finished]
     by_run = [values(report) for report in finished or reports]
     return Repeated(

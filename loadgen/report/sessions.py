@@ -8,12 +8,14 @@ reply to when the next turn is due.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loadgen.report import metrics
+from loadgen.report.finding import Finding
 from loadgen.report.metrics import Convention, Summary
 from loadgen.report.schema import SessionStats, TurnStats
 from loadgen.rundir.outcomes import OUTCOMES
@@ -21,6 +23,8 @@ from loadgen.rundir.records import Table
 
 EACH_TURN = 4  # turns that have a row of their own; from the next on, 4 turns share one, then 8, and so on
 MOST_REASON_CHARACTERS = 300
+# Of the tokens said before: what an end of a turn that is not sent back, and a text that is cut anew, may take away.
+HISTORY_SLACK_TOKENS, HISTORY_SLACK_RATIO = 2, 0.02
 TURN_METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 
 
@@ -139,6 +143,37 @@ def by_turn(measured: Table, rules: Convention) -> list[TurnStats]:
             )
         )
     return stats
+
+
+def find(measured: Table) -> Iterator[Finding]:
+    """Whether the server kept what was said before: by its own counts a turn's prompt holds the prompt and the reply of
+    the turn before. Templates, and texts that are cut into tokens anew, may differ by a little."""
+    earlier, later = _pairs(measured)
+    sent = measured.ok[earlier] & measured.ok[later]
+    earlier, later = earlier[sent], later[sent]
+    counts = (measured.prompt_tokens[earlier], measured.output_tokens[earlier], measured.prompt_tokens[later])
+    known = np.logical_and.reduce([count != -1 for count in counts]) if len(earlier) else sent[:0]
+    before, reply, after = (count[known] for count in counts)
+    said = before + reply
+    dropped = after < said - HISTORY_SLACK_TOKENS - HISTORY_SLACK_RATIO * said
+    if dropped.any():
+        yield Finding(
+            code="HISTORY_DROPPED",
+            severity="invalid",
+            message=f"In {int(dropped.sum())} of {len(said)} later turns the server counted fewer prompt tokens than "
+            f"were said before ({int(after[dropped].sum())}, and {int(said[dropped].sum())} were said): it did not do "
+            "the work that was sent.",
+            advice="Let the server take whole conversations, or send single requests. Where it counts reasoning that "
+            "it does not get back, turn reasoning off.",
+        )
+    elif unknown := int((~known).sum()):
+        yield Finding(
+            code="HISTORY_UNKNOWN",
+            severity="warning",
+            message=f"In {unknown} of {len(known)} later turns the server did not count its tokens: whether it took "
+            "what was said before is unknown.",
+            advice="Stream the replies, or use a backend or a server version that reports usage.",
+        )
 
 
 def _mean(counts: NDArray[np.int64]) -> float | None:

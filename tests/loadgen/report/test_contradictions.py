@@ -1,0 +1,141 @@
+"""Directories that say what cannot be: the report says so, and is invalid."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadgen import cli, rundir
+from loadgen.report import build, repeats
+from loadgen.report.finding import Finding
+from loadgen.rundir.records import Record, table
+from tests.loadgen.report.test_sessions import turn
+from tests.loadgen.tables import facts, failure, manifest, request, write_run
+
+MS = 1_000_000
+
+
+def found(records: list[Record], code: str, clients: int = 1, **changes: Any) -> Finding | None:
+    report = build.build(manifest(**changes), table(records), [facts()] * clients)
+    listed = [finding for finding in report.verdict.findings if finding.code == code]
+    assert not any(finding.severity == "invalid" for finding in listed) or not report.verdict.valid
+    return listed[0] if listed else None
+
+
+BAD: dict[str, tuple[Record, str]] = {
+    "ok with status 500": (request(status=500), "ended ok with status 500"),
+    "ok and never sent": (request(sent_ns=None), "was never sent"),
+    "ok and never done": (request(done_ns=None), "never ended"),
+    "done before sent": (request(done_ns=-5 * MS), "'done' before its"),
+    "first token before sent": (request(sent_ns=50 * MS, first_token_ns=20 * MS), "'first token' before its 'sent'"),
+    "sent before due": (request(scheduled_ns=40 * MS), "'sent' before its 'due'"),
+    "done before its last token": (request(done_ns=2 * MS), "'done' before its 'last token'"),
+    "failed before it was sent": (failure(0, "reset", sent=50, done=20), "'done' before its 'sent'"),
+}
+
+
+@pytest.mark.parametrize(("record", "why"), BAD.values(), ids=BAD.keys())
+def test_records_that_cannot_be(record: Record, why: str) -> None:
+    finding = found([record, request(1)], "CONTRADICTION")
+    assert finding is not None and finding.severity == "invalid" and why in finding.message
+    assert "request 0" in finding.message
+
+
+@pytest.mark.parametrize("phase", ["measured", "warmup"])
+def test_what_can_be(phase: str) -> None:
+    records = [request(0, phase=phase), request(1), failure(2, "refused", sent=None, done=5), failure(3, "reset")]
+    assert found(records, "CONTRADICTION", requests_planned=4) is None
+    late = request(0, first_token_ns=MS // 2)  # of the kernel's clock, half a millisecond before ours
+    assert found([late], "CONTRADICTION", requests_planned=1) is None
+
+
+def test_more_than_there_was() -> None:
+    more = found([request(each) for each in range(3)], "CONTRADICTION", requests_planned=2)
+    assert more is not None and "3 requests are recorded and 2 were planned" in more.message
+    twice = found([request()], "CONTRADICTION", clients=2, requests_planned=1, client_processes=1)
+    assert twice is not None and "2 client processes wrote their last line and 1 were started" in twice.message
+
+
+def a_run(directory: Path, **changes: Any) -> Path:
+    return write_run(directory, [request()], manifest(requests_planned=1, **changes), facts())
+
+
+def other_manifest(directory: Path) -> None:
+    rundir.write_manifest(directory, manifest(run_id="another", requests_planned=1))
+
+
+def last_line_twice(directory: Path) -> None:
+    path = directory / "requests.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, lines[-1]]))
+
+
+@pytest.mark.parametrize("spoil", [other_manifest, last_line_twice])
+def test_a_directory_that_was_put_together(
+    spoil: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = a_run(tmp_path / "run", client_processes=1)
+    assert build.from_directory(directory)[0].verdict.valid
+    spoil(directory)
+    assert cli.invoke(["report", str(directory)]) == 4
+    assert "CONTRADICTION" in capsys.readouterr().err
+
+
+def test_one_run_three_times_is_no_three_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    a_run(whole / "1", run_id="a")
+    shutil.copytree(whole / "1", whole / "2")
+    (whole / "3").symlink_to("1")
+    a_run(whole / "4", run_id="b")
+    runs = repeats.read(whole).runs
+    assert [run.valid for run in runs] == [True, False, False, True]
+    assert all("run a again" in run.reasons[-1] for run in runs if not run.valid)
+
+
+# Sessions whose history does not reach the server.
+
+
+def session(*counts: tuple[int | None, int | None]) -> list[Record]:
+    """A session of turns with the server's counts of prompt and reply, in tokens."""
+    return [
+        turn(at, 0, at + 1, 500 * at, prompt_tokens=prompt, output_tokens=reply, asked_prompt_tokens=0)
+        for at, (prompt, reply) in enumerate(counts)
+    ]
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [(10, 4), (10, 4), (10, 4)],  # the last message alone
+        [(10, 4), (0, 4)], [(0, 4), (0, 4)],  # none is counted
+        [(1000, 400), (1010, 400)],  # what the user said, without the replies
+        [(100, 4), (115, 4), (20, 4)],  # from some turn on
+    ],
+)  # fmt: skip
+def test_a_history_that_is_dropped(counts: list[tuple[int | None, int | None]]) -> None:
+    finding = found(session(*counts), "HISTORY_DROPPED")
+    assert finding is not None and finding.severity == "invalid"
+
+
+@pytest.mark.parametrize(
+    "counts", [[(10, 4), (24, 4), (38, 4)], [(10, 4), (14, 4)], [(10, 4), (13, 4)], [(1000, 400), (1390, 5)], [(9, 4)]]
+)
+def test_a_history_that_is_kept(counts: list[tuple[int | None, int | None]]) -> None:
+    """Also where the end of a turn is not sent back, and where a text is cut into tokens anew."""
+    assert found(session(*counts), "HISTORY_DROPPED") is None
+    assert found(session(*counts), "HISTORY_UNKNOWN") is None
+
+
+def test_a_history_that_nobody_counts() -> None:
+    finding = found(session((10, 4), (None, 4), (38, 4)), "HISTORY_UNKNOWN")
+    assert finding is not None and "2 of 2 later turns" in finding.message
+
+
+def test_a_turn_that_failed_says_nothing_of_the_history() -> None:
+    failed = failure(1, "reset", sent=600, done=700, session=0, turn=2, scheduled_ns=500 * MS)
+    assert found([*session((10, 4)), failed], "HISTORY_DROPPED") is None
