@@ -22,7 +22,7 @@ from cyclopts.config import Dict
 from backends.files import read_text
 from backends.untrusted import escaped
 from loadgen import exit_codes, guesses, rundir, terminal
-from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file
+from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file, ray_address
 from loadgen.option_types import JunitOption, SummaryOption, Whole, names, offers
 from loadgen.search.points import SweepOptions
 from loadgen.terminal import result_line, say, say_error
@@ -307,13 +307,17 @@ def _last_words(directory: Path, json: str, *, brief: bool = False) -> None:
 def collect(
     directory: Annotated[Path, Parameter(name="run", help="Run directory of a `run --on ray`.")],
     /,
+    *,
+    on: Annotated[
+        str, Parameter(help="Where its machines are: ray, the Ray cluster of this machine (default), or ray:HOST:PORT.")
+    ] = "ray",
 ) -> int:
     """Fetch the records of a run of several machines that stayed on them, and redo its report: where the run's own
     process was killed, or a machine was cut off and is back."""
     from loadgen.cluster.collect import collect as fetch
 
     with rundir.alone(directory):
-        files = fetch(directory, say)
+        files = fetch(directory, ray_address(on), say)
         say(f"{files} file{'' if files == 1 else 's'} of records came home")
         return report_one(directory, "loadgen")
 

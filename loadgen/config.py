@@ -10,7 +10,7 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -805,6 +805,31 @@ def _header(item: str) -> tuple[str, str, str | None]:
     if not (value.isascii() and value.isprintable()):
         raise ConfigError(f"the value of --header {name} holds a character that no header can carry.")
     return name, value, None
+
+
+# What is started, where it is sent, and with which secrets and files: a directory's word for these is not its owner's.
+OWNERS_WORD = (
+    "url", "launch", "image", "server_python", "server_arg", "on", "api_key_env", "header", "ca", "insecure", "dataset",
+    "trace", "tokenizer", "profile",
+)  # fmt: skip
+
+
+def check_owners_word(directory: Path, kept: object, typed: Container[str], given_as: Callable[[str], str]) -> None:
+    """That what decides on programs, addresses, secrets and files was typed again. kept: the options that the directory
+    holds. given_as: an option as it is typed. Raises ConfigError."""
+    missing = [name for name in OWNERS_WORD if getattr(kept, name) and name not in typed]
+    if missing:
+        shown = ", ".join(f"{given_as(name)} {_shown(getattr(kept, name))}" for name in missing)
+        raise ConfigError(
+            f"{directory} may be another's, and it says what is started, sent or read: give that again beside --resume "
+            f"if it is what you want: {shown}."
+        )
+
+
+def _shown(value: object) -> str:
+    if value is True:
+        return ""
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def check_variable(flag: str, name: str) -> str:

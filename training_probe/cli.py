@@ -70,7 +70,7 @@ def sweep(
     grid, measuring, where = grid or Grid(), measuring or Measuring(), where or OnCluster()
     where.check(grid.gpus, ranked=not dry_run)
     if resume is not None:
-        if (grid, measuring, where.on, out, dry_run) != (Grid(), Measuring(), None, None, False):
+        if (grid, measuring, out, dry_run) != (Grid(), Measuring(), None, False):
             raise GridError("--resume goes on with what was asked for before; leave all other options out.")
         return _resume(where, resume, metrics_port)
     if where.on is not None:
@@ -89,7 +89,7 @@ def _resume(where: OnCluster, directory: Path, metrics_port: int | None) -> int:
     _serve_metrics(directory, metrics_port)
     if where.nnodes > 1:
         return _report(directory, on_cluster.resume_on_nodes(where, directory))
-    return _report(directory, sweeps.resume(directory, say))
+    return _report(directory, sweeps.resume(directory, say, on=where.on))
 
 
 def _sweep_on_nodes(

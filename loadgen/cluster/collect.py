@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from backends.untrusted import printable
 from loadgen import rundir
 from loadgen.cluster import ray_cluster, records_home
 from loadgen.cluster.link import NodeLost
@@ -18,9 +19,10 @@ from loadgen.rundir.parts import JOINED
 Say = Callable[[str], None]
 
 
-def collect(directory: Path, say: Say) -> int:
+def collect(directory: Path, address: str | None, say: Say) -> int:
     """Brings home what lies on the machines of the run in `directory`, joins it with what is there, and gives the
-    number of files that came. Raises RunError, RecordsError, ConfigError and ClusterError."""
+    number of files that came. address: of the Ray cluster, None being that of this machine; never the directory's own
+    word, which may be another's. Raises RunError, RecordsError, ConfigError and ClusterError."""
     manifest = rundir.read_manifest(directory)
     facts = manifest.cluster
     if facts is None:
@@ -28,7 +30,7 @@ def collect(directory: Path, say: Say) -> int:
     if facts.t0_ns is None:
         raise rundir.RunError(f"the run in {directory} ended before it sent anything: there is nothing to collect.")
     try:
-        with ray_cluster.connected(facts.address):
+        with ray_cluster.connected(address):
             came = asyncio.run(_brought(directory, facts, say))
     except OSError as error:
         raise rundir.RunError(f"cannot write to {directory}: {error.strerror or error}.") from None
@@ -58,6 +60,8 @@ async def _brought(directory: Path, facts: ClusterFacts, say: Say) -> list[str]:
 async def _from(member: ray_cluster.RayMember, node: NodeFacts, directory: Path, t0_ns: int) -> list[str]:
     files = await member.written(node.directory)
     for file in files:
+        if not parts.is_name(file.name):
+            raise records_home.HomeError(f"'{printable(file.name)}' is no file of records")
         came = directory / f"{file.name}.home"
         await records_home.bring(file, lambda name, offset: member.read(node.directory, name, offset), came)
         await asyncio.to_thread(records_home.settle, came, directory / file.name, t0_ns, None)

@@ -60,8 +60,7 @@ def build(
 ) -> Report:
     """The report of a run from its records (`table`) and the facts of each client process.
 
-    slos: limits in ms by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. doubt: as `findings.find`
-    has it. Raises ReportError.
+    slos: limits in ms by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. Raises ReportError.
     """
     if convention not in CONVENTIONS:
         raise ReportError(f"Unknown convention {convention!r}; use one of {', '.join(CONVENTIONS)}.")

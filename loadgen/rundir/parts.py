@@ -38,6 +38,11 @@ def find(directory: Path) -> list[Part]:
     return sorted(parts)
 
 
+def is_name(name: str) -> bool:
+    """Whether a file of records is called so."""
+    return _NAME.fullmatch(name) is not None
+
+
 def following(path: Path, number: int) -> Path:
     """The name of part `number` of the records that begin with the file `path`."""
     return path.with_name(f"{path.stem}-{number}{path.suffix}")

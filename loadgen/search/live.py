@@ -24,9 +24,10 @@ from typing import Any
 import msgspec
 
 from backends import gpus
+from backends.masking import without_secrets
 from loadgen import child_env, rundir
 from loadgen.client.engine import Progress, Snapshot
-from loadgen.config import Config, ConfigError, flag
+from loadgen.config import OWNERS_WORD, Config, ConfigError, check_owners_word, flag
 from loadgen.load.load import Load
 from loadgen.report import build
 from loadgen.report.text import number
@@ -92,7 +93,7 @@ def _least(attain: float) -> int:
 def run_config(options: SearchOptions) -> Config:
     """The options of a search that goes on. Raises ConfigError."""
     try:
-        return msgspec.convert(options.config, Config, strict=False)
+        return msgspec.convert(options.config, Config, strict=False, dec_hook=lambda kind, value: kind(value))
     except msgspec.ValidationError as error:
         raise ConfigError(f"search.json holds options that this version does not know: {error}.") from None
 
@@ -411,9 +412,14 @@ def resumed(directory: Path, config: Config, own: dict[str, object]) -> tuple[Se
         if name not in ("out", *OWN):
             before[flag(name)], again[flag(name)] = plain_before[name], plain[name]
     for option, value in again.items():
-        if value != before[option]:
+        if without_secrets(value) != before[option]:
             raise ConfigError(f"--resume goes on with the options of {directory}; leave {option} out.")
-    return msgspec.structs.replace(result, ended="running", ended_because="it goes on"), replace(kept, out=directory)
+    typed = config.given(OWNERS_WORD)
+    check_owners_word(directory, kept, typed, flag)
+    owners = {name: getattr(config, name) for name in typed}
+    return msgspec.structs.replace(result, ended="running", ended_because="it goes on"), replace(
+        kept, out=directory, **owners
+    )
 
 
 def plain_config(config: Config) -> Config:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin, g
 import msgspec
 from cyclopts import Parameter
 
+from backends.masking import without_secrets
 from loadgen.config import (
     LOAD,
     MOST_REPEATS,
@@ -149,7 +150,7 @@ class SweepOptions(
         given: dict[str, Point] = {}
         for point in points:
             if point.name in given:
-                raise ConfigError(f"{_flag(varied)} has {point.value} twice; give each value once, or --repeat.")
+                raise ConfigError(f"{flag_of(varied)} has {point.value} twice; give each value once, or --repeat.")
             given[point.name] = point
         return points
 
@@ -195,15 +196,17 @@ class SweepOptions(
 
     def differing(self, own: Self) -> list[str]:
         """The options that were typed and say otherwise than the sweep's own."""
-        mine, theirs = self.as_dict(), own.as_dict()
+        mine, theirs = without_secrets(self.as_dict()), own.as_dict()
         return [
-            _flag(name) for name in names(type(self)) if name in self.typed & mine.keys() and mine[name] != theirs[name]
+            flag_of(name)
+            for name in names(type(self))
+            if name in self.typed & mine.keys() and mine[name] != theirs[name]
         ]
 
     def _check(self) -> None:
         for name in ("rates", *LISTED):
             if name in self.typed and getattr(self, name) == ():
-                raise ConfigError(f"{_flag(name)} is an empty list; give it at least one value.")
+                raise ConfigError(f"{flag_of(name)} is an empty list; give it at least one value.")
         if self.dry_run:
             raise ConfigError("--dry-run is of `loadgen run`, for one point; a sweep starts its server.")
         if not 1 <= self.repeat <= MOST_REPEATS:
@@ -231,10 +234,8 @@ class SweepOptions(
         """The option with several values; of one point alone, the rate or the number in flight. Raises ConfigError."""
         several = [name for name in ("rates", *LISTED) if len(self._values(name)) > 1]
         if len(several) > 1:
-            raise ConfigError(
-                f"{_flag(several[0])} and {_flag(several[1])} are both lists, and a sweep varies one option; give one "
-                "of them one value."
-            )
+            two = " and ".join(map(flag_of, several[:2]))
+            raise ConfigError(f"{two} are both lists, and a sweep varies one option; give one of them one value.")
         chosen = several or [name for name in ("rates", "concurrency") if self._values(name)]
         if not chosen:
             raise ConfigError(
@@ -289,7 +290,7 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
     """As it is typed."""
     if name == "concurrency":
         return "--concurrencies"

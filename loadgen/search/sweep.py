@@ -19,9 +19,10 @@ from pathlib import Path
 
 import msgspec
 
+from backends.masking import hide
 from backends.untrusted import printable
 from loadgen import rundir, summary
-from loadgen.config import Config, ConfigError
+from loadgen.config import OWNERS_WORD, Config, ConfigError, check_owners_word, keys_of_url
 from loadgen.event_loop import Stop
 from loadgen.load.lengths import WorkloadError
 from loadgen.probe import identify
@@ -30,7 +31,7 @@ from loadgen.report.schema import Report
 from loadgen.report.sweeps import PlannedRun, State, SweepPlan, Swept
 from loadgen.run import Run, Say, Served, stoppable
 from loadgen.search.idle import Look, idle, looking_at
-from loadgen.search.points import UNITS, PointRun, SweepOptions
+from loadgen.search.points import UNITS, PointRun, SweepOptions, flag_of
 from loadgen.server import embedded
 from loadgen.server.launch import plan_launch
 
@@ -116,12 +117,17 @@ def _resumed(typed: SweepOptions, directory: Path, say: Say) -> Sweep:
         raise rundir.RunError(
             f"{directory / sweeps.FILE} holds no options of a sweep: {printable(str(error))}"
         ) from None
+    hide(keys_of_url(typed.url or ""))
     differing = typed.differing(options)
     if differing:
         raise ConfigError(
             f"{differing[0]} differs from that of the sweep in {directory}; leave it out to go on, or begin another "
             "sweep with --out."
         )
+    check_owners_word(directory, options, typed.typed, flag_of)
+    owners = {name: value for name, value in typed.as_dict().items() if name in typed.typed and name in OWNERS_WORD}
+    options = SweepOptions.of_dict({**kept.plan.options, **owners})
+    runs = options.order(options.runs())
     if kept.version != rundir.package_version():
         say(f"note: loadgen {kept.version} began the sweep; its other runs will be of {rundir.package_version()}.")
     sweep = Sweep(options, directory, runs, kept, say, resumed=True)

@@ -219,13 +219,13 @@ def test_records_of_a_lost_machine_are_collected_when_it_is_back(nodes: Nodes, u
     before = outcomes(run.out)
     assert before["node_lost"] == 80 and before["ok"] == 160
     nodes.restart(LAST)
-    code, said = begin(nodes, run.out, str(run.out), command="collect").end()
+    code, said = begin(nodes, run.out, str(run.out), "--on", f"ray:{nodes.address}", command="collect").end()
     assert code == 4 and "came home" in said, said
     after = outcomes(run.out)
     assert sum(after.values()) == 240
     assert after["ok"] > 165 and after["node_lost"] < 75
     assert "NODE_LOST" in codes(run.out)
-    again, said = begin(nodes, run.out, str(run.out), command="collect").end()
+    again, said = begin(nodes, run.out, str(run.out), "--on", f"ray:{nodes.address}", command="collect").end()
     assert again == 4 and "0 files" in said, said
     assert outcomes(run.out) == after
 
@@ -248,7 +248,7 @@ def test_machines_stop_when_the_driver_is_killed_and_keep_their_records(nodes: N
         os.kill(pid, signal.SIGKILL)
     run.process.communicate()
     nothing_left(nodes)
-    code, said = begin(nodes, run.out, str(run.out), command="collect").end()
+    code, said = begin(nodes, run.out, str(run.out), "--on", f"ray:{nodes.address}", command="collect").end()
     assert code == 4 and "3 files" in said, said
     assert outcomes(run.out)["ok"] > 30
     assert "KILLED" in codes(run.out)

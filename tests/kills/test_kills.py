@@ -236,7 +236,7 @@ POINTS = {f"rate-{rate}-run{number}" for rate in (40, 80) for number in (1, 2)}
 def sweep_of_loads(server: str, out: Path) -> list[str]:
     program = ["-c", "from loadgen.cli import main; main()", "sweep"]
     if (out / "sweep.json").exists():
-        return [*program, "--resume", str(out)]
+        return [*program, "--resume", str(out), "--url", server]
     return [
         *program, "--url", server, "--no-calibrate", "--warmup", "1", "--output-tokens", "4", "--rates", "40", "80",
         "--repeat", "2", "--requests", "20", "--seed", "3", "--out", str(out),

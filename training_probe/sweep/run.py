@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ import msgspec
 
 from backends import process
 from backends.gpus import UNKNOWN, Gpu, Inventory
+from backends.untrusted import escaped
 from loadgen import exit_codes, rundir
 from loadgen.cluster.link import NodeLost
 from loadgen.config import ray_address
@@ -108,9 +110,18 @@ def _names(devices: Sequence[Gpu | None]) -> list[str]:
     return [device.name if device else UNKNOWN for device in devices]
 
 
-def resume(directory: Path, say: Say, around: Surroundings | None = None) -> int:
-    """Goes on with a sweep, as its manifest has it. Raises RunError, ResultsError, RunnerError."""
+def resume(directory: Path, say: Say, around: Surroundings | None = None, on: str | None = None) -> int:
+    """Goes on with a sweep, as its manifest has it. on: the cluster as it is typed, which must be the sweep's. Raises
+    RunError, ResultsError, RunnerError."""
     manifest = manifests.read(directory)
+    if manifest.python != sys.executable:
+        raise rundir.RunError(
+            f"{directory} was measured by {escaped(manifest.python)}, and it may be another's: go on with the "
+            "training_probe of that Python if it is yours, or begin another sweep with --out."
+        )
+    if around is None and manifest.on != on:
+        was = "on this machine alone; leave --on out" if manifest.on is None else f"on a cluster: --on {manifest.on}"
+        raise rundir.RunError(f"{directory} may be another's, and only its owner's word names a cluster: it was {was}.")
     if (directory / results.BREAKDOWN_FILE).exists():
         raise rundir.RunError(f"{directory} holds a breakdown, which cannot be gone on with; trace its cells anew.")
     with rundir.alone(directory):

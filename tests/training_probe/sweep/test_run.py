@@ -450,6 +450,16 @@ def test_there_is_nothing_to_resume(tmp_path: Path) -> None:
         resume(tmp_path, print, AROUND)
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"), [({"python": "/tmp/evil"}, "/tmp/evil"), ({"on": "ray:evil.example:6379"}, "evil.example")]
+)
+def test_a_directory_names_no_program_and_no_cluster(fields: dict[str, Any], named: str, tmp_path: Path) -> None:
+    """It may be another's: what it says is not started, and nothing is sent there."""
+    begin([cell("ok")], settings(**fields), tmp_path / "sweep", AROUND)
+    with pytest.raises(RunError, match=named):
+        resume(tmp_path / "sweep", print)
+
+
 # -- GPUs, progress, dry run -------------------------------------------------------------------------------------------
 
 
