@@ -46,7 +46,8 @@ class _Silences(NamedTuple):
 
 def find(measured: Table, lag_ms: float | None) -> list[Stall]:
     """The stalls of a run in order. lag_ms: how late its client was at worst; None when nobody knows: then none."""
-    if lag_ms is None or not len(measured.itl_us):  # no gap is known: no reply of several events, or none was kept
+    begun = (measured.first_token_ns != -1).any()
+    if lag_ms is None or not begun or not len(measured.itl_us):  # no gap is known: none is there, or none was kept
         return []
     silences = _under_way(_silences(measured), measured)
     length_us = silences.end_us - silences.begin_us
