@@ -28,7 +28,7 @@ class Parameters(msgspec.Struct):
 
 
 class Body(msgspec.Struct):
-    inputs: str | list[int]
+    inputs: str | list[wire.TokenId]
     parameters: Parameters
     stream: bool = False
 

@@ -49,11 +49,11 @@ class Body(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(Body):
-    prompt: str | list[int]
+    prompt: str | list[wire.TokenId]
 
 
 class PromptListBody(Body):
-    prompt: list[str | list[int]]
+    prompt: list[str | list[wire.TokenId]]
 
 
 class Part(msgspec.Struct):

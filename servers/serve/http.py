@@ -24,6 +24,7 @@ from servers.serve.wire import Dialect, Page
 
 SERVER_HEADER = b"Server: llm-dissect (emulated)\r\n"
 MAX_HEAD_BYTES = 64 * 1024
+MAX_OVERHEAD = 16  # bytes for each byte of a body: a chunk of one byte takes seven
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_UNSENT_BYTES = 4 * 1024 * 1024  # a reader that is further behind is cut off
 MAX_WAITING_REQUESTS = 100  # pipelined on one connection
@@ -53,7 +54,7 @@ class Owner(Protocol):
         """Answers one request, now or later."""
 
     def watch(self, connection: Connection, events: int) -> None:
-        """From now on calls `ready` for these events of the selector."""
+        """From now on calls `ready` for these events of the selector; 0: for none."""
 
     def forget(self, connection: Connection) -> None:
         """The connection is about to be closed."""
@@ -75,10 +76,13 @@ class Connection:
         self._parser = httptools.HttpRequestParser(self)
         self._read_ns = 0
         self._free_ns = 0  # when the answer before ended: a request that waited for it is received then
+        self._used_ns = time.monotonic_ns()
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._body: list[bytes] = []
-        self._head_bytes = self._body_bytes = 0
+        self._read_bytes = self._body_bytes = 0
+        self._in_head = True
+        self._ended = False  # the client sends nothing more, and may still read
         self._waiting: deque[Request] = deque()
         self._current: Request | None = None
         self._unsent = bytearray()
@@ -96,11 +100,24 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError:
-                data = b""
-            if data:
-                self._server.unparsed.append((self, data, now_ns))
-            else:
                 self.close()
+                return
+            self._used_ns = now_ns
+            self._ended = not data
+            if self._ended:
+                self._watch()
+            if self._ended and self._closing:
+                self.close_when_sent()
+            else:  # also an end: it stands behind what was sent before
+                self._server.unparsed.append((self, data, now_ns))
+
+    def _watch(self) -> None:
+        reading, writing = not self._ended, bool(self._unsent)
+        self._server.watch(self, selectors.EVENT_READ * reading | selectors.EVENT_WRITE * writing)
+
+    def idle_since_ns(self) -> int | None:
+        """When it was last used; None while a request is there or an answer is not sent."""
+        return None if self._current or self._waiting or self._unsent else max(self._used_ns, self._free_ns)
 
     def parse(self, data: bytes, read_ns: int) -> None:
         """Parses what was read at `read_ns` and answers the requests that are complete by it."""
@@ -115,7 +132,8 @@ class Connection:
         except httptools.HttpParserError:
             self._refuse(400, "the request is no HTTP/1.1.")
             return
-        if self._head_bytes > MAX_HEAD_BYTES:
+        self._read_bytes += len(data)
+        if self._read_bytes - self._body_bytes > MAX_HEAD_BYTES + MAX_OVERHEAD * self._body_bytes:
             self._refuse(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes.")
         elif self._body_bytes > MAX_BODY_BYTES:
             self._refuse(413, f"the body is longer than {MAX_BODY_BYTES} bytes.")
@@ -123,20 +141,23 @@ class Connection:
             self._refuse(429, "too many requests are waiting on one connection.")
         else:
             self._answer_next()
+            if self._ended and self.open and self._current is None and not data:
+                self.close_when_sent()
 
     def on_message_begin(self) -> None:
         self._url, self._headers, self._body = b"", {}, []
-        self._head_bytes = self._body_bytes = 0
+        self._read_bytes = self._body_bytes = 0
+        self._in_head = True
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.lower()] = value
-        self._head_bytes += len(name) + len(value)
+        if self._in_head:  # else it is a trailer, which is no header
+            self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
+        self._in_head = False
         if self._headers.get(b"expect", b"").lower() == b"100-continue" and self._current is None:
             self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -213,8 +234,10 @@ class Connection:
             if sent == len(data):
                 return
             data = data[sent:]
-            self._server.watch(self, selectors.EVENT_READ | selectors.EVENT_WRITE)
-        self._unsent += data
+            self._unsent += data
+            self._watch()
+        else:
+            self._unsent += data
         if len(self._unsent) > MAX_UNSENT_BYTES:
             self._server.log(f"a client left {len(self._unsent)} bytes unread; its connection is closed.")
             self.reset()
@@ -247,7 +270,7 @@ class Connection:
             return
         del self._unsent[:sent]
         if not self._unsent:
-            self._server.watch(self, selectors.EVENT_READ)
+            self._watch()
             if self._closing:
                 self.close_when_sent()
 
@@ -258,14 +281,16 @@ class Connection:
         self._free_ns = time.monotonic_ns()
         if not keep_alive:
             self.close_when_sent()
-        elif self._waiting:
+        elif self._waiting or self._ended:
             self._server.unparsed.append((self, b"", 0))
 
     def close_when_sent(self) -> None:
         """Closes for writing once all is sent, and altogether when the client does: closing with bytes unread would
         reset the connection and take the answer with it."""
         self._closing = True
-        if not self._unsent:
+        if self._ended and not self._unsent:
+            self.close()
+        elif not self._unsent:
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_WR)
 

@@ -31,6 +31,7 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})  # need no 
 HEALTH_PATHS = frozenset({"/health", "/healthz", "/ping"})
 _EMIT_AT_ONCE = 64
 _PARSE_AT_ONCE = 8
+IDLE_S = 2.0  # of a connection: where descriptors are short, it is closed then
 _ACCEPT_AT_ONCE = 64
 
 
@@ -93,6 +94,8 @@ class Server:
                     key.data(mask, self._woken_ns)
                 self._emit_due()
                 self._parse_some()
+                if not self._accepting:
+                    self._close_idle()
         finally:
             self._shut()
 
@@ -113,11 +116,14 @@ class Server:
             self._stamps.add(reply)
 
     def watch(self, connection: Connection, events: int) -> None:
-        self._selector.modify(connection.sock, events, connection.ready)
+        if connection.sock in self._selector.get_map():
+            self._selector.unregister(connection.sock)
+        if events:
+            self._selector.register(connection.sock, events, connection.ready)
 
     def forget(self, connection: Connection) -> None:
         """The connection is about to be closed."""
-        self._selector.unregister(connection.sock)
+        self.watch(connection, 0)
         self._connections.discard(connection)
         if not self._accepting:  # there is a file descriptor again
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -213,6 +219,8 @@ class Server:
             timeout_s = 0.0
         elif due_ns is not None:
             timeout_s = max(0.0, (due_ns - monotonic_ns()) / 1e9)
+        if not self._accepting:
+            timeout_s = IDLE_S / 4 if timeout_s is None else min(timeout_s, IDLE_S / 4)
         ready = select.select([self._selector], [], [], timeout_s)[0]
         self._woken_ns = monotonic_ns()
         return self._selector.select(0) if ready else []
@@ -249,6 +257,14 @@ class Server:
             connection = Connection(sock, self)
             self._connections.add(connection)
             self._selector.register(sock, selectors.EVENT_READ, connection.ready)
+
+    def _close_idle(self) -> None:
+        """Where no file descriptor is left, those who ask nothing make room, the longest idle first."""
+        until_ns = self._woken_ns - int(IDLE_S * 1e9)
+        idle = [(since, id(each), each) for each in self._connections if (since := each.idle_since_ns()) is not None]
+        for since, _, connection in sorted(idle)[:_ACCEPT_AT_ONCE]:
+            if since <= until_ns:
+                connection.close()
 
     def _drain(self, fd: int) -> None:
         try:

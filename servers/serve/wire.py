@@ -11,7 +11,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -143,6 +143,9 @@ def models_page(settings: Settings, created_s: int, owned_by: str, **more: objec
     """As OpenAI's API lists models; the one that is served, with what else a server says of it."""
     model = {"id": settings.model, "object": "model", "created": created_s, "owned_by": owned_by}
     return json_page(200, {"object": "list", "data": [model | more]})
+
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]  # four times the largest vocabulary that there is
 
 
 def count_tokens(prompt: str | list[int]) -> int:

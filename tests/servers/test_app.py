@@ -127,6 +127,17 @@ def test_more_connections_than_files() -> None:
     assert process.wait(timeout=10) == 0
 
 
+def test_idle_connections_make_room(tmp_path: Path) -> None:
+    """Who asks nothing keeps nobody out, though its connection stays open."""
+    process, url, socks = crowded()
+    for _ in range(3):
+        assert ask_on(connection_to(url), "GET", "/health").status == 200
+    for sock in socks:
+        sock.close()
+    process.terminate()
+    assert process.wait(timeout=10) == 0
+
+
 def test_stopped_while_it_has_no_file_left(tmp_path: Path) -> None:
     process, _, socks = crowded("--stamps", str(tmp_path / "s.npz"), "--ttft-ms", "0")
     socks[0].sendall(http_request("/v1/completions", {"prompt": "a", "max_tokens": 3}, "X-Request-Id: r"))

@@ -9,6 +9,7 @@ import json
 import select
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,79 @@ def test_a_client_that_leaves_is_forgotten(tmp_path: Path) -> None:
         while server.metrics()['vllm:num_requests_running{model_name="m",engine="0"}']:
             assert time.monotonic() < deadline
         assert server.metrics()['vllm:request_success_total{model_name="m",engine="0",finished_reason="abort"}'] == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("requests", [1, 2])
+def test_a_client_that_ends_its_half_gets_its_replies(stream: bool, requests: int, tmp_path: Path) -> None:
+    with running(tmp_path, ttft_ms=20, itl_ms=1) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT_S) as sock:
+            sock.sendall(requests * http_request("/v1/completions", COMPLETION | {"stream": stream}))
+            sock.shutdown(socket.SHUT_WR)
+            received = b""
+            while data := sock.recv(65536):
+                received += data
+        assert received.count(b"HTTP/1.1 200") == requests
+        assert received.count(b"[DONE]") == requests * stream
+        assert server.post("/v1/completions", COMPLETION).status == 200
+
+
+def test_a_client_that_ends_its_half_within_a_request_is_let_go(tmp_path: Path) -> None:
+    request = http_request("/v1/completions", COMPLETION)
+    with running(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT_S) as sock:
+        sock.sendall(request[: len(request) // 2])
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(100) == b""
+
+
+def test_trailers_are_no_headers(tmp_path: Path) -> None:
+    """A key or a type behind the body was not there when the body was read."""
+    body = json.dumps(COMPLETION | {"stream": False}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n"
+    chunked = b"\r\n%x\r\n%b\r\n0\r\n" % (len(body), body)
+    kind = b"Content-Type: application/json\r\n"
+    with running(tmp_path) as server:
+        assert server.raw(head + kind + chunked + b"\r\n").startswith(b"HTTP/1.1 200")
+        assert not server.raw(head + chunked + kind + b"\r\n").startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"GET /health HTTP/1.1\r\nX: ", b"GET /", b"",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nX: ",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;x=",
+    ],
+    ids=["header", "path", "nothing", "trailer", "chunk"],
+)  # fmt: skip
+def test_what_has_no_end_is_refused_early(begin: bytes, tmp_path: Path) -> None:
+    with running(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT_S) as sock:
+        sock.sendall(begin)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            for _ in range(40):
+                sock.sendall(4096 * (b"a" if begin else b"\r"))
+                if select.select([sock], [], [], 0.02)[0]:
+                    answer = sock.recv(4096)
+                    break
+        assert answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 20], [1, 10**30], [1.5], [True]])
+@pytest.mark.parametrize(
+    ("dialect", "path", "fields"),
+    [
+        ("vllm", "/v1/completions", lambda ids: {"prompt": ids, "max_tokens": 1}),
+        ("vllm", "/v1/completions", lambda ids: {"prompt": [ids], "max_tokens": 1}),
+        ("lightllm", "/generate", lambda ids: {"inputs": ids, "parameters": {"max_new_tokens": 1}}),
+    ],
+)  # fmt: skip
+def test_token_ids_that_are_none(
+    dialect: str, path: str, fields: Callable[[list[object]], dict[str, object]], ids: list[object], tmp_path: Path
+) -> None:
+    with running(tmp_path, dialect) as server:
+        assert 400 <= server.post(path, fields(ids)).status < 500
+        assert server.post(path, fields([0, (1 << 20) - 1])).status == 200
 
 
 def test_nothing_is_left_for_the_garbage_collector(tmp_path: Path) -> None:
