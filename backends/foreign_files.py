@@ -13,6 +13,8 @@ from typing import BinaryIO
 from backends import files
 
 MOST_BYTES = 1 << 26  # of a file of JSON, and of a line
+MOST_EMPTY_LINES = 1_000_000  # in a row: a packed file may hold them without end
+MOST_LIST_BYTES = 4 << 30  # of a dataset that is one list, in a regular file
 _BLOCK_BYTES = 1 << 20
 
 
@@ -45,6 +47,26 @@ def read_named(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
     more."""
     with files.opened(Path(path)) as file:
         return _up_to(file, most_bytes)
+
+
+def named_lines(file: BinaryIO, path: Path, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
+    """The lines of an open file that the command line names. Raises OSError for a longer line, for so many bytes of what
+    is no regular file, which may have no end, and for a million empty lines in a row."""
+    left, empty = None if path.is_file() else most_bytes, 0
+    while line := file.readline(most_bytes + 1):
+        if len(line) > most_bytes:
+            raise _too_large("a line of it", most_bytes)
+        if left is not None and (left := left - len(line)) < 0:
+            raise _too_large("it", most_bytes)
+        empty = 0 if line.strip() else empty + 1
+        if empty > MOST_EMPTY_LINES:
+            raise OSError(errno.EFBIG, f"it has over {MOST_EMPTY_LINES} empty lines in a row")
+        yield line
+
+
+def named_list(file: BinaryIO, path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """The rest of such a file; so many bytes of what is no regular file. Raises OSError."""
+    return _up_to(file, MOST_LIST_BYTES if path.is_file() else most_bytes)
 
 
 def lines(path: Path, directory: Path | None = None, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:

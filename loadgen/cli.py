@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Group, Parameter
 from cyclopts.config import Dict
 
-from backends.files import read_text
+from backends.foreign_files import read_named
 from backends.untrusted import escaped
 from loadgen import exit_codes, guesses, rundir, terminal
-from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file, ray_address
+from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file, check_text, ray_address
 from loadgen.option_types import JunitOption, SummaryOption, Whole, names, offers
 from loadgen.search.points import SweepOptions
 from loadgen.terminal import result_line, say, say_error
@@ -37,6 +37,7 @@ NOT_SEARCHED = (
     "trace_format", "trace_speed", "trace_limit", "trace_from", "trace_block_tokens", "goodput", "repeat",
     "dry_run", "calibrate",
 )  # fmt: skip
+MOST_CONFIG_BYTES = 1 << 20
 SEARCH = Group("The search", sort_key=0)
 
 ConventionName = Literal["loadgen", "vllm", "guidellm", "aiperf", "mlperf"]
@@ -289,6 +290,8 @@ def report_sweep(directory: Path, *, brief: bool = False) -> int:
         sweep_figures.draw(directory, swept, samples)
     except reports.ReportError as error:  # it is printed all the same
         say_error("loadgen", error)
+    except reports.NO_MEMORY as error:
+        say_error("loadgen", reports.no_memory(error))
     _last_words(directory, sweeps.to_json(swept), brief=brief)
     begun = [run for run in swept.runs if run.state != "waiting"]
     return exit_codes.OK if all(run.valid and run.state == "finished" for run in begun) else exit_codes.INVALID
@@ -526,6 +529,7 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Dict]]:
     keys."""
     rest: list[str] = []
     files: list[Dict] = []
+    check_text(tokens)
     if tokens[:1] not in (["run"], ["sweep"], ["search"], ["doctor"], ["compose"], ["predict"], ["breakdown"]):
         return tokens, files
     queue = iter(tokens)
@@ -535,7 +539,7 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Dict]]:
             if not name:
                 raise ConfigError("--config needs the name of a TOML file.")
             try:
-                keys = tomllib.loads(read_text(name))
+                keys = tomllib.loads(read_named(name, MOST_CONFIG_BYTES).decode())
             except OSError as error:
                 raise ConfigError(f"--config: cannot read '{name}': {error.strerror}; name another file.") from None
             except (ValueError, RecursionError) as error:  # the latter: nested without end

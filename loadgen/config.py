@@ -875,6 +875,13 @@ def flag(name: str) -> str:
     return ("--no-" if getattr(Config, name) is True else "--") + name.replace("_", "-")
 
 
+def check_text(tokens: Iterable[str]) -> None:
+    """Raises ConfigError for bytes that are no text, which no file of a run could hold."""
+    for token in tokens:
+        if any("\ud800" <= char <= "\udfff" for char in token):
+            raise ConfigError(f"'{token}' holds bytes that are no UTF-8; give it another name.")
+
+
 def check_file(flag: str, path: Path | None, *, new: bool = False) -> None:
     """Raises ConfigError for a file that could not be written at the end; new: or that is there."""
     if path is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import socket
 import ssl
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -15,6 +17,7 @@ from backends.masking import hide, masked
 from backends.protocol import HttpRequest
 from backends.untrusted import printable
 
+MOST_REPLY_BYTES = 1 << 20
 UNQUEUED_S = 600.0  # at most until a reply begins that waits for no other
 HANDSHAKE_S = 2.0  # of TLS: longer, and it is worth a look whether the server speaks TLS at all
 PLAIN_ON_TLS, TLS_ON_PLAIN = (
@@ -83,17 +86,21 @@ class Target(msgspec.Struct, frozen=True):
 def get(
     target: Target, path: str, timeout_s: float = 10.0, method: str = "GET"
 ) -> tuple[int, Mapping[str, str], bytes]:
-    """One plain request beside the load, without a body: status, headers, body of the reply. Raises TransportError when
-    the server is not there."""
+    """One plain request beside the load, without a body: status, headers, body of the reply. timeout_s: for the
+    connection, and for all of the reply. Raises TransportError when the server is not there, or slower."""
     connection = _connection(target, timeout_s)
     try:
         _connect(connection, target, timeout_s)
         headers = target.headers(HttpRequest(method, path, b"", ()))
-        connection.request(method, target.base_path + path, headers=headers)
-        reply = connection.getresponse()
+        with _limited(connection.sock, timeout_s) as is_late:
+            connection.request(method, target.base_path + path, headers=headers)
+            reply = connection.getresponse()
+            body = reply.read(MOST_REPLY_BYTES)
+            if is_late():
+                raise TimeoutError
         if reply.status == 400 and not target.tls and _speaks_tls(target):  # the answer of nginx and of Go
             raise TransportError(f"cannot use {target.url}: {TLS_ON_PLAIN}.")
-        return reply.status, {k.lower(): v for k, v in reply.getheaders()}, reply.read(1 << 20)
+        return reply.status, {k.lower(): v for k, v in reply.getheaders()}, body
     except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a host name that cannot be one
         closed = isinstance(error, (http.client.BadStatusLine, ConnectionResetError))  # an alert of TLS, or an end
         if closed and not target.tls and _speaks_tls(target):
@@ -101,6 +108,30 @@ def get(
         raise TransportError(_unreachable(target, error)) from None
     finally:
         connection.close()
+
+
+@contextlib.contextmanager
+def _limited(sock: socket.socket, timeout_s: float) -> Iterator[Callable[[], bool]]:
+    """Ends what is read from a socket after so long, however its bytes drip: a socket's own timeout begins anew with
+    each. Gives whether it did. Raises TimeoutError for what the block raises then."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of TLS, too, without its goodbye
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield late.is_set
+    except (OSError, ValueError, http.client.HTTPException):
+        if late.is_set():
+            raise TimeoutError from None
+        raise
+    finally:
+        timer.cancel()
 
 
 def no_connection(target: Target, error: Exception) -> str:

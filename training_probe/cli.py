@@ -475,9 +475,14 @@ def _exit_code_of(error: Exception) -> int | None:
 
 def invoke(tokens: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
-    return terminal.invoke(
-        "training_probe", lambda: build_app()(list(tokens), exit_on_error=False, print_error=False), _exit_code_of
-    )
+
+    def command() -> object:
+        from loadgen.config import check_text
+
+        check_text(tokens)
+        return build_app()(list(tokens), exit_on_error=False, print_error=False)
+
+    return terminal.invoke("training_probe", command, _exit_code_of)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 
 from backends.files import opened
+from backends.foreign_files import named_lines, named_list
 from backends.untrusted import UNDECODABLE, escaped, reason
 from loadgen.load.lengths import WorkloadError
 
@@ -61,11 +62,11 @@ def items(path: Path, what: str) -> Iterator[Item]:
     try:
         with opened(path) as file:
             if not _begins_list(file):
-                for number, line in enumerate(file, 1):
+                for number, line in enumerate(named_lines(file, path), 1):
                     if text := line.strip():
                         yield Item(False, number, text)
                 return
-            encoded = file.read()
+            encoded = named_list(file, path)
     except OSError as error:
         raise unreadable(path, error) from None
     decoded: Sequence[bytes | msgspec.Raw] | None

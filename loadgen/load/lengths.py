@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 import msgspec
 
-from backends.files import read_text
+from backends.foreign_files import read_named
 from backends.untrusted import escaped, printable
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
@@ -222,7 +222,7 @@ def _between(law: Law, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
 def _read(path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Prompt and reply lengths of a file: two whole numbers a line, parted by a blank, a comma or a tab."""
     try:
-        lines = read_text(path).splitlines()
+        lines = read_named(path).decode().splitlines()
     except OSError as error:
         raise WorkloadError(
             f"cannot read the lengths in {printable(path)}: {error.strerror}; name another file."

@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.files import opened
+from backends.foreign_files import MOST_EMPTY_LINES
 from backends.untrusted import UNDECODABLE, printable, reason
 from loadgen.load.lengths import MOST_TOKENS, WorkloadError
 
@@ -296,12 +297,17 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines that are not empty, with their numbers from 1. Raises WorkloadError."""
     try:
         with opened(path) as file:
+            empty = 0
             for number, line in enumerate(iter(partial(file.readline, MOST_LINE_BYTES), b""), 1):
                 if len(line) == MOST_LINE_BYTES:
                     raise WorkloadError(
                         f"{path} line {number} has over {MOST_LINE_BYTES >> 20} MiB, as no line of a trace has."
                     )
-                if text := line.strip():
+                text = line.strip()
+                empty = 0 if text else empty + 1
+                if empty > MOST_EMPTY_LINES:
+                    raise WorkloadError(f"{path} has over {MOST_EMPTY_LINES} empty lines in a row, as no trace has.")
+                if text:
                     yield number, text
     except OSError as error:
         why = error.strerror or error

@@ -40,6 +40,7 @@ from loadgen.rundir.records import ClientFacts, Recorded, Table
 if TYPE_CHECKING:
     from loadgen.report.figures import Curves
 
+NO_MEMORY = (MemoryError, ImportError)  # what matplotlib raises under a limit: it may not even load
 MAX_ERRORS = 5  # distinct messages that a report lists
 MAX_ERROR_CHARACTERS = 300
 MEASURED, PREDICTED = "measured, ", "predicted, "  # what the label of a curve begins with
@@ -295,8 +296,16 @@ def write(directory: Path, report: Report, table: Table) -> None:
             timeline.draw_prompts(report, prompts, title, directory / "ttft_by_prompt.png")
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
+    except NO_MEMORY as error:
+        raise no_memory(error) from None
     finally:
         gc.enable()
+
+
+def no_memory(error: BaseException) -> ReportError:
+    """For figures that could not be drawn, after the numbers are safe."""
+    why = "there is no memory for them" if isinstance(error, MemoryError) else f"what draws them cannot load: {error}"
+    return ReportError(f"the figures are not drawn, since {why}; the numbers and the page are written.")
 
 
 def write_numbers(directory: Path, report: Report, table: Table) -> Samples:

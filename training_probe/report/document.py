@@ -16,6 +16,7 @@ from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.page import content, html
 from loadgen.page.content import Section, Tone
+from loadgen.report.build import NO_MEMORY, no_memory
 from loadgen.report.text import markdown_text
 from training_probe.report import layout
 from training_probe.report.layout import Table
@@ -135,6 +136,8 @@ class Document:
             rundir.replace(directory / "report.md", self.markdown(self.draw(directory)).encode())
         except OSError as error:
             raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
+        except NO_MEMORY as error:
+            raise ReportError(str(no_memory(error))) from None
 
 
 def write_page(path: Path, page: content.Page) -> None:
