@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -29,6 +30,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.samples import Exemplar
 
 from backends import foreign_files
+from backends.untrusted import escaped
 from loadgen.rundir import SNAPSHOT_FILE, SNAPSHOT_SCHEMA, Family, RunError, Snapshot
 
 HOST = "127.0.0.1"
@@ -36,6 +38,10 @@ STALE_S = 30.0
 KEEP_S = 7 * 86400.0
 MOST_ID_CHARACTERS = 118  # of a request's id: OpenMetrics gives an exemplar 128 with the label's name
 REQUEST_TIMEOUT_S = 30.0
+MOST_CONNECTIONS, MOST_PAGES, MOST_WAIT_S = 64, 2, 1.0  # at once; a page takes a core
+_NAME, _LABEL = re.compile("bench_[a-zA-Z0-9_]+"), re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
+_OF_EACH_RUN = ("bench_run_info", "bench_run_state", "bench_run_updated_timestamp_seconds")
+_OWN = ("bench_exporter_runs", "bench_exporter_broken_snapshots", "bench_exporter_scrape_seconds")
 
 
 class Exporter:
@@ -45,8 +51,13 @@ class Exporter:
         self._runs, self._keep_s, self._now = runs, keep_s, now
 
     def page(self, accept: str = "") -> tuple[bytes, str]:
-        """The whole page in the best format of an Accept header, and its content type."""
-        encode, content_type = exposition.choose_encoder(accept)
+        """The whole page in the best format of an Accept header, and its content type; for a header that makes no sense
+        in Prometheus' text."""
+        with contextlib.suppress(Exception):  # of versions and escapings that prometheus-client cannot read
+            encode, content_type = exposition.choose_encoder(accept)
+            if content_type.isascii() and content_type.isprintable():
+                return encode(self), content_type
+        encode, content_type = exposition.choose_encoder("")
         return encode(self), content_type
 
     def collect(self) -> Iterator[Metric]:
@@ -68,6 +79,7 @@ class Exporter:
     def _present(self) -> tuple[list[dict[str, Metric]], int]:
         """Of each run to be shown now its metrics by name, and how many snapshots cannot be read."""
         present: dict[str, dict[str, Metric]] = {}
+        owners: dict[str, str] = {}  # of a series, the family
         broken = 0
         for path, file in sorted(self._files(), key=lambda each: (each[1].st_mtime_ns, each[0])):
             age_s = self._now() - file.st_mtime
@@ -76,7 +88,7 @@ class Exporter:
             try:
                 snapshot = _read(path, self._runs)
                 state = "stale" if snapshot.state == "running" and age_s > STALE_S else snapshot.state
-                metrics = {metric.name: metric for metric in _metrics(snapshot, state, file.st_mtime)}
+                metrics = _checked(_metrics(snapshot, state, file.st_mtime), owners)
             except FileNotFoundError:  # the run was removed while we looked
                 continue
             except Exception:  # whatever it is that somebody wrote there, the other runs are shown
@@ -121,19 +133,59 @@ def _metrics(snapshot: Snapshot, state: str, updated_s: float) -> Iterator[Metri
         yield _family(family, run)
 
 
+def _checked(metrics: Iterator[Metric], owners: dict[str, str]) -> dict[str, Metric]:
+    """By name. Raises ValueError for what would make the whole page unreadable: names that Prometheus does not take or
+    that a program of its own has, a series twice, or one of a name that another family has."""
+    found: dict[str, Metric] = {}
+    series: dict[str, str] = {}
+    for metric in metrics:
+        if metric.name in found or metric.name in _OWN or not _NAME.fullmatch(metric.name):
+            raise ValueError(metric.name)
+        found[metric.name] = metric
+        seen = [(sample.name, *sorted(sample.labels.items())) for sample in metric.samples]
+        if len(set(seen)) < len(seen):
+            raise ValueError(f"{metric.name} has a series twice")
+        names = {metric.name, *(sample.name for sample in metric.samples)}
+        for name in names:
+            if series.setdefault(name, metric.name) != metric.name or owners.get(name, metric.name) != metric.name:
+                raise ValueError(f"{name} is of two families")
+    owners.update(series)
+    return found
+
+
+def _clean(text: str) -> str:
+    """Without what a terminal obeys; the format itself takes care of ends of lines."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
+def _check_labels(names: Iterable[str], reserved: Container[str]) -> None:
+    for name in names:
+        if name in reserved or name.startswith("__") or not _LABEL.fullmatch(name):
+            raise ValueError(name)
+
+
 def _gauge(name: str, help_text: str, labels: dict[str, str], value: float) -> Metric:
+    _check_labels(labels, ())
     metric = GaugeMetricFamily(name, help_text, labels=list(labels))
-    metric.add_metric(list(labels.values()), value)
+    metric.add_metric(list(map(_clean, labels.values())), value)
     return metric
 
 
 def _family(family: Family, run: dict[str, str]) -> Metric:
+    if family.name in _OF_EACH_RUN:
+        raise ValueError(family.name)
+    help_text = _clean(family.help)
     labelled = [*(each.labels for each in family.samples), *(each.labels for each in family.histograms)]
-    names = list(run) + sorted({name for labels in labelled for name in labels})
+    of_samples = sorted({name for labels in labelled for name in labels})
+    _check_labels(of_samples, (*run, "le", "quantile"))
+    names = [*run, *of_samples]
     metric: Any
     if family.type == "histogram":
-        metric = HistogramMetricFamily(family.name, family.help, labels=names)
+        metric = HistogramMetricFamily(family.name, help_text, labels=names)
         for histogram in family.histograms:
+            ascending = all(low < high for low, high in pairwise(histogram.bounds))
+            if not ascending or min(histogram.counts, default=0) < 0:
+                raise ValueError(family.name)
             bounds = [*(repr(bound) for bound in histogram.bounds), "+Inf"]
             buckets = [
                 [bound, float(count), _exemplar(histogram.exemplars.get(place))]
@@ -142,7 +194,7 @@ def _family(family: Family, run: dict[str, str]) -> Metric:
             metric.add_metric(_values(names, {**run, **histogram.labels}), buckets, histogram.sum)
     else:
         metric = (GaugeMetricFamily if family.type == "gauge" else CounterMetricFamily)(
-            family.name, family.help, labels=names
+            family.name, help_text, labels=names
         )
         for sample in family.samples:
             metric.add_metric(_values(names, {**run, **sample.labels}), sample.value)
@@ -150,7 +202,7 @@ def _family(family: Family, run: dict[str, str]) -> Metric:
 
 
 def _values(names: list[str], labels: dict[str, str]) -> list[str]:
-    return [labels.get(name, "") for name in names]
+    return [_clean(labels.get(name, "")) for name in names]
 
 
 def _exemplar(request: tuple[str, float] | None) -> Exemplar | None:
@@ -158,14 +210,36 @@ def _exemplar(request: tuple[str, float] | None) -> Exemplar | None:
         return None
     if len(request[0]) > MOST_ID_CHARACTERS:
         raise ValueError(request[0])
-    return Exemplar({"request_id": request[0]}, request[1])
+    return Exemplar({"request_id": escaped(request[0])[:MOST_ID_CHARACTERS]}, request[1])
 
 
 # HTTP.
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, of which there are MOST_CONNECTIONS: further ones are refused at once."""
+
     daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(*args, **more)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+            return
+        with contextlib.suppress(OSError):
+            request.setblocking(False)
+            request.send(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Somebody who hung up or said nothing: no news."""
@@ -189,6 +263,8 @@ def address(host: str, port: int) -> str:
 def serve(exporter: Exporter, host: str, port: int) -> WSGIServer:
     """A server that listens already and answers as soon as somebody runs it. Raises RunError."""
 
+    pages = threading.BoundedSemaphore(MOST_PAGES)
+
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             start_response("405 Method Not Allowed", [("Allow", "GET, HEAD"), ("Content-Type", "text/plain")])
@@ -196,7 +272,13 @@ def serve(exporter: Exporter, host: str, port: int) -> WSGIServer:
         if environ.get("PATH_INFO") not in ("/metrics", "/"):
             start_response("404 Not Found", [("Content-Type", "text/plain")])
             return [b"metrics are at /metrics\n"]
-        body, content_type = exporter.page(environ.get("HTTP_ACCEPT", ""))
+        if not pages.acquire(timeout=MOST_WAIT_S):
+            start_response("503 Service Unavailable", [("Retry-After", "1"), ("Content-Type", "text/plain")])
+            return [b"too many ask at once\n"]
+        try:
+            body, content_type = exporter.page(environ.get("HTTP_ACCEPT", ""))
+        finally:
+            pages.release()
         start_response("200 OK", [("Content-Type", content_type)])
         return [body] if environ["REQUEST_METHOD"] == "GET" else []
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
 
+from loadgen.monitor.exporter import Exporter
+from tests.loadgen.monitor.test_exporter import HOSTILE_FAMILIES, put
 from tests.observability import names
 from tests.observability.programs import program
 
@@ -26,6 +29,17 @@ def test_the_configuration_and_the_rules_are_well_formed() -> None:
 @pytest.mark.prometheus
 def test_known_answers() -> None:
     promtool("test", "rules", "rules_test.yml")
+
+
+@pytest.mark.prometheus
+def test_the_exporter_of_hostile_directories_is_well_formed(tmp_path: Path) -> None:
+    put(tmp_path, "good")
+    for number, family in enumerate(HOSTILE_FAMILIES.values()):
+        put(tmp_path, f"bad{number}", families=[family])
+    page = Exporter(tmp_path).page()[0]
+    words = [program("promtool"), "check", "metrics"]
+    done = subprocess.run(words, input=page, capture_output=True, timeout=180)
+    assert done.returncode in (0, 3), done.stdout + done.stderr  # 3: it is read, and a name could be better
 
 
 def test_every_alert_has_a_known_answer_for_and_against() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -16,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -287,3 +289,107 @@ def test_export_ends_in_good_order(number: signal.Signals, tmp_path: Path) -> No
             assert (process.communicate(timeout=10), process.returncode) == (("", ""), 0)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), 10)
+
+
+HOSTILE_FAMILIES = {
+    "a reserved label": Family("bench_x", "gauge", "X.", [MetricSample(1, {"__name__": "bench_y"})]),
+    "no label": Family("bench_x", "gauge", "X.", [MetricSample(1, {"a b": "c"})]),
+    "an empty label": Family("bench_x", "gauge", "X.", [MetricSample(1, {"": "c"})]),
+    "another run's": Family("bench_x", "gauge", "X.", [MetricSample(1, {"run_id": "good"})]),
+    "a bucket": Family("bench_x", "gauge", "X.", [MetricSample(1, {"le": "1"})]),
+    "no name": Family("bench x\ny", "gauge", "X."),
+    "another program's": Family("up", "gauge", "X.", [MetricSample(1)]),
+    "our own": Family("bench_exporter_runs", "gauge", "X.", [MetricSample(1)]),
+    "each run's": Family("bench_run_info", "gauge", "X.", [MetricSample(1)]),
+    "a series twice": Family("bench_x", "gauge", "X.", [MetricSample(1, {"a": "b"}), MetricSample(2, {"a": "b"})]),
+    "a counter's": Family("bench_requests_total", "gauge", "X.", [MetricSample(1)]),
+    "a histogram's": Family("bench_time_to_first_token_seconds_count", "gauge", "X.", [MetricSample(1)]),
+    "bounds that fall": Family("bench_x", "histogram", "X.", histograms=[Histogram([2.0, 1.0], [1, 1, 1], 1.0)]),
+    "counts below zero": Family("bench_x", "histogram", "X.", histograms=[Histogram([1.0], [-1, 1], 1.0)]),
+}
+
+
+@pytest.mark.parametrize("family", HOSTILE_FAMILIES.values(), ids=HOSTILE_FAMILIES.keys())
+@pytest.mark.parametrize("accept", ["", OPEN_METRICS])
+def test_no_snapshot_makes_the_page_unreadable(accept: str, family: Family, tmp_path: Path) -> None:
+    put(tmp_path, "good")
+    put(tmp_path, "bad", families=[family])
+    os.utime(tmp_path / "bad" / "snapshot.json", ns=(1, time.time_ns() + 10**9))  # which comes last
+    text = Exporter(tmp_path).page(accept)[0].decode()
+    parsed = list((parse_open_metrics if accept else parse_text)(text))
+    runs = {sample.labels.get("run_id") for metric in parsed for sample in metric.samples}
+    assert "good" in runs and "bad" not in runs
+    assert "bench_exporter_broken_snapshots 1.0" in text
+
+
+def test_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
+    evil = "\x1b[31m\u202e\x00\r"
+    family = Family("bench_x", "gauge", evil, [MetricSample(1, {"a": evil})])
+    histogram = Histogram([1.0], [1, 1], 1.0, exemplars={0: (evil, 0.5)})
+    families = [family, Family("bench_y", "histogram", evil, histograms=[histogram])]
+    put(tmp_path, "r", labels={"model": evil}, families=families)
+    for accept in ("", OPEN_METRICS):
+        text = Exporter(tmp_path).page(accept)[0].decode()
+        assert "bench_x" in text and text.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text;version=x", "application/openmetrics-text;version=1.0.0;escaping=evil\x1b",
+        "text/plain;version=99999999999999999999.x", "text/plain;version=", ";;;,,,", "\xff", "*/*;q=x", "a" * 60_000,
+    ],
+)  # fmt: skip
+def test_odd_accept_headers(accept: str, tmp_path: Path) -> None:
+    put(tmp_path, "a")
+    text, content_type = Exporter(tmp_path).page(accept)
+    assert b'run_id="a"' in text and content_type.isprintable()
+
+
+def test_more_scrapes_than_it_can_answer_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that take for ever: no more threads than there may be, and the last is refused while they go on."""
+    monkeypatch.setattr(exporter, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(exporter, "MOST_PAGES", 1)
+    monkeypatch.setattr(exporter, "MOST_WAIT_S", 0.01)
+    begun, free = threading.Event(), threading.Event()
+
+    class Slow(Exporter):
+        def page(self, accept: str = "") -> tuple[bytes, str]:
+            begun.set()
+            assert free.wait(60)
+            return b"slow", "text/plain"
+
+    def status() -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+        try:
+            connection.request("GET", "/metrics")
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    with serve(Slow(tmp_path), "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        answers: list[int] = []
+        first = threading.Thread(target=lambda: answers.append(status()))
+        first.start()
+        assert begun.wait(30)
+        assert status() == 503  # a page is being made
+        silent = [socket.create_connection(("127.0.0.1", server.server_port), timeout=30) for _ in range(2)]
+        while exporter_threads(server):
+            time.sleep(0.01)
+        with contextlib.suppress(ConnectionError):  # refused before it has said anything
+            assert status() == 503
+        for sock in silent:
+            sock.close()
+        free.set()
+        first.join()
+        assert answers == [200]
+        server.shutdown()
+
+
+def exporter_threads(server: Any) -> bool:
+    """Whether a thread is free."""
+    if not server._free.acquire(blocking=False):
+        return False
+    server._free.release()
+    return True
