@@ -50,8 +50,8 @@ def read_named(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def named_lines(file: BinaryIO, path: Path, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-    """The lines of an open file that the command line names. Raises OSError for a longer line, for so many bytes of what
-    is no regular file, which may have no end, and for a million empty lines in a row."""
+    """The lines of an open file that the command line names. Raises OSError for a longer line, for so many bytes of
+    what is no regular file, which may have no end, and for a million empty lines in a row."""
     left, empty = None if path.is_file() else most_bytes, 0
     while line := file.readline(most_bytes + 1):
         if len(line) > most_bytes:

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from cyclopts import Group
 
-from backends.masking import hide
+from backends.untrusted import hide
 from loadgen.load import workloads
 from loadgen.load.workloads import WorkloadName
 from loadgen.option_types import NumberOrText, Whole, WholeOrText, names, option

@@ -13,9 +13,8 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from backends.masking import hide, masked
 from backends.protocol import HttpRequest
-from backends.untrusted import printable
+from backends.untrusted import hide, masked, printable
 
 MOST_REPLY_BYTES = 1 << 20
 UNQUEUED_S = 600.0  # at most until a reply begins that waits for no other

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from backends.masking import masked
-from backends.untrusted import printable
+from backends.untrusted import masked, printable
 from loadgen import exit_codes
 
 if TYPE_CHECKING:  # it takes 40 ms to load

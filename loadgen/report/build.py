@@ -65,8 +65,7 @@ def build(
     """
     if convention not in CONVENTIONS:
         raise ReportError(f"Unknown convention {convention!r}; use one of {', '.join(CONVENTIONS)}.")
-    rules = CONVENTIONS[convention]
-    measured = table.measured()
+    rules, measured = CONVENTIONS[convention], table.measured()
     duration_s = metrics.duration_s(measured, rules)
     tokens = _tokens(measured)
     numbers = Numbers(

@@ -18,8 +18,7 @@ import msgspec
 
 from backends import foreign_files
 from backends.foreign_files import is_inside
-from backends.masking import without_secrets
-from backends.untrusted import UNDECODABLE, escaped, reason
+from backends.untrusted import UNDECODABLE, escaped, reason, without_secrets
 from loadgen import rundir
 from loadgen.report import build, repeats
 from loadgen.report.metrics import Distribution

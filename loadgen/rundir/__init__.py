@@ -17,8 +17,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 import msgspec
 
 from backends import foreign_files
-from backends.masking import without_secrets
-from backends.untrusted import UNDECODABLE, reason
+from backends.untrusted import UNDECODABLE, reason, without_secrets
 from loadgen.rundir.cluster_facts import ClusterFacts
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.launch_facts import LaunchFacts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from backends.masking import without_secrets
+from backends.untrusted import without_secrets
 from loadgen import exit_codes, rundir, summary, terminal
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop, run_loop

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from backends import gpus
-from backends.masking import without_secrets
+from backends.untrusted import without_secrets
 from loadgen import child_env, rundir
 from loadgen.client.engine import Progress, Snapshot
 from loadgen.config import OWNERS_WORD, Config, ConfigError, check_owners_word, flag

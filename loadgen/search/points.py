@@ -19,7 +19,7 @@ from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin, g
 import msgspec
 from cyclopts import Parameter
 
-from backends.masking import without_secrets
+from backends.untrusted import without_secrets
 from loadgen.config import (
     LOAD,
     MOST_REPEATS,

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from backends.masking import hide
-from backends.untrusted import printable
+from backends.untrusted import hide, printable
 from loadgen import rundir, summary
 from loadgen.config import OWNERS_WORD, Config, ConfigError, check_owners_word, keys_of_url
 from loadgen.event_loop import Stop

@@ -10,9 +10,8 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from backends import masking
-from backends.masking import MASK, hide, masked, without_secrets
-from backends.untrusted import printable
+from backends import untrusted as masking
+from backends.untrusted import MASK, hide, masked, printable, without_secrets
 from loadgen.target import Target
 
 KEY = "sk-Ab/9+x\"y\\z&=<q>' ü"
