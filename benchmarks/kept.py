@@ -33,6 +33,7 @@ RECORDS = "requests.jsonl"
 TIMES = ("scheduled_ns", "sent_ns", "headers_ns", "first_token_ns", "last_token_ns", "done_ns")
 OPTIONAL = ("retried", "shared_tokens", "session", "turn")  # fields that a record may lack, and that are never null
 GAPS = "itl_us"
+BEGIN = '{"name":"'  # of each line
 XZ = 9 | lzma.PRESET_EXTREME
 MISUSED, FAILED = 2, 3
 
@@ -120,11 +121,16 @@ def records_of(packed: dict[str, Any]) -> Iterator[dict[str, Any]]:
 # -- directories -------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The directories that a packed file holds. Raises KeptError for one that is cut off or damaged."""
+def read(path: Path, name: str = "") -> Iterator[dict[str, Any]]:
+    """The directories that a packed file holds, and whose names begin so. Raises KeptError for a file that is cut off
+    or damaged."""
     try:
         with lzma.open(path, "rt", encoding="utf-8") as file:
-            yield from map(json.loads, file)
+            for line in file:
+                if not line.startswith(BEGIN):
+                    raise ValueError(line)
+                if line.startswith(BEGIN + name):  # only these are parsed
+                    yield json.loads(line)
     except FileNotFoundError:
         raise KeptError(f"{path} is missing: get it back with `git checkout`.") from None
     except (EOFError, lzma.LZMAError, ValueError):
@@ -146,7 +152,7 @@ def packed_files(results: Path = RESULTS) -> list[Path]:
 def under(files: Iterable[Path], name: str) -> Iterator[dict[str, Any]]:
     """The directory of that name and all below it."""
     for path in files:
-        for one in read(path):
+        for one in read(path, name):
             if one["name"] == name or one["name"].startswith(name + "/"):
                 yield one
 
