@@ -217,9 +217,9 @@ def git(*words: str, data: bytes | None = None) -> bytes:
 
 def originals() -> list[tuple[str, str, str]]:
     """Path, SHA-256 and commit of each file as it was before it was packed."""
-    lines = ORIGINALS.read_text(encoding="utf-8").splitlines()
-    rows = [tuple(line.split("\t")) for line in lines if not line.startswith("#")]
-    if any(len(row) != 3 for row in rows):
+    head, *lines = ORIGINALS.read_text(encoding="utf-8").splitlines() or [""]
+    rows = [tuple(line.split("\t")) for line in lines]
+    if any(len(row) != 3 for row in rows) or f"# {len(rows)} files" not in head:
         raise KeptError(f"{ORIGINALS} is cut off or damaged: get it back with `git checkout`.")
     return rows  # type: ignore[return-value]
 

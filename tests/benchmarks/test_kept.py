@@ -97,7 +97,7 @@ class History:
     """A repository in which a prediction and a run were committed; what it tells of them is originals.tsv."""
 
     def __init__(self, place: Path) -> None:
-        self.place, self.rows = place, [""]
+        self.place, self.rows = place, list[str]()
         place.mkdir(exist_ok=True)
         self.git("init", "--quiet")
 
@@ -123,10 +123,11 @@ class History:
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
             self.rows.append(f"{file.relative_to(self.place)}\t{digest}\t{head}")
 
-    def told(self, monkeypatch: pytest.MonkeyPatch, place: Path | None = None) -> int:
+    def told(self, monkeypatch: pytest.MonkeyPatch, place: Path | None = None, files: int | None = None) -> int:
         monkeypatch.setattr(kept, "ROOT", place or self.place)
         monkeypatch.setattr(kept, "ORIGINALS", self.place / "originals.tsv")
-        kept.ORIGINALS.write_text("# path\tSHA-256\tcommit" + "\n".join(self.rows) + "\n")
+        head = f"# {len(self.rows) if files is None else files} files"
+        kept.ORIGINALS.write_text("\n".join([head, *self.rows]) + "\n")
         return kept.main(["check"])
 
 
@@ -157,15 +158,18 @@ def test_originals_that_are_others_or_in_no_commit_are_named(
 ) -> None:
     history = History(tmp_path / "origin")
     history.commit("predicted", 0.0, 1_700_000_100)
-    path, digest, commit = history.rows[2].split("\t")
+    path, digest, commit = history.rows[1].split("\t")
     for row, said in (
         (f"{path}\t{'0' * 64}\t{commit}", "is not the file that originals.tsv names"),
         (f"{path}x\t{digest}\t{commit}", "is not in commit"),
         (f"{path}\t{digest}", "is cut off or damaged"),
     ):
-        history.rows[2] = row
+        history.rows[1] = row
         assert history.told(monkeypatch) == 3
         assert said in capsys.readouterr().err
+    history.rows.pop()
+    assert history.told(monkeypatch, files=2) == 3
+    assert "is cut off or damaged" in capsys.readouterr().err
     history.commit("measured", 0.0, 1_700_000_200)
     shallow = tmp_path / "shallow"
     subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{history.place}", str(shallow)], check=True)
