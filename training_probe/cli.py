@@ -411,7 +411,8 @@ def compare(
     """Print how B differs from A, cell by cell, or point by point of micro-benchmarks.
 
     With --fail-if it is a gate. The exit code is 5 where a cell of B is worse than a limit by more than the interval
-    explains, or failed that did not in A; 4 where a cell is invalid or a limit cannot be judged; and 0 otherwise.
+    explains, or failed that did not in A; 4 where A or B is INVALID, by a finding or a cell, or a limit cannot be
+    judged; and 0 otherwise.
     """
     from loadgen.config import check_file
     from loadgen.report import gate
@@ -422,6 +423,8 @@ def compare(
     check_file("--html", html, new=True)
     comparison = compared(a, b)
     checks = comparison.judged(fail_if) if fail_if else []
+    for line in comparison.invalid:
+        print(line)
     print(comparison.as_text.text(width(sys.stdout)))
     if html is not None:
         write_page(html, comparison.page(checks, sys.argv[1:]))

@@ -17,9 +17,12 @@ from pathlib import Path
 
 from loadgen.page import content
 from loadgen.report.contrast import NORMAL_975, SAME, Bounds, Contrast, as_it_is, contrast, of_runs
+from loadgen.report.finding import Finding
 from loadgen.report.limits import Check, Limit, Measure, judge, parse
 from loadgen.report.text import number
 from loadgen.rundir import package_version
+from training_probe import findings
+from training_probe.breakdown import report as traced_report
 from training_probe.breakdown import run as traces
 from training_probe.breakdown.attribution import PASSES
 from training_probe.breakdown.run import Breakdown
@@ -66,13 +69,15 @@ POINT = (
 @dataclass
 class Compared:
     """kind: what is compared. as_text: as it is printed. measures: what limits may be on, what counts most first.
-    changes: by cell or point, by measure. ended: what did not end well, as checks of a gate."""
+    changes: by cell or point, by measure. ended: what did not end well, as checks of a gate. doubts: why A or B is
+    INVALID as its report says, so that no gate passes, whatever the numbers are."""
 
     kind: str
     as_text: Comparison
     measures: dict[str, Measure]
     changes: dict[str, dict[str, Contrast]] = field(default_factory=dict)
     ended: list[Check] = field(default_factory=list)
+    doubts: list[Check] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def judged(self, texts: Sequence[str]) -> list[Check]:
@@ -81,13 +86,18 @@ class Compared:
         checks = [judge(limit, of[limit.metric], name) for name, of in self.changes.items() for limit in limits]
         if not self.changes:
             checks.append(Check("limit", "limits", "unknown", "Nothing ended well in both A and B."))
-        return [*self.ended, *checks]
+        return [*self.doubts, *self.ended, *checks]
+
+    @property
+    def invalid(self) -> list[str]:
+        """What a reader of the numbers must know first, a sentence each."""
+        return [f"{doubt.name} is INVALID: {doubt.detail}" for doubt in self.doubts]
 
     def page(self, checks: Sequence[Check], argv: Sequence[str]) -> content.Page:
         """The comparison as a page. checks: what came of the limits. argv: words of the command."""
-        ended_badly = any(check.state == "beyond" for check in [*self.ended, *checks])
+        ended_badly = bool(self.doubts) or any(check.state == "beyond" for check in [*self.ended, *checks])
         warnings = (f"{warning[:1].upper()}{warning[1:]}" for warning in self.warnings)
-        sides = [*self.as_text.sides, *self.as_text.notes, *warnings]
+        sides = [*self.invalid, *self.as_text.sides, *self.as_text.notes, *warnings]
         sections = [
             content.Section(id="sides", title="A and B", blocks=_texts(sides)),
             content.Section(id="limits", title="Limits", blocks=[_checks(checks)] if checks else []),
@@ -101,11 +111,14 @@ class Compared:
         ]
         return content.Page(
             title=f"{self.kind}: B beside A",
-            verdict=self._verdict(),
+            verdict=" ".join([self._verdict(), *(f"{doubt.name} is INVALID." for doubt in self._sides_in_doubt())]),
             tone="bad" if ended_badly else "plain",
             sections=[section for section in sections if section.blocks],
             footer=f"llm-dissect {package_version()}.",
         )
+
+    def _sides_in_doubt(self) -> list[Check]:
+        return list({doubt.name: doubt for doubt in self.doubts}.values())
 
     def _verdict(self) -> str:
         """By what counts most of each cell or point."""
@@ -206,6 +219,7 @@ def _sweeps(a: Path, b: Path) -> Compared:
     made = Compared("Training", as_text, {**SPEEDS, **MEMORY})
     states = [{result.cell: (result.state, result.reason) for result in each} for each in (results_a, results_b)]
     made.ended = _ended(*states)
+    made.doubts = _doubts(findings.of_cells(results_a), findings.of_cells(results_b))
     in_b = {result.cell: result for result in results_b}
     for result in results_a:
         other = in_b.get(result.cell)
@@ -234,6 +248,16 @@ def _ended(a: Mapping[str, tuple[str, str]], b: Mapping[str, tuple[str, str]]) -
             message = "It ended ok in A and B." if state_b == "ok" else f"It is ok in A and {state_b} in B: {reason_b}"
             checks.append(Check("run", name, how, message))  # type: ignore[arg-type]
     return checks
+
+
+def _doubts(a: Sequence[Finding], b: Sequence[Finding]) -> list[Check]:
+    """Findings that make one of the two INVALID, each as a run that cannot be judged."""
+    return [
+        Check("run", side, "unknown", findings.sentence(finding))
+        for side, found in (("A", a), ("B", b))
+        for finding in found
+        if finding.severity == "invalid"
+    ]
 
 
 def _speed(a: CellResult, b: CellResult) -> Contrast:
@@ -279,7 +303,8 @@ def _micros(a: Path, b: Path) -> Compared:
     states = [{label_of(point): (each.outcome, each.reason) for point, each in of.items()} for of in (in_a, in_b)]
     sides = [_side("A", a, len(in_a), "points"), _side("B", b, len(in_b), "points")]
     as_text = Comparison(sides=sides, table=_table("Points in both", changes, ["median_ms"]))
-    return Compared("Micro-benchmarks", as_text, measures, changes, _ended(*states), [WITHIN])
+    doubts = _doubts(*(findings.of_points([*of.values()]) for of in (in_a, in_b)))
+    return Compared("Micro-benchmarks", as_text, measures, changes, _ended(*states), doubts, [WITHIN])
 
 
 def _median(a: Measured, b: Measured) -> Contrast:
@@ -311,7 +336,8 @@ def _breakdowns(a: Path, b: Path) -> Compared:
     states = [{name: (each.outcome, each.reason) for name, each in of.items()} for of in (in_a, in_b)]
     sides = [_side("A", a, len(in_a), "cells"), _side("B", b, len(in_b), "cells")]
     as_text = Comparison(sides=sides, table=_table("Cells in both", changes, TIMES))
-    return Compared("Breakdowns", as_text, dict.fromkeys(TIMES, MS), changes, _ended(*states), [POINT])
+    doubts = _doubts(*(traced_report.findings_of([*of.values()]) for of in (in_a, in_b)))
+    return Compared("Breakdowns", as_text, dict.fromkeys(TIMES, MS), changes, _ended(*states), doubts, [POINT])
 
 
 TIMES = ("step_ms", *(f"{phase}_ms" for phase in PASSES), "communication_ms", "memcpy_ms", "idle_ms")

@@ -18,9 +18,11 @@ from training_probe import cli
 from training_probe import compare as comparison
 from training_probe.breakdown.attribution import PASSES, Attribution, Window
 from training_probe.breakdown.run import Breakdown
+from training_probe.conditions import Conditions
 from training_probe.grid import cell
 from training_probe.points import Collective, Copy, Gemm, Measured, Point, measured
-from training_probe.results import BREAKDOWN_FILE, CellResult, ResultsError, append
+from training_probe.report.build import build
+from training_probe.results import BREAKDOWN_FILE, CellResult, ResultsError, append, read
 
 
 def swept(directory: Path, *results: CellResult) -> Path:
@@ -91,6 +93,37 @@ def test_how_cells_ended(of_a: dict[str, Any], of_b: dict[str, Any] | None, code
     a = swept(tmp_path / "a", kept, result("Z2", **of_a))
     b = swept(tmp_path / "b", kept, *([] if of_b is None else [result("Z2", **of_b)]))
     assert gate(a, b, "peak_memory_gb>+1%") == code
+
+
+def loaded(of: CellResult) -> CellResult:
+    """As measured while others took half of the ranks' cores."""
+    taken = Conditions(seconds=10.0, cores=2, others_ratio=0.5, idle_ratio=0.1)
+    return msgspec.structs.replace(of, conditions=taken)
+
+
+def test_no_gate_passes_an_invalid_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = swept(tmp_path / "good", of_runs(990, 1000, 1010))
+    bad = swept(tmp_path / "bad", loaded(of_runs(990, 1000, 1010)))
+    assert build(read(bad), {}).verdict == "INVALID" and build(read(good), {}).verdict == "VALID"
+    for a, b in ((bad, bad), (good, bad), (bad, good)):
+        assert gate(a, b, "tokens_per_s<-3%") == 4
+        sides = [side for side, path in (("A", a), ("B", b)) if path == bad]
+        out = capsys.readouterr().out
+        assert all(f"{side} is INVALID: LOADED (invalid)" in out for side in sides)
+        assert cli.invoke(["compare", str(a), str(b), "--html", str(tmp_path / f"{a.name}-{b.name}.html")]) == 0
+        out = capsys.readouterr().out
+        assert [line[0] for line in out.splitlines() if " is INVALID" in line] == sides
+        page = comparison.compare(a, b).page([], [])
+        assert page.tone == "bad" and all(f"{side} is INVALID." in page.verdict for side in sides)
+    assert gate(good, good, "tokens_per_s<-3%") == 0 and "INVALID" not in capsys.readouterr().out
+
+
+def test_figures_of_an_invalid_sweep_say_so(tmp_path: Path) -> None:
+    for name, made in (("good", of_runs(990, 1000, 1010)), ("bad", loaded(of_runs(990, 1000, 1010)))):
+        directory = swept(tmp_path / name, made)
+        cli.invoke(["report", str(directory)])
+        svgs = list(directory.rglob("*.svg"))
+        assert svgs and all(("INVALID" in svg.read_text()) == (name == "bad") for svg in svgs)
 
 
 def test_nothing_in_common_does_not_pass(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class BreakdownReport(ReportHead, kw_only=True):
 
 
 def build(breakdowns: Sequence[Breakdown], manifest: ManifestFields) -> BreakdownReport:
-    findings = _findings(breakdowns)
+    findings = findings_of(breakdowns)
     return BreakdownReport(
         verdict=verdict_of(findings),
         findings=findings,
@@ -71,7 +71,7 @@ def build(breakdowns: Sequence[Breakdown], manifest: ManifestFields) -> Breakdow
     )
 
 
-def _findings(breakdowns: Sequence[Breakdown]) -> list[Finding]:
+def findings_of(breakdowns: Sequence[Breakdown]) -> list[Finding]:
     ok = [each for each in breakdowns if each.outcome == "ok"]
     return of_breakdowns(
         {
@@ -114,12 +114,12 @@ def document(breakdowns: Sequence[Breakdown], manifest: ManifestFields, notes: S
         traces={each.cell.name: each.trace for each in breakdowns if each.trace},
         tables=made,
         charts=lambda _: charts.build(breakdowns),
-        draw=lambda directory: _draw(directory, breakdowns) if made else {},
+        draw=lambda directory: _draw(directory, breakdowns, report.verdict) if made else {},
         figures="Figure",
     )
 
 
-def _draw(directory: Path, breakdowns: Sequence[Breakdown]) -> dict[str, str]:
+def _draw(directory: Path, breakdowns: Sequence[Breakdown], verdict: Verdict) -> dict[str, str]:
     """Figure 5: shares of a decoder layer's parts; the SVG's name and what it shows. Raises OSError."""
     from loadgen.report.figures import stacked  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
     from training_probe.report import figures
@@ -136,6 +136,7 @@ def _draw(directory: Path, breakdowns: Sequence[Breakdown]) -> dict[str, str]:
                 if whole:
                     bars[escaped(f"{phase}: {name}")] = {part: 100 * value / whole for part, value in parts.items()}
     title = f"Parts of the decoder layers, as Figure 5 of {paper.SOURCE} (without what is recomputed)"
+    title += doubtful(verdict)
     paths = [directory / f"parts{suffix}" for suffix in figures.SUFFIXES]
     stacked(bars, title, "% of the layers' time in that pass", paths, number=".0f")
     return {"parts.svg": title}

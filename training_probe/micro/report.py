@@ -137,8 +137,10 @@ def document(
 
     def draw(directory: Path) -> dict[str, str]:
         from training_probe.micro import plots  # matplotlib costs 0.7 s and 70 MB
+        from training_probe.report import figures
 
-        return plots.draw(directory, results, manifest.device_name, _platform(report))
+        with figures.of(report.verdict):
+            return plots.draw(directory, results, manifest.device_name, _platform(report))
 
     return Document(
         report=report,

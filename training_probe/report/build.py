@@ -328,9 +328,10 @@ def document(results: Sequence[CellResult], manifest: ManifestFields, notes: Seq
     in_mind = [*notes, *findings(report)]
 
     def draw(directory: Path) -> dict[str, str]:
-        from training_probe.report import plots  # matplotlib costs 0.7 s and 70 MB
+        from training_probe.report import figures, plots  # matplotlib costs 0.7 s and 70 MB
 
-        return plots.draw(directory, results)
+        with figures.of(report.verdict):
+            return plots.draw(directory, results)
 
     return Document(
         report=report,

@@ -7,9 +7,11 @@ Text that came from elsewhere is shown as it is, never read as mathematics.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from matplotlib.figure import Figure
 from backends.untrusted import escaped
 from loadgen.report.figures import COLOURS, DASHES, GRID, INK, STYLE, legend_below, titled, write
 from loadgen.report.text import number
+from training_probe.findings import Verdict
 from training_probe.points import size_text
 from training_probe.protocol import Timeline
 from training_probe.report.timelines import Array, extremes
@@ -28,6 +31,7 @@ from training_probe.results import GIB
 
 SUFFIXES = (".svg", ".png")
 FADED = "#888888"
+INVALID_INK = "#b00020"
 WIDTH = 10.4  # inches: of 830 pixels, as wide as a README, letters of 8 points have 9
 DPI = 125
 FEWEST_BARS = 8  # that fill a panel; fewer are not wider
@@ -296,7 +300,22 @@ def _legend(figure: Figure, axis: Axes) -> None:
         legend_below(figure, axis, LEGEND_COLUMNS)
 
 
+@contextlib.contextmanager
+def of(verdict: Verdict) -> Iterator[None]:
+    """Figures that are drawn within say what the report says, in red: they leave it without its pages."""
+    token = _VERDICT.set(verdict)
+    try:
+        yield
+    finally:
+        _VERDICT.reset(token)
+
+
+_VERDICT: ContextVar[Verdict] = ContextVar("verdict", default="VALID")
+
+
 def _save(figure: Figure, stem: Path) -> None:
+    if _VERDICT.get() == "INVALID":
+        figure.text(0.99, 0.005, "INVALID: no measurement", ha="right", va="bottom", fontsize=11, color=INVALID_INK)
     for suffix in SUFFIXES:
         write(figure, stem.with_name(stem.name + suffix), DPI)
 
