@@ -106,7 +106,7 @@ class Sampler:
             run_id=self._begin.run_id,
             series=list(source.series) if source is not None and metrics is not None else [],
             gpus=cards.names if cards is not None else [],
-            replicas=list(self._replicas),
+            replicas=list(self._replicas) or msgspec.UNSET,
             error="; ".join(problems) or None,
         )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from backends import foreign_files
 from backends.gpus import GpuSample
@@ -37,7 +38,7 @@ class Header(msgspec.Struct, kw_only=True):
     run_id: str
     series: list[str]
     gpus: list[str]
-    replicas: list[str] = []
+    replicas: list[str] | UnsetType = UNSET
     error: str | None = None
 
 
@@ -49,7 +50,7 @@ class ServerSample(msgspec.Struct, kw_only=True):
     took_ms: float
     metrics: dict[str, float] = {}
     gpus: list[GpuSample] = []
-    replicas: list[dict[str, float]] = []
+    replicas: list[dict[str, float]] | UnsetType = UNSET
     error: str | None = None
 
     @property
@@ -100,7 +101,7 @@ class ServerStats(msgspec.Struct, kw_only=True):
     ttft_mean_ms: float | None = None
     itl_mean_ms: float | None = None
     e2el_mean_ms: float | None = None
-    replicas: list[ReplicaStats] = []
+    replicas: list[ReplicaStats] | UnsetType = UNSET  # where there are several
 
 
 class GpuPeak(msgspec.Struct, kw_only=True):
@@ -151,7 +152,7 @@ def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | 
     if not header.series:
         view.server = ServerStats(problem=problem) if problem else None
         return view
-    view.server = _server(window, header.replicas)
+    view.server = _server(window, header.replicas or ())
     view.server.covered = bool(before and after)
     view.server.problem = problem
     if problem is None and any(sample.good for sample in window) and not any(sample.metrics for sample in window):
@@ -221,7 +222,7 @@ def _rise(shown: _Metrics, name: str) -> float | None:
 
 
 def _replica(url: str, place: int, window: Sequence[ServerSample]) -> ReplicaStats:
-    answers = [sample.replicas[place] for sample in window if len(sample.replicas) > place]
+    answers = [shown[place] for sample in window if len(shown := sample.replicas or []) > place]
     shown = [metrics for metrics in answers if metrics]
     counters = ("preemptions", "prefix_cache_hits", "prompt_tokens", "generation_tokens")
     return ReplicaStats(
@@ -237,7 +238,7 @@ def _replica(url: str, place: int, window: Sequence[ServerSample]) -> ReplicaSta
 def _server(window: Sequence[ServerSample], replicas: Sequence[str]) -> ServerStats:
     good = [sample.metrics for sample in window if sample.good]
     parts = [
-        [sample.replicas[place] for sample in window if len(sample.replicas) > place and sample.replicas[place]]
+        [shown[place] for sample in window if len(shown := sample.replicas or []) > place and shown[place]]
         for place in range(len(replicas))
     ] or [good]
 
@@ -271,7 +272,7 @@ def _server(window: Sequence[ServerSample], replicas: Sequence[str]) -> ServerSt
         ttft_mean_ms=mean_ms("ttft_seconds"),
         itl_mean_ms=mean_ms("itl_seconds"),
         e2el_mean_ms=mean_ms("e2el_seconds"),
-        replicas=[_replica(url, place, window) for place, url in enumerate(replicas)],
+        replicas=[_replica(url, place, window) for place, url in enumerate(replicas)] or UNSET,
     )
 
 

@@ -391,7 +391,7 @@ def _server(numbers: Numbers) -> Iterator[Finding]:
 
 def _imbalance(server: ServerStats) -> Iterator[Finding]:
     """Replicas of which one did far more than its share, or nothing."""
-    tokens = [each.generation_tokens or 0 for each in server.replicas]
+    tokens = [each.generation_tokens or 0 for each in server.replicas or ()]
     mean = sum(tokens) / max(1, len(tokens))
     if len(tokens) > 1 and (max(tokens) > IMBALANCE_RATIO * mean or (mean and not min(tokens))):
         yield Finding(

@@ -131,6 +131,7 @@ NEEDS = {
     "insecure": ["--url", "https://127.0.0.1:8000"],
     "server_python": ["--launch", "process"],
     "on": ["--url", "http://h:1"],
+    "metrics_url": ["--url", "http://h:1"],
     "nodes": ["--on", "ray", "--url", "http://h:1"],
     "image": ["--launch", "docker"],
     "dry_run": ["--backend", "vllm"],
