@@ -40,6 +40,7 @@ from loadgen.target import TransportError
 
 SLICE_NS = 1_000_000  # longest work between two looks at the sockets
 TICK_NS = 10_000_000  # how often the loop's own lag is taken
+STALL_NS, MOST_STALLS = 50_000_000, 1000  # a lag from which on it is kept when it was
 FLUSH_S = 0.02  # how long a finished request may wait to be written
 MANY_FINISHED = 4096  # waiting to be written: from here on memory matters more than punctuality
 AHEAD, AHEAD_BYTES = 1024, 16 << 20  # requests prepared beyond those due at t = 0: whichever is reached first
@@ -245,7 +246,7 @@ class Client:
             alarm.close()
             self._waiting.close()
             self._flusher.cancel()
-            facts = self._health.stop(self, "interrupted" if self.stopping else "complete")
+            facts = self._health.stop(self, "interrupted" if self.stopping else "complete", t0_ns)
         self.check_file()
         if self._write_error is not None:
             self._file.abandon()
@@ -526,11 +527,13 @@ class Health:
 
     def __init__(self) -> None:
         self._lag_ns = array("q")
+        self._stalls: list[tuple[int, int]] = []
         self._looked = (now_ns(), time.process_time_ns(), 0)  # the last: of the lags, how many had been seen
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._busiest_ratio = 0.0
         self._began = self._second = (now_ns(), time.process_time_ns())
+        self._stolen = _stolen_ticks()
         self._looked = (*self._began, 0)
         self._due_ns = now_ns() + TICK_NS
         self._alarm = Alarm(loop, self._tick)
@@ -538,6 +541,8 @@ class Health:
 
     def _tick(self) -> None:
         now = now_ns()
+        if now - self._due_ns >= STALL_NS and len(self._stalls) < MOST_STALLS:
+            self._stalls.append((self._due_ns, now))
         while self._due_ns <= now:  # also those that a stall swallowed: what came in during them was as late
             self._lag_ns.append(now - self._due_ns)
             self._due_ns += TICK_NS
@@ -556,7 +561,7 @@ class Health:
         self._looked = now, cpu, _ = (now_ns(), time.process_time_ns(), len(self._lag_ns))
         return (cpu - then_cpu_ns) / max(1, now - then_ns), max(self._lag_ns[seen:], default=0) / 1e6
 
-    def stop(self, client: Client, state: str) -> ClientFacts:
+    def stop(self, client: Client, state: str, t0_ns: int) -> ClientFacts:
         self._alarm.close()
         now, cpu = now_ns(), time.process_time_ns()
         if now - self._second[0] > 100_000_000 or self._second is self._began:
@@ -581,4 +586,20 @@ class Health:
             receive_lag_p50_ms=float(np.percentile(receive, 50)) if has_receive else None,
             receive_lag_p99_ms=float(np.percentile(receive, 99)) if has_receive else None,
             receive_lag_max_ms=float(receive.max()) if has_receive else None,
+            stalls=tuple(((begin - t0_ns) / 1e9, (end - t0_ns) / 1e9) for begin, end in self._stalls),
+            steal_ratio=_share(self._stolen, _stolen_ticks()),
         )
+
+
+def _stolen_ticks() -> tuple[int, int] | None:
+    """CPU time that a hypervisor gave to others since this machine began, and all of it; None where nobody tells."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        ticks = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+        return ticks[7], sum(ticks)
+    return None
+
+
+def _share(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1])

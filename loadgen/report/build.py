@@ -63,9 +63,7 @@ def build(
 
     slos: limits in ms by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. Raises ReportError.
     """
-    if convention not in CONVENTIONS:
-        raise ReportError(f"Unknown convention {convention!r}; use one of {', '.join(CONVENTIONS)}.")
-    rules, measured = CONVENTIONS[convention], table.measured()
+    rules, measured = _rules(convention), table.measured()
     duration_s = metrics.duration_s(measured, rules)
     tokens = _tokens(measured)
     numbers = Numbers(
@@ -106,10 +104,17 @@ def build(
         turns=sessions.by_turn(measured, rules),
         cluster=manifest.cluster,
         server_requests=slices.by_the_server(measured, rules),
+        **stalls.of_client(measured, facts, rules),
     )
     listed = findings.find(numbers, table, measured, facts, manifest, doubt)
     verdict = schema.Verdict(all(finding.severity != "invalid" for finding in listed), listed)
     return Report(**msgspec.structs.asdict(numbers), verdict=verdict)
+
+
+def _rules(convention: str) -> Convention:
+    if convention not in CONVENTIONS:
+        raise ReportError(f"Unknown convention {convention!r}; use one of {', '.join(CONVENTIONS)}.")
+    return CONVENTIONS[convention]
 
 
 def _requests(manifest: Manifest, measured: Table) -> schema.Requests:

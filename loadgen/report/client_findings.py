@@ -34,6 +34,8 @@ HEADROOM_RATIO = 2.0
 # Each such request waited for a dead connection first. A server that closes one idle connection in a thousand at the
 # wrong moment is usual; more of them show in p99 of the _from_schedule metrics.
 RETRIED_RATIO = 0.001
+STALLS_NAMED = 3
+STEAL_RATIO = 0.01  # a hundredth: p99 may be made of it
 
 
 def find(numbers: Numbers, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
@@ -41,9 +43,11 @@ def find(numbers: Numbers, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
     ttft_ms, tpot_ms = numbers.metrics["ttft_ms"].p50, numbers.metrics["tpot_ms"].p50
     yield from _send_lag(numbers)
     yield from _retried(numbers)
+    yield from _stalls(numbers)
     if facts:
         yield from _lags(facts, ttft_ms, tpot_ms)
         yield from _cpu(facts)
+        yield from _steal(facts)
     if numbers.ceiling is not None:
         yield from _ceiling(numbers.ceiling, ttft_ms, tpot_ms)
 
@@ -93,6 +97,37 @@ def _cpu(facts: Sequence[ClientFacts]) -> Iterator[Finding]:
             message=f"A client process used {busiest:.2f} of a core in its busiest second and {mean:.2f} on average"
             + ("; throughput is the client's own limit." if whole else "."),
             advice="Add --workers, or run the client on a machine with free cores.",
+        )
+
+
+def _stalls(numbers: Numbers) -> Iterator[Finding]:
+    if not numbers.late_statistics:
+        return
+    longest = sorted(numbers.client_stalls, key=lambda stall: stall.start_s - stall.end_s)[:STALLS_NAMED]
+    times = "; ".join(
+        f"{1000 * (stall.end_s - stall.start_s):.0f} ms at {stall.start_s:.1f} s, {stall.requests} requests"
+        for stall in longest
+    )
+    late = {name.removesuffix("_ms"): each for name, each in numbers.late_statistics.items()}
+    moved = "; ".join(f"{name} {', '.join(each).replace('_', '.')}" for name, each in late.items())
+    count = len(numbers.client_stalls)
+    yield Finding(
+        code="CLIENT_STALL",
+        severity="warning",
+        message=f"The client itself stood still {count} time{'' if count == 1 else 's'}, at worst {times}. These are "
+        f"larger for it: {moved}.",
+        advice="Do not quote these statistics as the server's; free the machine, or run again. Was it suspended?",
+    )
+
+
+def _steal(facts: Sequence[ClientFacts]) -> Iterator[Finding]:
+    ratio = max((fact.steal_ratio or 0.0 for fact in facts), default=0.0)
+    if ratio > STEAL_RATIO:
+        yield Finding(
+            code="STEAL",
+            severity="warning",
+            message=f"The host of this virtual machine gave {ratio:.1%} of its CPU time to others during the run.",
+            advice="Run the client on a machine, or a virtual one, that has its cores for itself.",
         )
 
 

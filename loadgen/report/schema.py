@@ -131,6 +131,14 @@ class Stall(msgspec.Struct, frozen=True):
     end_s: float
 
 
+class ClientStall(msgspec.Struct, frozen=True):
+    """When the client stood still; seconds of the run. requests: whose stamps fell into it, or were due in it."""
+
+    start_s: float
+    end_s: float
+    requests: int
+
+
 class PhaseStats(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the load, from `start_s` to before `end_s` seconds of the run. requests: those due in it; metrics:
     their ttft, tpot and e2el, of those that ended ok, by the names of METRICS. offered: requests due a second;
@@ -219,7 +227,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Left out where they say nothing: asked lengths that are all one, ttft by prompt length where the prompts' lengths
     are about one, phases of a load that has none, stalls of a run without any, sharing where nothing is shared,
     sessions and turns where there are none, cluster where one machine sent it all, server_requests where replies tell
-    nothing of the server's own times."""
+    nothing of the server's own times, stalls of the client that move no statistic. late_statistics: by metric, those
+    that such stalls move."""
 
     schema: str
     version: str
@@ -258,6 +267,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     turns: list[TurnStats] = []
     cluster: ClusterFacts | None = None
     server_requests: ServerRequests | None = None
+    client_stalls: list[ClientStall] = []
+    late_statistics: dict[str, list[str]] = {}
 
 
 class Report(Numbers, frozen=True, kw_only=True):

@@ -18,14 +18,16 @@ that lag. Of silences within a cell of `CELL_US` only the sum is known: memory i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.report.metrics import event_times_us
-from loadgen.report.schema import Stall
-from loadgen.rundir.records import Table
+from loadgen.report import metrics
+from loadgen.report.metrics import METRICS, PERCENTILES, Convention, event_times_us
+from loadgen.report.schema import ClientStall, Stall
+from loadgen.rundir.records import ClientFacts, Table
 
 CELL_US, MOST_CELLS = 10_000, 1 << 20  # wider cells from three hours on
 # A kernel that is compiled takes a second or more. Of 20 runs of real servers (results:h200/serving, results:vllm_cpu)
@@ -33,6 +35,9 @@ CELL_US, MOST_CELLS = 10_000, 1 << 20  # wider cells from three hours on
 FLOOR_US = 1_000_000
 # In the same runs no silence of half a second was over 2.9 times as long as expected, and none of a second over 1.1.
 STALL_RATIO = 4
+# What came in while the client stood still is stamped when it has read it all, a little after it goes on.
+CATCH_UP_S, CATCH_UP_RATIO = 0.005, 0.1
+MOVED_RATIO, MOVED_MS = 0.05, 1.0  # a statistic that is larger by more than this with the touched requests than without
 PREFILL_PERCENT = 75  # a quarter of the silent prefills may be stalls themselves
 
 
@@ -57,6 +62,36 @@ def find(measured: Table, lag_ms: float | None) -> list[Stall]:
     stalled = length_us > limit_us
     begin_s, end_s = silences.begin_us[stalled] / 1e6, silences.end_us[stalled] / 1e6
     return [Stall(begin, end) for begin, end in zip(begin_s.tolist(), end_s.tolist(), strict=True)]
+
+
+def of_client(measured: Table, facts: Sequence[ClientFacts], rules: Convention) -> dict[str, Any]:
+    """The fields of a report about stalls of the client: nothing where they move no statistic, by what it is without
+    the requests that they touched."""
+    touched, told = np.zeros(len(measured), np.bool_), []
+    for start_s, end_s in sorted(stall for fact in facts for stall in fact.stalls):
+        late_s = end_s + CATCH_UP_S + CATCH_UP_RATIO * (end_s - start_s)
+        stamps = (measured.first_token_ns, measured.last_token_ns, measured.done_ns)
+        within = [(stamp >= start_s * 1e9) & (stamp <= late_s * 1e9) & (stamp != -1) for stamp in stamps]
+        due = (measured.scheduled_ns >= start_s * 1e9) & (measured.scheduled_ns <= end_s * 1e9)
+        these = np.logical_or.reduce([due, *within])
+        touched |= these
+        told.append(ClientStall(start_s, end_s, int(these.sum())))
+    if not touched.any():
+        return {}
+    others, moved = measured.select(~touched), {}
+    for name in METRICS:
+        whole, rest = (
+            metrics.summary(metrics.sample(each, name, rules), rules.percentile) for each in (measured, others)
+        )
+        pairs = {each: (getattr(whole, each), getattr(rest, each)) for each in (*PERCENTILES, "max")}
+        late = [each for each, (with_it, without) in pairs.items() if with_it is not None and _moved(with_it, without)]
+        if late:
+            moved[name] = late
+    return {"client_stalls": told, "late_statistics": moved} if moved else {}
+
+
+def _moved(with_it: float, without: float | None) -> bool:
+    return without is None or with_it > (1 + MOVED_RATIO) * without + MOVED_MS
 
 
 def _expected_us(silences: _Silences, measured: Table) -> NDArray[np.float64]:

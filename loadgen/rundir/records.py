@@ -104,6 +104,8 @@ class ClientFacts(msgspec.Struct, kw_only=True):
     receive_lag_p50_ms: float | None = None  # read stamp minus kernel stamp, with --kernel-timestamps
     receive_lag_p99_ms: float | None = None
     receive_lag_max_ms: float | None = None
+    stalls: tuple[tuple[float, float], ...] = ()  # when its event loop stood still: from, to, in seconds of the run
+    steal_ratio: float | None = None  # of this machine's CPU time, what its hypervisor gave to others meanwhile
 
 
 class Footer(msgspec.Struct, kw_only=True):

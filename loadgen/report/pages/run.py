@@ -155,8 +155,10 @@ def _numbers(run: Shown) -> Iterator[Block]:
     requests = report.requests
     outcomes: list[list[Cell]] = [[name, cell(count)] for name, count in requests.by_outcome.items()]
     yield rates([run])
-    off = text.off_by_metric(report)
-    yield parts.summaries("latency, ms", dict(text.latencies(report)), "Latency", extra=("held out, off by", off))
+    late = {name.removesuffix("_ms"): each for name, each in report.late_statistics.items()}
+    marks = {name: ", ".join(each).replace("_", ".") for name, each in late.items()}
+    extra = ("made by the client's stalls", marks) if marks else ("held out, off by", text.off_by_metric(report))
+    yield parts.summaries("latency, ms", dict(text.latencies(report)), "Latency", extra=extra)
     yield latency_intervals([run])
     yield Text(intervals.MEANING)
     yield from _parts(report)

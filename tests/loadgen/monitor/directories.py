@@ -13,7 +13,7 @@ from loadgen.rundir import Family, Manifest, Snapshot
 from loadgen.rundir.records import ClientFacts, Record, RecordsFile
 
 RUN = "20261121-120000-abc123"
-FACTS: dict[str, Any] = dict.fromkeys(ClientFacts.__struct_fields__, 0) | {"state": "complete"}
+FACTS: dict[str, Any] = dict.fromkeys(ClientFacts.__struct_fields__, 0) | {"state": "complete", "stalls": ()}
 
 
 def write_manifest(directory: Path, run_id: str = RUN, clients: int = 1) -> Manifest:
