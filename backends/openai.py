@@ -4,7 +4,8 @@ https://platform.openai.com/docs/api-reference/completions and .../chat. One dec
 which it is. An event is not a token: servers merge tokens that wait for a slow reader, hold bytes back until a
 character is whole (an empty text, still a token), and open a chat with a role that carries nothing. How many tokens
 an event carried is known where it has `token_ids`, or where every event so far has had `usage`; else it counts as
-one. The total of the reply is the `usage` of its last event, which every request here asks for.
+one. The total of the reply is the `usage` of its last event, which every request here asks for. Nothing after a finish
+reason is a token, whatever its choices look like.
 """
 
 from __future__ import annotations
@@ -17,12 +18,26 @@ import msgspec
 
 from backends.identity import PATHS, read_any
 from backends.plain_tokens import PlainTokens
-from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Kept, Prompt, ProtocolError, Sampling
-from backends.replies import GIVEN_UP, Count, WholeReply, error_in, error_message, error_text, given_up
+from backends.protocol import (
+    HELD_BACK,
+    REASONING,
+    TOKEN,
+    Backend,
+    Decoder,
+    Delta,
+    HttpRequest,
+    Kept,
+    Prompt,
+    ProtocolError,
+    Sampling,
+)
+from backends.replies import GIVEN_UP, Count, WholeReply, error_in, error_message, error_text, given_up, is_ping
 from backends.sse import PLAIN, EventReply
 from backends.untrusted import UNDECODABLE
 
 _ONE_TOKEN = (TOKEN,)
+_HELD_BACK = (HELD_BACK,)
+_REASONING = (REASONING,)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -30,10 +45,15 @@ class _CachedTokens(msgspec.Struct, gc=False):
     cached_tokens: Count | None = None
 
 
+class _ReasoningTokens(msgspec.Struct, gc=False):
+    reasoning_tokens: Count | None = None
+
+
 class _Usage(msgspec.Struct, gc=False):
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
     prompt_tokens_details: _CachedTokens | None = None
+    completion_tokens_details: _ReasoningTokens | None = None
 
 
 class _Message(msgspec.Struct, gc=False):
@@ -49,6 +69,10 @@ class _Message(msgspec.Struct, gc=False):
     @property
     def says_something(self) -> bool:
         return bool(self.content or self.reasoning_content or self.reasoning or self.refusal or self.tool_calls)
+
+    @property
+    def only_reasons(self) -> bool:
+        return bool(self.reasoning_content or self.reasoning) and not (self.content or self.refusal or self.tool_calls)
 
     @property
     def holds_back(self) -> bool:
@@ -90,6 +114,7 @@ class _Stream(EventReply):
         self._kept = kept
         self._counted = 0  # output tokens so far that the server has counted
         self._silent_end = False  # the event with the finish reason was taken for none
+        self._running: tuple[_Usage, int] | None = None  # the last count before the end, and the tokens seen by then
 
     def read(self, data: bytes) -> Sequence[Delta]:
         try:
@@ -101,9 +126,9 @@ class _Stream(EventReply):
             choices[0].keep(self._kept)
         if choices and chunk.usage is None and chunk.error is None:
             choice = choices[0]
-            if choice.finish_reason is None and choice.token_ids is None:
+            if choice.finish_reason is None and choice.token_ids is None and not self.complete:
                 delta = choice.delta
-                if choice.text is not None if delta is None else delta.content:
+                if choice.text if delta is None else delta.content:
                     self._plain.count += 1
                     return PLAIN
         return self._read_rare(chunk, data)
@@ -113,13 +138,16 @@ class _Stream(EventReply):
         if failure := _failure(chunk, data):
             self.failed = True
             return (Delta(error=failure),)
-        if not chunk.choices:
+        if not chunk.choices or self.complete:
             return (self._total(chunk.usage),) if chunk.usage is not None else ()
         choice = chunk.choices[0]
         n_tokens = self._count(choice, chunk.usage)
-        if not choice.finish_reason:  # a running count is not the server's last word
-            return _ONE_TOKEN if n_tokens == 1 else (Delta(n_tokens=n_tokens),) if n_tokens else ()
+        if not choice.finish_reason:
+            if chunk.usage is not None:  # a running count is not the server's last word, unless nothing follows
+                self._running = (chunk.usage, self._seen)
+            return _event(choice, n_tokens, chunk.usage)
         self.complete = True
+        self._plain.stop()
         self._silent_end = n_tokens == 0
         self.failed = self.failed or choice.finish_reason in GIVEN_UP
         return (_last_delta(n_tokens, choice.finish_reason, chunk.usage),)
@@ -127,10 +155,20 @@ class _Stream(EventReply):
     def _total(self, usage: _Usage) -> Delta:
         """The event after the last choice. Where it counts one token more than were seen, the end without text was that
         token: vLLM ends so when the last bytes are no whole character, and sends both events at once."""
-        missing = (usage.completion_tokens or 0) - self._counted - self._plain.count
+        missing = (usage.completion_tokens or 0) - self._seen
         late = self._silent_end and missing == 1
-        self._silent_end = False
+        self._silent_end, self._running = False, None
         return _last_delta(1 if late else 0, None, usage)
+
+    def eof(self) -> Sequence[Delta]:
+        deltas = super().eof()
+        if self._running is None or self.failed or self._running[1] != self._seen:
+            return deltas
+        return (*deltas, self._total(self._running[0]))
+
+    @property
+    def _seen(self) -> int:
+        return self._counted + self._plain.count
 
     def _count(self, choice: _Choice, usage: _Usage | None) -> int:
         """Output tokens that one event carried."""
@@ -143,8 +181,8 @@ class _Stream(EventReply):
             self._counted += n_tokens
         else:
             n_tokens = 1 if self._carries_output(choice) else 0
-            if total is not None and total > self._counted + self._plain.count:
-                n_tokens = 1  # an end without text is a token if the server counts more than were seen
+            if total is not None and total == self._seen + 1:
+                n_tokens = 1  # an end without text is a token if the server counts just one more than were seen
             self._plain.count += n_tokens
         return n_tokens
 
@@ -152,8 +190,21 @@ class _Stream(EventReply):
         goes_on = not choice.finish_reason
         if choice.delta is None:
             return bool(choice.text) or (choice.text is not None and goes_on)
-        opens = choice.delta.role is not None and not self._counted and not self._plain.count
+        opens = choice.delta.role is not None and not self._seen
         return choice.delta.says_something or (choice.delta.holds_back and goes_on and not opens)
+
+
+def _event(choice: _Choice, n_tokens: int, usage: _Usage | None) -> Sequence[Delta]:
+    """What an event before the last one is."""
+    delta = choice.delta
+    if n_tokens == 0:
+        return ()
+    if n_tokens > 1:
+        return (Delta(n_tokens=n_tokens),)
+    if delta is not None and delta.only_reasons:
+        return _REASONING
+    says = choice.text if delta is None else delta.says_something
+    return _ONE_TOKEN if says or choice.token_ids is not None or usage is not None else _HELD_BACK
 
 
 def _failure(chunk: _Chunk, data: bytes) -> str | None:
@@ -164,17 +215,21 @@ def _failure(chunk: _Chunk, data: bytes) -> str | None:
         return None
     if error := error_in(data):
         return error
+    if is_ping(data):
+        return None
     raise ProtocolError(f"neither choices nor usage nor an error: {error_text(data)}")
 
 
 def _last_delta(n_tokens: int, finish: str | None, usage: _Usage | None) -> Delta:
     details = usage.prompt_tokens_details if usage is not None else None
+    output_details = usage.completion_tokens_details if usage is not None else None
     return Delta(
         n_tokens=n_tokens,
         finish=finish,
         prompt_tokens=usage.prompt_tokens if usage is not None else None,
         output_tokens=usage.completion_tokens if usage is not None else None,
         cached_tokens=details.cached_tokens if details is not None else None,
+        reasoning_tokens=output_details.reasoning_tokens if output_details is not None else None,
         error=given_up(finish) if finish in GIVEN_UP else None,
     )
 

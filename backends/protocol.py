@@ -87,8 +87,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     """What one event of a reply says.
 
     n_tokens: output tokens that this event carried, as far as the event itself tells (1 when it carries output
-    and does not tell how much, 0 when it carries none). The counts are the server's own and final. server: what it says
-    of the whole request, at its end.
+    and does not tell how much, 0 when it carries none). The counts are the server's own and final; reasoning_tokens is
+    a part of output_tokens. server: what it says of the whole request, at its end.
     """
 
     n_tokens: int = 0
@@ -96,11 +96,15 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
     error: str | None = None
     server: ServerRecord | None = None
 
 
 TOKEN = Delta(n_tokens=1)  # by far the most common event: one shared value, nothing allocated
+# Two more shared values of one token, to be known by `is`. The text of one is empty and nothing counts it, so it is a
+# token whose bytes are held back, or a keep-alive; the other is no part of the answer.
+HELD_BACK, REASONING = Delta(n_tokens=1), Delta(n_tokens=1)
 
 
 class Decoder(Protocol):

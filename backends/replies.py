@@ -19,6 +19,9 @@ from backends.untrusted import MAX_LINE_CHARS, UNDECODABLE, printable
 MAX_BYTES = 4 << 20  # of one event, or of one whole reply: more is not a reply (1e5 tokens are half a MB of text)
 MAX_ERROR_BYTES = 65_536  # of an error that is parsed: JSON may take fifty times its bytes as values of Python
 
+# Names of events by which gateways and proxies keep a connection open; no protocol here has an event of that name.
+PINGS = frozenset(("ping", "keepalive", "keep-alive", "keep_alive", "heartbeat"))
+
 # Finish reasons by which a server says that it gave the reply up: the output is not what was asked for.
 GIVEN_UP = frozenset(("abort", "error"))
 
@@ -74,6 +77,34 @@ def error_message(status: int, body: bytes) -> str:
     except ValueError:
         phrase = ""
     return printable(f"HTTP {status}{phrase}: {error_text(body) or 'no message'}")
+
+
+class _Named(msgspec.Struct):
+    type: str
+
+
+def is_ping(data: bytes) -> bool:
+    """Whether an event's data says that it is nothing but a sign of life, such as {"type": "ping"}."""
+    try:
+        return msgspec.json.decode(data, type=_Named).type in PINGS
+    except UNDECODABLE:
+        return False
+
+
+class _Whole(msgspec.Struct):
+    """What replies in one piece have, of any server here."""
+
+    choices: list[object] = []
+    generated_text: object = None
+
+
+def is_whole_reply(body: bytes) -> bool:
+    """Whether a document is a reply, as it comes without streaming."""
+    try:
+        reply = msgspec.json.decode(body, type=_Whole)
+    except UNDECODABLE:
+        return False
+    return bool(reply.choices) or reply.generated_text is not None
 
 
 def given_up(finish: str) -> str:

@@ -5,7 +5,8 @@ way takes all that the standard allows: LF, CRLF and CR line ends, a byte order 
 `event:`, `id:` and `retry:` lines, data over several lines, and cuts between reads anywhere. It is stricter than the
 standard in three ways, because a measurement must notice: a line with any other field is an error, because then this
 is no stream of events; so is an event after the end of the reply; so is an event that the end of the body cuts off. A
-body that is no stream but a JSON document with an error is that error.
+body that is no stream but a JSON document with an error is that error; a whole reply in place of a stream is told apart
+from other documents. An event that is named as a sign of life (`event: ping`) is passed over with its data.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 
 from backends.plain_tokens import PlainTokens
 from backends.protocol import TOKEN, Delta, ProtocolError, Truncated
-from backends.replies import MAX_BYTES, WholeReply, quoted
+from backends.replies import MAX_BYTES, PINGS, WholeReply, is_whole_reply, quoted
 
 _BOM = b"\xef\xbb\xbf"
 _CR = 0x0D
@@ -49,6 +50,7 @@ class EventReply(ABC):
         self._after_cr = False  # a LF that comes next ends the same line
         self._line = bytearray()  # of the line that is not ended yet
         self._data = bytearray()  # of the event that is not ended yet, each line with its end
+        self._ping = False  # that event is named as a sign of life
         self._document: WholeReply | None = None  # a body that begins as JSON instead
         self._broken: ProtocolError | None = None
 
@@ -133,7 +135,7 @@ class EventReply(ABC):
 
     def _take(self, data: bytes, deltas: list[Delta]) -> None:
         """Adds the deltas completed by `data` and keeps what is left over."""
-        if self._document is None and self._first_line and not self._line and data.startswith(b"{"):
+        if self._document is None and self._first_line and not self._line and data.lstrip().startswith(b"{"):
             self._document = WholeReply(_no_event)
         if self._document is not None:
             self._document.feed(data)
@@ -142,24 +144,28 @@ class EventReply(ABC):
         for line in ended:
             if len(line) + len(self._data) > MAX_BYTES:
                 raise ProtocolError(_TOO_LONG)
-            if self._first_line:
+            if self._first_line and line:
                 self._first_line = False
                 line = line.removeprefix(_BOM)
             if not line:
                 if self._data:
                     event = bytes(self._data[:-1])
                     self._data.clear()
-                    deltas += self._read(event)
+                    if not self._ping:
+                        deltas += self._read(event)
+                self._ping = False
                 continue
             value = line.removeprefix(b"data:")
             if value is not line or line == b"data":
                 self._data += (value if value is not line else b"") + b"\n"
-            elif line.partition(b":")[0] not in _IGNORED_FIELDS:
+            elif (field := line.partition(b":"))[0] not in _IGNORED_FIELDS:
                 raise ProtocolError(f"the reply is not a stream of events: {quoted(line)}")
+            elif field[0] == b"event":
+                self._ping = field[2].strip().decode("latin-1") in PINGS
         self._line += rest
         if len(self._line) + len(self._data) > MAX_BYTES:
             raise ProtocolError(_TOO_LONG)
-        self._between_events = not (self._line or self._data or self._first_line or self.ended)
+        self._between_events = not (self._line or self._data or self._ping or self._first_line or self.ended)
 
     def _lines(self, data: bytes) -> list[bytes]:
         """The lines that `data` ends, without their ends, and last the beginning of the next one."""
@@ -179,4 +185,8 @@ class EventReply(ABC):
 def _no_event(body: bytes) -> Delta:
     """For a whole reply in place of a stream: only an error may come so. Raises ProtocolError or one of UNDECODABLE."""
     msgspec.json.decode(body)
+    if is_whole_reply(body):
+        raise ProtocolError(
+            "the server answered with a whole reply although a stream was asked for; measure it with --no-stream"
+        )
     raise ProtocolError(f"the reply is not a stream of events: {quoted(body)}")

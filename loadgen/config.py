@@ -187,6 +187,13 @@ class ClientOptions:
     kernel_timestamps: Annotated[
         bool, _client("Stamp arrivals in the kernel and report the client's own lag (Linux, no TLS).")
     ] = False
+    quick_acks: Annotated[
+        bool,
+        _client(
+            "Acknowledge each read at once, as ordinary clients do not: takes away what a server or proxy without "
+            "TCP_NODELAY waits for (Linux)."
+        ),
+    ] = False
     calibrate: Annotated[bool, _client("Measure the client's own ceiling first.", negative="--no-calibrate")] = True
     api_key_env: Annotated[
         str | None, _client("Environment variable that holds the API key; the key is never written or logged.")
@@ -432,6 +439,10 @@ class Config(
             raise ConfigError("--kernel-timestamps needs Linux.")
         if self.kernel_timestamps and (self.transport != "fast" or (self.url or "").startswith("https:")):
             raise ConfigError("--kernel-timestamps needs --transport fast and a plain http:// server.")
+        if self.quick_acks and sys.platform != "linux":
+            raise ConfigError("--quick-acks needs Linux; leave it out to measure with ordinary ACKs.")
+        if self.quick_acks and self.transport != "fast":
+            raise ConfigError("--quick-acks needs --transport fast.")
         try:
             self.slos  # noqa: B018
         except ValueError as error:

@@ -125,6 +125,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     fresh: bool
     kernel_timestamps: bool
     prompts: PromptSource
+    quick_acks: bool = False
 
     def share(self, shard: int, shards: int) -> Plan:
         """The part of one of `shards` processes."""
@@ -193,6 +194,7 @@ def plan_run(
         fresh=config.connect == "fresh",
         kernel_timestamps=config.kernel_timestamps,
         prompts=source,
+        quick_acks=config.quick_acks,
     )
 
 

@@ -38,13 +38,14 @@ from loadgen.monitor.sidecar import Monitor, sidecar
 from loadgen.plan import Plan, plan_run, read_dataset, worker_count
 from loadgen.probe import ServerError, account, fit_text, identify
 from loadgen.progress import ProgressLine
-from loadgen.rundir import Ceiling, Manifest, records
+from loadgen.rundir import Ceiling, Manifest, WireFacts, records
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.server import embedded
 from loadgen.server.placement import chosen
 from loadgen.target import Target, TransportError
 from loadgen.terminal import say, say_error
+from loadgen.wire import measure
 
 if TYPE_CHECKING:  # most runs start no server and use no cluster: what these stand on is imported where it is used
     from loadgen.cluster.fleet import Fleet
@@ -94,6 +95,7 @@ class Run:
     run_id: str
     say: Say
     stop: Stop = field(default_factory=Stop)  # whose signals end the run in good order
+    measures_wire: bool = True
 
     def __post_init__(self) -> None:
         self.backend = backends.get(self.config.kind)
@@ -156,7 +158,10 @@ class Run:
         ceiling = await self.ceiling(plan, served.fleet)
         if self.config.warmup_load:
             await warmup.play(plan, self._sender(plan, served), self.say)
-        manifest = self.write_manifest(plan, served, ceiling)
+        wire = None
+        if self.config.warmup and self.measures_wire and served.fleet is None:
+            wire = await measure(plan, self.say)
+        manifest = self.write_manifest(plan, served, ceiling, wire)
         await self._send(plan, served, monitor, watch)
         if served.managed is not None:
             await self._inspect(served.managed, manifest)
@@ -258,7 +263,9 @@ class Run:
             )
         return ceiling
 
-    def write_manifest(self, plan: Plan, served: Served, ceiling: Ceiling | None = None) -> Manifest:
+    def write_manifest(
+        self, plan: Plan, served: Served, ceiling: Ceiling | None = None, wire: WireFacts | None = None
+    ) -> Manifest:
         """Writes what is measured on what, before anything is sent."""
         manifest = Manifest(
             run_id=plan.job.run_id,
@@ -282,6 +289,7 @@ class Run:
             machine=rundir.this_machine(),
             dataset_prompts=len(read_dataset(self.config, self.backend)) if self.config.repeat_dataset else None,
             ceiling=ceiling,
+            wire=wire,
             launch=served.managed.facts if served.managed is not None else None,
             emulation=served.emulation,
             cluster=served.fleet.facts() if served.fleet is not None else None,

@@ -170,7 +170,7 @@ def _facts(report: Report, columns: int) -> Iterator[Text]:
         f"{number(throughput.requests_per_s)} requests/s, {number(throughput.output_tokens_per_s)} output tokens/s, "
         f"{number(throughput.total_tokens_per_s)} total tokens/s",
     ]
-    if goodput is not None:
+    if goodput is not None and goodput.request_goodput is not None:
         limits = ", ".join(f"{name} <= {number(limit)} ms" for name, limit in goodput.slos_ms.items())
         facts.append(f"goodput {number(goodput.request_goodput)} requests/s within {limits}")
     for fact in facts:

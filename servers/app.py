@@ -30,7 +30,7 @@ from loadgen.terminal import open_standard_streams, say
 from servers.dialects.lightllm import LightLLM
 from servers.dialects.openai import OpenAI
 from servers.dialects.tgi import TGI
-from servers.serve import faults
+from servers.serve import between, faults
 from servers.serve.modelled_timing import SimulatedTiming
 from servers.serve.server import Server
 from servers.serve.stamps import Stamps
@@ -87,6 +87,7 @@ class ServeOptions:
         ),
     ] = 0
     fault: Annotated[tuple[str, ...], _testing(FAULT_HELP)] = ()
+    wire: Annotated[str, _testing(f"What lies between it and its clients: {between.HELP}.")] = "clean"
     stamps: Annotated[
         Path | None, _testing("File (.npz) to write at exit with the time at which each token was sent.")
     ] = None
@@ -109,6 +110,7 @@ class ServeOptions:
         for name, value in (("--ttft-ms", self.ttft_ms), ("--itl-ms", self.itl_ms)):
             if not 0 <= value <= 86_400_000:
                 raise ValueError(f"{name} {value:g} is out of range; it must be from 0 to 86400000 (a day).")
+        between.read(self.wire)
         if not 0 <= self.jitter_ratio < 1:
             raise ValueError(
                 f"--jitter-ratio {self.jitter_ratio:g} is out of range; it must be at least 0 and below 1."
@@ -143,7 +145,8 @@ def serve(
     caching = timing.facts is not None and timing.facts.prefix_caching
     wire = DIALECTS[options.dialect](Settings(_served_name(options.model), options.max_model_len, caching))
     try:
-        server = Server(wire, timing, options.host, options.port, struck, stamps_file, api_key)
+        address = (options.host, options.port)
+        server = Server(wire, timing, address, struck, stamps_file, api_key, between.read(options.wire))
     except (OSError, UnicodeError) as error:  # the latter: no name of a host can be so long
         why = error.strerror if isinstance(error, OSError) else "no such name"
         raise LaunchError(

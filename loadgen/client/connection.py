@@ -8,6 +8,7 @@ log or wait on the way of a plain token.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 import struct
@@ -22,6 +23,7 @@ from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
 
 HEADER_LIMIT_BYTES = 65_536
+TCP_QUICKACK = 12  # <linux/tcp.h>; Python names it on Linux alone
 SO_TIMESTAMPNS = 35  # <asm-generic/socket.h>; Python does not name it
 
 
@@ -30,6 +32,7 @@ class Owner(Protocol):
 
     plain: bool  # no TLS: the socket may be written to directly
     reuse: bool
+    quick_acks: bool
     idle: dict[Connection, None]  # the one that was used last is the last
     receive_lag_ns: array[int]
     wall_minus_monotonic_ns: int
@@ -204,6 +207,21 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
 
+class QuickConnection(Connection):
+    """A connection that acknowledges each read at once. The kernel goes back to delayed ACKs by itself, so this is set
+    again each time."""
+
+    def data_received(self, data: bytes) -> None:
+        now = now_ns()
+        acknowledge(self.sock)
+        self.read(data, now)
+
+
+def acknowledge(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it may be closed by now
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_QUICKACK, 1)
+
+
 class StampedConnection(Connection):
     """A connection that reads its own socket, so that the kernel's receive stamps come with the bytes.
 
@@ -227,6 +245,8 @@ class StampedConnection(Connection):
             self.lose(error)
             return
         read_ns = now_ns()
+        if self.owner.quick_acks:
+            acknowledge(self.sock)
         if not data:
             self.lose(None)
             return

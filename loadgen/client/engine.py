@@ -490,7 +490,9 @@ def build_transport(plan: Plan, backend: Backend) -> Transport:
         from loadgen.client.transport_aiohttp import AiohttpTransport
 
         return AiohttpTransport(*arguments, fresh=plan.fresh)
-    return FastTransport(*arguments, fresh=plan.fresh, kernel_timestamps=plan.kernel_timestamps)
+    return FastTransport(
+        *arguments, fresh=plan.fresh, kernel_timestamps=plan.kernel_timestamps, quick_acks=plan.quick_acks
+    )
 
 
 async def run_here(

@@ -13,9 +13,21 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec import UNSET
 
-from backends.protocol import TOKEN, Decoder, Delta, Kept, Prompt, ProtocolError, ServerRecord, Truncated
+from backends.protocol import (
+    HELD_BACK,
+    REASONING,
+    TOKEN,
+    Decoder,
+    Delta,
+    Kept,
+    Prompt,
+    ProtocolError,
+    ServerRecord,
+    Truncated,
+)
 from backends.replies import MAX_ERROR_BYTES
 from backends.untrusted import printable
+from loadgen.rundir.pace import first_tokens
 from loadgen.rundir.records import Record
 
 
@@ -27,8 +39,10 @@ class Exchange:
         "asked_prompt_tokens",
         "asked_tokens",
         "cached_tokens",
+        "carried",
         "decoder",
         "done_ns",
+        "empties",
         "error",
         "error_body",
         "feed",
@@ -44,6 +58,8 @@ class Exchange:
         "plain",
         "prompt",
         "prompt_tokens",
+        "reasoning",
+        "reasoning_tokens",
         "retried",
         "scheduled_ns",
         "sent_ns",
@@ -90,7 +106,11 @@ class Exchange:
         self.output_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.server: ServerRecord | None = None
+        self.reasoning_tokens = 0
         self.times = array("q")  # arrival of each event that carried output
+        self.carried: list[int] = []  # the place in `times` of each event that was not one token, and its tokens
+        self.empties: list[int] = []  # the places of events that may be no output
+        self.reasoning: list[int] = []  # the places of events that are no part of the answer
 
     @property
     def finished(self) -> bool:
@@ -124,7 +144,7 @@ class Exchange:
 
     def _take(self, delta: Delta, now: int) -> None:
         if delta.n_tokens:
-            self.times.append(now)
+            self._take_event(delta, now)
         if delta.prompt_tokens is not None:
             self.prompt_tokens = delta.prompt_tokens
         if delta.output_tokens is not None:
@@ -133,8 +153,41 @@ class Exchange:
             self.cached_tokens = delta.cached_tokens
         if delta.server is not None:
             self.server = delta.server
+        if delta.reasoning_tokens is not None:
+            self.reasoning_tokens = delta.reasoning_tokens
         if delta.error is not None and self.error is None:
             self.error = delta.error
+
+    def _take_event(self, delta: Delta, now: int) -> None:
+        if delta is HELD_BACK:
+            self.empties.append(len(self.times))
+        if delta.n_tokens != 1:
+            self.carried += (len(self.times), delta.n_tokens)
+        if delta is REASONING:
+            self.reasoning.append(len(self.times))
+        self.times.append(now)
+
+    def _leave_out_empties(self) -> None:
+        """Unless the server counts just as many tokens as there were events, empty ones may be signs of life: all of
+        them where it counts so many fewer, else at least those before the first text, which must not pass for a first
+        token."""
+        counted, empties = self.output_tokens, self.empties
+        surplus = len(empties) if counted is None else len(self.times) - counted
+        if surplus == 0 or self.carried:
+            return
+        leading = sum(place == at for at, place in enumerate(empties))
+        left_out = set(empties if surplus >= len(empties) else empties[:leading])
+        kept, reasoning = [place for place in range(len(self.times)) if place not in left_out], set(self.reasoning)
+        self.reasoning = [place for place, before in enumerate(kept) if before in reasoning]
+        self.empties = []
+        self.times = array("q", (self.times[place] for place in kept))
+
+    def _answer_ns(self) -> int:
+        """When the answer began, of a reply whose reasoning was told apart; -1 of any other."""
+        if not self.reasoning:
+            return -1
+        others = set(self.reasoning).union(self.empties)
+        return next((stamp for place, stamp in enumerate(self.times) if place not in others), -1)
 
     def eof(self, now: int, error_message: Callable[[int, bytes], str]) -> None:
         """The reply ended in good order as far as HTTP can tell."""
@@ -153,6 +206,8 @@ class Exchange:
         except ProtocolError as error:
             self._finish("protocol_error", str(error), now)
         else:
+            if self.empties:
+                self._leave_out_empties()
             if self.times or self.output_tokens == self.asked_tokens == 0:
                 self._finish("ok", None, now)
             else:
@@ -180,6 +235,8 @@ class Exchange:
             return stamp - t0_ns if stamp >= 0 else None
 
         times = self.times if streamed else self.times[:0]
+        answer_ns = self._answer_ns()
+        itl_us = np.diff((np.frombuffer(times, np.int64) - t0_ns) // 1000).tolist()
         return Record(
             id=self.id,
             scheduled_ns=self.scheduled_ns - t0_ns,
@@ -190,6 +247,10 @@ class Exchange:
             done_ns=since(self.done_ns),
             prompt_tokens=self.prompt_tokens,
             output_tokens=self.output_tokens,
+            first_tokens=first_tokens(
+                self.output_tokens, itl_us, self.carried, 0 if self.reasoning else self.reasoning_tokens
+            ),
+            answer_ns=answer_ns - t0_ns if streamed and answer_ns >= 0 else UNSET,
             asked_prompt_tokens=self.asked_prompt_tokens,
             asked_tokens=self.asked_tokens,
             cached_tokens=self.cached_tokens,
@@ -203,5 +264,5 @@ class Exchange:
             shared_tokens=self.shared_tokens or UNSET,
             session=self.session if self.turn > 0 else UNSET,
             turn=self.turn if self.turn > 0 else UNSET,
-            itl_us=np.diff((np.frombuffer(times, np.int64) - t0_ns) // 1000).tolist(),
+            itl_us=itl_us,
         )

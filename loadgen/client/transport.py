@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from backends.protocol import HttpRequest
-from loadgen.client.connection import Connection, StampedConnection, wall_minus_monotonic_ns
+from loadgen.client.connection import Connection, QuickConnection, StampedConnection, wall_minus_monotonic_ns
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
 from loadgen.plan import Timeouts
@@ -49,6 +49,7 @@ class FastTransport:
         *,
         fresh: bool = False,
         kernel_timestamps: bool = False,
+        quick_acks: bool = False,
     ) -> None:
         self.target = target
         self.error_message = error_message
@@ -56,6 +57,7 @@ class FastTransport:
         self.reuse = not fresh
         self.plain = not target.tls
         self.kernel_timestamps = kernel_timestamps
+        self.quick_acks = quick_acks
         self.wall_minus_monotonic_ns = wall_minus_monotonic_ns()
         self.idle: dict[Connection, None] = {}
         self.live: set[Connection] = set()
@@ -120,7 +122,7 @@ class FastTransport:
                     connection = stamped = StampedConnection(self, sock)
                     stamped.connect(loop)
                 else:
-                    connection = Connection(self, sock)
+                    connection = QuickConnection(self, sock) if self.quick_acks else Connection(self, sock)
                     name = self.target.host if self._tls else None
                     await loop.create_connection(lambda: connection, sock=sock, ssl=self._tls, server_hostname=name)
         except BaseException:

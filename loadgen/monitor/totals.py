@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from loadgen.rundir import Family, Histogram, MetricSample
+from loadgen.rundir import Family, Histogram, MetricSample, pace
 from loadgen.rundir.outcomes import OUTCOMES
 
 # Each bound is 2**0.5 times the one before: a quantile read off the buckets is at most 41 % off, mostly far less.
 BOUNDS_S = tuple(0.0001 * 2 ** (step / 2) for step in range(44))  # 0.1 ms to 297 s
 _LATENCIES = {
     "bench_time_to_first_token_seconds": "From the request's first byte to the first event with output.",
-    "bench_time_per_output_token_seconds": "Mean time of an output token after the first, one value a request.",
+    "bench_time_per_output_token_seconds": "Mean time of an output token after the first read, one value a request.",
     "bench_inter_token_latency_seconds": "Gaps between neighbouring events of a reply.",
     "bench_end_to_end_latency_seconds": "From the request's first byte to the end of the reply.",
     "bench_send_lag_seconds": "How late a request was sent.",
@@ -34,6 +34,7 @@ class Record(msgspec.Struct):
     done_ns: int | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    first_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
     events: int = 0
     itl_us: list[int] = []
     client: dict[str, object] | None = None  # a footer's
@@ -143,6 +144,8 @@ def _seconds(record: Record) -> Iterator[tuple[str, float]]:
         yield "bench_time_to_first_token_seconds", (first - sent) / 1e9
     if done is not None:
         yield "bench_end_to_end_latency_seconds", (done - sent) / 1e9
-    tokens = record.output_tokens or 0
-    if first is not None and last is not None and record.events >= 2 and tokens >= 2:
-        yield "bench_time_per_output_token_seconds", (last - first) / (tokens - 1) / 1e9
+    tokens, at_first = record.output_tokens or 0, record.first_tokens
+    if at_first is msgspec.UNSET:  # of an older version
+        at_first = pace.first_tokens(record.output_tokens, record.itl_us)
+    if first is not None and last is not None and at_first is not None and tokens > at_first:
+        yield "bench_time_per_output_token_seconds", (last - first) / (tokens - at_first) / 1e9

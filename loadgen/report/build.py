@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -85,8 +85,6 @@ def build(
         metrics={name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS},
         goodput=_goodput(measured, slos, rules, duration_s),
         burst=_burst(measured),
-        connect_ms=_connecting(facts),
-        retried_connections=len(measured.retried),
         client=_client(facts),
         ceiling=_ceiling(manifest, measured, facts),
         emulation=manifest.emulation,
@@ -96,6 +94,7 @@ def build(
         errors=_errors(measured),
         asked_prompt_tokens=slices.lengths(sessions.added_tokens(measured), manifest.config.get("input_tokens")),
         asked_output_tokens=slices.lengths(measured.asked_tokens, manifest.config.get("output_tokens")),
+        **_on_the_wire(manifest, measured, facts, rules),
         ttft_by_prompt=slices.ttft_by_prompt(measured, rules),
         sharing=sharing.build(measured, seen.server if seen is not None else None, rules),
         phases=slices.by_phase(measured, manifest.phases, rules),
@@ -148,10 +147,33 @@ def _goodput(
     if not slos:
         return None
     try:
-        good = int(metrics.good(measured, slos, rules).sum())
+        good = metrics.good_count(measured, slos, rules)
     except ValueError as error:
         raise ReportError(str(error)) from None
     return schema.Goodput(slos_ms=dict(slos), good=good, request_goodput=_per_s(good, duration_s))
+
+
+def _on_the_wire(
+    manifest: Manifest, measured: Table, facts: Sequence[ClientFacts], rules: Convention
+) -> dict[str, Any]:
+    """The numbers that say over what, and how, tokens came."""
+    return {
+        "connect_ms": _connecting(facts),
+        "retried_connections": len(measured.retried),
+        "wire": manifest.wire,
+        "quick_acks": bool(manifest.config.get("quick_acks")),
+        "ttft_answer_ms": _answer(measured, rules),
+        "ttft_of_delivery": findings.is_delivery(measured),
+    }
+
+
+def _answer(measured: Table, rules: Convention) -> metrics.Summary | None:
+    """None where no reply told its reasoning apart."""
+    if not measured.answers_ns:
+        return None
+    answer_ns = np.array([measured.answers_ns.get(number, -1) for number in measured.id.tolist()])
+    told = measured.ok & (answer_ns != -1) & (measured.sent_ns != -1)
+    return metrics.summary(metrics.defined((answer_ns - measured.sent_ns)[told] / 1e6), rules.percentile)
 
 
 def _burst(measured: Table) -> schema.Burst | None:

@@ -66,6 +66,9 @@ REPEATED_NOTES = (
     "days or two starts of a machine.",
 )
 ONE_SIDED_NOTE = "One side has a single run: the spread of the other side's runs serves for both."
+OTHER_ACKS = (
+    "Only one of A and B was measured with --quick-acks: what the wire adds for ordinary clients is in the other alone."
+)
 WITHIN_RUN = (
     "the intervals are within one run on each side and do not hold the noise from run to run; compare directories of "
     "loadgen run --repeat."
@@ -186,7 +189,7 @@ def _between(a: _Runs, b: _Runs) -> Comparison:
         configuration=differing(a.manifest, b.manifest),
         between_runs=True,
         resamples=0,
-        notes=(*REPEATED_NOTES, *([ONE_SIDED_NOTE] if lone else [])),
+        notes=(*_acks(a.manifest, b.manifest), *REPEATED_NOTES, *([ONE_SIDED_NOTE] if lone else [])),
     )
 
 
@@ -236,8 +239,14 @@ def judged(comparison: Comparison, limits: Sequence[Limit]) -> list[Check]:
 
 
 def warnings(comparison: Comparison) -> list[str]:
-    """What a gate must say of its intervals."""
-    return [] if comparison.between_runs else [WITHIN_RUN]
+    """What a gate must say of its intervals, and of what it compares."""
+    acks = [note for note in comparison.notes if note == OTHER_ACKS]
+    return acks if comparison.between_runs else [*acks, WITHIN_RUN]
+
+
+def _acks(a: Manifest, b: Manifest) -> Iterator[str]:
+    if bool(a.config.get("quick_acks")) != bool(b.config.get("quick_acks")):
+        yield OTHER_ACKS
 
 
 def build(
@@ -286,7 +295,7 @@ def build(
             for name, rate in rates_a.items()
         },
         configuration=differing(manifest_a, manifest_b),
-        notes=(*NOTES, *_few(min(int(measured_a.ok.sum()), int(measured_b.ok.sum())))),
+        notes=(*_acks(manifest_a, manifest_b), *NOTES, *_few(min(int(measured_a.ok.sum()), int(measured_b.ok.sum())))),
     )
 
 
@@ -493,7 +502,7 @@ def _rates(measured: Table, slos: Mapping[str, float]) -> dict[str, float | None
         "requests_per_s": int(ok.sum()),
         "output_tokens_per_s": output,
         "total_tokens_per_s": None if prompt is None or output is None else prompt + output,
-        **({GOODPUT: int(metrics.good(measured, slos, _RULES).sum())} if slos else {}),
+        **({GOODPUT: metrics.good_count(measured, slos, _RULES)} if slos else {}),
     }
     return {name: None if seconds is None or n is None else n / seconds for name, n in counts.items()}
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec import UNSET
+from numpy.typing import NDArray
 
 from loadgen.monitor.server_view import ServerStats
-from loadgen.report import client_findings, cluster, sessions, sharing
+from loadgen.report import client_findings, cluster, metrics, sessions, sharing
 from loadgen.report.finding import Finding, Severity, share, worst_first
 from loadgen.report.metrics import PERCENTILES
 from loadgen.report.schema import Numbers
-from loadgen.rundir import Manifest, contradictions
+from loadgen.rundir import Manifest, contradictions, pace
 from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table
@@ -33,6 +35,21 @@ GROUPED_GAP_US, GROUPED_GAP_RATIO = 1000, 0.1  # shorter than this, and than thi
 GROUPED_RATIO = 0.1
 # A server may hold back a token of an unfinished character now and then; more than this is merging.
 MERGED_EVENTS_RATIO = 0.01
+# A client that was late may have read a reply at once; when half of all replies are like that, it is the wire.
+BUFFERED_INVALID_RATIO = 0.5
+# Of the replies: fewer change no p99.
+FEW_RATIO = 0.01
+# Linux delays an ACK by 40 ms (TCP_DELACK_MIN), its timers count in up to 4 ms, and a busy machine reads later.
+DELAYED_US = (38_000, 50_000)
+# Of the replies: a client that was late for other reasons has few pauses of just that length; one whose loop is late by
+# LATE_MS (p99) has pauses of any length.
+WAITED_RATIO, LATE_MS = 0.3, 20.0
+NO_DELAY = {
+    "tgi": "TGI's router does not, and has no option for it; a proxy before it that does not buffer takes the delay "
+    "away (nginx: proxy_buffering off, tcp_nodelay on)",
+    "": "HAProxy `option http-no-delay`, nginx `tcp_nodelay on`, a server in Rust at its listener "
+    "(axum: `tcp_nodelay(true)`), in Python by its framework",
+}
 # p99 is a statement about the slowest hundredth. When more than a hundredth of the requests have no latency at all, the
 # p99 of the rest is not the p99 of the load.
 LOST_INVALID_RATIO = 0.01
@@ -68,6 +85,8 @@ def find(
         *_failures(measured),
         *client_findings.find(numbers, facts),
         *_events(measured),
+        *_delayed_acks(numbers, measured),
+        *_goodput(numbers),
         *_lengths(measured),
         *_counts(measured),
         *sessions.find(measured),
@@ -106,6 +125,11 @@ def _contradictions(*clauses: Sequence[str]) -> Iterator[Finding]:
             message=f"The files of the run contradict themselves: {'; '.join(listed)}.",
             advice="Do not use these numbers: files were changed, or are of several runs; copy the directory again.",
         )
+
+
+def is_delivery(measured: Table) -> bool:
+    """Whether ttft is the time of a delivery: most replies came in too few reads to show their first token."""
+    return int(metrics.bent(measured).sum()) > BUFFERED_INVALID_RATIO * _replies(measured)
 
 
 def _server_ended(launch: LaunchFacts | None) -> Iterator[Finding]:
@@ -247,6 +271,137 @@ def _survivors(measured: Table, lost: int) -> Iterator[Finding]:
 
 
 def _events(measured: Table) -> Iterator[Finding]:
+    bent = metrics.bent(measured)
+    yield from _buffered(measured, int(bent.sum()))
+    yield from _hidden(measured, metrics.paceless(measured) & ~bent)
+    yield from _extra(measured)
+    yield from _reads(measured)
+    yield from _merged(measured)
+
+
+def _replies(measured: Table) -> int:
+    return int((measured.ok & (measured.events > 0)).sum())
+
+
+def _left_out(metric: str, those: int, measured: Table) -> str:
+    if those > metrics.UNKNOWN_RATIO * _replies(measured):
+        return f"{metric} cannot be known"
+    return f"{metric} leaves them out"
+
+
+def _buffered(measured: Table, bent: int) -> Iterator[Finding]:
+    """Something between kept replies, or parts of them, and sent them on in one piece."""
+    replies = _replies(measured)
+    if bent <= FEW_RATIO * replies:
+        return
+    invalid = is_delivery(measured)
+    gaps_us = measured.itl_us[measured.itl_us > 0]
+    lumps = f", with pauses of {float(np.median(gaps_us)) / 1000:.0f} ms between them" if len(gaps_us) else ""
+    yield Finding(
+        code="BUFFERED",
+        severity="invalid" if invalid else "warning",
+        message=f"{share(bent, replies)} of the replies came in too few reads to show the pace of their tokens{lumps}: "
+        + ("a proxy holds the stream back, or the server sends it in pieces. " if invalid else "")
+        + ("ttft is the time of a delivery, and " if invalid else "")
+        + _left_out("tpot and itl", bent, measured)
+        + ".",
+        advice="Measure the server itself, or let the proxy pass events on as they come: nginx `proxy_buffering off`, "
+        "HAProxy `option http-no-delay`, lighttpd `server.stream-response-body = 1`; a compressing proxy must not "
+        "compress text/event-stream. Where replies are wanted whole, --no-stream measures e2el alone. LOOP_LAG tells "
+        "whether the client was late.",
+    )
+
+
+def _hidden(measured: Table, hidden: NDArray[np.bool_]) -> Iterator[Finding]:
+    """The server counts more tokens than the events show."""
+    hidden &= measured.output_tokens > measured.events
+    count, replies = int(hidden.sum()), _replies(measured)
+    if count <= FEW_RATIO * replies:
+        return
+    tokens, events = int(measured.output_tokens[hidden].sum()), int(measured.events[hidden].sum())
+    yield Finding(
+        code="HIDDEN_TOKENS",
+        severity="warning",
+        message=f"In {share(count, replies)} of the replies {events} events came of {tokens} tokens by the server's "
+        "count, and do not tell how many each carried: how many were made before the first one (hidden reasoning, "
+        f"speculation, a parser that holds text back) is unknown, so {_left_out('tpot', count, measured)}.",
+        advice="Let the server tell: running usage in each event (vLLM: stream_options continuous_usage_stats), token "
+        "ids, or reasoning tokens in its usage; or turn off what merges or hides them. ttft is that of the first "
+        "event; e2el and throughput are right.",
+    )
+
+
+def _extra(measured: Table) -> Iterator[Finding]:
+    """More events than tokens: some of them were no token, and one of these may have been the first."""
+    counted = measured.ok & (measured.output_tokens >= 0)
+    extra = counted & (measured.events > measured.output_tokens * (1 + pace.AGREE_RATIO))
+    count, replies = int(extra.sum()), _replies(measured)
+    if count <= FEW_RATIO * replies:
+        return
+    events, tokens = int(measured.events[extra].sum()), int(measured.output_tokens[extra].sum())
+    yield Finding(
+        code="EXTRA_EVENTS",
+        severity="invalid" if count > metrics.UNKNOWN_RATIO * replies else "warning",
+        message=f"{share(count, replies)} of the replies have more events than tokens ({events} and {tokens} by the "
+        "server's count): an event may be a sign of life or a part of a token, so ttft may be that of no token; "
+        + _left_out("tpot", count, measured)
+        + ".",
+        advice="Look at the stream (curl -N): a gateway's keep-alives must be comments, and the server's usage must "
+        "count all that it sends, reasoning too.",
+    )
+
+
+def _delayed_acks(numbers: Numbers, measured: Table) -> Iterator[Finding]:
+    """The server, or a proxy, waits with small writes for the client's ACK, which its kernel delays."""
+    wire, ttft_ms = numbers.wire, numbers.metrics["ttft_ms"].p50 or 0.0
+    waited, replies = _waited_for_acks(measured), _replies(measured)
+    lag_ms = numbers.client.loop_lag_p99_ms if numbers.client is not None else None
+    if wire is not None and wire.waits:
+        added_ms = wire.ttft_ms - wire.ttft_quick_ms
+        what = f"The wire adds {added_ms:.0f} ms to the time of the first token: {wire.ttft_ms:.0f} ms, and "
+        what += f"{wire.ttft_quick_ms:.0f} ms with quick ACKs ({wire.n} requests each, one at a time)"
+        invalid = not numbers.quick_acks and added_ms > client_findings.TTFT_LAG_WARNING_RATIO * ttft_ms
+    elif waited > WAITED_RATIO * replies and (lag_ms or 0.0) < LATE_MS:
+        what = f"In {share(waited, replies)} of the replies several events came in one read after a pause of 38 to 50 "
+        what += "ms, the time of a delayed ACK"
+        invalid = True
+    else:
+        return
+    yield Finding(
+        code="DELAYED_ACK",
+        severity="invalid" if invalid else "warning" if not numbers.quick_acks else "info",
+        message=f"{what}: the server or a proxy does not set TCP_NODELAY, and waits with small writes until the client "
+        "acknowledges the one before, as its kernel does after 40 ms. Other clients meet the same.",
+        advice=f"Set TCP_NODELAY where the stream is written: {NO_DELAY.get(numbers.backend, NO_DELAY[''])}. To "
+        "measure the server itself, use --quick-acks.",
+    )
+
+
+def _waited_for_acks(measured: Table) -> int:
+    """Replies in which several events came in one read, a delayed ACK's time after the headers, or after the read
+    before where reads are usually closer together."""
+    gaps_us = measured.itl_us
+    if not len(gaps_us) or not (reads_us := gaps_us[gaps_us > 0]).size:
+        return 0
+    usual_us = float(np.median(reads_us))
+    waited = np.zeros(len(measured), np.bool_)
+    begins, ends = measured.itl_offsets[:-1], measured.itl_offsets[1:]
+    some = np.flatnonzero(measured.ok & (ends > begins))
+    first_us = (measured.first_token_ns - measured.headers_ns)[some] // 1000
+    waited[some] = (gaps_us[begins[some]] == 0) & _is_delayed(first_us)
+    if 2 * usual_us < DELAYED_US[0]:
+        places = np.flatnonzero(_is_delayed(gaps_us[:-1]) & (gaps_us[1:] == 0))
+        rows = np.searchsorted(measured.itl_offsets, places, side="right") - 1
+        waited[rows[places + 1 < ends[rows]]] = True
+    return int((waited & measured.ok).sum())
+
+
+def _is_delayed(pauses_us: NDArray[Any]) -> NDArray[np.bool_]:
+    delayed: NDArray[np.bool_] = (pauses_us >= DELAYED_US[0]) & (pauses_us <= DELAYED_US[1])
+    return delayed
+
+
+def _reads(measured: Table) -> Iterator[Finding]:
     gaps = len(measured.itl_us)
     zero = gaps - int(np.count_nonzero(measured.itl_us))
     if gaps and zero > MERGED_READS_INFO_RATIO * gaps:
@@ -267,6 +422,9 @@ def _events(measured: Table) -> Iterator[Finding]:
                 "in groups, and itl's percentiles are not the time of a token.",
                 advice="Read tpot. Unless the client was late (LOOP_LAG tells), the server was slow to send them.",
             )
+
+
+def _merged(measured: Table) -> Iterator[Finding]:
     counted = measured.ok & (measured.events > 0) & (measured.output_tokens > 0)
     events, tokens = int(measured.events[counted].sum()), int(measured.output_tokens[counted].sum())
     if events < (1 - MERGED_EVENTS_RATIO) * tokens:
@@ -275,7 +433,17 @@ def _events(measured: Table) -> Iterator[Finding]:
             severity="info",
             message=f"The server put {tokens / events:.2f} tokens into an event on average; itl is the time between "
             "events.",
-            advice="Read tpot for the time a token takes.",
+            advice="Read tpot for the time a token takes, where it is known (HIDDEN_TOKENS).",
+        )
+
+
+def _goodput(numbers: Numbers) -> Iterator[Finding]:
+    if numbers.goodput is not None and numbers.goodput.good is None:
+        yield Finding(
+            code="GOODPUT",
+            severity="warning",
+            message="Goodput is not given: whether requests keep its limits on ttft or tpot cannot be known.",
+            advice="End what hides their tokens (HIDDEN_TOKENS, BUFFERED), or limit e2el instead.",
         )
 
 

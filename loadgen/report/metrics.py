@@ -4,9 +4,10 @@ Latencies cover measured requests that ended ok; one for which a metric is undef
 must never guess: tokens are the server's own counts, events are never counted as tokens, what is unknown is None.
 
     ttft      first_token - sent, the first event that carries output
-    tpot      (last_token - first_token) / (output_tokens - 1), undefined below 2 tokens
+    tpot      (last_token - first_token) / (output_tokens - first_tokens): tokens of the first read are no part of it
     itl       gaps between neighbouring events, pooled over all requests
     e2el      done - sent
+    answer    ttft of the answer, where reasoning is told apart from it
     send_lag  sent - scheduled; _from_schedule: from the instant the request was due (no coordinated omission)
 """
 
@@ -20,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from loadgen.rundir import pace
 from loadgen.rundir.records import Table
 
 METRICS = (
@@ -37,6 +39,8 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 GOODPUT = "goodput_requests_per_s"  # the name of its rate
 
 COUNTED_US = 1 << 17  # gaps below are counted by their length
+# Replies without a pace: of so many the p90 of the others is not the load's, whatever they would have been.
+UNKNOWN_RATIO = 0.1
 
 Column = NDArray[np.float64]  # (n,) one value a request, NaN where undefined
 PercentileMethod = Literal["linear", "nearest_rank", "index_floor"]
@@ -111,17 +115,49 @@ def _per_token_ms(total_ms: Column, tokens: NDArray[np.int64], least: int) -> Co
     return np.where(tokens >= least, total_ms / np.maximum(tokens, 1), np.nan)
 
 
-def _decode_ms(table: Table) -> Column:
-    """(last token - first token) / (output tokens - 1); NaN for a reply in one event, which has no duration."""
+def _naive_decode_ms(table: Table) -> Column:
+    """As others have it: (last token - first token) / (output tokens - 1); NaN for a reply in one event."""
     decode_ms = np.where(table.events >= 2, between_ms(table, "first_token_ns", "last_token_ns"), np.nan)
     return _per_token_ms(decode_ms, table.output_tokens - 1, 1)
 
 
+def _decode_ms(table: Table) -> Column:
+    paced = (table.first_tokens >= 0) & (table.events >= 2)
+    decode_ms = np.where(paced, between_ms(table, "first_token_ns", "last_token_ns"), np.nan)
+    return _per_token_ms(decode_ms, table.output_tokens - table.first_tokens, 1)
+
+
+def paceless(table: Table) -> NDArray[np.bool_]:
+    """Replies (n,) of two tokens or more, by the server's count, whose pace cannot be known: `hidden` or `bent`."""
+    return table.ok & (table.output_tokens >= 2) & (table.events > 0) & (table.first_tokens < 0)
+
+
+def is_unknown(those: NDArray[np.bool_], table: Table) -> bool:
+    """Whether `those` replies (n,) are so many that a metric without them says nothing of the load."""
+    return int(those.sum()) > UNKNOWN_RATIO * int((table.ok & (table.events > 0)).sum())
+
+
+def bent(table: Table) -> NDArray[np.bool_]:
+    """Of `paceless` those (n,) that came in too few reads: reads made their gaps, and their first token's time."""
+    found = paceless(table)
+    for row in np.flatnonzero(found).tolist():
+        found[row] = pace.is_bent(table.itl_us[table.itl_offsets[row] : table.itl_offsets[row + 1]].tolist())
+    return found
+
+
 def _pooled_gaps(table: Table) -> Distribution:
-    """Every gap between neighbouring events of the ok requests, each one sample."""
+    """Every gap between neighbouring events of the ok requests, each one sample; none where most are made by reads."""
+    without = bent(table)
+    return _NO_GAPS if is_unknown(without, table) else _gaps(table, without)
+
+
+def _gaps(table: Table, without: NDArray[np.bool_]) -> Distribution:
     short, longer = np.zeros(COUNTED_US + 1, np.int64), [np.empty(0, np.uint32)]
+    before = 0
     for part in table.blocks():
-        kept = part.itl_us if part.ok.all() else part.itl_us[np.repeat(part.ok, np.diff(part.itl_offsets))]
+        rows = part.ok & ~without[before : before + len(part)]
+        kept = part.itl_us if rows.all() else part.itl_us[np.repeat(rows, np.diff(part.itl_offsets))]
+        before += len(part)
         short += np.bincount(np.minimum(kept, COUNTED_US), minlength=COUNTED_US + 1)
         longer.append(kept[kept >= COUNTED_US])
     lengths_us = np.flatnonzero(short[:-1])
@@ -135,9 +171,12 @@ def defined(values: Column) -> Distribution:
     return Distribution(np.sort(values[~np.isnan(values)]), 1.0)
 
 
+_NO_GAPS = Distribution(np.empty(0), 1.0)
+
+
 def _request_means_by_token(table: Table) -> Distribution:
     """A request's mean gap, counted once for each of its gaps."""
-    means = _decode_ms(table)
+    means = _naive_decode_ms(table)
     rows = np.flatnonzero(~np.isnan(means) & table.ok)
     rows = rows[np.argsort(means[rows])]
     return Distribution(Counted(means[rows], table.output_tokens[rows] - 1), 1.0)
@@ -171,9 +210,11 @@ CONVENTIONS: dict[str, Convention] = {
         Convention(name="loadgen", differs="This tool's own definitions (METHODOLOGY.md)."),
         Convention(
             name="vllm",
+            tpot=_naive_decode_ms,
             e2el=_between("sent_ns", "last_token_ns"),
             differs=(
-                "vllm bench serve: e2el ends at the last event with output, not at the end of the reply. Not "
+                "vllm bench serve: tpot divides by all tokens but one, however many came with the first read; e2el "
+                "ends at the last event with output, not at the end of the reply. Not "
                 "reproducible: its start stamp, taken before the request waits for a connection and for the client's "
                 "event loop; empty chunks, which its completions client counts as events; its std divides by n."
             ),
@@ -194,7 +235,7 @@ CONVENTIONS: dict[str, Convention] = {
             name="aiperf",
             tpot=lambda t: np.full(len(t), np.nan),
             e2el=_between("sent_ns", "last_token_ns"),
-            itl=lambda t: defined(_decode_ms(t)[t.ok]),  # one mean gap an ok request
+            itl=lambda t: defined(_naive_decode_ms(t)[t.ok]),  # one mean gap an ok request
             differs=(
                 "aiperf: itl is what others call tpot, one mean a request; there is no tpot; e2el (request "
                 "latency) ends at the last event with output. Not reproducible: its token counts, made by its own "
@@ -206,7 +247,7 @@ CONVENTIONS: dict[str, Convention] = {
             ttft=_between("scheduled_ns", "first_token_ns"),
             tpot=lambda t: _per_token_ms(between_ms(t, "first_token_ns", "done_ns"), t.output_tokens - 1, 1),
             e2el=_between("scheduled_ns", "done_ns"),
-            itl=lambda t: Distribution(np.empty(0), 1.0),
+            itl=lambda t: _NO_GAPS,
             percentile="index_floor",
             from_zero=True,
             differs=(
@@ -232,11 +273,19 @@ def column(table: Table, metric: str, convention: Convention) -> Column:
     return by_name[metric](table)
 
 
+def fair_column(table: Table, metric: str, convention: Convention) -> Column:
+    """`column`, but NaN for all where too many have no value that can be known: the others are not a fair sample."""
+    own = convention.name == "loadgen" and metric == "tpot_ms"
+    if own and is_unknown(paceless(table), table):
+        return np.full(len(table), np.nan)
+    return column(table, metric, convention)
+
+
 def sample(measured: Table, metric: str, convention: Convention) -> Distribution:
     """The defined values of a metric over the requests that ended ok."""
     if metric == "itl_ms":
         return convention.itl(measured)
-    return defined(column(measured, metric, convention)[measured.ok])
+    return defined(fair_column(measured, metric, convention)[measured.ok])
 
 
 def percentile(values: Ascending, thousandths: int, method: PercentileMethod) -> float:
@@ -300,6 +349,16 @@ def good(measured: Table, slos_ms: Mapping[str, float], convention: Convention) 
             values = np.where((measured.output_tokens == 0) | (measured.output_tokens == 1), 0.0, values)
         meets &= values <= limit_ms  # NaN compares false: undefined is not good
     return meets
+
+
+def good_count(measured: Table, slos_ms: Mapping[str, float], convention: Convention) -> int | None:
+    """How many requests are `good`; None where too many have a ttft or tpot that is limited and cannot be known. Raises
+    ValueError."""
+    count = int(good(measured, slos_ms, convention).sum())
+    unknown = ("tpot" in slos_ms and is_unknown(paceless(measured), measured)) or (
+        "ttft" in slos_ms and is_unknown(bent(measured), measured)
+    )
+    return None if unknown and convention.name == "loadgen" else count
 
 
 def send_spread_ms(measured: Table) -> tuple[int, float | None]:

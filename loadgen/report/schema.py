@@ -11,7 +11,7 @@ import msgspec
 from loadgen.monitor.server_view import GpuStats, ServerStats
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import Summary
-from loadgen.rundir import Ceiling
+from loadgen.rundir import Ceiling, WireFacts
 from loadgen.rundir.cluster_facts import ClusterFacts
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.launch_facts import LaunchFacts
@@ -43,10 +43,11 @@ class Throughput(msgspec.Struct, frozen=True):
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that met every limit, and how many of them a second (`request_goodput` of `vllm bench serve`)."""
+    """Requests that met every limit, and how many of them a second (`request_goodput` of `vllm bench serve`); None
+    where a limited latency cannot be known."""
 
     slos_ms: dict[str, float]
-    good: int
+    good: int | None
     request_goodput: float | None
 
 
@@ -224,6 +225,9 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     of METRICS. offered_requests_per_s: the mean rate at which requests were due, as it was drawn; None without a rate,
     and for sessions, which have their own. retried_connections: requests that were sent again because the server had
     closed the connection that they reused.
+    ttft_answer_ms: from the request to the first event of the answer, of replies whose reasoning was told apart.
+    quick_acks: whether each read was acknowledged at once, as ordinary clients do not.
+    ttft_of_delivery: replies came in pieces, and ttft is when the first of them was delivered.
     Left out where they say nothing: asked lengths that are all one, ttft by prompt length where the prompts' lengths
     are about one, phases of a load that has none, stalls of a run without any, sharing where nothing is shared,
     sessions and turns where there are none, cluster where one machine sent it all, server_requests where replies tell
@@ -252,6 +256,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     retried_connections: int
     client: ClientUse | None
     ceiling: CeilingUse | None
+    wire: WireFacts | None = None
+    quick_acks: bool = False
     emulation: Emulation | None
     launch: LaunchFacts | None
     server: ServerStats | None
@@ -259,6 +265,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     errors: list[ErrorCount]
     asked_prompt_tokens: Lengths | None = None
     asked_output_tokens: Lengths | None = None
+    ttft_answer_ms: Summary | None = None
+    ttft_of_delivery: bool = False
     ttft_by_prompt: list[PromptQuartile] = []
     sharing: Sharing | None = None
     phases: list[PhaseStats] = []

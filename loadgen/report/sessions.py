@@ -122,7 +122,7 @@ def by_turn(measured: Table, rules: Convention) -> list[TurnStats]:
     # Whether replies count at all; vLLM leaves the count out of a reply where it is 0.
     replies_count = bool((measured.cached_tokens[measured.ok] != -1).any())
     highest = np.where(measured.turn > EACH_TURN, 2 ** np.ceil(np.log2(np.maximum(measured.turn, 1))), measured.turn)
-    columns = {name: metrics.column(measured, name, rules) for name in TURN_METRICS}
+    columns = {name: metrics.fair_column(measured, name, rules) for name in TURN_METRICS}
     stats = []
     for last in np.unique(highest[measured.turn > 0]).astype(np.int64).tolist():
         chosen = highest == last

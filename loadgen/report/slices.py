@@ -42,7 +42,7 @@ def _phase(measured: Table, phase: Phase, end_s: float, rules: Convention) -> Ph
     end_ns = math.inf if phase.end_s is None else phase.end_s * 1e9
     due = (measured.scheduled_ns >= start_ns) & (measured.scheduled_ns < end_ns)
     done_ns = measured.done_ns[measured.ok]
-    columns = {name: metrics.column(measured, name, rules)[due & measured.ok] for name in PHASE_METRICS}
+    columns = {name: metrics.fair_column(measured, name, rules)[due & measured.ok] for name in PHASE_METRICS}
     return PhaseStats(
         name=phase.name,
         start_s=phase.start_s,

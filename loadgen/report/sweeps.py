@@ -374,6 +374,13 @@ def remarks(swept: Swept) -> list[str]:
     ]
     if plan.repeat > 1:
         lines.append("Each number is the mean over a point's finished runs; sweep.json has their 95 % intervals.")
+    if plan.options.get("quick_acks"):
+        lines.append("Each read was acknowledged at once (--quick-acks), which ordinary clients do not do.")
+    unknown = [point.value for point in swept.points if point.runs and mean(point, "tpot_p50") is None]
+    if unknown:
+        lines.append(
+            f"tpot, and tokens/s a user, cannot be known at {', '.join(unknown)}: see the findings of the runs."
+        )
     if swept.starts > 1:
         lines.append(
             f"The sweep was resumed: its runs are of {swept.starts} starts, and a server that loadgen starts is "

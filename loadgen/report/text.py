@@ -91,7 +91,7 @@ def summary_lines(report: Report) -> list[str]:
         + (f" (held out: off by {_off(held_out, 'throughput')})." if held_out else "."),
     ]
     goodput, burst, client, ceiling = report.goodput, report.burst, report.client, report.ceiling
-    if goodput is not None:
+    if goodput is not None and goodput.request_goodput is not None:
         limits = ", ".join(f"{name} <= {number(limit)} ms" for name, limit in goodput.slos_ms.items())
         lines.append(f"Goodput: {number(goodput.request_goodput)} requests/s within {limits}.")
     if report.sharing is not None:
@@ -123,6 +123,7 @@ def summary_lines(report: Report) -> list[str]:
             f"Ceiling: {number(ceiling.events_per_s_per_core)} events/s a core, {number(ceiling.headroom_ratio)} "
             f"times what the busiest second needed ({number(ceiling.peak_events_per_s)})."
         )
+    lines += _wire_lines(report)
     if report.cluster is not None:
         lines += cluster.lines(report.cluster)
     if report.server_requests is not None:
@@ -132,6 +133,18 @@ def summary_lines(report: Report) -> list[str]:
     if report.gpus is not None:
         lines += _gpu_lines(report.gpus)
     return [*lines, *map(escaped, _emulation_lines(report.emulation))]
+
+
+def _wire_lines(report: Report) -> Iterator[str]:
+    """How reads were acknowledged, and what the wire adds."""
+    if report.quick_acks:
+        yield "Quick ACKs: each read was acknowledged at once (--quick-acks), which ordinary clients do not do."
+    if report.wire is not None:
+        yield (
+            f"Wire: first token after {number(report.wire.ttft_ms)} ms, with quick ACKs after "
+            f"{number(report.wire.ttft_quick_ms)} ms (medians of {report.wire.n} requests, one at a time, before the "
+            "load)."
+        )
 
 
 def _sessions_lines(sessions: SessionStats) -> Iterator[str]:
@@ -168,10 +181,13 @@ def _sharing_line(sharing: Sharing) -> str:
 
 
 def latencies(report: Report) -> Iterator[tuple[str, Summary]]:
-    """The rows of the table; ttft of cold and warm requests too, where prompts begin alike and the server did not count
-    that it kept nothing."""
+    """The rows of the table; ttft of the answer too, where reasoning is told apart; of cold and warm requests, where
+    prompts begin alike and the server did not count that it kept nothing."""
     for name, summary in report.metrics.items():
-        yield name.removesuffix("_ms"), summary
+        delivered = name == "ttft_ms" and report.ttft_of_delivery
+        yield "ttft, of a delivery" if delivered else name.removesuffix("_ms"), summary
+        if name == "ttft_ms" and report.ttft_answer_ms is not None:
+            yield "ttft, of the answer", report.ttft_answer_ms
         if name == "ttft_ms" and report.sharing is not None and report.sharing.cached_tokens != 0:
             yield "ttft, cold", report.sharing.ttft_cold_ms
             yield "ttft, warm", report.sharing.ttft_warm_ms

@@ -63,6 +63,18 @@ class Machine(msgspec.Struct, kw_only=True):
     hostname: str
 
 
+class WireFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the wire adds to ttft, by requests that were sent one at a time before the load: medians of `n` with
+    ordinary ACKs and of as many with quick ones. waits: those with ordinary ones waited for a delayed ACK."""
+
+    ttft_ms: float
+    ttft_quick_ms: float
+    n: int
+    waits: bool
+    events_per_read: float
+    events_per_read_quick: float
+
+
 class Manifest(msgspec.Struct, kw_only=True):
     """What was measured on what. Secrets never get here: the API key is named by its environment variable only."""
 
@@ -89,6 +101,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     phases: Annotated[tuple[Phase, ...], msgspec.Meta(max_length=MOST_PHASES)] = ()
     dataset_prompts: int | None = None  # of a dataset whose prompts may be sent again: how many it has
     ceiling: Ceiling | None = None
+    wire: WireFacts | None = None
     emulation: Emulation | None = None  # what was modelled where no real server ran
     launch: LaunchFacts | None = None  # the server that was started for the run
     cluster: ClusterFacts | None = None  # the machines that sent it, where they are several

@@ -5,7 +5,7 @@ back, so `loadgen report` on the same directory, or on what a killed run left, g
 as columns already what would be read, and writes its files from them. Times are monotonic nanoseconds since the start
 of the run (t = 0 is when the schedule begins); null, and -1 in the columns, means that it never happened.
 
-Reading is incremental and never holds the records as objects: a table is 146 bytes a request and 4 bytes a gap, and
+Reading is incremental and never holds the records as objects: a table is 154 bytes a request and 4 bytes a gap, and
 reading one that finished nearly in order takes little more.
 """
 
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from backends import foreign_files
 from backends.protocol import ServerRecord
 from backends.untrusted import UNDECODABLE, reason
-from loadgen.rundir import parts, replace, replacing
+from loadgen.rundir import pace, parts, replace, replacing
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.parts import JOINED, OF_THE_RUN, Part
 
@@ -47,6 +47,8 @@ class Record(msgspec.Struct, kw_only=True):
 
     A gap is the difference of two arrival times, each rounded down to the microsecond since the run's start, so gaps
     add up without drift. Events that arrived in one read of the socket share its stamp: their gap is exactly 0.
+    first_tokens: as `pace` has it; without it the record is of an older version. answer_ns: the first event of the
+    answer, where reasoning that is told apart came before it.
     """
 
     id: int
@@ -58,6 +60,8 @@ class Record(msgspec.Struct, kw_only=True):
     done_ns: int | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    first_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    answer_ns: int | msgspec.UnsetType = msgspec.UNSET
     asked_prompt_tokens: int
     asked_tokens: int
     cached_tokens: int | None = None
@@ -132,6 +136,7 @@ class Table:
     done_ns: NDArray[np.int64]
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
+    first_tokens: NDArray[np.int64]  # -1: the reply's pace is not known
     asked_prompt_tokens: NDArray[np.int64]
     asked_tokens: NDArray[np.int64]
     cached_tokens: NDArray[np.int64]
@@ -148,6 +153,8 @@ class Table:
     warmup_error: str | None = None  # outcome and error of the first warm-up request that failed
     retried: frozenset[int] = frozenset()  # ids of measured requests that were sent twice
     server: dict[int, ServerRecord] = field(default_factory=dict)  # id of a measured request -> what the server says
+    answers_ns: dict[int, int] = field(default_factory=dict)  # id of a measured request -> its answer_ns
+    tells_pace: bool = True  # some record has first_tokens; else they are inferred
 
     def __len__(self) -> int:
         return len(self.id)
@@ -175,11 +182,13 @@ class Table:
     def _part(
         self, chosen: slice | NDArray[np.bool_], itl_us: NDArray[np.uint32], itl_offsets: NDArray[np.int64]
     ) -> Table:
-        kept = self.id[chosen].tolist() if self.errors or self.retried or self.server else ()
+        told = self.errors or self.retried or self.server or self.answers_ns
+        kept = self.id[chosen].tolist() if told else ()
         errors = {key: self.errors[key] for key in kept if key in self.errors}
         server = {key: self.server[key] for key in kept if key in self.server}
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
         retried = self.retried.intersection(kept)
+        answers_ns = {key: self.answers_ns[key] for key in kept if key in self.answers_ns}
         return Table(
             **columns,
             itl_us=itl_us,
@@ -188,6 +197,8 @@ class Table:
             retried=retried,
             server=server,
             warmup_error=self.warmup_error,
+            answers_ns=answers_ns,
+            tells_pace=self.tells_pace,
         )
 
     def blocks(self) -> Iterator[Table]:
@@ -213,13 +224,15 @@ class Table:
         gaps_us, offsets = self.itl_us.tolist(), self.itl_offsets.tolist()
         columns["itl_us"] = [gaps_us[begin:end] for begin, end in itertools.pairwise(offsets)]
         columns["error"] = [None] * len(self)
-        columns["retried"], columns["server"] = [msgspec.UNSET] * len(self), [msgspec.UNSET] * len(self)
-        if self.errors or self.retried or self.server:
+        for name in ("retried", "server", "answer_ns", *(() if self.tells_pace else ("first_tokens",))):
+            columns[name] = [msgspec.UNSET] * len(self)
+        if self.errors or self.retried or self.server or self.answers_ns:
             for row in np.flatnonzero(self.phase == _PHASE_CODE["measured"]).tolist():
                 number = columns["id"][row]
                 columns["error"][row] = self.errors.get(number)
                 columns["retried"][row] = number in self.retried or msgspec.UNSET
                 columns["server"][row] = self.server.get(number, msgspec.UNSET)
+                columns["answer_ns"][row] = self.answers_ns.get(number, msgspec.UNSET)
         return map(_Written, *(columns[name] for name in Record.__struct_fields__))
 
 
@@ -228,8 +241,8 @@ Recorded = tuple[Table, list[ClientFacts]]  # what a run directory holds, as `re
 
 _INTEGERS = (
     "id", "scheduled_ns", "sent_ns", "headers_ns", "first_token_ns", "last_token_ns", "done_ns", "prompt_tokens",
-    "output_tokens", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "shared_tokens", "session", "turn",
-    "events", "status",
+    "output_tokens", "first_tokens", "asked_prompt_tokens", "asked_tokens", "cached_tokens", "shared_tokens",
+    "session", "turn", "events", "status",
 )  # fmt: skip
 _NONE = {"shared_tokens": 0, "session": -1, "turn": 0}  # in the column, where the record has no such field
 _ALWAYS = ("id", "scheduled_ns", "asked_prompt_tokens", "asked_tokens", "events")  # fields that are never null
@@ -261,7 +274,8 @@ def _wrong(record: Record) -> str | None:
     first, last = record.first_token_ns, record.last_token_ns
     if (first is None) != (last is None) or (first is not None and last is not None and first > last):
         return "its first token and its last do not come in that order"
-    stamps = (record.scheduled_ns, record.sent_ns, record.headers_ns, first, last, record.done_ns)
+    answer = None if record.answer_ns is msgspec.UNSET else record.answer_ns
+    stamps = (record.scheduled_ns, record.sent_ns, record.headers_ns, first, last, answer, record.done_ns)
     if any(stamp is not None and abs(stamp) > MOST_NS for stamp in stamps):
         return FAR
     if (record.session is msgspec.UNSET) != (record.turn is msgspec.UNSET):
@@ -281,6 +295,8 @@ class _Columns:
         self._warmup_error: str | None = None
         self._retried: list[int] = []
         self._server: dict[int, ServerRecord] = {}
+        self._answers_ns: dict[int, int] = {}
+        self._tells_pace = False
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
     def append(self, record: Record) -> None:
@@ -297,6 +313,8 @@ class _Columns:
             self._gaps[-1].extend(record.itl_us)
             for name, column in self._integers.items():
                 value = getattr(record, name)
+                if name == "first_tokens":
+                    value = self._first_tokens(record)
                 column.append(-1 if value is None else _NONE[name] if value is msgspec.UNSET else value)
         except OverflowError as error:
             raise ValueError(f"a number is out of range: {error}") from None
@@ -311,6 +329,15 @@ class _Columns:
             self._retried.append(record.id)
         if isinstance(record.server, ServerRecord) and record.phase == "measured":
             self._server[record.id] = record.server
+        if record.answer_ns is not msgspec.UNSET and record.phase == "measured":
+            self._answers_ns[record.id] = record.answer_ns
+
+    def _first_tokens(self, record: Record) -> int | None:
+        """Of a record without them, what its gaps tell."""
+        if record.first_tokens is msgspec.UNSET:
+            return pace.first_tokens(record.output_tokens, record.itl_us)
+        self._tells_pace = True
+        return record.first_tokens
 
     def table(self) -> Table:
         """Empties the columns into a table. Raises ValueError when a request is there twice."""
@@ -335,6 +362,8 @@ class _Columns:
             warmup_error=self._warmup_error,
             retried=frozenset(self._retried),
             server=self._server,
+            answers_ns=self._answers_ns,
+            tells_pace=self._tells_pace,
         )
 
     def _ordered_gaps(self, order: NDArray[np.int64]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:

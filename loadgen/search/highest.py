@@ -141,7 +141,7 @@ class Order:
 class Ended:
     """Why no further probe is needed, one clause. code: for programs."""
 
-    code: Literal["sure", "budget", "probes", "none", "stopped"]
+    code: Literal["sure", "budget", "probes", "none", "unknown", "stopped"]
     reason: str
 
 
@@ -463,7 +463,8 @@ def _order(goal: Goal, load: float, probes: Sequence[Probe]) -> Order | Ended:
 
 def answer(goal: Goal, guess: Guess, probes: Sequence[Probe], ended: Ended | None = None) -> Answer:
     """What all probes say; also of a search that was stopped."""
-    if not any(probe.counted or probe.ended_per_s for probe in probes) or (ended is not None and ended.code == "none"):
+    none = ended is not None and ended.code in ("none", "unknown")
+    if none or not any(probe.counted or probe.ended_per_s for probe in probes):
         return Answer(value=None, low=0.0, high=math.inf if not probes else probes[-1].load, attained=None,
                       attained_low=None, attained_high=None)  # fmt: skip
     posterior = fit(goal, guess, probes)

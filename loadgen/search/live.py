@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from backends import gpus
 from backends.untrusted import without_secrets
@@ -139,6 +141,9 @@ class Search:
         if not result.probes:
             return Try("alone", 1.0, {"concurrency": 1, "requests": ALONE_REQUESTS}, result.options.budget_s / 4)
         alone = result.probes[0].probe
+        if unknown := result.probes[0].unknown:
+            why = "the findings of the first probe say why (loadgen report), and what ends it"
+            return Ended(code="unknown", reason=f"{' and '.join(unknown)} cannot be known here; {why}")
         if alone.met == 0:
             return Ended(code="none", reason="a request misses it even where it is alone")
         if result.guess is None:
@@ -208,7 +213,7 @@ class Search:
             whole.config, seed=whole.config.seed + number_, out=directory, goodput=limits, calibrate=False,
             **step.options,
         )  # fmt: skip
-        one = Run(config, directory, rundir.new_run_id(), _quiet, whole.stop)
+        one = Run(config, directory, rundir.new_run_id(), _quiet, whole.stop, measures_wire=step.kind == "alone")
         made = rundir.create(directory, private=config.dataset is not None)
         began_s = time.monotonic()
         watch = Watch(
@@ -287,6 +292,7 @@ class Search:
             kv_cache_usage_max_ratio=server.kv_cache_usage_max_ratio if server is not None else None,
             preemptions=server.preemptions if server is not None else None,
             findings=[each.code for each in report.verdict.findings if each.severity == "invalid"],
+            unknown=_unknown(late, measured.ok, report.ttft_of_delivery),
         )
 
 
@@ -299,6 +305,12 @@ class Try:
     options: dict[str, Any]
     seconds: float
     requests: int = 0
+
+
+def _unknown(late: Mapping[str, NDArray[np.float64]], ok: NDArray[np.bool_], delivery: bool) -> list[str]:
+    """Of the limited metrics, by how late each request (n,) was, those that no reply of a probe lets know."""
+    never = [name for name, each in late.items() if ok.any() and bool(np.isinf(each[ok]).all())]
+    return [*never, *(["ttft"] if delivery and "ttft" in late and "ttft" not in never else [])]
 
 
 def _quiet(text: str) -> None:

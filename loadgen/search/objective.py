@@ -59,7 +59,7 @@ class Times(NamedTuple):
     last_token_ns: NDArray[np.int64]
     done_ns: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
-    events: NDArray[np.int64]
+    first_tokens: NDArray[np.int64]
     ok: NDArray[np.bool_]
 
 
@@ -74,7 +74,7 @@ def lateness(limits_ms: Mapping[str, float], times: Times) -> dict[str, NDArray[
         took_ms = (end - begin) / 1e6
         if name == "tpot":
             short = (times.output_tokens == 0) | (times.output_tokens == 1)
-            took_ms = np.where(short, 0.0, took_ms / np.maximum(times.output_tokens - 1, 1))
-            known = times.ok & (short | (known & (times.events >= 2) & (times.output_tokens >= 2)))
+            took_ms = np.where(short, 0.0, took_ms / np.maximum(times.output_tokens - times.first_tokens, 1))
+            known = times.ok & (short | (known & (times.first_tokens >= 0) & (times.output_tokens >= 2)))
         late[name] = np.where(known, took_ms / limit_ms, np.inf)
     return late

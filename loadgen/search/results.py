@@ -41,7 +41,8 @@ class Range(msgspec.Struct, frozen=True):
 
 class ProbeRun(msgspec.Struct, frozen=True, kw_only=True):
     """One probe. kind: `alone`, of a request at a time; `saturation`, of a closed loop, which says where to begin; and
-    `probe`, at a load. missed: share of the requests that missed each limit."""
+    `probe`, at a load. missed: share of the requests that missed each limit. unknown: limited metrics that no reply
+    lets know."""
 
     number: int
     directory: str
@@ -52,6 +53,7 @@ class ProbeRun(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_usage_max_ratio: float | None = None
     preemptions: int | None = None
     findings: list[str] = []
+    unknown: list[str] = []
 
     @property
     def by_client(self) -> bool:
@@ -114,7 +116,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def with_answer(result: SearchResult, ended: Ended | None) -> SearchResult:
     """With what its probes say, and why it ended; None: it goes on, or was stopped."""
-    none = ended is not None and ended.code == "none"
+    none = ended is not None and ended.code in ("none", "unknown")
     estimate = Answer(value=None, low=0.0, high=math.inf, attained=None, attained_low=None, attained_high=None)
     if result.guess is not None and result.loads and not none:
         estimate = answer(result.options.goal, result.guess, result.loads, ended)
@@ -204,6 +206,8 @@ def sentence(result: SearchResult) -> str:
     if value is None:
         if result.ended == "none":
             return f"No load meets the objective ({wanted}): {result.ended_because}."
+        if result.ended == "unknown":
+            return f"Nobody can tell which load meets the objective ({wanted}): {result.ended_because}."
         return f"There is no answer yet ({wanted}): {result.ended_because}."
     lower = "At least " if result.lower_bound else ""
     if high is None:

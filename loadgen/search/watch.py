@@ -58,7 +58,7 @@ class _Line(msgspec.Struct):
     last_token_ns: int | None = None
     done_ns: int | None = None
     output_tokens: int | None = None
-    events: int = 0
+    first_tokens: int | None = None
     outcome: str = ""
     t0_monotonic_ns: int | None = None
 
@@ -86,8 +86,8 @@ class Follower:
         if self._t0_ns is None or not self._rows:
             return False
         rows = np.asarray(self._rows, np.int64)
-        _, sent_ns, first_ns, last_ns, done_ns, tokens, events, ended = rows.T
-        times = Times(sent_ns, first_ns, last_ns, done_ns, tokens, events, ended == 1)
+        _, sent_ns, first_ns, last_ns, done_ns, tokens, first_tokens, ended = rows.T
+        times = Times(sent_ns, first_ns, last_ns, done_ns, tokens, first_tokens, ended == 1)
         over = ended >= 0
         late = worst(lateness(self._watch.limits_ms, times))
         elapsed_ns = now_ns() - self._t0_ns
@@ -98,9 +98,10 @@ class Follower:
         if line.t0_monotonic_ns is not None:
             self._t0_ns = line.t0_monotonic_ns
         elif line.id >= 0 and line.phase == "measured":
-            stamps = (line.sent_ns, line.first_token_ns, line.last_token_ns, line.done_ns, line.output_tokens)
+            stamps = (line.sent_ns, line.first_token_ns, line.last_token_ns, line.done_ns)
+            tokens = (line.output_tokens, line.first_tokens)
             ended = {"ok": 1, "cancelled": -1}.get(line.outcome, 0)
-            self._rows.append((line.id, *(-1 if each is None else each for each in stamps), line.events, ended))
+            self._rows.append((line.id, *(-1 if each is None else each for each in (*stamps, *tokens)), ended))
 
 
 def worst(late: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
@@ -138,8 +139,8 @@ def assemble(
 
 def times_of(table: Table) -> Times:
     return Times(
-        table.sent_ns, table.first_token_ns, table.last_token_ns, table.done_ns, table.output_tokens, table.events,
-        table.ok,
+        table.sent_ns, table.first_token_ns, table.last_token_ns, table.done_ns, table.output_tokens,
+        table.first_tokens, table.ok,
     )  # fmt: skip
 
 

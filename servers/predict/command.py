@@ -300,6 +300,7 @@ def _table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> reco
         done_ns=np.where(came, last_ns, begun_ns),
         prompt_tokens=np.where(came, prompt, -1),
         output_tokens=np.where(came, tokens.counts, -1),
+        first_tokens=np.where(tokens.counts > 1, 1, -1),
         asked_prompt_tokens=prompt,
         asked_tokens=output,
         cached_tokens=np.where(came & (cached > 0), cached, -1),

@@ -18,6 +18,7 @@ from time import monotonic_ns
 
 from loadgen.terminal import say
 from servers.schedulers import Rejected
+from servers.serve.between import CLEAN, Between
 from servers.serve.faults import AT_ONCE, NO_FAULTS, Fault, Faults
 from servers.serve.http import Connection, Request
 from servers.serve.reply import Reply
@@ -42,13 +43,13 @@ class Server:
         self,
         dialect: Dialect,
         timing: Timing,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        address: tuple[str, int] = ("127.0.0.1", 0),
         faults: Faults = NO_FAULTS,
         stamps: Stamps | None = None,
         api_key: str | None = None,
+        between: Between = CLEAN,
     ) -> None:
-        """Listens at once. Raises OSError where the address cannot be had."""
+        """Listens at once on a host and a port. Raises OSError where the address cannot be had."""
         self.dialect = dialect
         self.telemetry = Telemetry(dialect.series, dialect.labels)
         self.unparsed: deque[tuple[Connection, bytes, int]] = deque()
@@ -65,10 +66,11 @@ class Server:
         self._ids = random.Random()
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._waker = socket.socketpair()
-        self._listener = _listen(host, port)
+        self._between = between
+        self._listener = _listen(*address, nagle=between.nagle)
         self._accepting = True
-        address = self._listener.getsockname()
-        self.url = f"http://[{host}]:{address[1]}" if ":" in host else f"http://{host}:{address[1]}"
+        host, port = address[0], self._listener.getsockname()[1]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._connections: set[Connection] = set()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for end in (self._wakeup, self._waker):
@@ -254,7 +256,7 @@ class Server:
                 self._accepting = False
                 return
             sock.setblocking(False)
-            connection = Connection(sock, self)
+            connection = self._between.accepted(sock, self)
             self._connections.add(connection)
             self._selector.register(sock, selectors.EVENT_READ, connection.ready)
 
@@ -291,13 +293,14 @@ class Server:
             self._stamps.write()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Its options are inherited by what it accepts: no Nagle, one event is one segment."""
+def _listen(host: str, port: int, *, nagle: bool) -> socket.socket:
+    """A listening socket. Its options are inherited by what it accepts: without Nagle's algorithm one event is one
+    segment."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, not nagle)
         listener.bind(address)
         listener.listen(BACKLOG)
         listener.setblocking(False)

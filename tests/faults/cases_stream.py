@@ -133,6 +133,19 @@ FRAMING = [
         script=edited(lambda e: b"event: message\nid: 7\nretry: 100\n" + e),
     ),
     Case(
+        name="pings",
+        does="sends events midway that are named ping or keep-alive and have data",
+        expected=OK,
+        script=midway(b'event: ping\ndata: {"type": "ping"}\n\n', b"event: keep-alive\ndata: x\n\n"),
+    ),
+    Case(
+        name="pings by their data",
+        does="sends an event midway whose data says that it is a ping",
+        expected=OK,
+        script=midway(b'data: {"type": "ping"}\n\n'),
+        protocols=OPENAI,
+    ),
+    Case(
         name="empty events",
         does="sends empty data and empty lines midway",
         expected=OK,
@@ -271,6 +284,19 @@ PAYLOADS = [
 ]
 
 ENDINGS = [
+    Case(
+        name="whole reply unasked",
+        does="answers with a whole reply though a stream was asked for",
+        expected=Expected(outcome="protocol_error", error="--no-stream", events=0),
+        script=lambda p: [sized(p.whole(), JSON_HEAD)],
+    ),
+    Case(
+        name="whole reply after empty lines",
+        does="keeps the connection open with empty lines, then answers with a whole reply",
+        expected=Expected(outcome="protocol_error", error="--no-stream", events=0),
+        script=lambda p: stream(b"\n", b"\n\n", p.whole()),
+        protocols=OPENAI,
+    ),
     Case(
         name="empty body",
         does="answers 200 with an empty body",
@@ -623,6 +649,54 @@ COUNTS = [
         does="stops after one token",
         expected=Expected(outcome="ok", tokens=1, events=1, findings=("OUTPUT_LENGTH",)),
         script=lambda p: stream(*p.reply(1, finish="stop")),
+    ),
+    Case(
+        name="usage beside a placeholder",
+        does="sends the usage in a chunk with an empty choice",
+        expected=OK,
+        script=lambda p: stream(*p.tokens(), p.chunk({"index": 0, "delta": {}}, usage=usage()), DONE),
+        protocols=OPENAI,
+    ),
+    Case(
+        name="running usage alone",
+        does="sends a running usage in each event but the last, and none after it",
+        expected=OK,
+        script=lambda p: stream(
+            *[
+                e.replace(b'"choices"', b'"usage":%b,"choices"' % json.dumps(usage(n)).encode(), 1)
+                for n, e in enumerate([*p.tokens()[:-1], p.token(8)], int(p is VLLM))
+            ],
+            DONE,
+        ),
+        protocols=OPENAI,
+    ),
+    Case(
+        name="text after the finish reason",
+        does="sends another text after the finish reason, and does not count it",
+        expected=OK,
+        script=lambda p: stream(*p.tokens(), p.token(9), *p.tail()),
+        protocols=OPENAI,
+    ),
+    Case(
+        name="empty texts before the first token",
+        does="keeps the stream alive with three empty texts",
+        expected=OK,
+        script=lambda p: stream(*[p.token(0, "")] * 3, *p.reply()),
+        protocols=OPENAI,
+    ),
+    Case(
+        name="hidden reasoning",
+        does="counts 24 tokens, 16 of them reasoning that it does not show",
+        expected=Expected(outcome="ok", tokens=24, events=8, findings=("OUTPUT_LENGTH", "MERGED_EVENTS")),
+        script=lambda p: stream(*p.tokens(), *p.tail(24, completion_tokens_details={"reasoning_tokens": 16})),
+        protocols=OPENAI,
+    ),
+    Case(
+        name="hidden tokens and an end without text",
+        does="counts 24 tokens for 7 texts and an end without one",
+        expected=Expected(outcome="ok", tokens=24, events=7, findings=("OUTPUT_LENGTH", "MERGED_EVENTS")),
+        script=lambda p: stream(*p.tokens()[:-1], p.token(8, "", "length"), *p.tail(24)),
+        protocols=OPENAI,
     ),
     Case(
         name="merged tokens",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from servers.app import DIALECTS
-from servers.serve import faults
+from servers.serve import between, faults
 from servers.serve.server import Server
 from servers.serve.stamps import Stamps
 from servers.serve.timing import FixedTiming
@@ -110,7 +110,7 @@ def running(
 @contextlib.contextmanager
 def serving(
     directory: Path, timing: FixedTiming, dialect: Any = "vllm", *fault: str,
-    seed: int = 0, max_model_len: int = 4096, api_key: str | None = None,
+    seed: int = 0, max_model_len: int = 4096, api_key: str | None = None, wire: str = "clean",
 ) -> Iterator[Running]:  # fmt: skip
     stamps_path = directory / "stamps.npz"
     server = Server(
@@ -119,6 +119,7 @@ def serving(
         faults=faults.read(fault, dialect, seed),
         stamps=Stamps(stamps_path),
         api_key=api_key,
+        between=between.read(wire),
     )
     thread = threading.Thread(target=server.run)
     thread.start()

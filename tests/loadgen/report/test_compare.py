@@ -39,6 +39,7 @@ def columns(ttft_ms: np.ndarray[Any, Any], gaps_us: np.ndarray[Any, Any]) -> Tab
         last_token_ns=last,
         done_ns=last,
         prompt_tokens=np.full(n, 10),
+        first_tokens=np.ones(n, np.int64),
         asked_prompt_tokens=np.full(n, 10),
         cached_tokens=np.full(n, -1),
         shared_tokens=np.zeros(n, np.int64),

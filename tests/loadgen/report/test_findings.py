@@ -191,6 +191,57 @@ def test_merged_events() -> None:
     assert severities(not_streamed) == {}
 
 
+def hidden(tokens: int) -> Table:
+    """The clean run, whose server counts so many more tokens than there are events."""
+    return table(
+        request(at, scheduled=10 * at, sent=10 * at + 0.1, first=10 * at + 100.1, output_tokens=4 + tokens,
+                asked_tokens=4 + tokens)
+        for at in range(CLEAN)
+    )  # fmt: skip
+
+
+def test_hidden_tokens() -> None:
+    assert severities(hidden(12)) == {"HIDDEN_TOKENS": "warning", "MERGED_EVENTS": "info"}
+    report = build.build(manifest(), hidden(12), [facts()], slos={"tpot": 50})
+    assert report.metrics["tpot_ms"].n == 0 and report.metrics["itl_ms"].p50 == 20
+    assert report.goodput is not None and report.goodput.request_goodput is None
+    assert "GOODPUT" in {finding.code for finding in report.verdict.findings}
+    assert build.build(manifest(), hidden(12), [facts()], slos={"e2el": 500}).goodput.good == CLEAN  # type: ignore[union-attr]
+
+
+def test_extra_events() -> None:
+    assert severities(hidden(-1)) == {"EXTRA_EVENTS": "invalid"}
+
+
+def wire(ttft_ms: float, waits: bool) -> rundir.Manifest:
+    seen = rundir.WireFacts(
+        ttft_ms=ttft_ms, ttft_quick_ms=10, n=5, waits=waits, events_per_read=1, events_per_read_quick=1
+    )
+    return manifest(wire=seen)
+
+
+def test_delayed_acks() -> None:
+    assert severities(run=wire(10, waits=False)) == {}
+    assert severities(run=wire(19, waits=True)) == {"DELAYED_ACK": "warning"}  # ttft p50 is 100 ms
+    assert severities(run=wire(42, waits=True)) == {"DELAYED_ACK": "invalid"}
+    quick = msgspec.structs.replace(wire(42, waits=True), config={"requests": 1000, "seed": 0, "quick_acks": True})
+    assert severities(run=quick) == {"DELAYED_ACK": "info"}
+
+
+def test_delayed_acks_show_where_nothing_was_measured() -> None:
+    def waited(pause: float, replies: int) -> Table:
+        held = {"first": pause + 50.0, "headers_ns": 50 * 1_000_000, "gaps": (0, 0, 0, *[4] * 8)}
+        return table(
+            request(at, **(held if at < replies else {"first": 51.0, "headers_ns": 50 * 1_000_000, "gaps": [4] * 11}))
+            for at in range(1000)
+        )
+
+    assert severities(waited(41, 400))["DELAYED_ACK"] == "invalid"
+    assert "DELAYED_ACK" not in severities(waited(41, 200))
+    assert "DELAYED_ACK" not in severities(waited(30, 1000))  # so late by itself, and a client that read late
+    assert "DELAYED_ACK" not in severities(waited(41, 400), [facts(loop_lag_p99_ms=25.0)])
+
+
 def test_failed_requests() -> None:
     assert severities(with_outcome("http_error", 1))["FAILED_REQUESTS"] == "warning"
     assert severities(with_outcome("timeout", 40))["FAILED_REQUESTS"] == "warning"  # 1 %
@@ -245,9 +296,9 @@ def test_prompt_length() -> None:
 def test_output_length() -> None:
     short = clean().output_tokens.copy()
     short[:100] = 3
-    assert severities(replace(clean(), output_tokens=short)) == {"OUTPUT_LENGTH": "info"}
+    assert severities(replace(clean(), output_tokens=short, events=short)) == {"OUTPUT_LENGTH": "info"}
     short[:] = 3
-    assert severities(replace(clean(), output_tokens=short)) == {"OUTPUT_LENGTH": "invalid"}
+    assert severities(replace(clean(), output_tokens=short, events=short)) == {"OUTPUT_LENGTH": "invalid"}
 
 
 def test_no_token_count() -> None:

@@ -48,7 +48,8 @@ def test_gaps_of_a_reply_that_broke_do_not_count(broke: bool) -> None:
 
 def test_gaps_short_and_long_of_many_requests_are_in_order() -> None:
     draw = np.random.default_rng(1)
-    lengths_us = [draw.integers(0, 1 << int(most), size=3).tolist() for most in draw.integers(1, 33, size=9000)]
+    most = draw.integers(7, 33, size=9000)
+    lengths_us = [draw.integers(100, 1 << int(each), size=3).tolist() for each in most]
     lengths_us[5000] = [metrics.COUNTED_US, metrics.COUNTED_US - 1, (1 << 32) - 1]
     rows = [failure(number) if number % 5 == 1 else request(number, gaps=(1, 1, 1)) for number in range(9000)]
     drawn = table(

@@ -15,6 +15,7 @@ import pytest
 
 from loadgen.search.results import CLIENT_LIMITS
 from tests.loadgen.test_run import LOADGEN, serving
+from tests.servers.reader import running
 
 pytestmark = pytest.mark.processes
 MODELLED = ("--gpu", "h200", "--model", "13b", "--input-tokens", "512", "--output-tokens", "16")
@@ -50,6 +51,14 @@ def test_an_objective_that_one_request_misses_has_no_answer(tmp_path: Path) -> N
     found, said = search(*FIXED, "--slo", "ttft_ms=0.001", "--out", str(tmp_path / "a"))
     assert found["rate_per_s"]["value"] is None and found["ended"] == "none" and len(found["probes"]) == 1
     assert "No load meets the objective" in said
+
+
+def test_an_objective_that_nobody_can_judge_is_not_searched(tmp_path: Path) -> None:
+    with running(tmp_path, "openai", "merge:1") as server:
+        url = ("--backend", "openai", "--url", server.server.url, "--output-tokens", "8", "--warmup", "1")
+        found, said = search(*url, "--slo", "tpot_ms=50", "--out", str(tmp_path / "a"))
+    assert found["rate_per_s"]["value"] is None and found["ended"] == "unknown" and len(found["probes"]) == 1
+    assert "tpot cannot be known here" in said
 
 
 def begun(out: Path, probes: int, *argv: str) -> subprocess.Popen[str]:

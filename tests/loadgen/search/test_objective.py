@@ -47,12 +47,12 @@ def test_who_meets_an_objective_is_who_is_good_in_a_report() -> None:
                 id=number, scheduled_ns=sent, sent_ns=sent, first_token_ns=sent + first if tokens else None,
                 last_token_ns=sent + last if tokens else None, done_ns=sent + last + 1000, events=tokens,
                 output_tokens=tokens if rng.random() < 0.9 else None, outcome="ok" if ok else "timeout",
-                asked_prompt_tokens=1, asked_tokens=tokens,
+                asked_prompt_tokens=1, asked_tokens=tokens, first_tokens=2 if tokens > 2 else None,
             )
         )  # fmt: skip
     columns = table(records)
     times = Times(columns.sent_ns, columns.first_token_ns, columns.last_token_ns, columns.done_ns,
-                  columns.output_tokens, columns.events, columns.ok)  # fmt: skip
+                  columns.output_tokens, columns.first_tokens, columns.ok)  # fmt: skip
     for limits in ({"ttft": 500.0}, {"tpot": 150.0}, {"ttft": 700.0, "tpot": 400.0, "e2el": 1200.0}):
         met = worst(lateness(limits, times)) <= 1
         np.testing.assert_array_equal(met, good(columns, limits, CONVENTIONS["loadgen"]))
