@@ -15,8 +15,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import kept
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import kept
 
 PICTURES = kept.ROOT / "docs" / "pictures"
 COLOURS = 64  # of a picture: a third of the bytes, and no difference that shows
