@@ -66,6 +66,9 @@ def find(name: str) -> ModelSpec | None:
     return _by_name().get(name.lower())
 
 
+_TEXTS = ("text_config", "llm_config", "language_config")  # of one that takes more than text, its decoder of text
+
+
 @functools.cache
 def _defaults() -> dict[str, dict[str, Any]]:
     """What each model_type has where its config.json is silent, as transformers 5.17's configuration classes say."""
@@ -74,7 +77,7 @@ def _defaults() -> dict[str, dict[str, Any]]:
 
 def from_config(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """The model of a config.json; of one that takes more than text, its decoder of text. Raises UnknownModel."""
-    text = config.get("text_config")
+    text = next((config[name] for name in _TEXTS if isinstance(config.get(name), dict)), None)
     stated = {**config, **text} if isinstance(text, dict) else dict(config)
     guess = "mixtral" if stated.get("num_local_experts") else "llama"
     model_type = str(stated.get("model_type") or guess)

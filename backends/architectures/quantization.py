@@ -12,7 +12,10 @@ from backends.decoder import QUANTIZATIONS, Attention, LatentAttention, Mlp, Rec
 from backends.untrusted import printable
 
 # What quantization_config.quant_method says, where it says enough.
-_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "awq": "awq", "gptq": "gptq", "mxfp4": "mxfp4"}
+_METHODS = {
+    "fp8": "fp8", "fbgemm_fp8": "fp8", "awq": "awq", "gptq": "gptq", "mxfp4": "mxfp4",
+    "auto-round": "gptq", "intel/auto-round": "gptq",
+}  # fmt: skip
 _BITS = (2, 3, 4, 8)
 MOST_PATTERNS = 100_000
 
@@ -29,7 +32,7 @@ def quantization(fields: Fields) -> tuple[str | None, float | None, list[str]]:
         raise MalformedConfig("quantization_config is no object")
     method = str(config.get("quant_method"))
     name, each = _METHODS.get(method), None
-    if method in ("awq", "gptq"):
+    if name in ("awq", "gptq"):
         bits = config.get("bits", config.get("w_bit", 4))
         if bits not in _BITS or isinstance(bits, bool) or (method == "awq" and bits != 4):
             raise UnknownModel(
@@ -41,7 +44,11 @@ def quantization(fields: Fields) -> tuple[str | None, float | None, list[str]]:
     if method == "compressed-tensors":
         name, each = _compressed(config)
     if name not in QUANTIZATIONS:
-        raise UnknownModel(f"quantization_config.quant_method '{printable(method, 40)}' is not known here")
+        known = ", ".join([*_METHODS, "modelopt", "compressed-tensors"])
+        raise UnknownModel(
+            f"quantization_config.quant_method '{printable(method, 40)}' is not known here, or its format is not; "
+            f"known are {known}"
+        )
     return name, None if each == QUANTIZATIONS[name].weight_bytes else each, _left_out(config)
 
 
@@ -161,5 +168,8 @@ def _expression(text: str) -> re.Pattern[str] | None:
 
 
 def _spellings(module: str) -> Iterator[str]:
-    for name in {module, *(module.replace(old, new) for old, new in _ALSO if old in module)}:
+    names = {module}
+    for old, new in _ALSO:
+        names |= {name.replace(old, new) for name in names if old in name}
+    for name in names:
         yield from (name, f"language_model.{name}", f"model.language_model.{name.removeprefix('model.')}")

@@ -138,6 +138,13 @@ def test_a_wrapper_of_more_than_text_is_read_through() -> None:
     ]
 
 
+@pytest.mark.parametrize("wrapper", ["text_config", "llm_config", "language_config"])
+def test_the_decoder_of_text_has_several_names(wrapper: str) -> None:
+    inner = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 8}
+    model = from_config("m", {"model_type": "internvl_chat", wrapper: inner, "vision_config": {"hidden_size": 7}})
+    assert model.parameters == from_config("m", inner).parameters and model.model_type == "qwen2"
+
+
 def windows(config: dict[str, Any]) -> dict[int | None, int]:
     """Layers by their window."""
     found: dict[int | None, int] = {}
@@ -402,6 +409,7 @@ LINEAR_70B = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
         ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, 0.5 + 2.5 / 32),  # 43.8 GB
         ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, 0.5 + 2.5 / 64),
         ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 1 + 3 / 128),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}, 0.5 + 2.5 / 128),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1}, 0.5),
         (
             {
@@ -444,6 +452,8 @@ MIXTURE: dict[str, Any] = {
         (["model.layers.0.self_attn.o_proj"], {"attention": 1 / 32 / 4}),
         ([f"model.layers.{n}.self_attn" for n in range(8)], {"attention": 8 / 32}),
         (["language_model.model.layers.0.mlp.gate_proj"], {"mlp": 1 / 6}),
+        (["re:.*feed_forward.shared_expert.*", "re:vision_model.*"], {"shared": 1.0}),  # as Llama 4 calls it
+        (["block_sparse_moe"], {"mlp": 1.0, "experts": 1.0, "shared": 1.0}),
         (["re:(a+)+$", "re:["], {}),  # which would take for ever, and is none
     ],
 )
