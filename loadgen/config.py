@@ -828,7 +828,8 @@ OWNERS_WORD = (
 def check_owners_word(directory: Path, kept: object, typed: Container[str], given_as: Callable[[str], str]) -> None:
     """That what decides on programs, addresses, secrets and files was typed again. kept: the options that the directory
     holds. given_as: an option as it is typed. Raises ConfigError."""
-    missing = [name for name in OWNERS_WORD if getattr(kept, name) and name not in typed]
+    own = ("embedded",)  # starts nothing but this program
+    missing = [name for name in OWNERS_WORD if getattr(kept, name) not in (None, False, (), *own) and name not in typed]
     if missing:
         shown = ", ".join(f"{given_as(name)} {_shown(getattr(kept, name))}" for name in missing)
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loadgen import cli, rundir
-from loadgen.config import OWNERS_WORD, Config
+from loadgen.config import OWNERS_WORD, Config, check_owners_word
 from loadgen.search.results import SearchOptions, SearchResult
 
 OTHERS: dict[str, tuple[str, Any, Any]] = {
@@ -65,6 +65,14 @@ def test_a_search_goes_on_when_its_owner_says_the_same(tmp_path: Path, capsys: p
     directory = a_search(tmp_path / "s", {"url": "http://127.0.0.1:1", "backend": "openai"})
     assert cli.invoke(["search", "--resume", str(directory), "--url", "http://127.0.0.1:1"]) == 3
     assert "cannot reach http://127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_the_embedded_server_needs_no_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is this program itself. Another mistake is told first, so that nothing is started here."""
+    directory = a_search(tmp_path / "s", {"launch": "embedded"})
+    assert cli.invoke(["search", "--resume", str(directory), "--seed", "9"]) == 2
+    assert "leave --seed out" in capsys.readouterr().err
+    check_owners_word(directory, Config(launch="embedded"), (), str)
 
 
 def test_a_masked_address_is_typed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
