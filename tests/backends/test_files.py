@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
-import lzma
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.files import opened, read_bytes, read_text
+from tests import packers
 
-PACKERS: dict[str, Callable[[bytes], bytes]] = {
-    "plain": bytes, "gzip": gzip.compress, "xz": lzma.compress, "zstd": zstandard.compress,
-}  # fmt: skip
+PACKERS: dict[str, Callable[[bytes], bytes]] = {"plain": bytes, **packers.PACKERS}
 
 
 @given(st.text(max_size=40).filter(lambda text: not text.startswith("\ufeff")), st.sampled_from(list(PACKERS)))
@@ -39,7 +35,7 @@ def test_lines_of_a_file_of_several_parts(tmp_path: Path, packer: str) -> None:
         assert list(file) == lines
 
 
-@pytest.mark.parametrize("packer", ["gzip", "xz", "zstd"])
+@pytest.mark.parametrize("packer", packers.PACKERS)
 def test_a_damaged_file_is_an_os_error(tmp_path: Path, packer: str) -> None:
     path = tmp_path / "file"
     packed = PACKERS[packer](bytes(range(256)) * 1000)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +22,7 @@ from loadgen.load.lengths import THINK_TIME, WorkloadError, parse
 from loadgen.load.sessions import Sessions
 from loadgen.plan import Plan, plan_run, planned_load, read_dataset
 from loadgen.target import Target
+from tests.packers import PACKERS
 
 SHARE_GPT: list[dict[str, Any]] = [
     {
@@ -259,7 +257,7 @@ def test_images_beside_the_messages_are_counted(tmp_path: Path) -> None:
     assert "2 conversations with images" in str(held.left_out)
 
 
-@pytest.mark.parametrize("packed", [gzip.compress, zstandard.compress, lzma.compress])
+@pytest.mark.parametrize("packed", PACKERS.values())
 def test_packed_files(tmp_path: Path, packed: Callable[[bytes], bytes]) -> None:
     for write in (as_list, as_lines):
         path = write(tmp_path / "f", OPEN_AI)

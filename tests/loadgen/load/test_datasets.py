@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import zstandard
 
 from loadgen.load.dataset_files import holds_conversations
 from loadgen.load.datasets import Dataset
 from loadgen.load.lengths import WorkloadError
+from tests.packers import PACKERS
 
 
 def lines(tmp_path: Path, *rows: object) -> Path:
@@ -31,7 +30,7 @@ def test_dataset(tmp_path: Path) -> None:
     assert data.prompt("warmup", 0).text == "last"
 
 
-@pytest.mark.parametrize("packed", [bytes, gzip.compress, zstandard.compress])
+@pytest.mark.parametrize("packed", [bytes, *PACKERS.values()])
 @pytest.mark.parametrize("mark", ["utf-8", "utf-8-sig", "utf-16"])
 def test_lists_marks_and_packed_files(tmp_path: Path, packed: Callable[[bytes], bytes], mark: str) -> None:
     rows = [{"prompt": "What is a café?", "output_tokens": 8}, {"text": "Name three rivers."}, "One more."]
