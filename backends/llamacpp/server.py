@@ -7,6 +7,7 @@ until it is killed.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 
@@ -58,8 +59,9 @@ def main(arguments: list[str]) -> None:
     ):  # fmt: skip
         if value is not None:
             setattr(params, name, value)
-    if options.threads is not None:
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
+    # its threads wait for each other without sleeping: a core that the client takes from one of them stops all
+    threads = options.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     if options.seed is not None:
         params.sampling.seed = options.seed
     if options.split_mode is not None:
