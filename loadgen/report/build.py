@@ -27,7 +27,7 @@ from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
 from loadgen.page import html
 from loadgen.report import findings, metrics, schema, sessions, sharing, slices, stalls
-from loadgen.report.finding import share
+from loadgen.report.finding import Finding, share
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.pages import parts, run, runs
 from loadgen.report.pages.charts import Samples, Shown
@@ -36,6 +36,7 @@ from loadgen.report.text import markdown, name_of
 from loadgen.rundir import Manifest, records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Recorded, Table
+from loadgen.steady import flows, keeping_up
 
 if TYPE_CHECKING:
     from loadgen.report.figures import Curves
@@ -104,8 +105,12 @@ def build(
         cluster=manifest.cluster,
         server_requests=slices.by_the_server(measured, rules),
         **stalls.of_client(measured, facts, rules),
+        steady=_steady(measured, manifest, rules),
     )
-    listed = findings.find(numbers, table, measured, facts, manifest, doubt)
+    return _judged(numbers, findings.find(numbers, table, measured, facts, manifest, doubt))
+
+
+def _judged(numbers: Numbers, listed: list[Finding]) -> Report:
     verdict = schema.Verdict(all(finding.severity != "invalid" for finding in listed), listed)
     return Report(**msgspec.structs.asdict(numbers), verdict=verdict)
 
@@ -198,6 +203,29 @@ def _sessions(manifest: Manifest, measured: Table, rules: Convention) -> schema.
     planned = manifest.requests_planned
     offered_per_s = _offered(manifest, sessions.opened(measured).begin_ns)
     return sessions.build(measured, rules, offered_per_s, planned is None or len(measured) >= planned)
+
+
+def _steady(measured: Table, manifest: Manifest, rules: Convention) -> schema.Steady | None:
+    """None of a burst, whose transient is what it measures."""
+    of_sessions = bool((measured.turn > 0).any())
+    if of_sessions:
+        flow = flows.of_sessions(sessions.opened(measured), manifest)
+    else:
+        flow = flows.of_requests(measured, manifest)
+    slots = flows.slots(manifest.arrival)
+    if flow is None and slots is None:
+        return None
+    seen = None if flow is None else keeping_up.judge(flow)
+    found, why = slices.window(measured, manifest, rules)
+    if seen is not None and seen.word == "fell_behind":
+        found, why = None, "the server fell behind"
+    peak = None
+    if slots is not None:
+        sent, ended = (each[each != -1] for each in (measured.sent_ns, measured.done_ns))
+        peak = int(metrics.under_way(sent, ended)[1].max(initial=0))
+    return schema.Steady(
+        unit="sessions" if of_sessions else "requests", keeping_up=seen, window=found, why=why, peak=peak
+    )
 
 
 def _connecting(facts: Sequence[ClientFacts]) -> schema.Connecting | None:

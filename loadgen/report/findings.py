@@ -19,11 +19,13 @@ from loadgen.monitor.server_view import ServerStats
 from loadgen.report import client_findings, cluster, metrics, sessions, sharing
 from loadgen.report.finding import Finding, Severity, share, worst_first
 from loadgen.report.metrics import PERCENTILES
-from loadgen.report.schema import Numbers
+from loadgen.report.schema import Numbers, Window
+from loadgen.report.text import number
 from loadgen.rundir import Manifest, contradictions, pace
 from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table
+from loadgen.steady import flows, keeping_up
 
 # Gaps of exactly zero shared one read of the socket. The aim is below half a percent; above five, the low percentiles
 # and the spread of itl are made by reading, not by the server.
@@ -66,6 +68,10 @@ STALLS_NAMED = 3
 # A router that takes turns splits a hundred requests far better than this.
 IMBALANCE_RATIO = 1.5
 COLD_LOAD_US = 100_000  # longer, and a model was read from a disk
+# Of a rate that a server was seen to serve at its limit: one that it keeps up with.
+LOWER_RATIO = 0.9
+# By how much start and end of a run may move its numbers before a reader must know.
+TRANSIENT_THROUGHPUT_RATIO, TRANSIENT_P99_RATIO = 0.03, 0.1
 # Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
 PERCENTILE_MISS_PROBABILITY = 0.025
 
@@ -94,6 +100,8 @@ def find(
         *sharing.find(measured, numbers, manifest),
         *_cold(measured),
         *_stalls(numbers),
+        *_keeping_up(numbers),
+        *_transient(numbers),
         *_server(numbers),
         *_insecure(manifest),
         *_samples(numbers.requests.ok),
@@ -523,6 +531,88 @@ def _stalls(numbers: Numbers) -> Iterator[Finding]:
         + f", far longer than a step, though replies were under way: {total_s:.1f} s in all{run}.",
         advice="A server that compiles kernels does this in its first seconds: let the same load warm it up first "
         "with --warmup-load. Where the stall comes back, read the server's log.",
+    )
+
+
+def _keeping_up(numbers: Numbers) -> Iterator[Finding]:
+    """Words and thresholds stand in loadgen/steady/keeping_up.py."""
+    if numbers.steady is None or numbers.steady.keeping_up is None:
+        return
+    unit, seen = numbers.steady.unit, numbers.steady.keeping_up
+    lower = f"Offer less than {number(LOWER_RATIO * (seen.served_per_s or 0.0))} {unit}/s"
+    rates = f"{number(seen.offered_per_s)} {unit}/s arrived and {number(seen.served_per_s)} were answered"
+    if seen.word == "fell_behind":
+        yield Finding(
+            code="OVERLOADED",
+            severity="invalid",
+            message=f"The server fell behind: from {number(seen.from_s)} s on {rates}, so {number(seen.growth_per_s)} "
+            f"more a second waited. Latencies tell how long the run was. Throughput holds: it is the server's limit "
+            "under this load.",
+            advice=f"{lower} to measure latencies; loadgen search finds the highest rate that meets an objective.",
+        )
+    elif seen.word == "near_limit":
+        yield Finding(
+            code="NEAR_LIMIT",
+            severity="warning",
+            message=f"The server was near its limit, and this run is too short to settle whether it keeps up: {rates}.",
+            advice=f"{lower}, or send for several times as long; latencies may be those of a queue that still grew.",
+        )
+
+
+def _transient(numbers: Numbers) -> Iterator[Finding]:
+    """What of the numbers is the start or the end of the run, not its steady state."""
+    steady = numbers.steady
+    if steady is None:
+        return
+    seen, said = steady.keeping_up, None
+    asked = flows.slots(numbers.arrival)
+    if seen is not None and seen.why == keeping_up.UNMET:
+        said = (
+            f"The server never saw its load: {seen.why}.",
+            f"Send for several times as long as {steady.unit} take; fewer are in flight until then.",
+        )
+    elif asked is not None and numbers.sessions is None and steady.peak is not None and 0 < steady.peak < asked:
+        said = (
+            f"The concurrency of {asked} was never reached: at most {steady.peak} requests were in flight.",
+            f"Send at least {10 * asked} requests, ten for each of those in flight.",
+        )
+    elif asked is not None and steady.window is None and numbers.requests.ok and not flows.changes(numbers.arrival):
+        said = (
+            f"No part of this run is a steady state: {steady.why}. Its start, when all came at once, and its end, when "
+            "fewer were in flight, are in all numbers.",
+            f"Send more: ten requests for each of the {asked} in flight, or better 50.",
+        )
+    elif steady.window is not None:
+        said = _beside_window(numbers, steady.window)
+    if said is not None:
+        yield Finding(code="TRANSIENT", severity="warning", message=said[0], advice=said[1])
+
+
+def _beside_window(numbers: Numbers, window: Window) -> tuple[str, str] | None:
+    """By what the whole run differs from its steady state, beyond chance."""
+    name = "output_tokens_per_s" if "output_tokens_per_s" in window.throughput else "requests_per_s"
+    pairs = {
+        "throughput": (getattr(numbers.throughput, name), window.throughput[name], TRANSIENT_THROUGHPUT_RATIO),
+        "ttft p99": (numbers.metrics["ttft_ms"].p99, window.metrics["ttft_ms"].get("p99"), TRANSIENT_P99_RATIO),
+    }
+    told, worst = [], 0.0
+    for what, (whole, steady, limit) in pairs.items():
+        if whole is None or steady is None or not steady.value or steady.low is None or steady.high is None:
+            continue
+        off = whole / steady.value - 1
+        if abs(off) > limit and not steady.low <= whole <= steady.high:
+            told.append(f"{what} by {100 * off:+.1f} %")
+            worst = max(worst, abs(off) / limit if what == "throughput" else 1.0)
+    if not told:
+        return None
+    enough = math.ceil(worst * (numbers.requests.ok + numbers.requests.failed) / 100) * 100
+    more = (
+        f"about {enough:,} requests would bring throughput within 3 %" if worst > 1 else "a longer run has less of it"
+    )
+    return (
+        f"The whole run differs from its steady state (from {number(window.from_s)} to {number(window.to_s)} s) in "
+        f"{' and '.join(told)}: its start and its end are in all numbers.",
+        f"Quote the steady state's numbers; {more}.",
     )
 
 

@@ -15,6 +15,8 @@ from loadgen.rundir import Ceiling, WireFacts
 from loadgen.rundir.cluster_facts import ClusterFacts
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.launch_facts import LaunchFacts
+from loadgen.steady.keeping_up import KeepingUp
+from loadgen.steady.window import Estimate
 
 SCHEMA = "loadgen.report/1"
 
@@ -140,6 +142,29 @@ class ClientStall(msgspec.Struct, frozen=True):
     requests: int
 
 
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """The steady state of a run: from when to when, seconds of the run. requests: those that were sent in it, whose
+    latencies these are: by name, then mean, p50 and p99, of which the last only where they are enough."""
+
+    from_s: float
+    to_s: float
+    requests: int
+    throughput: dict[str, Estimate]
+    metrics: dict[str, dict[str, Estimate]]
+
+
+class Steady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Whether the numbers describe a steady state. keeping_up: whether the server kept up with the requests or sessions
+    that arrived; None where none arrives by itself, as in a closed loop. window: its steady state; why: where it has
+    none, one clause. peak: of a closed loop, the most that were in flight."""
+
+    unit: Literal["requests", "sessions"] = "requests"
+    keeping_up: KeepingUp | None = None
+    window: Window | None = None
+    why: str = ""
+    peak: int | None = None
+
+
 class PhaseStats(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the load, from `start_s` to before `end_s` seconds of the run. requests: those due in it; metrics:
     their ttft, tpot and e2el, of those that ended ok, by the names of METRICS. offered: requests due a second;
@@ -231,8 +256,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Left out where they say nothing: asked lengths that are all one, ttft by prompt length where the prompts' lengths
     are about one, phases of a load that has none, stalls of a run without any, sharing where nothing is shared,
     sessions and turns where there are none, cluster where one machine sent it all, server_requests where replies tell
-    nothing of the server's own times, stalls of the client that move no statistic. late_statistics: by metric, those
-    that such stalls move."""
+    nothing of the server's own times, stalls of the client that move no statistic, steady of a burst.
+    late_statistics: by metric, those that such stalls move."""
 
     schema: str
     version: str
@@ -277,6 +302,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     server_requests: ServerRequests | None = None
     client_stalls: list[ClientStall] = []
     late_statistics: dict[str, list[str]] = {}
+    steady: Steady | None = None
 
 
 class Report(Numbers, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ a dataset without a tokenizer), the server's count.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from backends.protocol import ServerRecord
 from loadgen.report import metrics
 from loadgen.report.metrics import Column, Convention, Summary
-from loadgen.report.schema import Lengths, PhaseStats, PromptQuartile, ServerRequests
-from loadgen.rundir import Phase
+from loadgen.report.schema import Lengths, PhaseStats, PromptQuartile, ServerRequests, Window
+from loadgen.rundir import Manifest, Phase
 from loadgen.rundir.records import Table
+from loadgen.steady import flows
+from loadgen.steady import window as steady
 
 # Prompts differ in length when there are many lengths or the longest is a tenth longer than the shortest: a token or
 # two of a template or of drawn words says nothing about ttft.
@@ -27,6 +29,12 @@ MANY_LENGTHS, LENGTHS_RATIO = 10, 1.1
 PHASE_METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 _TIMES = ("queue", "prefill", "ttft", "e2el", "load")  # of a ServerRecord
 _COUNTS = ("retractions", "drafted_tokens", "accepted_tokens")
+LEAST_FOR_P99 = 368  # requests, as FEW_SAMPLES has it
+STATISTICS: dict[str, Callable[[NDArray[np.float64]], float]] = {
+    "mean": lambda values: float(values.mean()),
+    "p50": lambda values: float(np.percentile(values, 50)),
+    "p99": lambda values: float(np.percentile(values, 99)),
+}
 
 
 def by_phase(measured: Table, phases: Iterable[Phase], rules: Convention) -> list[PhaseStats]:
@@ -52,6 +60,32 @@ def _phase(measured: Table, phase: Phase, end_s: float, rules: Convention) -> Ph
         finished_requests_per_s=int(((done_ns >= start_ns) & (done_ns < end_ns)).sum()) / seconds,
         metrics={name: metrics.summary(metrics.defined(values), rules.percentile) for name, values in columns.items()},
     )
+
+
+def window(measured: Table, manifest: Manifest, rules: Convention) -> tuple[Window | None, str]:
+    """The steady state of a run, or why it has none."""
+    if flows.changes(manifest.arrival):
+        return None, "the load itself changes"
+    seen = flows.stamps(measured, manifest)
+    span, why = steady.find(seen)
+    if span is None:
+        return None, why
+    inside = (seen.sent_s >= span.from_s) & (seen.sent_s <= span.to_s)
+    throughput = {"requests_per_s": steady.rate(seen.done_s, span)}
+    if (measured.output_tokens[seen.rows] >= 0).all():
+        last_s, tokens = flows.cut(seen, measured, span.to_s)
+        throughput["output_tokens_per_s"] = steady.spread_rate(seen.first_s, last_s, tokens, span)
+    requests, enough = int(inside.sum()), int(inside.sum()) >= LEAST_FOR_P99
+    found: dict[str, dict[str, steady.Estimate]] = {}
+    for name in PHASE_METRICS:
+        values = metrics.column(measured, name, rules)[seen.rows]
+        estimates = {
+            statistic: steady.of_sent(values, seen.sent_s, span, of)
+            for statistic, of in STATISTICS.items()
+            if statistic != "p99" or enough
+        }
+        found[name] = {statistic: each for statistic, each in estimates.items() if each is not None}
+    return Window(from_s=span.from_s, to_s=span.to_s, requests=requests, throughput=throughput, metrics=found), ""
 
 
 def lengths(asked_tokens: NDArray[np.int64], law: object = None) -> Lengths | None:

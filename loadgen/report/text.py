@@ -17,9 +17,21 @@ from loadgen.monitor.server_view import ServerStats
 from loadgen.report import cluster
 from loadgen.report.finding import share
 from loadgen.report.metrics import Summary
-from loadgen.report.schema import GpuUse, Lengths, PhaseStats, Report, ServerRequests, SessionStats, Sharing, TurnStats
+from loadgen.report.schema import (
+    GpuUse,
+    Lengths,
+    PhaseStats,
+    Report,
+    ServerRequests,
+    SessionStats,
+    Sharing,
+    Steady,
+    TurnStats,
+    Window,
+)
 from loadgen.rundir.emulation import Emulation, HeldOut
 from loadgen.rundir.launch_facts import LaunchFacts
+from loadgen.steady.window import Estimate
 
 T = TypeVar("T")
 
@@ -84,6 +96,7 @@ def summary_lines(report: Report) -> list[str]:
         + (f", {number(requests.planned)} planned" if requests.planned is not None else "")
         + f"; {number(report.duration_s)} s from the first sent to the last ended.",
         *([] if offered is None else [f"Offered: {number(offered)} requests/s in the mean, as they were drawn."]),
+        *([] if report.steady is None else _steady_lines(report.steady)),
         *([] if report.sessions is None else _sessions_lines(report.sessions)),
         f"Throughput: {number(throughput.requests_per_s)} requests/s, "
         f"{number(throughput.output_tokens_per_s)} output tokens/s, "
@@ -145,6 +158,53 @@ def _wire_lines(report: Report) -> Iterator[str]:
             f"{number(report.wire.ttft_quick_ms)} ms (medians of {report.wire.n} requests, one at a time, before the "
             "load)."
         )
+
+
+KEPT_UP = {
+    "kept_up": "The server kept up",
+    "near_limit": "The server was near its limit, not settled in this run",
+    "fell_behind": "The server fell behind",
+}
+
+
+def _steady_lines(steady: Steady) -> Iterator[str]:
+    """Whether the server kept up, and with what."""
+    seen, unit = steady.keeping_up, steady.unit
+    if steady.window is not None:
+        yield _window_line(steady.window)
+    elif steady.why:
+        yield f"No steady state in this run: {steady.why}."
+    if seen is None:
+        return
+    if seen.word == "unknown":
+        yield f"Whether the server kept up cannot be told: {seen.why}."
+        return
+    behind = seen.word == "fell_behind"
+    interval = f" (95 % CI {number(seen.served_ci[0])} to {number(seen.served_ci[1])})" if seen.served_ci else ""
+    growth = f", {number(seen.growth_per_s)} more a second waited" if behind else ""
+    yield (
+        f"{KEPT_UP[seen.word]}: from {number(seen.from_s)} to {number(seen.to_s)} s {number(seen.offered_per_s)} "
+        f"{unit}/s arrived, {number(seen.served_per_s)}{interval if behind else ''} were answered{growth}."
+    )
+
+
+def _window_line(window: Window) -> str:
+    rates = [
+        f"{estimate(value)} {what}"
+        for name, what in (("requests_per_s", "requests/s"), ("output_tokens_per_s", "output tokens/s"))
+        if (value := window.throughput.get(name)) is not None
+    ]
+    return (
+        f"Steady state: from {number(window.from_s)} to {number(window.to_s)} s, in which {number(window.requests)} "
+        f"requests were sent: {', '.join(rates)}."
+    )
+
+
+def estimate(of: Estimate | None) -> str:
+    """A value with its 95 % interval."""
+    if of is None:
+        return "-"
+    return number(of.value) + ("" if of.low is None else f" ({number(of.low)} to {number(of.high)})")
 
 
 def _sessions_lines(sessions: SessionStats) -> Iterator[str]:
@@ -354,17 +414,12 @@ def render(report: Report) -> str:
         lines.append(escaped(launch_line(report.launch)))
     lines.append("")
     off = off_by_metric(report)
-    lines.append(
-        f"{'latency, ms':<22}" + "".join(f"{name:>9}" for name in _SHOWN) + ("  held out, off by" if off else "")
-    )
-    for name, summary in latencies(report):
-        cells = "".join(f"{cell:>9}" for cell in _cells(summary))
-        lines.append(f"{name:<22}{cells}" + (f"  {off.get(name, '-')}" if off else ""))
-    for what, columns, rows in _parts(report):
-        lines.append("")
-        for row, values in [(f"by {what}, latency ms", list(columns)), *rows]:
-            padded = (f"{value:>{max(11, 1 + len(column))}}" for value, column in zip(values, columns, strict=True))
-            lines.append(f"{escaped(row):<22}" + "".join(padded))
+    rows = [(name, _cells(summary)) for name, summary in latencies(report)]
+    table = aligned([("latency, ms", list(_SHOWN)), *rows], 9)
+    shown = ["held out, off by", *(off.get(name, "-") for name, _ in rows)]
+    lines += [f"{line}  {error}" if off else line for line, error in zip(table, shown, strict=True)]
+    for what, columns, parts in _parts(report):
+        lines += ["", *aligned([(f"{what}, latency ms", list(columns)), *parts], 11)]
     if report.convention != "loadgen":
         lines += ["", f"By the definitions of {report.convention_differs}"]
     lines += ["", f"Verdict: {verdict_line(report)}"]
@@ -377,19 +432,47 @@ def render(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
+def aligned(rows: _Rows, least: int) -> list[str]:
+    """The lines of a table for a terminal, whose cells never touch: a name, and cells in columns of `least` characters
+    or more."""
+    cells = [values for _, values in rows]
+    widths = [max(least, *(1 + len(cell) for cell in column)) for column in zip(*cells, strict=True)]
+    return [
+        f"{escaped(name):<21} " + "".join(f"{cell:>{width}}" for cell, width in zip(values, widths, strict=True))
+        for name, values in rows
+    ]
+
+
 _LATENCY_COLUMNS = tuple(f"{name} {statistic}" for name in ("ttft", "tpot", "e2el") for statistic in ("p50", "p99"))
+_STEADY = ("mean", "p50", "p99")
 _Rows = list[tuple[str, list[str]]]  # the name of each row, and its cells
 
 
 def _parts(report: Report) -> Iterator[tuple[str, tuple[str, ...], _Rows]]:
     """The run in parts, where it has any: what a row is, the columns, the rows. Latencies are in ms."""
+    if report.steady is not None and report.steady.window is not None:
+        found = report.steady.window.metrics
+        columns = (*(f"steady {each}" for each in _STEADY), *(f"whole run {each}" for each in _STEADY))
+        whole = report.metrics
+        yield (
+            "steady state (95 % CI)",
+            columns,
+            [
+                (
+                    name.removesuffix("_ms"),
+                    [estimate(of.get(each)) for each in _STEADY]
+                    + [number(getattr(whole[name], each)) for each in _STEADY],
+                )
+                for name, of in found.items()
+            ],
+        )
     if report.phases:
         due = "offered/s" if report.sessions is None else "due/s"
         columns = ("from s", "to s", "requests", due, "finished/s", *_LATENCY_COLUMNS)
-        yield "phase", columns, [(phase.name, _phase_cells(phase)) for phase in report.phases]
+        yield "by phase", columns, [(phase.name, _phase_cells(phase)) for phase in report.phases]
     if report.turns:
         columns = ("requests", "ok", "prompt tokens", "cached tokens", *_LATENCY_COLUMNS)
-        yield "turn", columns, [(turn_name(turn), _turn_cells(turn)) for turn in report.turns]
+        yield "by turn", columns, [(turn_name(turn), _turn_cells(turn)) for turn in report.turns]
 
 
 def _phase_cells(phase: PhaseStats) -> list[str]:
@@ -415,7 +498,11 @@ def _latency_cells(part: PhaseStats | TurnStats) -> Iterator[str]:
 def _part_tables(report: Report) -> Iterator[str]:
     """A table of the requests due in each phase of the load, and one of the turns; nothing without them."""
     for what, columns, rows in _parts(report):
-        yield from ("", f"| {what}, latency ms | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|")
+        yield from (
+            "",
+            f"| {what.removeprefix('by ')}, latency ms | " + " | ".join(columns) + " |",
+            "|---" * (len(columns) + 1) + "|",
+        )
         yield from (f"| {markdown_text(name)} | {' | '.join(cells)} |" for name, cells in rows)
 
 

@@ -162,7 +162,9 @@ def _shades(runs: Runs) -> list[Shade]:
     if len(runs) > 1:
         return []
     report = runs[0].report
-    return [Shade(phase.start_s, phase.end_s, phase.name) for phase in report.phases] + [
+    window = report.steady.window if report.steady is not None else None
+    steady = [] if window is None else [Shade(window.from_s, window.to_s, "steady state")]
+    return [*steady, *(Shade(phase.start_s, phase.end_s, phase.name) for phase in report.phases)] + [
         Shade(stall.start_s, stall.end_s, "server stalled", "bad") for stall in report.stalls
     ]
 

@@ -500,3 +500,63 @@ def test_retried_connections_and_an_unchecked_certificate() -> None:
         assert ("RETRIED_CONNECTIONS" in codes) is found
         assert "INSECURE" in codes
     assert "--connect fresh" in codes["RETRIED_CONNECTIONS"].advice
+
+
+def queued(per_s: float, n: int = 400, serves_per_s: float = 10.0) -> Table:
+    """Requests that come evenly at a server that serves one after another."""
+    begin_ms, rows = 0.0, []
+    for at in range(n):
+        sent_ms = 1000 * at / per_s
+        begin_ms = max(begin_ms, sent_ms)
+        end_ms = begin_ms + 1000 / serves_per_s
+        rows.append(request(at, scheduled=sent_ms, sent=sent_ms, first=begin_ms + 1, gaps=(1, 1, 1), done=end_ms))
+        begin_ms = end_ms
+    return table(rows)
+
+
+def test_a_server_that_falls_behind() -> None:
+    """A rate of 15 requests/s at a server that serves 10; told as it was, and what still holds."""
+    run = manifest(arrival="constant:15", requests_planned=400)
+    assert severities(queued(15), run=run)["OVERLOADED"] == "invalid"
+    built = build.build(run, queued(15), [facts()])
+    assert built.steady is not None and built.steady.keeping_up is not None
+    seen = built.steady.keeping_up
+    assert seen.word == "fell_behind"
+    assert seen.offered_per_s == pytest.approx(15, rel=0.01)
+    assert seen.served_per_s == pytest.approx(10, rel=0.01)
+    assert seen.growth_per_s == pytest.approx(5, rel=0.02)
+    (finding,) = [each for each in built.verdict.findings if each.code == "OVERLOADED"]
+    assert "15.00 requests/s arrived and 10.00 were answered, so 5.00 more a second waited" in finding.message
+    assert finding.advice.startswith("Offer less than 9.00 requests/s")
+    assert "The server fell behind: from " in text.render(built)
+
+
+def test_a_server_that_keeps_up_or_is_not_asked() -> None:
+    kept = build.build(manifest(arrival="constant:9", requests_planned=400), queued(9), [facts()])
+    assert "OVERLOADED" not in {each.code for each in kept.verdict.findings}
+    assert "The server kept up: from " in text.render(kept)
+    for arrival in ("burst",):
+        assert build.build(manifest(arrival=arrival), queued(15), [facts()]).steady is None
+    few = build.build(manifest(arrival="constant:15"), queued(15, 19), [facts()])
+    assert "Whether the server kept up cannot be told: fewer than 20 requests were answered." in text.render(few)
+    assert "OVERLOADED" not in {each.code for each in few.verdict.findings}
+    failed = build.build(manifest(arrival="constant:15"), with_outcome("http_error", 400, queued(15)), [facts()])
+    assert "cannot be told" in text.render(failed)
+
+
+def test_a_load_that_the_server_never_saw() -> None:
+    """8 requests/s for 5 s, of which each takes 10 s."""
+    records = table(
+        request(at, sent=125 * at, scheduled=125 * at, first=125 * at + 100, gaps=(9900,)) for at in range(40)
+    )
+    found = severities(records, run=manifest(arrival="constant:8", requests_planned=40))
+    assert found["TRANSIENT"] == "warning"
+
+
+def test_large_numbers_do_not_touch() -> None:
+    """12,031 requests whose latencies are hours."""
+    records = table(request(at, scheduled=at, sent=at, first=at + 1_830_571, gaps=(52_013,)) for at in range(12_031))
+    (line,) = [
+        line for line in text.render(build.build(manifest(), records, [facts()])).splitlines() if line[:5] == "ttft "
+    ]
+    assert line.split() == ["ttft", "12,031", *["1,830,571"] * 7]

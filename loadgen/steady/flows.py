@@ -1,0 +1,124 @@
+"""The records of a run as `keeping_up` looks at them. Pure but for a file of lengths, which a law may name."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.load import arrivals, lengths
+from loadgen.rundir import Manifest
+from loadgen.rundir.outcomes import OUTCOMES
+from loadgen.rundir.records import Table
+from loadgen.steady.keeping_up import Flow
+from loadgen.steady.window import Stamps
+
+RATED = ("constant", "poisson", "gamma")  # arrivals with one rate throughout
+JUDGED = (*RATED, "ramp", "steps", "trace")  # arrivals that come whether or not others have ended
+UNANSWERED = ("timeout", "cancelled", "node_lost")  # outcomes of requests that a server still had to answer
+LAW_DRAWS = 16_384  # of which its mean is taken
+AS_ASKED_RATIO = 0.01  # replies of other lengths than asked do not follow the law
+
+Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+def of_requests(measured: Table, manifest: Manifest) -> Flow | None:
+    """None where arrivals are no flow of their own: in closed loops, bursts, and of the turns of sessions."""
+    kind = manifest.arrival.partition(":")[0]
+    if kind not in JUDGED or (measured.turn > 0).any():
+        return None
+    unanswered = np.isin(measured.outcome, [OUTCOMES.index(outcome) for outcome in UNANSWERED])
+    rows = np.flatnonzero((measured.ok | unanswered) & (measured.sent_ns != -1))
+    rows = rows[np.argsort(measured.sent_ns[rows], kind="stable")]
+    arrived_s = measured.sent_ns[rows] / 1e9
+    ok = measured.ok[rows]
+    streamed = bool((measured.events[rows] > 1).any())
+    first_s = measured.first_token_ns[rows] / 1e9 if streamed else arrived_s
+    known = measured.output_tokens[rows]
+    tokens = np.where(known > 0, known, measured.asked_tokens[rows]).astype(np.float64)
+    return Flow(
+        arrived_s=arrived_s,
+        first_s=np.where(ok, np.maximum(first_s, arrived_s), np.inf),
+        done_s=np.where(ok, measured.done_ns[rows] / 1e9, np.inf),
+        tokens=tokens if tokens.any() else None,
+        rate_per_s=_rate_per_s(manifest.arrival),
+        mean_tokens=_mean_tokens(manifest, tokens[ok], measured.asked_tokens[rows][ok]),
+    )
+
+
+def of_sessions(spans: Spans, manifest: Manifest) -> Flow | None:
+    """Of whole conversations, from when each was open to when."""
+    kind = manifest.arrival.partition(":")[0]
+    if kind not in JUDGED:
+        return None
+    order = np.argsort(spans[0], kind="stable")
+    begin_s, end_s = spans[0][order] / 1e9, spans[1][order] / 1e9
+    return Flow(begin_s, begin_s, end_s, rate_per_s=_rate_per_s(manifest.arrival))
+
+
+def slots(arrival: str) -> int | None:
+    """How many a closed loop keeps in flight, at the most; None where there is none."""
+    kind, _, text = arrival.partition(":")
+    if kind != "concurrency":
+        return None
+    try:
+        streams = arrivals.parse_streams(text)
+    except ValueError:  # a manifest may be anybody's
+        return None
+    return max(streams.first, streams.last)
+
+
+def changes(arrival: str) -> bool:
+    """Whether the load itself does, so that no part of it is steady."""
+    kind, _, text = arrival.partition(":")
+    return kind in ("ramp", "steps", "trace") or (kind == "concurrency" and ":" in text)
+
+
+def stamps(measured: Table, manifest: Manifest) -> Stamps:
+    """Of the requests that ended ok."""
+    rows = np.flatnonzero(measured.ok & (measured.sent_ns != -1) & (measured.first_token_ns != -1))
+    rows = rows[np.argsort(measured.sent_ns[rows], kind="stable")]
+    times = (measured.sent_ns, measured.first_token_ns, measured.last_token_ns, measured.done_ns)
+    sent_s, first_s, last_s, done_s = (each[rows] / 1e9 for each in times)
+    tokens = np.maximum(measured.output_tokens[rows], 0).astype(np.float64)
+    return Stamps(rows, sent_s, first_s, last_s, done_s, tokens, slots(manifest.arrival))
+
+
+def cut(seen: Stamps, measured: Table, to_s: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """When each reply's tokens end and how many they are, (n,) each, those after `to_s` left out."""
+    last_s, tokens = seen.last_s.copy(), seen.tokens.copy()
+    for at in np.flatnonzero((seen.first_s < to_s) & (seen.last_s > to_s)).tolist():
+        arrived_ns = measured.arrivals_ns(int(seen.rows[at]))
+        if len(arrived_ns) > 1:  # gaps may not be kept
+            tokens[at] *= np.count_nonzero(arrived_ns <= to_s * 1e9) / len(arrived_ns)
+            last_s[at] = to_s
+    return last_s, tokens
+
+
+def _rate_per_s(arrival: str) -> float | None:
+    if arrival.partition(":")[0] not in RATED:
+        return None
+    try:
+        return arrivals.parse(arrival).rate or None
+    except ValueError:  # a manifest may be anybody's
+        return None
+
+
+def _mean_tokens(manifest: Manifest, tokens: NDArray[np.float64], asked: NDArray[np.int64]) -> float | None:
+    """Of the law that replies were drawn by; None where there is none, or replies were not as asked."""
+    text, others = manifest.config.get("output_tokens"), ("dataset", "trace", "workload")
+    if not isinstance(text, str | int) or any(manifest.config.get(name) for name in others) or not asked.any():
+        return None
+    if abs(tokens - asked).sum() > AS_ASKED_RATIO * asked.sum():
+        return None
+    return _law_mean(str(text))
+
+
+@functools.lru_cache(maxsize=64)
+def _law_mean(text: str) -> float | None:
+    try:
+        law = lengths.parse(text)
+        return float(lengths.Lengths(law, 0, "output").first(LAW_DRAWS).mean()) if law.kind != "file" else None
+    except lengths.WorkloadError:
+        return None

@@ -1,0 +1,154 @@
+"""Which part of a run is its steady state, chosen by a rule that looks at precision and never at the value. Pure.
+
+The window begins after two lives of the requests that met an empty server (the first of each slot of a closed loop, or
+the first eighth of the arrivals; the life of nine in ten of them), since the first wave of a closed loop leaves a
+second one behind it, and not before the point from which the mean of the token rate, or that of the waits for a first
+token, is known best (MSER, White 1997: the least variance of the mean over what is left). It ends when the last request
+was sent, where the drain begins. There is no window where this leaves less than a third of the time, or less than two
+lives, or few requests.
+
+Rates count the requests that ended in the window, and the tokens that came in it: those of a reply as if they came
+evenly from its first to its last, but where the end of the window cuts it, since in the drain they come faster.
+Latencies are those of the requests that were sent in it. Intervals are
+of 95 %, over ten parts of the window (batch means).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+BINS = 50  # in which the token rate and the waits are looked at
+PARTS = 10
+FILL_LIVES = 2.0  # until a second wave of requests has mixed
+LEAST_LIVES, LEAST_RATIO, LEAST_REQUESTS = 2.0, 1 / 3, 40
+MOST_DROPPED_RATIO = 0.75  # of what MSER looks at: the last quarter is too short to be steadier by more than luck
+T_9 = 2.262  # Student's t, 97.5 %, of ten parts
+
+Floats = NDArray[np.float64]
+
+
+class Stamps(NamedTuple):
+    """Requests that ended ok, in the order in which they were sent, seconds of the run, (n,) each. rows: of the
+    table. tokens: of each reply. slots: of a closed loop; None where requests arrive by themselves."""
+
+    rows: NDArray[np.int64]
+    sent_s: Floats
+    first_s: Floats
+    last_s: Floats
+    done_s: Floats
+    tokens: Floats
+    slots: int | None = None
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A value and its 95 % interval; None where too little was measured."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Span(msgspec.Struct, frozen=True):
+    """From when to when, seconds of the run."""
+
+    from_s: float
+    to_s: float
+
+    def parts(self) -> Floats:
+        """The edges of its ten parts (11,)."""
+        return np.linspace(self.from_s, self.to_s, PARTS + 1)
+
+
+def find(seen: Stamps) -> tuple[Span | None, str]:
+    """The window, or why there is none, one clause."""
+    n = len(seen.sent_s)
+    if n < LEAST_REQUESTS:
+        return None, f"fewer than {LEAST_REQUESTS} requests ended ok"
+    begin_s, end_s = float(seen.sent_s[0]), float(seen.sent_s[-1])
+    if end_s <= begin_s:
+        return None, "all requests were sent at once"
+    lives_s = seen.done_s - seen.sent_s
+    alone = seen.slots or max(8, int(np.searchsorted(seen.sent_s, begin_s + (end_s - begin_s) / 8)))
+    filled_s = begin_s + FILL_LIVES * float(np.quantile(lives_s[:alone], 0.9))
+    start_s = max(filled_s, steadied_s(seen, begin_s, end_s))
+    life_s = float(np.median(lives_s))
+    sent = int(np.count_nonzero(seen.sent_s >= start_s))
+    if end_s - start_s < max(LEAST_LIVES * life_s, LEAST_RATIO * (end_s - begin_s)) or sent < LEAST_REQUESTS:
+        lasts_s = max((filled_s - begin_s) / (1 - LEAST_RATIO), filled_s - begin_s + LEAST_LIVES * life_s)
+        if lasts_s > end_s - begin_s:
+            requests = math.ceil(n * lasts_s / (end_s - begin_s) / 10) * 10
+            return None, f"the run is too short: about {requests:,} requests would do"
+        return None, "it was still changing, or too few requests were sent after its start"
+    return Span(start_s, end_s), ""
+
+
+def steadied_s(seen: Stamps, begin_s: float, end_s: float) -> float:
+    """From when on the means of the token rate and of the waits are known best."""
+    edges_s = np.linspace(begin_s, end_s, BINS + 1)
+    by_rate = float(edges_s[_mser(spread(seen.first_s, seen.last_s, seen.tokens, edges_s))])
+    waits_s, group = seen.first_s - seen.sent_s, max(1, len(seen.sent_s) // BINS)
+    whole = len(waits_s) // group * group
+    by_wait = float(seen.sent_s[group * _mser(waits_s[:whole].reshape(-1, group).mean(axis=1))])
+    return max(by_rate, by_wait)
+
+
+def _mser(values: Floats) -> int:
+    """From which value on the mean of the rest has the least standard error."""
+    left = np.arange(len(values), 0, -1)
+    values = values - values.mean()
+    sums, squares = np.cumsum(values[::-1])[::-1], np.cumsum(values[::-1] ** 2)[::-1]
+    errors = (squares - sums**2 / left) / left**2
+    return int(np.argmin(errors[: max(1, int(MOST_DROPPED_RATIO * len(values)))]))
+
+
+def spread(begin_s: Floats, end_s: Floats, weights: Floats, edges_s: Floats) -> Floats:
+    """How much of the weights (n,), each spread evenly from its begin to its end, lies between neighbouring edges
+    (k + 1,): (k,)."""
+    lengths_s = np.maximum(end_s - begin_s, 1e-9)
+    rates = weights / lengths_s
+
+    def until(at_s: Floats) -> Floats:
+        order = np.argsort(at_s)
+        sums = np.concatenate(([0.0], np.cumsum(rates[order])))
+        moments = np.concatenate(([0.0], np.cumsum((rates * at_s)[order])))
+        reached = np.searchsorted(at_s[order], edges_s, side="right")
+        area: Floats = sums[reached] * edges_s - moments[reached]
+        return area
+
+    return np.diff(until(begin_s) - until(begin_s + lengths_s))
+
+
+def rate(at_s: Floats, span: Span) -> Estimate:
+    """How many of the instants (n,) fall into a second of the window."""
+    per_s = np.histogram(at_s, span.parts())[0] * (PARTS / (span.to_s - span.from_s))
+    return _estimate(float(per_s.mean()), per_s)
+
+
+def spread_rate(begin_s: Floats, end_s: Floats, weights: Floats, span: Span) -> Estimate:
+    """How much of the weights (n,), each spread evenly from its begin to its end, falls into a second of the window."""
+    edges_s = span.parts()
+    per_s = spread(begin_s, end_s, weights, edges_s) / np.diff(edges_s)
+    return _estimate(float(per_s.mean()), per_s)
+
+
+def of_sent(values: Floats, sent_s: Floats, span: Span, statistic: Callable[[Floats], float]) -> Estimate | None:
+    """A statistic of values (n,) of requests that were sent in the window, NaN where one has none; None without any."""
+    known = ~np.isnan(values) & (sent_s >= span.from_s) & (sent_s <= span.to_s)
+    inside, part = values[known], np.searchsorted(span.parts()[1:-1], sent_s[known], side="right")
+    if not len(inside):
+        return None
+    value, counts = statistic(inside), np.bincount(part, minlength=PARTS)
+    if counts.min() < 2:
+        return Estimate(value)
+    return _estimate(value, np.asarray([statistic(inside[part == each]) for each in range(PARTS)]))
+
+
+def _estimate(value: float, parts: Floats) -> Estimate:
+    reach = T_9 * float(parts.std(ddof=1)) / math.sqrt(PARTS)
+    return Estimate(value, max(0.0, value - reach), value + reach)
