@@ -96,7 +96,8 @@ class SweptRun(RunVerdict, frozen=True, kw_only=True):
 
 class SweptPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One value, over its finished runs. metrics: as repeat.json has them, with interactivity (1 / tpot p50, tokens/s
-    that one user sees) and, where the number of GPUs is known, throughput a GPU. No run finished: no metrics."""
+    that one user sees) and, where the number of GPUs is known, throughput a GPU. No run finished: no metrics.
+    fell_behind: in a run of it the server did."""
 
     value: str
     runs: list[str]
@@ -104,6 +105,7 @@ class SweptPoint(msgspec.Struct, frozen=True, kw_only=True):
     requests_ok: int
     requests_failed: int
     metrics: dict[str, Repeat]
+    fell_behind: bool = False
 
 
 class Swept(Sweep, kw_only=True):
@@ -224,8 +226,14 @@ def _point(sweep: Sweep, value: str, reports: Mapping[str, Report], gpus: int | 
         valid=all(report.verdict.valid for report in mine.values()),
         requests_ok=sum(report.requests.ok for report in mine.values()),
         requests_failed=sum(report.requests.failed for report in mine.values()),
+        fell_behind=any(_fell_behind(report) for report in mine.values()),
         metrics={name: repeats.over_runs([each[name] for each in by_run]) for name in (by_run[0] if by_run else ())},
     )
+
+
+def _fell_behind(report: Report) -> bool:
+    seen = report.steady.keeping_up if report.steady is not None else None
+    return seen is not None and seen.word == "fell_behind"
 
 
 def _values(report: Report, gpus: int | None) -> dict[str, float | None]:
@@ -280,8 +288,10 @@ def varied(swept: Swept) -> str:
 
 
 def _front(points: Sequence[SweptPoint], throughput: str) -> list[str]:
-    """The points that no other one beats: as good or better in both, and better in one. In the order of the list."""
-    known = [(point.value, mean(point, throughput), mean(point, INTERACTIVITY)) for point in points]
+    """The points that no other one beats: as good or better in both, and better in one. In the order of the list. Left
+    out is a load that the server fell behind: its latencies tell how long the run was."""
+    kept = (point for point in points if not point.fell_behind)
+    known = [(point.value, mean(point, throughput), mean(point, INTERACTIVITY)) for point in kept]
     placed = [(value, a, b) for value, a, b in known if a is not None and b is not None]
     return [value for value, a, b in placed if not any((c, d) != (a, b) and c >= a and d >= b for _, c, d in placed)]
 

@@ -87,7 +87,7 @@ def _cells(summary: Summary) -> list[str]:
 
 def summary_lines(report: Report) -> list[str]:
     """Requests, throughput, burst, goodput, client, server and GPUs in a line each. Numbers and our own words only."""
-    requests, throughput, offered = report.requests, report.throughput, report.offered_requests_per_s
+    requests, throughput = report.requests, report.throughput
     held_out = _held_out(report)
     outcomes = ", ".join(f"{count} {name}" for name, count in requests.by_outcome.items() if name != "ok")
     lines = [
@@ -95,9 +95,7 @@ def summary_lines(report: Report) -> list[str]:
         + (f" ({outcomes})" if outcomes else "")
         + (f", {number(requests.planned)} planned" if requests.planned is not None else "")
         + f"; {number(report.duration_s)} s from the first sent to the last ended.",
-        *([] if offered is None else [f"Offered: {number(offered)} requests/s in the mean, as they were drawn."]),
-        *([] if report.steady is None else _steady_lines(report.steady)),
-        *([] if report.sessions is None else _sessions_lines(report.sessions)),
+        *_load_lines(report),
         f"Throughput: {number(throughput.requests_per_s)} requests/s, "
         f"{number(throughput.output_tokens_per_s)} output tokens/s, "
         f"{number(throughput.total_tokens_per_s)} total tokens/s"
@@ -158,6 +156,17 @@ def _wire_lines(report: Report) -> Iterator[str]:
             f"{number(report.wire.ttft_quick_ms)} ms (medians of {report.wire.n} requests, one at a time, before the "
             "load)."
         )
+
+
+def _load_lines(report: Report) -> Iterator[str]:
+    """What was offered, and what came of it."""
+    offered = report.offered_requests_per_s
+    if offered is not None:
+        yield f"Offered: {number(offered)} requests/s in the mean, as they were drawn."
+    if report.steady is not None:
+        yield from _steady_lines(report.steady)
+    if report.sessions is not None:
+        yield from _sessions_lines(report.sessions)
 
 
 KEPT_UP = {

@@ -36,6 +36,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from loadgen.steady import keeping_up
+
 ERROR = 0.05  # chance that a probe's verdict is wrong, over all of its looks
 LOOK_GROWTH = 1.25  # each look has so many times the requests of the one before
 FIRST_LOOK = 100  # counted requests
@@ -43,7 +45,6 @@ LIVES, START_RATIO, START_MEMORIES = 2.0, 0.1, 3.0  # what of a probe is its sta
 LOWER_LEVEL = 0.9  # part of the requests below the level at which clusters are looked at
 BEHIND_Z = 3.0  # growth of the requests under way beyond chance, in standard deviations of a balanced queue's
 BEHIND_LEAST = 64  # requests in half of a probe, before that is said
-FILLED = 1 / 8  # of the time: what was sent in it must have lived no longer, before that is said
 SETTLED = 30  # times its dispersion is a probe long that has come to its steady state
 FAR = 0.5  # of its limits: where no request comes nearer, the tail beyond what was seen is thought about
 WELL_KNOWN = 16  # times its dispersion is a probe long whose dispersion is known well
@@ -223,24 +224,14 @@ def _under_way(seen: Seen, at_s: float) -> int:
 def _ended_per_s(seen: Seen) -> float | None:
     """The rate at which a server that falls behind ends requests; None where it keeps up, or that cannot be said yet.
 
-    Where arrivals equal departures in the mean, requests under way are at most a random walk: over n arrivals they grow
-    by about sqrt(2 n). Growth must be beyond that in the second half of the time and go on in each quarter of it, so
-    that a server which fills up and then holds, or one pause, is not taken for one that falls behind."""
+    `keeping_up` says it, of which a search asks more, since it looks again and again: where arrivals equal departures
+    in the mean, requests under way are at most a random walk, and over n arrivals they grow by about sqrt(2 n)."""
     if not seen.open_loop or len(seen.sent_s) < 2 * BEHIND_LEAST:
         return None
-    end_s = seen.elapsed_s
-    first = seen.sent_s <= end_s * FILLED
-    lives_s = (seen.done_s - seen.sent_s)[first]
-    if not first.any() or float(np.quantile(lives_s, 0.9, method="higher")) > end_s * FILLED:  # it may still fill up
+    found = keeping_up.judge(keeping_up.Flow(seen.sent_s, seen.sent_s, seen.done_s))
+    if found.word != "fell_behind" or (found.backlog or 0.0) <= BEHIND_Z * math.sqrt(2 * len(seen.sent_s)):
         return None
-    under_way = [_under_way(seen, at_s) for at_s in np.linspace(end_s / 2, end_s, 5)]
-    growth, arrived = under_way[-1] - under_way[0], np.count_nonzero(seen.sent_s > end_s / 2)
-    if arrived < BEHIND_LEAST or growth <= BEHIND_Z * math.sqrt(2 * arrived):
-        return None
-    if min(np.diff(under_way)) <= growth / 16:
-        return None
-    departed = np.count_nonzero((seen.done_s > end_s / 2) & (seen.done_s <= end_s))
-    return float(departed / (end_s / 2))
+    return found.served_per_s
 
 
 def _is_settled(seen: Seen, first: int, last: int) -> bool:

@@ -167,6 +167,11 @@ def test_the_front_is_what_no_other_point_beats() -> None:
     assert sweeps._front([*points, nothing], sweeps.BY_TOKENS[0]) == ["a", "b", "d", "f"]
 
 
+def test_a_load_that_the_server_fell_behind_is_on_no_front() -> None:
+    points = [point("1", 1.0, 9.0), msgspec.structs.replace(point("2", 5.0, 20.0), fell_behind=True)]
+    assert sweeps._front(points, "output_tokens_per_s") == ["1"]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 7}', '{"schema": "loadgen.sweep/1"}', "\ud800"])
 def test_no_sweep(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweep.json").write_bytes(text.encode("utf-8", "surrogatepass"))
