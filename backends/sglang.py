@@ -217,6 +217,7 @@ def read_account(path: str, body: bytes) -> Account:
 
 _SERVER = ("-m", "sglang.launch_server")
 _NEW_GRAPH_FLAGS = (0, 5, 17)
+_NO_GRPC_UNASKED = (0, 5, 16)
 
 
 def invoke(settings: Settings) -> Invocation:
@@ -255,6 +256,9 @@ def invoke(settings: Settings) -> Invocation:
     if settings.max_batched_tokens is not None:
         arguments += ["--chunked-prefill-size", str(settings.max_batched_tokens)]
     env = {"SGLANG_TIMEOUT_KEEP_ALIVE": "300", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    grpc = settings.version is not None and settings.version < _NO_GRPC_UNASKED
+    if grpc and settings.port + 10_000 > 65_535:  # it refuses to start with such a port for gRPC, which it never opens
+        env["SGLANG_GRPC_PORT"] = str(settings.port - 10_000)  # newer ones open a port that is named
     if not settings.p2p:  # two of its ways to reduce read peers' memory and do not look at NCCL's variables
         env |= WITHOUT_P2P
         arguments += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]

@@ -154,6 +154,23 @@ def test_sglang_in_its_own_words() -> None:
     assert adapter("sglang").image_command[0] == "python3"
 
 
+@pytest.mark.parametrize(
+    ("version", "port", "told"),
+    [
+        ((0, 5, 11), 59911, "49911"),
+        ((0, 5, 15), 65535, "55535"),
+        ((0, 5, 11), 55536, "45536"),
+        ((0, 5, 11), 55535, None),
+        ((0, 5, 16), 59911, None),  # from here on a port of gRPC is what starts that server
+        (None, 59911, None),
+    ],
+)
+def test_an_old_sglang_is_told_a_grpc_port_where_its_own_would_be_none(
+    version: tuple[int, ...] | None, port: int, told: str | None
+) -> None:
+    assert adapter("sglang").invoke(settings(version=version, port=port)).env.get("SGLANG_GRPC_PORT") == told
+
+
 def test_llamacpp_reads_peers_only_where_it_is_told_to() -> None:
     invoke = adapter("llamacpp").invoke
     assert invoke(settings(max_running=4)).env == {"GGML_CUDA_P2P": "1"}
