@@ -23,7 +23,7 @@ from backends.foreign_files import read_named
 from backends.untrusted import escaped
 from loadgen import exit_codes, guesses, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file, check_text, ray_address
-from loadgen.option_types import JunitOption, SummaryOption, Whole, names, offers
+from loadgen.option_types import JunitOption, SummaryOption, Whole, check_listen, names, offers
 from loadgen.search.points import SweepOptions
 from loadgen.terminal import result_line, say, say_error
 
@@ -480,8 +480,10 @@ def export(
             f"there is no directory {runs_directory}; name the one that runs are written to with --runs."
         )
     host = host.removeprefix("[").removesuffix("]")  # as a URL has it
-    if not host:  # as an unset variable gives it: a socket would listen on every address of this machine
-        raise ConfigError("--host is empty; name an address to listen on, or leave it out for 127.0.0.1.")
+    try:
+        check_listen(host)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     with serve(Exporter(runs_directory, keep_days * 86400), host, port) as server, Stop() as stop:
         # `shutdown` waits for the end of `serve_forever`, which goes on in this thread when the handler has returned.
         stop.on_signal(threading.Thread(target=server.shutdown, daemon=True).start)

@@ -19,10 +19,10 @@ from urllib.parse import unquote, urlsplit
 
 from cyclopts import Group
 
-from backends.untrusted import hide
+from backends.untrusted import hide, printable
 from loadgen.load import workloads
 from loadgen.load.workloads import WorkloadName
-from loadgen.option_types import NumberOrText, Whole, WholeOrText, names, option
+from loadgen.option_types import NumberOrText, Whole, WholeOrText, is_host, names, option
 
 if TYPE_CHECKING:
     from loadgen.load.load import Load
@@ -415,6 +415,10 @@ class Config(
                 raise ConfigError("--url may hold a host, a port and a path, in ASCII, and nothing else.")
             if parts.username is not None:
                 raise ConfigError("--url holds a user name, which would be written down; use --api-key-env instead.")
+            if not is_host(parts.hostname or ""):
+                raise ConfigError(
+                    f"'{printable(parts.hostname or '', 80)}' is no host name; --url must look like http://HOST:PORT."
+                )
             if self.launch is not None:
                 raise ConfigError("--url measures a running server and --launch starts one; give one of them.")
         if self.concurrency is not None and self.arrival is not None:
@@ -877,7 +881,8 @@ def _is_secret(word: str) -> bool:
 def ray_address(on: str, others: str = "") -> str | None:
     """The Ray cluster that --on names; None: the one that this machine is part of. others: what else --on may be, for
     the sentence. Raises ConfigError."""
-    if not re.fullmatch(r"ray(:(\[[0-9A-Fa-f:.]+\]|[^\s:/]+):[0-9]{1,5})?", on):
+    given = re.fullmatch(r"ray(?::(?:\[([^\]]*:[^\]]*)\]|([^:]+)):[0-9]{1,5})?", on)
+    if not given or not (on == "ray" or is_host(given[1] or given[2])):
         raise ConfigError(f"--on is '{on}'; it must be {others}ray, or ray:HOST:PORT, the address of a Ray cluster.")
     return on.removeprefix("ray").removeprefix(":") or None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ipaddress
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 
-from backends.untrusted import nearest
+from backends.untrusted import nearest, printable
 
 if TYPE_CHECKING:
     from cyclopts import Group, Token
@@ -51,6 +52,29 @@ def _number_or_text(kind: Any, tokens: Sequence[Token]) -> float | str:
 Whole = Annotated[int, Parameter(converter=_whole)]
 WholeOrText = Annotated[int | str, Parameter(converter=_whole_or_text)]
 NumberOrText = Annotated[float | str, Parameter(converter=_number_or_text)]
+
+_LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
+
+
+def is_host(text: str) -> bool:
+    """Whether it can be the host of an address: an IP address (of IPv6 without brackets), or a name of labels as DNS
+    has them, in ASCII. What Python makes of other names differs between its versions."""
+    if ":" in text:
+        try:
+            return bool(ipaddress.IPv6Address(text))
+        except ValueError:
+            return False
+    return len(text.removesuffix(".")) <= 253 and _HOST_NAME.fullmatch(text) is not None
+
+
+def check_listen(host: str) -> None:
+    """What --host is for a server of ours. An empty one, as an unset variable gives it, would be every address of this
+    machine. Raises ValueError."""
+    if not is_host(host):
+        given = f"'{printable(host, 80)}', which is no host name" if host else "empty"
+        raise ValueError(f"--host is {given}; name an address to listen on, or leave it out for 127.0.0.1.")
+
 
 # Of both programs' `compare --fail-if`.
 JunitOption = Annotated[Path | None, Parameter(help="Write what came of each limit as JUnit XML.")]

@@ -100,7 +100,7 @@ def get(
         if reply.status == 400 and not target.tls and _speaks_tls(target):  # the answer of nginx and of Go
             raise TransportError(f"cannot use {target.url}: {TLS_ON_PLAIN}.")
         return reply.status, {k.lower(): v for k, v in reply.getheaders()}, body
-    except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a host name that cannot be one
+    except (OSError, ValueError, http.client.HTTPException) as error:
         closed = isinstance(error, (http.client.BadStatusLine, ConnectionResetError))  # an alert of TLS, or an end
         if closed and not target.tls and _speaks_tls(target):
             raise TransportError(f"cannot use {target.url}: {TLS_ON_PLAIN}.") from None
@@ -172,7 +172,7 @@ def _connection(target: Target, timeout_s: float) -> http.client.HTTPConnection:
 
 def _connect(connection: http.client.HTTPConnection, target: Target, timeout_s: float) -> None:
     """Connects. A server without TLS may wait for ever for the end of what it takes for a request: a slow handshake
-    gets all the time only where the server does not answer plain HTTP. Raises TransportError or ValueError."""
+    gets all the time only where the server does not answer plain HTTP. Raises TransportError."""
     brief_s = min(timeout_s, HANDSHAKE_S) if target.tls else timeout_s
     try:
         connection.timeout = brief_s

@@ -24,7 +24,7 @@ from backends.launch import LaunchError
 from backends.untrusted import escaped
 from loadgen import exit_codes
 from loadgen.config import ConfigError
-from loadgen.option_types import Whole, mistake, option
+from loadgen.option_types import Whole, check_listen, mistake, option
 from loadgen.rundir.emulation import Emulation
 from loadgen.terminal import open_standard_streams, say
 from servers.dialects.lightllm import LightLLM
@@ -105,8 +105,7 @@ class ServeOptions:
             raise ValueError(
                 f"--max-model-len {self.max_model_len} leaves no room for a prompt and a token; it must be at least 2."
             )
-        if not self.host:  # as an unset variable gives it
-            raise ValueError("--host is empty; name an address to listen on, or leave it out for 127.0.0.1.")
+        check_listen(self.host)
         for name, value in (("--ttft-ms", self.ttft_ms), ("--itl-ms", self.itl_ms)):
             if not 0 <= value <= 86_400_000:
                 raise ValueError(f"{name} {value:g} is out of range; it must be from 0 to 86400000 (a day).")
@@ -147,10 +146,9 @@ def serve(
     try:
         address = (options.host, options.port)
         server = Server(wire, timing, address, struck, stamps_file, api_key, between.read(options.wire))
-    except (OSError, UnicodeError) as error:  # the latter: no name of a host can be so long
-        why = error.strerror if isinstance(error, OSError) else "no such name"
+    except OSError as error:
         raise LaunchError(
-            f"cannot listen on {options.host} port {options.port}: {why}; choose another --port or --host."
+            f"cannot listen on {options.host} port {options.port}: {error.strerror}; choose another --port or --host."
         ) from None
     for note in server.emulation.notes if server.emulation is not None else ():
         say(f"note: {note}")

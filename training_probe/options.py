@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import msgspec
 from cyclopts import Group
 
 from backends.untrusted import printable
-from loadgen.option_types import names, offers, option
+from loadgen.option_types import is_host, names, offers, option
 from training_probe import grid, own_deepspeed, trials
 from training_probe.grid import Cell, GridError, Method, Model, Task
 from training_probe.llama_shape import LlamaShape, NoShape, shape_of
@@ -399,7 +398,7 @@ class SeveralNodes:
         text = self.rdzv_endpoint or ""
         host, _, port = text.rpartition(":")
         known = port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16
-        if not known or not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?", host):
+        if not known or ":" in host or not is_host(host):
             raise GridError(
                 f"--rdzv-endpoint is '{printable(text, 80)}'; it must be HOST:PORT, a name or an IPv4 address of "
                 "node 0 and a port from 1 to 65535."

@@ -106,7 +106,7 @@ class Follower:
 
 def worst(late: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
     """Of each request (n,) the metric that is latest, as how many times its limit."""
-    latest: NDArray[np.float64] = np.max(list(late.values()), axis=0)
+    latest: NDArray[np.float64] = np.stack(list(late.values())).max(axis=0)
     return latest
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import pytest
 from cyclopts import App, Group, Parameter
 
-from loadgen.option_types import Whole, names, offers, option
+from loadgen.option_types import Whole, is_host, names, offers, option
 
 COMMON, RARE = Group("Common", sort_key=1), Group("A rare group", sort_key=2)
 
@@ -56,3 +56,24 @@ def test_the_others_are_understood() -> None:
 
 def test_names_are_in_order() -> None:
     assert names(Some) == names(All) == ("wanted", "switch", "other")
+
+
+LONGEST = ".".join(["a" * 49] * 5) + ".abc"  # 253 characters
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["localhost", "h", "gpu-0.example.", "vllm_server", "_x", "127.0.0.1", "xn--bcher-kva.example", "::1",
+     "fe80::1%eth0", "a" * 63, LONGEST],
+)  # fmt: skip
+def test_hosts(text: str) -> None:
+    assert is_host(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ".", "-", "a..b", ".a", "a-", "-a.b", "a b", "a/b", "b\u00fccher", "\u0661.0.0.1", "a%20b", "[::1]", "::1::",
+     "1:2", "$(id)", "a\n", "a" * 64, LONGEST + "d"],
+)  # fmt: skip
+def test_what_is_no_host(text: str) -> None:
+    assert not is_host(text)

@@ -228,7 +228,7 @@ def test_an_installed_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexport PYTHONPATH={tmp_path}\nexec {sys.executable} "$@"\n')
+    python.write_text(f"#!/bin/sh\nexport PYTHONPATH='{tmp_path}'\nexec '{sys.executable}' \"$@\"\n")
     python.chmod(0o755)
     config = Config(backend="vllm", model="7b", launch="process", server_python=sys.executable)
     assert by_name(config)["server"].state == "problem"

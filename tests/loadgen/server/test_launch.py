@@ -428,7 +428,7 @@ def test_only_what_the_server_would_see_is_installed(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))  # ours, which the server does not get
     assert "vllm is not installed for" in refusal(LaunchError, tmp_path, **options)
-    python = script(tmp_path / "python", f'PYTHONPATH={tmp_path}/site exec {sys.executable} "$@"')
+    python = script(tmp_path / "python", f"PYTHONPATH='{tmp_path}/site' exec '{sys.executable}' \"$@\"")
     assert launch(tmp_path, **{**options, "server_python": python}).settings.version is None
 
 
