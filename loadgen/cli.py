@@ -588,4 +588,4 @@ def invoke(tokens: Sequence[str]) -> int:
 
 
 def main() -> None:
-    terminal.main(invoke)
+    terminal.main("loadgen", invoke)

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from backends.untrusted import masked, printable
@@ -121,7 +120,7 @@ def invoke(program: str, command: Callable[[], object], exit_code_of: Callable[[
     return code if isinstance(code, int) else exit_codes.OK
 
 
-def main(invoke: Callable[[Sequence[str]], int]) -> NoReturn:
+def main(program: str, invoke: Callable[[Sequence[str]], int]) -> NoReturn:
     """Runs this process's command line; its exit code is what `invoke` returns, UNREAD where nobody reads the output,
     or BAD_OPTIONS where it cannot be written, as on a full disk."""
     open_standard_streams()
@@ -137,7 +136,7 @@ def main(invoke: Callable[[Sequence[str]], int]) -> NoReturn:
         code = exit_codes.UNREAD
     except OSError as error:
         _discard(sys.stdout)
-        say_error(Path(sys.argv[0]).name, f"standard output cannot be written: {error.strerror or error}.")
+        say_error(program, f"standard output cannot be written: {error.strerror or error}.")
         code = exit_codes.BAD_OPTIONS
     sys.exit(code)
 

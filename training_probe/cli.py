@@ -489,4 +489,4 @@ def invoke(tokens: Sequence[str]) -> int:
 
 
 def main() -> None:
-    terminal.main(invoke)
+    terminal.main("training_probe", invoke)

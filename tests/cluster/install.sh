@@ -6,7 +6,8 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 venv=$root/.venv-cluster
-want=$(cat "${BASH_SOURCE[0]}" "$root/pyproject.toml" | sha256sum | cut -d' ' -f1)
+pins=("$root/requirements-dev.txt" "$here/requirements.txt")
+want=$(cat "${pins[@]}" | sha256sum | cut -d' ' -f1)
 
 has_tools() { command -v ip >/dev/null && command -v unshare >/dev/null && command -v nsenter >/dev/null; }
 # iptables: where Docker has run, a bridge needs a rule of its own.
@@ -19,11 +20,11 @@ if ! has_tools; then
     echo "install.sh: the cluster needs ip, unshare and nsenter, which are not all on this machine; install them (Debian: iproute2 and util-linux)." >&2
     exit 1
 fi
-if [ "$(cat "$venv/installed" 2>/dev/null)" = "$want" ]; then
-    exit 0
+if [ "$(cat "$venv/installed" 2>/dev/null)" != "$want" ]; then
+    echo "installing Ray into .venv-cluster (a minute, once)"
+    rm -rf "$venv"
+    "${PYTHON:-python3}" -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes "${pins[@]/#/--requirement=}"
+    echo "$want" >"$venv/installed"
 fi
-echo "installing Ray into .venv-cluster (a minute, once)"
-rm -rf "$venv"
-"${PYTHON:-python3}" -m venv "$venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$root[dev,ray]"
-echo "$want" > "$venv/installed"
+"$root/tests/editable.sh" "$venv"

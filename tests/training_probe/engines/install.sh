@@ -7,10 +7,10 @@ root=$(cd "$here/../../.." && pwd)
 venv=$root/.venv-train
 deepspeed=0.19.8
 pins=("$here/requirements.txt" "$here/constraints-torch.txt")
-want=$(cat "${pins[@]}" "${BASH_SOURCE[0]}" "$root/pyproject.toml" | sha256sum | cut -d' ' -f1)
+want=$(echo "deepspeed==$deepspeed" | cat "${pins[@]}" - | sha256sum | cut -d' ' -f1)
 
 if [ "$(cat "$venv/installed" 2>/dev/null)" = "$want" ]; then
-    exit 0
+    exec "$root/tests/editable.sh" "$venv"
 fi
 echo "installing the training engines for the CPU into .venv-train (a few minutes, once)"
 rm -rf "$venv"
@@ -25,6 +25,6 @@ fi
 pip --requirement "${pins[0]}"
 # DeepSpeed has no wheel; its setup.py asks the torch that is there. No kernels are compiled: the CPU needs none of them.
 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip --no-build-isolation --no-binary deepspeed "deepspeed==$deepspeed"
-pip --no-build-isolation --editable "$root"
 "$venv/bin/python" -c "import torch; assert torch.version.cuda is None, 'torch is not the CPU build'"
 echo "$want" > "$venv/installed"
+"$root/tests/editable.sh" "$venv"
