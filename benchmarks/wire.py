@@ -2,6 +2,7 @@
 
     apt-get install haproxy lighttpd nginx-light        # Debian; a part that is not installed is left out, and named
     python benchmarks/wire.py                           # prints the table of docs/reliability.md
+    python benchmarks/wire.py haproxy nginx             # of these parts alone
 
 The server's own times are known: ttft 10 ms, a token every 4 ms, 32 tokens. One request at a time, then eight.
 """
@@ -151,7 +152,10 @@ def row(part: Part) -> str:
 def main() -> None:
     print("| between | ttft p50, one / eight in flight | tpot p50 | itl p50 | ttft p50, `--quick-acks` | verdict |")
     print("|---|---|---|---|---|---|", flush=True)
+    chosen = sys.argv[1:]
     for part in PARTS:
+        if chosen and part.program not in chosen:
+            continue
         if part.program and not (shutil.which(part.program) or Path(f"/usr/sbin/{part.program}").exists()):
             print(f"{part.name} is left out: {part.program} is not installed.", file=sys.stderr)
             continue
