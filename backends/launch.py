@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -30,6 +30,8 @@ WITHOUT_P2P = {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*[a-z]\w*(?=:|$)")  # the line behind the frames: a class, perhaps a message
+_LAST_WORDS = re.compile(r"exception: $")  # as SGLang's processes begin the traceback that ends them, on the same line
+_RESULT = re.compile(r"EOFError$|RuntimeError: Rank \d+ scheduler died")  # says only that another process is gone
 _OTHER_PROCESS = re.compile(r"\([\w.-]+ pid=\d+\) ")  # as vLLM begins the lines of its processes
 
 
@@ -312,17 +314,16 @@ def last_lines(log: str, count: int = LOG_TAIL_LINES) -> str:
 
 
 def first_error(log: str) -> str:
-    """The exception of the log's first traceback, on one line; empty: there is none. Where a server is a tree of
-    processes, the innermost fails first: what its parents log later says only that it is gone."""
-    words = escaped(" ".join(" ".join(_first_traceback(log.splitlines()).error).split())).rstrip(".")
+    """The exception of the traceback that tells why, on one line; empty: there is none."""
+    words = escaped(" ".join(" ".join(_telling_traceback(log.splitlines()).error).split())).rstrip(".")
     return words if len(words) <= MAX_ERROR_CHARS else words[: MAX_ERROR_CHARS - 3] + "..."
 
 
 def excerpt(log: str, count: int = LOG_TAIL_LINES) -> str:
-    """What of a dead server's log a person should see, `count` lines: its end, and before it the end of the first
-    traceback where that is further up."""
+    """What of a dead server's log a person should see, `count` lines: its end, and before it the end of the
+    traceback that tells why where that is further up."""
     lines = log.rstrip().splitlines()
-    traceback = _first_traceback(lines)
+    traceback = _telling_traceback(lines)
     if not traceback.error or traceback.end > len(lines) - count:
         return last_lines(log, count)
     half = count // 2
@@ -338,12 +339,22 @@ class _Traceback(NamedTuple):
     end: int
 
 
-def _first_traceback(lines: Sequence[str]) -> _Traceback:
-    """The first whole traceback; an empty one where there is none. Lines of other processes in between do not count."""
+def _telling_traceback(lines: Sequence[str]) -> _Traceback:
+    """The first one: where a server is a tree of processes, the innermost fails first. One that says only that another
+    process is gone counts where there is nothing else, the last before the first. Empty: there is none."""
+    found = list(_tracebacks(lines))
+    telling = (each for each in found if not _RESULT.match(each.error[0]))
+    return next(telling, found[-1] if found else _Traceback([], [], 0))
+
+
+def _tracebacks(lines: Sequence[str]) -> Iterator[_Traceback]:
+    """The whole ones, in order. Lines of other processes in between do not count."""
     for start, line in enumerate(lines):
         prefix, mark, _ = line.partition(_TRACEBACK)
         if not mark:
             continue
+        if _LAST_WORDS.search(prefix):  # a message of several lines, of which a logger marks the first only
+            prefix = ""
         frames, error, end = [mark], list[str](), start + 1
         for number, other in enumerate(lines[start + 1 :], start + 1):
             text = other.removeprefix(prefix)
@@ -357,5 +368,4 @@ def _first_traceback(lines: Sequence[str]) -> _Traceback:
                 frames.append(text)
             end = number + 1
         if error:
-            return _Traceback(frames, error, end)
-    return _Traceback([], [], 0)
+            yield _Traceback(frames, error, end)

@@ -363,6 +363,59 @@ def test_nothing_recognised() -> None:
     assert "host memory" in str(died("vllm", Exit(137, oom_killed=True), "", ()))
 
 
+# Made up, in the shape of SGLang 0.5.11's logs: a traceback that the server lived through, the scheduler's own, and what
+# the main process says of its end.
+LIVED = """[2026-11-30 01:14:07] Can not initialize Responses, error: Traceback (most recent call last):
+  File "http_server.py", line 366, in lifespan
+ModuleNotFoundError: No module named 'harmony'
+
+"""
+SCHEDULER = """[2026-11-30 01:14:08 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 3906, in run_scheduler_process
+    scheduler = Scheduler(
+                ^^^^^^^^^^
+NotImplementedError: no kernel for torch.float16
+
+[2026-11-30 01:14:08] Received sigquit from a child process.
+"""
+GONE = """Traceback (most recent call last):
+  File "engine.py", line 1241, in _wait_for_scheduler_ready
+    data = scheduler_pipe_readers[i].recv()
+EOFError
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "launch_server.py", line 60, in <module>
+RuntimeError: Rank 0 scheduler died during initialization (exit code: 1). Run `dmesg` to check.
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        (SCHEDULER + GONE, "NotImplementedError: no kernel for torch.float16"),
+        (LIVED + SCHEDULER, "NotImplementedError: no kernel for torch.float16"),
+        (
+            LIVED + GONE,
+            "RuntimeError: Rank 0 scheduler died during initialization (exit code: 1). Run `dmesg` to check",
+        ),
+        (f"{TRACEBACK}ImportError: x\n{GONE}", "ImportError: x"),  # as multiprocessing tells of a child
+        (f"{GONE}{TRACEBACK}OSError: later", "OSError: later"),
+        (LIVED, ""),
+    ],
+)
+def test_the_end_of_a_scheduler_tells_more_than_that_it_is_gone(log: str, told: str) -> None:
+    error = died("sglang", Exit(1), log, adapter("sglang").failures)
+    assert str(error) == f"sglang ended with exit code 1{told and ': '}{told}; read its log."
+
+
+def test_a_person_sees_the_schedulers_own_traceback() -> None:
+    shown = excerpt(SCHEDULER + "more\n" * 30 + GONE).splitlines()
+    assert shown[0] == "Traceback (most recent call last):" and shown[4].startswith("NotImplementedError")
+    assert shown[5] == "..." and shown[-1].startswith("RuntimeError: Rank 0")
+
+
 @pytest.mark.parametrize("name", [name for name in STARTED if adapter(name).capacity is not None])
 def test_capacity_lines(name: str) -> None:
     import re
