@@ -354,6 +354,7 @@ def test_a_log_that_ends_with_its_first_error_is_shown_from_its_end() -> None:
     lines = [f"line {number}" for number in range(30)]
     log = "\n".join([*lines, TRACEBACK + "KeyError: 'x'"])
     assert excerpt(log) == "\n".join(log.splitlines()[-20:])
+    assert excerpt("\n".join(lines)) == "\n".join(lines[-20:])  # there is none
 
 
 def test_nothing_recognised() -> None:
@@ -363,8 +364,8 @@ def test_nothing_recognised() -> None:
     assert "host memory" in str(died("vllm", Exit(137, oom_killed=True), "", ()))
 
 
-# Made up, in the shape of SGLang 0.5.11's logs: a traceback that the server lived through, the scheduler's own, and what
-# the main process says of its end.
+# Made up, in the shape of SGLang 0.5.11's logs: a traceback that the server lived through, the scheduler's own, and
+# what the main process says of its end.
 LIVED = """[2026-11-30 01:14:07] Can not initialize Responses, error: Traceback (most recent call last):
   File "http_server.py", line 366, in lifespan
 ModuleNotFoundError: No module named 'harmony'
@@ -387,7 +388,7 @@ During handling of the above exception, another exception occurred:
 
 Traceback (most recent call last):
   File "launch_server.py", line 60, in <module>
-RuntimeError: Rank 0 scheduler died during initialization (exit code: 1). Run `dmesg` to check.
+RuntimeError: Rank 0 scheduler died during initialization (exit code: 1). See `dmesg`.
 """
 
 
@@ -396,10 +397,7 @@ RuntimeError: Rank 0 scheduler died during initialization (exit code: 1). Run `d
     [
         (SCHEDULER + GONE, "NotImplementedError: no kernel for torch.float16"),
         (LIVED + SCHEDULER, "NotImplementedError: no kernel for torch.float16"),
-        (
-            LIVED + GONE,
-            "RuntimeError: Rank 0 scheduler died during initialization (exit code: 1). Run `dmesg` to check",
-        ),
+        (LIVED + GONE, "RuntimeError: Rank 0 scheduler died during initialization (exit code: 1). See `dmesg`"),
         (f"{TRACEBACK}ImportError: x\n{GONE}", "ImportError: x"),  # as multiprocessing tells of a child
         (f"{GONE}{TRACEBACK}OSError: later", "OSError: later"),
         (LIVED, ""),
