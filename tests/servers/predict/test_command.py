@@ -90,6 +90,7 @@ def as_records(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> 
             record.prompt_tokens, record.output_tokens = each.prompt, len(times_us)
             record.cached_tokens, record.events = each.cached_tokens or None, len(times_us)
             record.itl_us = [later - earlier for earlier, later in pairwise(times_us)]
+        record.first_tokens = 1 if len(times_us) > 1 else None
         yield record
 
 
