@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from backends.protocol import ProtocolError, ServerInfo
+from backends.protocol import OtherServer, ProtocolError, ServerInfo
 from backends.replies import Count, quoted
 from backends.untrusted import UNDECODABLE, printable
 
@@ -30,9 +30,24 @@ class _Meta(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     id: str
-    owned_by: str | None = None
-    max_model_len: Count | None = None
-    meta: _Meta | None = None
+    owned_by: object = None  # routers write what they like into what the standard has not
+    max_model_len: object = None
+    meta: object = None
+
+    @property
+    def owner(self) -> str:
+        return self.owned_by if isinstance(self.owned_by, str) else ""
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_model_len if type(self.max_model_len) is int and 0 < self.max_model_len < 1 << 53 else None
+
+    @property
+    def own(self) -> _Meta:
+        try:
+            return msgspec.convert(self.meta, _Meta)
+        except msgspec.ValidationError:
+            return _Meta()
 
 
 class _Identity(msgspec.Struct):
@@ -53,19 +68,21 @@ def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
         identity = _Identity()
     if identity.data:
         first = identity.data[0]
-        kind = "tgi" if first.owned_by == first.id else first.owned_by or ""
+        kind = "tgi" if first.owner and first.owner == first.id else first.owner
         names = tuple(printable(model.id) for model in identity.data)
-        limits = {model.max_model_len for model in identity.data if model.max_model_len is not None}
+        limits = {model.limit for model in identity.data if model.limit is not None}
         limit = limits.pop() if len(limits) == 1 else None
-        if len(names) > 1:  # several names or adapters: it is not for us to choose
+        if len(names) > 1 or "*" in first.id:  # several names or adapters: it is not for us to choose
             return kind, ServerInfo(max_total_tokens=limit, models=names)
-        meta = first.meta or _Meta()
-        return kind, ServerInfo(first.id, meta.n_ctx if limit is None else limit, vocab_size=meta.n_vocab or None)
+        meta = first.own
+        return kind, ServerInfo(
+            first.id or None, meta.n_ctx if limit is None else limit, vocab_size=meta.n_vocab or None
+        )
     if identity.model_id is not None and identity.max_total_tokens is not None:
         return "tgi", ServerInfo(identity.model_id, identity.max_total_tokens, identity.version)
     if identity.model_name is not None:
         return "lightllm", ServerInfo(model=identity.model_name)
-    raise ProtocolError(f"{path} answers {quoted(body)}, which is no LLM server's answer; check the URL")
+    raise ProtocolError(f"{path} answers {quoted(body)}, which is no LLM server's answer")
 
 
 def _one(kind: str) -> str:
@@ -80,9 +97,9 @@ def read_as(name: str) -> Callable[[str, bytes], ServerInfo]:
         if kind == name:
             return info
         if kind in _TITLES:
-            raise ProtocolError(f"this is {_one(kind)}, not {_TITLES[name]}; use --backend {kind}")
+            raise OtherServer(f"this is {_one(kind)}, not {_TITLES[name]}; use --backend {kind}")
         owner = f"'{printable(kind, 60)}' as the models' owner" if kind else "no owner of its models"
-        raise ProtocolError(f"this is not {_one(name)} ({path} names {owner}); use --backend openai")
+        raise OtherServer(f"this is not {_one(name)} ({path} names {owner}); use --backend openai")
 
     return read
 

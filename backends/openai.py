@@ -283,6 +283,7 @@ def encode_chat(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
 COMPLETIONS = Backend(
     name="openai",
     prompt_kind="text",
+    any_server=True,
     encode=encode_completion,
     decoder=decoder,
     keeper=decoder,
@@ -296,6 +297,7 @@ COMPLETIONS = Backend(
 CHAT = Backend(
     name="openai-chat",
     prompt_kind="text",
+    any_server=True,
     encode=encode_chat,
     decoder=decoder,
     keeper=decoder,

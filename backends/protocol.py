@@ -22,6 +22,10 @@ class ProtocolError(Exception):
     """The server sent bytes that its protocol does not allow."""
 
 
+class OtherServer(ProtocolError):
+    """The server says what it is, and that is another kind than the backend's."""
+
+
 class Truncated(ProtocolError):
     """The body ended before the server had said that the reply is complete."""
 
@@ -125,8 +129,8 @@ class Decoder(Protocol):
 class ServerInfo(msgspec.Struct, frozen=True):
     """What a server says of itself before a run. `max_total_tokens` is prompt plus output; None: it does not say.
 
-    `models` are its names where there are several; it is then not for us to choose, and `model` is None. `vocab_size`:
-    token ids end below it.
+    `models` are its names where there are several, or where they are patterns (`openai/*`); it is then not for us to
+    choose, and `model` is None. `vocab_size`: token ids end below it.
     """
 
     model: str | None = None
@@ -160,7 +164,8 @@ class Backend:
     generation_tokens, prefix_cache_hits, prefix_cache_queries (tokens), preemptions. adapter: how such a server is
     started; None: it can only be measured where it runs. stale_gauges: they may keep their values when nothing runs any
     more. native: it is asked in its own protocol, not in OpenAI's. seen: which version was measured for real, and on
-    what; empty: none was.
+    what; empty: none was. any_server: it takes whatever server answers on its routes, also routers, which need not say
+    what they are or list every name that they take.
     """
 
     name: str
@@ -172,6 +177,7 @@ class Backend:
     read_info: Callable[[str, bytes], ServerInfo]
     server_metrics: Mapping[str, str]
     adapter: Adapter | None = None
+    any_server: bool = False
     keeper: Callable[[bool, Kept], Decoder] | None = None
     account_paths: tuple[str, ...] = ()
     read_account: Callable[[str, bytes], Account] = lambda path, body: Account()

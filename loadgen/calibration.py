@@ -19,6 +19,7 @@ from loadgen.load.arrivals import Streams
 from loadgen.load.lengths import fixed
 from loadgen.load.load import Load
 from loadgen.plan import Plan, PromptSource
+from loadgen.request_body import BodyEdits
 from loadgen.rundir import Ceiling, records
 from loadgen.server import embedded
 from loadgen.target import Target
@@ -53,7 +54,7 @@ async def calibrate(plan: Plan) -> Ceiling | None:
                 streams=Streams(streams, streams),
                 seed=load.seed,
             )
-            job = msgspec.structs.replace(plan.job, model="llama-2-7b", load=like, warmup=0)
+            job = msgspec.structs.replace(plan.job, model="llama-2-7b", load=like, warmup=0, body_edits=BodyEdits())
             short = msgspec.structs.replace(plan, job=job, target=Target(serving.url), prompts=PromptSource())
             await run_here(short, directory, lambda snapshots: None)
         return await asyncio.to_thread(ceiling, directory, stamps, requests, tokens)

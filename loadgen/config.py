@@ -8,6 +8,7 @@ evaluated here: in a subclass of another module cyclopts would look for their na
 import dataclasses
 import functools
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Container, Iterable
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from cyclopts import Group
 
 from backends.untrusted import hide, printable
+from loadgen import request_body
 from loadgen.load import workloads
 from loadgen.load.workloads import WorkloadName
 from loadgen.option_types import NumberOrText, Whole, WholeOrText, is_host, names, option
@@ -66,7 +68,10 @@ class ServerOptions:
     model: Annotated[
         str | None, _server("Model: 7b, 13b, 70b, ..., a Hugging Face id, a directory, or the name it is served under.")
     ] = None
-    url: Annotated[str | None, _server("Measure the server that runs at this address.")] = None
+    url: Annotated[
+        str | None,
+        _server("Measure the server at this address: its root, the base of its API (.../v1), or a whole endpoint."),
+    ] = None
     launch: Annotated[
         Literal["docker", "process", "embedded"] | None,
         _server("Start a server for the run: docker when a backend or model is named, else the embedded one."),
@@ -160,6 +165,14 @@ class LoadOptions:
         bool,
         _prompts("Ask for the full output length; OpenAI's own servers refuse the field.", negative="--no-ignore-eos"),
     ] = True
+    extra_body: Annotated[
+        str | None,
+        _prompts("JSON object whose fields every request has, in place of its own of these names: '{\"top_k\": 20}'."),
+    ] = None
+    omit_field: Annotated[
+        tuple[str, ...],
+        _prompts("Field that no request has, repeatable: for servers that refuse seed, temperature or stream_options."),
+    ] = ()
     repeat_dataset: Annotated[
         bool, _load("Send the dataset's prompts again where there are fewer than requests.", show_default=False)
     ] = False
@@ -411,13 +424,21 @@ class Config(
                 complete = False
             if not complete:
                 raise ConfigError(f"--url is '{self.url}'; it must look like http://HOST:PORT or https://HOST.")
-            if parts.query or parts.fragment or not (self.url.isascii() and self.url.isprintable()) or " " in self.url:
-                raise ConfigError("--url may hold a host, a port and a path, in ASCII, and nothing else.")
+            if parts.fragment or not (self.url.isascii() and self.url.isprintable()) or " " in self.url:
+                raise ConfigError("--url may hold a host, a port, a path and a query, in ASCII, and nothing else.")
             if parts.username is not None:
                 raise ConfigError("--url holds a user name, which would be written down; use --api-key-env instead.")
             if not is_host(parts.hostname or ""):
                 raise ConfigError(
                     f"'{printable(parts.hostname or '', 80)}' is no host name; --url must look like http://HOST:PORT."
+                )
+            if any(
+                _SECRET_NAME.search(name) or name == "sig" or _SECRET_VALUE.match(value)
+                for name, value in parse_qsl(parts.query, keep_blank_values=True)
+            ):
+                raise ConfigError(
+                    "the query of --url looks like it holds a secret, which would be written down; send it as a "
+                    "header, --header NAME=env:VARIABLE."
                 )
             if self.launch is not None:
                 raise ConfigError("--url measures a running server and --launch starts one; give one of them.")
@@ -448,7 +469,7 @@ class Config(
         if self.quick_acks and self.transport != "fast":
             raise ConfigError("--quick-acks needs --transport fast.")
         try:
-            self.slos  # noqa: B018
+            self.slos, self.body_edits  # noqa: B018
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._check_load(self.load)
@@ -686,6 +707,11 @@ class Config(
         return tuple(url if urlsplit(url).path else f"{url}/metrics" for url in plain)
 
     @property
+    def body_edits(self) -> request_body.BodyEdits:
+        """What requests have beside what the backend makes of them. Raises ValueError."""
+        return request_body.parse(self.extra_body, self.omit_field)
+
+    @property
     def secret_variables(self) -> list[str]:
         """The environment variables that hold what must never be written."""
         variables = [self.api_key_env, *(variable for _, _, variable in self.headers)]
@@ -867,6 +893,17 @@ def _is_key(word: str) -> bool:
     """Whether it begins as keys do, or has 20 letters and digits in a row, mixed as in no name of a model."""
     runs = re.findall("[A-Za-z0-9]{20,}", word)
     return bool(_SECRET_VALUE.match(word)) or any(len(re.findall("[0-9]+", run)) > 1 for run in runs)
+
+
+def from_environment(variable: str, flag: str) -> str:
+    """A secret, which only the environment may hold. Raises ConfigError, which names no variable that may be a key."""
+    value = os.environ.get(variable)
+    if not value:
+        named = f" {variable}" if variable.isupper() else ""
+        raise ConfigError(f"the environment variable{named} named by {flag} is not set.")
+    if not (value.isascii() and value.isprintable()):
+        raise ConfigError(f"{variable} holds a line break or another character that no header can carry.")
+    return value
 
 
 def _is_secret(word: str) -> bool:

@@ -93,13 +93,13 @@ def lend_token() -> None:
 
 
 def find(name: str) -> Model:
-    """The model of that name, id or path. Raises ConfigError for what is none of them."""
-    path = Path(os.path.expanduser(name))  # noqa: PTH111  Path's own may raise
-    if path.is_dir():
-        return _directory(path)
-    if path.is_file() and path.suffix == GGUF:
+    """The model of that name, id or path; a server may have sent it. Raises ConfigError for what is none of them."""
+    path = os.path.expanduser(name)  # noqa: PTH111  Path's own may raise
+    if os.path.isdir(path):  # noqa: PTH112  Path's own raises for a name that no file can have
+        return _directory(Path(path))
+    if os.path.isfile(path) and path.endswith(GGUF):  # noqa: PTH113  as above
         unknown = "it is a GGUF file, of which nothing is read here"
-        return Model(path.stem, None, path.resolve(), None, has_weights=True, unknown=unknown)
+        return Model(Path(path).stem, None, Path(path).resolve(), None, has_weights=True, unknown=unknown)
     spec = catalog.find(name)
     if spec is not None:
         return _from_hub(spec.name, spec.hf_id, spec)
@@ -170,6 +170,8 @@ def _spec(name: str, config: Mapping[str, object], flaw: str) -> tuple[ModelSpec
 def _snapshot(hf_id: str) -> Path | None:
     """The directory of the cached main revision, if any; where no revision is called main, of the only one."""
     repository = hub_cache() / f"models--{hf_id.replace('/', '--')}"
+    if not os.path.isdir(repository):  # noqa: PTH112  as above
+        return None
     try:
         revision = (repository / "refs/main").read_text().strip()
     except (OSError, UnicodeDecodeError):

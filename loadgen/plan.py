@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from backends.protocol import Backend, Sampling, ServerInfo
+from backends.protocol import Backend, HttpRequest, Prompt, Sampling, ServerInfo
+from backends.untrusted import nearest
 from loadgen import models, rundir
 from loadgen.config import MOST_TURNS, Config, ConfigError
 from loadgen.load.conversations import Conversations
@@ -21,9 +23,11 @@ from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
 from loadgen.load.prompts import Text, TokenIds, Workload, tokenizer_count
 from loadgen.models import Model
+from loadgen.request_body import BodyEdits
 from loadgen.target import Target
 
 STREAMS_PER_WORKER = 2000  # --workers auto
+MOST_NAMES = 8  # of a server's models, in a message: routers have hundreds
 
 
 class Progressing(Protocol):
@@ -64,8 +68,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int
     timeouts: Timeouts
     session_header: str | None = None  # names the conversation of a request
+    body_edits: BodyEdits = BodyEdits()
     shard: int = 0
     shards: int = 1
+
+    def request(self, backend: Backend, prompt: Prompt, sampling: Sampling) -> HttpRequest:
+        """The request for a prompt, with what the user adds to it and leaves out."""
+        request = backend.encode(self.model, prompt, sampling)
+        body = self.body_edits.apply(request.body)
+        return request if body is request.body else msgspec.structs.replace(request, body=body)
 
     @property
     def streams(self) -> int:
@@ -132,24 +143,52 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, job=msgspec.structs.replace(self.job, shard=shard, shards=shards))
 
 
-def choose_model(config: Config, info: ServerInfo) -> str:
-    """The model name to send: the one of --model if the server has it; the server's own without --model."""
+def choose_model(config: Config, backend: Backend, info: ServerInfo) -> str:
+    """The model name to send: the one of --model if the server has it, or may have it; the server's own without
+    --model. Raises ConfigError."""
+    offered = offered_models(info)
     if config.model is None:
+        if info.models and all("*" in name for name in offered):
+            raise ConfigError(f"the server names no model, only patterns ({_some(offered)}); give --model.")
         if info.models:
-            raise ConfigError(f"the server has several models: {', '.join(info.models)}; name one with --model.")
+            raise ConfigError(f"the server has several models: {_some(offered)}; name one with --model.")
         if info.model is None:
             raise ConfigError("the server does not name its model; give --model.")
         return info.model
     names = {config.model, *models.names(config.model)}
-    offered = [info.model] if info.model is not None else list(info.models)
-    if not offered:
-        return config.model
-    for name in offered:
-        if name in names:
-            return name
+    listed = next((name for name in offered if name in names), None)
+    if listed is not None or not offered or backend.any_server or _matches(config.model, offered):
+        return listed or config.model
     if len(offered) > 1:
-        raise ConfigError(f"the server has {', '.join(offered)}, not '{config.model}'; name one of them with --model.")
-    raise ConfigError(f"the server has '{info.model}', not '{config.model}'; leave --model out or name that one.")
+        raise ConfigError(f"the server has {_some(offered)}, not '{config.model}'; name one of them with --model.")
+    raise ConfigError(f"the server has '{offered[0]}', not '{config.model}'; leave --model out or name that one.")
+
+
+def unlisted(model: str, info: ServerInfo) -> str:
+    """A note where the server's list lacks the model that is asked for; empty where it has it, or has no list."""
+    offered = offered_models(info)
+    if not offered or model in offered or _matches(model, offered):
+        return ""
+    near = nearest(model, offered)
+    meant = f"; did you mean '{near}'?" if near else ""
+    return (
+        f"the server lists {_some(offered)}, not '{model}', which is asked for all the same: routers do not list every "
+        f"name that they take{meant}"
+    )
+
+
+def offered_models(info: ServerInfo) -> list[str]:
+    """The names, and patterns of names, that a server says it has."""
+    return [info.model] if info.model is not None else list(info.models)
+
+
+def _matches(model: str, offered: list[str]) -> bool:
+    return any("*" in pattern and fnmatchcase(model, pattern.replace("[", "[[]")) for pattern in offered)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def plan_run(
@@ -172,7 +211,7 @@ def plan_run(
     job = Job(
         run_id=run_id,
         version=rundir.package_version(),
-        model=started.name if started is not None else choose_model(config, info),
+        model=started.name if started is not None else choose_model(config, backend, info),
         sampling=Sampling(
             load.output_tokens.least,
             config.ignore_eos,
@@ -185,7 +224,9 @@ def plan_run(
         warmup=config.warmup,
         timeouts=Timeouts(config.connect_timeout, config.first_byte_timeout, config.idle_timeout, config.total_timeout),
         session_header=config.session_header,
+        body_edits=config.body_edits,
     )
+    _check_edits(job, backend)
     return Plan(
         job=job,
         backend=config.kind,
@@ -196,6 +237,16 @@ def plan_run(
         prompts=source,
         quick_acks=config.quick_acks,
     )
+
+
+def _check_edits(job: Job, backend: Backend) -> None:
+    """Fields to be left out that no request has. Raises ConfigError."""
+    if job.body_edits.omitted:
+        prompt = Prompt(1, [0] if backend.prompt_kind == "token_ids" else None, "a")
+        try:
+            job.body_edits.check(backend.encode(job.model, prompt, job.sampling).body)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def _load(config: Config, backend: Backend, limit: int | None) -> Load:

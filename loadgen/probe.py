@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import NamedTuple
 
 import msgspec
 
 import backends
-from backends.protocol import Account, Backend, Prompt, ProtocolError, ServerInfo
+from backends.protocol import Account, Backend, HttpRequest, OtherServer, Prompt, ProtocolError, ServerInfo
 from backends.untrusted import printable
 from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
-from loadgen.client.transport import Transport
 from loadgen.load.prompts import Text
 from loadgen.plan import Plan
+from loadgen.request_body import advised, refused
 from loadgen.server.embedded import EMULATED_MARK
 from loadgen.target import UNQUEUED_S, Target, TransportError, get
 
@@ -23,26 +24,42 @@ class ServerError(Exception):
     """The server is not the one that the options describe. One sentence."""
 
 
-def identify(backend: Backend, target: Target) -> tuple[ServerInfo, bool]:
-    """The server's description of itself, and whether it is emulated. Raises TransportError or ServerError."""
+class Identity(NamedTuple):
+    """What a server says of itself. doubt: why nothing is known of it but what the options say, a clause; else empty.
+    A first request must then show whether it is a server of that kind at all."""
+
+    info: ServerInfo
+    emulated: bool
+    doubt: str = ""
+
+
+def identify(backend: Backend, target: Target, *, named: bool) -> Identity:
+    """The server's description of itself. named: whether the user names a model, so that a server that says nothing can
+    be measured. Raises TransportError or ServerError."""
     reasons = []
-    emulated = False
+    emulated, other, well = False, False, True
     for path in backend.info_paths:
         status, headers, body = get(target, path)
         emulated = EMULATED_MARK in headers.get("server", "")
-        if status == 401 or status == 403:
+        if status == 401 or (status == 403 and not (named and (target.token or target.extra_headers))):
             raise ServerError(
-                f"{target.url} refuses access (status {status}); name the key's variable: --api-key-env or --header."
+                f"{target.url} refuses access (status {status} for {target.url_of(path)}); name the key's variable: "
+                "--api-key-env or --header."
             )
         if status != 200:
             redirect = f" and redirects to {printable(headers['location'])}" if "location" in headers else ""
-            reasons.append(f"GET {path} answers {status}{redirect}")
+            reasons.append(f"GET {target.url_of(path)} answers {status}{redirect}")
+            well = well and 400 <= status <= 501 and status != 500
             continue
         try:
-            return backend.read_info(path, body), emulated
+            return Identity(backend.read_info(path, body), emulated)
         except ProtocolError as error:
+            other = other or isinstance(error, OtherServer)
             reasons.append(str(error))
-    raise ServerError(f"{target.url} does not look like a {backend.name} server: {'; '.join(reasons)}.")
+    if named and well and not other:
+        return Identity(ServerInfo(), emulated, reasons[0])
+    advice = "" if other or named or not well else " If it has no list of models, name the one to ask for with --model."
+    raise ServerError(f"{target.url} does not look like a {backend.name} server: {'; '.join(reasons)}.{advice}")
 
 
 def account(backend: Backend, target: Target) -> Account:
@@ -61,42 +78,78 @@ def account(backend: Backend, target: Target) -> Account:
     return whole
 
 
-async def fit_text(plan: Plan) -> Plan:
-    """The plan with text prompts that are exact as the server counts them; it is sent at most two prompts for that.
+async def first_request(plan: Plan, doubt: str = "") -> tuple[Plan, list[str]]:
+    """The plan as the server's answers to first requests make it, and notes: text prompts that are exact as the server
+    counts them, and the name that it has for the length of a reply. Sends at most two requests, and one more where a
+    field has to have another name; none where there is nothing to find out. doubt: whether it is such a server at all.
     Raises TransportError, ServerError or WorkloadError."""
     backend = backends.get(plan.backend)
-    source = plan.prompts
-    if source.dataset is not None or backend.prompt_kind != "text":
-        return plan
-    load = plan.job.load
-    workload = source.build(backend, msgspec.structs.replace(load, seed=load.seed + 1), 0)
-    assert isinstance(workload, Text)
-    transport = build_transport(plan, backend)
-    await transport.open(1)
+    fits = plan.prompts.dataset is None and backend.prompt_kind == "text"
+    if not (fits or doubt or backend.any_server):
+        return plan, []
+    first = _First(plan, backend)
+    await first.transport.open(1)
     try:
+        if fits:
+            await first.fit()
+        else:
+            await first.ask(Prompt(4, [1, 2, 3, 4], "Hello"))
+    finally:
+        await first.transport.close()
+    return first.plan, first.notes
+
+
+class _First:
+    """First requests of a plan, which their replies may change."""
+
+    def __init__(self, plan: Plan, backend: Backend) -> None:
+        self.plan = plan
+        self.notes: list[str] = []
+        self.transport = build_transport(plan, backend)
+        self._backend = backend
+
+    async def fit(self) -> None:
+        """Text prompts have the length that is asked for, as the server counts them."""
+        load, source = self.plan.job.load, self.plan.prompts
+        workload = source.build(self._backend, msgspec.structs.replace(load, seed=load.seed + 1), 0)
+        assert isinstance(workload, Text)
         for _ in range(2):
             prompt = workload.prompt("warmup", 0)
-            prompt_tokens = await _counted_by_server(plan, backend, transport, prompt)
+            prompt_tokens = await self.ask(prompt)
             if prompt_tokens is None or prompt_tokens == prompt.n_tokens:
                 break
             workload.fit_offset(prompt.n_tokens, prompt_tokens)
-    finally:
-        await transport.close()
-    return msgspec.structs.replace(plan, prompts=msgspec.structs.replace(source, offset=workload.offset))
+        source = msgspec.structs.replace(source, offset=workload.offset)
+        self.plan = msgspec.structs.replace(self.plan, prompts=source)
 
+    async def ask(self, prompt: Prompt) -> int | None:
+        """The prompt's tokens as the server counts them. Raises ServerError where the reply is not right."""
+        request, exchange = await self._send(prompt)
+        if exchange.outcome != "ok" and "max_tokens" in refused(exchange.error or "", request.body):
+            edits = msgspec.structs.replace(self.plan.job.body_edits, length_field="max_completion_tokens")
+            job = msgspec.structs.replace(self.plan.job, body_edits=edits)
+            self.plan = msgspec.structs.replace(self.plan, job=job)
+            self.notes.append("the server refuses max_tokens; max_completion_tokens says how long replies are to be")
+            request, exchange = await self._send(prompt)
+        if exchange.outcome != "ok":
+            error, url = exchange.error or "", self.plan.target.url_of(request.path)
+            raise ServerError(
+                f"a first request failed ({exchange.outcome}): {request.method} {url}: {advised(error, request.body)}"
+            )
+        return exchange.prompt_tokens
 
-async def _counted_by_server(plan: Plan, backend: Backend, transport: Transport, prompt: Prompt) -> int | None:
-    done: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
-    sampling = msgspec.structs.replace(plan.job.sampling, max_tokens=1)
-    exchange = Exchange(0, "warmup", 0, prompt.n_tokens, 1, backend.decoder(sampling.stream), done.set_result)
-    request = backend.encode(plan.job.model, prompt, sampling)
-    transport.send(exchange, transport.prepare(request, f"{plan.job.run_id}-probe"))
-    limit_s = min(UNQUEUED_S, plan.job.timeouts.first_byte_s)
-    try:
-        async with asyncio.timeout(limit_s):
-            await done
-    except TimeoutError:
-        raise ServerError(f"no reply to a first request within {limit_s:g} s; is the server ready?") from None
-    if exchange.outcome != "ok":
-        raise ServerError(f"a first request failed ({exchange.outcome}): {exchange.error}")
-    return exchange.prompt_tokens
+    async def _send(self, prompt: Prompt) -> tuple[HttpRequest, Exchange]:
+        done: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
+        job, transport = self.plan.job, self.transport
+        sampling = msgspec.structs.replace(job.sampling, max_tokens=1)
+        decoder = self._backend.decoder(sampling.stream)
+        exchange = Exchange(0, "warmup", 0, prompt.n_tokens, 1, decoder, done.set_result)
+        request = job.request(self._backend, prompt, sampling)
+        transport.send(exchange, transport.prepare(request, f"{job.run_id}-probe"))
+        limit_s = min(UNQUEUED_S, job.timeouts.first_byte_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                await done
+        except TimeoutError:
+            raise ServerError(f"no reply to a first request within {limit_s:g} s; is the server ready?") from None
+        return request, exchange

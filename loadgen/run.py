@@ -29,14 +29,14 @@ from loadgen.calibration import calibrate
 from loadgen.client.engine import Progress, Send, Snapshot
 from loadgen.client.limits import check_workers, make_room
 from loadgen.client.workers import sender
-from loadgen.config import Config, ConfigError, keys_of_url
+from loadgen.config import Config, ConfigError, from_environment, keys_of_url
 from loadgen.event_loop import Stop
 from loadgen.load.load import Load
 from loadgen.load.prompts import tokenizer_count
 from loadgen.monitor.messages import Expected, Live, MetricsSource
 from loadgen.monitor.sidecar import Monitor, sidecar
-from loadgen.plan import Plan, plan_run, read_dataset, worker_count
-from loadgen.probe import ServerError, account, fit_text, identify
+from loadgen.plan import Plan, plan_run, read_dataset, unlisted, worker_count
+from loadgen.probe import ServerError, account, first_request, identify
 from loadgen.progress import ProgressLine
 from loadgen.rundir import Ceiling, Manifest, WireFacts, records
 from loadgen.rundir.emulation import Emulation
@@ -231,7 +231,13 @@ class Run:
     async def plan(self, served: Served) -> Plan:
         """Asks the server what it is, and plans the load for it: the machine has room for that many streams, and text
         prompts are exact as the server counts them."""
-        self.info, self.emulated = await asyncio.to_thread(identify, self.backend, served.target)
+        named = self.config.model is not None
+        self.info, self.emulated, doubt = await asyncio.to_thread(identify, self.backend, served.target, named=named)
+        if doubt:
+            self.say(
+                f"note: the server does not say what it is ({doubt}); it is measured as --backend {self.backend.name} "
+                "and --model say."
+            )
         if not self.emulated:
             self.account = await asyncio.to_thread(account, self.backend, served.target)
         info, model = self.info, None
@@ -248,7 +254,12 @@ class Run:
             self.say(f"note: of the {source} these are not sent: {plan.job.load.left_out}.")
         for note in plan.job.load.notes:
             self.say(f"note: of the trace: {note}.")
-        return await fit_text(plan)
+        if served.managed is None and (note := unlisted(plan.job.model, info)):
+            self.say(f"note: {note}.")
+        plan, notes = await first_request(plan, doubt)
+        for note in notes:
+            self.say(f"note: {note}.")
+        return plan
 
     async def ceiling(self, plan: Plan, fleet: Fleet | None = None) -> Ceiling | None:
         """The client's own ceiling for this load, unless --no-calibrate; of several machines the slowest's."""
@@ -371,9 +382,9 @@ class Run:
 
 def target_of(config: Config) -> Target:
     """Where --url points, with the key, the headers and the certificates of the options. Raises ConfigError."""
-    token = None if config.api_key_env is None else _from_environment(config.api_key_env, "--api-key-env")
+    token = None if config.api_key_env is None else from_environment(config.api_key_env, "--api-key-env")
     headers = tuple(
-        (name, value if variable is None else _from_environment(variable, "--header"))
+        (name, value if variable is None else from_environment(variable, "--header"))
         for name, value, variable in config.headers
     )
     ca = None if config.ca is None else str(config.ca.absolute())  # worker processes may run elsewhere
@@ -386,17 +397,6 @@ def target_of(config: Config) -> Target:
         reason = "it holds no certificates in PEM format" if isinstance(error, ssl.SSLError) else error.strerror
         raise ConfigError(f"cannot use --ca {config.ca}: {reason}.") from None
     return target
-
-
-def _from_environment(variable: str, flag: str) -> str:
-    """A secret, which only the environment may hold. Raises ConfigError, which names no variable that may be a key."""
-    value = os.environ.get(variable)
-    if not value:
-        named = f" {variable}" if variable.isupper() else ""
-        raise ConfigError(f"the environment variable{named} named by {flag} is not set.")
-    if not (value.isascii() and value.isprintable()):
-        raise ConfigError(f"{variable} holds a line break or another character that no header can carry.")
-    return value
 
 
 @contextlib.contextmanager
@@ -423,7 +423,7 @@ def dry_run(config: Config, directory: Path, run_id: str) -> str:
     target = Target(f"http://127.0.0.1:{launch.start.port}")
     plan = plan_run(config, backend, target, ServerInfo(launch.settings.served_name), run_id, launch.model)
     prompt = plan.prompts.build(backend, plan.job.load, 0).prompt("measured", 0)
-    request = backend.encode(plan.job.model, prompt, plan.job.sampling)
+    request = plan.job.request(backend, prompt, plan.job.sampling)
     parts = [launch.text()]
     for path, content in launch.files.items():
         if isinstance(content, bytes):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import msgspec
 
@@ -23,6 +25,11 @@ PLAIN_ON_TLS, TLS_ON_PLAIN = (
     "the server speaks plain HTTP on this port, not TLS: use http:// in the address",
     "the server speaks TLS on this port, not plain HTTP: use https:// in the address",
 )
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+REDIRECTS = (301, 302, 307, 308)
+
+_ROUTE = re.compile(r"((/chat)?/completions?|/models|/generate(_stream)?)$")  # of a whole endpoint's address
+_VERSION = re.compile(r"/v[0-9]+[a-z0-9.]*(?=/|$)")  # of an API, as in /v1, /api/v3, /v1beta/openai
 
 
 class TransportError(Exception):
@@ -66,8 +73,38 @@ class Target(msgspec.Struct, frozen=True):
         return self.parts.port or (443 if self.tls else 80)
 
     @property
-    def base_path(self) -> str:
-        return self.parts.path.rstrip("/").removesuffix("/v1")  # as OpenAI clients are given their base URL
+    def route(self) -> str:
+        """What the address ends with where it is that of a whole endpoint, such as /chat/completions; else empty."""
+        found = _ROUTE.search(self.parts.path.rstrip("/"))
+        return found[0] if found else ""
+
+    def path(self, path: str) -> str:
+        """The path of a request that a backend sends to `path`, with the address' query. Routes of OpenAI's API, /v1/*,
+        lie where the address says: beside the endpoint that it names, or below its version, whichever it is; else below
+        /v1. The server's other routes lie above the version."""
+        base, query = self.parts.path.rstrip("/"), self.parts.query
+        api = base.removesuffix(self.route)
+        *_, version = (None, *_VERSION.finditer(api))
+        if not path.startswith("/v1/"):
+            asked = api[: version.start() if version else None] + path
+        elif version or self.route.endswith(("/completions", "/models")):
+            asked = api + path.removeprefix("/v1")
+        else:
+            asked = api + path
+        return f"{asked}?{query}" if query else asked
+
+    def url_of(self, path: str) -> str:
+        """The whole address of `path`."""
+        return f"{self.parts.scheme}://{self.parts.netloc}{self.path(path)}"
+
+    def followed(self, asked: str, location: str) -> str | None:
+        """Where a redirect of `asked`, a whole address, leads to; None where that is another host, port or scheme."""
+        try:
+            url = urljoin(asked, location)
+            same = urlsplit(url)[:2] == urlsplit(asked)[:2]
+        except ValueError:
+            return None
+        return url if same and url.isascii() and url.isprintable() and " " not in url else None
 
     def headers(self, request: HttpRequest) -> dict[str, str]:
         bearer = {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -85,14 +122,24 @@ class Target(msgspec.Struct, frozen=True):
 def get(
     target: Target, path: str, timeout_s: float = 10.0, method: str = "GET"
 ) -> tuple[int, Mapping[str, str], bytes]:
-    """One plain request beside the load, without a body: status, headers, body of the reply. timeout_s: for the
-    connection, and for all of the reply. Raises TransportError when the server is not there, or slower."""
+    """One plain request beside the load, without a body: status, headers, body of the reply, after one redirect on the
+    same host. timeout_s: for the connection, and for all of the reply. Raises TransportError when the server is not
+    there, or slower."""
+    url = target.url_of(path)
+    status, fields, body = _get(target, url, timeout_s, method)
+    if status in REDIRECTS and (followed := target.followed(url, fields.get("location", ""))) not in (None, url):
+        assert followed is not None
+        return _get(target, followed, timeout_s, method)
+    return status, fields, body
+
+
+def _get(target: Target, url: str, timeout_s: float, method: str) -> tuple[int, Mapping[str, str], bytes]:
     connection = _connection(target, timeout_s)
     try:
         _connect(connection, target, timeout_s)
-        headers = target.headers(HttpRequest(method, path, b"", ()))
+        path = urlsplit(url)._replace(scheme="", netloc="", fragment="").geturl()
         with _limited(connection.sock, timeout_s) as is_late:
-            connection.request(method, target.base_path + path, headers=headers)
+            connection.request(method, path, headers=target.headers(HttpRequest(method, path, b"", ())))
             reply = connection.getresponse()
             body = reply.read(MOST_REPLY_BYTES)
             if is_late():
@@ -160,7 +207,23 @@ def reason(error: BaseException) -> str:
 
 
 def _unreachable(target: Target, error: Exception) -> str:
-    return f"cannot reach {target.url}: {reason(error)}; is the server running there?"
+    return f"cannot reach {target.url}: {reason(error)}; is the server running there?{_unused_proxy(target)}"
+
+
+def _unused_proxy(target: Target) -> str:
+    """A sentence where the environment names a proxy for the target: the load never goes through one, whose times would
+    be measured too. Empty where it names none. What the variable holds may be a secret."""
+    proxies = getproxies()
+    if target.host in ("", *LOOPBACK) or proxy_bypass(f"{target.host}:{target.port}"):
+        return ""
+    kind = next((kind for kind in (target.parts.scheme, "all") if proxies.get(kind)), None)
+    if kind is None:
+        return ""
+    name = next((name for name in (f"{kind}_proxy", f"{kind}_proxy".upper()) if os.environ.get(name)), "a proxy")
+    return (
+        f" {name} is set in the environment, and loadgen does not use it: requests go to the server itself, and to no "
+        "proxy; give an address that this machine reaches, such as the end of a tunnel."
+    )
 
 
 def _connection(target: Target, timeout_s: float) -> http.client.HTTPConnection:

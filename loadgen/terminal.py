@@ -4,9 +4,12 @@ its output is no longer read; what may be drawn there, and how wide."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
+from json import dumps
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from backends.untrusted import masked, printable
@@ -30,9 +33,15 @@ def say(text: str) -> None:
 
 
 def result_line(json: str) -> None:
-    """The result as one line of JSON, the last of standard output, for scripts; a person at a terminal has the text."""
-    if not sys.stdout.isatty():
-        print(json, flush=True)
+    """The result as one line of JSON, the last of standard output, for scripts; a person at a terminal has the text.
+    Where the locale's encoding lacks some of its characters they are JSON's own escapes."""
+    if sys.stdout.isatty():
+        return
+    try:
+        json.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        json = re.sub(r"[^\x00-\x7f]", lambda match: dumps(match[0])[1:-1], json)
+    print(json, flush=True)
 
 
 def say_error(program: str, error: object) -> None:
@@ -152,6 +161,9 @@ def open_standard_streams() -> None:
     sys.stdin = sys.stdin or open(0)  # noqa: SIM115  of the process, for all its life
     sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):  # servers' names have characters that a locale's encoding may lack
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _discard(stream: TextIO) -> None:

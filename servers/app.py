@@ -7,7 +7,6 @@ that. SIGINT, SIGTERM and SIGHUP, which are its only end, end it with exit code 
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import signal
 import sys
@@ -23,7 +22,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from backends.launch import LaunchError
 from backends.untrusted import escaped
 from loadgen import exit_codes
-from loadgen.config import ConfigError
+from loadgen.config import ConfigError, from_environment
 from loadgen.option_types import Whole, check_listen, mistake, option
 from loadgen.rundir.emulation import Emulation
 from loadgen.terminal import open_standard_streams, say
@@ -137,7 +136,9 @@ def serve(
     options = options or ServeOptions()
     timing, struck = settled(options, hardware)
     try:
-        api_key, stamps_file = _api_key(options.api_key_env), _stamps(options.stamps)
+        variable = options.api_key_env
+        api_key = None if variable is None else from_environment(variable, "--api-key-env")
+        stamps_file = _stamps(options.stamps)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _raise_file_limit()
@@ -236,15 +237,6 @@ def _run(server: Server, exit_with_stdin: bool) -> None:
     gc.freeze()
     gc.disable()
     server.run()
-
-
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    api_key = os.environ.get(variable)
-    if not api_key:
-        raise ValueError(f"the environment variable {variable} holds no API key; set it first.")
-    return api_key
 
 
 def _stamps(path: Path | None) -> Stamps | None:

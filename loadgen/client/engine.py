@@ -34,6 +34,7 @@ from loadgen.clock import Alarm, now_ns
 from loadgen.event_loop import Stop, every_second
 from loadgen.load.prompts import Workload
 from loadgen.plan import Job, Plan
+from loadgen.request_body import advised
 from loadgen.rundir import WriteError
 from loadgen.rundir.records import ClientFacts, RecordsFile
 from loadgen.target import TransportError
@@ -177,8 +178,12 @@ class Client:
         self._finished.clear()
         self.done = self.failed = self.events = 0
         self._recent_ttft_ms.clear()
-        errors = [f"{each.outcome}, {each.error}" for each in self._warmed if each.outcome != "ok"]
-        return WarmUp(sent=len(self._warmed), failed=len(errors), error=next(iter(errors), None))
+        failed = [each for each in self._warmed if each.outcome != "ok"]
+        error = None
+        if failed:
+            like = self.job.request(self.backend, self.workload.prompt("warmup", 0), self.job.sampling)
+            error = f"{failed[0].outcome}, {advised(failed[0].error or '', like.body)}"
+        return WarmUp(sent=len(self._warmed), failed=len(failed), error=error)
 
     def _first(self, number: int) -> int:
         """The first request of what is begun `number`-th: a request, or a session."""
@@ -191,7 +196,7 @@ class Client:
         if earlier is not None:
             prompt, shared_tokens = _going_on(earlier, prompt)
         sampling = msgspec.structs.replace(self.job.sampling, max_tokens=shape.output_tokens)
-        request = self.backend.encode(self.job.model, prompt, sampling)
+        request = self.job.request(self.backend, prompt, sampling)
         id = self.workload.id(number) if phase == "measured" else number
         kept = None
         if self._turns is None or phase == "warmup" or self.backend.keeper is None:

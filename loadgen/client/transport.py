@@ -72,7 +72,7 @@ class FastTransport:
     def prepare(self, request: HttpRequest, request_id: str) -> bytes:
         fields = {"Host": self._host_header, "Accept": "*/*", "X-Request-Id": request_id}
         fields |= self.target.headers(request) | {"Content-Length": str(len(request.body))}
-        lines = [f"{request.method} {self.target.base_path}{request.path} HTTP/1.1"]
+        lines = [f"{request.method} {self.target.path(request.path)} HTTP/1.1"]
         lines += [f"{name}: {value}" for name, value in fields.items()]
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + request.body
 

@@ -118,7 +118,7 @@ class AiohttpTransport:
             ("X-Request-Id", request_id),
             ("Accept-Encoding", "identity"),
         )
-        return HttpRequest(request.method, self.target.base_path + request.path, request.body, headers)
+        return HttpRequest(request.method, self.target.path(request.path), request.body, headers)
 
     def send(self, exchange: Exchange, prepared: bytes | HttpRequest) -> None:
         assert isinstance(prepared, HttpRequest)

@@ -57,6 +57,6 @@ def of_plan(plan: Plan) -> Digests:
     asked += [("measured", each if workload.turns is None else workload.turns.begin(each)) for each in begun]
     for phase, number in asked:
         sampling = Sampling(workload.own(number).output_tokens)
-        request = backend.encode(job.model, workload.prompt(phase, number), sampling)
+        request = job.request(backend, workload.prompt(phase, number), sampling)
         prompts.update(request.body + b"\n")
     return Digests(code(), schedule.hexdigest(), prompts.hexdigest())

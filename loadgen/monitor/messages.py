@@ -22,7 +22,7 @@ class MetricsSource(Target, frozen=True, kw_only=True):
 
     @property
     def metrics_urls(self) -> tuple[str, ...]:
-        return self.replicas or (self.url.rstrip("/").removesuffix("/v1") + "/metrics",)
+        return self.replicas or (self.url_of("/metrics"),)
 
     def headers_for(self, url: str, request: HttpRequest) -> dict[str, str]:
         """What a request to that address carries: secrets go to the server itself alone."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from backends.protocol import HttpRequest
 from backends.untrusted import printable
 from loadgen.monitor.messages import MetricsSource
+from loadgen.target import REDIRECTS
 
 MAX_BODY_BYTES = 16 << 20
 
@@ -75,6 +76,7 @@ class _Page:
     def __init__(self, source: MetricsSource, url: str, timeout_s: float) -> None:
         import httpx
 
+        self._source = source
         self._url = url
         self._series = Series(source.series)
         self._timeout_s = timeout_s
@@ -89,20 +91,9 @@ class _Page:
         """The values now. Raises Unreadable, and nothing else whatever the server does."""
         import httpx
 
-        body = bytearray()
         try:
-            async with (
-                asyncio.timeout(self._timeout_s),  # httpx's own limits begin anew with every read
-                self._client.stream("GET", self._url) as response,
-            ):
-                if response.status_code in (404, 405, 501):
-                    raise Absent(f"the server has no metrics: GET /metrics answers {response.status_code}")
-                if response.status_code != 200:
-                    raise Unreadable(f"GET /metrics answers {response.status_code}")
-                async for piece in response.aiter_bytes():
-                    body += piece
-                    if len(body) > MAX_BODY_BYTES:
-                        raise Unreadable(f"the answer to GET /metrics is over {MAX_BODY_BYTES >> 20} MiB")
+            async with asyncio.timeout(self._timeout_s):  # httpx's own limits begin anew with every read
+                body = await self._body()
         except (TimeoutError, httpx.TimeoutException):
             raise Unreadable(f"GET /metrics was not answered within {self._timeout_s:g} s") from None
         except httpx.ConnectError as error:
@@ -110,6 +101,27 @@ class _Page:
         except (httpx.HTTPError, httpx.InvalidURL) as error:  # their words may hold a header that we sent: names only
             raise Unreadable(f"GET /metrics failed: {type(error).__name__}") from None
         return self._series.pick(body.decode("utf-8", "replace"))
+
+    async def _body(self, *, redirected: bool = False) -> bytes:
+        """The page, after one redirect on the same host, which is remembered. Raises Unreadable, and as httpx does."""
+        body = bytearray()
+        async with self._client.stream("GET", self._url) as response:
+            if response.status_code in (404, 405, 501):
+                raise Absent(f"the server has no metrics: GET /metrics answers {response.status_code}")
+            if response.status_code in REDIRECTS and not redirected:
+                url = self._source.followed(self._url, response.headers.get("location", ""))
+                if url is None:
+                    raise Unreadable(f"GET /metrics answers {response.status_code} and leads to another host")
+                self._url = url
+            elif response.status_code != 200:
+                raise Unreadable(f"GET /metrics answers {response.status_code}")
+            else:
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > MAX_BODY_BYTES:
+                        raise Unreadable(f"the answer to GET /metrics is over {MAX_BODY_BYTES >> 20} MiB")
+                return bytes(body)
+        return await self._body(redirected=True)
 
     async def close(self) -> None:
         await self._client.aclose()

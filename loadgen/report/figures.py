@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from loadgen import rundir
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages.series import cdf
 
+warnings.filterwarnings(
+    "ignore", "Glyph .* missing", UserWarning
+)  # of a model's name: a box, and nothing to do about it
 PANELS = {
     "e2el_ms": "End-to-end latency",
     "ttft_ms": "Time to first token",

@@ -141,7 +141,7 @@ class _ByProbe:
         sampling = msgspec.structs.replace(plan.job.sampling, max_tokens=1)
         decoder = self._backend.decoder(sampling.stream)
         exchange = Exchange(self._sent, "warmup", 0, prompt.n_tokens, 1, decoder, done.set_result)
-        request = self._backend.encode(plan.job.model, prompt, sampling)
+        request = plan.job.request(self._backend, prompt, sampling)
         transport = build_transport(plan, self._backend)
         await transport.open(1)
         try:

@@ -226,7 +226,7 @@ async def _one(sweep: Sweep, run: PointRun, served: Served, look: Look) -> None:
     directory, whole = rundir.within(sweep.directory, run.name), sweep.whole
     assert whole is not None
     _put_aside(directory)
-    await asyncio.to_thread(identify, whole.backend, served.target)
+    await asyncio.to_thread(identify, whole.backend, served.target, named=whole.config.model is not None)
     wait = await idle(look)
     sweep.kept.waits = {**sweep.kept.waits, run.name: wait}
     if not wait.idle:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import pytest
 from cyclopts import Parameter
 
+import backends
 from backends import gpus
 from backends.protocol import ServerInfo
 from loadgen import cli, run, terminal
@@ -53,11 +54,14 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "tokenizer": (["dir"], "dir"),
     "vocab_size": (["100"], 100),
     "repeat_dataset": ([], True),
+    "extra_body": (['{"top_k": 20}'], '{"top_k": 20}'),
+    "omit_field": (["seed"], ("seed",)),
     "seed": (["3"], 3),
     "workers": (["auto"], "auto"),
     "transport": (["aiohttp"], "aiohttp"),
     "connect": (["fresh"], "fresh"),
     "kernel_timestamps": ([], True),
+    "quick_acks": ([], True),
     "metrics_port": (["9464"], 9464),
     "api_key_env": (["KEY"], "KEY"),
     "metrics_url": (["http://h:2/metrics"], ("http://h:2/metrics",)),
@@ -424,10 +428,11 @@ def test_config_is_checked_when_made() -> None:
 
 def test_model_among_several() -> None:
     several = ServerInfo(models=("base", "adapter"))
-    assert choose_model(Config(model="adapter"), several) == "adapter"
+    vllm = backends.get("vllm")
+    assert choose_model(Config(model="adapter"), vllm, several) == "adapter"
     for config in (Config(), Config(model="7b")):
         with pytest.raises(ConfigError, match="base, adapter"):
-            choose_model(config, several)
+            choose_model(config, vllm, several)
 
 
 def test_gpus_of_a_server_that_runs_here_are_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import backends
 from backends import catalog
 from loadgen import cli, models
 from loadgen.config import Config, ConfigError
@@ -53,10 +54,19 @@ def test_a_cached_id_is_described(own: Path, tmp_path: Path, monkeypatch: pytest
     assert models.find("org/name").described().parameters == 12_247_782_400
 
 
+@pytest.mark.parametrize(
+    "name", ["a\0b/c", "\ud800/x", "组织/模型", "../..", "o/" + 9000 * "x", "models--x/../../etc", ""]
+)
+def test_what_a_server_may_call_its_model(name: str) -> None:
+    """Names that no file can have, some under this locale only: the model is not known, and nothing is raised."""
+    assert models.spec(name) is None
+    assert models.names(name) <= {name}
+
+
 def test_an_embedded_server_finds_a_directory_and_serves_its_name(own: Path) -> None:
     config = Config(model=str(own), gpu="h200")
     assert (embedded.model_name(config), embedded.model_place(config)) == ("my nemo", str(own))
-    assert choose_model(config, ServerInfo("my nemo")) == "my nemo"
+    assert choose_model(config, backends.get("vllm"), ServerInfo("my nemo")) == "my nemo"
 
 
 def test_a_directory_is_predicted_as_its_name_is(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -134,6 +135,22 @@ RESULT = "from loadgen.terminal import result_line, say; say('the text'); result
 def test_scripts_have_the_line_of_json() -> None:
     ended = subprocess.run([sys.executable, "-c", RESULT], capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("{}\n", "the text\n")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252", "utf-8"])
+def test_no_name_fails_in_any_encoding(encoding: str) -> None:
+    """The line of JSON stays JSON, and the text has escapes for what a stream cannot hold."""
+    name = "组织/é\U0001f600"
+    written = f"import sys; from loadgen.terminal import *; open_standard_streams(); say({name!r}); print({name!r}); "
+    written += f"result_line({json.dumps([name], ensure_ascii=False)!r})"
+    ended = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", written], capture_output=True, check=True,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )  # fmt: skip
+    shown, line = ended.stdout.splitlines()
+    assert json.loads(line.decode(encoding)) == [name]
+    expected = name.encode(encoding, "backslashreplace")
+    assert shown == expected and ended.stderr.rstrip() == expected
 
 
 def test_a_terminal_has_the_text_alone() -> None:

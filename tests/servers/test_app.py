@@ -173,7 +173,7 @@ def test_api_key_from_the_environment() -> None:
         (["--fault", "explode:2"], "there is no fault 'explode'"),
         (["--dialect", "tgi", "--fault", "no_done:2"], "the tgi protocol has nothing of the kind"),
         (["--stamps", "/no/such/place/s.npz"], "cannot write /no/such/place/s.npz: No such file or directory"),
-        (["--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE holds no API key"),
+        (["--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE named by --api-key-env is not set"),
     ],
 )
 def test_bad_options(options: list[str], sentence: str) -> None:

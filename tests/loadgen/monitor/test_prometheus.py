@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 import prometheus_client
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backends
-from loadgen.monitor.prometheus import Series, Unreadable
+from loadgen.monitor.messages import MetricsSource
+from loadgen.monitor.prometheus import Metrics, Series, Unreadable
+from tests.loadgen.scripted import scripted
 
 
 def test_several_label_sets_are_added_and_ratios_averaged() -> None:
@@ -141,3 +144,27 @@ lightllm_batch_current_max_tokens 1088.0
     assert series.pick(text) == known
     newer = text + "lightllm_prompt_tokens_total 512.0\nlightllm_num_running_reqs 2.0\n"
     assert series.pick(newer) == {**known, "prompt_tokens": 512.0}
+
+
+@pytest.mark.parametrize(
+    ("location", "asked"), [("/metrics/", 3), ("http://127.0.0.1:1/metrics", 2), ("https://h/", 2), ("", 4)]
+)
+def test_one_redirect_on_the_same_host_is_followed_and_remembered(location: str, asked: int) -> None:
+    async def story() -> None:
+        def script(number: int) -> list[bytes]:
+            if world.requests[number][0].split()[1] == b"/metrics/":
+                return [b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nup 1"]
+            return [b"HTTP/1.1 307 x\r\nLocation: " + location.encode() + b"\r\nContent-Length: 0\r\n\r\n"]
+
+        async with scripted(script) as world:
+            metrics = Metrics(MetricsSource(world.url, "s3cret", series={"running": "up"}), 5.0)
+            for _ in range(2):
+                if asked == 3:
+                    assert await metrics.read() == {"running": 1.0}
+                else:
+                    with pytest.raises(Unreadable, match="answers 307"):
+                        await metrics.read()
+            await metrics.close()
+            assert len(world.requests) == asked
+
+    asyncio.run(story())
