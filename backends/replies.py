@@ -84,9 +84,7 @@ class _Named(msgspec.Struct):
 
 
 def is_ping(data: bytes) -> bool:
-    """Whether an event's data says that it is nothing but a sign of life: {"type": "ping"}, or {}."""
-    if data.strip() == b"{}":
-        return True
+    """Whether an event's data says that it is nothing but a sign of life, such as {"type": "ping"}."""
     try:
         return msgspec.json.decode(data, type=_Named).type in PINGS
     except UNDECODABLE:
