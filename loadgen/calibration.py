@@ -18,8 +18,8 @@ from loadgen.client.limits import OPEN_FILES_BESIDES
 from loadgen.load.arrivals import Streams
 from loadgen.load.lengths import fixed
 from loadgen.load.load import Load
+from loadgen.load.request_body import BodyEdits
 from loadgen.plan import Plan, PromptSource
-from loadgen.request_body import BodyEdits
 from loadgen.rundir import Ceiling, records
 from loadgen.server import embedded
 from loadgen.target import Target

@@ -21,8 +21,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from cyclopts import Group
 
 from backends.untrusted import hide, printable
-from loadgen import request_body
-from loadgen.load import workloads
+from loadgen.load import request_body, workloads
 from loadgen.load.workloads import WorkloadName
 from loadgen.option_types import NumberOrText, Whole, WholeOrText, is_host, names, option
 

@@ -22,8 +22,8 @@ from loadgen.load.conversations import Conversations
 from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
 from loadgen.load.prompts import Text, TokenIds, Workload, tokenizer_count
+from loadgen.load.request_body import BodyEdits
 from loadgen.models import Model
-from loadgen.request_body import BodyEdits
 from loadgen.target import Target
 
 STREAMS_PER_WORKER = 2000  # --workers auto

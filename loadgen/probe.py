@@ -14,8 +14,8 @@ from backends.untrusted import printable
 from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
 from loadgen.load.prompts import Text
+from loadgen.load.request_body import advised, refused
 from loadgen.plan import Plan
-from loadgen.request_body import advised, refused
 from loadgen.server.embedded import EMULATED_MARK
 from loadgen.target import UNQUEUED_S, Target, TransportError, get
 

@@ -33,8 +33,8 @@ from loadgen.client.turns import Waiting, next_prompt, why_over
 from loadgen.clock import Alarm, now_ns
 from loadgen.event_loop import Stop, every_second
 from loadgen.load.prompts import Workload
+from loadgen.load.request_body import advised
 from loadgen.plan import Job, Plan
-from loadgen.request_body import advised
 from loadgen.rundir import WriteError
 from loadgen.rundir.records import ClientFacts, RecordsFile
 from loadgen.target import TransportError

@@ -11,8 +11,8 @@ import pytest
 import backends
 from backends.protocol import Prompt, Sampling
 from loadgen.config import Config, ConfigError
+from loadgen.load.request_body import BodyEdits, advised, parse, refused
 from loadgen.plan import plan_run
-from loadgen.request_body import BodyEdits, advised, parse, refused
 from loadgen.target import Target
 from tests.loadgen.test_cli import ServerInfo
 
