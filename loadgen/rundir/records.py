@@ -333,8 +333,10 @@ class _Columns:
             self._answers_ns[record.id] = record.answer_ns
 
     def _first_tokens(self, record: Record) -> int | None:
-        """Of a record without them, what its gaps tell."""
+        """A record without them tells them by its gaps; where the gaps were left out too, they are taken to be one."""
         if record.first_tokens is msgspec.UNSET:
+            if not record.itl_us and record.events > 1:
+                return 1
             return pace.first_tokens(record.output_tokens, record.itl_us)
         self._tells_pace = True
         return record.first_tokens
