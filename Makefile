@@ -92,7 +92,7 @@ test-vllm: $(VENV)/installed-dev
 
 test-docker: $(VENV)/installed-dev
 	tests/docker/engine.sh
-	$(BIN)/python -m pytest -m docker $(SAMPLED)
+	$(BIN)/python -m pytest -m docker -rs $(SAMPLED) tests/docker
 
 test-vllm-docker: $(VENV)/installed-dev
 	tests/docker/engine.sh
