@@ -28,7 +28,11 @@ def opened(path: Path, directory: Path | None = None) -> BinaryIO:
     out of the directory and for what is no regular file: a pipe is never waited for, and no device is read."""
     if not is_inside(path, directory or path.parent):
         raise OSError(errno.ELOOP, "it is a link that leads out of its directory")
-    descriptor = os.open(path.resolve(), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        descriptor = os.open(path.resolve(), flags)
+    except OSError as error:  # with the name that was asked for
+        raise OSError(error.errno, error.strerror, str(path)) from None
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(descriptor, "rb")

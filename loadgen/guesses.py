@@ -67,7 +67,7 @@ def _options(command: str, tokens: list[str]) -> Iterator[str]:
     burstiness = _take(tokens, "--burstiness")
     queue = iter(tokens)
     for token in queue:
-        if token in TOLD:
+        if token in TOLD and command in ("run", "sweep", "search"):
             raise ConfigError(f"there is no {token}; {TOLD[token]}.")
         if token in RATES and command in ("run", "doctor", "predict", "breakdown", "compose"):
             yield from ("--arrival", _arrival(token, next(queue, ""), burstiness))

@@ -268,7 +268,10 @@ def mend(directory: Path) -> None:
 def read(path: Path) -> list[CellResult]:
     """The results of a sweep's directory, or of a file: the last one of each cell, in the order of the first. A last
     line that was cut by a kill is left out. Raises ResultsError."""
-    path = path / RESULTS_FILE if path.is_dir() else path.resolve()
+    if path.is_dir():
+        path = path / RESULTS_FILE
+    elif path.exists():  # a link that the command line names is followed
+        path = path.resolve()
     advice = "; name the directory of a sweep"
     wrong = "is not a result of this version"
     results = read_json_lines(path, CellResult, ResultsError, wrong, advice, _doubt)
