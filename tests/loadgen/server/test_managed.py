@@ -271,7 +271,7 @@ def test_a_server_of_another_kind_that_lives(
 ) -> None:
     monkeypatch.setattr("loadgen.server.managed.END_WAIT_S", 0.0)
     _, said = run(Fake([server.url]), 3)
-    assert "does not look like a vllm server" in said.splitlines()[-1]
+    assert "a first request failed (http_error): POST http://" in said.splitlines()[-1]
 
 
 LOG = "INFO up\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
