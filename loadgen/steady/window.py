@@ -126,7 +126,7 @@ def spread(begin_s: Floats, end_s: Floats, weights: Floats, edges_s: Floats) -> 
 
 def rate(at_s: Floats, span: Span) -> Estimate:
     """How many of the instants (n,) fall into a second of the window."""
-    per_s = np.histogram(at_s, span.parts())[0] * (PARTS / (span.to_s - span.from_s))
+    per_s: Floats = np.float64(PARTS / (span.to_s - span.from_s)) * np.histogram(at_s, span.parts())[0]
     return _estimate(float(per_s.mean()), per_s)
 
 
