@@ -144,7 +144,7 @@ class Attention:
 
     @property
     def kv_projections(self) -> int:
-        """Of keys and values."""
+        """How many products make keys and values: none of borrowed ones, one where both are the same."""
         return 0 if self.borrows_kv else 1 if self.ties_kv else 2
 
     def token_bytes(self, precision: Precision) -> int:
@@ -165,7 +165,7 @@ class Attention:
         return min(tp, self.kv_heads)
 
     def kv_values_of(self, tp: int) -> float:
-        """Of one GPU, as its attention reads them."""
+        """Numbers of a token's keys and values on one GPU, as its attention reads them."""
         return 2 * max(1.0, self.kv_heads / tp) * self.head_dim
 
     def products(self, hidden: int, tp: int) -> Iterator[Product]:

@@ -194,7 +194,7 @@ _SHOWN = (
 
 
 class _Info(msgspec.Struct):
-    """Of /server_info, which has every argument of the server, as they were settled."""
+    """The part of /server_info that is read; it has every argument of the server, as it was settled."""
 
     version: str | None = None
     max_total_num_tokens: Count | None = None  # of the first replica

@@ -162,7 +162,7 @@ def report(
 
 
 def _report(directory: Path, convention: ConventionName) -> int:
-    """Of one directory, whatever was measured there."""
+    """Reads one directory, whatever was measured there."""
     from loadgen.breakdown.tables import FILE as BREAKDOWN
     from loadgen.report import repeats, sweeps
 

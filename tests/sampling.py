@@ -24,7 +24,7 @@ def turn_of(file: str, position: int) -> int:
 
 
 def chosen(tests: Sequence[tuple[str, bool]], number: int) -> list[bool]:
-    """Of tests in their order, each with its file and whether it always runs: whether the sample runs it."""
+    """Whether the sample runs each test; tests come in their order, each with its file and whether it always runs."""
     positions: dict[str, int] = defaultdict(int)
     found = []
     for file, always in tests:

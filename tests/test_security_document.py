@@ -14,7 +14,7 @@ HELD_BY = "held by"
 
 
 def rows() -> list[list[str]]:
-    """Of the tables that say by which tests they hold, the cells of each row."""
+    """The cells of each row of the tables that say by which tests they hold."""
     found, held = [], False
     for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]

@@ -159,7 +159,7 @@ def _deepseek_sparse(fields: Fields, layers: int) -> list[bool]:
 
 
 def _granite_experts(fields: Fields) -> Mlp:
-    """Of Granite 4: experts, and one MLP that all pass through; without experts that alone."""
+    """Granite 4 has experts, and one MLP that all pass through; without experts that alone."""
     shared = fields.size("shared_intermediate_size")
     if not fields.get("num_local_experts"):
         return Mlp(width=shared)
@@ -261,7 +261,7 @@ def _mamba_width(fields: Fields, heads: str, width: str) -> int:
 
 
 def _lightning(fields: Fields) -> Recurrent:
-    """Of MiniMax-01."""
+    """The layers of MiniMax-01."""
     heads = fields.size("num_attention_heads")
     width = fields.size("head_dim", fields.size("hidden_size") // heads)
     inner = heads * width
@@ -356,14 +356,14 @@ def _gemma4_full(fields: Fields) -> Attention:
 
 
 def _laurel_and_altup(fields: Fields, hidden: int) -> int:
-    """Of Gemma 3n: the augmented residual, the alternating updates, and the layer's own embedding."""
+    """Gemma 3n has more: the augmented residual, the alternating updates, and the layer's own embedding."""
     inputs, rank = fields.size("altup_num_inputs"), fields.size("laurel_rank")
     altup = 2 * hidden + inputs**2 + inputs**3 + hidden * inputs
     return 2 * hidden * rank + hidden + altup + _per_layer(fields, hidden)
 
 
 def _per_layer(fields: Fields, hidden: int) -> int:
-    """Of a layer with an embedding of its own (Gemma 3n and 4)."""
+    """What an embedding of its own adds to a layer (Gemma 3n and 4)."""
     width = _per_layer_width(fields)
     return 2 * hidden * width + hidden if width else 0
 

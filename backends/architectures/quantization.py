@@ -53,8 +53,8 @@ def quantization(fields: Fields) -> tuple[str | None, float | None, list[str]]:
 
 
 def _grouped_bytes(bits: int, group: Any, *, zeros: bool) -> float:
-    """Of one weight, with its part of a scale of 16 bit, and of a zero of its own width. Without a group (-1) a whole
-    row has one."""
+    """Bytes of one weight, with its part of a scale of 16 bit, and of a zero of its own width. Without a group (-1) a
+    whole row has one."""
     if isinstance(group, bool) or not isinstance(group, int) or (group != -1 and not 0 < group <= 1 << 20):
         raise MalformedConfig(f"quantization_config.group_size is {printable(repr(group), 20)} and must be a number")
     return bits / 8 + (0 if group == -1 else (2 + bits / 8 * zeros) / group)

@@ -157,7 +157,7 @@ class _Defaults(msgspec.Struct):
 
 
 class _Props(msgspec.Struct):
-    """Of /props, as far as it tells how the server runs."""
+    """The part of /props that tells how the server runs."""
 
     total_slots: Count | None = None
     model_ftype: str | None = None
@@ -166,7 +166,7 @@ class _Props(msgspec.Struct):
 
 
 def read_account(path: str, body: bytes) -> Account:
-    """Of /props. Slots that share one KV cache each name all of it, so what the cache holds is not known from here."""
+    """Reads /props. Slots that share a KV cache each name all of it, so what it holds is not known from here."""
     try:
         props = msgspec.json.decode(body, type=_Props)
     except UNDECODABLE:

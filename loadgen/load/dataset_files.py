@@ -122,7 +122,7 @@ def _begins_conversations(path: Path) -> bool:
 
 
 def _list_begins_conversations(head: bytes) -> bool:
-    """Of a list behind its bracket: unless its first item, or the beginning of that, is a prompt."""
+    """Whether a list holds conversations, by what follows its bracket: it does not where that begins a prompt."""
     try:
         first, _ = json.JSONDecoder(strict=False).raw_decode(head.decode(errors="replace"))
     except (ValueError, RecursionError):

@@ -112,7 +112,7 @@ def advised(error: str, body: bytes) -> str:
 
 
 def _fields(body: bytes) -> dict[str, Any]:
-    """Of the outermost object, each as it stands: prompts may be long."""
+    """The members of the outermost object, each as it stands: prompts may be long."""
     return dict(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
 
 

@@ -169,7 +169,7 @@ def samples(directory: Path, run_id: str) -> list[ServerSample]:
 
 
 def _lines(directory: Path) -> Iterator[bytes]:
-    """Of the file, or of the one that was packed with gzip, as records may be. Raises UNREADABLE."""
+    """Reads the file, or the one that was packed with gzip, as records may be. Raises UNREADABLE."""
     plain = directory / FILE
     if plain.exists() or not (packed := plain.with_name(f"{FILE}.gz")).exists():
         yield from foreign_files.lines(plain, most_bytes=MOST_LINE_BYTES)

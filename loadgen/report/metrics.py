@@ -138,7 +138,7 @@ def is_unknown(those: NDArray[np.bool_], table: Table) -> bool:
 
 
 def bent(table: Table) -> NDArray[np.bool_]:
-    """Of `paceless` those (n,) that came in too few reads: reads made their gaps, and their first token's time."""
+    """Which of `paceless` (n,) came in too few reads: reads made their gaps, and their first token's time."""
     found = paceless(table)
     for row in np.flatnonzero(found).tolist():
         found[row] = pace.is_bent(table.itl_us[table.itl_offsets[row] : table.itl_offsets[row + 1]].tolist())

@@ -115,7 +115,7 @@ def verdict(directory: Path, report: Report) -> RunVerdict:
 
 
 def verdicts(paths: Sequence[Path], reports: Sequence[Report]) -> list[RunVerdict]:
-    """Of several runs; a run that is there again under another name is not valid: it says nothing of the noise."""
+    """Reads several runs; a run that is there again under another name is not valid: it says nothing of the noise."""
     first: dict[str, RunVerdict] = {}
     checked = []
     for path, report in zip(paths, reports, strict=True):

@@ -367,7 +367,7 @@ def _server_lines(server: ServerStats, client_ttft_ms: float | None, answered: b
 
 
 def replica_rows(server: ServerStats) -> Iterator[list[str]]:
-    """Of each replica: its address, and what it counted."""
+    """What each replica counted, by its address."""
     for each in server.replicas or ():
         kv_percent = None if each.kv_cache_usage_max_ratio is None else 100 * each.kv_cache_usage_max_ratio
         counted = (each.running_max, each.waiting_max, kv_percent, each.prompt_tokens, each.generation_tokens,

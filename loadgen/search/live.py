@@ -308,7 +308,7 @@ class Try:
 
 
 def _unknown(late: Mapping[str, NDArray[np.float64]], ok: NDArray[np.bool_], delivery: bool) -> list[str]:
-    """Of the limited metrics, by how late each request (n,) was, those that no reply of a probe lets know."""
+    """The limited metrics that no reply of a probe lets know, by how late each request (n,) was."""
     never = [name for name, each in late.items() if ok.any() and bool(np.isinf(each[ok]).all())]
     return [*never, *(["ttft"] if delivery and "ttft" in late and "ttft" not in never else [])]
 

@@ -48,7 +48,7 @@ def of_requests(measured: Table, manifest: Manifest) -> Flow | None:
 
 
 def of_sessions(spans: Spans, manifest: Manifest) -> Flow | None:
-    """Of whole conversations, from when each was open to when."""
+    """The flow of whole conversations, from the begin to the end of each."""
     kind = manifest.arrival.partition(":")[0]
     if kind not in JUDGED:
         return None
@@ -76,7 +76,7 @@ def changes(arrival: str) -> bool:
 
 
 def stamps(measured: Table, manifest: Manifest) -> Stamps:
-    """Of the requests that ended ok."""
+    """The times of the requests that ended ok."""
     rows = np.flatnonzero(measured.ok & (measured.sent_ns != -1) & (measured.first_token_ns != -1))
     rows = rows[np.argsort(measured.sent_ns[rows], kind="stable")]
     times = (measured.sent_ns, measured.first_token_ns, measured.last_token_ns, measured.done_ns)
@@ -106,7 +106,7 @@ def _rate_per_s(arrival: str) -> float | None:
 
 
 def _mean_tokens(manifest: Manifest, tokens: NDArray[np.float64], asked: NDArray[np.int64]) -> float | None:
-    """Of the law that replies were drawn by; None where there is none, or replies were not as asked."""
+    """The mean of the law that replies were drawn by; None where there is none, or replies were not as asked."""
     text, others = manifest.config.get("output_tokens"), ("dataset", "trace", "workload")
     if not isinstance(text, str | int) or any(manifest.config.get(name) for name in others) or not asked.any():
         return None

@@ -246,7 +246,7 @@ def _onset(seen: _Seen) -> tuple[int, int]:
 
 
 def _interval(steps_s: Floats, served: float) -> tuple[float, float] | None:
-    """Of the rate of completions, by the durations of ten batches of them."""
+    """The interval of the rate of completions, by the durations of ten batches of them."""
     edges = np.linspace(0, len(steps_s) - 1, 11).astype(np.int64)
     seconds = np.diff(steps_s[edges]) / np.maximum(np.diff(edges), 1)
     if len(steps_s) < LEAST or seconds.mean() <= 0:

@@ -173,7 +173,7 @@ def _groups(setup: Setup, settings: dict[str, int], tp: int) -> Groups | None:
 
 
 def _block_bytes(setup: Setup, tp: int, layers: int) -> float:
-    """Of a block of that many layers, on one GPU."""
+    """What a block of that many layers takes on one GPU."""
     attention, precision = setup.model.keeping[0].attention, setup.precision()
     return BLOCK_TOKENS * layers * attention.token_bytes(precision) / attention.shares(tp)
 

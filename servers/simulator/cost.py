@@ -462,7 +462,7 @@ class StepCost:
         return sum(map(product_s, kind.attention.products(self._model.hidden, self._tp)))
 
     def _numbers(self, part: str) -> Arithmetic:
-        """Of a part of the layers, as most of its weights are."""
+        """The arithmetic of a part of the layers: that of most of its weights."""
         return self._quantized if self._precision.quantized(part) >= 0.5 else self._plain
 
     def _quantize_s(self, rows: float, k: float, numbers: Arithmetic) -> float:

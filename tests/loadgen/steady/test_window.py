@@ -84,7 +84,7 @@ def test_what_is_spread_is_all_there() -> None:
 
 
 def test_intervals_hold_the_truth_of_noise() -> None:
-    """Of 200 samples of independent values."""
+    """Draws 200 samples of independent values."""
     span, sent_s, held = Span(0.0, 1000.0), np.linspace(0, 1000, 500), 0
     for seed in range(200):
         values = np.random.default_rng(seed).exponential(1.0, 500)
