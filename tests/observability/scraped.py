@@ -82,7 +82,7 @@ def prometheus(directory: Path, targets: Mapping[str, str]) -> Iterator[Promethe
         try:
             url = f"http://127.0.0.1:{port}"
             until(
-                f"Prometheus; its log: {log}", lambda: urllib.request.urlopen(f"{url}/-/ready", timeout=5).status == 200
+                lambda: urllib.request.urlopen(f"{url}/-/ready", timeout=5).status == 200, f"Prometheus; its log: {log}"
             )
             yield Prometheus(url)
         finally:
