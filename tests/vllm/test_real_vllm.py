@@ -109,7 +109,7 @@ def measure(server: Server, transport: str, directory: Path) -> Measured:
         with measured_lateness() as watched:
             done = loadgen(
                 server, out, backend="vllm", requests=REQUESTS, input_tokens=INPUT_TOKENS, output_tokens=OUTPUT_TOKENS,
-                transport=transport,
+                transport=transport, warmup=0,  # its requests that measure the wire have no records
             )  # fmt: skip
         if done.returncode != exit_codes.INVALID:
             break
