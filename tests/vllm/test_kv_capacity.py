@@ -85,5 +85,5 @@ def test_as_many_blocks_and_tokens_as_vllm_counts(request: pytest.FixtureRequest
         own = case.free_bytes // (BLOCK_TOKENS * groups.layers * 2 * case.kv_heads * case.head_dim * KV_BYTES)
         assert (own, groups.tokens(own)) == (blocks, tokens), case
         assert groups.blocks(tokens) == pytest.approx(blocks, abs=1 + blocks / tokens if tokens else 1)
-        windowed += groups.windowed
+        windowed += groups.uneven
     print(f"\n{len(cases)} models, {windowed} of them with windows: as many blocks and tokens as vLLM counts")
