@@ -29,7 +29,7 @@ SAME = {
     for name in others
 }
 RATES = ("--rate", "--rps", "--qps", "--request-rate")
-TOLD = {
+HINTS = {
     "--timeout": "give --total-timeout for a whole reply, --first-byte-timeout or --idle-timeout",
     "--api-key": "name the environment variable that holds the key: --api-key-env NAME",
     "--json": "the last line of standard output is JSON where it is no terminal: `loadgen run ... | tail -n 1`",
@@ -52,7 +52,7 @@ def _split(command: str, tokens: Sequence[str]) -> Iterator[str]:
     """--name=value as two words, which the rest here reads; but for values that begin with a dash."""
     for position, token in enumerate(tokens):
         name, equals, value = token.partition("=")
-        known = name in SAME or name in RATES or name in TOLD or name in ("--burstiness", "--slo", "--duration")
+        known = name in SAME or name in RATES or name in HINTS or name in ("--burstiness", "--slo", "--duration")
         if equals and known and not value.startswith("-"):
             yield from (name, value)
         elif position == 0 and command == "run" and re.match(r"https?://", token):
@@ -67,8 +67,8 @@ def _options(command: str, tokens: list[str]) -> Iterator[str]:
     burstiness = _take(tokens, "--burstiness")
     queue = iter(tokens)
     for token in queue:
-        if token in TOLD and command in ("run", "sweep", "search"):
-            raise ConfigError(f"there is no {token}; {TOLD[token]}.")
+        if token in HINTS and command in ("run", "sweep", "search"):
+            raise ConfigError(f"there is no {token}; {HINTS[token]}.")
         if token in RATES and command in ("run", "doctor", "predict", "breakdown", "compose"):
             yield from ("--arrival", _arrival(token, next(queue, ""), burstiness))
         elif token in RATES and command == "sweep":

@@ -137,7 +137,11 @@ def _contradictions(*clauses: Sequence[str]) -> Iterator[Finding]:
 
 def is_delivery(measured: Table) -> bool:
     """Whether ttft is the time of a delivery: most replies came in too few reads to show their first token."""
-    return int(metrics.bent(measured).sum()) > BUFFERED_INVALID_RATIO * _replies(measured)
+    return _are_deliveries(int(metrics.bent(measured).sum()), measured)
+
+
+def _are_deliveries(bent: int, measured: Table) -> bool:
+    return bent > BUFFERED_INVALID_RATIO * _replies(measured)
 
 
 def _server_ended(launch: LaunchFacts | None) -> Iterator[Finding]:
@@ -302,7 +306,7 @@ def _buffered(measured: Table, bent: int) -> Iterator[Finding]:
     replies = _replies(measured)
     if bent <= FEW_RATIO * replies:
         return
-    invalid = is_delivery(measured)
+    invalid = _are_deliveries(bent, measured)
     gaps_us = measured.itl_us[measured.itl_us > 0]
     lumps = f", with pauses of {float(np.median(gaps_us)) / 1000:.0f} ms between them" if len(gaps_us) else ""
     yield Finding(
@@ -564,28 +568,28 @@ def _transient(numbers: Numbers) -> Iterator[Finding]:
     steady = numbers.steady
     if steady is None:
         return
-    seen, said = steady.keeping_up, None
+    seen, sentences = steady.keeping_up, None
     asked = flows.slots(numbers.arrival)
     if seen is not None and seen.why == keeping_up.UNMET:
-        said = (
+        sentences = (
             f"The server never saw its load: {seen.why}.",
             f"Send for several times as long as {steady.unit} take; fewer are in flight until then.",
         )
     elif asked is not None and numbers.sessions is None and steady.peak is not None and 0 < steady.peak < asked:
-        said = (
+        sentences = (
             f"The concurrency of {asked} was never reached: at most {steady.peak} requests were in flight.",
             f"Send at least {10 * asked} requests, ten for each of those in flight.",
         )
     elif asked is not None and steady.window is None and numbers.requests.ok and not flows.changes(numbers.arrival):
-        said = (
+        sentences = (
             f"No part of this run is a steady state: {steady.why}. Its start, when all came at once, and its end, when "
             "fewer were in flight, are in all numbers.",
             f"Send more: ten requests for each of the {asked} in flight, or better 50.",
         )
     elif steady.window is not None:
-        said = _beside_window(numbers, steady.window)
-    if said is not None:
-        yield Finding(code="TRANSIENT", severity="warning", message=said[0], advice=said[1])
+        sentences = _beside_window(numbers, steady.window)
+    if sentences is not None:
+        yield Finding(code="TRANSIENT", severity="warning", message=sentences[0], advice=sentences[1])
 
 
 def _beside_window(numbers: Numbers, window: Window) -> tuple[str, str] | None:
@@ -595,15 +599,15 @@ def _beside_window(numbers: Numbers, window: Window) -> tuple[str, str] | None:
         "throughput": (getattr(numbers.throughput, name), window.throughput[name], TRANSIENT_THROUGHPUT_RATIO),
         "ttft p99": (numbers.metrics["ttft_ms"].p99, window.metrics["ttft_ms"].get("p99"), TRANSIENT_P99_RATIO),
     }
-    told, worst = [], 0.0
+    differences, worst = [], 0.0
     for what, (whole, steady, limit) in pairs.items():
         if whole is None or steady is None or not steady.value or steady.low is None or steady.high is None:
             continue
         off = whole / steady.value - 1
         if abs(off) > limit and not steady.low <= whole <= steady.high:
-            told.append(f"{what} by {100 * off:+.1f} %")
+            differences.append(f"{what} by {100 * off:+.1f} %")
             worst = max(worst, abs(off) / limit if what == "throughput" else 1.0)
-    if not told:
+    if not differences:
         return None
     enough = math.ceil(worst * (numbers.requests.ok + numbers.requests.failed) / 100) * 100
     more = (
@@ -611,7 +615,7 @@ def _beside_window(numbers: Numbers, window: Window) -> tuple[str, str] | None:
     )
     return (
         f"The whole run differs from its steady state (from {number(window.from_s)} to {number(window.to_s)} s) in "
-        f"{' and '.join(told)}: its start and its end are in all numbers.",
+        f"{' and '.join(differences)}: its start and its end are in all numbers.",
         f"Quote the steady state's numbers; {more}.",
     )
 
