@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -116,20 +117,20 @@ def read_json_lines(
 MASK = "***"
 LEAST_CHARS = 6  # anything shorter is no secret, and to mask it would shred texts
 
-_hidden: set[str] = set()
+hidden: set[str] = set()  # every writing of each secret of this process
 
 
 def hide(secrets: Iterable[str]) -> None:
     """From now on these are masked, whatever shows them: values of headers, keys. One that is too short is none."""
-    _hidden.update(form for secret in secrets for form in _forms(secret) if len(form) >= LEAST_CHARS)
+    hidden.update(form for secret in secrets for form in _forms(secret) if len(form) >= LEAST_CHARS)
 
 
 def masked(text: str) -> str:
     """`text` with MASK in place of each secret. One that a cut ends within, at the end of the text, is masked, too."""
-    if not _hidden:
+    if not hidden:
         return text
-    text = _pattern(frozenset(_hidden)).sub(MASK, text)
-    for secret in _hidden:
+    text = _pattern(frozenset(hidden)).sub(MASK, text)
+    for secret in hidden:
         for length in range(min(len(secret) - 1, len(text)), LEAST_CHARS - 1, -1):
             if text.endswith(secret[:length]):
                 return text[:-length] + MASK
@@ -137,8 +138,8 @@ def masked(text: str) -> str:
 
 
 def without_secrets(value: T) -> T:
-    """A value of plain data with its texts, keys of mappings included, masked."""
-    return msgspec.convert(_walked(msgspec.to_builtins(value)), type(value)) if _hidden else value
+    """A value of plain data with its texts, keys of mappings included, masked. Its bounds are not checked again."""
+    return cast("T", _walked(value)) if hidden else value
 
 
 def _walked(value: Any) -> Any:
@@ -146,7 +147,17 @@ def _walked(value: Any) -> Any:
         return masked(value)
     if isinstance(value, dict):
         return {_walked(key): _walked(each) for key, each in value.items()}
-    return [_walked(each) for each in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        walked = [_walked(each) for each in value]
+        return walked if isinstance(value, list) else tuple(walked)
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.replace(
+            value, **{name: _walked(getattr(value, name)) for name in value.__struct_fields__}
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (field.name for field in dataclasses.fields(value))
+        return dataclasses.replace(value, **{name: _walked(getattr(value, name)) for name in fields})
+    return value
 
 
 def _forms(secret: str) -> set[str]:

@@ -2,10 +2,13 @@
 background of a shell; a property may take as long as the machine does; slow stages use all cores and can be sampled."""
 
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from backends import untrusted
 
 pytest_plugins = ["tests.sampling"]
 WHOLE = {
@@ -24,6 +27,13 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def no_secrets_of_other_tests() -> Iterator[None]:
+    """What one test hides is not masked in the next one."""
+    yield
+    untrusted.hidden.clear()
 
 
 @pytest.hookimpl(optionalhook=True)
