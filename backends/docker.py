@@ -89,7 +89,7 @@ _START_FAILURES = (
 
 
 @dataclass(frozen=True)
-class _Description:
+class Description:
     """A container as it is to be, in the words that the engine's API and the command line have in common."""
 
     start: Start  # with absolute mounts
@@ -98,7 +98,7 @@ class _Description:
     ulimits: tuple[_Ulimit, ...] = field(default_factory=lambda: ULIMITS)
 
     @classmethod
-    def of(cls, start: Start) -> _Description:
+    def of(cls, start: Start) -> Description:
         if not start.image:
             raise LaunchError("no image is named; name one with --image.")
         name = re.sub(r"[^a-zA-Z0-9_.-]", "-", f"llm-dissect-{start.backend}-{start.run_id}")
@@ -168,7 +168,7 @@ class Container:
     ) -> None:
         self.urls: Sequence[str] = _urls(container, start)
         self.facts: Mapping[str, Any] = facts
-        self._container = container
+        self.container = container
         self._log = start.log
         self._say = say
         self._masked = [value.encode() for value in secrets.values()]
@@ -180,8 +180,8 @@ class Container:
         """How it ended; None while it runs. Raises LaunchError where the engine no longer answers."""
         if self._exit is None and not self._removed:
             try:
-                self._container.reload()
-                self._exit = _ended(self._container.attrs["State"])
+                self.container.reload()
+                self._exit = _ended(self.container.attrs["State"])
             except engine_errors() as error:
                 if not is_gone(error):
                     raise LaunchError(f"the Docker engine no longer answers: {reason_of(error)}.") from None
@@ -195,7 +195,7 @@ class Container:
                 return "".join(self._log.read_text(errors="replace").splitlines(keepends=True)[-lines:])
             return ""
         with contextlib.suppress(*engine_errors()):
-            return self._without_secrets(self._container.logs(tail=lines)).decode(errors="replace")
+            return self._without_secrets(self.container.logs(tail=lines)).decode(errors="replace")
         return ""
 
     def stop(self) -> None:
@@ -213,15 +213,15 @@ class Container:
 
     def _end(self, failed: list[str]) -> None:
         with contextlib.suppress(*engine_errors()):  # remove() kills it all the same
-            self._container.stop(timeout=STOP_TIMEOUT_S)
+            self.container.stop(timeout=STOP_TIMEOUT_S)
         with contextlib.suppress(LaunchError):
             self.poll()
         self._keep_log(failed)
         try:
-            self._container.remove(force=True, v=True)
+            self.container.remove(force=True, v=True)
         except engine_errors() as error:
             if not is_gone(error):
-                name = self._container.name
+                name = self.container.name
                 failed.append(f"could not remove the container {name} ({reason_of(error)}); run loadgen clean later.")
                 return
         self._removed = True
@@ -231,7 +231,7 @@ class Container:
         chunks: deque[bytes] = deque()
         size = 0
         try:
-            for chunk in self._container.logs(stream=True, follow=False):
+            for chunk in self.container.logs(stream=True, follow=False):
                 chunks.append(chunk)
                 size += len(chunk)
                 while size - len(chunks[0]) >= LOG_LIMIT_BYTES:
@@ -259,7 +259,7 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
 
     Raises LaunchError, with nothing left behind.
     """
-    description = _Description.of(start)
+    description = Description.of(start)
     for mount in description.start.mounts:
         if not mount.source.exists():
             raise LaunchError(f"there is no {mount.source} to be mounted at {mount.target}; check the path.")
@@ -288,14 +288,14 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
         if isinstance(error, engine_errors()):
-            raise _not_started(error, description) from None
+            raise not_started(error, description) from None
         raise
 
 
 def command_line(start: Start) -> list[str]:
     """The `docker run` that equals `start`, for a person to read or use. Only the label that names an owner is not
     there: a container started by hand has none, so nothing here will take it down."""
-    return _Description.of(start).command_line()
+    return Description.of(start).command_line()
 
 
 def place(start: Start) -> str:
@@ -310,11 +310,11 @@ def environment() -> dict[str, str]:
 
 def _run(
     client: DockerClient,
-    description: _Description,
+    description: Description,
     reader: SecretsReader | None,
     say: Callable[[str], None],
     cancelled: threading.Event,
-) -> tuple[SdkContainer, _Description]:
+) -> tuple[SdkContainer, Description]:
     """Creates and starts. An engine that may not raise a limit (a rootless one) starts it with its own: the description
     that comes back says with which. Raises what the SDK raises, with nothing left behind."""
     while True:
@@ -331,7 +331,7 @@ def _run(
             return container, description
         except BaseException as error:
             _remove(container)
-            refused = _refused_limit(error, description.ulimits)
+            refused = refused_limit(error, description.ulimits)
             if refused is None:
                 raise
         say(f"the Docker engine may not set the limit {refused.name} to {refused.value}; its own limit holds.")
@@ -339,7 +339,7 @@ def _run(
         description = replace(description, ulimits=kept)
 
 
-def _refused_limit(error: BaseException, limits: Sequence[_Ulimit]) -> _Ulimit | None:
+def refused_limit(error: BaseException, limits: Sequence[_Ulimit]) -> _Ulimit | None:
     """The limit that the error is about: runc gives the kernel's number, crun its name."""
     match = re.search(r"setting rlimit type (\d+)|setrlimit `?RLIMIT_(\w+)", str(error))
     if match is None:
@@ -353,7 +353,7 @@ def _remove(container: SdkContainer) -> None:
         container.remove(force=True, v=True)
 
 
-def _not_started(error: Exception, description: _Description) -> LaunchError:
+def not_started(error: Exception, description: Description) -> LaunchError:
     reason, start = reason_of(error), description.start
     for pattern, sentence in _START_FAILURES:
         if re.search(pattern, reason, re.IGNORECASE):

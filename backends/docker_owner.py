@@ -48,7 +48,7 @@ def clean(say: Callable[[str], None]) -> int:
     at the end when one of them could not be removed."""
     for directory in SECRETS_ROOT.glob(f"{_SECRETS_PREFIX}*"):
         match = re.fullmatch(rf"{_SECRETS_PREFIX}(\d+)-(\d{{1,9}})-(\d+)-\w+", directory.name, re.ASCII)
-        if match and match[1] == _namespace() and _is_dead(int(match[2]), match[3]):
+        if match and match[1] == _namespace() and is_dead(int(match[2]), match[3]):
             shutil.rmtree(directory, ignore_errors=True)
     removed = 0
     stuck: list[str] = []
@@ -164,10 +164,10 @@ def _owner_of(container: SdkContainer) -> str:
 def _is_gone_owner(owner: str) -> bool:
     """Whether the owner ran here and does no longer."""
     process = re.fullmatch(re.escape(_here()) + r"(\d{1,9}):(\d+)", owner, re.ASCII)
-    return process is not None and _is_dead(int(process[1]), process[2])
+    return process is not None and is_dead(int(process[1]), process[2])
 
 
-def _is_dead(pid: int, started: str) -> bool:
+def is_dead(pid: int, started: str) -> bool:
     """Whether the process `pid` that began at `started` has surely ended; another may have its number since. One that
     cannot be looked at (another user's under hidepid) may live."""
     try:

@@ -176,7 +176,7 @@ class _Supervised:
 
     def __init__(self, start: Start, log: int) -> None:
         env = _environment(start)
-        self._log = start.log
+        self.log = start.log
         self._secrets = [env[name] for name in (*start.secrets, *_TOKENS) if env.get(name)]
         stop_s = STOP_S if start.stop_s is None else start.stop_s
         self._patience_s = stop_s + KILL_S + 5.0
@@ -213,7 +213,7 @@ class _Supervised:
 
     def log_tail(self, lines: int = 200) -> str:
         try:
-            with self._log.open("rb") as log:
+            with self.log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
                 log.seek(max(0, size - TAIL_BYTES))
                 tail = log.read(TAIL_BYTES)
@@ -256,7 +256,7 @@ class _Supervised:
         # Somebody killed the supervisor. The kernel has killed the server with it; the rest of its group is left to us.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._pid, signal.SIGKILL)
-        _mask_file(self._log, self._secrets)
+        mask_file(self.log, self._secrets)
         return Exit(-signal.SIGKILL, error="its supervisor was killed")
 
 
@@ -273,7 +273,7 @@ def _masked(text: bytes, secrets: Iterable[str]) -> bytes:
     return text
 
 
-def _mask_file(path: Path, secrets: Sequence[str]) -> None:
+def mask_file(path: Path, secrets: Sequence[str]) -> None:
     """Masks secrets in place. What is written is never longer than what was read, so it cannot overtake the reading."""
     if not secrets:
         return
@@ -391,7 +391,7 @@ def _supervise() -> None:
     tree = _Tree(server.pid, woken)
     tree.watch(0)
     stuck = tree.end(order.stop_s if tree.code is None else REST_S)
-    _mask_file(Path(order.log), order.secrets)
+    mask_file(Path(order.log), order.secrets)
     _report(_Message(code=-signal.SIGKILL if tree.code is None else tree.code, stuck=stuck))
 
 

@@ -526,7 +526,7 @@ def build_app(*, described: bool = False) -> App:
     return app
 
 
-def _config_files(tokens: list[str]) -> tuple[list[str], list[Dict]]:
+def config_files(tokens: list[str]) -> tuple[list[str], list[Dict]]:
     """Takes `--config FILE.toml` off a command line with the options of `run`, whose flags with underscores are its
     keys."""
     rest: list[str] = []
@@ -557,7 +557,7 @@ def _config_files(tokens: list[str]) -> tuple[list[str], list[Dict]]:
     return rest, files
 
 
-def _exit_code_of(error: Exception) -> int | None:
+def exit_code_of(error: Exception) -> int | None:
     """Of a mistake of the user, or of Docker and models that cannot be used; None: of a defect. Imported late, since
     most commands never fail."""
     from backends import UnknownBackend
@@ -578,13 +578,13 @@ def invoke(tokens: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
 
     def command() -> object:
-        rest, files = _config_files(guesses.meant(tokens))
+        rest, files = config_files(guesses.meant(tokens))
         app = build_app(described=rest[:1] in ([], ["--help"], ["-h"]))
         if files:
             app[rest[0]].config = files
         return app(rest, exit_on_error=False, print_error=False)
 
-    return terminal.invoke("loadgen", command, _exit_code_of)
+    return terminal.invoke("loadgen", command, exit_code_of)
 
 
 def main() -> None:

@@ -459,7 +459,7 @@ def build_app() -> App:
     return app
 
 
-def _exit_code_of(error: Exception) -> int | None:
+def exit_code_of(error: Exception) -> int | None:
     """Of a mistake of the user or a failed start; None: of a defect. Imported late, since most commands never fail."""
     from backends.gpus import GpuError
     from loadgen.config import ConfigError
@@ -485,7 +485,7 @@ def invoke(tokens: Sequence[str]) -> int:
         check_text(tokens)
         return build_app()(list(tokens), exit_on_error=False, print_error=False)
 
-    return terminal.invoke("training_probe", command, _exit_code_of)
+    return terminal.invoke("training_probe", command, exit_code_of)
 
 
 def main() -> None:

@@ -224,10 +224,10 @@ def _sweeps(a: Path, b: Path) -> Compared:
     for result in results_a:
         other = in_b.get(result.cell)
         if other is not None and result.state == other.state == "ok":
-            speed = _speed(result, other)
+            speed = speed_contrast(result, other)
             made.changes[result.cell] = {
                 "tokens_per_s": speed,
-                "mfu_ratio": _in_proportion(speed, result.mfu_ratio, other.mfu_ratio),
+                "mfu_ratio": in_proportion(speed, result.mfu_ratio, other.mfu_ratio),
                 "peak_memory_gb": as_it_is(result.peak_memory_gb, other.peak_memory_gb),
                 "peak_reserved_gb": as_it_is(result.peak_reserved_gb, other.peak_reserved_gb),
             }
@@ -260,7 +260,7 @@ def _doubts(a: Sequence[Finding], b: Sequence[Finding]) -> list[Check]:
     ]
 
 
-def _speed(a: CellResult, b: CellResult) -> Contrast:
+def speed_contrast(a: CellResult, b: CellResult) -> Contrast:
     if a.tokens_per_s_runs and b.tokens_per_s_runs:
         between = of_runs(a.tokens_per_s_runs, b.tokens_per_s_runs)
         if between.ratio_ci is not None:
@@ -278,7 +278,7 @@ def _with_errors(a: float | None, b: float | None, errors: Sequence[float]) -> C
     return contrast(a, b, (a * (ratio_ci[0] - 1), a * (ratio_ci[1] - 1)), ratio_ci)
 
 
-def _in_proportion(to: Contrast, a: float | None, b: float | None) -> Contrast:
+def in_proportion(to: Contrast, a: float | None, b: float | None) -> Contrast:
     """Of values that are the same multiple of others in all runs of a side: the interval of their ratio follows."""
     plain = contrast(a, b)
     if a is None or b is None or to.ratio is None or to.ratio_ci is None or not plain.ratio:
@@ -296,7 +296,7 @@ def _micros(a: Path, b: Path) -> Compared:
     measures = {"median_ms": MS, **{name: Measure(lower_is_better=False) for name in rates}}
     both = {label_of(point): (of_a, in_b[point]) for point, of_a in in_a.items() if point in in_b}
     changes = {
-        name: {"median_ms": _median(*pair), **{rate: _rate(rate, *pair) for rate in rates}}
+        name: {"median_ms": median_contrast(*pair), **{rate: _rate(rate, *pair) for rate in rates}}
         for name, pair in both.items()
         if pair[0].outcome == pair[1].outcome == "ok"
     }
@@ -307,7 +307,7 @@ def _micros(a: Path, b: Path) -> Compared:
     return Compared("Micro-benchmarks", as_text, measures, changes, _ended(*states), doubts, [WITHIN])
 
 
-def _median(a: Measured, b: Measured) -> Contrast:
+def median_contrast(a: Measured, b: Measured) -> Contrast:
     of_a, of_b = (None if each.median_s is None else 1e3 * each.median_s for each in (a, b))
     errors = [error for each in (a, b) if (error := each.error_ratio) is not None]
     return _with_errors(of_a, of_b, errors)
@@ -315,7 +315,7 @@ def _median(a: Measured, b: Measured) -> Contrast:
 
 def _rate(name: str, a: Measured, b: Measured) -> Contrast:
     """As much over the time: the ends of the interval are those of the time, the other way round."""
-    times, rate_a, rate_b = _median(a, b), getattr(a, name), getattr(b, name)
+    times, rate_a, rate_b = median_contrast(a, b), getattr(a, name), getattr(b, name)
     if times.ratio_ci is None or rate_a is None or rate_b is None:
         return contrast(rate_a, rate_b)
     low, high = 1 / times.ratio_ci[1], 1 / times.ratio_ci[0]

@@ -70,7 +70,7 @@ class _Mark(msgspec.Struct, frozen=True):
 
 def find(spans: Sequence[Span]) -> Steps:
     """The decode steps of a trace as `trace.read` gives it. Raises TraceError."""
-    marks = _marks(spans)
+    marks = step_marks(spans)
     devices = [span for span in spans if span.category in trace.DEVICE]
     if not any(span.category == "kernel" for span in devices):
         if not marks:
@@ -102,7 +102,7 @@ def find(spans: Sequence[Span]) -> Steps:
     return _chosen(steps, "CUDA graph launches", form)
 
 
-def _marks(spans: Sequence[Span]) -> list[_Mark]:
+def step_marks(spans: Sequence[Span]) -> list[_Mark]:
     marks = []
     for span in spans:
         match = _ANNOTATION.match(span.name) if span.category == "user_annotation" else None

@@ -139,7 +139,7 @@ class Client:
         self._thinking = 0  # sessions whose next turn is not due yet
         self._waiting: Waiting | None = None
         self._t0_ns = 0
-        self._file: RecordsFile | None = None
+        self.records_file: RecordsFile | None = None
         self._write_error: WriteError | None = None
         self._health = Health()
 
@@ -234,9 +234,9 @@ class Client:
         loop = asyncio.get_running_loop()
         self._t0_ns = t0_ns
         with _written():
-            self._file = RecordsFile(path, self.job.run_id, self.job.version, t0_ns)
+            self.records_file = RecordsFile(path, self.job.run_id, self.job.version, t0_ns)
             for exchange in self._warmed:
-                self._file.write(exchange.record(t0_ns, self.job.sampling.stream))
+                self.records_file.write(exchange.record(t0_ns, self.job.sampling.stream))
         alarm = Alarm(loop, self._open_loop if not self.closed_loop else self._closed_loop)
         self._alarm = alarm
         self._waiting = Waiting(loop, self._send_turn)
@@ -254,12 +254,12 @@ class Client:
             facts = self._health.stop(self, "interrupted" if self.stopping else "complete", t0_ns)
         self.check_file()
         if self._write_error is not None:
-            self._file.abandon()
+            self.records_file.abandon()
             raise self._write_error
         with _written():
             while self._finished:
                 self._write_one()
-            self._file.close(facts)
+            self.records_file.close(facts)
         return facts
 
     # Sending.
@@ -418,8 +418,8 @@ class Client:
     # Records.
 
     def _write_one(self) -> None:
-        assert self._file is not None
-        self._file.write(self._finished.popleft().record(self._t0_ns, self.job.sampling.stream))
+        assert self.records_file is not None
+        self.records_file.write(self._finished.popleft().record(self._t0_ns, self.job.sampling.stream))
 
     def _flush(self) -> None:
         """Writes finished requests a little at a time: replies end together, just when the last events arrive."""
@@ -437,7 +437,7 @@ class Client:
 
     def check_file(self) -> None:
         """Stops the load where somebody has removed the records."""
-        if self._file is not None and self._write_error is None and self._file.is_removed():
+        if self.records_file is not None and self._write_error is None and self.records_file.is_removed():
             self._keep_no_more(WriteError("it was removed"))
 
     def _keep_no_more(self, error: WriteError) -> None:
@@ -533,8 +533,8 @@ class Health:
     """What the client knows of its own fitness: the loop's lag every 10 ms, CPU every second, memory at the end."""
 
     def __init__(self) -> None:
-        self._lag_ns = array("q")
-        self._stalls: list[tuple[int, int]] = []
+        self.lag_ns = array("q")
+        self.stalls: list[tuple[int, int]] = []
         self._looked = (now_ns(), time.process_time_ns(), 0)  # the last: of the lags, how many had been seen
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -543,19 +543,19 @@ class Health:
         self._stolen = _stolen_ticks()
         self._looked = (*self._began, 0)
         self._due_ns = now_ns() + TICK_NS
-        self._alarm = Alarm(loop, self._tick)
-        self._alarm.set(self._due_ns)
+        self.alarm = Alarm(loop, self.tick)
+        self.alarm.set(self._due_ns)
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
         now = now_ns()
-        if now - self._due_ns >= STALL_NS and len(self._stalls) < MOST_STALLS:
-            self._stalls.append((self._due_ns, now))
+        if now - self._due_ns >= STALL_NS and len(self.stalls) < MOST_STALLS:
+            self.stalls.append((self._due_ns, now))
         while self._due_ns <= now:  # also those that a stall swallowed: what came in during them was as late
-            self._lag_ns.append(now - self._due_ns)
+            self.lag_ns.append(now - self._due_ns)
             self._due_ns += TICK_NS
         if now - self._second[0] >= 1_000_000_000:
             self._take_second(now)
-        self._alarm.set(self._due_ns)
+        self.alarm.set(self._due_ns)
 
     def _take_second(self, now: int) -> None:
         cpu = time.process_time_ns()
@@ -565,15 +565,15 @@ class Health:
     def since_last_look(self) -> tuple[float, float]:
         """CPU as a part of a core and the largest lag in ms, since this was asked before."""
         then_ns, then_cpu_ns, seen = self._looked
-        self._looked = now, cpu, _ = (now_ns(), time.process_time_ns(), len(self._lag_ns))
-        return (cpu - then_cpu_ns) / max(1, now - then_ns), max(self._lag_ns[seen:], default=0) / 1e6
+        self._looked = now, cpu, _ = (now_ns(), time.process_time_ns(), len(self.lag_ns))
+        return (cpu - then_cpu_ns) / max(1, now - then_ns), max(self.lag_ns[seen:], default=0) / 1e6
 
     def stop(self, client: Client, state: str, t0_ns: int) -> ClientFacts:
-        self._alarm.close()
+        self.alarm.close()
         now, cpu = now_ns(), time.process_time_ns()
         if now - self._second[0] > 100_000_000 or self._second is self._began:
             self._take_second(now)
-        lag = np.asarray(self._lag_ns if self._lag_ns else [0]) / 1e6
+        lag = np.asarray(self.lag_ns if self.lag_ns else [0]) / 1e6
         connects = [ns / 1e6 for ns in client.transport.connect_ns]
         receive = np.asarray(client.transport.receive_lag_ns) / 1e6
         has_receive = len(receive) > 0
@@ -593,7 +593,7 @@ class Health:
             receive_lag_p50_ms=float(np.percentile(receive, 50)) if has_receive else None,
             receive_lag_p99_ms=float(np.percentile(receive, 99)) if has_receive else None,
             receive_lag_max_ms=float(receive.max()) if has_receive else None,
-            stalls=tuple(((begin - t0_ns) / 1e9, (end - t0_ns) / 1e9) for begin, end in self._stalls),
+            stalls=tuple(((begin - t0_ns) / 1e9, (end - t0_ns) / 1e9) for begin, end in self.stalls),
             steal_ratio=_share(self._stolen, _stolen_ticks()),
         )
 

@@ -41,7 +41,7 @@ def ephemeral_ports() -> int:
 
 def check_workers(workers: int) -> None:
     """Raises ConfigError for more client processes than this machine can hold."""
-    cpus, memory, files = len(rundir.usable_cpus()), _memory_bytes(), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    cpus, memory, files = len(rundir.usable_cpus()), memory_bytes(), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     limits = [(max(2, WORKERS_PER_CPU * cpus), f"{WORKERS_PER_CPU} for each of its {cpus} usable CPUs, at least 2")]
     if memory is not None:
         limits.append((max(1, memory // WORKER_BYTES), f"{WORKER_BYTES >> 20} MiB for each in {memory >> 20} MiB"))
@@ -52,7 +52,7 @@ def check_workers(workers: int) -> None:
         raise ConfigError(f"--workers is {workers} and this machine holds at most {most} ({why}); name fewer.")
 
 
-def _memory_bytes() -> int | None:
+def memory_bytes() -> int | None:
     """Memory that is free for new processes; None where the system does not show it."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -29,7 +29,7 @@ async def fleet(config: Config, target: Target) -> AsyncIterator[Fleet]:
     and TransportError."""
     with ray_cluster.connected(config.cluster_address):
         there = ray_cluster.machines()
-        chosen = choose(there, _hosts_of(target, there), config.nodes)
+        chosen = choose(there, hosts_of(target, there), config.nodes)
         async with ray_cluster.placed(chosen.machines, chosen.strategy) as members:
             address = config.cluster_address or ray_cluster.own_address()
             async with Fleet(members, address, chosen.strategy, chosen.notes).begun(target) as begun:
@@ -61,7 +61,7 @@ def choose(there: Sequence[Machine], server_hosts: set[str], wanted: int | None)
     return Chosen(list(itertools.islice(itertools.cycle(chosen), wanted)), "SPREAD", notes)
 
 
-def _hosts_of(target: Target, there: Sequence[Machine]) -> set[str]:
+def hosts_of(target: Target, there: Sequence[Machine]) -> set[str]:
     """The addresses of the server's machine, as far as its name tells."""
     with contextlib.suppress(OSError):
         hosts = {str(found[4][0]) for found in socket.getaddrinfo(target.host, None)}

@@ -59,7 +59,7 @@ def client_checks(config: Config) -> Iterator[Check]:
     yield guarded("local ports", lambda: _ports(burst))
     yield guarded("clock", _clock)
     yield guarded("cores", _cores)
-    yield guarded("CPU governor", _governor)
+    yield guarded("CPU governor", governor)
 
 
 def _open_files(needed: int) -> Observation:
@@ -124,7 +124,7 @@ def _cores() -> Observation:
     return Observation("warning", f"{count} for us", "the client shares it with all else; give it a second one")
 
 
-def _governor() -> Observation:
+def governor() -> Observation:
     governors = {path.read_text().strip() for path in CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")}
     if "powersave" in governors:
         return Observation(

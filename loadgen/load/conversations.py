@@ -238,7 +238,7 @@ def _turns(where: str, messages: list[_Message], keeps_replies: bool) -> tuple[l
 
 
 @functools.lru_cache(maxsize=1)
-def _read(file: Stamp, tokenizer: str | None) -> _File:
+def read_file(file: Stamp, tokenizer: str | None) -> _File:
     """Raises WorkloadError."""
     found = _File(count=None if tokenizer is None else tokenizer_count(tokenizer))
     for item in items(file.path, "conversations"):
@@ -265,7 +265,7 @@ class Conversations:
         tokenizer: str | None = None,
         sessions: int | None = None,
     ) -> None:
-        self._file = _read(stamp(path), tokenizer)
+        self._file = read_file(stamp(path), tokenizer)
         self._output_tokens = output_tokens
         self._warmup = warmup
         self.left_out = self._file.left_out

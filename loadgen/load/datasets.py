@@ -46,7 +46,7 @@ class Dataset:
 
     def __init__(self, path: Path, output_tokens: int, prompt_kind: str, warmup: int, *, repeat: bool = False) -> None:
         self._output_tokens = output_tokens
-        self._lines = _read_lines(stamp(path), prompt_kind)
+        self._lines = read_lines(stamp(path), prompt_kind)
         self._reserved = 0 if repeat else warmup
         if not self._lines:
             raise WorkloadError(f"{path} holds no prompts; {FORM}, or name another --dataset.")
@@ -85,7 +85,7 @@ class Dataset:
 
 
 @functools.lru_cache(maxsize=1)
-def _read_lines(file: Stamp, prompt_kind: str) -> list[_Prompt]:
+def read_lines(file: Stamp, prompt_kind: str) -> list[_Prompt]:
     prompts = []
     decode: Any = msgspec.json.Decoder(_Line | str).decode
     for item in items(file.path, "prompts"):

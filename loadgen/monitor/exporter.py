@@ -223,11 +223,11 @@ class _Server(ThreadingMixIn, WSGIServer):
     request_queue_size = 128
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self.free_connections = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__(*args, **more)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
+        if self.free_connections.acquire(blocking=False):
             super().process_request(request, client_address)
             return
         with contextlib.suppress(OSError):
@@ -239,7 +239,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self.free_connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Somebody who hung up or said nothing: no news."""

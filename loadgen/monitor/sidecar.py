@@ -69,7 +69,7 @@ class Monitor:
     def __init__(self, metrics_port: int | None, terminal: int | None = None) -> None:
         self._metrics_port, self._terminal = metrics_port, terminal
         self._view: View | None = None  # what is drawn, from `begin` on
-        self._process: Process | None = None
+        self.process: Process | None = None
         self._start_problem: str | None = None
         self._unready: Begin | None = None  # what was begun, until its first sample is there
         self._sampling = False
@@ -79,7 +79,7 @@ class Monitor:
         argv = [sys.executable, "-m", "loadgen.monitor"]
         env = os.environ | child_env.environment(os.environ)
         try:
-            self._process = await asyncio.create_subprocess_exec(
+            self.process = await asyncio.create_subprocess_exec(
                 *argv, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, env=env,
                 pass_fds=() if self._terminal is None else (self._terminal,),
             )  # fmt: skip
@@ -115,7 +115,7 @@ class Monitor:
         problem = self._start_problem or await self._sampling_problem()
         self._sampling = problem is None
         if problem is not None:
-            if self._process is not None and self._process.returncode is not None:  # of a GPU library that crashed
+            if self.process is not None and self.process.returncode is not None:  # of a GPU library that crashed
                 await self.start()
                 self.send(msgspec.structs.replace(begin, source=None, gpus=[]))
             series = list(begin.source.series) if begin.source else []
@@ -134,13 +134,13 @@ class Monitor:
         if isinstance(reply, Begun):
             return reply.problem
         await self.end()
-        code = None if self._process is None else self._process.returncode
+        code = None if self.process is None else self.process.returncode
         return f"the sampling process ended with exit code {code} before it was ready"
 
     @property
     def draws(self) -> bool:
         """Whether somebody sees the view now."""
-        alive = self._process is not None and self._process.returncode is None
+        alive = self.process is not None and self.process.returncode is None
         return self._view is not None and alive and in_foreground(self._view.fd)
 
     def progress(self, live: Live) -> None:
@@ -165,7 +165,7 @@ class Monitor:
     @property
     def trouble(self) -> str | None:
         """After `end`: why snapshot.json may be missing or old, as one sentence; None where the process ended well."""
-        code = None if self._process is None else self._process.returncode
+        code = None if self.process is None else self.process.returncode
         if code == 0:
             return None
         how = (
@@ -179,7 +179,7 @@ class Monitor:
 
     async def end(self) -> None:
         """Has the process take its last sample and write its last snapshot, and waits for its end. May be repeated."""
-        process = self._process
+        process = self.process
         if process is None or process.stdin is None or process.returncode is not None:
             return
         self.send(End())
@@ -189,14 +189,14 @@ class Monitor:
             say("\x1b[0m")
 
     def send(self, order: Order) -> None:
-        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
-            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+        if self.process is not None and self.process.stdin is not None and not self.process.stdin.is_closing():
+            self.process.stdin.write(msgspec.json.encode(order) + b"\n")
 
     async def _reply(self) -> Reply | None:
         """The next reply; None when there will be none. A line that a library printed is passed over."""
-        assert self._process is not None and self._process.stdout is not None
+        assert self.process is not None and self.process.stdout is not None
         with contextlib.suppress(ConnectionError):
-            while line := await self._process.stdout.readline():
+            while line := await self.process.stdout.readline():
                 with contextlib.suppress(*UNDECODABLE):
                     reply: Reply = msgspec.json.decode(line, type=Reply)
                     return reply

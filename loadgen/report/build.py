@@ -368,12 +368,12 @@ def write_numbers(directory: Path, report: Report, table: Table) -> Samples:
     text = msgspec.json.format(msgspec.json.encode(report), indent=2)
     rundir.replace(directory / "report.json", text + b"\n")
     rundir.replace(directory / "report.md", markdown(report).encode())
-    shown = _shown(directory, report, table)
+    shown = shown_run(directory, report, table)
     rundir.replace(directory / run.FILE, html.render(run.page(shown)).encode())
     return shown.samples
 
 
-def _shown(directory: Path, report: Report, table: Table, place: int = 0, name: str = "") -> Shown:
+def shown_run(directory: Path, report: Report, table: Table, place: int = 0, name: str = "") -> Shown:
     """A run as pages show it. place: among the runs of its page."""
     manifest = rundir.read_manifest(directory)
     samples = server_view.samples(directory, report.run_id)
@@ -414,7 +414,7 @@ def overlay_page(directories: Sequence[Path], out_path: Path, convention: str = 
     if out_path.suffix != ".html":
         raise ReportError(f"{out_path} must end in .html.")
     shown = [
-        _shown(directory, *from_directory(directory, convention=convention), place, name)
+        shown_run(directory, *from_directory(directory, convention=convention), place, name)
         for place, (directory, name) in enumerate(zip(directories, _names(directories), strict=True))
     ]
     if len({each.origin for each in shown}) > 1:

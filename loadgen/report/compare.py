@@ -259,8 +259,8 @@ def build(
     """Of one run on each side. slos: the limits of goodput, in ms, where both have the same."""
     rng = np.random.default_rng(SEED)
     measured_a, measured_b = table_a.measured(), table_b.measured()
-    drawn_a = _bootstrap(measured_a, rng, slos, manifest_a.arrival)
-    drawn_b = _bootstrap(measured_b, rng, slos, manifest_b.arrival)
+    drawn_a = bootstrap_draws(measured_a, rng, slos, manifest_a.arrival)
+    drawn_b = bootstrap_draws(measured_b, rng, slos, manifest_b.arrival)
     parts_a, parts_b = (_by_part(measured, slos or {}) for measured in (measured_a, measured_b))
     rows: dict[str, dict[str, Contrast]] = {}
     for name in METRICS:
@@ -323,7 +323,7 @@ def _side(manifest: Manifest, measured: Table) -> Side:
 # ("rate", name) values a second.
 
 
-def _bootstrap(
+def bootstrap_draws(
     measured: Table, rng: np.random.Generator, slos: Mapping[str, float] | None = None, arrival: str = ""
 ) -> dict[tuple[str, str], Array]:
     ok = measured.ok
@@ -336,7 +336,7 @@ def _bootstrap(
     grids = {quantile: _grid(measured, thousandths) for quantile, thousandths in QUANTILES.items()}
     work = intervals.work(measured, slos or {})
     tables = [_means(measured, columns), _units(np.column_stack(list(work.values()))), *(c for _, c in grids.values())]
-    means, worked, *shares = _weighted_sums(tables, rng)
+    means, worked, *shares = weighted_sums(tables, rng)
     with np.errstate(invalid="ignore", divide="ignore"):
         for at, name in enumerate((*columns, "itl_ms")):
             drawn[name, "mean"] = means[:, 2 * at] / means[:, 2 * at + 1]
@@ -383,7 +383,7 @@ def _means(measured: Table, columns: Mapping[str, Array]) -> Array:
 
 def _by_part(measured: Table, slos: Mapping[str, float]) -> dict[tuple[str, str], list[float]]:
     """Each statistic in `PARTS` parts of the requests that ended ok, by when they were sent, by the keys of
-    `_bootstrap`; of a rate in proportion to it. Left out where a part does not define it, or parts are too small."""
+    `bootstrap_draws`; a rate's in proportion to it. Left out where a part does not define it or is too small."""
     found: dict[tuple[str, str], list[float]] = {}
     for part in intervals.parts(measured):
         for name in METRICS:
@@ -448,7 +448,7 @@ def _invert(edges: Array, counts: Array, wanted: Array) -> Array:
     return reached
 
 
-def _weighted_sums(tables: Sequence[Array], rng: np.random.Generator) -> list[Array]:
+def weighted_sums(tables: Sequence[Array], rng: np.random.Generator) -> list[Array]:
     """Column sums (RESAMPLES, k) of resamples of the rows of each of `tables` (n, k), the same rows in all of them."""
     n = len(tables[0])
     sums = [np.zeros((RESAMPLES, table.shape[1])) for table in tables]
@@ -470,11 +470,11 @@ def _contrast(a: float | None, b: float | None, drawn: tuple[Array, Array] | Non
     difference_ci = ratio_ci = None
     if a is not None and b is not None and drawn is not None:
         with np.errstate(invalid="ignore", divide="ignore"):
-            difference_ci, ratio_ci = _interval(drawn[1] - drawn[0]), _interval(drawn[1] / drawn[0])
+            difference_ci, ratio_ci = percentile_interval(drawn[1] - drawn[0]), percentile_interval(drawn[1] / drawn[0])
     return contrast(a, b, difference_ci, ratio_ci)
 
 
-def _interval(drawn: Array) -> Bounds | None:
+def percentile_interval(drawn: Array) -> Bounds | None:
     """The middle 95 % of the resamples; None when one of them is undefined."""
     if not np.isfinite(drawn).all():
         return None

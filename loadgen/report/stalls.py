@@ -54,7 +54,7 @@ def find(measured: Table, lag_ms: float | None) -> list[Stall]:
     begun = (measured.first_token_ns != -1).any()
     if lag_ms is None or not begun or not len(measured.itl_us):  # no gap is known: none is there, or none was kept
         return []
-    silences = _under_way(_silences(measured), measured)
+    silences = under_way(silences_of(measured), measured)
     length_us = silences.end_us - silences.begin_us
     if not len(length_us):
         return []
@@ -126,7 +126,7 @@ def _step_us(length_us: NDArray[np.int64], short_us: int) -> float:
     return float(ascending[np.searchsorted(silent_us, silent_us[-1] / 2)])
 
 
-def _silences(measured: Table) -> _Silences:
+def silences_of(measured: Table) -> _Silences:
     """Between the last event of a cell of time and the first of the next cell that has any: every silence longer than
     a cell is one of these, exactly."""
     started = measured.first_token_ns != -1
@@ -145,7 +145,7 @@ def _silences(measured: Table) -> _Silences:
     return _Silences(latest_us[filled[:-1]] + origin_us, earliest_us[filled[1:]] + origin_us, short_us)
 
 
-def _under_way(silences: _Silences, measured: Table) -> _Silences:
+def under_way(silences: _Silences, measured: Table) -> _Silences:
     """The silences within a reply."""
     begun = measured.first_token_ns != -1
     first_us, last_us = np.sort(measured.first_token_ns[begun]) // 1000, np.sort(measured.last_token_ns[begun]) // 1000

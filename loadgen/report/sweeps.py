@@ -203,7 +203,7 @@ def of_runs(sweep: Sweep, runs: Mapping[str, tuple[State, Report | None]]) -> Sw
         complete=len(reports) == len(sweep.plan.order),
         runs=[_run(planned, *runs[planned.directory]) for planned in sweep.plan.order],
         points=points,
-        pareto={name: _front(points, name) for name in BY_TOKENS},
+        pareto={name: front(points, name) for name in BY_TOKENS},
     )
 
 
@@ -287,7 +287,7 @@ def varied(swept: Swept) -> str:
     return f"{swept.plan.varies} ({swept.plan.unit})" if swept.plan.unit else swept.plan.varies
 
 
-def _front(points: Sequence[SweptPoint], throughput: str) -> list[str]:
+def front(points: Sequence[SweptPoint], throughput: str) -> list[str]:
     """The points that no other one beats: as good or better in both, and better in one. In the order of the list. Left
     out is a load that the server fell behind: its latencies tell how long the run was."""
     kept = (point for point in points if not point.fell_behind)

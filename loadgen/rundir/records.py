@@ -409,35 +409,35 @@ class RecordsFile:
         self._encode, self._encode_lines = encoder.encode, encoder.encode_lines
         self._path, self._number = path, 1
         self._header = Header(run_id=run_id, version=version, t0_monotonic_ns=t0_monotonic_ns)
-        self._file = path.open("xb")
+        self.file = path.open("xb")
         self._size_bytes = 0
         self._line(self._header)
 
     def _line(self, value: msgspec.Struct) -> None:
         line = self._encode(value) + b"\n"
-        self._file.write(line)
+        self.file.write(line)
         if self._at_once:
-            self._file.flush()  # whole lines only, or an OSError
+            self.file.flush()  # whole lines only, or an OSError
         self._size_bytes += len(line)
 
     def _next_part(self) -> None:
         """Begins the next file. It gets its name with its header in it: no reader meets a file without one."""
-        self._file.close()
+        self.file.close()
         self._number += 1
         path = parts.following(self._path, self._number)
         header = self._encode(self._header) + b"\n"
         replace(path, header)
-        self._file = path.open("ab")
+        self.file = path.open("ab")
         self._size_bytes = len(header)
 
     def is_removed(self) -> bool:
         """Whether somebody has removed it: what is written goes nowhere then."""
-        return os.fstat(self._file.fileno()).st_nlink == 0
+        return os.fstat(self.file.fileno()).st_nlink == 0
 
     def abandon(self) -> None:
         """Gives it up after an OSError."""
         with contextlib.suppress(OSError):
-            self._file.close()
+            self.file.close()
 
     def write(self, record: msgspec.Struct) -> None:
         if self._size_bytes >= parts.PART_BYTES:
@@ -450,16 +450,16 @@ class RecordsFile:
             rows = list(table.rows(first, min(first + WRITTEN_TOGETHER, len(table))).written())
             lines = self._encode_lines(rows)
             if self._size_bytes + len(lines) < parts.PART_BYTES:
-                self._file.write(lines)
+                self.file.write(lines)
                 self._size_bytes += len(lines)
             else:
                 for record in rows:
                     self.write(record)
-        self._file.flush()
+        self.file.flush()
 
     def close(self, client: ClientFacts) -> None:
         self._line(Footer(client=client))
-        self._file.close()
+        self.file.close()
 
 
 def _parts(directory: Path) -> list[Part]:

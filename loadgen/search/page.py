@@ -61,7 +61,7 @@ def page(result: SearchResult, hrefs: Mapping[str, str], origin: str, argv: Sequ
         origin=origin,
         sections=[
             Section("answer", "The answer", [_answer(result), Text(results.end(result))]),
-            Section("probes", "Every probe", [_probes(result, hrefs)]),
+            Section("probes", "Every probe", [probe_table(result, hrefs)]),
             Section(
                 "charts",
                 "How it was found",
@@ -104,7 +104,7 @@ def _options(result: SearchResult) -> Table:
     )
 
 
-def _probes(result: SearchResult, hrefs: Mapping[str, str]) -> Table:
+def probe_table(result: SearchResult, hrefs: Mapping[str, str]) -> Table:
     rows = [_row(run, hrefs.get(run.directory, "")) for run in result.probes]
     headers = [
         "probe", f"load, {UNITS[result.options.axis]}", "verdict", "met, %", "95 % from", "to", "counted", "sent", "s",

@@ -70,7 +70,7 @@ def compose(config: Config, inventory: gpus.Inventory | None = None) -> str:
     if contents:
         document["configs"] = {path.name: {"content": _literal(text)} for path, text in contents.items()}
     header = [f"# {printable(line, 2000)}" for line in _header(config, launch, assumed, model_dir, bool(contents))]
-    return "\n".join([*header, "", _yaml(document)])
+    return "\n".join([*header, "", as_yaml(document)])
 
 
 def _mounts(launch: Launch) -> Iterator[Mount]:
@@ -160,7 +160,7 @@ def _command(config: Config) -> str:
     return shlex.join(words)
 
 
-def _yaml(document: Mapping[str, _Node]) -> str:
+def as_yaml(document: Mapping[str, _Node]) -> str:
     """In block style, in the order of the document, each string on one line or, of several lines, as a block. A string
     is quoted unless it is a plain word, so that YAML 1.1 and 1.2 read the same, and what does not print is escaped."""
 

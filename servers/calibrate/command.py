@@ -211,7 +211,7 @@ def _identified(
     kept: list[int] = []
     intervals: dict[str, Interval] = {}
     vague: dict[str, str] = {}
-    for at, influence in _by_influence(jacobian):
+    for at, influence in by_influence(jacobian):
         if influence < LEAST_INFLUENCE:
             vague[names[at]] = "it moves nothing that others do not"
             continue
@@ -227,7 +227,7 @@ def _identified(
     return intervals, vague
 
 
-def _by_influence(jacobian: Floats) -> list[tuple[int, float]]:
+def by_influence(jacobian: Floats) -> list[tuple[int, float]]:
     """The values by what each moves beyond what those before it can (as QR with pivots takes columns), and how much
     that is as a share of what the first moves."""
     rest, left = jacobian.copy(), list(range(jacobian.shape[1]))
@@ -368,8 +368,8 @@ def command(
     try:
         if out.exists():
             raise CalibrationError(f"{out} exists; name another --out, nothing was overwritten.")
-        runs = _runs_among(observed, flags)
-        aside = _runs_among(held_out, flags)
+        runs = runs_among(observed, flags)
+        aside = runs_among(held_out, flags)
         _check(runs, aside)
         profile = _fitted_and_judged(runs, aside, base)
         write(profile, out)
@@ -379,7 +379,7 @@ def command(
     return exit_codes.OK
 
 
-def _runs_among(paths: Sequence[Path], flags: RunFacts) -> list[Observed]:
+def runs_among(paths: Sequence[Path], flags: RunFacts) -> list[Observed]:
     """Of paths such as `runs/*` those that are runs; says which are not. Raises ObservationError where none is."""
     runs: list[Observed] = []
     others: list[NotARunError] = []

@@ -294,7 +294,7 @@ def _directory(path: Path) -> tuple[RunFacts, list[Floats]]:
         kv_tokens=manifest.kv_cache_tokens,
     )
     if launch is not None:
-        facts.gpu = _gpu(launch.gpus[0].name) if launch.gpus else None
+        facts.gpu = gpu_of(launch.gpus[0].name) if launch.gpus else None
         facts.tp = launch.tensor_parallel
         facts.p2p = launch.p2p.enabled
         facts.dtype = cast(Dtype, launch.dtype)
@@ -308,7 +308,7 @@ def _directory(path: Path) -> tuple[RunFacts, list[Floats]]:
     return facts, [np.asarray(each, float) for each in (*columns, table.prompt_tokens, table.output_tokens)]
 
 
-def _gpu(name: str) -> str | None:
+def gpu_of(name: str) -> str | None:
     """The GPU whose name NVML gave: "NVIDIA H200" is the h200."""
     words = [word for word in name.lower().replace("-", " ").split() if word not in ("nvidia", "geforce")]
     if not _OTHER_CARDS.isdisjoint(words):

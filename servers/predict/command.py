@@ -98,14 +98,14 @@ def predict(
     directory = config.out or Path("runs") / run_id
     try:
         hardware = Hardware(**embedded.modelled(config))
-        length = _length(config, _longest_tokens(load, shapes, sent))
+        length = _length(config, longest_request_tokens(load, shapes, sent))
         emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
         for note in emulated.facts.notes:
             terminal.say(f"note: {note}")
         made = rundir.create(directory, private=config.dataset is not None)
         try:
             with rundir.alone(directory), uncollected():
-                outcomes = _played(emulated, load, sent)
+                outcomes = play(emulated, load, sent)
             terminal.say(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
             run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
             del sent, emulated  # the report needs the memory
@@ -203,7 +203,7 @@ def requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
     return [Arrival(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(due_s.tolist())]
 
 
-def _longest_tokens(load: Load, shapes: Shapes, sent: list[Arrival] | Iterator[Arrival]) -> int:
+def longest_request_tokens(load: Load, shapes: Shapes, sent: list[Arrival] | Iterator[Arrival]) -> int:
     """Prompt and reply of the longest request, at the most. Raises WorkloadError where nothing bounds it."""
     if isinstance(sent, list):
         return max((arrival.prompt + arrival.output for arrival in sent), default=0)
@@ -218,7 +218,7 @@ def _looked_at(load: Load, dataset: Dataset) -> range:
     return range(load.requests or len(dataset) if load.planned is None else load.planned)
 
 
-def _played(emulated: Emulated, load: Load, sent: list[Arrival] | Iterator[Arrival]) -> list[Outcome]:
+def play(emulated: Emulated, load: Load, sent: list[Arrival] | Iterator[Arrival]) -> list[Outcome]:
     """Raises EmulationError."""
     if (turns := load.turns()) is not None:
         assert isinstance(sent, list)  # time ends no sessions
@@ -246,7 +246,7 @@ def write(
     """Writes the run directory, manifest and records, and gives back what would be read from it. Empties `outcomes`.
     turns: of sessions. Raises RecordsError, before it writes, for times that no record can have."""
     wall_s = max((each.times_s[-1] if each.times_s else each.sent_s for each in outcomes), default=0.0)
-    table = _table(outcomes, shapes, turns)
+    table = record_table(outcomes, shapes, turns)
     gc.collect()  # empties Python's lists of freed objects as well: a few of them keep hundreds of MB from the system
     _give_back()
     rundir.write_manifest(directory, run_manifest)
@@ -269,7 +269,7 @@ def write(
     return table, [facts]
 
 
-def _table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> records.Table:
+def record_table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> records.Table:
     """Empties `outcomes`, which take more than twice the memory of the table. Raises RecordsError."""
     count = len(outcomes)
     index, prompt, output, cached = (

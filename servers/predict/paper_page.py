@@ -33,7 +33,7 @@ def page(summary: Summary, results: Mapping[str, Result], argv: Sequence[str]) -
             Section("statements", "What the paper states", _statements(summary)),
             Section("throughput", "As Figure 6: throughput", _throughput(summary, results)),
             *(
-                Section(f"figure{each.number}", f"As Figure {each.number}: {each.title}", _latencies(each, results))
+                Section(f"figure{each.number}", f"As Figure {each.number}: {each.title}", latencies(each, results))
                 for each in paper_layout.figures(paper)
             ),
             Section("runs", "Every run", [_runs({paper.name(r): of for r, of in summary.runs.items()})]),
@@ -78,7 +78,7 @@ def _throughput(summary: Summary, results: Mapping[str, Result]) -> list[Block]:
     return charts
 
 
-def _latencies(figure: paper_layout.Figure, results: Mapping[str, Result]) -> list[Block]:
+def latencies(figure: paper_layout.Figure, results: Mapping[str, Result]) -> list[Block]:
     """A chart for each panel of the figure."""
     charts: list[Block] = []
     for panel in figure.panels:

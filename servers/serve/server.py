@@ -57,7 +57,7 @@ class Server:
         self.emulation = timing.facts
         self.telemetry.scheduler = timing.scheduler
         self._faults = faults
-        self._healthy_ns = monotonic_ns() + int(faults.amount("slow_start", 0) * 1e9)
+        self.healthy_ns = monotonic_ns() + int(faults.amount("slow_start", 0) * 1e9)
         self._stamps = stamps
         self._authorization = None if api_key is None else b"Bearer " + api_key.encode()
         self._requests = 0
@@ -206,9 +206,9 @@ class Server:
 
     def _starting(self) -> bool:
         """A slow start is not over. Once it is, no clock is read any more."""
-        if self._healthy_ns and monotonic_ns() >= self._healthy_ns:
-            self._healthy_ns = 0
-        return self._healthy_ns > 0
+        if self.healthy_ns and monotonic_ns() >= self.healthy_ns:
+            self.healthy_ns = 0
+        return self.healthy_ns > 0
 
     def _wait(self) -> list[tuple[selectors.SelectorKey, int]]:
         """Sleeps until a socket is ready or a token is due, and stamps the moment.

@@ -486,7 +486,7 @@ class StepCost:
         first = mlp.matrices - 1  # gate and up are one product
         if mlp.experts == 1:
             return self._dense_mlp_s(tokens, first, mlp.width / self._tp, "mlp")
-        seconds = self.gemm_s(tokens, mlp.experts, hidden) + self._experts_s(mlp, tokens, first)
+        seconds = self.gemm_s(tokens, mlp.experts, hidden) + self.experts_s(mlp, tokens, first)
         return seconds + (self._dense_mlp_s(tokens, first, mlp.shared / self._tp, "shared") if mlp.shared else 0.0)
 
     def _dense_mlp_s(self, tokens: int, first: int, inner: float, part: str) -> float:
@@ -496,7 +496,7 @@ class StepCost:
         up = self.gemm_s(tokens, first * inner, hidden, 1, numbers) + self._quantize_s(tokens, hidden, numbers)
         return up + self.gemm_s(tokens, hidden, inner, 1, numbers) + self._quantize_s(tokens, inner, numbers)
 
-    def _experts_s(self, mlp: Mlp, tokens: int, first: int) -> float:
+    def experts_s(self, mlp: Mlp, tokens: int, first: int) -> float:
         """Where group products were measured, these quantize their inputs themselves; the sum over a token's experts
         comes after them."""
         hidden, inner, numbers, choices = self._model.hidden, mlp.width / self._tp, self._quantized, tokens * mlp.active

@@ -298,7 +298,7 @@ def test_masking_a_file_keeps_the_rest_of_it(tmp_path: Path) -> None:
     lines = [b"%d \xff%s %s\r" % (index, b"x" * index, b"hunter22" * (index % 3)) for index in range(300)]
     log.write_bytes(b"\n".join(lines * 20))
     expected = log.read_bytes().replace(b"hunter22", b"***")
-    process._mask_file(log, ["hunter22", "7"])  # "7" is no secret
+    process.mask_file(log, ["hunter22", "7"])  # "7" is no secret
     assert log.read_bytes() == expected
 
 
@@ -369,7 +369,7 @@ def test_the_end_of_a_long_log(launch: Launch, monkeypatch: pytest.MonkeyPatch) 
     assert running.log_tail().splitlines()[-1] == "99 ***"
     assert running.log_tail(2) == "98 ***\n99 ***"
     # Cut within a secret, whose rest cannot be recognised.
-    (running._log).write_bytes(b"\n".join([b"secret" * 20] * 50))  # type: ignore[attr-defined]
+    running.log.write_bytes(b"\n".join([b"secret" * 20] * 50))
     assert set(running.log_tail().splitlines()) == {"***"}
 
 

@@ -53,7 +53,7 @@ def image(kind: Kind, behaviour: str = "") -> str:
 
     client = docker.from_env()
     try:
-        _, tag = _layer()
+        _, tag = packed_layer()
         name = f"{REPOSITORY}/{kind}:{tag}"
         if not client.images.list(name):
             _forget_old(client)
@@ -92,7 +92,7 @@ def config(kind: Kind, layer: bytes) -> bytes:
 
 def _archive() -> bytes:
     """All images as `docker load` takes them."""
-    layer, tag = _layer()
+    layer, tag = packed_layer()
     files, manifest = {"layer.tar": layer}, []
     for kind in ENTRYPOINTS:
         files[f"{kind}.json"] = config(kind, layer)
@@ -107,7 +107,7 @@ def _archive() -> bytes:
 
 
 @functools.cache
-def _layer() -> tuple[bytes, str]:
+def packed_layer() -> tuple[bytes, str]:
     """The root file system as a tar, and the begin of its hash."""
     out = io.BytesIO()
     seen: set[str] = set()

@@ -280,7 +280,7 @@ def test_a_log_that_cannot_be_read_keeps_nothing_alive(launches: Launches, monke
     def unreadable(**_: Any) -> bytes:
         raise sdk.errors.APIError("501", explanation="configured logging driver does not support reading")
 
-    monkeypatch.setattr(running._container, "logs", unreadable)
+    monkeypatch.setattr(running.container, "logs", unreadable)
     running.stop()
     assert launches.containers() == []
     assert launches.said[-1] == ("could not read the server's log: configured logging driver does not support reading.")
@@ -391,7 +391,7 @@ def test_the_command_line_makes_the_same_container(
     name = line.index("--name") + 1
     subprocess.run(["docker", "create", *line[3:name], f"{line[name]}-by-hand", *line[name + 1 :]],
                    check=True, capture_output=True)  # fmt: skip
-    engine.containers.create(**docker._Description.of(plan).sdk())
+    engine.containers.create(**docker.Description.of(plan).sdk())
     by_hand, by_sdk = sorted(
         (container.attrs for container in launches.containers()), key=lambda attrs: -len(attrs["Name"])
     )
@@ -493,13 +493,15 @@ def test_another_process_with_the_owners_number_is_not_the_owner(launches: Launc
 
 @pytest.fixture(scope="module")
 def layer() -> bytes:
-    return registry.compressed(images._layer()[0])
+    return registry.compressed(images.packed_layer()[0])
 
 
 @pytest.fixture
 def pulled(engine: sdk.DockerClient, layer: bytes) -> Iterator[registry.Registry]:
     """To be asked for before `launches`: the image can go only after its containers."""
-    held = registry.Registry(layer, images.config("vllm", images._layer()[0]) + b" ")  # another id than the one here
+    held = registry.Registry(
+        layer, images.config("vllm", images.packed_layer()[0]) + b" "
+    )  # another id than the one here
     with registry.serving(held):
         yield held
         with contextlib.suppress(sdk.errors.ImageNotFound):

@@ -160,7 +160,7 @@ def test_something_else_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_the_engine_says_becomes_advice(said: str, told: str) -> None:
-    error = docker._not_started(APIError("500", explanation=said), docker._Description.of(START))
+    error = docker.not_started(APIError("500", explanation=said), docker.Description.of(START))
     assert str(error).startswith(told) or told in str(error)
     assert str(error).endswith(".") and not str(error).endswith("..") and "\n" not in str(error)
 
@@ -178,7 +178,7 @@ def test_what_the_engine_says_becomes_advice(said: str, told: str) -> None:
     ],
 )
 def test_the_limit_that_was_refused_is_known(said: str, limit: str | None) -> None:
-    refused = docker._refused_limit(APIError("500", explanation=said), docker.ULIMITS)
+    refused = docker.refused_limit(APIError("500", explanation=said), docker.ULIMITS)
     assert (refused.name if refused else None) == limit
 
 
@@ -293,9 +293,9 @@ def test_an_owner_that_cannot_be_looked_at_may_live(monkeypatch: pytest.MonkeyPa
         raise PermissionError
 
     monkeypatch.setattr(docker_owner, "_started", lambda pid: None)
-    assert not docker_owner._is_dead(os.getpid(), "1")
+    assert not docker_owner.is_dead(os.getpid(), "1")
     monkeypatch.setattr(os, "kill", refused)
-    assert not docker_owner._is_dead(1, "1")
+    assert not docker_owner.is_dead(1, "1")
 
 
 def test_a_container_that_cannot_be_removed_is_an_error(left: list[Left], capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,20 +182,20 @@ def config(data: bytes) -> None:
     path = _file("config.toml", data)
 
     def command() -> int:
-        rest, files = cli._config_files(["run", "--config", str(path)])
+        rest, files = cli.config_files(["run", "--config", str(path)])
         app = _app()
         app["run"].config = files
         app.parse_args(rest, exit_on_error=False, print_error=False)
         return 0
 
     with contextlib.redirect_stderr(io.StringIO()):
-        assert invoke("loadgen", command, cli._exit_code_of) in (0, 2)
+        assert invoke("loadgen", command, cli.exit_code_of) in (0, 2)
 
 
 def dataset(data: bytes) -> None:
     """A dataset of prompts or of conversations: each prompt that is let through can be sent."""
     path = _file("prompts.jsonl", data)
-    for read in (conversations._read, datasets._read_lines):
+    for read in (conversations.read_file, datasets.read_lines):
         read.cache_clear()  # a file that is as long as the one before it, within the same tick of the file system
     if holds_conversations(path):
         _conversations(path)

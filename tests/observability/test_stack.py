@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.loadgen.server.test_compose import _compose_program
+from tests.loadgen.server.test_compose import compose_program
 from tests.observability import names
 
 FILE = names.COMPOSE / "docker-compose.yml"
@@ -93,7 +93,7 @@ def test_grafana_finds_its_source_and_its_dashboards() -> None:
 
 
 def test_docker_compose_takes_it() -> None:
-    program = _compose_program()
+    program = compose_program()
     if program is None:
         pytest.skip("Docker Compose 2 is not installed")
     words = [*program, "-f", str(FILE), "--profile", "gpu", "config"]

@@ -61,10 +61,10 @@ def test_speed_mfu_and_memory_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_mfu_has_the_interval_of_the_speed() -> None:
-    speed = comparison._speed(of_runs(990, 1000, 1010), of_runs(890, 900, 910))
-    mfu = comparison._in_proportion(speed, 0.5, 0.45)
+    speed = comparison.speed_contrast(of_runs(990, 1000, 1010), of_runs(890, 900, 910))
+    mfu = comparison.in_proportion(speed, 0.5, 0.45)
     assert mfu.ratio_ci == pytest.approx(speed.ratio_ci)
-    assert comparison._in_proportion(speed, None, 0.45).ratio_ci is None
+    assert comparison.in_proportion(speed, None, 0.45).ratio_ci is None
 
 
 def test_one_run_has_the_noise_of_its_steps_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +72,7 @@ def test_one_run_has_the_noise_of_its_steps_and_says_so(tmp_path: Path, capsys: 
     a, b = (of_runs(speed, **said) for speed in (1000.0, 980.0))
     reach = 1.96 * math.sqrt(2) * 0.05 / 10
     expected = [0.98 * math.exp(-reach), 0.98 * math.exp(reach)]
-    assert comparison._speed(a, b).ratio_ci == pytest.approx(expected)
+    assert comparison.speed_contrast(a, b).ratio_ci == pytest.approx(expected)
     of_a, of_b = swept(tmp_path / "a", a), swept(tmp_path / "b", b)
     assert gate(of_a, of_b, "tokens_per_s<-1%") == 0 and gate(of_a, of_b, "tokens_per_s<-0.5%") == 5
     assert f"warning: {comparison.ONE_RUN}" in capsys.readouterr().out
@@ -167,7 +167,7 @@ def test_micro_benchmarks(point: Point, tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_interval_of_medians_covers_the_truth() -> None:
     covered = 0
     for at in range(500):
-        interval = comparison._median(timed(GEMM, 1e-3, 2 * at), timed(GEMM, 1.1e-3, 2 * at + 1)).ratio_ci
+        interval = comparison.median_contrast(timed(GEMM, 1e-3, 2 * at), timed(GEMM, 1.1e-3, 2 * at + 1)).ratio_ci
         assert interval is not None
         covered += interval[0] <= 1.1 <= interval[1]
     assert 0.92 <= covered / 500 <= 0.98

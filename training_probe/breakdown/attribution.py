@@ -223,7 +223,7 @@ def _on_host(
     thread: Sequence[Span], places: Sequence[_Place], starts: Sequence[float], end_s: float
 ) -> Iterator[_Work]:
     """What the thread did: every instant belongs to the innermost span."""
-    for start_s, stop_s, number in _innermost(thread):
+    for start_s, stop_s, number in innermost_parts(thread):
         window = bisect.bisect_right(starts, start_s) - 1
         if window < 0 or start_s >= end_s:
             continue
@@ -232,7 +232,7 @@ def _on_host(
         yield _Work(window, place, place.kind or ("element-wise" if operator else "host"), start_s, stop_s)
 
 
-def _innermost(thread: Sequence[Span]) -> Iterator[tuple[float, float, int]]:
+def innermost_parts(thread: Sequence[Span]) -> Iterator[tuple[float, float, int]]:
     """The stretches of a thread's time (start, end, number of the innermost span), where there is one."""
     stack: list[int] = []
     at = 0.0

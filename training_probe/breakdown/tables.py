@@ -41,7 +41,7 @@ Printed = Mapping[tuple[str, str, str], float]  # by pass, what of it, and measu
 
 
 @functools.cache
-def _printed() -> dict[tuple[str, str, int], dict[tuple[str, str, str], float]]:
+def printed_cells() -> dict[tuple[str, str, int], dict[tuple[str, str, str], float]]:
     by_cell: dict[tuple[str, str, int], dict[tuple[str, str, str], float]] = {}
     with (paper.DATA / "paper_breakdowns.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(line for line in file if not line.startswith("#")):
@@ -55,7 +55,7 @@ def printed(of: Breakdown) -> Printed:
     cell = of.cell
     if cell.engine != "deepspeed" or cell.seq_len != PAPER_SEQ_LEN or cell.grad_accum != 1:
         return {}
-    return _printed().get((paper.model_name(cell.model), cell.method, cell.micro_batch or 0), {})
+    return printed_cells().get((paper.model_name(cell.model), cell.method, cell.micro_batch or 0), {})
 
 
 def build(breakdowns: Sequence[Breakdown]) -> list[Table]:

@@ -58,16 +58,16 @@ class Nodes:
     """The nodes that one cell, or one micro-benchmark, has to itself."""
 
     def __init__(self, links: Sequence[Link]) -> None:
-        self._links = [_Watched(link) for link in links]
+        self.links = [_Watched(link) for link in links]
 
     @property
     def lost(self) -> set[str]:
         """The hosts of those that are gone."""
-        return {link.host for link in self._links if link.lost}
+        return {link.host for link in self.links if link.lost}
 
     @property
     def hosts(self) -> list[str]:
-        return [link.host for link in self._links]
+        return [link.host for link in self.links]
 
     def look(self, packages: tuple[str, ...] = ()) -> list[Facts]:
         """Raises NodeLost."""
@@ -77,13 +77,13 @@ class Nodes:
         """Raises LaunchError and NodeLost."""
         if cancelled.is_set():
             raise LaunchError("stopped before the processes were started.")
-        facts, count = self.look(), len(self._links)
+        facts, count = self.look(), len(self.links)
         ranks = job.ranks // count
         files = {path.name: path.read_bytes() for path in job.directory.iterdir() if path.is_file()}
-        running = _OnNodes(self._links, job.directory)
+        running = _OnNodes(self.links, job.directory)
         try:
-            for number, (link, known) in enumerate(zip(self._links, facts, strict=True)):
-                node = NodeRank(rank=number, nodes=count, master=self._links[0].host if count > 1 else "127.0.0.1")
+            for number, (link, known) in enumerate(zip(self.links, facts, strict=True)):
+                node = NodeRank(rank=number, nodes=count, master=self.links[0].host if count > 1 else "127.0.0.1")
                 directory = Path(known.root) / job.directory.name
                 argv = job.command(
                     python=known.python, processes=ranks, port=facts[0].port, directory=directory, node=node
@@ -115,13 +115,13 @@ class Nodes:
             replies = self._ask_all(Settle(), ASK_S + GPU_MEMORY_WAIT_S)
         except NodeLost:
             return None  # the run itself will tell
-        pairs = zip(self._links, replies, strict=True)
+        pairs = zip(self.links, replies, strict=True)
         taken = [f"{link.host}: {problem}" for link, reply in pairs if (problem := _told(reply).problem)]
         return "; ".join(taken) or None
 
     def _ask_all(self, order: Order, limit_s: float) -> list[Reply]:
         """Raises NodeLost."""
-        return at_once(lambda link: link.ask(order, limit_s), self._links)
+        return at_once(lambda link: link.ask(order, limit_s), self.links)
 
 
 class _OnNodes:
@@ -131,7 +131,7 @@ class _OnNodes:
     facts: Mapping[str, Any] = {}
 
     def __init__(self, links: Sequence[Link], directory: Path) -> None:
-        self._links, self._directory = links, directory
+        self.links, self._directory = links, directory
         self._codes: dict[int, int] = {}  # in the order in which they ended
         self._failed_at: float | None = None
         self._exit: Exit | None = None
@@ -140,13 +140,13 @@ class _OnNodes:
         """Raises NodeLost."""
         if self._exit is not None:
             return self._exit
-        for number, link in enumerate(self._links):
+        for number, link in enumerate(self.links):
             if number not in self._codes:
                 self._take(number, _told(link.ask(News(), ASK_S)))
         now = time.monotonic()
         if self._failed_at is None and any(self._codes.values()):
             self._failed_at = now
-        if len(self._codes) == len(self._links) or (self._failed_at is not None and now - self._failed_at > OTHERS_S):
+        if len(self._codes) == len(self.links) or (self._failed_at is not None and now - self._failed_at > OTHERS_S):
             self.stop()
         return self._exit
 
@@ -157,16 +157,16 @@ class _OnNodes:
 
         def end(number: int) -> None:
             with contextlib.suppress(NodeLost):
-                self._take(number, _told(self._links[number].ask(End(), END_S)))
+                self._take(number, _told(self.links[number].ask(End(), END_S)))
 
-        at_once(end, range(len(self._links)))
+        at_once(end, range(len(self.links)))
         if self._exit.code == 0:
             self._exit = Exit(next((code for code in self._codes.values() if code), 0))
 
     def log_tail(self, lines: int = 200) -> str:
         """Of all nodes, one after another."""
         tails = []
-        for number in range(len(self._links)):
+        for number in range(len(self.links)):
             with contextlib.suppress(OSError):
                 text = (self._directory / log_name(number)).read_bytes()[-TAIL_BYTES:].decode(errors="replace")
                 tails += text.splitlines()[-lines:]

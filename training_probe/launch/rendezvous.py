@@ -325,12 +325,12 @@ def _ranks(numbers: set[int]) -> str:
 
 def follow(meeting: Meeting, say: Say) -> int:
     """Does what node 0 orders, until it needs this node no more; the exit code. Raises ConfigError and ClusterError."""
-    with contextlib.closing(_joined(meeting, say)) as channel, Stop() as stop:
+    with contextlib.closing(join(meeting, say)) as channel, Stop() as stop:
         stop.on_signal(channel.abort)
         say(f"joined node 0 at {meeting.where} as node {meeting.rank} of {meeting.nodes}; results are kept there")
         try:
             with node.here(channel.own_host) as here:
-                refused = _obey(channel, here, meeting)
+                refused = obey(channel, here, meeting)
         except (ChannelError, *UNDECODABLE) as error:
             if stop.exit_code is not None:
                 say("stopped; what ran here was ended")
@@ -343,7 +343,7 @@ def follow(meeting: Meeting, say: Say) -> int:
     return exit_codes.OK
 
 
-def _obey(channel: Channel, here: Node, meeting: Meeting) -> str | None:
+def obey(channel: Channel, here: Node, meeting: Meeting) -> str | None:
     """Until the end; why node 0 measures nothing, a sentence."""
     while True:
         order = _FOR_FOLLOWERS.decode(channel.receive())
@@ -382,9 +382,9 @@ def is_plain(name: str) -> bool:
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
-def _joined(meeting: Meeting, say: Say) -> Channel:
+def join(meeting: Meeting, say: Say) -> Channel:
     """Raises ConfigError and ClusterError."""
-    connection = _connected(meeting, say)
+    connection = connected(meeting, say)
     hello = Hello(rank=meeting.rank, version=package_version(), asked=meeting.asked)
     try:
         channel = Channel(connection, meeting.token, listens=False)
@@ -402,7 +402,7 @@ def _joined(meeting: Meeting, say: Say) -> Channel:
     return channel
 
 
-def _connected(meeting: Meeting, say: Say) -> socket.socket:
+def connected(meeting: Meeting, say: Say) -> socket.socket:
     """As soon as node 0 listens. Raises ClusterError."""
     deadline, waits = time.monotonic() + JOIN_S, False
     while True:

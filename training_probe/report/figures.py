@@ -68,7 +68,7 @@ def bars(panels: Sequence[Panel], title: str, unit: str, stem: Path) -> None:
             axis.set_xlim(-0.6, most - 0.4)  # bars of all panels are equally wide
             axis.set_ylabel(unit)
         _legend(figure, figure.axes[0])
-        _save(figure, stem)
+        save(figure, stem)
 
 
 def _bars(axis: Axes, panel: Panel, series: Sequence[str], width: float) -> None:
@@ -169,7 +169,7 @@ def scaling(
         share.axhline(100, color=FADED, linewidth=1, linestyle=(0, (4, 2)))
         speed.yaxis.set_major_formatter(_tick)
         _legend(figure, speed)
-        _save(figure, stem)
+        save(figure, stem)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def lines(panels: Sequence[Lines], title: str, stem: Path, *, columns: int = 2) 
             _lines(axis, panel, names)
         fullest = max(zip(axes, panels, strict=False), key=lambda each: len(each[1].lines))
         _legend(figure, fullest[0])
-        _save(figure, stem)
+        save(figure, stem)
 
 
 def _lines(axis: Axes, panel: Lines, names: Sequence[str]) -> None:
@@ -268,7 +268,7 @@ def timeline(of: Timeline, title: str, stem: Path) -> None:
             _mark_steps(axis, begins)
             axis.set_xlabel(unit)
         _legend(figure, axes[0])
-        _save(figure, stem)
+        save(figure, stem)
 
 
 def _stack(axis: Axes, x: Array, gib: Array, names: Sequence[str]) -> None:
@@ -313,7 +313,7 @@ def of(verdict: Verdict) -> Iterator[None]:
 _VERDICT: ContextVar[Verdict] = ContextVar("verdict", default="VALID")
 
 
-def _save(figure: Figure, stem: Path) -> None:
+def save(figure: Figure, stem: Path) -> None:
     if _VERDICT.get() == "INVALID":
         figure.text(0.99, 0.005, "INVALID: no measurement", ha="right", va="bottom", fontsize=11, color=INVALID_INK)
     for suffix in SUFFIXES:

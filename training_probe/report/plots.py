@@ -29,7 +29,7 @@ def draw(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
     return {
         **shown,
         **_speeds(directory, [result for result in results if result.cell not in placed]),
-        **_memory(directory, results),
+        **memory_figure(directory, results),
         **_scaling(directory, results),
         **_timelines(directory),
     }
@@ -88,7 +88,7 @@ def _end(result: CellResult) -> str | None:
     return {"ok": None, "oom": "OOM"}.get(result.outcome, result.outcome)
 
 
-def _memory(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
+def memory_figure(directory: Path, results: Sequence[CellResult]) -> dict[str, str]:
     """Cells of which anything was measured or predicted."""
     known = [result for result in results if result.peak_memory_gb or result.predicted_memory_gb]
     panels = []

@@ -107,7 +107,7 @@ class DeepSpeed(_Phased):
         deepspeed.init_distributed(dist_backend="nccl" if cell.device == "cuda" else "gloo")
         model = _zero3_model(trial, config, device) if cell.letters.zero == 3 else _model(trial, device)
         self.parameters = models.count(model)
-        self._engine, optimizer, _, _ = deepspeed.initialize(
+        self.engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
             optimizer=None if "optimizer" in config else adam(model.parameters(), trial, fused=None),
             model_parameters=[p for p in model.parameters() if p.requires_grad],
@@ -116,16 +116,16 @@ class DeepSpeed(_Phased):
         self.optimizer = named(getattr(optimizer, "optimizer", optimizer))
 
     def forward(self, tokens: Tensor, last: bool) -> Tensor:
-        loss: Tensor = self._engine(input_ids=tokens, labels=tokens).loss
+        loss: Tensor = self.engine(input_ids=tokens, labels=tokens).loss
         return loss
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        self._engine.backward(loss)
+        self.engine.backward(loss)
         if not last:
-            self._engine.step()  # it counts the micro batches by this call
+            self.engine.step()  # it counts the micro batches by this call
 
     def step(self) -> None:
-        self._engine.step()
+        self.engine.step()
 
 
 def _zero3_model(trial: Trial, config: dict[str, Any], device: torch.device) -> nn.Module:
@@ -156,15 +156,15 @@ class _Torch(_Phased):
     parameters: tuple[int, int]
 
     def __init__(self, trial: Trial, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._accumulated = trial.cell.grad_accum
-        self._adam = adam(model.parameters(), trial)
+        self.adam = adam(model.parameters(), trial)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = named(self._adam) + ("" if trial.cell.adamw_8bit else " fused")
+        self.optimizer = named(self.adam) + ("" if trial.cell.adamw_8bit else " fused")
 
     def forward(self, tokens: Tensor, last: bool) -> Tensor:
         self._synchronise(last)
-        loss: Tensor = self._model(input_ids=tokens, labels=tokens).loss
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
         return loss
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -172,8 +172,8 @@ class _Torch(_Phased):
 
     def step(self) -> None:
         sharding.clip(self._trained, CLIP_NORM)
-        self._adam.step()
-        self._adam.zero_grad(set_to_none=True)
+        self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
 
     def _synchronise(self, last: bool) -> None:
         raise NotImplementedError
@@ -240,7 +240,7 @@ class Fsdp2(_Torch):
             super().backward(loss, last)
 
     def _synchronise(self, last: bool) -> None:
-        self._model.set_requires_gradient_sync(last)
+        self.model.set_requires_gradient_sync(last)
 
 
 def _compile_layers(model: nn.Module, trial: Trial) -> None:

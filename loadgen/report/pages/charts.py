@@ -286,7 +286,7 @@ def timelines(run: Shown, rows: NDArray[np.int64]) -> Chart:
     for rank, row in enumerate(rows.tolist(), 1):
         sent_ns, key = int(run.measured.sent_ns[row]), int(run.measured.id[row])
         at_s = (run.measured.arrivals_ns(row) - sent_ns) / 1e9
-        kept = _events(at_s)
+        kept = thinned_events(at_s)
         whole = whole and len(kept) == len(at_s)
         points = [(float(at_s[event]), rank, f"request {key}, event {event + 1}") for event in kept.tolist()]
         firsts += points[:1]
@@ -312,7 +312,7 @@ def timelines(run: Shown, rows: NDArray[np.int64]) -> Chart:
     )
 
 
-def _events(at_s: Values) -> NDArray[np.int64]:
+def thinned_events(at_s: Values) -> NDArray[np.int64]:
     """Which of the events at those times (n,) to draw."""
     if len(at_s) <= MOST_EVENTS:
         return np.arange(len(at_s))

@@ -318,8 +318,8 @@ def _full(client: Client, tmp_path: Path) -> Path:
     """Breaks the records file once it is open, as a full disk would."""
 
     def break_it() -> None:
-        assert client._file is not None
-        client._file._file = open("/dev/full", "wb")  # noqa: PTH123, SIM115
+        assert client.records_file is not None
+        client.records_file.file = open("/dev/full", "wb")  # noqa: PTH123, SIM115
 
     asyncio.get_running_loop().call_later(0.1, break_it)
     return tmp_path / "requests.jsonl"

@@ -27,5 +27,5 @@ def test_workers_are_bounded_by_what_is_scarcest(
 
 
 def test_this_machine_tells_its_memory() -> None:
-    memory_bytes = limits._memory_bytes()
+    memory_bytes = limits.memory_bytes()
     assert memory_bytes is None or memory_bytes > 1 << 20

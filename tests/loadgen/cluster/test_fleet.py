@@ -251,7 +251,7 @@ def test_a_cluster_that_is_only_the_servers_machine_is_refused() -> None:
 
 
 def test_a_server_on_this_machine_is_on_the_drivers_machine() -> None:
-    hosts = machines._hosts_of(plan("http://localhost:1").target, THREE)
+    hosts = machines.hosts_of(plan("http://localhost:1").target, THREE)
     assert "10.0.0.1" in hosts and "10.0.0.2" not in hosts
 
 

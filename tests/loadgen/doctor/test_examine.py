@@ -217,11 +217,11 @@ def test_clock_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_governor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(own_machine, "CPUS", tmp_path)
-    assert own_machine._governor().state == "ok"
+    assert own_machine.governor().state == "ok"
     for cpu, governor in enumerate(("performance", "powersave")):
         (tmp_path / f"cpu{cpu}/cpufreq").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}/cpufreq/scaling_governor").write_text(governor + "\n")
-        assert own_machine._governor().state == ("ok", "warning")[cpu]
+        assert own_machine.governor().state == ("ok", "warning")[cpu]
 
 
 def test_an_installed_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

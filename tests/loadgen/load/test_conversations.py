@@ -125,7 +125,7 @@ def test_open_ai(tmp_path: Path, write: Write) -> None:
 def words(monkeypatch: pytest.MonkeyPatch) -> str:
     """A tokenizer that takes a word for a token."""
     monkeypatch.setattr(conversations, "tokenizer_count", lambda source: lambda text: len(text.split()))
-    conversations._read.cache_clear()
+    conversations.read_file.cache_clear()
     return "words"
 
 

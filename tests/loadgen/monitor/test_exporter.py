@@ -389,7 +389,7 @@ def test_more_scrapes_than_it_can_answer_are_refused_at_once(tmp_path: Path, mon
 
 def exporter_threads(server: Any) -> bool:
     """Whether a thread is free."""
-    if not server._free.acquire(blocking=False):
+    if not server.free_connections.acquire(blocking=False):
         return False
-    server._free.release()
+    server.free_connections.release()
     return True

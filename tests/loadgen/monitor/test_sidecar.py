@@ -309,8 +309,8 @@ def test_a_process_that_dies_does_not_disturb_the_run_and_is_told_of(tmp_path: P
     async def beside() -> str | None:
         async with sidecar() as monitor:
             monitor.begin(tmp_path, RUN)
-            assert monitor._process is not None
-            monitor._process.kill()
+            assert monitor.process is not None
+            monitor.process.kill()
             for _ in range(20):
                 monitor.progress(Live(planned=50, in_flight=3))
                 await asyncio.sleep(0.01)

@@ -67,7 +67,7 @@ def test_the_page_marks_them(tmp_path: Path) -> None:
     rows = records(frozen)
     path = write_run(tmp_path / "run", rows, manifest(requests_planned=1000), facts(stalls=((5.0, 5.9),)))
     built, measured = build.from_directory(path)
-    page = run.page(build._shown(path, built, measured))
+    page = run.page(build.shown_run(path, built, measured))
     latency = next(each for each in every_block(page) if isinstance(each, PageTable) and each.caption == "Latency")
     assert latency.headers[-1] == "made by the client's stalls"
     assert {str(row[0]): str(row[-1]) for row in latency.rows}["ttft"] == "p99.9, max"

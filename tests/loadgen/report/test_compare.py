@@ -229,7 +229,7 @@ def test_order_statistics_are_distributed_as_in_resamples(thousandths: int) -> N
 
 def test_weights_of_a_resample_add_up() -> None:
     rows = np.column_stack([np.ones(50), np.arange(50.0)])
-    (sums,) = compare._weighted_sums([rows], np.random.default_rng(0))
+    (sums,) = compare.weighted_sums([rows], np.random.default_rng(0))
     assert (sums[:, 0] == 50).all()
     # mean of the means, and their spread: sqrt(variance of 0..49 / 50)
     means = sums[:, 1] / 50
@@ -249,7 +249,7 @@ def test_intervals_of_percentiles_cover_the_truth(thousandths: int, n: int) -> N
     for _ in range(300):
         a, b = np.sort(rng.exponential(1, n)), np.sort(rng.exponential(1.5, n))
         resamples = [compare.quantile_resamples(values, thousandths, rng) for values in (a, b)]
-        low, high = compare._interval(resamples[1] - resamples[0]) or (np.inf, -np.inf)
+        low, high = compare.percentile_interval(resamples[1] - resamples[0]) or (np.inf, -np.inf)
         hits.append(low <= 0.5 * quantile <= high)
     assert 0.90 <= coverage(hits) <= 0.99
 
@@ -261,9 +261,9 @@ def test_intervals_of_means_and_of_pooled_gaps_cover_the_truth(monkeypatch: pyte
     hits: dict[tuple[str, str], list[bool]] = {key: [] for key in truth}
     for trial in range(120):
         rng = np.random.default_rng(trial)
-        a, b = (compare._bootstrap(drawn(2 * trial + side, 120, 100 + 50 * side), rng) for side in (0, 1))
+        a, b = (compare.bootstrap_draws(drawn(2 * trial + side, 120, 100 + 50 * side), rng) for side in (0, 1))
         for key, value in truth.items():
-            low, high = compare._interval(b[key] - a[key]) or (np.inf, -np.inf)
+            low, high = compare.percentile_interval(b[key] - a[key]) or (np.inf, -np.inf)
             hits[key].append(low <= value <= high)
     for key in truth:
         # gaps of one request are alike: drawing each gap on its own would cover the truth far less often
@@ -274,7 +274,7 @@ def test_units_of_neighbours_give_the_same_interval(monkeypatch: pytest.MonkeyPa
     one = drawn(7, 2000)
 
     def spread() -> dict[str, float]:
-        made = compare._bootstrap(one, np.random.default_rng(0))
+        made = compare.bootstrap_draws(one, np.random.default_rng(0))
         return {statistic: float(made["itl_ms", statistic].std()) for statistic in ("mean", "p50")}
 
     whole = spread()
@@ -284,7 +284,7 @@ def test_units_of_neighbours_give_the_same_interval(monkeypatch: pytest.MonkeyPa
 
 def test_pooled_percentiles_of_resamples_are_centred_on_those_of_the_run() -> None:
     one = drawn(5, 500, failed=3)
-    made = compare._bootstrap(one, np.random.default_rng(0))
+    made = compare.bootstrap_draws(one, np.random.default_rng(0))
     ok = one.select(one.ok)
     for statistic, percent in (("p50", 50), ("p99", 99)):
         shown = np.percentile(ok.itl_us, percent) / 1000

@@ -120,7 +120,7 @@ def test_every_silence_longer_than_a_cell_is_seen(run: Table) -> None:
         for begin, end in zip(events_us[:-1].tolist(), events_us[1:].tolist(), strict=True)
         if end - begin > stalls.CELL_US and ((first_us <= begin) & (last_us >= end)).any()
     ]
-    begin_us, end_us, _ = stalls._under_way(stalls._silences(run), run)
+    begin_us, end_us, _ = stalls.under_way(stalls.silences_of(run), run)
     seen = list(zip(begin_us.tolist(), end_us.tolist(), strict=True))
     assert [silence for silence in seen if silence[1] - silence[0] > stalls.CELL_US] == expected
 

@@ -164,12 +164,12 @@ def test_the_front_is_what_no_other_point_beats() -> None:
         point("f", 5, 5),
     ]
     nothing = SweptPoint(value="g", runs=[], valid=True, requests_ok=0, requests_failed=0, metrics={})
-    assert sweeps._front([*points, nothing], sweeps.BY_TOKENS[0]) == ["a", "b", "d", "f"]
+    assert sweeps.front([*points, nothing], sweeps.BY_TOKENS[0]) == ["a", "b", "d", "f"]
 
 
 def test_a_load_that_the_server_fell_behind_is_on_no_front() -> None:
     points = [point("1", 1.0, 9.0), msgspec.structs.replace(point("2", 5.0, 20.0), fell_behind=True)]
-    assert sweeps._front(points, "output_tokens_per_s") == ["1"]
+    assert sweeps.front(points, "output_tokens_per_s") == ["1"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 7}', '{"schema": "loadgen.sweep/1"}', "\ud800"])

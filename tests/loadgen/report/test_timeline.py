@@ -41,7 +41,7 @@ def test_what_stands_on_the_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     report = build.build(manifest(emulated=True, phases=phases), run, [facts(state="interrupted")])
     report = msgspec.structs.replace(report, stalls=[Stall(1.0, 2.5), Stall(3.0, 3.5)])
     figure = drawn(monkeypatch, tmp_path, report, run, sampled, "run")
-    assert figure._suptitle.get_text().startswith("INVALID") and "EMULATED" in figure._suptitle.get_text()  # type: ignore[attr-defined]
+    assert figure.get_suptitle().startswith("INVALID") and "EMULATED" in figure.get_suptitle()
     rate, flying, ttft, queue, kv = figure.axes
     assert [text.get_text() for text in rate.texts] == ["4/s", "$8$/s"]
     spans = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in flying.patches]  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def test_what_stands_on_the_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert np.asarray(kv.lines[0].get_xydata()).tolist() == [[0.5, 5.0], [2.0, 20.0]]  # what lies in the run alone
     valid = build.build(manifest(), run, [facts()])
     plain = drawn(monkeypatch, tmp_path, valid, run, [], "run")
-    assert plain._suptitle.get_text() == "run" and len(plain.axes) == 3  # type: ignore[attr-defined]
+    assert plain.get_suptitle() == "run" and len(plain.axes) == 3
     assert not plain.axes[1].patches and not plain.axes[0].texts
 
 
@@ -64,8 +64,8 @@ def test_it_is_drawn_from_a_run_directory_with_its_samples(monkeypatch: pytest.M
     (run / "server.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     built, rows = build.from_directory(run)
     of_another = msgspec.structs.replace(built, run_id="another")
-    assert build._shown(run, of_another, rows).samples == []
-    sampled = [(at_s, sample.metrics) for at_s, sample in build._shown(run, built, rows).samples]
+    assert build.shown_run(run, of_another, rows).samples == []
+    sampled = [(at_s, sample.metrics) for at_s, sample in build.shown_run(run, built, rows).samples]
     assert sampled == [(0.05, {"running": 5.0})]
     figure = drawn(monkeypatch, tmp_path, built, rows.measured(), sampled, "title")
     assert len(figure.axes) == 4

@@ -61,7 +61,7 @@ def test_the_answer_comes_first() -> None:
 
 def test_probes_are_those_of_the_json() -> None:
     result = found()
-    shown = rows(search_page._probes(result, {}))
+    shown = rows(search_page.probe_table(result, {}))
     for row, run in zip(shown, result.probes, strict=True):
         assert (row["load, requests/s"].value, row["counted"].value) == (run.probe.load, run.probe.counted)
         assert row["met, %"].value == pytest.approx(100 * run.probe.met / run.probe.counted)

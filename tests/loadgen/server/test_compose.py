@@ -19,7 +19,7 @@ from backends import docker, gpus
 from backends.gpus import Inventory
 from loadgen import cli
 from loadgen.config import Config, ConfigError
-from loadgen.server.compose import _yaml, compose
+from loadgen.server.compose import as_yaml, compose
 from loadgen.server.launch import Launch, plan_launch, write_files
 from tests.loadgen.server.test_launch import A800, NOTHING, ONE_4090, RTX4090, cached, llama
 
@@ -269,7 +269,7 @@ NODES = st.recursive(
 
 @given(st.dictionaries(KEYS, NODES, min_size=1))
 def test_what_is_written_is_what_is_read(document: dict[str, Any]) -> None:
-    text = _yaml(document)
+    text = as_yaml(document)
     assert yaml.safe_load(text) == document
     assert all(line.isprintable() for line in text.split("\n"))
 
@@ -280,7 +280,7 @@ def test_what_is_written_is_easily_read() -> None:
         "last": {"list": ["word", "--flag", "/a/path", "off", "1e3", "0x1f", "8:30", "~", long]},
         "first": "x = 1\ny\n",
     }
-    assert _yaml(document) == (
+    assert as_yaml(document) == (
         "last:\n  list:\n    - word\n    - --flag\n    - /a/path\n    - 'off'\n"
         '    - "1e3"\n    - "0x1f"\n    - "8:30"\n    - "~"\n'
         f'    - "{long}"\n'
@@ -288,7 +288,7 @@ def test_what_is_written_is_easily_read() -> None:
     )
 
 
-def _compose_program() -> list[str] | None:
+def compose_program() -> list[str] | None:
     """Docker Compose 2, wherever it is installed."""
     for words in (["docker", "compose"], ["docker-compose"]):
         if shutil.which(words[0]):
@@ -300,7 +300,7 @@ def _compose_program() -> list[str] | None:
 
 @pytest.mark.parametrize("backend", COMMITTED)
 def test_docker_compose_takes_it(backend: str, tmp_path: Path) -> None:
-    program = _compose_program()
+    program = compose_program()
     if program is None:
         pytest.skip("Docker Compose 2 is not installed")
     file = REPOSITORY / "compose" / f"{backend}.yaml"

@@ -219,7 +219,7 @@ def test_a_run_whose_prompts_came_from_a_prefix_cache_is_refused() -> None:
     ],
 )
 def test_gpus_by_the_names_that_nvml_gives(name: str, gpu: str | None) -> None:
-    assert observed._gpu(name) == gpu
+    assert observed.gpu_of(name) == gpu
 
 
 def test_scipy_is_loaded_by_a_fit_alone() -> None:
@@ -295,10 +295,10 @@ def test_what_moves_nothing_of_its_own_is_not_told() -> None:
     """A parameter without effect, and two that cannot be told apart."""
     rng = np.random.default_rng(1)
     one, two = rng.normal(size=(2, 50))
-    order = command._by_influence(np.stack([0 * one, 5 * one, two, 2.5 * one + 1e-9 * two], axis=1))
+    order = command.by_influence(np.stack([0 * one, 5 * one, two, 2.5 * one + 1e-9 * two], axis=1))
     assert [at for at, _ in order[:2]] == [1, 2]
     assert all(influence < command.LEAST_INFLUENCE for _, influence in order[2:])
-    assert [share for _, share in command._by_influence(np.zeros((50, 2)))] == [0.0, 0.0]
+    assert [share for _, share in command.by_influence(np.zeros((50, 2)))] == [0.0, 0.0]
 
 
 @pytest.mark.processes  # for its time: a dozen seconds
@@ -323,9 +323,9 @@ def test_what_lies_beside_runs_is_left_out(tmp_path: Path, capsys: pytest.Captur
     beside[2].mkdir()
     world = emulate(Hardware(gpu="h200", kv_tokens=60_000).setup("vllm", "7b", 4096))
     made(tmp_path / "h200_7b_burst.jsonl", world, [(0.0, 512, 4)] * 30)
-    runs = command._runs_among(sorted(tmp_path.iterdir()), observed.RunFacts())
+    runs = command.runs_among(sorted(tmp_path.iterdir()), observed.RunFacts())
     assert [run.name for run in runs] == ["h200_7b_burst"]
     told = capsys.readouterr().err
     assert told.count("left out: ") == 3 and all(path.name in told for path in beside)
     with pytest.raises(observed.ObservationError, match=r"README\.md is no run"):
-        command._runs_among(beside, observed.RunFacts())
+        command.runs_among(beside, observed.RunFacts())

@@ -61,7 +61,7 @@ def played(options: dict[str, Any], trace: Path) -> tuple[Config, list[Outcome],
     small = options.get("input_tokens") in (300, 3000)
     hardware = Hardware(gpu="h200", kv_tokens=1024 if small else 6000, prefix_caching="on")
     emulated = emulate(hardware.setup("vllm", "7b", 4096))
-    return config, predict._played(emulated, load, predict.requests(load, shapes)), load, shapes
+    return config, predict.play(emulated, load, predict.requests(load, shapes)), load, shapes
 
 
 def as_records(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> Iterator[records.Record]:
@@ -177,7 +177,7 @@ def test_a_trace_is_drawn_as_it_is_sent(trace: Path, monkeypatch: pytest.MonkeyP
     assert list(shapes.in_common()) == whole and len(whole) == len(shapes) == 90
     sent = predict.requests(load, shapes)
     assert not isinstance(sent, list)
-    longest = predict._longest_tokens(load, shapes, sent)
+    longest = predict.longest_request_tokens(load, shapes, sent)
     arrivals = list(sent)  # still all of them
     assert [each[1:] for each in arrivals] == [shape[:3] for shape in whole]
     assert [round(each.at_s * 1e9) for each in arrivals] == load.due_ns().tolist()

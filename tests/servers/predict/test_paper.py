@@ -142,7 +142,7 @@ def test_runs_named_by_facts_and_variants_exist() -> None:
 def test_a_page_names_what_its_curves_leave_out() -> None:
     figure = Figure(7, "latency", [Panel("A800", {"vLLM": "long", "TGI": "none"}), Panel("RTX4090", {"vLLM": "short"})])
     runs = {"long": made(*range(1, 1001)), "none": Result(reason="no room"), "short": made(1, 2)}
-    thinned, whole = paper_page._latencies(figure, runs)
+    thinned, whole = paper_page.latencies(figure, runs)
     assert isinstance(thinned, Chart) and isinstance(whole, Chart)
     assert thinned.note.startswith("Does not fit: TGI. Of more than 250 values only every k-th is drawn")
     assert [series.name for series in thinned.series] == ["vLLM"] and len(thinned.series[0].x) < 1000

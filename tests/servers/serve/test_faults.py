@@ -375,7 +375,7 @@ def test_slow_start_refuses_until_it_is_over(tmp_path: Path, dialect: str) -> No
     with running(tmp_path, dialect, "slow_start:3600") as server:
         assert [server.ask("GET", path).status for path in ("/health", "/metrics", "/nowhere")] == [503, 200, 404]
         assert stream_of(server, dialect).status == 503
-        server.server._healthy_ns = 1  # long ago
+        server.server.healthy_ns = 1  # long ago
         assert server.ask("GET", "/health").status == 200
         assert stream_of(server, dialect).status == 200
 

@@ -382,7 +382,7 @@ def test_text_of_unknown_length_is_not_predicted(tmp_path: Path) -> None:
     assert [request.prompt for request in drawn(config)] == [7, 3]
     load, shapes = predict.drawn(dataclasses.replace(config, concurrency=2, duration=1.0, repeat_dataset=True))
     sent = predict.requests(load, shapes)
-    assert predict._longest_tokens(load, shapes, sent) == 7 + 128
+    assert predict.longest_request_tokens(load, shapes, sent) == 7 + 128
     assert [request.prompt for request in itertools.islice(sent, 5)] == [7, 3, 7, 3, 7]
 
 

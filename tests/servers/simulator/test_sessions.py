@@ -150,7 +150,7 @@ def test_a_refused_turn_ends_its_session(streams: str | None) -> None:
         begins = sorted(session[0].sent_s for session in by_session(outcomes, turns))
         ends = sorted(session[2].sent_s for session in by_session(outcomes, turns))
         assert begins == [0, 0, *ends[:2]]
-    records = list(predict._table(outcomes, shapes, turns).written())
+    records = list(predict.record_table(outcomes, shapes, turns).written())
     assert [(each.session, each.turn) for each in records[:6]] == [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 1)]
     assert [each.outcome for each in records[:5]] == ["ok", "ok", "http_error", "dropped", "dropped"]
     assert (records[3].sent_ns, records[3].status, records[3].asked_prompt_tokens) == (None, None, 0)
@@ -170,14 +170,14 @@ def test_a_closed_loop_sends_until_its_time_is_over() -> None:
     config = Config(gpu="h200", concurrency=3, duration=2.5, input_tokens=200, output_tokens="uniform:5:30")
     load, shapes = predict.drawn(config)
     assert load.planned is None
-    outcomes = predict._played(emulated("vllm@v1"), load, predict.requests(load, shapes))
+    outcomes = predict.play(emulated("vllm@v1"), load, predict.requests(load, shapes))
     sent = [each.sent_s for each in outcomes]
     ends = sorted(each.times_s[-1] for each in outcomes)
     assert max(sent) < 2.5 <= ends[-3] and len(outcomes) > 20
     assert sorted(sent)[3:] == [end for end in ends if end < 2.5]
     few = Config(gpu="h200", concurrency=3, duration=2.5, requests=10, input_tokens=200)
     load, shapes = predict.drawn(few)
-    assert len(predict._played(emulated("vllm@v1"), load, predict.requests(load, shapes))) == 10
+    assert len(predict.play(emulated("vllm@v1"), load, predict.requests(load, shapes))) == 10
     whole = simulate(emulated("vllm@v1"), [(0.0, 200, 20)] * 30, parse_streams("3"))
     some = simulate(emulated("vllm@v1"), [(0.0, 200, 20)] * 30, parse_streams("3"), 0.5)
     began = [each for each in whole if each.sent_s < 0.5]

@@ -80,7 +80,7 @@ def test_every_cell_that_the_paper_traced_is_in_a_preset() -> None:
     names = [f"paper-{name}" for name in ("table5", "table7", "table8", "table13", "table14", "table15", "table16")]
     cells = {each for name in names for each in paper.presets()[name](8, "cuda")}
     assert all(tables.printed(traced(each)) for each in cells)
-    assert {(each.model, each.method, each.micro_batch) for each in cells} == set(tables._printed())
+    assert {(each.model, each.method, each.micro_batch) for each in cells} == set(tables.printed_cells())
 
 
 def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:

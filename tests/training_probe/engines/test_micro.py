@@ -61,8 +61,8 @@ def test_a_product_is_what_it_says() -> None:
     made: list[Any] = []
     expected: dict[Dtype, float] = {"fp32": 1e-5, "bf16": 2e-2, "int8": 0.0}
     for dtype, tolerance in expected.items():
-        product = gemm._product(dtype, torch.device("cpu"))
-        a, b = (gemm._normal((1, rows, 64), dtype, torch.device("cpu"))[0] for rows in (32, 48))
+        product = gemm.product_of(dtype, torch.device("cpu"))
+        a, b = (gemm.normal_matrices((1, rows, 64), dtype, torch.device("cpu"))[0] for rows in (32, 48))
         out = torch.empty(32, 48, dtype=torch.int32 if dtype == "int8" else a.dtype)
         product(a, b.t(), out)
         exact = a.double() @ b.double().t()

@@ -304,13 +304,13 @@ def test_a_sample_that_any_rank_was_late_for_does_not_count(monkeypatch: pytest.
 
 
 def test_what_is_in_time() -> None:
-    from training_probe.worker.micro.timing import _in_time
+    from training_probe.worker.micro.timing import in_time
 
-    assert _in_time([1.0, 2.0, 9.0], [False, False, True]) == ([1.0, 2.0], False)
-    assert _in_time([1.0, 9.0, 9.0], [False, True, True]) == ([1.0, 9.0, 9.0], True)
-    assert _in_time([1.0, 9.0], [False, True]) == ([1.0, 9.0], True)  # one sample has no spread
-    assert _in_time([1.0, 9.0, 3.0, 5.0], [False, True, False, False], trains=2) == ([1.0, 4.0], False)
-    assert _in_time([1.0, 1.0, 8.0, 8.0], [False, False, True, True], trains=2) == ([1.0, 8.0], True)
+    assert in_time([1.0, 2.0, 9.0], [False, False, True]) == ([1.0, 2.0], False)
+    assert in_time([1.0, 9.0, 9.0], [False, True, True]) == ([1.0, 9.0, 9.0], True)
+    assert in_time([1.0, 9.0], [False, True]) == ([1.0, 9.0], True)  # one sample has no spread
+    assert in_time([1.0, 9.0, 3.0, 5.0], [False, True, False, False], trains=2) == ([1.0, 4.0], False)
+    assert in_time([1.0, 1.0, 8.0, 8.0], [False, False, True, True], trains=2) == ([1.0, 8.0], True)
 
 
 def test_the_host_is_asked_before_it_is_filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -106,6 +106,6 @@ def test_a_deepspeed_configuration_of_ones_own_is_trained_with(alone: Any) -> No
             stepper.backward(loss, True)
             stepper.step()
         losses.append(float(loss))
-        buckets.append(stepper._engine.zero_reduce_bucket_size())
+        buckets.append(stepper.engine.zero_reduce_bucket_size())
     assert buckets[1] == 1000 != buckets[0]
     assert losses[1] == pytest.approx(losses[0], abs=2e-3)

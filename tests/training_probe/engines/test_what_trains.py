@@ -28,7 +28,7 @@ class Training:
         self._kernel = model.attention_kernel
         self.stepper: Any = engines.build(self.trial, device)
         self._batch = measure.batch(self.trial, 0, device, tiny.SPEC.vocab_size)
-        self.model = self.stepper._engine.module if engine == "deepspeed" else self.stepper._model
+        self.model = self.stepper.engine.module if engine == "deepspeed" else self.stepper.model
 
     def gradients(self) -> None:
         """Both passes of all micro batches."""
@@ -108,7 +108,7 @@ def test_8_bit_states_hold_as_many_bytes_as_predicted(alone: Any, engine: str, m
     """bitsandbytes keeps 32 bits of tensors below 4096 elements, the norms; ZeRO has one flat tensor."""
     training = Training(alone, engine, method, adamw_8bit=True)
     training.step()
-    optimizer = training.stepper._adam if engine == "ddp" else training.stepper._engine.optimizer.optimizer
+    optimizer = training.stepper.adam if engine == "ddp" else training.stepper.engine.optimizer.optimizer
     held = sum(state[name].nbytes for state in optimizer.state.values()
                for name in ("state1", "state2", "absmax1", "absmax2") if name in state)  # fmt: skip
     trained = training.stepper.parameters[1]

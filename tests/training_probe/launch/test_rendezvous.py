@@ -116,7 +116,7 @@ def test_another_token_is_refused_and_node_0_waits_on(pool: ThreadPoolExecutor) 
 
 
 def greeted(at: Meeting, hello: Hello) -> tuple[Channel, rendezvous.Welcome | Over | Order]:
-    channel = Channel(rendezvous._connected(at, lambda _: None), SECRET, listens=False)
+    channel = Channel(rendezvous.connected(at, lambda _: None), SECRET, listens=False)
     channel.send(msgspec.msgpack.encode(hello))
     return channel, rendezvous._FOR_FOLLOWERS.decode(channel.receive(LONG_S))
 
@@ -290,7 +290,7 @@ def test_what_is_refused_starts_nothing(pool: ThreadPoolExecutor) -> None:
     following = followers(pool, at)
     with gathered(at, lambda _: None) as fleet:
         begin = Begin(name="run-1", files={}, argv=("touch", "x"), env={}, ranks=1, gpu_ids=(), port=0)
-        told = fleet.nodes._links[1].ask(begin, LONG_S)
+        told = fleet.nodes.links[1].ask(begin, LONG_S)
         assert isinstance(told, Told) and told.problem is not None and "nothing but the workers" in told.problem
     assert following[0].result(LONG_S) == 0
 
@@ -369,10 +369,10 @@ def test_a_lost_node_ends_the_sweep_which_goes_on_when_it_is_back(tmp_path: Path
     at, lines, directory = meeting(), Lines(), tmp_path / "sweep"
 
     def come_and_go() -> None:
-        channel = rendezvous._joined(replace(at, rank=1), lambda _: None)
+        channel = rendezvous.join(replace(at, rank=1), lambda _: None)
         with node.here("127.0.0.1") as here, pytest.raises(ChannelError):
             threading.Timer(2.0, channel.abort).start()
-            rendezvous._obey(channel, here, at)
+            rendezvous.obey(channel, here, at)
         channel.close()
 
     going = pool.submit(come_and_go)

@@ -177,7 +177,7 @@ def test_bars_begin_at_0_have_their_numbers_and_rows_of_one_title_one_axis(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Figure] = []
-    save = figures._save
+    save = figures.save
     monkeypatch.setattr(figures, "_save", lambda figure, stem: (kept.append(figure), save(figure, stem)))
     values: dict[str, Any] = {"paper": [10.0, 7000.0, "OOM"], "ours $x$": [400.0, "crashed", None]}
     panels = [
@@ -214,7 +214,7 @@ def test_speed_never_stands_where_memory_should(tmp_path: Path, monkeypatch: pyt
     drawn_panels: list[figures.Panel] = []
     monkeypatch.setattr(figures, "bars", lambda panels, *_, **__: drawn_panels.extend(panels))
     unknown = {"predicted_memory_gb": 9.0, "peak_memory_gb": None, "peak_reserved_gb": None}
-    plots._memory(tmp_path, [result(said=unknown), result("Z2", outcome="timeout", said=unknown), result("Q")])
+    plots.memory_figure(tmp_path, [result(said=unknown), result("Z2", outcome="timeout", said=unknown), result("Q")])
     assert [dict(panel.values) for panel in drawn_panels] == [
         {"predicted": [9.0, 9.0, None], "allocated": [None, "timeout", 31.5], "reserved": [None, None, 40.25]}
     ]

@@ -54,14 +54,14 @@ def launch_of(point: Gemm, device: torch.device) -> Launch:
     sets = rotation(one_set, cache_bytes(device))
     if device.type == "cpu" and (why := lacking(sets * one_set)):
         raise torch.OutOfMemoryError(why)
-    a = _normal((sets, point.m, point.k), point.dtype, device)
-    b = _normal((sets, point.n, point.k), point.dtype, device)
+    a = normal_matrices((sets, point.m, point.k), point.dtype, device)
+    b = normal_matrices((sets, point.n, point.k), point.dtype, device)
     c = torch.empty((sets, point.m, point.n), dtype=out, device=device)
-    product = _product(point.dtype, device)
+    product = product_of(point.dtype, device)
     return in_turns(partial(product, a[at], b[at].t(), c[at]) for at in range(sets))
 
 
-def _product(dtype: Dtype, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], object]:
+def product_of(dtype: Dtype, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], object]:
     if dtype == "int8":
         return lambda a, b, c: torch._int_mm(a, b, out=c)
     if dtype == "fp8":  # e4m3, one scale a tensor, accumulated as training does in forward passes
@@ -72,7 +72,7 @@ def _product(dtype: Dtype, device: torch.device) -> Callable[[Tensor, Tensor, Te
     return lambda a, b, c: torch.mm(a, b, out=c)
 
 
-def _normal(shape: tuple[int, ...], dtype: Dtype, device: torch.device) -> Tensor:
+def normal_matrices(shape: tuple[int, ...], dtype: Dtype, device: torch.device) -> Tensor:
     """Normal random numbers, the same in every set."""
     kept = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(dtype) or _FLOATS[dtype]
     one = torch.randn(shape[1:], device=device)

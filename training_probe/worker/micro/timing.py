@@ -172,17 +172,17 @@ def _by_events(launch: Launch, plan: Plan, once_s: float, ranks: Ranks) -> tuple
 
     enqueue_s = ranks.slowest([_enqueuing(launch, once_s)])[0]
     if 2 * enqueue_s < once_s:  # each is enqueued long before the one ahead of it ends
-        return _in_time(*trains(LEAST_AHEAD_S, False))
+        return in_time(*trains(LEAST_AHEAD_S, False))
     ahead_s = AHEAD * enqueue_s * plan.launches
     for _ in range(TRIES):
         samples_s, late = trains(min(MOST_AHEAD_S, max(LEAST_AHEAD_S, ahead_s)), True)
         if sum(late) <= MOST_LATE_RATIO * len(late):
             break
         ahead_s *= 2
-    return _in_time(samples_s, late)
+    return in_time(samples_s, late)
 
 
-def _in_time(taken_s: list[float], late: list[bool], trains: int = 1) -> tuple[list[float], bool]:
+def in_time(taken_s: list[float], late: list[bool], trains: int = 1) -> tuple[list[float], bool]:
     """Samples, each the mean of as many trains, without those that the host was late for; where these are most, with
     them, and that it was too slow."""
     kept = [
@@ -196,7 +196,7 @@ def _in_time(taken_s: list[float], late: list[bool], trains: int = 1) -> tuple[l
     samples_s = [statistics.fmean(sample) for sample in kept if sample]
     if 2 * sum(late) <= len(late) and len(samples_s) >= 2:
         return samples_s, False
-    return _in_time(taken_s, [False] * len(late), trains)[0], True
+    return in_time(taken_s, [False] * len(late), trains)[0], True
 
 
 def _apart(point: Point, launch: Launch, clear: Launch, once_s: float, task: Task) -> Measured:
@@ -223,7 +223,7 @@ def _apart(point: Point, launch: Launch, clear: Launch, once_s: float, task: Tas
         if sum(late) <= MOST_LATE_RATIO * len(late):
             break
         count *= 2
-    samples_s, too_slow = _in_time(taken_s, late, trains)
+    samples_s, too_slow = in_time(taken_s, late, trains)
     return measured(point, samples_s, launches * trains, None, HOST_BOUND if too_slow else "")
 
 

@@ -56,7 +56,7 @@ def shown(directory: Path, rows: list[Record], made: Manifest | None = None, **c
     """A run as its page shows it."""
     path = write_run(directory, rows, made or manifest(), facts())
     built, table = build.from_directory(path)
-    return build._shown(path, msgspec.structs.replace(built, **changes), table)
+    return build.shown_run(path, msgspec.structs.replace(built, **changes), table)
 
 
 def blocks(page: Page) -> Iterator[Block]:
@@ -164,7 +164,7 @@ def test_ten_thousand_requests_are_under_a_megabyte_and_a_half(tmp_path: Path) -
 @settings(deadline=None)
 def test_the_longest_gaps_of_a_request_are_drawn(gaps_us: list[int]) -> None:
     at_s = np.cumsum([0, *gaps_us]) / 1e6
-    kept = charts._events(at_s)
+    kept = charts.thinned_events(at_s)
     assert len(kept) <= charts.MOST_EVENTS + 3 and kept[0] == 0 and kept[-1] == len(gaps_us)
     assert np.diff(at_s[kept]).max() >= max(gaps_us) / 1e6 - 1e-9
     longest = int(np.argmax(np.diff(at_s)))
@@ -217,7 +217,7 @@ def test_what_the_server_and_its_gpus_showed(tmp_path: Path) -> None:
         )
     (path / "server.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     assert msgspec.json.decode(lines[1], type=ServerSample).gpus[0].index == 1
-    page = drawn(run.page(build._shown(path, *build.from_directory(path))))
+    page = drawn(run.page(build.shown_run(path, *build.from_directory(path))))
     assert [one.name for one in page["Server's requests"].series] == ["running"]
     assert page["KV cache"].series[0].y == [25.0, 25.0, 25.0]
     preemptions = page["Preemptions"].series[0]
@@ -301,7 +301,7 @@ def test_a_time_that_is_none_is_left_out(tmp_path: Path, started: float) -> None
 @pytest.mark.parametrize("kept", ["frozen/measured/sessions", "frozen/predicted/fp8_burst", "h200/serving/7b_tp4_o64"])
 def test_runs_that_were_kept_have_pages(kept: str) -> None:
     built, table = build.from_directory(unpacked(kept))
-    page = run.page(build._shown(unpacked(kept), built, table))
+    page = run.page(build.shown_run(unpacked(kept), built, table))
     assert page.origin == ("predicted" if "predicted" in kept else "")
     assert all(chart.series for chart in drawn(page).values())
     assert len(msgspec.json.encode(page)) < 400_000
