@@ -60,19 +60,31 @@ class _Message(msgspec.Struct, gc=False):
     """Of chat: `delta` of a chunk, `message` of a whole reply."""
 
     role: str | None = None
-    content: str | list[Any] | None = None
+    content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking: str | None = None
+    reasoning_details: list[Any] | None = None
     refusal: str | None = None
     tool_calls: list[Any] | None = None
+    function_call: Any = None
+    audio: Any = None
+
+    @property
+    def reasons(self) -> bool:
+        return bool(self.reasoning_content or self.reasoning or self.thinking or self.reasoning_details)
+
+    @property
+    def answers(self) -> bool:
+        return bool(self.content or self.refusal or self.tool_calls or self.function_call or self.audio)
 
     @property
     def says_something(self) -> bool:
-        return bool(self.content or self.reasoning_content or self.reasoning or self.refusal or self.tool_calls)
+        return self.answers or self.reasons
 
     @property
     def only_reasons(self) -> bool:
-        return bool(self.reasoning_content or self.reasoning) and not (self.content or self.refusal or self.tool_calls)
+        return self.reasons and not self.answers
 
     @property
     def holds_back(self) -> bool:
@@ -86,6 +98,14 @@ class _Choice(msgspec.Struct, gc=False):
     message: _Message | None = None
     finish_reason: str | None = None
     token_ids: list[Count] | None = None
+
+    @property
+    def ends(self) -> bool:
+        return self.finish_reason not in (None, "", "null")
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.text) if self.delta is None else self.delta.says_something
 
     def keep(self, kept: Kept) -> None:
         """Adds what it says. Of a chat that is what a client would send back: no reasoning."""
@@ -105,6 +125,44 @@ class _Chunk(msgspec.Struct, gc=False):
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
+class _Part(msgspec.Struct):
+    """Of a content in parts. One that is neither text nor thought says something by being there."""
+
+    type: str = ""
+    text: str = ""
+    thinking: str | list[_Part] = ""
+
+    @property
+    def said(self) -> str:
+        return self.text or ("" if self.type in ("text", "thinking") else self.type)
+
+    @property
+    def thought(self) -> str:
+        parts = self.thinking
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
+def _decode_any(data: bytes) -> _Chunk:
+    """A chunk in the shapes that few servers send: a content in parts, whole numbers written as 40.0. Raises one of
+    UNDECODABLE."""
+    fields = msgspec.json.decode(data, type=dict[str, Any])
+    usage = fields.get("usage")
+    if isinstance(usage, dict):
+        fields["usage"] = {name: int(value) if _is_whole(value) else value for name, value in usage.items()}
+    choices = fields.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
+        for message in (choice.get("delta"), choice.get("message")) if isinstance(choice, dict) else ():
+            if isinstance(message, dict) and isinstance(message.get("content"), list):
+                parts = msgspec.convert(message["content"], list[_Part])
+                message["content"] = "".join(part.said for part in parts) if parts else None
+                message["thinking"] = "".join(part.thought for part in parts)
+    return msgspec.convert(fields, _Chunk)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53
+
+
 class _Stream(EventReply):
     ends_with_done = True
 
@@ -113,6 +171,7 @@ class _Stream(EventReply):
         super().__init__(self._plain if kept is None else None)  # what is recognised is not read
         self._kept = kept
         self._counted = 0  # output tokens so far that the server has counted
+        self._grown = 0  # how often that count has grown
         self._silent_end = False  # the event with the finish reason was taken for none
         self._running: tuple[_Usage, int] | None = None  # the last count before the end, and the tokens seen by then
 
@@ -120,7 +179,10 @@ class _Stream(EventReply):
         try:
             chunk = _decode(data)
         except UNDECODABLE as error:
-            return self.unreadable(data, error)
+            try:
+                chunk = _decode_any(data)
+            except UNDECODABLE:
+                return self.unreadable(data, error)
         choices = chunk.choices
         if choices and self._kept is not None:
             choices[0].keep(self._kept)
@@ -142,8 +204,8 @@ class _Stream(EventReply):
             return (self._total(chunk.usage),) if chunk.usage is not None else ()
         choice = chunk.choices[0]
         n_tokens = self._count(choice, chunk.usage)
-        if not choice.finish_reason:
-            if chunk.usage is not None:  # a running count is not the server's last word, unless nothing follows
+        if not choice.ends:
+            if chunk.usage is not None and not self._plain.count:  # not the last word, unless nothing follows
                 self._running = (chunk.usage, self._seen)
             return _event(choice, n_tokens, chunk.usage)
         self.complete = True
@@ -173,9 +235,10 @@ class _Stream(EventReply):
     def _count(self, choice: _Choice, usage: _Usage | None) -> int:
         """Output tokens that one event carried."""
         total = usage.completion_tokens if usage is not None else None
-        if total is not None and not self._plain.count:
+        if total is not None and not self._plain.count and not self._stands_still(choice, total):
             n_tokens = max(0, total - self._counted)
             self._counted += n_tokens
+            self._grown += n_tokens > 0
         elif choice.token_ids is not None:
             n_tokens = len(choice.token_ids)
             self._counted += n_tokens
@@ -186,8 +249,12 @@ class _Stream(EventReply):
             self._plain.count += n_tokens
         return n_tokens
 
+    def _stands_still(self, choice: _Choice, total: int) -> bool:
+        """Whether a usage that each event has is no running count: some servers send 0, 1 or the whole reply's."""
+        return self._grown < 2 and total <= self._counted and not choice.ends and choice.says_something
+
     def _carries_output(self, choice: _Choice) -> bool:
-        goes_on = not choice.finish_reason
+        goes_on = not choice.ends
         if choice.delta is None:
             return bool(choice.text) or (choice.text is not None and goes_on)
         opens = choice.delta.role is not None and not self._seen
@@ -203,8 +270,7 @@ def _event(choice: _Choice, n_tokens: int, usage: _Usage | None) -> Sequence[Del
         return (Delta(n_tokens=n_tokens),)
     if delta is not None and delta.only_reasons:
         return _REASONING
-    says = choice.text if delta is None else delta.says_something
-    return _ONE_TOKEN if says or choice.token_ids is not None or usage is not None else _HELD_BACK
+    return _ONE_TOKEN if choice.says_something or choice.token_ids is not None or usage is not None else _HELD_BACK
 
 
 def _failure(chunk: _Chunk, data: bytes) -> str | None:
@@ -235,7 +301,10 @@ def _last_delta(n_tokens: int, finish: str | None, usage: _Usage | None) -> Delt
 
 
 def _read_whole(kept: Kept | None, body: bytes) -> Delta:
-    reply = _decode(body)
+    try:
+        reply = _decode(body)
+    except msgspec.ValidationError:
+        reply = _decode_any(body)
     if reply.choices and kept is not None:
         reply.choices[0].keep(kept)
     if failure := _failure(reply, body):

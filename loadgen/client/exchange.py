@@ -168,12 +168,13 @@ class Exchange:
         self.times.append(now)
 
     def _leave_out_empties(self) -> None:
-        """Unless the server counts just as many tokens as there were events, empty ones may be signs of life: all of
-        them where it counts so many fewer, else at least those before the first text, which must not pass for a first
-        token."""
+        """Unless the server counts just as many tokens as there were events, and none that it hid, empty ones may be
+        signs of life: all of them where it counts so many fewer, else at least those before the first text, which must
+        not pass for a first token."""
         counted, empties = self.output_tokens, self.empties
+        hidden = 0 if self.reasoning else self.reasoning_tokens
         surplus = len(empties) if counted is None else len(self.times) - counted
-        if surplus == 0 or self.carried:
+        if (surplus == 0 and not hidden) or self.carried:
             return
         leading = sum(place == at for at, place in enumerate(empties))
         left_out = set(empties if surplus >= len(empties) else empties[:leading])

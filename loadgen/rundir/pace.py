@@ -53,6 +53,8 @@ def first_tokens(
     for place, tokens in zip(carried[::2], carried[1::2], strict=True):
         counted += tokens - 1
         first += tokens - 1 if place < events else 0
+    if carried and not agree(output_tokens, counted) and agree(output_tokens, gaps + 1):
+        counted, first = gaps + 1, events  # what the events told was not so
     if not agree(output_tokens, counted):
         if not agree(output_tokens - hidden, counted):
             return None
