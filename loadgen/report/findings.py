@@ -39,6 +39,15 @@ GROUPED_RATIO = 0.1
 MERGED_EVENTS_RATIO = 0.01
 # A client that was late may have read a reply at once; when half of all replies are like that, it is the wire.
 BUFFERED_INVALID_RATIO = 0.5
+PASS_ON = (
+    "Measure the server itself, or let the proxy pass events on as they come: nginx `proxy_buffering off`, HAProxy "
+    "`option http-no-delay`, lighttpd `server.stream-response-body = 1`; a compressing proxy must not compress "
+    "text/event-stream."
+)
+# Few servers make 700 tokens a second for one reader, none makes 4,000, and few after ten times as long a silence.
+REPLAYED_MS, REPLAYED_INVALID_MS, REPLAYED_RATIO = 1.5, 0.25, 0.1
+# Of ttft, what waiting for a group adds to it; of a reply's tokens, what of them came with its first group.
+GROUPED_INVALID_RATIO, GROUP_INVALID_RATIO = 0.1, 0.05
 # Of the replies: fewer change no p99.
 FEW_RATIO = 0.01
 # Linux delays an ACK by 40 ms (TCP_DELACK_MIN), its timers count in up to 4 ms, and a busy machine reads later.
@@ -90,7 +99,7 @@ def find(
         *_warm_up(table, len(table) - len(measured)),
         *_failures(measured),
         *client_findings.find(numbers, facts),
-        *_events(measured),
+        *_events(numbers, measured),
         *_delayed_acks(numbers, measured),
         *_goodput(numbers),
         *_lengths(measured),
@@ -136,8 +145,9 @@ def _contradictions(*clauses: Sequence[str]) -> Iterator[Finding]:
 
 
 def is_delivery(measured: Table) -> bool:
-    """Whether ttft is the time of a delivery: most replies came in too few reads to show their first token."""
-    return _are_deliveries(int(metrics.bent(measured).sum()), measured)
+    """Whether ttft is the time of a delivery: most replies, or their beginnings, came in too few reads to show their
+    first token."""
+    return _are_deliveries(int((metrics.bent(measured) | metrics.held(measured)).sum()), measured)
 
 
 def _are_deliveries(bent: int, measured: Table) -> bool:
@@ -282,12 +292,14 @@ def _survivors(measured: Table, lost: int) -> Iterator[Finding]:
     )
 
 
-def _events(measured: Table) -> Iterator[Finding]:
+def _events(numbers: Numbers, measured: Table) -> Iterator[Finding]:
     bent = metrics.bent(measured)
     yield from _buffered(measured, int(bent.sum()))
+    yield from _held(measured)
+    yield from _at_once(numbers)
     yield from _hidden(measured, metrics.paceless(measured) & ~bent)
     yield from _extra(measured)
-    yield from _reads(measured)
+    yield from _reads(numbers, measured)
     yield from _merged(measured)
 
 
@@ -317,11 +329,36 @@ def _buffered(measured: Table, bent: int) -> Iterator[Finding]:
         + ("ttft is the time of a delivery, and " if invalid else "")
         + _left_out("tpot and itl", bent, measured)
         + ".",
-        advice="Measure the server itself, or let the proxy pass events on as they come: nginx `proxy_buffering off`, "
-        "HAProxy `option http-no-delay`, lighttpd `server.stream-response-body = 1`; a compressing proxy must not "
-        "compress text/event-stream. Where replies are wanted whole, --no-stream measures e2el alone. LOOP_LAG tells "
-        "whether the client was late.",
+        advice=f"{PASS_ON} Where replies are wanted whole, --no-stream measures e2el alone. LOOP_LAG tells whether the "
+        "client was late.",
     )
+
+
+def _held(measured: Table) -> Iterator[Finding]:
+    """Something between held the beginning of replies back, and passed the rest on."""
+    held, replies = int(metrics.held(measured).sum()), _replies(measured)
+    if _are_deliveries(held, measured):
+        yield Finding(
+            code="BUFFERED",
+            severity="invalid",
+            message=f"{share(held, replies)} of the replies began with {metrics.HELD_EVENTS} events or more in one "
+            "read, which took their server a good part of ttft: a proxy holds the beginning of the stream back. ttft "
+            "is the time of a delivery; tpot is right.",
+            advice=f"{PASS_ON} LOOP_LAG tells whether the client was late.",
+        )
+
+
+def _at_once(numbers: Numbers) -> Iterator[Finding]:
+    """Replies after a long silence, faster than nearly all servers: as a proxy replays what it has kept."""
+    ttft_ms, tpot_ms, e2el_ms = (numbers.metrics[name].p50 for name in ("ttft_ms", "tpot_ms", "e2el_ms"))
+    if ttft_ms and tpot_ms and e2el_ms and tpot_ms < REPLAYED_MS and e2el_ms - ttft_ms < REPLAYED_RATIO * ttft_ms:
+        yield Finding(
+            code="BUFFERED",
+            severity="invalid" if tpot_ms < REPLAYED_INVALID_MS else "warning",
+            message=f"Replies began after {number(ttft_ms)} ms and then took {number(tpot_ms)} ms a token: few servers "
+            "are so fast. A proxy that keeps a reply until it is whole, and replays it then, looks like this.",
+            advice="Look at the stream (curl -N), or measure the server itself; if it is so fast, all is well.",
+        )
 
 
 def _hidden(measured: Table, hidden: NDArray[np.bool_]) -> Iterator[Finding]:
@@ -413,7 +450,7 @@ def _is_delayed(pauses_us: NDArray[Any]) -> NDArray[np.bool_]:
     return delayed
 
 
-def _reads(measured: Table) -> Iterator[Finding]:
+def _reads(numbers: Numbers, measured: Table) -> Iterator[Finding]:
     gaps = len(measured.itl_us)
     zero = gaps - int(np.count_nonzero(measured.itl_us))
     if gaps and zero > MERGED_READS_INFO_RATIO * gaps:
@@ -427,13 +464,38 @@ def _reads(measured: Table) -> Iterator[Finding]:
         shortest_us = min(GROUPED_GAP_US, GROUPED_GAP_RATIO * float(measured.itl_us.mean()))
         grouped = sum(int(np.count_nonzero(part.itl_us < shortest_us)) for part in measured.blocks()) - zero
         if grouped > GROUPED_RATIO * gaps:
+            bad = _groups_matter(numbers, measured, shortest_us)
             yield Finding(
                 code="GROUPED_EVENTS",
-                severity="warning",
+                severity="invalid" if bad else "warning",
                 message=f"{share(grouped, gaps)} of the gaps are shorter than {shortest_us / 1000:.2g} ms: events came "
-                "in groups, and itl's percentiles are not the time of a token.",
-                advice="Read tpot. Unless the client was late (LOOP_LAG tells), the server was slow to send them.",
+                "in groups, and itl's percentiles are not the time of a token"
+                + ("; ttft and tpot are those of groups." if bad else "."),
+                advice=PASS_ON
+                if bad
+                else "Read tpot. Unless the client was late (LOOP_LAG tells), the server was slow to send them.",
             )
+
+
+def _groups_matter(numbers: Numbers, measured: Table, shortest_us: float) -> bool:
+    """Whether nearly all events came in groups that move ttft, or tpot, by more than is allowed."""
+    short = groups = several = 0
+    pauses_us = 0.0
+    for part in measured.blocks():
+        is_short = part.itl_us < shortest_us
+        after_short = np.concatenate(([False], is_short[:-1]))
+        begins = part.itl_offsets[:-1]
+        after_short[begins[begins < len(is_short)]] = False
+        short += int(is_short.sum())
+        groups += len(is_short) - int(is_short.sum()) + int((part.events > 0).sum())
+        several += int((is_short & ~after_short).sum())
+        pauses_us += float(part.itl_us[~is_short].sum())
+    gaps, ttft_ms = len(measured.itl_us), numbers.metrics["ttft_ms"].p50
+    if short < pace.BENT_RATIO * gaps or several < pace.SEVERAL_RATIO * groups or short == gaps or not ttft_ms:
+        return False
+    waited_ms = (pauses_us / (gaps - short) - float(measured.itl_us.mean())) / 1000
+    in_group, in_reply = (gaps + _replies(measured)) / groups, gaps / _replies(measured)
+    return waited_ms > GROUPED_INVALID_RATIO * ttft_ms or in_group - 1 > GROUP_INVALID_RATIO * in_reply
 
 
 def _merged(measured: Table) -> Iterator[Finding]:

@@ -41,6 +41,8 @@ GOODPUT = "goodput_requests_per_s"  # the name of its rate
 COUNTED_US = 1 << 17  # gaps below are counted by their length
 # Replies without a pace: of so many the p90 of the others is not the load's, whatever they would have been.
 UNKNOWN_RATIO = 0.1
+# A server's HTTP process may be late with a token or two; a proxy that waits for its first 4 KiB holds twenty back.
+HELD_EVENTS, HELD_RATIO = 4, 0.1  # in the first read; of ttft, what their tokens took
 
 Column = NDArray[np.float64]  # (n,) one value a request, NaN where undefined
 PercentileMethod = Literal["linear", "nearest_rank", "index_floor"]
@@ -142,6 +144,22 @@ def bent(table: Table) -> NDArray[np.bool_]:
     found = paceless(table)
     for row in np.flatnonzero(found).tolist():
         found[row] = pace.is_bent(table.itl_us[table.itl_offsets[row] : table.itl_offsets[row + 1]].tolist())
+    return found
+
+
+def held(table: Table) -> NDArray[np.bool_]:
+    """Replies (n,) with a pace whose first read brought so many events that most of a token's time, several times over,
+    is in their ttft: something held their beginning back."""
+    found = np.zeros(len(table), np.bool_)
+    before = 0
+    for part in table.blocks():
+        begins, ends = part.itl_offsets[:-1], part.itl_offsets[1:]
+        rows = np.flatnonzero(part.ok & (part.first_tokens >= HELD_EVENTS) & (ends - begins >= HELD_EVENTS))
+        pauses = np.append(np.flatnonzero(part.itl_us), len(part.itl_us))
+        at_once = np.minimum(pauses[np.searchsorted(pauses, begins[rows])], ends[rows]) - begins[rows]
+        late_ms = at_once * _decode_ms(part)[rows]
+        found[before + rows] = (at_once + 1 >= HELD_EVENTS) & (late_ms > HELD_RATIO * _TTFT(part)[rows])
+        before += len(part)
     return found
 
 
