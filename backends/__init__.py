@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
 
+from backends.exit_codes import UserError
 from backends.protocol import Backend
 from backends.untrusted import nearest
 
@@ -12,7 +13,7 @@ __all__ = ["Backend", "UnknownBackend", "available", "get"]
 GROUP = "llm_dissect.backends"
 
 
-class UnknownBackend(LookupError):
+class UnknownBackend(UserError, LookupError):
     """No backend of that name is installed. The message says which are."""
 
 

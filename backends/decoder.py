@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from backends.exit_codes import UserError
+
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 # CUDA context, activations of a prefill, captured graphs, communication buffers: on each GPU beside weights and KV.
 RESERVED_BYTES = 2 << 30
 MOST_GPUS = 512  # that are tried for a model that does not fit
 
 
-class PrecisionError(ValueError):
+class PrecisionError(UserError, ValueError):
     """A number format that a model cannot be served in. One sentence."""
 
 

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from backends.exit_codes import UserError
+
 P2pMode = Literal["auto", "on", "off"]
 
 _OK = "ok"
@@ -44,7 +46,7 @@ _INIT_PROBLEMS = {
 }
 
 
-class GpuError(ValueError):
+class GpuError(UserError, ValueError):
     """GPUs were asked for that cannot be had. One sentence."""
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from backends.decoder import ModelSpec
+from backends.exit_codes import FailedError
 from backends.untrusted import escaped
 
 LOG_TAIL_LINES = 20
@@ -35,7 +36,7 @@ _RESULT = re.compile(r"EOFError$|RuntimeError: Rank \d+ scheduler died")  # says
 _OTHER_PROCESS = re.compile(r"\([\w.-]+ pid=\d+\) ")  # as vLLM begins the lines of its processes
 
 
-class LaunchError(Exception):
+class LaunchError(FailedError):
     """The server was not started, or died. One sentence that says why and what to do; `log` is the end of its log."""
 
     def __init__(self, message: str, log: str = "") -> None:

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from report import command as typed
 from report import machine as this_machine
 
-from loadgen import exit_codes
+from backends import exit_codes
 from loadgen.client.engine import SPARE_CONNECTIONS
 from loadgen.rundir import parts, records
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def environment(ours: Mapping[str, str]) -> dict[str, str]:
@@ -32,12 +33,15 @@ def environment(ours: Mapping[str, str]) -> dict[str, str]:
 @contextlib.contextmanager
 def spawning() -> Iterator[None]:
     """Processes that multiprocessing spawns within the block begin like that, too; it gives them the parent's path
-    once they are up."""
+    once they are up. Signals that stop a run wait until they `leave_stopping_to_parent`: a Ctrl-C goes to all of a
+    group, and one that is still importing would end with a traceback."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if before is None:
             del os.environ["PYTHONSAFEPATH"]
         else:
@@ -52,6 +56,14 @@ def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid != os.getppid():
         os._exit(1)
+
+
+def leave_stopping_to_parent() -> None:
+    """This process, which was started within `spawning`, ignores the signals that stop a run; its parent gets them too,
+    and says what is to be done."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 async def ended(process: Process, timeout_s: float) -> None:

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Group, Parameter
 from cyclopts.config import Dict
 
+from backends import exit_codes
+from backends.exit_codes import FailedError
 from backends.foreign_files import read_named
 from backends.untrusted import escaped
-from loadgen import exit_codes, guesses, rundir, terminal
+from loadgen import guesses, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file, check_text, ray_address
 from loadgen.option_types import JunitOption, SummaryOption, Whole, check_listen, names, offers
 from loadgen.search.points import SweepOptions
@@ -51,7 +53,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     underscores.
     """
     from loadgen.event_loop import Stop, run_loop
-    from loadgen.run import BACKEND_ERRORS, Run, Stopped, backend_failed, dry_run
+    from loadgen.run import Run, Stopped, backend_failed, dry_run
 
     config = config or Config()
     run_id = rundir.new_run_id()
@@ -71,7 +73,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
         one_run.stop = stop
         try:
             run_loop(repeat.measure(one_run, _one_of_several) if repeated else one_run.measure())
-        except BACKEND_ERRORS as error:
+        except FailedError as error:
             code = backend_failed(error)
         except Stopped as error:
             say_error("loadgen", error)
@@ -95,7 +97,7 @@ def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -
     DIR goes on after a kill or Ctrl-C: points that finished stay as they are.
     """
     from loadgen.event_loop import Stop, run_loop
-    from loadgen.run import BACKEND_ERRORS, Stopped, backend_failed
+    from loadgen.run import Stopped, backend_failed
     from loadgen.search import sweep as sweeping
 
     planned = sweeping.prepare(options or SweepOptions(), say)
@@ -104,7 +106,7 @@ def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -
         try:
             if planned.waiting:
                 run_loop(sweeping.measure(planned, stop))
-        except BACKEND_ERRORS as error:
+        except FailedError as error:
             code = backend_failed(error)
         except Stopped as error:
             if not planned.began:
@@ -557,23 +559,6 @@ def config_files(tokens: list[str]) -> tuple[list[str], list[Dict]]:
     return rest, files
 
 
-def exit_code_of(error: Exception) -> int | None:
-    """Of a mistake of the user, or of Docker and models that cannot be used; None: of a defect. Imported late, since
-    most commands never fail."""
-    from backends import UnknownBackend
-    from backends.launch import LaunchError
-    from loadgen.load.lengths import WorkloadError
-    from loadgen.report.build import ReportError
-    from loadgen.rundir.records import RecordsError
-    from loadgen.target import TransportError
-    from loadgen.trace import TraceError
-
-    mistakes = (ConfigError, rundir.RunError, UnknownBackend, RecordsError, ReportError, TraceError, WorkloadError)
-    if isinstance(error, mistakes):
-        return exit_codes.BAD_OPTIONS
-    return exit_codes.FAILED if isinstance(error, (LaunchError, TransportError)) else None
-
-
 def invoke(tokens: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
 
@@ -584,7 +569,7 @@ def invoke(tokens: Sequence[str]) -> int:
             app[rest[0]].config = files
         return app(rest, exit_on_error=False, print_error=False)
 
-    return terminal.invoke("loadgen", command, exit_code_of)
+    return terminal.invoke("loadgen", command)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from cyclopts import Group
 
+from backends.exit_codes import UserError, check_least
 from backends.untrusted import hide, printable
 from loadgen.load import request_body, workloads
 from loadgen.load.workloads import WorkloadName
@@ -37,9 +38,16 @@ MOST_SESSIONS, MOST_TURNS = 10**6, 10**7  # their lengths are held in memory
 DEFAULT_TURNS, DEFAULT_THINK_TIME = 4, 1  # seconds
 MOST_REQUESTS = 10**8  # their times are drawn beforehand, 8 bytes each
 LEAST_KV_TOKENS = 256  # of a modelled server: some blocks of its cache
+LEAST = {
+    0: "warmup seed",
+    1: "requests input_tokens output_tokens concurrency max_running max_batched_tokens port metrics_port trace_limit "
+    "sessions repeat nodes",
+    2: "vocab_size max_model_len",
+    LEAST_KV_TOKENS: "kv_tokens",
+}  # what a whole number of an option is at least
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """Options that make no run. One sentence that says what is wrong and what to do."""
 
 
@@ -378,16 +386,8 @@ class Config(
 
     def __post_init__(self) -> None:
         self._take_workload()
-        for name, least in (
-            ("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("concurrency", 1), ("warmup", 0),
-            ("vocab_size", 2), ("seed", 0), ("max_model_len", 2), ("max_running", 1),
-            ("max_batched_tokens", 1), ("port", 1),
-            ("kv_tokens", LEAST_KV_TOKENS), ("metrics_port", 1), ("trace_limit", 1), ("sessions", 1), ("repeat", 1),
-            ("nodes", 1),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, int) and value < least:
-                raise ConfigError(f"{flag(name)} is {value}; it must be at least {least}.")
+        for least, limited in LEAST.items():
+            check_least(ConfigError, least, **{name: getattr(self, name) for name in limited.split()})
         if self.requests is not None and self.requests > MOST_REQUESTS:
             raise ConfigError(f"--requests is {self.requests}; it must be at most {MOST_REQUESTS}, or several runs.")
         for name in (

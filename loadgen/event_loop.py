@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
-from loadgen import exit_codes
+from backends import exit_codes
 
 SAME_S = 0.2  # signals closer together are one: a terminal that is closed sends SIGHUP twice, once by its shell
 

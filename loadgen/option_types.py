@@ -20,16 +20,20 @@ if TYPE_CHECKING:
 Options = TypeVar("Options")
 
 
-def _whole(kind: Any, tokens: Sequence[Token]) -> int:
+def whole_number(text: str) -> int:
     """The number as it is typed, also 1e6; no fraction is rounded in silence. Raises ValueError."""
-    (token,) = tokens
     with contextlib.suppress(ValueError):
-        return int(token.value)
+        return int(text)
     with contextlib.suppress(ValueError):
-        number = float(token.value)
+        number = float(text)
         if number.is_integer():
             return int(number)
-    raise ValueError(f"'{token.value}' is not a whole number.")
+    raise ValueError(f"'{text}' is not a whole number.")
+
+
+def _whole(kind: Any, tokens: Sequence[Token]) -> int:
+    (token,) = tokens
+    return whole_number(token.value)
 
 
 def _whole_or_text(kind: Any, tokens: Sequence[Token]) -> int | str:
@@ -38,7 +42,7 @@ def _whole_or_text(kind: Any, tokens: Sequence[Token]) -> int | str:
         float(tokens[0].value)
     except ValueError:
         return tokens[0].value
-    return _whole(kind, tokens)
+    return whole_number(tokens[0].value)
 
 
 def _number_or_text(kind: Any, tokens: Sequence[Token]) -> float | str:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 import backends
+from backends.exit_codes import FailedError
 from backends.protocol import Account, Backend, HttpRequest, OtherServer, Prompt, ProtocolError, ServerInfo
 from backends.untrusted import printable
 from loadgen.client.engine import build_transport
@@ -20,7 +21,7 @@ from loadgen.server.embedded import EMULATED_MARK
 from loadgen.target import UNQUEUED_S, Target, TransportError, get
 
 
-class ServerError(Exception):
+class ServerError(FailedError):
     """The server is not the one that the options describe. One sentence."""
 
 

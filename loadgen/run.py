@@ -21,10 +21,11 @@ import msgspec
 import numpy as np
 
 import backends
-from backends import gpus
+from backends import exit_codes, gpus
+from backends.exit_codes import FailedError
 from backends.launch import LaunchError
 from backends.protocol import Account, ServerInfo
-from loadgen import exit_codes, rundir, warmup
+from loadgen import rundir, warmup
 from loadgen.calibration import calibrate
 from loadgen.client.engine import Progress, Send, Snapshot
 from loadgen.client.limits import check_workers, make_room
@@ -53,10 +54,6 @@ if TYPE_CHECKING:  # most runs start no server and use no cluster: what these st
     from loadgen.server.managed import ManagedServer
 
 Say = Callable[[str], None]  # a line for the person who watches
-
-
-# A run that ends with one of these failed by its server, not by its options or by this program.
-BACKEND_ERRORS = (ServerError, TransportError, embedded.EmbeddedError, LaunchError)
 
 
 class Stopped(Exception):
@@ -433,8 +430,8 @@ def dry_run(config: Config, directory: Path, run_id: str) -> str:
     return "\n".join(parts)
 
 
-def backend_failed(error: Exception) -> int:
-    """Says why, after the end of the server's log where there is one; the exit code. error: of BACKEND_ERRORS."""
+def backend_failed(error: FailedError) -> int:
+    """Says why, after the end of the server's log where there is one; the exit code."""
     if isinstance(error, LaunchError) and error.log:
         from loadgen.server.managed import quoted
 

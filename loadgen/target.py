@@ -15,6 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import msgspec
 
+from backends.exit_codes import FailedError
 from backends.protocol import HttpRequest
 from backends.untrusted import hide, masked, printable
 
@@ -32,7 +33,7 @@ _ROUTE = re.compile(r"((/chat)?/completions?|/models|/generate(_stream)?)$")  # 
 _VERSION = re.compile(r"/v[0-9]+[a-z0-9.]*(?=/|$)")  # of an API, as in /v1, /api/v3, /v1beta/openai
 
 
-class TransportError(Exception):
+class TransportError(FailedError):
     """The server cannot be reached or the machine cannot hold the load. One sentence, with advice."""
 
 

@@ -12,8 +12,9 @@ from io import TextIOWrapper
 from json import dumps
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from backends import exit_codes
+from backends.exit_codes import UserError
 from backends.untrusted import masked, printable
-from loadgen import exit_codes
 
 if TYPE_CHECKING:  # it takes 40 ms to load
     from rich.text import Text
@@ -99,9 +100,9 @@ def in_foreground(fd: int) -> bool:
         return True
 
 
-def invoke(program: str, command: Callable[[], object], exit_code_of: Callable[[Exception], int | None]) -> int:
+def invoke(program: str, command: Callable[[], object]) -> int:
     """Runs one command line and returns its exit code. A mistake of the user becomes one sentence: what cyclopts
-    refuses, a file that cannot be used, and each error that `exit_code_of` has an exit code for; others are raised."""
+    refuses, a file that cannot be used, and each `UserError`; other errors are raised."""
     from cyclopts import CycloptsError
 
     from loadgen.option_types import mistake
@@ -110,7 +111,7 @@ def invoke(program: str, command: Callable[[], object], exit_code_of: Callable[[
         code = command()
     except CycloptsError as error:
         cause = error.__cause__  # of several options together; cyclopts quotes a ValueError of one option itself
-        own = isinstance(cause, Exception) and not isinstance(cause, ValueError) and exit_code_of(cause) is not None
+        own = isinstance(cause, UserError) and not isinstance(cause, ValueError)
         say_error(program, cause if own else mistake(error))
         return exit_codes.BAD_OPTIONS
     except BrokenPipeError:
@@ -120,12 +121,9 @@ def invoke(program: str, command: Callable[[], object], exit_code_of: Callable[[
         return exit_codes.BAD_OPTIONS
     except KeyboardInterrupt:
         return exit_codes.STOPPED
-    except Exception as error:
-        failure = exit_code_of(error)
-        if failure is None:
-            raise
+    except UserError as error:
         say_error(program, error)
-        return failure
+        return error.exit_code
     return code if isinstance(code, int) else exit_codes.OK
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from backends import foreign_files
+from backends.exit_codes import UserError
 from backends.untrusted import UNDECODABLE, reason
 
 Kind = Literal["GEMM", "attention", "element-wise", "communication", "memcpy", "host"]
@@ -39,7 +40,7 @@ _ATTENTION_KERNEL = re.compile(r"flash|fmha|paged_attention|unified_attention", 
 _GEMM_KERNEL = re.compile(r"gemm|nvjet|cutlass|xmma|gemv|splitkreduce|s\d+16\d+", re.IGNORECASE)
 
 
-class TraceError(Exception):
+class TraceError(UserError):
     """A file that is no trace. One sentence."""
 
 

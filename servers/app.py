@@ -19,9 +19,10 @@ from typing import Annotated, Literal
 import msgspec
 from cyclopts import App, CycloptsError, Group, Parameter
 
+from backends import exit_codes
+from backends.exit_codes import UserError
 from backends.launch import LaunchError
 from backends.untrusted import escaped
-from loadgen import exit_codes
 from loadgen.config import ConfigError, from_environment
 from loadgen.option_types import Whole, check_listen, mistake, option
 from loadgen.rundir.emulation import Emulation
@@ -35,8 +36,7 @@ from servers.serve.server import Server
 from servers.serve.stamps import Stamps
 from servers.serve.timing import FixedTiming, Timing
 from servers.serve.wire import Dialect, Settings
-from servers.simulator.build import EmulationError, emulate
-from servers.simulator.hardware import HardwareError
+from servers.simulator.build import emulate
 from servers.simulator.options import Hardware
 
 PROGRAM = "servers"  # in front of what `python -m servers` refuses
@@ -166,13 +166,13 @@ def settled(
     options: Annotated[ServeOptions | None, Parameter(name="*")] = None,
     hardware: Annotated[Hardware | None, Parameter(name="*")] = None,
 ) -> tuple[Timing, faults.Faults]:
-    """How the server of these options answers, and what breaks. Raises ConfigError."""
+    """How the server of these options answers, and what breaks. Raises UserError."""
     options, hardware = options or ServeOptions(), hardware or Hardware()
     try:
         options.check()
         struck = faults.read(options.fault, options.dialect, options.seed)
         return _timing(options, hardware, struck), struck
-    except (ValueError, EmulationError, HardwareError) as error:
+    except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
@@ -212,10 +212,10 @@ def main() -> None:
     try:
         app(exit_on_error=False, print_error=False)
         return
-    except (CycloptsError, ConfigError) as error:
-        code, sentence = exit_codes.BAD_OPTIONS, mistake(error) if isinstance(error, CycloptsError) else str(error)
-    except LaunchError as error:
-        code, sentence = exit_codes.FAILED, str(error)
+    except CycloptsError as error:
+        code, sentence = exit_codes.BAD_OPTIONS, mistake(error)
+    except UserError as error:
+        code, sentence = error.exit_code, str(error)
     print(f"{PROGRAM}: {escaped(sentence)}", file=sys.stderr)
     raise SystemExit(code)
 

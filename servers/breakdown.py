@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from loadgen import cli, exit_codes, rundir
+from backends import exit_codes
+from backends.exit_codes import FailedError
+from loadgen import cli, rundir
 from loadgen.breakdown import measure, tables
 from loadgen.config import LOAD, OUTPUT, Config, ConfigError, LaunchOptions, ModelledOptions, PlacementOptions
 from loadgen.event_loop import Stop, run_loop
 from loadgen.option_types import Whole, names, offers, option
-from loadgen.run import BACKEND_ERRORS, Stopped, backend_failed
+from loadgen.run import Stopped, backend_failed
 from loadgen.terminal import say, say_error
 from loadgen.trace import TraceError
 from servers.predict.breakdown import modelled
@@ -63,7 +65,7 @@ def breakdown(
             else:
                 with stop:
                     result = run_loop(measure.measure(measure.load(config), steps, directory, run_id, say, stop))
-    except BACKEND_ERRORS as error:
+    except FailedError as error:
         return backend_failed(error)
     except TraceError as error:
         say_error("loadgen", error)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from loadgen import exit_codes, terminal
+from backends import exit_codes
+from loadgen import terminal
 from loadgen.option_types import JunitOption, SummaryOption, Whole, option
 from loadgen.terminal import say, width
 from training_probe.micro import cli
@@ -459,23 +460,6 @@ def build_app() -> App:
     return app
 
 
-def exit_code_of(error: Exception) -> int | None:
-    """Of a mistake of the user or a failed start; None: of a defect. Imported late, since most commands never fail."""
-    from backends.gpus import GpuError
-    from loadgen.config import ConfigError
-    from loadgen.rundir import RunError
-    from loadgen.target import TransportError
-    from training_probe.grid import GridError
-    from training_probe.launch.runner import RunnerError
-    from training_probe.points import MicroError
-    from training_probe.report.document import ReportError
-    from training_probe.results import ResultsError
-
-    if isinstance(error, (GridError, ConfigError, RunError, GpuError, MicroError, ReportError, ResultsError)):
-        return exit_codes.BAD_OPTIONS
-    return exit_codes.FAILED if isinstance(error, (RunnerError, TransportError)) else None
-
-
 def invoke(tokens: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
 
@@ -485,7 +469,7 @@ def invoke(tokens: Sequence[str]) -> int:
         check_text(tokens)
         return build_app()(list(tokens), exit_on_error=False, print_error=False)
 
-    return terminal.invoke("training_probe", command, exit_code_of)
+    return terminal.invoke("training_probe", command)
 
 
 def main() -> None:

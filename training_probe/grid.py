@@ -16,6 +16,7 @@ import msgspec
 
 from backends import catalog
 from backends.decoder import Attention, LatentAttention, ModelSpec
+from backends.exit_codes import UserError, check_least
 from training_probe.llama_shape import LlamaShape
 
 Task = Literal["pretrain", "finetune"]
@@ -53,7 +54,7 @@ LETTERS = {
 NAIVE = "Naive"
 
 
-class GridError(ValueError):
+class GridError(UserError, ValueError):
     """Options that make no cell. One sentence: what is wrong and what to do."""
 
 
@@ -296,9 +297,8 @@ def cell(method: str, *, attention: AttentionKernel = "eager", **more: object) -
             raise GridError(f"method '{method}' asks for FlashAttention and --attention for math; name one.")
         attention = "flash"
     built = msgspec.convert({"method": str(letters), "attention": attention, **more}, Cell)
-    for field in ("gpus", "seq_len", "grad_accum", "tp", "pp", "cp", "lora_rank", "lora_alpha", "dp_replicate"):
-        if getattr(built, field) < 1:
-            raise GridError(f"--{field.replace('_', '-')} is {getattr(built, field)}; it must be at least 1.")
+    fields = ("gpus", "seq_len", "grad_accum", "tp", "pp", "cp", "lora_rank", "lora_alpha", "dp_replicate")
+    check_least(GridError, 1, **{field: getattr(built, field) for field in fields})
     if built.micro_batch is not None and built.micro_batch < 1:
         raise GridError(f"--micro-batch is {built.micro_batch}; it must be at least 1, or max.")
     if built.checkpoint and letters.recompute != "none":

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from cyclopts import Group
 
+from backends.exit_codes import check_least
 from backends.untrusted import printable
-from loadgen.option_types import is_host, names, offers, option
+from loadgen.option_types import is_host, names, offers, option, whole_number
 from training_probe import grid, own_deepspeed, trials
 from training_probe.grid import Cell, GridError, Method, Model, Task
 from training_probe.llama_shape import LlamaShape, NoShape, shape_of
@@ -44,13 +45,10 @@ BILLION = 1e9  # beyond it nothing is meant seriously
 
 def whole(kind: Any, tokens: Sequence[Token]) -> Any:
     """Numbers as they are typed, one or several; no fraction is rounded in silence. Raises ValueError."""
-    numbers = []
-    for text in (token.value for token in tokens):
-        digits = text.removeprefix("-")
-        if not (digits.isascii() and digits.isdecimal() and len(digits) < 10):
-            raise ValueError(f"'{text}' is not a whole number below a billion.")
-        numbers.append(int(text))
-    return numbers[0] if kind is int else tuple(numbers)
+    numbers = tuple(whole_number(token.value) for token in tokens)
+    if any(abs(number) >= BILLION for number in numbers):
+        raise ValueError("it must be below a billion.")
+    return numbers[0] if kind is int else numbers
 
 
 def check_above_0(flag: str, value: float | None) -> None:
@@ -213,8 +211,7 @@ class Grid:
     def _of_preset(self, preset: str, device: grid.Device, here: int) -> list[Cell]:
         if len(self.gpus) > 1:
             raise GridError(f"--preset {preset} takes one number of --gpus.")
-        if self.gpus and self.gpus[0] < 1:
-            raise GridError(f"--gpus is {self.gpus[0]}; it must be at least 1.")
+        check_least(GridError, 1, gpus=next(iter(self.gpus), None))
         if preset == "laptop" and self.gpus and self.gpus[0] > LAPTOP_PROCESSES:
             raise GridError(f"--preset laptop has cells of 1 and 2 processes; --gpus {self.gpus[0]} is more.")
         sizes = ("task", "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "attention", "compile")
@@ -295,11 +292,8 @@ class Measuring:
         usual = LAPTOP_STEPS if preset == "laptop" else PAPER_STEPS
         given = (self.warmup_steps, self.steps, self.runs)
         warmup_steps, steps, runs = (own if value is None else value for value, own in zip(given, usual, strict=True))
-        least = {"--warmup-steps": (warmup_steps, 0), "--steps": (steps, 1), "--runs": (runs, 1)}
-        least["--max-micro-batch"] = (self.max_micro_batch, 1)
-        for flag, (value, at_least) in least.items():
-            if value < at_least:
-                raise GridError(f"{flag} is {value}; it must be at least {at_least}.")
+        check_least(GridError, 0, warmup_steps=warmup_steps)
+        check_least(GridError, 1, steps=steps, runs=runs, max_micro_batch=self.max_micro_batch)
         if warmup_steps + steps < LEAST_LOSSES:
             raise GridError(
                 f"--warmup-steps {warmup_steps} and --steps {steps} are too few to see whether the loss falls; "
@@ -337,9 +331,7 @@ class Tracing:
         """Raises GridError for numbers that make no measurement."""
         from training_probe.sweep.manifests import Settings
 
-        for flag, value in (("--warmup-steps", self.warmup_steps), ("--steps", self.steps)):
-            if value < 1:
-                raise GridError(f"{flag} is {value}; it must be at least 1.")
+        check_least(GridError, 1, warmup_steps=self.warmup_steps, steps=self.steps)
         check_above_0("--timeout", self.timeout)
         return Settings(
             platform=self.platform, preset=preset, models=known, gpu_ids=gpu_ids, warmup_steps=self.warmup_steps,

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from backends.exit_codes import UserError
 from training_probe.conditions import Conditions
 
 TASK_FILE, ABOUT_FILE, POINTS_FILE, LOG_FILE = "task.json", "about.json", "points.jsonl", "log.txt"
@@ -34,7 +35,7 @@ MEDIAN_ERROR = 1.2533  # the standard error of a median to that of a mean, of no
 GB = 1e9  # of bandwidths, as nccl-tests and NVIDIA count them; sizes are in KiB, MiB, GiB
 
 
-class MicroError(ValueError):
+class MicroError(UserError, ValueError):
     """A user's mistake, or a directory that cannot be read. One sentence."""
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from backends.exit_codes import UserError
 from backends.untrusted import read_json_lines
 from training_probe.conditions import Conditions, worst
 from training_probe.grid import LORA_ALPHA, LORA_RANK, LORA_TARGETS, Cell
@@ -30,7 +31,7 @@ Size = Annotated[int, msgspec.Meta(ge=1)]
 Outcome = Literal["ok", "oom", "timeout", "unsupported", "crashed", "skipped"]
 
 
-class ResultsError(Exception):
+class ResultsError(UserError):
     """A file of results that cannot be used. One sentence."""
 
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-import signal
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -198,8 +197,7 @@ class _Shard:
 def _work(pipe: Pipe, encoded: bytes, path: str) -> None:
     """A worker process: ready, t = 0, snapshots every second, done."""
     child_env.die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole group: the parent gets them too, and passes them on
+    child_env.leave_stopping_to_parent()
     try:
         run_loop(_work_loop(pipe, msgspec.msgpack.decode(encoded, type=Plan), Path(path)))
     except WriteError as error:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from backends.exit_codes import UserError
 from loadgen import rundir
 from loadgen.calibration import calibrate
 from loadgen.client.limits import check_workers, make_room
@@ -41,10 +42,7 @@ from loadgen.cluster.messages import (
     Start,
     Stop,
 )
-from loadgen.config import ConfigError
 from loadgen.event_loop import every_second, run_loop
-from loadgen.load.lengths import WorkloadError
-from loadgen.server.embedded import EmbeddedError
 from loadgen.target import TransportError, get
 
 LENGTH = struct.Struct("!I")
@@ -69,7 +67,7 @@ class Node:
         }  # fmt: skip
         try:
             await acts[type(order)](order)
-        except (ConfigError, WorkloadError, TransportError, EmbeddedError) as error:
+        except UserError as error:
             self._say(Failed(str(error)))
         except OSError as error:
             self._say(Failed(f"{error.filename or 'a file'}: {error.strerror or error}"))

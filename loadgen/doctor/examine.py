@@ -18,15 +18,15 @@ from pathlib import Path
 
 import backends
 from backends import docker, gpus
+from backends.exit_codes import UserError
 from backends.gpus import Gpu, Inventory
-from backends.launch import Adapter, LaunchError
+from backends.launch import Adapter
 from backends.protocol import Backend
 from backends.untrusted import printable
 from loadgen import models
 from loadgen.config import Config, ConfigError
 from loadgen.doctor.machine import Check, Observation, State, client_checks, guarded
 from loadgen.load.dataset_files import counted
-from loadgen.load.lengths import WorkloadError
 from loadgen.models import Model
 from loadgen.plan import planned_load
 from loadgen.server import embedded
@@ -105,7 +105,7 @@ def _load(config: Config, backend: Backend, path: Path) -> Observation:
     try:
         load = planned_load(config, backend)
         planned = load.planned
-    except (ConfigError, WorkloadError) as error:
+    except UserError as error:
         return _refused("problem", error)
     seen = "as many requests as time allows" if planned is None else counted(planned, "request")
     if load.sessions is not None:
@@ -161,7 +161,7 @@ def _planned(config: Config, inventory: Inventory) -> Launch | Exception:
     """What would be started, or why it would not: a dry run, since what it leaves out is checked one by one."""
     try:
         return plan_launch(dataclasses.replace(config, dry_run=True), Path("runs"), "doctor", inventory)
-    except (ConfigError, LaunchError, WorkloadError) as error:
+    except UserError as error:
         return error
 
 
@@ -262,7 +262,7 @@ def _p2p(decision: gpus.P2pDecision, inventory: Inventory, chosen: tuple[int, ..
 
 
 def _shared_memory(tp: int) -> Observation:
-    size, _ = _space(Path("/dev/shm"))
+    size, _ = space(Path("/dev/shm"))
     needed = tp * SHM_BYTES_PER_GPU
     seen = f"{size / GIB:.1f} GiB in all"
     if size >= needed:
@@ -284,7 +284,7 @@ def _model(config: Config, adapter: Adapter, model: Model) -> Observation:
             f"hf download {model.hf_id}, or name its directory with --model",
         )
     home = models.hf_home()
-    _, free = _space(home)
+    _, free = space(home)
     here = f"{free / 1e9:.0f} GB are free in {home}"
     if config.dummy_weights:
         return Observation("ok", f"{model.hf_id}: no weights will be downloaded, {here}")
@@ -322,7 +322,7 @@ def _image(image: str) -> Observation:
         client.close()
     if not root.exists():
         return Observation("ok", f"{image} will be pulled; Docker's disk ({root}) cannot be seen from here")
-    _, free = _space(root)
+    _, free = space(root)
     seen = f"{image} will be pulled, {free / 1e9:.0f} GB are free in {root}"
     if free < IMAGE_BYTES:
         return Observation(
@@ -331,7 +331,7 @@ def _image(image: str) -> Observation:
     return Observation("ok", seen)
 
 
-def _space(path: Path) -> tuple[int, int]:
+def space(path: Path) -> tuple[int, int]:
     """Bytes in all, and free for us, of the file system that `path` is on or will be."""
     while not path.exists() and path != path.parent:
         path = path.parent

@@ -75,7 +75,7 @@ def _open_files(needed: int) -> Observation:
 
 
 def _backlog(burst: int) -> Observation:
-    size = int(_text("/proc/sys/net/core/somaxconn"))
+    size = int(text_of("/proc/sys/net/core/somaxconn"))
     seen = f"net.core.somaxconn is {size}"
     if size >= min(burst, ENOUGH_BACKLOG):
         return Observation("ok", seen)
@@ -102,7 +102,7 @@ def _clock() -> Observation:
     reads = [time.monotonic_ns() for _ in range(1000)]
     step_ns = min((b - a for a, b in pairwise(reads) if b > a), default=0)
     try:
-        source = _text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+        source = text_of("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     except OSError:
         source = ""
     seen = f"CLOCK_MONOTONIC tells {step_ns} ns apart" + (f", from {source}" if source else "")
@@ -135,5 +135,5 @@ def governor() -> Observation:
     return Observation("ok", ", ".join(sorted(governors)) or "none: the frequency is not ours to set")
 
 
-def _text(path: str) -> str:
+def text_of(path: str) -> str:
     return Path(path).read_text(encoding="ascii").strip()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 import msgspec
 
+from backends.exit_codes import UserError
 from backends.foreign_files import read_named
 from backends.untrusted import escaped, printable
 
@@ -49,7 +50,7 @@ TURNS = Quantity("number of turns", "turns")
 THINK_TIME = Quantity("think time", "seconds", parts=1000, least=0)
 
 
-class WorkloadError(ValueError):
+class WorkloadError(UserError, ValueError):
     """A load that cannot be sent: a law that makes no sense, a file or a tokenizer that cannot be used. One sentence,
     the line of a file numbered."""
 

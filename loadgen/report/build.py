@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends import foreign_files
+from backends.exit_codes import UserError
 from backends.untrusted import UNDECODABLE, escaped
 from loadgen import rundir
 from loadgen.config import Config, ConfigError
@@ -47,7 +48,7 @@ MAX_ERROR_CHARACTERS = 300
 MEASURED, PREDICTED = "measured, ", "predicted, "  # what the label of a curve begins with
 
 
-class ReportError(ValueError):
+class ReportError(UserError, ValueError):
     """A report that cannot be made as asked. The message says what to do."""
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+from backends import exit_codes
 from backends.untrusted import escaped
-from loadgen import exit_codes, rundir
+from loadgen import rundir
 from loadgen.config import ConfigError, check_file
 from loadgen.report.limits import Check
 from loadgen.report.text import markdown_text

@@ -17,6 +17,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 import msgspec
 
 from backends import foreign_files
+from backends.exit_codes import UserError
 from backends.untrusted import UNDECODABLE, reason, without_secrets
 from loadgen.rundir.cluster_facts import ClusterFacts
 from loadgen.rundir.emulation import Emulation
@@ -29,7 +30,7 @@ OWNER_ONLY = 0o700
 MOST_PHASES = 1000
 
 
-class RunError(Exception):
+class RunError(UserError):
     """A run directory that cannot be used. The message says which and what to do."""
 
 

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends import foreign_files
+from backends.exit_codes import UserError
 from backends.protocol import ServerRecord
 from backends.untrusted import UNDECODABLE, reason
 from loadgen.rundir import pace, parts, replace, replacing
@@ -116,7 +117,7 @@ class Footer(msgspec.Struct, kw_only=True):
     client: ClientFacts
 
 
-class RecordsError(ValueError):
+class RecordsError(UserError, ValueError):
     """A records file that cannot be read. The message names the file and the line."""
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import msgspec
 
+from backends import exit_codes
+from backends.exit_codes import FailedError
 from backends.untrusted import without_secrets
-from loadgen import exit_codes, rundir, summary, terminal
+from loadgen import rundir, summary, terminal
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop, run_loop
-from loadgen.run import BACKEND_ERRORS, Run, Stopped, backend_failed
+from loadgen.run import Run, Stopped, backend_failed
 from loadgen.search import live, objective, page, results
 from loadgen.search.results import AxisName, SearchResult
 from loadgen.terminal import result_line, say, say_error
@@ -62,7 +64,7 @@ def _measured(one: live.Search, made: Path | None) -> int:
         one.whole.stop = stop
         try:
             run_loop(one.measure())
-        except BACKEND_ERRORS as error:
+        except FailedError as error:
             code = backend_failed(error)
         except Stopped:
             code = exit_codes.STOPPED

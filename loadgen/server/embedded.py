@@ -15,7 +15,9 @@ from typing import Any
 
 import msgspec
 
-from loadgen import child_env, exit_codes, models
+from backends import exit_codes
+from backends.exit_codes import FailedError
+from loadgen import child_env, models
 from loadgen.config import Config, ConfigError
 from loadgen.rundir.emulation import Emulation
 from loadgen.terminal import say
@@ -120,7 +122,7 @@ class Serving(msgspec.Struct, frozen=True):
     emulation: Emulation | None = None
 
 
-class EmbeddedError(Exception):
+class EmbeddedError(FailedError):
     """The embedded server did not start. One sentence."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backends import gpus
-from backends.decoder import ModelSpec, Precision, PrecisionError
+from backends.decoder import ModelSpec, Precision
 from backends.launch import LaunchError
 from loadgen.config import Config, ConfigError
 from loadgen.models import Model
@@ -39,11 +39,8 @@ def model_length(config: Config, model: Model, needed: int | None, notes: list[s
 
 
 def chosen(config: Config, inventory: gpus.Inventory) -> tuple[int, ...]:
-    """Indices of the GPUs that --gpus names, by default all that CUDA may see. Raises ConfigError."""
-    try:
-        return gpus.choose(inventory, config.gpu_names)
-    except gpus.GpuError as error:
-        raise ConfigError(str(error)) from None
+    """Indices of the GPUs that --gpus names, by default all that CUDA may see. Raises GpuError."""
+    return gpus.choose(inventory, config.gpu_names)
 
 
 def gpu_pool(
@@ -106,8 +103,5 @@ def tensor_parallel(config: Config, model: Model, length: int, pool: tuple[gpus.
 
 
 def _precision(config: Config, spec: ModelSpec) -> Precision:
-    """Raises ConfigError."""
-    try:
-        return spec.precision(config.dtype, config.quantization, config.kv_cache_dtype)
-    except PrecisionError as error:
-        raise ConfigError(str(error)) from None
+    """Raises PrecisionError."""
+    return spec.precision(config.dtype, config.quantization, config.kv_cache_dtype)

@@ -19,14 +19,15 @@ import numpy as np
 import numpy.typing as npt
 from cyclopts import Group, Parameter
 
-from loadgen import exit_codes, terminal
+from backends import exit_codes
+from backends.exit_codes import UserError, check_least
+from loadgen import terminal
 from loadgen.config import ConfigError, KvCacheDtype, QuantizationName
 from loadgen.option_types import Whole, option
 from loadgen.rundir.emulation import HeldOut
-from servers.calibrate.runs import NotARunError, ObservationError, Observed, RunFacts, read
-from servers.simulator.build import EmulationError, Interval, Profile, profiles, read_profile
+from servers.calibrate.runs import NotARunError, Observed, RunFacts, read
+from servers.simulator.build import Interval, Profile, profiles, read_profile
 from servers.simulator.engine import FrontEnd
-from servers.simulator.hardware import HardwareError
 
 Floats = npt.NDArray[np.float64]
 QUANTILES = np.linspace(0.02, 0.98, 25)
@@ -57,7 +58,7 @@ FACTS = Group("The server, where the runs do not tell", sort_key=2)
 LINK = {"reduce_ratio": 1.0, "reduce_us": 5.0}
 
 
-class CalibrationError(Exception):
+class CalibrationError(UserError):
     """Runs that do not suffice for a fit. One sentence."""
 
 
@@ -338,9 +339,7 @@ class ServerFacts:
 
     def as_flags(self) -> RunFacts:
         """Raises ConfigError."""
-        for name, value in (("--tp", self.tp), ("--kv-tokens", self.kv_tokens)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        check_least(ConfigError, 1, tp=self.tp, kv_tokens=self.kv_tokens)
         return RunFacts(**asdict(self))
 
 
@@ -365,16 +364,13 @@ def command(
     Fits what the runs can tell and says what they cannot. The errors it prints are of runs that were not fitted to.
     """
     flags = (facts or ServerFacts()).as_flags()
-    try:
-        if out.exists():
-            raise CalibrationError(f"{out} exists; name another --out, nothing was overwritten.")
-        runs = runs_among(observed, flags)
-        aside = runs_among(held_out, flags)
-        _check(runs, aside)
-        profile = _fitted_and_judged(runs, aside, base)
-        write(profile, out)
-    except (CalibrationError, ObservationError, EmulationError, HardwareError) as error:
-        raise ConfigError(str(error)) from None
+    if out.exists():
+        raise CalibrationError(f"{out} exists; name another --out, nothing was overwritten.")
+    runs = runs_among(observed, flags)
+    aside = runs_among(held_out, flags)
+    _check(runs, aside)
+    profile = _fitted_and_judged(runs, aside, base)
+    write(profile, out)
     print(table(profile.held_out) if profile.held_out else "", f"wrote {out}", sep="\n")
     return exit_codes.OK
 

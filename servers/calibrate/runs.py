@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from backends import catalog
 from backends.decoder import ModelSpec
+from backends.exit_codes import UserError
 from backends.files import opened
 from backends.launch import version_in
 from backends.untrusted import UNDECODABLE, reason
@@ -42,7 +43,7 @@ _NAME = re.compile(r"(?P<gpu>[a-z]+\d+[a-z]*?)(x\d+)?_(?P<model>\d+b)(?:_|\.)")
 _OTHER_CARDS = frozenset({"40gb", "pcie", "nvl", "laptop", "max", "d", "ti"})
 
 
-class ObservationError(Exception):
+class ObservationError(UserError):
     """A run that cannot be used. One sentence."""
 
 

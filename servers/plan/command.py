@@ -15,9 +15,11 @@ from typing import Annotated, Literal
 import msgspec
 from cyclopts import Group, Parameter
 
-from backends.decoder import ModelSpec, PrecisionError
+from backends import exit_codes
+from backends.decoder import ModelSpec
+from backends.exit_codes import check_least
 from backends.untrusted import escaped
-from loadgen import exit_codes, models, terminal
+from loadgen import models, terminal
 from loadgen.config import (
     LOAD,
     SERVER,
@@ -49,8 +51,7 @@ from servers.plan.candidates import (
 from servers.plan.sizing import BEYOND, STRETCH, Demand, Limits, trace_rate
 from servers.plan.table import Plan, render, to_json
 from servers.simulator import hardware
-from servers.simulator.build import EmulationError, Setup, emulate, profiles, read_profile, routed
-from servers.simulator.hardware import HardwareError
+from servers.simulator.build import Setup, emulate, profiles, read_profile, routed
 from servers.simulator.options import Hardware
 
 LARGEST_TP = 8  # a host of eight GPUs
@@ -147,24 +148,18 @@ class PlanOptions:
             )
         if self.rate is None and self.trace is None:
             raise ConfigError("--rate is missing; say how many requests, or sessions, come in a second.")
-        for name, value in (
-            ("--input-tokens", self.input_tokens), ("--output-tokens", self.output_tokens),
-            ("--requests", self.requests), ("--max-gpus", self.max_gpus),
-            *(("--max-running", each) for each in self.max_running),
-        ):  # fmt: skip
-            if isinstance(value, int) and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        check_least(
+            ConfigError, 1, input_tokens=self.input_tokens, output_tokens=self.output_tokens, requests=self.requests,
+            max_gpus=self.max_gpus, max_running=min(self.max_running, default=None),
+        )  # fmt: skip
 
     def models(self) -> dict[str, ModelSpec]:
         """By the user's names. Raises ConfigError."""
         specs = {name: models.find(name).described() for name in self.model}
-        try:
-            for spec in specs.values():
-                routed(spec, self.expert_imbalance)
-                for name in self.quantization:
-                    spec.precision(self.dtype, None if name in (ANY, NONE) else name, self.kv_cache_dtype)
-        except (EmulationError, PrecisionError) as error:
-            raise ConfigError(str(error)) from None
+        for spec in specs.values():
+            routed(spec, self.expert_imbalance)
+            for name in self.quantization:
+                spec.precision(self.dtype, None if name in (ANY, NONE) else name, self.kv_cache_dtype)
         return specs
 
     def demand(self, longest: int, limits: Limits) -> Demand:
@@ -226,13 +221,11 @@ def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
         _check(demand, limits, spec)
     prices = read_prices(options.prices)
     kinds = options.gpu or tuple(hardware.known())
-    try:  # what is wrong with every candidate is the user's mistake and no reason against one
-        for kind in kinds:
-            hardware.find(kind)
-        scheduler = options.setup(Candidate(gpu=kinds[0], tp=1, model=options.model[0]), demand.load).scheduler
-        profile = profiles()[scheduler] if options.profile is None else read_profile(options.profile, scheduler)
-    except (EmulationError, HardwareError) as error:
-        raise ConfigError(str(error)) from None
+    # what is wrong with every candidate is the user's mistake and no reason against one
+    for kind in kinds:
+        hardware.find(kind)
+    scheduler = options.setup(Candidate(gpu=kinds[0], tp=1, model=options.model[0]), demand.load).scheduler
+    profile = profiles()[scheduler] if options.profile is None else read_profile(options.profile, scheduler)
     largest_tp = min(LARGEST_TP, options.max_gpus)
     question = Question(
         emulation=lambda each: emulate(options.setup(each, demand.load)), demand=demand, limits=limits, prices=prices,

@@ -27,9 +27,8 @@ from loadgen.breakdown.tables import (
 from loadgen.config import Config, ConfigError
 from loadgen.server import embedded, placement
 from servers.schedulers import Sequence, Step
-from servers.simulator.build import Emulated, EmulationError, emulate
+from servers.simulator.build import Emulated, emulate
 from servers.simulator.cost import Terms
-from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware
 from servers.simulator.virtual import manifest
 
@@ -45,13 +44,10 @@ def modelled(config: Config, preset: str | None, directory: Path, run_id: str) -
         )
     batch = batch_of(config)
     prompt, reply = config.load.input_tokens.least, config.load.output_tokens.least
-    try:
-        hardware = Hardware(**embedded.modelled(config))
-        model = models.find(config.model or "7b")
-        length = placement.model_length(config, model, prompt + reply, [])
-        emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
-    except (EmulationError, HardwareError) as error:
-        raise ConfigError(str(error)) from None
+    hardware = Hardware(**embedded.modelled(config))
+    model = models.find(config.model or "7b")
+    length = placement.model_length(config, model, prompt + reply, [])
+    emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
     if batch * (prompt + reply) > emulated.kv_tokens:
         raise ConfigError(
             f"{batch} requests of {prompt} + {reply} tokens do not fit into the KV cache of {emulated.kv_tokens} "

@@ -21,7 +21,8 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 import backends
-from loadgen import cli, exit_codes, models, rundir, terminal
+from backends import exit_codes
+from loadgen import cli, models, rundir, terminal
 from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, PlacementOptions, flag
 from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
@@ -35,7 +36,6 @@ from loadgen.rundir import records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.server import embedded
 from servers.simulator.build import Emulated, EmulationError, emulate
-from servers.simulator.hardware import HardwareError
 from servers.simulator.options import Hardware
 from servers.simulator.virtual import Arrival, Outcome, manifest, simulate, simulate_sessions, uncollected
 
@@ -96,25 +96,22 @@ def predict(
     sent = requests(load, shapes)
     run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id
+    hardware = Hardware(**embedded.modelled(config))
+    length = _length(config, longest_request_tokens(load, shapes, sent))
+    emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
+    for note in emulated.facts.notes:
+        terminal.say(f"note: {note}")
+    made = rundir.create(directory, private=config.dataset is not None)
     try:
-        hardware = Hardware(**embedded.modelled(config))
-        length = _length(config, longest_request_tokens(load, shapes, sent))
-        emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
-        for note in emulated.facts.notes:
-            terminal.say(f"note: {note}")
-        made = rundir.create(directory, private=config.dataset is not None)
-        try:
-            with rundir.alone(directory), uncollected():
-                outcomes = play(emulated, load, sent)
-            terminal.say(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
-            run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
-            del sent, emulated  # the report needs the memory
-            written = write(directory, run_manifest, outcomes, shapes, load.turns())
-        except (EmulationError, records.RecordsError):
-            rundir.remove_if_empty(directory, made)
-            raise
-    except (EmulationError, HardwareError) as error:
-        raise ConfigError(str(error)) from None
+        with rundir.alone(directory), uncollected():
+            outcomes = play(emulated, load, sent)
+        terminal.say(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
+        run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
+        del sent, emulated  # the report needs the memory
+        written = write(directory, run_manifest, outcomes, shapes, load.turns())
+    except (EmulationError, records.RecordsError):
+        rundir.remove_if_empty(directory, made)
+        raise
     return cli.report_one(directory, "loadgen", written=written)
 
 

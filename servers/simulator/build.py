@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from backends.decoder import LatentAttention, ModelSpec, Precision, PrecisionError, Quantization, Reserve
+from backends.exit_codes import UserError
 from backends.untrusted import escaped, read_json
 from loadgen.config import LEAST_KV_TOKENS
 from loadgen.rundir.emulation import Emulation, HeldOut
@@ -36,7 +37,7 @@ GIB = 1 << 30
 HOST_GPUS = 8  # the most that one host has; beyond, nothing is measured
 
 
-class EmulationError(Exception):
+class EmulationError(UserError):
     """A server that cannot be emulated as asked. One sentence."""
 
 

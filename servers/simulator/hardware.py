@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from backends.exit_codes import UserError
 from backends.untrusted import read_json
 from servers.simulator.cost import Gpu, Link
 
@@ -25,7 +26,7 @@ LINKS = (*TOPOLOGIES, "nvlink-pair")  # the last: one bridge, so a part of nvlin
 DIRECT = "direct"  # for `link`: the first that is not through host memory
 
 
-class HardwareError(Exception):
+class HardwareError(UserError):
     """A GPU or a way to join GPUs that is not known. One sentence."""
 
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from backends.exit_codes import check_least
 from loadgen import models
 from loadgen.config import (
     LEAST_KV_TOKENS,
@@ -95,12 +96,9 @@ class Hardware(ModelledOptions):
         return [field.name.replace("_", "-") for field in fields if getattr(self, field.name) != field.default]
 
     def _check(self) -> None:
-        for name in ("tp", "gpus", "max_running", "max_requests", "max_batched_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise EmulationError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
-        if self.kv_tokens is not None and self.kv_tokens < LEAST_KV_TOKENS:
-            raise EmulationError(f"--kv-tokens is {self.kv_tokens}; it must be at least {LEAST_KV_TOKENS}.")
+        names = ("tp", "gpus", "max_running", "max_requests", "max_batched_tokens")
+        check_least(EmulationError, 1, **{name: getattr(self, name) for name in names})
+        check_least(EmulationError, LEAST_KV_TOKENS, kv_tokens=self.kv_tokens)
         if not 0 < self.speed < math.inf:
             raise EmulationError(f"--speed is {self.speed:g}; it must be a number above 0.")
         if not 0 < self.memory_ratio <= 1:

@@ -11,7 +11,8 @@ from typing import Any
 import docker as sdk
 import pytest
 
-from loadgen import exit_codes, rundir
+from backends import exit_codes
+from loadgen import rundir
 from tests.docker import client_image
 from tests.support.waiting import until
 

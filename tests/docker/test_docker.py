@@ -24,7 +24,9 @@ from typing import Any
 import docker as sdk
 import pytest
 
-from backends import docker, docker_engine, docker_owner
+from backends import docker
+from backends.docker import engine as docker_engine
+from backends.docker import ownership as docker_owner
 from backends.launch import Exit, LaunchError, Mount, Start, died
 from tests.docker import images, registry
 from tests.support.waiting import until

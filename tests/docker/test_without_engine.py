@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from docker.errors import APIError
 
-from backends import docker, docker_engine, docker_owner
+from backends import docker
+from backends.docker import engine as docker_engine
+from backends.docker import ownership as docker_owner
 from backends.launch import LaunchError, Mount, Start
 from loadgen import cli
 
@@ -79,7 +81,9 @@ def test_an_engine_that_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 PERMITTED = """
 import os, sys
-from backends import docker, docker_engine, docker_owner
+from backends import docker
+from backends.docker import engine as docker_engine
+from backends.docker import ownership as docker_owner
 path = os.environ.pop("TEST_SOCKET")
 os.environ["DOCKER_HOST"] = "unix:///absent.sock"
 docker.problem()  # everything is imported now
@@ -252,7 +256,7 @@ def left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Left]:
 def gone() -> str:
     """A process that was here."""
     done = subprocess.run(
-        [sys.executable, "-c", "from backends import docker_owner as d; print(d.owner())"],
+        [sys.executable, "-c", "from backends.docker import ownership as d; print(d.owner())"],
         capture_output=True,
         text=True,
     )
@@ -292,7 +296,7 @@ def test_an_owner_that_cannot_be_looked_at_may_live(monkeypatch: pytest.MonkeyPa
     def refused(pid: int, number: int) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(docker_owner, "_started", lambda pid: None)
+    monkeypatch.setattr(docker_owner, "began", lambda pid: None)
     assert not docker_owner.is_dead(os.getpid(), "1")
     monkeypatch.setattr(os, "kill", refused)
     assert not docker_owner.is_dead(1, "1")

@@ -449,7 +449,7 @@ def test_gpus_of_a_server_that_runs_here_are_those_that_are_named(monkeypatch: p
     assert served.gpu_indices(Config(url=here)) == tuple(range(8))
     assert served.gpu_indices(Config(url=here, gpus="none")) == ()
     assert served.gpu_indices(Config(url="http://elsewhere:9")) == ()
-    with pytest.raises(ConfigError, match="there is no GPU 9 here"):
+    with pytest.raises(gpus.GpuError, match="there is no GPU 9 here"):
         served.gpu_indices(Config(url=here, gpus="9"))
 
 

@@ -156,7 +156,10 @@ def test_both_transports_and_workers_agree(server: str, tmp_path: Path) -> None:
         assert report["tokens"] == {"prompt": 30 * 512, "output": 30 * 9}
         assert_within(report["metrics"]["ttft_ms"], 50, 50 + CLIENT_MS, lateness)
         assert_within(report["metrics"]["e2el_ms"], 50 + 8 * 10, 50 + 8 * 10 + CLIENT_MS, lateness)
-        assert abs(report["metrics"]["tpot_ms"]["p50"] - 10) <= 0.5 + lateness.percentile_ms(90) / 2
+        if (pace := report["metrics"]["tpot_ms"]) is not None and pace["p50"] is not None:
+            assert abs(pace["p50"] - 10) <= 0.5 + lateness.percentile_ms(90) / 2
+        else:  # a late client reads several tokens at once
+            assert lateness.percentile_ms(90) > 5
         table, facts = records.read(tmp_path / name)
         bodies.append(table.scheduled_ns.tolist())
         assert len(facts) == (2 if name == "workers" else 1)

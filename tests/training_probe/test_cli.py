@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from backends import gpus
-from loadgen import exit_codes
+from backends import exit_codes, gpus
 from training_probe import cli, results
 from training_probe.grid import LETTERS, Cell, cell
 from training_probe.launch import node

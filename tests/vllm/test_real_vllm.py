@@ -21,7 +21,7 @@ import pytest
 import serve
 from tiny_model import MAX_MODEL_LEN
 
-from loadgen import exit_codes
+from backends import exit_codes
 from loadgen.rundir import records
 from tests.lateness import Lateness, measured_lateness
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from backends import exit_codes
 from backends.untrusted import UNDECODABLE, read_json_lines
-from loadgen import exit_codes, rundir, trace
+from loadgen import rundir, trace
 from loadgen.event_loop import Stop
 from training_probe.breakdown.attribution import Attribution, attribute
 from training_probe.conditions import Conditions, worst

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from backends import exit_codes
 from backends.gpus import Gpu
 from backends.launch import WITHOUT_P2P
 from backends.untrusted import UNDECODABLE, printable
-from loadgen import exit_codes
 from loadgen.cluster.link import NodeLost
 from loadgen.cluster.ray_cluster import ClusterError
 from loadgen.config import ConfigError

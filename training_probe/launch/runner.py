@@ -24,6 +24,7 @@ import msgspec
 
 import loadgen.child_env
 from backends import process
+from backends.exit_codes import FailedError
 from backends.gpus import Probe
 from backends.launch import LaunchError, Running, Start
 from backends.untrusted import UNDECODABLE
@@ -53,7 +54,7 @@ class StoppedError(Exception):
     """The run was cancelled; its processes are gone and nothing is known of it."""
 
 
-class RunnerError(Exception):
+class RunnerError(FailedError):
     """No process can be started here. One sentence."""
 
 

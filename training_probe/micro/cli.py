@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from cyclopts import App, Group, Parameter
 
-from loadgen import exit_codes
+from backends import exit_codes
 from loadgen.option_types import option
 from loadgen.terminal import result_line, say, say_error, width
 from training_probe import options

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import msgspec
 
-from backends import foreign_files
+from backends import exit_codes, foreign_files
 from backends.launch import WITHOUT_P2P, LaunchError
 from backends.untrusted import UNDECODABLE, read_json, read_json_lines
-from loadgen import exit_codes, rundir
+from loadgen import rundir
 from loadgen.event_loop import Stop
 from loadgen.rundir import Machine, this_machine
 from training_probe.launch import runner

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from backends.exit_codes import UserError
 from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.page import content, html
@@ -24,7 +25,7 @@ from training_probe.report.layout import Table
 PERFETTO = "https://ui.perfetto.dev"
 
 
-class ReportError(Exception):
+class ReportError(UserError):
     """A report that cannot be made. One sentence."""
 
 

@@ -24,10 +24,10 @@ from typing import Literal
 
 import msgspec
 
-from backends import process
+from backends import exit_codes, process
 from backends.gpus import UNKNOWN, Gpu, Inventory
 from backends.untrusted import escaped
-from loadgen import exit_codes, rundir
+from loadgen import rundir
 from loadgen.cluster.link import NodeLost
 from loadgen.config import ray_address
 from loadgen.event_loop import Stop

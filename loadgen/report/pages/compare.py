@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from loadgen import exit_codes, rundir
+from backends import exit_codes
+from loadgen import rundir
 from loadgen.page.content import (
     Block,
     Cell,

@@ -19,7 +19,7 @@ def test_workers_are_bounded_by_what_is_scarcest(
     cpus: int, memory_bytes: int | None, files: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rundir, "usable_cpus", lambda: set(range(cpus)))
-    monkeypatch.setattr(limits, "_memory_bytes", lambda: memory_bytes)
+    monkeypatch.setattr(limits, "memory_bytes", lambda: memory_bytes)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     limits.check_workers(most)
     with pytest.raises(ConfigError, match=f"--workers is {most + 1} and this machine holds at most {most} "):

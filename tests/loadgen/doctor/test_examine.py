@@ -56,13 +56,13 @@ def good_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[Path, 
     monkeypatch.setattr(doctor.docker, "problem", lambda: None)
     monkeypatch.setattr(doctor.docker, "has_nvidia", lambda: True)
     monkeypatch.setitem(sys.modules, "docker", FakeDocker((), tmp_path))
-    monkeypatch.setattr(own_machine, "_text", FINE.__getitem__)
+    monkeypatch.setattr(own_machine, "text_of", FINE.__getitem__)
     monkeypatch.setattr(own_machine, "ephemeral_ports", lambda: 28232)
-    monkeypatch.setattr(own_machine, "_governor", lambda: Observation("ok", "performance"))
+    monkeypatch.setattr(own_machine, "governor", lambda: Observation("ok", "performance"))
     monkeypatch.setattr(own_machine, "this_machine", lambda: SimpleNamespace(cpu_count=8))
     monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 1048576))
     disks: dict[Path, tuple[int, int]] = {}
-    monkeypatch.setattr(doctor, "_space", lambda path: disks.get(path, (10**13, 10**12)))
+    monkeypatch.setattr(doctor, "space", lambda path: disks.get(path, (10**13, 10**12)))
     return disks
 
 
@@ -183,7 +183,7 @@ def test_shared_memory(good_machine: dict[Path, tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("url", [None, "http://127.0.0.1:1"])
 def test_limits_of_the_client(url: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_machine, "_text", {**FINE, "/proc/sys/net/core/somaxconn": "128"}.__getitem__)
+    monkeypatch.setattr(own_machine, "text_of", {**FINE, "/proc/sys/net/core/somaxconn": "128"}.__getitem__)
     monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 4096))
     monkeypatch.setattr(own_machine, "ephemeral_ports", lambda: 5000)
     backlog = {} if url else {"listen backlog": "warning"}
@@ -207,7 +207,7 @@ def test_unlimited_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_clock_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
-    monkeypatch.setattr(own_machine, "_text", {**FINE, source: "hpet"}.__getitem__)
+    monkeypatch.setattr(own_machine, "text_of", {**FINE, source: "hpet"}.__getitem__)
     monkeypatch.setattr(own_machine, "this_machine", lambda: SimpleNamespace(cpu_count=1))
     assert not_ok(Config()) == {"clock": "warning", "cores": "warning"}
     monkeypatch.setattr(own_machine.time, "monotonic_ns", iter(range(0, 10**10, 10**6)).__next__)
@@ -250,8 +250,8 @@ def test_a_check_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> N
     good = set(by_name(VLLM_70B))
     for name in ("has_nvidia", "problem"):
         monkeypatch.setattr(doctor.docker, name, broken)
-    monkeypatch.setattr(own_machine, "_text", broken)
-    monkeypatch.setattr(doctor, "_space", broken)
+    monkeypatch.setattr(own_machine, "text_of", broken)
+    monkeypatch.setattr(doctor, "space", broken)
     monkeypatch.setattr(resource, "getrlimit", broken)
     found = {check.name: check for check in examine(VLLM_70B, A800)}
     assert set(found) == good - {"GPUs in Docker", "image"}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen import exit_codes
+from backends import exit_codes
 from loadgen.config import ConfigError
 from loadgen.report import gate
 from loadgen.report.compare import LIMITED

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loadgen import exit_codes
+from backends import exit_codes
 from training_probe import grid
 from training_probe.grid import Cell
 from training_probe.options import TINY

@@ -178,7 +178,7 @@ def test_bars_begin_at_0_have_their_numbers_and_rows_of_one_title_one_axis(
 ) -> None:
     kept: list[Figure] = []
     save = figures.save
-    monkeypatch.setattr(figures, "_save", lambda figure, stem: (kept.append(figure), save(figure, stem)))
+    monkeypatch.setattr(figures, "save", lambda figure, stem: (kept.append(figure), save(figure, stem)))
     values: dict[str, Any] = {"paper": [10.0, 7000.0, "OOM"], "ours $x$": [400.0, "crashed", None]}
     panels = [
         figures.Panel("7B $_", ["Z2", "Q", HOSTILE], values, ("device", 9000.0)),

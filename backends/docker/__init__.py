@@ -2,8 +2,8 @@
 
 One description of the container gives both the engine's call and the `docker run` line that equals it. Secrets are not
 part of it: a variable given to the engine would be written to its disk and shown by `docker inspect`, so their values
-lie in memory-backed files that a shell in the container reads before it becomes the server (docker_owner). What the
-engine itself is asked is in docker_engine. Works on Linux, with an engine on this machine.
+lie in memory-backed files that a shell in the container reads before it becomes the server (ownership.py). What the
+engine itself is asked is in engine.py. Works on Linux, with an engine on this machine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from backends.docker_engine import connect, engine_errors, find_image, has_nvidia, is_gone, problem, reason_of
-from backends.docker_owner import (
+from backends.docker.engine import connect, engine_errors, find_image, has_nvidia, is_gone, problem, reason_of
+from backends.docker.ownership import (
     LABEL,
     OWNER_LABEL,
     SECRETS_ROOT,

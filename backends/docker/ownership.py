@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from backends.docker_engine import connect, engine_errors, is_gone, reason_of
+from backends.docker.engine import connect, engine_errors, is_gone, reason_of
 from backends.launch import LaunchError
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def owner() -> str:
 
 
 def _myself() -> tuple[str, str, str]:
-    return _namespace(), str(os.getpid()), _started(os.getpid()) or ""
+    return _namespace(), str(os.getpid()), began(os.getpid()) or ""
 
 
 def _here() -> str:
@@ -176,10 +176,10 @@ def is_dead(pid: int, started: str) -> bool:
         return True
     except PermissionError:
         pass
-    return _started(pid) not in (None, started)
+    return began(pid) not in (None, started)
 
 
-def _started(pid: int) -> str | None:
+def began(pid: int) -> str | None:
     """When the process began, in the kernel's ticks; "" for one that has been killed; None: it cannot be seen."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

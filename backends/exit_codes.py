@@ -1,0 +1,31 @@
+"""How loadgen, training_probe and the embedded server end, and the errors that end them. Scripts depend on these
+numbers: no meaning changes."""
+
+OK = 0
+BAD_OPTIONS = 2  # a mistake of the user
+FAILED = 3  # the server, a cell or a micro-benchmark failed
+INVALID = 4  # measured, but the numbers cannot be trusted
+BEYOND_LIMIT = 5  # of `compare --fail-if`: B is worse than A by more than a limit allows
+SIGNALLED = 128  # and the signal's number: stopped by the user, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM
+STOPPED = 130  # by Ctrl-C
+UNREAD = 141  # nobody read the output; as the shell says of a program that wrote into a closed pipe
+
+
+class UserError(Exception):
+    """A mistake of the user. Its text is one sentence that says what is wrong and what to do; the program prints it
+    without a traceback and ends with `exit_code`."""
+
+    exit_code = BAD_OPTIONS
+
+
+class FailedError(UserError):
+    """Nothing was wrong with the options, but a server, Docker or a GPU failed."""
+
+    exit_code = FAILED
+
+
+def check_least(error: type[UserError], least: int, **values: object) -> None:
+    """Raises `error` for a whole number below `least`, by the name of its option; other values, such as laws, pass."""
+    for name, value in values.items():
+        if isinstance(value, int) and value < least:
+            raise error(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
