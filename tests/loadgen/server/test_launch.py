@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from backends.exit_codes import UserError
 from backends.gpus import Gpu, Inventory
 from backends.launch import LaunchError, Mount
 from loadgen import models
@@ -136,7 +137,7 @@ def test_what_is_missing_is_of_gpus_that_could_share_it(count: int, used: int, t
     ],
 )
 def test_impossible_options(options: dict[str, Any], said: str, tmp_path: Path) -> None:
-    assert said in refusal(ConfigError, tmp_path, **options)
+    assert said in refusal(UserError, tmp_path, **options)
 
 
 def test_without_a_gpu(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     named = planned(tmp_path, NOTHING, model="70b", gpus="5, 3,1")
     assert named.gpu_indices == (5, 3) and named.start.gpu_ids == ("5", "3")
     for ids in ("0,0", "GPU-1", "0,x"):
-        assert refusal(ConfigError, tmp_path, NOTHING, model="70b", gpus=ids, dry_run=True)
+        assert refusal(UserError, tmp_path, NOTHING, model="70b", gpus=ids, dry_run=True)
 
 
 def test_the_manifest_keeps_the_environment_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
