@@ -16,6 +16,7 @@ from backends.replies import Count, quoted
 from backends.untrusted import UNDECODABLE, printable
 
 MOST_SETTINGS, MOST_CHARS = 64, 60
+TGI_NAME = "tgi"  # what TGI calls its model on OpenAI's routes, whichever it is
 PATHS = ("/v1/models", "/info", "/get_model_name")
 
 _TITLES = {"vllm": "vLLM", "lightllm": "LightLLM", "tgi": "TGI", "llamacpp": "llama.cpp", "sglang": "SGLang"}
@@ -114,5 +115,5 @@ def read_any(path: str, body: bytes) -> ServerInfo:
     """`read_info` of a backend that takes any server with the OpenAI routes."""
     kind, info = _identify(path, body)
     if kind == "tgi":  # takes every other name on these routes for an adapter to load
-        return msgspec.structs.replace(info, model="tgi")
+        return msgspec.structs.replace(info, model=TGI_NAME)
     return info

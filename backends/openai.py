@@ -31,10 +31,21 @@ from backends.protocol import (
     ProtocolError,
     Sampling,
 )
-from backends.replies import GIVEN_UP, Count, WholeReply, error_in, error_message, error_text, given_up, is_ping
+from backends.replies import (
+    GIVEN_UP,
+    Count,
+    WholeReply,
+    error_in,
+    error_message,
+    error_text,
+    given_up,
+    is_ping,
+    told_in,
+)
 from backends.sse import PLAIN, EventReply
 from backends.untrusted import UNDECODABLE
 
+_MOST_UNTOLD = 3
 _ONE_TOKEN = (TOKEN,)
 _HELD_BACK = (HELD_BACK,)
 _REASONING = (REASONING,)
@@ -172,6 +183,7 @@ class _Stream(EventReply):
         self._kept = kept
         self._counted = 0  # output tokens so far that the server has counted
         self._grown = 0  # how often that count has grown
+        self._untold = 0  # events that were looked at in vain for who the reply is
         self._silent_end = False  # the event with the finish reason was taken for none
         self._running: tuple[_Usage, int] | None = None  # the last count before the end, and the tokens seen by then
 
@@ -197,6 +209,9 @@ class _Stream(EventReply):
 
     def _read_rare(self, chunk: _Chunk, data: bytes) -> Sequence[Delta]:
         """All but a plain token. Of the choices there is never more than the one that was asked for."""
+        if self.told is None and self._untold < _MOST_UNTOLD:  # the first, which a filter's verdict may precede
+            self.told = told_in(data)
+            self._untold += self.told is None
         if failure := _failure(chunk, data):
             self.failed = True
             return (Delta(error=failure),)

@@ -105,6 +105,13 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     server: ServerRecord | None = None
 
 
+class Told(msgspec.Struct, frozen=True):
+    """Who a reply says that it is, and which model made it; empty where it does not say."""
+
+    id: str = ""
+    model: str = ""
+
+
 TOKEN = Delta(n_tokens=1)  # by far the most common event: one shared value, nothing allocated
 # Two more shared values of one token, to be known by `is`. The text of one is empty and nothing counts it, so it is a
 # token whose bytes are held back, or a keep-alive; the other is no part of the answer.
@@ -114,10 +121,12 @@ HELD_BACK, REASONING = Delta(n_tokens=1), Delta(n_tokens=1)
 class Decoder(Protocol):
     """Reads one reply body with status 200. Any split of the body into `feed` calls gives the same deltas.
 
-    plain: what it recognises need not be fed; None: every event must be read.
+    plain: what it recognises need not be fed; None: every event must be read. told: known when the last delta is out,
+    and final; None: nothing was told.
     """
 
     plain: PlainTokens | None
+    told: Told | None
 
     def feed(self, data: bytes) -> Sequence[Delta]:
         """Deltas completed by `data`, in order. Raises ProtocolError and nothing else."""

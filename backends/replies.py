@@ -13,7 +13,7 @@ import msgspec
 
 from backends.plain_tokens import PlainTokens
 from backends.protocol import Count as Count
-from backends.protocol import Delta, ProtocolError, Truncated
+from backends.protocol import Delta, ProtocolError, Told, Truncated
 from backends.untrusted import MAX_LINE_CHARS, UNDECODABLE, printable
 
 MAX_BYTES = 4 << 20  # of one event, or of one whole reply: more is not a reply (1e5 tokens are half a MB of text)
@@ -83,6 +83,15 @@ class _Named(msgspec.Struct):
     type: str
 
 
+def told_in(data: bytes) -> Told | None:
+    """Who a reply says that it is, in a chunk of it or in all of it; None where it does not say."""
+    try:
+        told = msgspec.json.decode(data, type=Told)
+    except UNDECODABLE:
+        return None
+    return told if told.id or told.model else None
+
+
 def is_ping(data: bytes) -> bool:
     """Whether an event's data says that it is nothing but a sign of life, such as {"type": "ping"}."""
     try:
@@ -116,6 +125,7 @@ class WholeReply:
 
     def __init__(self, read: Callable[[bytes], Delta]) -> None:
         self.plain: PlainTokens | None = None
+        self.told: Told | None = None
         self._read = read
         self._body = bytearray()
 
@@ -129,6 +139,7 @@ class WholeReply:
         body = bytes(self._body)
         if not body.strip():
             raise Truncated("the reply has no body")
+        self.told = told_in(body)
         try:
             return (self._read(body),)
         except (ProtocolError, *UNDECODABLE) as error:

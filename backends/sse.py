@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from backends.plain_tokens import PlainTokens
-from backends.protocol import TOKEN, Delta, ProtocolError, Truncated
+from backends.protocol import TOKEN, Delta, ProtocolError, Told, Truncated
 from backends.replies import MAX_BYTES, PINGS, WholeReply, is_whole_reply, quoted
 
 _BOM = b"\xef\xbb\xbf"
@@ -42,6 +42,7 @@ class EventReply(ABC):
 
     def __init__(self, plain: PlainTokens | None = None) -> None:
         self.plain = plain
+        self.told: Told | None = None
         self.complete = False
         self.failed = False
         self.ended = False
@@ -135,8 +136,11 @@ class EventReply(ABC):
 
     def _take(self, data: bytes, deltas: list[Delta]) -> None:
         """Adds the deltas completed by `data` and keeps what is left over."""
-        if self._document is None and self._first_line and not self._line and data.lstrip().startswith(b"{"):
-            self._document = WholeReply(_no_event)
+        if self._document is None and self._first_line and not self._line.strip():
+            begun = bytes(self._line) + data
+            if begun.lstrip().startswith(b"{"):
+                self._document, data = WholeReply(_no_event), begun
+                self._line.clear()
         if self._document is not None:
             self._document.feed(data)
             return

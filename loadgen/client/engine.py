@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import backends
 from backends.protocol import Backend, HttpRequest, Kept, Prompt
-from loadgen.client.exchange import Exchange
+from loadgen.client.exchange import Exchange, Names
 from loadgen.client.transport import FastTransport, Transport
 from loadgen.client.turns import Waiting, next_prompt, why_over
 from loadgen.clock import Alarm, now_ns
@@ -142,6 +142,7 @@ class Client:
         self.records_file: RecordsFile | None = None
         self._write_error: WriteError | None = None
         self._health = Health()
+        self._names = Names(job.model)
 
     async def prepare(self) -> WarmUp:
         """Draws what is due first, warms the server up, and opens connections. Raises TransportError."""
@@ -205,6 +206,7 @@ class Client:
             kept = Kept()
             decoder = self.backend.keeper(sampling.stream, kept)
         exchange = Exchange(id, phase, -1, prompt.n_tokens, shape.output_tokens, decoder, self._on_done)
+        exchange.names = self._names
         exchange.shared_tokens = shared_tokens
         if kept is not None and self._turns is not None:
             exchange.session, turn = self._turns.place(number)

@@ -7,12 +7,14 @@ transport, taken once per socket read before anything is parsed.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from msgspec import UNSET
 
+from backends.identity import TGI_NAME
 from backends.protocol import (
     HELD_BACK,
     REASONING,
@@ -23,12 +25,65 @@ from backends.protocol import (
     Prompt,
     ProtocolError,
     ServerRecord,
+    Told,
     Truncated,
 )
 from backends.replies import MAX_ERROR_BYTES
 from backends.untrusted import printable
 from loadgen.rundir.pace import first_tokens
 from loadgen.rundir.records import Record
+
+MOST_MODELS, MOST_NAME_CHARS, OTHERS = 64, 100, "others"  # that replies name
+MOST_IDS, FEWEST_IDS = 1 << 16, 2  # that are kept, and that show whether a server's ids tell its replies apart
+LONG_ID, SHORT_NUMBER, SPREAD = 6, 7, 64  # characters, digits, and how far apart a series lies that is in flight
+_NUMBER, _TAIL = re.compile(r"[0-9]{1,7}\Z"), re.compile(r"[0-9A-Za-z]+\Z")
+
+
+class Names:
+    """What the replies to one client call themselves."""
+
+    def __init__(self, asked: str) -> None:
+        """asked: the model that every request names."""
+        self.asked = asked
+        self._models: dict[str, str] = {}
+        self._ids: dict[str, None] | None = {}  # the latest; None: this server's ids do not tell replies apart
+        self._lowest, self._highest = 1 << 62, -1  # of ids that are a number, or end with one
+
+    def take(self, told: Told) -> str:
+        """The model that a reply names where it is not the one that was asked for. Raises ProtocolError for a reply
+        with the id of an earlier one."""
+        if told.id and self._ids is not None:
+            self._take_id(told.id)
+        if not told.model or told.model == self.asked or self.asked == TGI_NAME:
+            return ""
+        if len(self._models) < MOST_MODELS:
+            return self._models.setdefault(told.model, printable(told.model, MOST_NAME_CHARS))
+        return self._models.get(told.model, OTHERS)
+
+    def _take_id(self, id: str) -> None:
+        assert self._ids is not None
+        if id not in self._ids:
+            if len(self._ids) >= MOST_IDS:
+                del self._ids[next(iter(self._ids))]
+            self._ids[id] = None
+            if number := _NUMBER.search(id):
+                self._lowest, self._highest = min(self._lowest, int(number[0])), max(self._highest, int(number[0]))
+        elif len(self._ids) >= FEWEST_IDS and self._are_unique(id):
+            raise ProtocolError(
+                f"the reply has the id of an earlier one, {printable(id, MOST_NAME_CHARS)}: it answers another "
+                "request, or comes out of a gateway's cache"
+            )
+        else:
+            self._ids = None
+
+    def _are_unique(self, id: str) -> bool:
+        """Whether two replies cannot have an id like this by chance: it is long, or one of a series. What looks like a
+        time, or is drawn from a thousand numbers, does not tell replies apart."""
+        assert self._ids is not None
+        tail = _TAIL.search(id)
+        if tail is None or not tail[0].isdigit():
+            return tail is not None and len(tail[0]) >= LONG_ID
+        return len(tail[0]) <= SHORT_NUMBER and self._highest - self._lowest < 2 * len(self._ids) + SPREAD
 
 
 class Exchange:
@@ -51,6 +106,8 @@ class Exchange:
         "kept",
         "last_read_ns",
         "location",
+        "model",
+        "names",
         "on_done",
         "outcome",
         "output_tokens",
@@ -99,6 +156,8 @@ class Exchange:
         self.location = ""  # where a redirect points
         self.shared_tokens = 0  # of the prompt's beginning that an earlier request of the load has sent
         self.session = self.turn = -1  # of a session, the first turn being 1
+        self.names: Names | None = None  # until it is known who the reply says that it is
+        self.model = ""  # that the reply names, where it is not the one that was asked for
         self.prompt: Prompt | None = None  # with what was said to it: for the session's next turn
         self.kept: Kept | None = None
         self.retried = False  # sent again after its reused connection had died
@@ -143,6 +202,9 @@ class Exchange:
         return ()
 
     def _take(self, delta: Delta, now: int) -> None:
+        if self.names is not None and (told := self.decoder.told) is not None:
+            names, self.names = self.names, None
+            self.model = names.take(told)
         if delta.n_tokens:
             self._take_event(delta, now)
         if delta.prompt_tokens is not None:
@@ -263,6 +325,7 @@ class Exchange:
             server=UNSET if self.server is None else self.server,
             retried=True if self.retried else UNSET,
             shared_tokens=self.shared_tokens or UNSET,
+            model=self.model or UNSET,
             session=self.session if self.turn > 0 else UNSET,
             turn=self.turn if self.turn > 0 else UNSET,
             itl_us=itl_us,

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 NO_MEMORY = (MemoryError, ImportError)  # what matplotlib raises under a limit: it may not even load
 MAX_ERRORS = 5  # distinct messages that a report lists
+MOST_MODELS = 64  # names that replies gave
 MAX_ERROR_CHARACTERS = 300
 MEASURED, PREDICTED = "measured, ", "predicted, "  # what the label of a curve begins with
 
@@ -107,6 +108,7 @@ def build(
         server_requests=slices.by_the_server(measured, rules),
         **stalls.of_client(measured, facts, rules),
         steady=_steady(measured, manifest, rules),
+        reply_models=dict(Counter(measured.models.values()).most_common(MOST_MODELS)),
     )
     return _judged(numbers, findings.find(numbers, table, measured, facts, manifest, doubt))
 

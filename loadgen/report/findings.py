@@ -8,6 +8,7 @@ A finding must never change a number.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from backends.untrusted import printable
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report import client_findings, cluster, metrics, sessions, sharing
 from loadgen.report.finding import Finding, Severity, share, worst_first
@@ -73,7 +75,8 @@ SHORTER_INVALID_RATIO = 0.1
 PREEMPTIONS_WARNING_RATIO = 0.01
 # A server under load may miss a sample now and then; beyond a tenth, its largest values may have been missed.
 SAMPLES_FAILED_RATIO = 0.1
-STALLS_NAMED = 3
+STALLS_NAMED = MODELS_NAMED = 3
+_DATE = re.compile(r"[-@:](latest|[0-9]{4}(-?[0-9]{2}){0,2})$")
 # A router that takes turns splits a hundred requests far better than this.
 IMBALANCE_RATIO = 1.5
 COLD_LOAD_US = 100_000  # longer, and a model was read from a disk
@@ -102,6 +105,7 @@ def find(
         *_events(numbers, measured),
         *_delayed_acks(numbers, measured),
         *_goodput(numbers),
+        *_other_models(numbers, measured),
         *_lengths(measured),
         *_counts(measured),
         *sessions.find(measured),
@@ -519,6 +523,33 @@ def _goodput(numbers: Numbers) -> Iterator[Finding]:
             message="Goodput is not given: whether requests keep its limits on ttft or tpot cannot be known.",
             advice="End what hides their tokens (HIDDEN_TOKENS, BUFFERED), or limit e2el instead.",
         )
+
+
+def _other_models(numbers: Numbers, measured: Table) -> Iterator[Finding]:
+    """Replies that name another model: a gateway's fallback, a router's alias, or a name with its date."""
+    others = len(measured.models)
+    if not others:
+        return
+    listed = list(numbers.reply_models.items())
+    named = ", ".join(f"{printable(name)} ({count})" for name, count in listed[:MODELS_NAMED])
+    more = f" and {len(listed) - MODELS_NAMED} more" if len(listed) > MODELS_NAMED else ""
+    same = all(_is_same(numbers.model, name) for name in numbers.reply_models)
+    yield Finding(
+        code="OTHER_MODEL",
+        severity="info" if same else "warning" if others == len(measured) and len(listed) == 1 else "invalid",
+        message=f"{others} of {len(measured)} replies name another model than {printable(numbers.model)}, which was "
+        f"asked for: {named}{more}.",
+        advice="It is the same one under its whole name."
+        if same
+        else "A gateway may have fallen back to another model, or the name is an alias: look at its configuration, and "
+        "ask for the model by its own name.",
+    )
+
+
+def _is_same(asked: str, named: str) -> bool:
+    """Whether two names of a model are one but for its owner and its date."""
+    ours, theirs = (_DATE.sub("", name.lower().rpartition("/")[2]) for name in (asked, named))
+    return ours == theirs
 
 
 def _lengths(measured: Table) -> Iterator[Finding]:

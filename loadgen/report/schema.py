@@ -251,6 +251,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     and for sessions, which have their own. retried_connections: requests that were sent again because the server had
     closed the connection that they reused.
     ttft_answer_ms: from the request to the first event of the answer, of replies whose reasoning was told apart.
+    reply_models: models that replies named in place of the one that was asked for, and how many did.
     quick_acks: whether each read was acknowledged at once, as ordinary clients do not.
     ttft_of_delivery: replies came in pieces, and ttft is when the first of them was delivered.
     Left out where they say nothing: asked lengths that are all one, ttft by prompt length where the prompts' lengths
@@ -303,6 +304,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     client_stalls: list[ClientStall] = []
     late_statistics: dict[str, list[str]] = {}
     steady: Steady | None = None
+    reply_models: dict[str, int] = {}
 
 
 class Report(Numbers, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from backends import foreign_files
 from backends.exit_codes import UserError
 from backends.protocol import ServerRecord
-from backends.untrusted import UNDECODABLE, reason
+from backends.untrusted import UNDECODABLE, printable, reason
 from loadgen.rundir import pace, parts, replace, replacing
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.parts import JOINED, OF_THE_RUN, Part
@@ -72,6 +72,7 @@ class Record(msgspec.Struct, kw_only=True):
     phase: str = "measured"
     error: str | None = None
     server: ServerRecord | msgspec.UnsetType = msgspec.UNSET  # by its own clock
+    model: str | msgspec.UnsetType = msgspec.UNSET  # that the reply names, where it is not the one asked for
     retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
     shared_tokens: _Shared | msgspec.UnsetType = msgspec.UNSET  # of the prompt, sent before by an earlier request
     session: _Shared | msgspec.UnsetType = msgspec.UNSET  # of a conversation, and which turn of it, the first being 1
@@ -155,6 +156,7 @@ class Table:
     retried: frozenset[int] = frozenset()  # ids of measured requests that were sent twice
     server: dict[int, ServerRecord] = field(default_factory=dict)  # id of a measured request -> what the server says
     answers_ns: dict[int, int] = field(default_factory=dict)  # id of a measured request -> its answer_ns
+    models: dict[int, str] = field(default_factory=dict)  # id of a measured request -> another model that answered
     tells_pace: bool = True  # some record has first_tokens; else they are inferred
 
     def __len__(self) -> int:
@@ -183,13 +185,14 @@ class Table:
     def _part(
         self, chosen: slice | NDArray[np.bool_], itl_us: NDArray[np.uint32], itl_offsets: NDArray[np.int64]
     ) -> Table:
-        told = self.errors or self.retried or self.server or self.answers_ns
+        told = self.errors or self.retried or self.server or self.answers_ns or self.models
         kept = self.id[chosen].tolist() if told else ()
         errors = {key: self.errors[key] for key in kept if key in self.errors}
         server = {key: self.server[key] for key in kept if key in self.server}
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
         retried = self.retried.intersection(kept)
         answers_ns = {key: self.answers_ns[key] for key in kept if key in self.answers_ns}
+        models = {key: self.models[key] for key in kept if key in self.models}
         return Table(
             **columns,
             itl_us=itl_us,
@@ -199,6 +202,7 @@ class Table:
             server=server,
             warmup_error=self.warmup_error,
             answers_ns=answers_ns,
+            models=models,
             tells_pace=self.tells_pace,
         )
 
@@ -225,14 +229,15 @@ class Table:
         gaps_us, offsets = self.itl_us.tolist(), self.itl_offsets.tolist()
         columns["itl_us"] = [gaps_us[begin:end] for begin, end in itertools.pairwise(offsets)]
         columns["error"] = [None] * len(self)
-        for name in ("retried", "server", "answer_ns", *(() if self.tells_pace else ("first_tokens",))):
+        for name in ("retried", "server", "model", "answer_ns", *(() if self.tells_pace else ("first_tokens",))):
             columns[name] = [msgspec.UNSET] * len(self)
-        if self.errors or self.retried or self.server or self.answers_ns:
+        if self.errors or self.retried or self.server or self.answers_ns or self.models:
             for row in np.flatnonzero(self.phase == _PHASE_CODE["measured"]).tolist():
                 number = columns["id"][row]
                 columns["error"][row] = self.errors.get(number)
                 columns["retried"][row] = number in self.retried or msgspec.UNSET
                 columns["server"][row] = self.server.get(number, msgspec.UNSET)
+                columns["model"][row] = self.models.get(number, msgspec.UNSET)
                 columns["answer_ns"][row] = self.answers_ns.get(number, msgspec.UNSET)
         return map(_Written, *(columns[name] for name in Record.__struct_fields__))
 
@@ -297,6 +302,7 @@ class _Columns:
         self._retried: list[int] = []
         self._server: dict[int, ServerRecord] = {}
         self._answers_ns: dict[int, int] = {}
+        self._models: dict[int, str] = {}
         self._tells_pace = False
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
@@ -330,6 +336,9 @@ class _Columns:
             self._retried.append(record.id)
         if isinstance(record.server, ServerRecord) and record.phase == "measured":
             self._server[record.id] = record.server
+        if isinstance(record.model, str) and record.phase == "measured":
+            name = printable(record.model)
+            self._models[record.id] = self._texts.setdefault(name, name)
         if record.answer_ns is not msgspec.UNSET and record.phase == "measured":
             self._answers_ns[record.id] = record.answer_ns
 
@@ -366,6 +375,7 @@ class _Columns:
             retried=frozenset(self._retried),
             server=self._server,
             answers_ns=self._answers_ns,
+            models=self._models,
             tells_pace=self._tells_pace,
         )
 

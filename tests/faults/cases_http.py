@@ -16,6 +16,7 @@ from tests.faults.protocols import (
     EVENT_STREAM,
     HEAD,
     HTTP_OK,
+    ID,
     JSON_HEAD,
     LIGHTLLM,
     MESSAGE,
@@ -24,6 +25,7 @@ from tests.faults.protocols import (
     VLLM,
     Protocol,
     chunk,
+    id_of,
     sized,
     stream,
 )
@@ -560,6 +562,21 @@ FOREIGN_BYTES = [
         aiohttp=Expected(outcome="protocol_error", error="not HTTP"),
         why=NEXT_REPLY,
         script=lambda p: [b"HTTP/1.1 204 No Content\r\n\r\n" + body(p)],
+    ),
+    Case(
+        name="reply to an earlier request",
+        does="answers with the id of the reply to request 0",
+        expected=Expected(outcome="protocol_error", error="the id of an earlier one"),
+        script=lambda p: [data.replace(ID, id_of(0)) for data in p.good()],
+        protocols=OPENAI,
+    ),
+    Case(
+        name="whole reply to an earlier request",
+        does="answers in one piece, with the id of the reply to request 0",
+        expected=Expected(outcome="protocol_error", error="the id of an earlier one"),
+        script=lambda p: [sized(p.whole().replace(ID, id_of(0)), JSON_HEAD)],
+        protocols=OPENAI,
+        whole=True,
     ),
 ]
 

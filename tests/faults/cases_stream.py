@@ -281,6 +281,20 @@ PAYLOADS = [
         ),
         protocols=(LIGHTLLM,),
     ),
+    Case(
+        name="another model",
+        does="names another model than the one that was asked for",
+        expected=Expected(outcome="ok", events=OUTPUT_TOKENS, tokens=OUTPUT_TOKENS, findings=("OTHER_MODEL",)),
+        script=edited(lambda e: e.replace(b'"model":"m"', b'"model":"small"')),
+        protocols=OPENAI,
+    ),
+    Case(
+        name="no name",
+        does="leaves id and model empty",
+        expected=OK,
+        script=edited(lambda e: e.replace(b'"model":"m"', b'"model":""').replace(b'"x-1"', b'""')),
+        protocols=OPENAI,
+    ),
 ]
 
 ENDINGS = [

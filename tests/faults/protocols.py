@@ -16,6 +16,7 @@ HEAD = HTTP_OK + EVENT_STREAM + b"Transfer-Encoding: chunked\r\n\r\n"
 JSON_HEAD = HTTP_OK + b"Content-Type: application/json\r\n"
 END = b"0\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
+ID = b'"x-1"'  # of replies of the OpenAI protocols that a script makes
 MESSAGE = "the engine is dead"  # of every error that a server sends here
 
 
@@ -39,6 +40,11 @@ def frame(value: Any, prefix: bytes = b"data: ") -> bytes:
 
 def usage(output: Any = OUTPUT_TOKENS, prompt: Any = PROMPT_TOKENS, **more: Any) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": 12} | more
+
+
+def id_of(number: int) -> bytes:
+    """The id of the right reply to a request, as long as ID."""
+    return b'"x-%d"' % (4 + number)
 
 
 @dataclass(frozen=True)

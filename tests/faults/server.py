@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from tests.faults.protocols import JSON_HEAD, OUTPUT_TOKENS, Protocol, sized
+from tests.faults.protocols import ID, JSON_HEAD, OUTPUT_TOKENS, Protocol, id_of, sized
 
 STRUCK, BESIDE, LAST = 2, 3, 5
 BESIDE_S = 0.03  # at most that the request beside waits in the middle of its reply: less than any timeout of the suite
@@ -107,7 +107,7 @@ class Server:
                 return await self._play(script, reader, writer)
             finally:
                 self.stage.played.set()
-        begin, rest = _right_reply(self.protocol, self.whole)
+        begin, rest = _right_reply(self.protocol, self.whole, number)
         await _write(writer, begin)
         if number == BESIDE:
             with contextlib.suppress(TimeoutError):
@@ -155,9 +155,10 @@ async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 @functools.cache
-def _right_reply(protocol: Protocol, whole: bool) -> tuple[bytes, bytes]:
-    """In two halves."""
+def _right_reply(protocol: Protocol, whole: bool, number: int) -> tuple[bytes, bytes]:
+    """In two halves, with an id of its own where the protocol has one."""
     writes = [sized(protocol.whole(), JSON_HEAD)] if whole else protocol.good()
+    writes = [data.replace(ID, id_of(number)) for data in writes]
     middle = len(writes) // 2
     return b"".join(writes[:middle]), b"".join(writes[middle:])
 

@@ -15,7 +15,7 @@ from tests.loadgen.tables import facts, manifest
 
 CASES: tuple[Case, ...] = (*cases_http.CASES, *cases_connections.CASES, *cases_stream.CASES)
 PLAYS = [(case, protocol, transport) for case in CASES for protocol in case.protocols for transport in TRANSPORTS]
-OF_THE_WORK = {"OUTPUT_LENGTH", "PROMPT_LENGTH", "NO_TOKEN_COUNT", "CACHED_TOKENS", "MERGED_EVENTS"}
+OF_THE_WORK = {"OUTPUT_LENGTH", "PROMPT_LENGTH", "NO_TOKEN_COUNT", "CACHED_TOKENS", "MERGED_EVENTS", "OTHER_MODEL"}
 
 
 def expected(case: Case, transport: str) -> Expected:

@@ -238,7 +238,7 @@ def traffic(data: bytes) -> None:
             shown(error)
             continue
         assert len(played) and played.due_ns[0] == 0 and (played.due_ns[1:] >= played.due_ns[:-1]).all()
-        assert (played.line[1:] > played.line[:-1]).all()
+        assert len(set(played.line.tolist())) == len(played)  # a little out of order they may be
         lengths = (played.input_tokens, played.output_tokens)
         assert all(((length >= 1) & (length <= MOST_TOKENS)).all() for length in lengths)
         blocks = -(-played.input_tokens // played.block_tokens) if played.block_tokens else 0 * played.line

@@ -560,3 +560,23 @@ def test_large_numbers_do_not_touch() -> None:
         line for line in text.render(build.build(manifest(), records, [facts()])).splitlines() if line[:5] == "ttft "
     ]
     assert line.split() == ["ttft", "12,031", *["1,830,571"] * 7]
+
+
+@pytest.mark.parametrize(
+    ("asked", "named", "severity"),
+    [
+        ("m", ["small"] * CLEAN, "warning"),
+        ("m", ["small"], "invalid"),  # some of the replies
+        ("m", ["small"] * (CLEAN - 1) + ["large"], "invalid"),
+        ("gpt-4o", ["gpt-4o-2024-08-06"] * CLEAN, "info"),
+        ("openai/gpt-4o", ["gpt-4o"] * CLEAN, "info"),
+        ("gpt-4o", ["gpt-4o-mini-2024-07-18"] * CLEAN, "warning"),
+        ("qwen3", ["qwen3:latest"] * CLEAN, "info"),
+    ],
+)
+def test_other_models(asked: str, named: list[str], severity: str) -> None:
+    records = replace(clean(), models=dict(enumerate(named)))
+    report = build.build(msgspec.structs.replace(manifest(), model=asked), records, [facts()])
+    (found,) = [finding for finding in report.verdict.findings if finding.code == "OTHER_MODEL"]
+    assert found.severity == severity and f"{named[0]} ({named.count(named[0])})" in found.message
+    assert report.reply_models == {name: named.count(name) for name in named}

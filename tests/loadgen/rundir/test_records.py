@@ -56,6 +56,7 @@ def any_record(draw: st.DrawFn) -> Record:
         outcome=draw(st.sampled_from(OUTCOMES)),
         phase=draw(st.sampled_from(PHASES)),
         error=draw(st.none() | st.text(min_size=1, max_size=20)),
+        model=draw(st.just(msgspec.UNSET) | st.sampled_from(["small", "large"])),
         itl_us=gaps,
     )
 
@@ -77,6 +78,7 @@ def rows_of(table: records.Table) -> list[Record]:
             "turn": values["turn"] or msgspec.UNSET,
         }
         plain |= {} if table.tells_pace else {"first_tokens": msgspec.UNSET}
+        plain |= {"model": table.models.get(values["id"], msgspec.UNSET) if measured else msgspec.UNSET}
         plain |= {"answer_ns": table.answers_ns.get(values["id"], msgspec.UNSET) if measured else msgspec.UNSET}
         gaps = table.itl_us[table.itl_offsets[at] : table.itl_offsets[at + 1]].tolist()
         rows.append(Record(**plain, itl_us=gaps, error=table.errors.get(values["id"]) if measured else None))  # type: ignore[arg-type]
@@ -85,7 +87,7 @@ def rows_of(table: records.Table) -> list[Record]:
 
 def expected(given_records: list[Record]) -> list[Record]:
     kept = [
-        record if record.phase == "measured" else msgspec.structs.replace(record, error=None)
+        record if record.phase == "measured" else msgspec.structs.replace(record, error=None, model=msgspec.UNSET)
         for record in given_records
     ]
     return sorted(kept, key=lambda record: (record.phase != "warmup", record.id))

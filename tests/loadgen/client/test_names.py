@@ -1,0 +1,61 @@
+"""What replies call themselves: ids that tell them apart or do not, and models that were not asked for."""
+
+from __future__ import annotations
+
+import random
+import uuid
+
+import pytest
+
+from backends.protocol import ProtocolError, Told
+from loadgen.client.exchange import OTHERS, Names
+
+
+def taken(ids: list[str]) -> Names:
+    names = Names("m")
+    for id in ids:
+        assert names.take(Told(id, "m")) == ""
+    return names
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [f"chatcmpl-{uuid.uuid5(uuid.NAMESPACE_DNS, str(number)).hex}" for number in range(9)],
+        [f"cmpl-{number}" for number in (7, 5, 6, 9, 8)],
+        [str(number) for number in range(20)],
+        ["gen-1700000000-a8Fk2LpQ", "gen-1700000000-b8Fk2LpQ", "gen-1700000001-c8Fk2LpQ"],
+    ],
+)
+def test_a_reply_with_the_id_of_an_earlier_one_is_none_of_ours(ids: list[str]) -> None:
+    with pytest.raises(ProtocolError, match=f"the id of an earlier one, {ids[1]}"):
+        taken(ids).take(Told(ids[1], "m"))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [""] * 9,
+        ["chatcmpl-123"] * 9,  # one for all
+        ["chatcmpl-default"] * 9,
+        ["chatcmpl-1700000000"] * 2 + ["chatcmpl-1700000001"] * 3 + ["chatcmpl-1700000002"] * 3,  # the second
+        ["chatcmpl-1700000000123", "chatcmpl-1700000000124", "chatcmpl-1700000000124"],
+        [f"chatcmpl-{number}" for number in random.Random(1).choices(range(999), k=2000)],  # as Ollama draws them
+    ],
+)
+def test_ids_that_tell_nothing_apart_are_no_errors(ids: list[str]) -> None:
+    taken(ids)
+
+
+def test_other_models_are_named_and_not_without_end() -> None:
+    names = Names("m")
+    assert [names.take(Told(model=name)) for name in ("m", "", "small", "a\nb", "small")] == [
+        "",
+        "",
+        "small",
+        "a b",
+        "small",
+    ]
+    assert {names.take(Told(model=f"m{number}")) for number in range(100)} >= {"m0", OTHERS}
+    assert len(names.take(Told(model="x" * 9999))) <= 100
+    assert Names("tgi").take(Told(model="meta-llama/Llama-3.1-8B")) == ""  # its own name for whatever it serves
