@@ -41,7 +41,7 @@ def of(name: str, place: Path) -> Path:
 
 def call(program: Sequence[str], *words: str) -> None:
     """Codes 0 and 4 are of reports that were made."""
-    done = subprocess.run([*program, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run([*program, *words], capture_output=True, text=True, check=False, cwd=kept.ROOT)
     if done.returncode not in (0, 4):
         raise kept.KeptError(f"{' '.join(words)} failed: {done.stderr.strip()}")
 
@@ -86,11 +86,13 @@ def predicted_and_measured(place: Path) -> Path:
     return out
 
 
-def preset(name: str, file: str) -> Callable[[Path], Path]:
+def made_by(program: Sequence[str], *words: str, file: str) -> Callable[[Path], Path]:
+    """A file of what the command writes into its --out."""
+
     def draw(place: Path) -> Path:
-        out = place / name
+        out = place / "-".join(words or program[-1:])
         if not out.exists():
-            call(LOADGEN, "predict", "--preset", name, "--out", str(out))
+            call(program, *words, "--out", str(out))
         return out / file
 
     return draw
@@ -110,8 +112,11 @@ FIGURES: dict[str, Callable[[Path], Path]] = {
     "figure11.png": report_of("h200/micro/fig11", "gemm.png"),
     "figure12.png": report_of("h200/micro/fig12", "memcpy.png"),
     "figure13-15.png": report_of("h200/micro/collectives", "collectives.png"),
-    **{f"figure{number}.png": preset("paper", f"figure{number}.png") for number in (6, 7, 8, 9, 10)},
-    "published.png": preset("published", "published.png"),
+    **{
+        f"figure{number}.png": made_by(LOADGEN, "predict", "--preset", "paper", file=f"figure{number}.png")
+        for number in (6, 7, 8, 9, 10)
+    },
+    "published.png": made_by((sys.executable, "-m", "benchmarks.published"), file="published.png"),
 }
 
 

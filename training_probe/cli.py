@@ -302,42 +302,17 @@ def memory(
     node_memory_gb: NodeMemory = None,
     verbose: Verbose = False,
     json: AsJson = False,
-    measured: Annotated[
-        Path | None,
-        option(OUTPUT, "With --preset published: a sweep of that preset, whose measured peaks stand beside."),
-    ] = None,
 ) -> int:
     """Predict how much memory each cell takes and whether it fits, is tight or does not fit. Needs no GPU, starts
-    nothing. With --preset published the table is of what others published, beside what is predicted.
+    nothing.
 
     For example: training_probe memory --model 70b --method F+R+Z3+O --gpus 8 --gpu-memory-gb 80 --verbose
     """
-    from training_probe.grid import GridError
     from training_probe.memory import text
 
-    if grid is not None and grid.preset == "published":
-        if gpu_memory_gb is not None or node_memory_gb is not None or verbose:
-            raise GridError("--preset published prints what others published; leave sizes and --verbose out.")
-        return _published(grid, measured, json)
-    if measured is not None:
-        raise GridError("--measured stands beside what others published; name --preset published with it.")
     cells, known, there = _hypothetical(grid or PredictedGrid(), gpu_memory_gb, node_memory_gb)
     given = text.answers(cells, known, there)
     print(text.as_json(given) if json else text.text(given, verbose=verbose), end="")
-    return exit_codes.OK
-
-
-def _published(grid: PredictedGrid, measured: Path | None, json: bool) -> int:
-    """What is predicted beside what others published."""
-    from dataclasses import replace
-
-    from training_probe import results
-    from training_probe.memory import published
-    from training_probe.options import described_models
-
-    cells = replace(grid, device="cuda").cells("cuda", 1)
-    lines = published.beside(cells, described_models(cells), results.read(measured) if measured else ())
-    print(published.as_json(lines) if json else published.text(lines), end="")
     return exit_codes.OK
 
 

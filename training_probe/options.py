@@ -97,7 +97,6 @@ class Grid:
             "paper-table16",
             "paper-fig4",
             "paper-fig5",
-            "published",
         ]
         | None,
         _cells("Ready cells; --model, --engine and --method then choose among them."),
@@ -218,14 +217,9 @@ class Grid:
         for name in (*sizes, *METHODS):
             if getattr(self, name) != getattr(Grid, name, None):
                 raise GridError(f"--preset {preset} has a --{name.replace('_', '-')} of its own; leave that out.")
-        from training_probe import paper, published
+        from training_probe import paper
 
-        if preset == published.PRESET:
-            if self.gpus:
-                raise GridError(f"--preset {preset} has the --gpus of its sources; leave that out.")
-            cells = published.cells(device)
-        else:
-            cells = paper.presets()[preset](self.gpus[0] if self.gpus else here, device)
+        cells = paper.presets()[preset](self.gpus[0] if self.gpus else here, device)
         methods = {str(Method.parse(text)) for text in self.method}
         chosen = [
             cell for cell in cells

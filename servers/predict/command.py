@@ -30,7 +30,6 @@ from loadgen.load.sessions import Turns
 from loadgen.load.shapes import Shapes, TraceShapes
 from loadgen.option_types import names, offers, option
 from loadgen.page import html
-from loadgen.page.content import Page
 from loadgen.plan import planned_load, read_dataset
 from loadgen.rundir import records
 from loadgen.rundir.outcomes import OUTCOMES
@@ -64,11 +63,11 @@ def predict(
     config: Annotated[PredictOptions | None, Parameter(name="*")] = None,
     *,
     preset: Annotated[
-        Literal["paper", "published"] | None,
+        Literal["paper"] | None,
         option(
             OUTPUT,
-            "paper: Section VI of arXiv 2311.03687, its figures and what it states beside what is predicted; "
-            "published: what others measured and published, beside what is predicted. They take --out and --seed only.",
+            "paper: Section VI of arXiv 2311.03687, its figures and what it states beside what is predicted. "
+            "It takes --out and --seed only.",
         ),
     ] = None,
 ) -> int:
@@ -80,7 +79,7 @@ def predict(
     """
     config = config or PredictOptions()
     if preset is not None:
-        return _preset(config, preset)
+        return _paper(config)
     if config.gpu is None:
         raise ConfigError("name the GPU to predict for, such as --gpu h200 (and --gpus 4).")
     given = config.given(CLIENT_ONLY if config.plays_conversations else (*CLIENT_ONLY, "tokenizer"))
@@ -115,51 +114,27 @@ def predict(
     return cli.report_one(directory, "loadgen", written=written)
 
 
-def _preset(config: PredictOptions, preset: Literal["paper", "published"]) -> int:
+def _paper(config: PredictOptions) -> int:
     if config != PredictOptions(out=config.out, seed=config.seed):
-        raise ConfigError(f"--preset {preset} decides on load, servers and GPUs; only --out and --seed go with it.")
+        raise ConfigError("--preset paper decides on load, servers and GPUs; only --out and --seed go with it.")
+    from servers.predict import paper, paper_figures, paper_page  # with matplotlib
+
     directory = config.out or Path("runs") / rundir.new_run_id()
     rundir.create(directory)
     began = time.perf_counter()
-    runs, markdown, json = (_paper if preset == "paper" else _published)(config.seed, directory)
-    (directory / f"{preset}.json").write_bytes(msgspec.json.format(json, indent=1) + b"\n")
-    (directory / f"{preset}.md").write_text(markdown, encoding="utf-8")
+    results = paper.predict_all(config.seed)
+    summary = paper.summary(results, config.seed)
+    paper_figures.draw(paper.load(), results, directory)
+    page = paper_page.page(summary, results, ["loadgen", *sys.argv[1:]])
+    (directory / "paper.html").write_text(html.render(page), encoding="utf-8")
+    markdown, json = paper.markdown(summary), summary.as_json()
+    (directory / "paper.json").write_bytes(msgspec.json.format(json, indent=1) + b"\n")
+    (directory / "paper.md").write_text(markdown, encoding="utf-8")
     terminal.say(markdown)
-    terminal.say(f"{runs} runs in {time.perf_counter() - began:.0f} s of computing")
+    terminal.say(f"{len(results)} runs in {time.perf_counter() - began:.0f} s of computing")
     terminal.say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     sys.stdout.write(json.decode() + "\n")
     return exit_codes.OK
-
-
-def _paper(seed: int, directory: Path) -> tuple[int, str, bytes]:
-    """Writes figures and page; how many runs, and what the two other files hold."""
-    from servers.predict import paper, paper_figures, paper_page  # with matplotlib
-
-    results = paper.predict_all(seed)
-    summary = paper.summary(results, seed)
-    paper_figures.draw(paper.load(), results, directory)
-    _write_page(directory / "paper.html", paper_page.page(summary, results, _argv()))
-    return len(results), paper.markdown(summary), summary.as_json()
-
-
-def _published(seed: int, directory: Path) -> tuple[int, str, bytes]:
-    """Writes table, figure and page; how many rows, and what the two other files hold."""
-    from servers.predict import published, published_figure, published_page  # with matplotlib
-
-    predicted = published.predict_all(seed, terminal.say)
-    results = list(predicted.all())
-    (directory / "published.csv").write_text(published.table_csv(results), encoding="utf-8")
-    published_figure.draw(results, directory)
-    _write_page(directory / "published.html", published_page.page(predicted, _argv()))
-    return len(results), published.markdown(predicted), published.as_json(predicted, seed)
-
-
-def _argv() -> list[str]:
-    return ["loadgen", *sys.argv[1:]]
-
-
-def _write_page(path: Path, page: Page) -> None:
-    path.write_text(html.render(page), encoding="utf-8")
 
 
 def drawn(config: Config) -> tuple[Load, Shapes]:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from benchmarks import published
+from benchmarks.published import Predicted
+from benchmarks.published import page as published_page
 from loadgen import cli
 from loadgen.page import html
-from servers.predict import published, published_page
-from servers.predict.published import Predicted
+from tests.benchmarks.test_published_page import result
 from tests.browser.chromium import SCHEMES, WIDTHS, Chromium
-from tests.servers.predict.test_published_page import result
 
 pytestmark = pytest.mark.browser
 OFF = (("a", 80.0, 100.0), ("b", 220.0, 200.0), ("c", 400.0, 400.0))  # row, predicted, measured
@@ -25,7 +26,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert cli.invoke(["breakdown", "--preset", "paper-table10", "--out", str(made / "b")]) == 0
     results = {each.name: [result(each.name, *row) for row in OFF] for each in published.sources()}
     predicted = Predicted(results, {each.name: [("more", results[each.name])] for each in published.sources()})
-    page = published_page.page(predicted, ["loadgen", "predict", "--preset", "published"])
+    page = published_page.page(predicted, ["python", "-m", "benchmarks.published", "--out", "published"])
     (made / "published.html").write_text(html.render(page), encoding="utf-8")
     return made
 

@@ -334,8 +334,10 @@ def test_whatever_is_typed_is_taken_or_refused_in_a_sentence(
             assert captured.err.startswith("training_probe: ") and captured.err.count("\n") == 1, typed
             assert captured.err[:-1].isprintable(), typed
     numbers = {flag: ["1.5", "1e3", "1_000"] for flag in ("timeout", "limit", "host_memory_gb")}
+    sizes = ("seq_len", "grad_accum", "lora_rank", "lora_alpha", "steps", "runs", "max_micro_batch")
+    numbers |= {flag: ["1e3", "1_000"] for flag in sizes} | {"warmup_steps": ["0", "1e3", "1_000"]}
     if name not in ("compile", "timeline", "skip", "double_quant", "adamw_8bit", "fp8"):  # which take yes and no
-        assert taken == {"warmup_steps": ["0"], "platform": BAD, "checkpoint": [""], **numbers}.get(name, [])
+        assert taken == {"platform": BAD, "checkpoint": [""], **numbers}.get(name, [])
 
 
 def test_an_option_that_changes_nothing_for_a_cell_says_so(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,10 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 
+from benchmarks.published import METRICS, NAMES, TARGETS, Errors, Predicted, Result, Source, errors, sources
 from loadgen import rundir
 from loadgen.page.content import Block, Cell, Chart, Code, Items, Listed, Number, Page, Section, Series, Table, Text
 from loadgen.report.text import number
-from servers.predict.published import METRICS, NAMES, TARGETS, Errors, Predicted, Result, Source, errors, sources
 
 ORIGIN = "predicted"
 UNITS = {metric: "ms" if metric.endswith("_ms") else "output tokens/s" for metric in METRICS}

@@ -1,6 +1,6 @@
-"""What others measured and published, predicted: every row of the CSVs in `servers/data`, misses included.
+"""What others measured and published, predicted: every row of the CSVs in `data`, misses included.
 
-A row is a run: its server, its load and the means that its source printed. `servers/data/published.json` holds, by
+A row is a run: its server, its load and the means that its source printed. `data/sources.json` holds, by
 source, what is assumed where the source is silent. An assumption is of all rows of its source, never of one, and each
 source has alternatives that say what another assumption gives. Nothing here is fitted to a row.
 """
@@ -13,15 +13,17 @@ import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from servers.predict.published_runs import Conditions, Means, Row, Server, play
+from benchmarks.published.runs import Conditions, Means, Row, Server, play
 from servers.simulator.build import EmulationError
-from servers.simulator.hardware import DATA, HardwareError
+from servers.simulator.hardware import HardwareError
 
+DATA = Path(__file__).parent / "data"
 EMULATED = "EMULATED (modelled hardware and servers; beside it what others measured)"
 METRICS = Means._fields
 NAMES = dict(zip(METRICS, ("ttft", "tpot", "e2e", "throughput"), strict=True))
@@ -106,7 +108,7 @@ class Errors:
 
 @functools.cache
 def sources() -> tuple[Source, ...]:
-    return msgspec.json.decode((DATA / "published.json").read_bytes(), type=tuple[Source, ...])
+    return msgspec.json.decode((DATA / "sources.json").read_bytes(), type=tuple[Source, ...])
 
 
 def measured(row: Row, conditions: Conditions) -> Means:

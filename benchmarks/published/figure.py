@@ -9,8 +9,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 
+from benchmarks.published import METRICS, NAMES, Result, sources
 from loadgen.report.figures import COLOURS, GRID, INK, STYLE, legend_below, titled
-from servers.predict.published import METRICS, NAMES, Result, sources
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
 

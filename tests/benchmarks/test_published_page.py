@@ -8,14 +8,15 @@ import math
 import msgspec
 import pytest
 
+from benchmarks import published
+from benchmarks.published import METRICS, NAMES, Predicted, Result
+from benchmarks.published import page as published_page
+from benchmarks.published.runs import Means
 from loadgen.page import html
-from servers.predict import published, published_page
-from servers.predict.published import METRICS, NAMES, Predicted, Result
-from servers.predict.published_runs import Means
+from tests.benchmarks.test_published import ROW
 from tests.loadgen.report.pages.contents import blocks_of, points
 from tests.loadgen.report.pages.test_run import drawn
 from tests.loadgen.report.test_build import HOSTILE
-from tests.servers.predict.test_published import ROW
 
 
 def result(source: str, run: str, predicted: float, measured: float, reason: str = "") -> Result:

@@ -1,9 +1,12 @@
-"""Predicts what others published: numbers into results/published.jsonl.xz, tables and figure into docs.
+"""What others measured and published beside what is predicted of it, misses included.
 
-    python benchmarks/published.py            # computes (two minutes on one core), then writes the document
-    python benchmarks/published.py --written  # writes the document from the results alone
+    python -m benchmarks.published --out DIR        # 241 runs of servers: published.csv, .json, .md, .png, .svg, .html
+    python -m benchmarks.published --memory         # memory of training; --measured DIR: a sweep of its cells beside
+    python -m benchmarks.published --keep           # computes (two minutes on one core), keeps them in results/
+    python -m benchmarks.published --written        # writes the document's part from the results alone
 
-The document's part between `<!-- published -->` and `<!-- /published -->` is replaced; nobody edits it by hand.
+The part of docs/accuracy.md between `<!-- published -->` and `<!-- /published -->` is replaced by the last two; nobody
+edits it by hand.
 """
 
 from __future__ import annotations
@@ -16,13 +19,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import msgspec
 
-from benchmarks import kept  # noqa: E402
+from benchmarks import kept, published
+from benchmarks.published import figure, memory, page
+from loadgen.page import html
+from training_probe import results
+
+ROOT = Path(__file__).resolve().parents[2]
 
 DOCUMENT = ROOT / "docs" / "accuracy.md"
 BEGIN, END = "<!-- published -->", "<!-- /published -->"
@@ -43,10 +51,24 @@ OWN = {
 }
 
 
+def play(out: Path, seed: int = 0) -> str:
+    """Predicts all rows, and writes tables, figure and page into `out`; the table as text."""
+    out.mkdir(parents=True, exist_ok=True)
+    predicted = published.predict_all(seed, lambda line: print(line, file=sys.stderr))
+    found, text = list(predicted.all()), published.markdown(predicted)
+    (out / "published.csv").write_text(published.table_csv(found), encoding="utf-8")
+    (out / "published.json").write_bytes(msgspec.json.format(published.as_json(predicted, seed), indent=1) + b"\n")
+    (out / "published.md").write_text(text, encoding="utf-8")
+    figure.draw(found, out)
+    command = ["python", "-m", "benchmarks.published", *sys.argv[1:]]
+    (out / "published.html").write_text(html.render(page.page(predicted, command)), encoding="utf-8")
+    return text
+
+
 def compute(out: Path) -> None:
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory) / "published"
-        predict("--preset published", made)
+        play(made)
         for name in ("published.csv", "published.json"):
             shutil.copy(made / name, out / name)
         shutil.copy(made / "published.md", ROOT / "docs" / "lab" / "published.md")
@@ -158,10 +180,8 @@ def write(out: Path) -> None:
     DOCUMENT.write_text(before + section(out) + after, encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--written", action="store_true")
-    written = parser.parse_args().written
+def keep(written: bool) -> None:
+    """Writes the document's part, after computing the numbers anew unless `written`."""
     packed = kept.RESULTS / "published.jsonl.xz"
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "published"
@@ -172,6 +192,29 @@ def main() -> None:
             anew = kept.pack(out, "published", gaps=False)
             kept.write(packed, [anew if one["name"] == "published" else one for one in before])
         write(out)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__.split("\n", 1)[0])
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--out", type=Path, metavar="DIR", help="predict the runs of servers, into this directory")
+    asked.add_argument("--memory", action="store_true", help="print the memory of training")
+    asked.add_argument("--keep", action="store_true", help="predict, keep the numbers, write the document's part")
+    asked.add_argument("--written", action="store_true", help="write the document's part from what is kept")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawn lengths and arrivals (--out)")
+    parser.add_argument("--measured", type=Path, metavar="DIR", help="a sweep of the cells (--memory)")
+    parser.add_argument("--json", action="store_true", help="print JSON (--memory)")
+    given = parser.parse_args(argv)
+    if given.out is not None:
+        print(play(given.out, given.seed))
+    elif given.memory:
+        try:
+            lines = memory.beside(results.read(given.measured) if given.measured else ())
+        except results.ResultsError as error:
+            parser.error(str(error))
+        print(memory.as_json(lines) if given.json else memory.text(lines), end="")
+    else:
+        keep(given.written)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published import memory as published
+from benchmarks.published.__main__ import main
 from tests.training_probe.measured import result
-from training_probe import published, results
-from training_probe.cli import invoke
+from training_probe import results
 from training_probe.results import GIB
 
 # Of every row that has a cell. LitGPT's own model keeps more; its NF4 rows have a test of their own.
@@ -18,7 +19,7 @@ LORAS = {"torchtune": 0.10}  # of rows that train adapters
 
 
 def lines(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, object]]:
-    assert invoke(["memory", "--preset", "published", "--json", *options]) == 0
+    main(["--memory", "--json", *options])
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "training_probe.published_memory/1"
     rows: list[dict[str, object]] = document["rows"]
@@ -86,27 +87,14 @@ def test_a_sweep_of_the_preset_stands_beside(tmp_path: Path, capsys: pytest.Capt
     assert row["measured_gib"] == (84.5 if row["counts"] == "reserved" else 80.0)
 
 
-def test_chosen_rows_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = lines(capsys, "--model", "13b")
-    assert [row["source"] for row in rows] == ["litgpt"] * 3
-
-
 def test_the_table_has_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["plan", "--preset", "published"]) == 0
+    main(["--memory"])
     summary, _, _, *table = capsys.readouterr().out.splitlines()
     assert summary.startswith("PREDICTED, nothing was run. 32 published numbers, 4 of them of methods that no cell has")
     assert len(table) == 32
 
 
-@pytest.mark.parametrize(
-    ("argv", "wrong"),
-    [
-        (["--preset", "published", "--gpus", "4"], "--gpus of its sources"),
-        (["--preset", "published", "--gpu-memory-gb", "4"], "leave sizes and --verbose out"),
-        (["--method", "Z3", "--measured", "."], "name --preset published with it"),
-        (["--preset", "published", "--measured", "nowhere"], "nowhere"),
-    ],
-)
-def test_bad_input(argv: list[str], wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["memory", *argv]) == 2
-    assert wrong in capsys.readouterr().err
+def test_a_sweep_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--memory", "--measured", "nowhere"])
+    assert ended.value.code == 2 and "nowhere" in capsys.readouterr().err
