@@ -1,5 +1,5 @@
-"""The command line: `loadgen run`, `sweep`, `report`, `compare`, what looks at a machine or prepares it (`doctor`,
-`compose`, `backends`, `clean`), and what other packages add through entry points.
+"""The command line: `loadgen run`, `sweep`, `report`, `compare`, what lists and shows runs (`list`, `show`), looks at a
+machine or prepares it (`doctor`, `compose`, `backends`, `clean`), and what other packages add through entry points.
 
 Exit codes: 0 ok, 2 bad configuration, 3 the backend failed, 4 the measurement is invalid, 5 a limit of `compare
 --fail-if` is broken; 129, 130, 143 stopped by SIGHUP, Ctrl-C, SIGTERM; 141 standard output was not read to its end. A
@@ -25,7 +25,7 @@ from backends.foreign_files import read_named
 from backends.untrusted import escaped
 from loadgen import guesses, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file, check_text, ray_address
-from loadgen.option_types import JunitOption, SummaryOption, Whole, check_listen, names, offers
+from loadgen.option_types import JunitOption, ShownOptions, SummaryOption, Whole, check_listen, names, offers
 from loadgen.search.points import SweepOptions
 from loadgen.terminal import result_line, say, say_error
 
@@ -45,23 +45,23 @@ SEARCH = Group("The search", sort_key=0)
 ConventionName = Literal["loadgen", "vllm", "guidellm", "aiperf", "mlperf"]
 
 
-def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
+def run(config: Annotated[Config | None, Parameter(name="*")] = None, *, shown: ShownOptions | None = None) -> int:
     """Send a load to a server and report latency CDFs, throughput, and whether the numbers can be trusted.
 
-    Without --url, --backend or --model it starts the embedded server, and every output says `emulated`. The last
-    line of standard output is the report as JSON. `--config FILE.toml` gives any of these options as keys, with
-    underscores.
+    Without --url, --backend or --model it starts the embedded server, and every output says `emulated`.
+    `--config FILE.toml` gives any of these options as keys, with underscores.
     """
     from loadgen.event_loop import Stop, run_loop
     from loadgen.run import Run, Stopped, backend_failed, dry_run
 
+    terminal.use(shown)
     config = config or Config()
     run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id
     if config.dry_run:
         print(dry_run(config, directory, run_id))
         return exit_codes.OK
-    one_run = Run(config, directory, run_id, say)
+    one_run = Run(config, directory, run_id, terminal.note)
     one_run.check()
     made = rundir.create(directory, private=config.dataset is not None)
     repeated = config.repeat > 1
@@ -88,19 +88,22 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None) -> int:
     return stop.exit_code or code
 
 
-def sweep(options: Annotated[SweepOptions | None, Parameter(name="*")] = None) -> int:
+def sweep(
+    options: Annotated[SweepOptions | None, Parameter(name="*")] = None, *, shown: ShownOptions | None = None
+) -> int:
     """Send one load after another to one start of a server: a point for each value of --rates, --concurrencies, or one
     other option of the load that is given as a list.
 
     Each point is an ordinary run directory in --out, named after its value, such as rate-5; sweep.html, sweep.json,
-    sweep.md and figures put them together. Where standard output is no terminal, its last line is sweep.json. --resume
-    DIR goes on after a kill or Ctrl-C: points that finished stay as they are.
+    sweep.md and figures put them together. --resume DIR goes on after a kill or Ctrl-C: points that finished stay as
+    they are.
     """
     from loadgen.event_loop import Stop, run_loop
     from loadgen.run import Stopped, backend_failed
     from loadgen.search import sweep as sweeping
 
-    planned = sweeping.prepare(options or SweepOptions(), say)
+    terminal.use(shown)
+    planned = sweeping.prepare(options or SweepOptions(), terminal.note)
     code = None
     with Stop() as stop, sweeping.alone(planned):
         try:
@@ -143,9 +146,11 @@ def report(
             "written (.html; default runs.html)."
         ),
     ] = None,
+    shown: ShownOptions | None = None,
 ) -> int:
     """Redo the report of a run from its records (also of a killed one), of a directory of `run --repeat`, or of a
     breakdown from its trace, of a sweep from its runs; or show several runs in one figure or on one page."""
+    terminal.use(shown)
     if len(directories) == 1 and out is not None:
         raise ConfigError("--out is for several runs; leave it out: the report of one goes into its directory.")
     if len(directories) == 1:
@@ -158,7 +163,9 @@ def report(
     check_file("--out", out, new=True)
     show = reports.overlay_page if html else reports.overlay
     for result in show(directories, out, convention):
-        say(text.render(result) + "\n")
+        terminal.result(text.render(result) + "\n")
+        if terminal.OUTPUT.json:
+            result_line(reports.to_json(result))
     say(f"wrote {out}")
     return exit_codes.OK
 
@@ -189,7 +196,7 @@ def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
     """Prints it and writes its files; the exit code."""
     from loadgen.breakdown import page, tables
 
-    say(tables.render(breakdown))
+    terminal.result(tables.render(breakdown))
     try:
         tables.write(directory, breakdown)
         page.write(directory, breakdown)
@@ -223,7 +230,7 @@ def _shown(
 
     result, table = reports.from_directory(directory, convention=convention, written=written)
     if show is None:
-        say(text.render(result))
+        terminal.result(text.render(result))
     else:
         show(result)
     if convention == "loadgen":
@@ -245,7 +252,7 @@ def _one_of_several(directory: Path) -> None:
     from loadgen import summary
 
     watched = terminal.is_watched()
-    _shown(directory, show=(lambda report: say(summary.line(directory.name, report))) if watched else None)
+    _shown(directory, show=(lambda report: terminal.note(summary.line(directory.name, report))) if watched else None)
 
 
 def report_repeats(directory: Path, *, brief: bool = False) -> int:
@@ -260,7 +267,7 @@ def report_repeats(directory: Path, *, brief: bool = False) -> int:
 
         terminal.show(summary.of_repeats(repeated, terminal.columns(sys.stderr)))
     else:
-        say(repeats.render(repeated))
+        terminal.result(repeats.render(repeated))
     try:
         repeats.write(directory, repeated)
         page.write(directory, repeated)
@@ -281,7 +288,7 @@ def report_sweep(directory: Path, *, brief: bool = False) -> int:
 
         terminal.show(summary.of_sweep(swept, terminal.columns(sys.stderr)))
     else:
-        say(sweeps.render(swept))
+        terminal.result(sweeps.render(swept))
     try:
         sweeps.write(directory, swept)
         from loadgen.report import sweep_figures  # matplotlib: after the numbers are safe
@@ -305,7 +312,7 @@ def _last_words(directory: Path, json: str, *, brief: bool = False) -> None:
 
         terminal.show(summary.files(directory, terminal.columns(sys.stderr)))
     else:
-        say(f"\n{directory}/: " + ", ".join(sorted(escaped(path.name) for path in directory.iterdir())))
+        terminal.result(f"\n{directory}/: " + ", ".join(sorted(escaped(path.name) for path in directory.iterdir())))
     result_line(json)
 
 
@@ -316,14 +323,16 @@ def collect(
     on: Annotated[
         str, Parameter(help="Where its machines are: ray, the Ray cluster of this machine (default), or ray:HOST:PORT.")
     ] = "ray",
+    shown: ShownOptions | None = None,
 ) -> int:
     """Fetch the records of a run of several machines that stayed on them, and redo its report: where the run's own
     process was killed, or a machine was cut off and is back."""
     from loadgen.cluster.collect import collect as fetch
 
+    terminal.use(shown)
     with rundir.alone(directory):
-        files = fetch(directory, ray_address(on), say)
-        say(f"{files} file{'' if files == 1 else 's'} of records came home")
+        files = fetch(directory, ray_address(on), terminal.note)
+        terminal.note(f"{files} file{'' if files == 1 else 's'} of records came home")
         return report_one(directory, "loadgen")
 
 
@@ -336,7 +345,7 @@ def compare(
         tuple[str, ...],
         Parameter(
             help="Limit on how much worse B may be, repeatable: 'ttft_p99>+5%', 'output_tokens_per_s<-3%', "
-            "'tpot_mean>+2ms'.",
+            "'tpot_mean>+2ms'; or on B alone: 'ttft_p99<500ms', 'requests_per_s>10'.",
             negative=(),
         ),
     ] = (),
@@ -372,6 +381,80 @@ def compare(
     return gate.finish(checks, warnings, "loadgen", junit, summary)
 
 
+def list_runs(
+    directory: Annotated[Path, Parameter(name="runs", help="Directory of run directories.")] = Path("runs"), /
+) -> int:
+    """List the runs in a directory, the newest first: verdict, output tokens a second, ttft and tpot in ms (p50)."""
+    from time import localtime, strftime
+
+    from loadgen import summary
+    from loadgen.report.text import number
+    from loadgen.rundir import listing
+
+    try:
+        found = listing.runs(directory)
+    except OSError as error:
+        raise rundir.RunError(
+            f"cannot list {directory}: {error.strerror or error}; name a directory of runs."
+        ) from None
+    rows = [["run", "written", "kind", "verdict", "tokens/s", "ttft", "tpot", "of"]]
+    for run in found:
+        verdict = {None: "-", True: "VALID", False: "INVALID"}[run.valid]
+        what = f"emulated {run.what}" if run.emulated else run.what
+        written = strftime("%Y-%m-%d %H:%M", localtime(run.written_unix_s))
+        rows.append([escaped(run.directory.name), written, run.kind, verdict, *map(number, run.numbers), escaped(what)])
+    for line in summary.table(rows, terminal.columns(sys.stdout) if sys.stdout.isatty() else terminal.UNBROKEN):
+        print(line.plain)
+    return exit_codes.OK
+
+
+def show(
+    run: Annotated[Path, Parameter(help="Directory, or its name in runs/.")],
+    /,
+    *,
+    json: Annotated[bool, Parameter(help="As one line of JSON.", negative=())] = False,
+) -> int:
+    """Show a run, a sweep, repeats or a search again, as at its end: one screen. Nothing is written.
+
+    `report` redoes its files from the records.
+    """
+    from loadgen import summary
+    from loadgen.report import build as reports
+    from loadgen.report import repeats, sweeps
+    from loadgen.search import results
+
+    directory = run if run.is_dir() else Path("runs") / run
+    if not directory.is_dir():
+        raise rundir.RunError(f"there is no run {run}; `loadgen list` lists those in runs/.")
+    columns = terminal.columns(sys.stdout)
+    if (directory / results.FILE).exists():
+        found = results.read(directory)
+        text, lines = results.to_json(found), results.screen(found, columns)
+    elif (directory / sweeps.FILE).exists():
+        swept = sweeps.read(directory)
+        text, lines = sweeps.to_json(swept), summary.of_sweep(swept, columns)
+    elif repeats.is_repeated(directory):
+        repeated = repeats.read(directory)
+        text, lines = repeats.to_json(repeated), summary.of_repeats(repeated, columns)
+    else:
+        one, _ = reports.from_directory(directory)
+        text, lines = reports.to_json(one), summary.of_run(one, columns)
+    shown = terminal.styled(lines) if sys.stdout.isatty() else [line.plain for line in lines]
+    print(text if json else "\n".join(shown))
+    return exit_codes.OK
+
+
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="The shell that is to complete commands.")], /
+) -> int:
+    """Print what makes a shell complete loadgen's commands and options.
+
+    For example: loadgen completion bash > ~/.local/share/bash-completion/completions/loadgen
+    """
+    print(build_app(described=True).generate_completion(shell=shell))
+    return exit_codes.OK
+
+
 @offers(
     *names(ServerOptions), "requests", "input_tokens", "output_tokens", "concurrency", "sessions", "trace", "dataset",
     "repeat_dataset", *names(PlacementOptions), "dummy_weights", "image", "server_python",
@@ -397,7 +480,7 @@ def search(
     config: Annotated[ProbeOptions | None, Parameter(name="*")] = None,
     *,
     slo: Annotated[
-        str | None, Parameter(group=SEARCH, help="Limits in ms: ttft_ms=500,tpot_ms=50 and e2el_ms; at least one.")
+        str | None, Parameter(group=SEARCH, help="Limits: ttft_ms=500,tpot_ms=50 and e2el_ms, or 'ttft_p99<500ms'.")
     ] = None,
     attain: Annotated[
         float | None, Parameter(group=SEARCH, help="Share of the requests that keep every limit (default 0.99).")
@@ -418,15 +501,16 @@ def search(
             help="Go on with the search in this directory, which was stopped; --budget-minutes may give it more time.",
         ),
     ] = None,
+    shown: ShownOptions | None = None,
 ) -> int:
     """Find the highest load at which a server keeps limits on its latencies, with how sure that is.
 
     Probes at several loads, each an ordinary run in 1, 2, ... of the directory, each as long as it takes. Takes the
-    options of `run` for the server and the requests. Where standard output is no terminal, its last line is
-    search.json.
+    options of `run` for the server and the requests.
     """
     from loadgen.search import command
 
+    terminal.use(shown)
     return command.search(config or ProbeOptions(), slo, attain, budget_minutes, axis, resume)
 
 
@@ -517,11 +601,15 @@ def build_app(*, described: bool = False) -> App:
         name="loadgen",
         help="Measures how fast a large language model is served, and says whether the numbers can be trusted.",
         version=rundir.package_version,
+        version_flags=["--version", "-V"],
         result_action="return_value",
     )
     for command in (run, sweep, search, report, collect, compare, doctor, compose, export):
         app.command(command)
     app.command(list_backends, name="backends")
+    app.command(list_runs, name="list")
+    app.command(show)
+    app.command(completion)
     app.command(clean)
     for entry in entry_points(group="llm_dissect.commands"):
         app.command(entry.load() if described else entry.value, name=entry.name)

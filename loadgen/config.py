@@ -7,7 +7,6 @@ evaluated here: in a subclass of another module cyclopts would look for their na
 
 import dataclasses
 import functools
-import math
 import os
 import re
 import sys
@@ -24,13 +23,13 @@ from backends.exit_codes import UserError, check_least
 from backends.untrusted import hide, printable
 from loadgen.load import request_body, workloads
 from loadgen.load.workloads import WorkloadName
-from loadgen.option_types import NumberOrText, Whole, WholeOrText, is_host, names, option
+from loadgen.option_types import OUTPUT, NumberOrText, Whole, WholeOrText, is_host, latency_limit, names, option
 
 if TYPE_CHECKING:
     from loadgen.load.load import Load
     from loadgen.load.shapes import Prefix
 
-__all__ = ["Config", "ConfigError"]
+__all__ = ["OUTPUT", "Config", "ConfigError"]
 
 DEFAULT_REQUESTS = 1000
 MOST_REPEATS = 10_000
@@ -53,7 +52,6 @@ class ConfigError(UserError):
 
 SERVER = Group("The server", sort_key=1)
 LOAD = Group("The load", sort_key=2)
-OUTPUT = Group("The results", sort_key=3)
 MODELLED = Group("Modelled hardware (--gpu): emulated, no GPU needed", sort_key=4)
 SETTINGS = Group("Settings of a server that is started or modelled", sort_key=5)
 LAUNCH = Group("Starting a server (--launch docker or process)", sort_key=6)
@@ -245,7 +243,7 @@ class OutputOptions:
     goodput: Annotated[
         tuple[str, ...],
         _output(
-            "Limits that a good request meets, in ms: ttft:200 tpot:50 e2el:5000.",
+            "Limits that a good request meets: 'ttft<500ms' 'tpot<50ms' 'e2el<5s'; also ttft:500, in ms.",
             consume_multiple=1,
             negative=None,
         ),
@@ -802,14 +800,13 @@ class Config(
     def slos(self) -> dict[str, float]:
         """Goodput limits in milliseconds by metric."""
         slos: dict[str, float] = {}
-        for item in self.goodput:
-            name, _, limit = item.partition(":")
-            try:
-                slos[name] = float(limit)
-            except ValueError:
-                name = ""
-            if name not in ("ttft", "tpot", "e2el") or not 0 < slos[name] < math.inf:
-                raise ValueError(f"--goodput '{item}' is not understood; use ttft:MS, tpot:MS or e2el:MS.")
+        for item in (part.strip() for text in self.goodput for part in text.split(",")):
+            limit = latency_limit(item)
+            if limit is None:
+                raise ValueError(
+                    f"--goodput '{item}' is not understood; write it as 'ttft<500ms', or ttft:MS, tpot:MS or e2el:MS."
+                )
+            slos[limit.metric] = limit.limit_ms
         return slos
 
     def as_dict(self) -> dict[str, Any]:

@@ -32,10 +32,18 @@ RATES = ("--rate", "--rps", "--qps", "--request-rate")
 HINTS = {
     "--timeout": "give --total-timeout for a whole reply, --first-byte-timeout or --idle-timeout",
     "--api-key": "name the environment variable that holds the key: --api-key-env NAME",
-    "--json": "the last line of standard output is JSON where it is no terminal: `loadgen run ... | tail -n 1`",
     "--host": "give the whole address: --url http://HOST:PORT",
 }
+IN_SECONDS = (
+    "--duration", "--connect-timeout", "--first-byte-timeout", "--idle-timeout", "--total-timeout", "--ready-timeout",
+    "--think-time", "--trace-from",
+)  # fmt: skip
+SWEPT = (
+    "--rates", "--concurrency", "--concurrencies", "--requests", "--duration", "--input-tokens", "--output-tokens",
+    "--sessions", "--turns", "--think-time",
+)  # fmt: skip
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
+_PER_SECOND = re.compile(r"^([\d.]+)(?:/s|rps|qps|req/s)$")
 
 
 def meant(tokens: Sequence[str]) -> list[str]:
@@ -50,38 +58,61 @@ def meant(tokens: Sequence[str]) -> list[str]:
 
 def _split(command: str, tokens: Sequence[str]) -> Iterator[str]:
     """--name=value as two words, which the rest here reads; but for values that begin with a dash."""
+    known = (*SAME, *RATES, *HINTS, *IN_SECONDS, *SWEPT, "--burstiness", "--slo", "--budget-minutes")
     for position, token in enumerate(tokens):
         name, equals, value = token.partition("=")
-        known = name in SAME or name in RATES or name in HINTS or name in ("--burstiness", "--slo", "--duration")
-        if equals and known and not value.startswith("-"):
+        if equals and name in known and not value.startswith("-"):
             yield from (name, value)
         elif position == 0 and command == "run" and re.match(r"https?://", token):
             yield from ("--url", token)
-        elif command == "sweep" and re.fullmatch(r"[\d.]+(,[\d.]+)+", token):
-            yield from token.split(",")
         else:
             yield token
 
 
 def _options(command: str, tokens: list[str]) -> Iterator[str]:
     burstiness = _take(tokens, "--burstiness")
-    queue = iter(tokens)
+    queue, option = iter(tokens), ""
     for token in queue:
+        if option and token not in SAME and not token.startswith("--"):
+            yield from _value(command, option, token)
+            continue
         if token in HINTS and command in ("run", "sweep", "search"):
             raise ConfigError(f"there is no {token}; {HINTS[token]}.")
         if token in RATES and command in ("run", "doctor", "predict", "breakdown", "compose"):
             yield from ("--arrival", _arrival(token, next(queue, ""), burstiness))
-        elif token in RATES and command == "sweep":
-            yield "--rates"
         elif token in RATES and command == "search":
             raise ConfigError(f"{token}: `loadgen search` finds the rate; leave it out, or use `loadgen run`.")
-        elif token == "--slo" and command in ("run", "sweep", "predict"):
-            yield "--goodput"
-            yield from _limits(next(queue, ""))
-        elif (ours := SAME.get(token, token)) == "--duration":
-            yield from (ours, _in_seconds(next(queue, "")))
         else:
-            yield ours
+            option = _name(command, token)
+            yield option
+
+
+def _name(command: str, token: str) -> str:
+    if token in RATES and command in ("sweep", "plan"):
+        return "--rates" if command == "sweep" else "--rate"
+    if token == "--slo" and command in ("run", "sweep", "predict"):
+        return "--goodput"
+    if token == "--goodput" and command in ("search", "plan"):
+        return "--slo"
+    return SAME.get(token, token)
+
+
+def _value(command: str, option: str, value: str) -> Iterator[str]:
+    """A value as the option takes it: 60s as 60, 10/s as 10, and 1,8,64 as three where a sweep takes several."""
+    several = re.fullmatch(r"[^:,]+(,[^:,]+)+", value)
+    if several and command == "run" and option == "--concurrency":
+        raise ConfigError(f"{option} is several, and a run has one; use `loadgen sweep {option} {value}`.")
+    for each in value.split(",") if several and command == "sweep" and option in SWEPT else [value]:
+        if option in IN_SECONDS:
+            yield _in(each, 1)
+        elif option == "--budget-minutes":
+            yield _in(each, 60) if each.endswith(tuple("smhn")) else each
+        elif option in ("--rates", "--rate"):
+            yield _PER_SECOND.sub(r"\1", each)
+        elif option == "--arrival":
+            yield re.sub(r"(?<=\d)/s\b", "", each)
+        else:
+            yield each
 
 
 def _take(tokens: list[str], name: str) -> str | None:
@@ -97,7 +128,9 @@ def _take(tokens: list[str], name: str) -> str | None:
 def _arrival(name: str, rate: str, burstiness: str | None) -> str:
     """The --arrival of a rate as vLLM's benchmark has it: a Poisson process, `inf` for a burst. Its burstiness is the
     shape of a gamma law, whose gaps vary by 1 / sqrt(shape)."""
-    rate = re.sub(r"(/s|rps|qps|req/s)$", "", rate)
+    if "," in rate:
+        raise ConfigError(f"{name} is several, and a run has one; use `loadgen sweep --rates {rate}`.")
+    rate = _PER_SECOND.sub(r"\1", rate)
     try:
         number, shape = float(rate), float(burstiness or 1)
     except ValueError:
@@ -107,13 +140,7 @@ def _arrival(name: str, rate: str, burstiness: str | None) -> str:
     return f"poisson:{rate}" if shape == 1 or shape <= 0 else f"gamma:{rate}:{1 / math.sqrt(shape):.6g}"
 
 
-def _limits(text: str) -> Iterator[str]:
-    """ttft_ms=500,tpot_ms=50 and ttft<500ms as --goodput takes them: ttft:500."""
-    for limit in re.split(r"[,\s]+", text.strip()):
-        match = re.fullmatch(r"(\w+?)(?:_ms)?\s*(?:[:=]|<=?)\s*([\d.]+)(?:ms)?", limit)
-        yield f"{match[1]}:{match[2]}" if match else limit
-
-
-def _in_seconds(text: str) -> str:
+def _in(text: str, unit_s: int) -> str:
+    """A time such as 60s, 2m or 1h in units of so many seconds; anything else as it is."""
     match = re.fullmatch(r"([\d.]+)(s|m|min|h|)", text)
-    return f"{float(match[1]) * _SECONDS[match[2]]:g}" if match else text
+    return f"{float(match[1]) * _SECONDS[match[2]] / unit_s:g}" if match else text

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import ipaddress
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
-from cyclopts import CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts import CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from backends.untrusted import nearest, printable
 
 if TYPE_CHECKING:
-    from cyclopts import Group, Token
+    from cyclopts import Token
 
 Options = TypeVar("Options")
 
@@ -87,6 +88,38 @@ SummaryOption = Annotated[
 ]
 
 
+class LatencyLimit(NamedTuple):
+    """At most so many ms of ttft, tpot or e2el. percentile: for which it was written; None: for each request."""
+
+    metric: str
+    limit_ms: float
+    percentile: float | None
+
+
+_LIMIT = re.compile(
+    r"(?P<metric>ttft|tpot|e2el)(?P<ms>_ms)?(?:_p(?P<percentile>\d{1,2}(?:\.\d+)?))?\s*(?P<sign>:|=|<=?)\s*"
+    r"(?P<number>[\d.]+(?:e[+-]?\d+)?)\s*(?P<unit>ms|s)?"
+)
+
+
+def latency_limit(text: str) -> LatencyLimit | None:
+    """What `ttft<500ms`, `ttft_p99<0.5s`, `ttft_ms=500` or `ttft:500` says; None: nothing, or nothing above 0. Without
+    a unit only the last is in ms: `ttft=0.5` may be meant in seconds."""
+    found = _LIMIT.fullmatch(text.strip())
+    if found is None or (found["ms"] and found["unit"] == "s"):
+        return None
+    if found["sign"] != ":" and not found["ms"] and not found["unit"]:
+        return None
+    try:
+        limit_ms = float(found["number"]) * (1000 if found["unit"] == "s" else 1)
+    except ValueError:
+        return None
+    percentile = None if found["percentile"] is None else float(found["percentile"])
+    if not 0 < limit_ms < math.inf or percentile == 0:
+        return None
+    return LatencyLimit(found["metric"], limit_ms, percentile)
+
+
 def mistake(error: CycloptsError) -> str:
     """What cyclopts refuses, on one line. Of its suggestions only those are kept that are near to what was typed."""
     if isinstance(error, UnusedCliTokensError):
@@ -107,6 +140,20 @@ def mistake(error: CycloptsError) -> str:
 def option(group: Group, help: str, **more: Any) -> Parameter:
     """An option in a group of the help; of a switch, `negative` is the flag that turns it off (default: none does)."""
     return Parameter(group=group, help=help, **({"negative": ()} | more))
+
+
+OUTPUT = Group("The results", sort_key=3)
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShownOptions:
+    """What a command shows, on either standard stream; no part of what it measures."""
+
+    json: Annotated[bool, option(OUTPUT, "Print the result on standard output as one line of JSON.")] = False
+    quiet: Annotated[
+        bool, option(OUTPUT, "Show no progress and no notes, the result alone; with --json as JSON alone.")
+    ] = False
 
 
 def names(options: type) -> tuple[str, ...]:

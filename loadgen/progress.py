@@ -6,7 +6,7 @@ import statistics
 import time
 
 from loadgen.client.engine import Snapshot
-from loadgen.terminal import say
+from loadgen.terminal import note
 
 QUIET_EVERY_S = 10.0
 
@@ -24,7 +24,7 @@ class ProgressLine:
         rate = (events - self._last[1]) / max(elapsed_s - self._last[0], 1e-3)
         self._last = (elapsed_s, events)
         if not drawn and time.monotonic() - self._written_s >= QUIET_EVERY_S:
-            say(line(snapshots, rate))
+            note(line(snapshots, rate))
             self._written_s = time.monotonic()
 
 

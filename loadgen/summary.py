@@ -72,20 +72,25 @@ def of_repeats(repeated: Repeated, columns: int) -> list[Text]:
 def of_table(head: Sequence[Text], rows: Sequence[Sequence[str]], remarks: Sequence[str], columns: int) -> list[Text]:
     """A screen around a table, whose first row is its heading. Columns that do not fit are left out, the last but one
     first; of rows that do not fit the last are kept."""
-    while len(rows[0]) > 2 and sum(_widths(rows)) + 2 * len(rows[0]) - 2 > columns:
-        rows = [[*row[:-2], row[-1]] for row in rows]
+    lines = table(rows, columns)
     below = [line for remark in remarks[:3] for line in wrapped(Text(escaped(remark)), columns, most=2)]
     room = SCREEN_LINES - FILES_LINES - len(head) - len(below) - 3  # the heading and two empty lines
-    widths = _widths(rows)
-    lines = [Text("  ".join(map(str.rjust, row, widths))) for row in rows]
-    lines[0].stylize("dim")
     left = len(rows) - 1 - room
     shown = (
         lines if left <= 0 else [lines[0], Text(f"{left + 1} more are in the files", style="dim"), *lines[left + 2 :]]
     )
-    for line in shown:
-        line.truncate(columns, overflow="ellipsis")
     return [*head, Text(), *shown, Text(), *below]
+
+
+def table(rows: Sequence[Sequence[str]], columns: int) -> list[Text]:
+    """A line for each row, the first its heading, without the columns that do not fit, the last but one first."""
+    while len(rows[0]) > 2 and sum(_widths(rows)) + 2 * len(rows[0]) - 2 > columns:
+        rows = [[*row[:-2], row[-1]] for row in rows]
+    lines = [Text("  ".join(map(str.rjust, row, _widths(rows))).rstrip()) for row in rows]
+    lines[0].stylize("dim")
+    for line in lines:
+        line.truncate(columns, overflow="ellipsis")
+    return lines
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:

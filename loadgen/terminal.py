@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from io import TextIOWrapper
 from json import dumps
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -19,9 +21,25 @@ from backends.untrusted import masked, printable
 if TYPE_CHECKING:  # it takes 40 ms to load
     from rich.text import Text
 
+    from loadgen.option_types import ShownOptions
+
 MAX_ERROR_CHARS = 2000
 MIN_WIDTH, PLAIN_WIDTH = 80, 160
 UNBROKEN = 10_000  # columns: no line is broken here
+UNASKED_JSON = (
+    "note: the next version prints the result as JSON on standard output only where --json asks for it; add --json."
+)
+
+
+@dataclass
+class Output:
+    """What the user wants of the standard streams. json: the result on standard output. quiet: the result alone."""
+
+    json: bool = False
+    quiet: bool = False
+
+
+OUTPUT = Output()  # of this process, as its standard streams are
 
 
 def say(text: str) -> None:
@@ -33,16 +51,47 @@ def say(text: str) -> None:
         _discard(sys.stderr)
 
 
-def result_line(json: str) -> None:
-    """The result as one line of JSON, the last of standard output, for scripts; a person at a terminal has the text.
-    Where the locale's encoding lacks some of its characters they are JSON's own escapes."""
-    if sys.stdout.isatty():
-        return
+def use(shown: ShownOptions | None) -> None:
+    """The standard streams are used so from now on."""
+    OUTPUT.json, OUTPUT.quiet = (False, False) if shown is None else (shown.json, shown.quiet)
+
+
+def note(text: str) -> None:
+    """A line about how it goes, which --quiet does without."""
+    if not OUTPUT.quiet:
+        say(text)
+
+
+def result(text: str) -> None:
+    """The result for a person: on standard error, unless only JSON is wanted."""
+    if not (OUTPUT.quiet and OUTPUT.json):
+        say(text)
+
+
+def result_line(json: str, unasked: str = UNASKED_JSON) -> None:
+    """The result as one line of JSON, the last of standard output, where it was asked for, and, with the warning
+    `unasked`, where a script may read it all the same. Where the locale's encoding lacks some of its characters they
+    are JSON's own escapes."""
+    if not OUTPUT.json:
+        if not _is_a_scripts(sys.stdout):
+            return
+        if unasked:
+            say(unasked)
     try:
         json.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
         json = re.sub(r"[^\x00-\x7f]", lambda match: dumps(match[0])[1:-1], json)
     print(json, flush=True)
+
+
+def _is_a_scripts(stream: TextIO) -> bool:
+    """Whether a program or a file has standard output for itself: no terminal, no /dev/null, and not what standard
+    error goes to as well, which a person reads."""
+    try:
+        its, of_errors = os.fstat(stream.fileno()), os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError):  # no file at all, as within tests
+        return not stream.isatty()
+    return not stat.S_ISCHR(its.st_mode) and not os.path.samestat(its, of_errors)
 
 
 def say_error(program: str, error: object) -> None:
@@ -77,8 +126,8 @@ def styled(lines: Sequence[Text]) -> list[str]:
 
 
 def show(lines: Sequence[Text]) -> None:
-    """Writes lines to standard error, which is a terminal."""
-    say("\n".join(styled(lines)))
+    """Shows a result as lines on standard error, which is a terminal."""
+    result("\n".join(styled(lines)))
 
 
 def is_watched() -> bool:
@@ -89,7 +138,7 @@ def is_watched() -> bool:
 def draws(stream: TextIO) -> bool:
     """Whether a stream is a terminal on which a picture can be kept up to date."""
     dumb = os.environ.get("TERM", "") in ("", "dumb", "unknown")
-    return stream.isatty() and not dumb and stream.encoding.lower().replace("-", "") == "utf8"
+    return stream.isatty() and not OUTPUT.quiet and not dumb and stream.encoding.lower().replace("-", "") == "utf8"
 
 
 def in_foreground(fd: int) -> bool:
@@ -107,6 +156,7 @@ def invoke(program: str, command: Callable[[], object]) -> int:
 
     from loadgen.option_types import mistake
 
+    use(None)
     try:
         code = command()
     except CycloptsError as error:

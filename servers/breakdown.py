@@ -9,13 +9,13 @@ from cyclopts import Parameter
 
 from backends import exit_codes
 from backends.exit_codes import FailedError
-from loadgen import cli, rundir
+from loadgen import cli, rundir, terminal
 from loadgen.breakdown import measure, tables
 from loadgen.config import LOAD, OUTPUT, Config, ConfigError, LaunchOptions, ModelledOptions, PlacementOptions
 from loadgen.event_loop import Stop, run_loop
-from loadgen.option_types import Whole, names, offers, option
+from loadgen.option_types import ShownOptions, Whole, names, offers, option
 from loadgen.run import Stopped, backend_failed
-from loadgen.terminal import say, say_error
+from loadgen.terminal import say_error
 from loadgen.trace import TraceError
 from servers.predict.breakdown import modelled
 
@@ -41,6 +41,7 @@ def breakdown(
             "Tables X and XI of arXiv 2311.03687 beside; with no server named, its setting on modelled GPUs.",
         ),
     ] = None,
+    shown: ShownOptions | None = None,
 ) -> int:
     """Say where the time of a decode step goes: by kind of work and by part of the model.
 
@@ -48,6 +49,7 @@ def breakdown(
     (default 64), profiles some steps and reads the trace, which opens in Perfetto. With --gpu it prints the terms of
     the cost model that the embedded server runs on, marked as emulated.
     """
+    terminal.use(shown)
     config = config or BreakdownOptions()
     if steps < 2:
         raise ConfigError(f"--steps is {steps}; it must be at least 2, since the first is left out.")
@@ -64,7 +66,8 @@ def breakdown(
                 result = modelled(config, preset, directory, run_id)
             else:
                 with stop:
-                    result = run_loop(measure.measure(measure.load(config), steps, directory, run_id, say, stop))
+                    one = measure.measure(measure.load(config), steps, directory, run_id, terminal.note, stop)
+                    result = run_loop(one)
     except FailedError as error:
         return backend_failed(error)
     except TraceError as error:

@@ -35,6 +35,9 @@ loadgen doctor
 loadgen run --requests 20 --output-tokens 4 --no-calibrate --out run
 loadgen report run
 loadgen compare run run
+loadgen list .
+loadgen show run
+loadgen completion bash
 loadgen sweep --rates 40 80 --requests 20 --output-tokens 4 --no-calibrate --out sweep
 loadgen search --slo ttft_ms=500 --output-tokens 4 --budget-minutes 0.1 --no-calibrate --out search
 loadgen predict --gpu h200 --model 7b --requests 20 --output-tokens 4 --out predicted

@@ -1,8 +1,9 @@
-"""Limits of a gate, such as `ttft_p99>+5%`, and whether a comparison is beyond them. Pure.
+"""Limits of a gate, such as `ttft_p99>+5%` or `ttft_p99<500ms`, and whether a comparison is beyond them. Pure.
 
-A limit names how much worse B may be than A. It is broken where the near end of the 95 % interval lies beyond it: where
-the noise that the interval covers cannot explain the loss. A better B breaks none, and none can be written that a
-better B would break. What has no value, or no interval, is not known and must never pass.
+A limit names how much worse B may be than A, or what B is to keep whatever A did. It is broken where the near end of
+the 95 % interval lies beyond it: where the noise that the interval covers cannot explain the loss. A better B breaks
+none of the former, and no limit can be written that B breaks by being better. What has no value, or no interval, is not
+known and must never pass.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from loadgen.config import ConfigError
 from loadgen.report.contrast import Contrast
 from loadgen.report.text import number
 
-_LIMIT = re.compile(r"\s*([^\s<>]+)\s*([<>])\s*([+-]?)\s*(\d+(?:\.\d*)?|\.\d+)\s*(\S*)\s*", re.ASCII)
+_LIMIT = re.compile(r"\s*([^\s<>]+)\s*([<>])=?\s*([+-]?)\s*(\d+(?:\.\d*)?|\.\d+)\s*(\S*)\s*", re.ASCII)
+_UNITS_OF_B = {"ms": {"": 1.0, "ms": 1.0, "s": 1000.0}, "": {"": 1.0, "/s": 1.0}, "GiB": {"": 1.0, "GiB": 1.0}}
 EXAMPLES = "'ttft_p99>+5%' or 'output_tokens_per_s<-3%'"
 
 
@@ -32,13 +34,15 @@ class Measure(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-    """amount: how much worse B may be, above 0; in `unit`, or as a ratio where that is %."""
+    """amount: how much worse B may be, above 0; in `unit`, or as a ratio where that is %. of_b: it is what
+    B itself may be."""
 
     text: str
     metric: str
     measure: Measure
     amount: float
     unit: str
+    of_b: bool = False
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -66,6 +70,9 @@ def _parse(text: str, known: Mapping[str, Measure], examples: str) -> Limit:
     units = "% or " + measure.unit if measure.unit else "%"
     rises = ">+" if measure.lower_is_better else "<-"
     unit = next((each for each in ("%", measure.unit) if each and each.lower() == unit.lower()), unit)
+    if not direction and (sign == "<") == measure.lower_is_better and unit in _UNITS_OF_B[measure.unit]:
+        amount = float(digits) * _UNITS_OF_B[measure.unit][unit]
+        return Limit(f"{name}{sign}{amount:g}{measure.unit}", name, measure, amount, measure.unit, of_b=True)
     if not unit:
         raise ConfigError(f"--fail-if '{text}' has no unit; write '{name}{rises}{digits}%', or in {units}.")
     if unit not in ("%", measure.unit):
@@ -96,6 +103,8 @@ def judge(limit: Limit, change: Contrast, subject: str = "") -> Check:
     missing = [side for side, value in (("A", change.a), ("B", change.b)) if value is None]
     if missing:
         return Check("limit", name, "unknown", f"{limit.metric} has no value in {' and '.join(missing)}.")
+    if limit.of_b:
+        return _judge_b(limit, change, name)
     relative = limit.unit == "%"
     point, interval = (change.ratio, change.ratio_ci) if relative else (change.difference, change.difference_ci)
     if point is None or interval is None:
@@ -108,6 +117,20 @@ def judge(limit: Limit, change: Contrast, subject: str = "") -> Check:
     detail += _amount(point - origin, limit.unit)
     detail += f" (95 % CI {_amount(low, limit.unit)} to {_amount(high, limit.unit)})" if low < high else ""
     detail += ": beyond the limit" if beyond else ": not shown to be beyond the limit" if worse > limit.amount else ""
+    return Check("limit", name, "beyond" if beyond else "ok", detail + ".")
+
+
+def _judge_b(limit: Limit, change: Contrast, name: str) -> Check:
+    """The interval is the difference's about A's value, which is no narrower than B's own."""
+    if change.a is None or change.b is None or change.difference_ci is None:
+        return Check("limit", name, "unknown", f"{limit.metric} has no interval: too little was measured of it.")
+    low, high = (change.a + bound for bound in change.difference_ci)
+    lower = limit.measure.lower_is_better
+    beyond = low > limit.amount if lower else high < limit.amount
+    missed = change.b > limit.amount if lower else change.b < limit.amount
+    detail = f"{limit.metric} is {number(change.b)} in B"
+    detail += f" (95 % CI {number(low)} to {number(high)})" if low < high else ""
+    detail += ": beyond the limit" if beyond else ": not shown to be beyond the limit" if missed else ""
     return Check("limit", name, "beyond" if beyond else "ok", detail + ".")
 
 

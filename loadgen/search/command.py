@@ -16,7 +16,7 @@ from loadgen.event_loop import Stop, run_loop
 from loadgen.run import Run, Stopped, backend_failed
 from loadgen.search import live, objective, page, results
 from loadgen.search.results import AxisName, SearchResult
-from loadgen.terminal import result_line, say, say_error
+from loadgen.terminal import result_line, say_error
 
 ATTAIN, BUDGET_MINUTES = 0.99, 20.0  # where none is given
 
@@ -32,6 +32,7 @@ def search(
     """Gives the exit code. None: not given. Raises ConfigError, RunError and what a run raises before it begins."""
     config = live.plain_config(config)
     limits_ms = None if slo is None else objective.parse(slo)
+    attain = attain if slo is None else objective.share(slo, "--attain", attain)
     if resume is not None:
         with rundir.alone(resume):
             result, config = live.resumed(resume, config, {"slo": limits_ms, "attain": attain, "axis": axis})
@@ -53,7 +54,7 @@ def search(
 
 
 def _checked(config: Config, directory: Path) -> Run:
-    whole = Run(config, directory, rundir.new_run_id(), say)
+    whole = Run(config, directory, rundir.new_run_id(), terminal.note)
     whole.check()
     return whole
 
@@ -81,7 +82,7 @@ def show(directory: Path, result: SearchResult) -> None:
     if terminal.is_watched():
         terminal.show(results.screen(result, terminal.columns(sys.stderr)))
     else:
-        say(results.render(result))
+        terminal.result(results.render(result))
     try:
         rundir.replace(directory / "search.md", results.markdown(result).encode())
         page.write(directory, result)

@@ -1,8 +1,8 @@
-"""What a server is to keep: limits on the latencies of a request, such as `--slo ttft_ms=500,tpot_ms=50`. Pure."""
+"""What a server is to keep: limits on the latencies of a request, such as `--slo ttft_ms=500,tpot_ms=50`
+or `ttft_p99<500ms`. Pure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -11,31 +11,38 @@ from numpy.typing import NDArray
 
 from backends.untrusted import nearest
 from loadgen.config import ConfigError
+from loadgen.option_types import latency_limit
 
 METRICS = ("ttft", "tpot", "e2el")
-HELP = "use ttft_ms=500,tpot_ms=50 (or e2el_ms), above 0."
+HELP = "use ttft_ms=500,tpot_ms=50 (or e2el_ms), above 0, or 'ttft<500ms'."
 
 
 def parse(slo: str) -> dict[str, float]:
-    """Milliseconds by metric, from 'ttft_ms=500,tpot_ms=50'. Raises ConfigError."""
+    """Milliseconds by metric, from 'ttft<500ms,tpot<50ms' or 'ttft_ms=500,tpot_ms=50'. Raises ConfigError."""
     limits_ms: dict[str, float] = {}
     for item in slo.split(","):
-        name, equals, limit = (part.strip() for part in item.partition("="))
-        metric = name.removesuffix("_ms")
-        try:
-            limit_ms = float(limit)
-        except ValueError:
-            limit_ms = math.nan
-        if equals and (metric not in METRICS or not name.endswith("_ms")):
-            meant = _meant(name)
-            if meant is not None:
+        limit = latency_limit(item)
+        if limit is None:
+            name, equals, _ = (part.strip() for part in item.partition("="))
+            wrong = name.removesuffix("_ms") not in METRICS or not name.endswith("_ms")
+            if equals and wrong and (meant := _meant(name)) is not None:
                 raise ConfigError(f"--slo has no '{name}'; did you mean {meant}_ms, in milliseconds?")
-        if metric not in METRICS or not name.endswith("_ms") or not 0 < limit_ms < math.inf:
             raise ConfigError(f"--slo '{item.strip()}' is not understood; {HELP}")
-        if metric in limits_ms:
-            raise ConfigError(f"--slo limits {name} twice; give each once.")
-        limits_ms[metric] = limit_ms
+        if limit.metric in limits_ms:
+            raise ConfigError(f"--slo limits {limit.metric}_ms twice; give each once.")
+        limits_ms[limit.metric] = limit.limit_ms
     return limits_ms
+
+
+def share(slo: str, flag: str, given: float | None) -> float | None:
+    """The share of the requests that is to keep all limits: `given` with the option `flag`, or that of the percentile
+    that the limits name, 0.99 of `ttft_p99<500ms`; None where there is neither. Raises ConfigError where they differ.
+    """
+    limits = filter(None, map(latency_limit, slo.split(",")))
+    named = {limit.percentile / 100 for limit in limits if limit.percentile is not None}
+    if len(named | ({given} if given is not None else set())) > 1:
+        raise ConfigError(f"--slo and {flag} name several shares of the requests, and one holds for all; name one.")
+    return named.pop() if named else given
 
 
 def _meant(name: str) -> str | None:

@@ -60,9 +60,11 @@ MOST_REQUESTS = 100_000  # judged in a virtual run
 GPUS = Group("GPUs and prices", sort_key=3)
 
 
-def parse_slo(slo: str, percentile: float = 99.0) -> Limits:
-    """'ttft_ms=500,tpot_ms=50'. Raises ConfigError."""
+def parse_slo(slo: str, percentile: float | None = None) -> Limits:
+    """'ttft_ms=500,tpot_ms=50' or 'ttft_p99<500ms'. Raises ConfigError."""
     seconds = {name: limit_ms / 1e3 for name, limit_ms in objective.parse(slo).items()}
+    share = objective.share(slo, "--percentile", None if percentile is None else percentile / 100)
+    percentile = 99.0 if share is None else 100 * share
     if not 0 < percentile < 100:
         raise ConfigError(f"--percentile is {percentile:g}; it must be between 0 and 100.")
     return Limits(seconds=seconds, percentile=percentile)
@@ -72,7 +74,7 @@ def parse_slo(slo: str, percentile: float = 99.0) -> Limits:
 class PlanOptions:
     """The load, its limits, and which servers may take it. Units: tokens, requests per second."""
 
-    slo: Annotated[str, option(LOAD, "Limits in ms: ttft_ms=500,tpot_ms=50 and e2el_ms; at least one.")]
+    slo: Annotated[str, option(LOAD, "Limits: ttft_ms=500,tpot_ms=50 and e2el_ms, or 'ttft_p99<500ms'.")]
     rate: Annotated[
         float | None, option(LOAD, "Requests, or sessions, per second over all servers (default: a trace's own).")
     ] = None
@@ -101,7 +103,9 @@ class PlanOptions:
     trace_limit: Annotated[Whole | None, option(LOAD, "At most this many of its requests.")] = None
     trace_from: Annotated[float, option(LOAD, "From so many seconds after its first request on.")] = 0.0
     trace_block_tokens: Annotated[Whole | None, option(LOAD, "Tokens of each of its hash_ids.")] = None
-    percentile: Annotated[float, option(LOAD, "How many percent of the requests keep every limit.")] = 99.0
+    percentile: Annotated[
+        float | None, option(LOAD, "How many percent of the requests keep every limit (default 99).")
+    ] = None
     gpu: Annotated[
         tuple[str, ...],
         option(

@@ -28,7 +28,7 @@ from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
 from loadgen.load.sessions import Turns
 from loadgen.load.shapes import Shapes, TraceShapes
-from loadgen.option_types import names, offers, option
+from loadgen.option_types import ShownOptions, names, offers, option
 from loadgen.page import html
 from loadgen.plan import planned_load, read_dataset
 from loadgen.rundir import records
@@ -70,6 +70,7 @@ def predict(
             "It takes --out and --seed only.",
         ),
     ] = None,
+    shown: ShownOptions | None = None,
 ) -> int:
     """Predict what `run` would measure on GPUs that you need not have: the same load, computed in virtual time.
 
@@ -77,6 +78,7 @@ def predict(
     run, marked as emulated, and prints beside the numbers how far off the model was on real runs that it was not fitted
     to.
     """
+    terminal.use(shown)
     config = config or PredictOptions()
     if preset is not None:
         return _paper(config)
@@ -89,9 +91,9 @@ def predict(
     load, shapes = drawn(config)
     if load.left_out:
         source = "dataset" if load.trace is None else "trace"
-        terminal.say(f"note: of the {source} these are not sent: {load.left_out}.")
+        terminal.note(f"note: of the {source} these are not sent: {load.left_out}.")
     for note in load.notes:
-        terminal.say(f"note: of the trace: {note}.")
+        terminal.note(f"note: of the trace: {note}.")
     sent = requests(load, shapes)
     run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id
@@ -99,12 +101,12 @@ def predict(
     length = _length(config, longest_request_tokens(load, shapes, sent))
     emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
     for note in emulated.facts.notes:
-        terminal.say(f"note: {note}")
+        terminal.note(f"note: {note}")
     made = rundir.create(directory, private=config.dataset is not None)
     try:
         with rundir.alone(directory), uncollected():
             outcomes = play(emulated, load, sent)
-        terminal.say(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
+        terminal.note(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
         run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
         del sent, emulated  # the report needs the memory
         written = write(directory, run_manifest, outcomes, shapes, load.turns())

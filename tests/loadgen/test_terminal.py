@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Callable
+from subprocess import PIPE, STDOUT
 from typing import NoReturn
 
 import pytest
@@ -15,7 +16,7 @@ from cyclopts import App
 
 from backends import exit_codes
 from backends.exit_codes import FailedError, UserError
-from loadgen.terminal import invoke
+from loadgen.terminal import UNASKED_JSON, invoke
 
 
 def raising(error: BaseException) -> Callable[[], NoReturn]:
@@ -119,9 +120,23 @@ def test_output_that_cannot_be_written() -> None:
 RESULT = "from loadgen.terminal import result_line, say; say('the text'); result_line('{}')"
 
 
-def test_scripts_have_the_line_of_json() -> None:
+def test_scripts_that_do_not_ask_have_the_line_of_json_and_a_warning() -> None:
     ended = subprocess.run([sys.executable, "-c", RESULT], capture_output=True, text=True, check=True)
-    assert (ended.stdout, ended.stderr) == ("{}\n", "the text\n")
+    assert ended.stdout == "{}\n" and ended.stderr == f"the text\n{UNASKED_JSON}\n"
+
+
+def test_where_both_streams_go_to_one_place_there_is_no_json() -> None:
+    merged = subprocess.run([sys.executable, "-c", RESULT], stdout=PIPE, stderr=STDOUT, text=True, check=True)
+    assert merged.stdout == "the text\n"
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_json_that_is_asked_for_comes_also_where_a_person_reads(quiet: bool) -> None:
+    asked = "from loadgen.terminal import *; from loadgen.option_types import ShownOptions; "
+    asked += f"use(ShownOptions(json=True, quiet={quiet}))"
+    asked += "; note('a note'); result('the text'); result_line('{}')"
+    merged = subprocess.run([sys.executable, "-c", asked], stdout=PIPE, stderr=STDOUT, text=True, check=True)
+    assert merged.stdout == ("{}\n" if quiet else "a note\nthe text\n{}\n")
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252", "utf-8"])

@@ -369,7 +369,7 @@ def finished(directory: Path, document: Document, outcomes: Set[str], code: int)
     except ReportError as error:  # it is printed all the same
         say_error("training_probe", error)
     say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    result_line(json.dumps(msgspec.to_builtins(document.report)))
+    result_line(json.dumps(msgspec.to_builtins(document.report)), unasked="")
     outcomes = {*outcomes, "invalid"} if document.invalid else outcomes
     if code == exit_codes.OK and ran_nothing(outcomes):
         return exit_codes.FAILED

@@ -59,7 +59,26 @@ def test_a_limit_that_is_none_is_a_sentence(text: str, said: str) -> None:
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "amount", "unit"),
+    [
+        ("ttft_p99<500ms", 500, "ms"), ("ttft_p99 <= 0.5s", 500, "ms"), ("tpot_mean<50", 50, "ms"),
+        ("requests_per_s>10/s", 10, ""), ("output_tokens_per_s>1000", 1000, ""),
+    ],
+)  # fmt: skip
+def test_a_limit_on_b_alone_may_be_written_so(text: str, amount: float, unit: str) -> None:
+    (limit,) = parse([text], LIMITED)
+    assert (limit.amount, limit.unit, limit.of_b) == (amount, unit, True)
+
+
 # When a limit is broken.
+
+
+def test_a_limit_on_b_is_judged_by_b() -> None:
+    steady = contrast(100, 100, (-4, 4), (0.96, 1.04))
+    assert state("ttft_p99<95ms", steady) == "beyond" and state("ttft_p99<97ms", steady) == "ok"
+    assert state("requests_per_s>105", steady) == "beyond" and state("requests_per_s>103", steady) == "ok"
+    assert state("ttft_p99<500ms", contrast(100, 100)) == "unknown"
 
 
 def test_the_near_end_of_the_interval_decides() -> None:

@@ -385,7 +385,7 @@ def test_limits_are_read() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--slo", "ttft_ms:5"), "--slo 'ttft_ms:5' is not understood"),
+        (("--slo", "ttft_ms;5"), "--slo 'ttft_ms;5' is not understood"),
         (("--slo", "ttft_ms=5,ttft_ms=6"), "--slo limits ttft_ms twice"),
         (("--slo", "tpot_ms=5", "--output-tokens", "1"), "--slo limits tpot_ms and replies of one token have none"),
         (("--percentile", "100"), "--percentile is 100; it must be between 0 and 100."),
