@@ -65,12 +65,12 @@ class Precision:
 
     @property
     def value_bytes(self) -> int:
-        """Of an activation, and of a weight that is not quantized."""
+        """Bytes of an activation, and of a weight that is not quantized."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def kv_bytes(self) -> int:
-        """Of one value in the KV cache."""
+        """Bytes of one value in the KV cache."""
         return 1 if self.kv_cache_dtype == "fp8" else self.value_bytes
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Window:
         return self._area(cached + tokens) - self._area(cached)
 
     def _area(self, length: int) -> float:
-        """Of all queries before `length`, the integral of what each sees."""
+        """Integrates over all queries before `length` how many keys each sees."""
         size = self.tokens
         if self.chunked:
             whole, rest = divmod(length, size)
@@ -159,7 +159,7 @@ class Attention:
 
     @property
     def pair_flops(self) -> int:
-        """Of one pair of query and key in a prefill, over all heads."""
+        """FLOPs of one pair of query and key in a prefill, over all heads."""
         return 4 * self.heads * self.head_dim
 
     def shares(self, tp: int) -> int:
@@ -177,7 +177,7 @@ class Attention:
         yield Product(hidden, queries)
 
     def weights(self, hidden: int) -> int:
-        """Of the linear layers, without biases."""
+        """Parameters of the linear layers, without biases."""
         return hidden * (self.query_width * (2 + self.gated) + self.kv_heads * self.head_dim * self.kv_projections)
 
     def others(self, hidden: int) -> int:
@@ -241,12 +241,12 @@ class LatentAttention:
 
     @property
     def pair_flops(self) -> int:
-        """Of one pair of query and key in a prefill, which has keys and values of each head."""
+        """FLOPs of one pair of query and key in a prefill, which has keys and values of each head."""
         return 2 * self.heads * (self.nope + self.rope + self.value)
 
     @property
     def decode_pair_flops(self) -> int:
-        """Of one pair in a decode step, where every head meets the latent itself."""
+        """FLOPs of one pair in a decode step, where every head meets the latent itself."""
         return 2 * self.heads * (2 * self.kv_rank + self.rope)
 
     def shares(self, tp: int) -> int:
@@ -272,7 +272,7 @@ class LatentAttention:
         yield Product(hidden, heads * self.value)
 
     def weights(self, hidden: int) -> int:
-        """Of the linear layers."""
+        """Parameters of the linear layers."""
         queries = hidden * self.query_width
         if self.q_rank is not None:
             queries = self.q_rank * (hidden + self.query_width)
@@ -370,7 +370,7 @@ class Mlp:
         return 3 if self.gated else 2
 
     def weights(self, hidden: int, experts: int) -> int:
-        """Of the linear layers, with so many of the experts, without the router."""
+        """Parameters of the linear layers with `experts` experts, without the router."""
         return self.matrices * hidden * (experts * self.width + self.shared)
 
     def others(self, hidden: int, experts: int) -> int:
@@ -404,7 +404,7 @@ class Layers:
         return {"attention": self.attention.weights(hidden), **own}
 
     def parameters(self, hidden: int, norm_values: int, experts: int) -> int:
-        """Of one layer, with so many of its experts. norm_values: those of a norm, in widths."""
+        """Parameters of one layer with `experts` of its experts. norm_values: those of a norm, in widths."""
         attention = self.attention.weights(hidden) + self.attention.others(hidden)
         mlp = self.mlp.weights(hidden, experts) + self.mlp.others(hidden, experts)
         return attention + mlp + self.norms * norm_values * hidden + self.extra
@@ -473,7 +473,7 @@ class ModelSpec:
         )
 
     def weight_bytes(self, precision: Precision) -> int:
-        """Of all weights, over all GPUs. Embeddings, the head, routers, norms and biases are never quantized."""
+        """Bytes of all weights, over all GPUs. Embeddings, head, routers, norms and biases are never quantized."""
         if precision.quantization is None:
             return self.parameters * precision.value_bytes
         quantized = round(

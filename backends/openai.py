@@ -68,7 +68,7 @@ class _Usage(msgspec.Struct, gc=False):
 
 
 class _Message(msgspec.Struct, gc=False):
-    """Of chat: `delta` of a chunk, `message` of a whole reply."""
+    """A chat's `delta` in a chunk, its `message` in a whole reply."""
 
     role: str | None = None
     content: str | None = None
@@ -137,7 +137,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class _Part(msgspec.Struct):
-    """Of a content in parts. One that is neither text nor thought says something by being there."""
+    """One part of a content in parts. One that is neither text nor thought says something by being there."""
 
     type: str = ""
     text: str = ""

@@ -84,7 +84,7 @@ def invoke(settings: Settings) -> Invocation:
 
 
 def read_account(path: str, body: bytes) -> Account:
-    """Of /version, and of the metric whose labels are the settings of the KV cache, one a data-parallel engine."""
+    """Reads /version, and the metric whose labels are the KV cache's settings, one a data-parallel engine."""
     if path == "/version":
         try:
             return Account(version=printable(msgspec.json.decode(body, type=_Version).version, 60))

@@ -56,7 +56,7 @@ class Stop:
 
     @property
     def exit_code(self) -> int | None:
-        """Of a program that was stopped, as a shell has it; None: it was not."""
+        """The exit code of a program that was stopped, as a shell has it; None: it was not."""
         return None if self.number is None else exit_codes.SIGNALLED + self.number
 
     def on_signal(self, act: Callable[[], object] | None = None, hurry: Callable[[], object] | None = None) -> None:

@@ -237,7 +237,7 @@ def _sweeps(a: Path, b: Path) -> Compared:
 
 
 def _ended(a: Mapping[str, tuple[str, str]], b: Mapping[str, tuple[str, str]]) -> list[Check]:
-    """Of what ended ok in A, whether B has it too: state and reason by name."""
+    """Whether B has what ended ok in A: state and reason by name."""
     checks = []
     for name, (state, reason) in a.items():
         state_b, reason_b = b.get(name, ("missing", "B does not have it"))
@@ -279,7 +279,8 @@ def _with_errors(a: float | None, b: float | None, errors: Sequence[float]) -> C
 
 
 def in_proportion(to: Contrast, a: float | None, b: float | None) -> Contrast:
-    """Of values that are the same multiple of others in all runs of a side: the interval of their ratio follows."""
+    """Contrasts values that are the same multiple of others in all runs of a side: the interval of their ratio
+    follows."""
     plain = contrast(a, b)
     if a is None or b is None or to.ratio is None or to.ratio_ci is None or not plain.ratio:
         return plain

@@ -23,12 +23,12 @@ PARENT, USER, SYSTEM = 1, 11, 12  # /proc/PID/stat, from 0, after the name: stat
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a machine, or the worst of several spans. cores: that the processes may use. others_ratio: share of their time
-    that other processes took, by rounding below 0 in short spans; idle_ratio: that nobody took; steal_ratio: that a
-    hypervisor gave to other machines. load_1min: the kernel's average, ours included. sm_clock_ratio: of the GPU's
-    highest clock, at the end. thermal_ratio, power_ratio: share of the span in which heat, or the power limit, held its
-    clocks back. clock_reasons: why they were lower than they could be, by NVML's names, at the beginning and at the
-    end."""
+    """The conditions on a machine, or the worst of several spans. cores: that the processes may use. others_ratio:
+    share of their time that other processes took, by rounding below 0 in short spans; idle_ratio: that nobody took;
+    steal_ratio: that a hypervisor gave to other machines. load_1min: the kernel's average, ours included.
+    sm_clock_ratio: of the GPU's highest clock, at the end. thermal_ratio, power_ratio: share of the span in which heat,
+    or the power limit, held its clocks back. clock_reasons: why they were lower than they could be, by NVML's names, at
+    the beginning and at the end."""
 
     seconds: float
     cores: int
@@ -86,7 +86,7 @@ class Ticks(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Of the cores' time. None where no tick has passed."""
+    """Shares of the cores' time. None where no tick has passed."""
 
     others: float | None = None
     idle: float | None = None

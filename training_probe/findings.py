@@ -62,8 +62,9 @@ COST_ADVICE = "Trace more --steps on a quiet machine; quote the step without the
 
 
 class Spread(NamedTuple):
-    """Of the values that a number is reported of. ratio: their standard deviation to the number, None where it is not
-    known. error_ratio: the number's standard error, to it. few: they are fewer than FEWEST_VALUES steps or samples."""
+    """The spread of the values behind a reported number. ratio: their standard deviation to the number, None where it
+    is not known. error_ratio: the number's standard error, to it. few: they are fewer than FEWEST_VALUES steps or
+    samples."""
 
     ratio: float | None
     error_ratio: float
@@ -176,7 +177,7 @@ def point_spread(result: Measured) -> Spread | None:
 
 
 def _mean(spans: Sequence[Conditions]) -> Conditions | None:
-    """Of spans one after another: shares of all their time."""
+    """Joins spans that follow each other: shares of all their time."""
     seconds = sum(span.seconds for span in spans)
     if not seconds:
         return None

@@ -175,7 +175,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def recomputed_every(self) -> int | None:
-        """Of how many layers one is recomputed whole; None where --checkpoint names no number."""
+        """One of how many layers is recomputed whole; None where --checkpoint names no number."""
         return int(self.checkpoint) if self.checkpoint.isdecimal() else None
 
     @property

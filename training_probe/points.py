@@ -159,7 +159,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Of a copy, each byte once; of a collective nccl-tests' algorithm bandwidth."""
+        """Bytes a second: a copy's, each byte once, or a collective's algorithm bandwidth as nccl-tests has it."""
         if not self.median_s or self.outcome != "ok" or isinstance(self.point, Gemm):
             return None
         return self.point.size_bytes / self.median_s

@@ -247,7 +247,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _std(values: Sequence[float]) -> float | None:
-    """Of a sample."""
+    """The standard deviation of a sample."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 

@@ -32,7 +32,7 @@ class Trial(Protocol):
     """One process's part of a training run. Every attribute and every method is needed."""
 
     parameters: tuple[int, int]
-    """Of the whole model, and those of them that train."""
+    """How many the whole model has, and how many of them train."""
     optimizer: str
     """What it is called in reports."""
     vocab_size: int
@@ -43,7 +43,7 @@ class Trial(Protocol):
         of the micro batches whose gradients are accumulated."""
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Of that loss; `last` as before."""
+        """The backward pass of that loss; `last` as before."""
 
     def step(self) -> None:
         """Updates the parameters, and lets go of the gradients."""

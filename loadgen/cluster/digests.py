@@ -31,7 +31,7 @@ class Digests(msgspec.Struct, frozen=True):
 
 
 def code() -> str:
-    """Of every Python file of the packages that a client runs, and of the interpreter's version."""
+    """A digest of the interpreter's version and every Python file of the packages that a client runs."""
     digest = hashlib.sha256(f"{sys.version_info[:2]}".encode())
     for package in ("backends", "loadgen"):
         file = import_module(package).__file__

@@ -337,7 +337,7 @@ def answer(reference: Any, limit_s: float) -> Any:
 
 
 def own_address() -> str:
-    """Of the cluster that this process has joined."""
+    """The address of the cluster that this process has joined."""
     import ray
 
     return str(ray.get_runtime_context().gcs_address)

@@ -95,7 +95,7 @@ def _refused(state: State, why: object) -> Observation:
 
 
 def _load_checks(config: Config) -> Iterator[Check]:
-    """Of the file that the load is made of."""
+    """Checks the file that the load is made of."""
     if (path := config.dataset or config.trace) is not None:
         backend = backends.get(config.kind)
         yield guarded("dataset" if config.trace is None else "trace", lambda: _load(config, backend, path))
@@ -206,7 +206,7 @@ def _server(config: Config, adapter: Adapter) -> Observation:
 
 
 def _gpu_checks(config: Config, inventory: Inventory, launch: Launch | Exception) -> Iterator[Check]:
-    """Of the GPUs that would be used; of all that might be, where it is not known which would."""
+    """Checks the GPUs that would be used, or all that might be, where it is not known which would."""
     try:
         ids = None if config.gpus is None else [name for name in config.gpus.split(",") if name.strip()]
         indices = gpus.choose(inventory, ids)

@@ -50,7 +50,7 @@ class _Part(msgspec.Struct, gc=False):
 
 
 class _Message(msgspec.Struct, rename={"sender": "from"}, gc=False):
-    """Of either format. content: of an assistant that calls tools it is null."""
+    """A message in either format. content: null where an assistant calls tools."""
 
     sender: str | None = None
     role: str | None = None
@@ -297,7 +297,7 @@ class Conversations:
         return sum(map(len, self._file.conversations[: self._held]))
 
     def turn(self, phase: str, session: int, turn: int) -> Turn:
-        """Of a conversation as often as it is held; the warm-up has those from the end of the file."""
+        """A turn of a conversation that is held again and again; the warm-up has those from the end of the file."""
         return self._file.conversations[self._index(phase, session)][turn]
 
     def lengths(self) -> list[Shape]:
@@ -334,7 +334,7 @@ class _Added:
     """What each turn of the conversations adds, and how long its reply is; 0 prompt tokens: not known."""
 
     def __init__(self, shapes: list[Shape]) -> None:
-        """Of the conversations before one comes again, one after the other."""
+        """shapes: the conversations' before one comes again, one after the other."""
         self._shapes = shapes
 
     def lengths(self, number: int) -> Shape:

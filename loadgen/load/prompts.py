@@ -116,7 +116,7 @@ class _Content:
         self._rows = _Rows(load.seed, load.input_tokens.least, low, high) if load.is_plain else None
 
     def row(self, phase: str, number: int) -> list[int]:
-        """Of one prompt. A prompt of the warm-up shares nothing with any other."""
+        """The tokens of one prompt. A prompt of the warm-up shares nothing with any other."""
         if self._rows is not None:
             return self._rows.row(phase, number)
         shape = self.own(number)

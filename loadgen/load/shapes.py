@@ -79,7 +79,7 @@ class DrawnShapes:
         self._groups = None if prefix is None else _Groups(prefix, seed)
 
     def lengths(self, number: int) -> Shape:
-        """Of a request that shares nothing."""
+        """The lengths of a request that shares nothing."""
         return Shape(self._input.at(number), self._output.at(number))
 
     def total_tokens(self, requests: int) -> NDArray[np.int64]:
@@ -153,7 +153,7 @@ class TraceShapes:
         return len(self._trace)
 
     def shared_tokens(self, number: int) -> int:
-        """Of `shape`."""
+        """How many tokens of `shape` are shared."""
         shared: int = self._shared[number % len(self._trace)]
         return shared
 

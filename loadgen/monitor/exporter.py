@@ -77,7 +77,7 @@ class Exporter:
         yield GaugeMetricFamily("bench_exporter_scrape_seconds", "What this page took to collect.", value=seconds)
 
     def _present(self) -> tuple[list[dict[str, Metric]], int]:
-        """Of each run to be shown now its metrics by name, and how many snapshots cannot be read."""
+        """The metrics by name of each run to be shown now, and how many snapshots cannot be read."""
         present: dict[str, dict[str, Metric]] = {}
         owners: dict[str, str] = {}  # of a series, the family
         broken = 0

@@ -97,7 +97,7 @@ class Totals:
 
     @property
     def tokens_per_event(self) -> float:
-        """Of the requests that ended ok; 1 before."""
+        """Tokens an event over the requests that ended ok; 1 before any did."""
         return self.output_tokens / self.events if self.events and self.output_tokens else 1.0
 
     @property

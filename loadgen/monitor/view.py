@@ -111,8 +111,8 @@ class Course:
         )
 
     def _done_ratio(self, live: Live, totals: Totals) -> float | None:
-        """Of requests, with what the replies in flight have shown; of the time where nobody knows how many there
-        are."""
+        """The share of requests that is done, with what replies in flight have shown; the share of the time where
+        nobody knows how many requests there are."""
         if live.planned is None:
             duration_s = self._expected.duration_s
             return None if not duration_s else min(1.0, live.elapsed_s / duration_s)

@@ -54,14 +54,14 @@ def contrast(
 
 
 def as_it_is(a: float | None, b: float | None) -> Contrast:
-    """Of two values without noise: each interval is the value itself."""
+    """Contrasts two values without noise: each interval is the value itself."""
     plain = contrast(a, b)
     difference, ratio = ((value, value) if value is not None else None for value in (plain.difference, plain.ratio))
     return contrast(a, b, difference, ratio)
 
 
 def of_runs(a: Sequence[float], b: Sequence[float]) -> Contrast:
-    """Of one value a run, at least one on each side; intervals need two runs on one of them, ratios all above 0."""
+    """Contrasts one value a run, at least one a side; intervals need two runs on one side, ratios values above 0."""
     mean_a, mean_b = fmean(a), fmean(b)
     reach = _reach(a, b, 1.0, 1.0)
     difference_ci = None if reach is None else (mean_b - mean_a - reach, mean_b - mean_a + reach)

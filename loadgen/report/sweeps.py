@@ -237,7 +237,7 @@ def _fell_behind(report: Report) -> bool:
 
 
 def _values(report: Report, gpus: int | None) -> dict[str, float | None]:
-    """Of one run: its metrics by name, interactivity, and throughput a GPU where their number is known."""
+    """A run's metrics by name, interactivity, and throughput a GPU where their number is known."""
     values = repeats.values(report)
     values[INTERACTIVITY] = 1000 / tpot_ms if (tpot_ms := values["tpot_p50"]) else None
     if gpus is not None:
@@ -262,7 +262,7 @@ def _gpus(reports: Sequence[Report], named: object) -> int | None:
 
 
 def mean(point: SweptPoint, name: str) -> float | None:
-    """Of one metric over the point's runs."""
+    """A metric's mean over the point's runs."""
     return point.metrics[name].mean if name in point.metrics else None
 
 

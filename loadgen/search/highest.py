@@ -125,7 +125,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> float | None:
-        """Of the counted requests, how many met the objective; None where none counts."""
+        """The share of counted requests that met the objective; None where none counts."""
         return self.met / self.counted if self.counted else None
 
 
@@ -306,7 +306,7 @@ class Posterior:
     weight: Floats
 
     def quantile(self, part: float) -> float:
-        """Of the logarithm of the highest load."""
+        """A quantile of the logarithm of the highest load."""
         below = np.cumsum(self.weight.sum(axis=1))
         return float(
             np.interp(part, np.concatenate(([0.0], below)), np.append(self.u - self._half, self.u[-1] + self._half))
@@ -347,9 +347,10 @@ def fit(goal: Goal, guess: Guess, probes: Sequence[Probe]) -> Posterior:
 
 
 def _dispersions(probes: Sequence[Probe]) -> Floats:
-    """Of each probe, as all of them have it: the busier a server, the longer it remembers, so the logarithm is fitted
-    as a function of the load that never falls (pool adjacent violators, weighed by requests). A short probe has seen
-    too little of a cluster to know its length, and one that met few misses by luck would count for too much."""
+    """The dispersion of each probe, as all of them have it: the busier a server, the longer it remembers, so the
+    logarithm is fitted as a function of the load that never falls (pool adjacent violators, weighed by requests). A
+    short probe has seen too little of a cluster to know its length, and one that met few misses by luck would count for
+    too much."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, probes
     order = sorted(range(len(probes)), key=lambda number: probes[number].load)
     for number in order:

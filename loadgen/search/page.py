@@ -45,7 +45,7 @@ def write(directory: Path, result: SearchResult) -> None:
 
 
 def _argv(directory: Path, runs: Sequence[str]) -> list[str]:
-    """Of the process that made the first probe."""
+    """The arguments of the process that made the first probe."""
     try:
         return rundir.read_manifest(directory / runs[0]).argv if runs else []
     except rundir.RunError:

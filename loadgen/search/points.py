@@ -226,7 +226,7 @@ class SweepOptions(
             )
 
     def _values(self, name: str) -> tuple[Any, ...]:
-        """Of an option that may vary."""
+        """The values of an option that may vary."""
         values: tuple[Any, ...] = getattr(self, name)
         return values
 

@@ -105,7 +105,7 @@ class Follower:
 
 
 def worst(late: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Of each request (n,) the metric that is latest, as how many times its limit."""
+    """For each request, its worst metric as a multiple of the limit; shape (n,)."""
     latest: NDArray[np.float64] = np.stack(list(late.values())).max(axis=0)
     return latest
 

@@ -376,7 +376,7 @@ def command(
 
 
 def runs_among(paths: Sequence[Path], flags: RunFacts) -> list[Observed]:
-    """Of paths such as `runs/*` those that are runs; says which are not. Raises ObservationError where none is."""
+    """Reads those of the paths that are runs; says which are not. Raises ObservationError where none is."""
     runs: list[Observed] = []
     others: list[NotARunError] = []
     for path in paths:

@@ -241,7 +241,7 @@ def _commands(row: Row, demand: Demand, limits: Limits) -> Iterator[str]:
 
 
 def _load_flags(load: Load, rate: float) -> list[str]:
-    """Of a load that comes at such a rate."""
+    """The options of a load that comes at such a rate."""
     if load.trace is not None:
         trace = load.trace
         flags = ["--trace", trace.path, "--trace-speed", f"{trace.speed * rate / trace_rate(load):.4f}"]
@@ -277,7 +277,7 @@ def _reliability(plan: Plan) -> Iterator[str]:
 
 
 def _held_out_lines(plan: Plan) -> Iterator[str]:
-    """Of each GPU and format in the table, or of the GPUs that were looked at where there is none."""
+    """A line for each GPU and format in the table, or for the GPUs that were looked at where there is none."""
     seen = [(row.candidate.gpu, row.emulated.facts.quantization) for row in plan.rows]
     unknown: dict[str | None, list[str]] = {}
     for gpu, name in dict.fromkeys(seen or [(each.gpu, each.quantization) for each in plan.candidates]):

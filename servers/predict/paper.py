@@ -220,7 +220,7 @@ class Paper(msgspec.Struct, frozen=True):
         return f"{self.platforms[platform].name}, {model.upper()}, {self.servers[server].name}"
 
     def lengths(self, seed: int) -> list[int]:
-        """Of every reply, in tokens."""
+        """The length of every reply, in tokens."""
         draw = random.Random(seed)
         early = 1 / self.early_stop_mean_tokens
         return [
@@ -420,7 +420,7 @@ def markdown(summary: Summary) -> str:
 
 
 def _values(results: Results, place: str, ranks: Iterable[str], measure: str) -> dict[str, float]:
-    """Of those that ran."""
+    """The measure of those that ran."""
     values = {rank: results[place.replace("*", rank)].measure(measure) for rank in ranks}
     return {rank: value for rank, value in values.items() if not math.isnan(value)}
 

@@ -65,7 +65,7 @@ class Sequence:
     if not TYPE_CHECKING:  # else every name would be known
 
         def __getattr__(self, name: str) -> int:
-            """Of a slot that is empty."""
+            """What an empty slot says."""
             counted = self.counted
             if name == "emitted":
                 return self.offset + max(counted.finished, self.joined)

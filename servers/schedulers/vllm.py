@@ -166,8 +166,8 @@ class VllmV1(_Recomputing):
         return budget >= 0 and missing <= self._free
 
     def _count_on(self, step: Step, counted: int) -> None:
-        """Of a step that is put together, whose first `counted` tokens are of those that are counted: who of the others
-        will take one token in every step from now on is counted with them."""
+        """Moves requests that take one token in every step from now on into the group that is counted as one.
+        counted: how many of the step's tokens belong to that group already."""
         step.singles = step.emits[counted:]
         assert step.turning is not None
         for place, sequence in enumerate(step.singles, counted):
@@ -390,8 +390,8 @@ class CachingVllmV1(VllmV1):
             self._cache.forget(sequence)
 
     def _publish_known(self, step: int) -> None:
-        """Of those that are counted and in the step with this number, the blocks whose last token is known by now. At
-        once only those that others find."""
+        """Publishes the blocks whose last token is known by now, of the counted requests in the step with this
+        number. At once only those that others find."""
         decoding = self._decoding
         decoding.asked = finished = decoding.finished
         if finished in decoding.whole:

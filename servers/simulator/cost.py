@@ -48,8 +48,8 @@ TILES = (
 
 
 class Waves(msgspec.Struct, frozen=True, kw_only=True):
-    """Of kernels with the tiles of `TILES`, one on each processor at a time. idle: how much of the processors that are
-    without a tile in the last wave counts as computed."""
+    """The waves of kernels with the tiles of `TILES`, one on each processor at a time. idle: how much of the processors
+    that are without a tile in the last wave counts as computed."""
 
     processors: int
     idle: float
@@ -67,7 +67,7 @@ class Gemm(msgspec.Struct, frozen=True, kw_only=True):
     waves: Waves | None = None
 
     def outputs(self, rows: float, n: float) -> float:
-        """Of a product with rows x n, as many as are computed, in whole tiles and waves."""
+        """How many outputs a product with rows x n computes, in whole tiles and waves."""
         if self.waves is None:
             return rows * n
         tiled, whole = tiled_outputs(rows, n, self.waves.processors)
@@ -238,7 +238,7 @@ class Arithmetic:
 
 
 def arithmetic(gpu: Gpu, precision: Precision) -> Arithmetic:
-    """Of the weights that are quantized; of all others where none are."""
+    """The arithmetic of the weights that are quantized, or of all where none are."""
     quantization, width = precision.quantization, precision.value_bytes
     if quantization is None:
         return Arithmetic(weight_bytes=width, input_bytes=width, fit=gpu.gemm, experts=gpu.experts.get("bf16"))
@@ -306,7 +306,7 @@ class StepCost:
         return StepCost(self._model, gpu, self._tp, self._link, self._precision, self._overheads)
 
     def clock(self, factor: float = 1.0) -> Clock:
-        """Of a server that begins. factor: of all times, where one of its GPUs is slower."""
+        """The clock of a server that begins. factor: of all times, where one of its GPUs is slower."""
         return Clock(self, self._gpu.boost, self._overheads.launch_spread, factor)
 
     def __call__(self, step: Step) -> float:
@@ -439,7 +439,7 @@ class StepCost:
         return sum(kind.count * _added(self._layer_terms(kind, tokens)) for kind in self._model.kinds)
 
     def _layer_terms(self, kind: Layers, tokens: int) -> tuple[float, float, float, float, float, float]:
-        """Of one layer: products of attention and of the MLP, norms, rotary positions, the gate, reductions."""
+        """Seconds of one layer: products of attention and of the MLP, norms, rotary positions, the gate, reductions."""
         norms, rope, gate = self._elementwise_terms(kind, tokens)
         return (
             self._attention_gemm_s(kind, tokens),

@@ -274,7 +274,7 @@ class Engine:
 
 
 def _pace(front: FrontEnd, count: int) -> tuple[float, float]:
-    """Of so many tokens of a step: seconds before the first is worked on alone, and from each to the next."""
+    """Seconds before the first of a step's `count` tokens is worked on alone, and from each to the next."""
     output_s, gap_s = front.output_us * 1e-6, front.token_us * 1e-6
     if count > CHUNK:
         gap_s += output_s * (count - CHUNK) / count

@@ -24,7 +24,7 @@ _NEWER_MIXTURES = ("deepseek_v2", "qwen2_moe")  # DEFAULT_V2_MODEL_RUNNER_ARCHIT
 
 
 def reserved_bytes(model: ModelSpec, precision: Precision, tp: int, *, tokens: int, rows: int, nvlink: bool) -> int:
-    """Of each of `tp` GPUs, by vLLM. tokens: that a step computes at most. rows: requests that it holds at most."""
+    """What vLLM reserves of each of `tp` GPUs. tokens: that a step computes at most. rows: requests at most."""
     value, mlps = precision.value_bytes, [kind.mlp for kind in model.kinds]
     older = any(mlp.experts > 1 for mlp in mlps) and model.model_type not in _NEWER_MIXTURES
     forward = tokens * value * (2 * model.hidden + max(_dense(mlp) for mlp in mlps) // tp)

@@ -326,7 +326,7 @@ def bounds(outcomes: Iterable[Outcome]) -> Iterator[tuple[float, float, float]]:
 def manifest(
     config: Config, load: Load, emulated: Emulated, run_id: str, requests: int, dataset_prompts: int | None = None
 ) -> rundir.Manifest:
-    """Of the command that is running, for what `emulated` would do with so many requests of `load`."""
+    """A manifest of the running command, for what `emulated` would do with so many requests of `load`."""
     return rundir.Manifest(
         run_id=run_id,
         version=rundir.package_version(),

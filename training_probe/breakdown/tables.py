@@ -59,7 +59,7 @@ def printed(of: Breakdown) -> Printed:
 
 
 def build(breakdowns: Sequence[Breakdown]) -> list[Table]:
-    """Of the cells that were traced; none without any."""
+    """The tables of the cells that were traced; none without any."""
     traced = [each for each in breakdowns if each.attribution is not None]
     if not traced:
         return []
@@ -68,7 +68,7 @@ def build(breakdowns: Sequence[Breakdown]) -> list[Table]:
 
 
 def title(of: Breakdown) -> str:
-    """Of a cell: what the paper's have in common is left out."""
+    """A cell's title: what the paper's have in common is left out."""
     cell = of.cell
     model = paper.model_name(cell.model)
     named = f"{model} {cell.engine} {cell.method}, {cell.gpus} x {of.platform}, BS {cell.micro_batch}"

@@ -101,7 +101,7 @@ class Nodes:
         return running
 
     def oom_kills(self) -> int | None:
-        """Of all nodes; None where one does not say."""
+        """Kills for memory on all nodes; None where one does not say."""
         try:
             counts = [facts.oom_kills for facts in self.look()]
         except NodeLost:
@@ -164,7 +164,7 @@ class _OnNodes:
             self._exit = Exit(next((code for code in self._codes.values() if code), 0))
 
     def log_tail(self, lines: int = 200) -> str:
-        """Of all nodes, one after another."""
+        """The logs' ends of all nodes, one after another."""
         tails = []
         for number in range(len(self.links)):
             with contextlib.suppress(OSError):
@@ -183,7 +183,7 @@ class _OnNodes:
 
 
 def log_name(number: int) -> str:
-    """Of a node's log, in the run's directory."""
+    """The name of a node's log in the run's directory."""
     stem, _, suffix = LOG_FILE.rpartition(".")
     return f"{stem}-node{number}.{suffix}" if number else LOG_FILE
 

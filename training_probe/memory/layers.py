@@ -99,7 +99,7 @@ def tokens_in_model(cell: Cell) -> int:
 
 
 def layer_bytes(cell: Cell, spec: ModelSpec, batch: int) -> tuple[LayerBytes, ...]:
-    """Of each kind of layer and one micro batch of `batch` sequences on one GPU; kinds that keep the same are one."""
+    """Bytes of each kind of layer for one micro batch of `batch` sequences on one GPU; equal kinds are one."""
     kinds: dict[LayerBytes, int] = {}
     for kind, again in zip(spec.kinds, repeating_layers(cell, spec), strict=True):
         for recomputed, count in ((True, again), (False, kind.count - again)):
@@ -117,9 +117,9 @@ def outside_bytes(cell: Cell, spec: ModelSpec, batch: int) -> int:
 
 
 def logits_bytes(spec: ModelSpec) -> tuple[int, str]:
-    """Of one logit at most, in the backward pass of the loss, and what they are: log-probabilities, their gradient and
-    that of the logits, each fp32 (at the end of the forward pass it is 10 bytes: bf16 logits, their fp32 copy,
-    log-probabilities)."""
+    """Bytes of one logit at most, in the backward pass of the loss, and what they are: log-probabilities, their
+    gradient and that of the logits, each fp32 (at the end of the forward pass it is 10 bytes: bf16 logits, their fp32
+    copy, log-probabilities)."""
     capped = _operators(spec).logits
     return 12 + capped, "log-probabilities, two gradients" + (", the tanh of its cap" if capped else "")
 
@@ -136,7 +136,7 @@ def _operators(spec: ModelSpec) -> _Operators:
 
 
 def _of_kind(cell: Cell, spec: ModelSpec, kind: Layers, batch: int, *, recomputed: bool) -> LayerBytes:
-    """Of one layer, which computes something twice or does not."""
+    """Bytes of one layer, which computes something twice or does not."""
     method, length = cell.letters, tokens_in_model(cell)
     tokens = batch * length
     kept, formula = _saved(cell, spec, kind, attention_recomputed=False)
@@ -209,7 +209,7 @@ def _saved(cell: Cell, spec: ModelSpec, kind: Layers, *, attention_recomputed: b
 
 
 class _Inputs(NamedTuple):
-    """Of which linear layers the inputs are kept: q, k and v have one together, gate and up another."""
+    """Which linear layers' inputs are kept: q, k and v have one together, gate and up another."""
 
     qkv: bool
     output: bool
@@ -260,8 +260,8 @@ def _heads(
 
 
 def _before_heads(cell: Cell, spec: ModelSpec, kind: Layers, inputs_kept: bool) -> Iterator[float]:
-    """Of norms of queries and keys, or of the latents, which are the inputs of linear layers too; bytes per token with
-    the norms' reciprocal deviations."""
+    """Bytes per token of the norms of queries and keys, or of the latents, which are inputs of linear layers too,
+    with the norms' reciprocal deviations."""
     attention, normalised = kind.attention, _normalised(cell, spec)
     if isinstance(attention, Recurrent):
         return
@@ -282,7 +282,7 @@ def _normalised(cell: Cell, spec: ModelSpec) -> int:
 
 
 def _mlp(spec: ModelSpec, mlp: Mlp, wide: int) -> tuple[float, str]:
-    """Of the MLP, or of the experts that a token passes through: bytes per token, and the formula. wide: per b s f of a
+    """Bytes per token of the MLP, or of the experts that a token passes through, and the formula. wide: per b s f of a
     dense one. An expert's tokens are gathered, and its outputs scattered: 4 b s h."""
     wide -= 0 if mlp.gated else 2  # nothing to multiply with
     if mlp.experts == 1:

@@ -90,7 +90,7 @@ def outside(cell: Cell) -> tuple[Term, ...]:
 
 
 def usable_bytes(device_memory_bytes: int) -> int:
-    """Of a device's memory as NVML or the maker names it, what CUDA gives to processes."""
+    """What CUDA gives to processes of a device's memory as NVML or the maker names it."""
     return round(device_memory_bytes * (1 - DRIVER_RATIO))
 
 
@@ -102,7 +102,7 @@ def judged(least_bytes: float, most_bytes: float, there_bytes: float) -> Verdict
 
 
 def host_terms(cell: Cell, offloaded: tuple[Term, ...]) -> tuple[Term, ...]:
-    """Of the node's processes, all ranks on one node: what is offloaded, and what each process has anyway."""
+    """Terms of the node's processes, all ranks on one node: what is offloaded, and what each process has anyway."""
     text = f"{cell.gpus} x {HOST_PROCESS_BYTES / GIB:.1f} GiB: Python, torch, CUDA"
     return (*offloaded, Term("processes", cell.gpus * HOST_PROCESS_BYTES, text))
 

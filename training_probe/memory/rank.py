@@ -96,8 +96,8 @@ class Rank:
         return Moment("backward, first layer", (*held, *self._working()))
 
     def activations(self, layers: int, outside: bool = True) -> Term:
-        """Of `layers` layers of the last micro batch, and all of those before it in the pipeline. Of layers of several
-        kinds, those that keep most: in which order they stand is not known."""
+        """Activations of `layers` layers of the last micro batch, and of all before it in the pipeline. Where kinds of
+        layers differ, those that keep most: in which order they stand is not known."""
         cell, spec = self.cell, self.spec
         kept, parts, left = 0, [], layers
         for kind in sorted(self.kinds, key=lambda kind: -kind.kept):
@@ -147,7 +147,7 @@ class Rank:
             yield self._fp8_copies()
 
     def _fp8_copies(self) -> Term:
-        """Of one linear layer in its backward pass, the largest: autograd keeps inputs and weights in bf16, and each
+        """Copies of the largest linear layer in its backward pass: autograd keeps inputs and weights in bf16, and each
         pass rounds them anew. The gradient of the inputs needs the weight also transposed, that of the weight both
         others."""
         cell, tokens = self.cell, self.batch * tokens_in_model(self.cell)
@@ -166,7 +166,7 @@ class Rank:
 
 
 def _summed(table: int, count: int, what: str) -> Iterator[Term]:
-    """Of the head's weight, where it trains, each chunk has a gradient."""
+    """Each chunk has a gradient of the head's weight, where that trains."""
     if table:
         yield product("head's gradients in chunks", 2 * count, table, f"elements of the head, {what}")
 

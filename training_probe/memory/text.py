@@ -47,10 +47,10 @@ class There(NamedTuple):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one cell, on the rank that has most. verdict: of its GPU; `predicted` where there is none to compare with.
-    reason: why, a sentence or a clause. searched: whether its micro batch is where a search would begin. host_bytes: of
-    a node that holds all ranks, 0 without offload. smallest_card: of CARDS, on which it is neither tight nor too
-    large."""
+    """What is said of one cell, on the rank that has most. verdict: of its GPU; `predicted` where there is none to
+    compare with. reason: why, a sentence or a clause. searched: whether its micro batch is where a search would begin.
+    host_bytes: of a node that holds all ranks, 0 without offload. smallest_card: of CARDS, on which it is neither tight
+    nor too large."""
 
     cell: str
     verdict: Answered

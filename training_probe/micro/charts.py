@@ -48,7 +48,7 @@ def build(results: Sequence[Measured], device_name: str) -> Iterator[Section]:
 
 
 def _times(result: Measured, unit: float) -> Spread:
-    """Of a launch, in the unit."""
+    """A launch's times, in the unit."""
     assert result.median_s is not None
     low, high = (None if end is None else end * unit for end in (result.p10_s, result.p90_s))
     return result.median_s * unit, low, high

@@ -145,7 +145,7 @@ def platform_of(results: Sequence[CellResult], manifest: ManifestFields) -> str:
 
 
 def _profiles(results: Sequence[CellResult], manifest: ManifestFields) -> Profiles:
-    """Of the cells that were measured; without any, of what the manifest plans."""
+    """How the measured cells were profiled; without any, what the manifest plans."""
     each = {(result.warmup_steps, result.steps, result.runs) for result in results if result.outcome == "ok"}
     planned = [manifest.get(name) for name in StepCounts.__struct_fields__]
     if not each and all(isinstance(number, int) for number in planned):

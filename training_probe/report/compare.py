@@ -95,7 +95,7 @@ def _sweep(side: str, name: str, results: Sequence[CellResult]) -> str:
 
 
 def _versions(a: Sequence[CellResult], b: Sequence[CellResult]) -> Iterator[str]:
-    """Of packages, those that one side alone has; nothing where both have the same."""
+    """Versions of packages that one side alone has; nothing where both have the same."""
     of_a, of_b = (
         list(dict.fromkeys(f"{name} {version}" for result in each for name, version in result.versions.items()))
         for each in (a, b)

@@ -17,8 +17,8 @@ Array = NDArray[np.float64]
 
 
 def read(directory: Path) -> Iterator[tuple[str, Timeline]]:
-    """Of each cell of a sweep that recorded it, with the cell's name. A file that was cut by a kill or that
-    cannot be read gives none."""
+    """The timeline of each cell of a sweep that recorded one, with the cell's name. A file that was cut by a kill or
+    that cannot be read gives none."""
     for path in sorted(directory.glob(f"trials/*/*/{TIMELINE_FILE}")):
         try:
             recorded = msgspec.json.decode(foreign_files.read_bytes(path, directory), type=Timeline)

@@ -115,7 +115,7 @@ def _join(cell: Cell, device: Any) -> None:
 
 
 def _versions(cell: Cell) -> dict[str, str]:
-    """Of those that were used, and where fp8 products are none of the device's."""
+    """Versions of the packages that were used, and where fp8 products are none of the device's."""
     names = {"torch": "torch", "transformers": "transformers", "deepspeed": "deepspeed", "peft": "peft",
              "bitsandbytes": "bitsandbytes", "torchao": "torchao", "liger_kernel": "liger-kernel",
              "megatron.core": "megatron-core"}  # fmt: skip

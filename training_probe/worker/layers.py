@@ -52,7 +52,7 @@ def _by_operator(forward: Any) -> Any:
 
 
 def _contexts() -> Any:
-    """Of one forward pass and of its recomputation: every second product is computed again."""
+    """Contexts of one forward pass and its recomputation: every second product is computed again."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *args: Any, **settings: Any) -> CheckpointPolicy:

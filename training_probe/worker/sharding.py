@@ -36,7 +36,7 @@ def mesh_of(cell: Cell, device: torch.device) -> DeviceMesh:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Of the ranks that have the same part of each layer."""
+    """The mesh of the ranks that have the same part of each layer."""
     names = mesh.mesh_dim_names or ()
     return mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
 

@@ -55,7 +55,7 @@ def record(
 
 
 def _tensors_bytes() -> int:
-    """Of all tensors there are, each storage once: the CPU's allocator does not count."""
+    """Bytes of all tensors there are, each storage once: the CPU's allocator does not count."""
     storages = {}
     for thing in gc.get_objects():
         if isinstance(thing, Tensor) and thing.device.type == "cpu":

@@ -110,7 +110,7 @@ def parts(measured: Table) -> list[Table]:
 def of_rates(
     measured: Table, values: Mapping[str, float | None], slos: Mapping[str, float], arrival: str
 ) -> dict[str, Bounds | None]:
-    """Of rates, by the names of `work`. values: as they were measured."""
+    """Intervals of rates, by the names of `work`. values: as they were measured."""
     proportions: dict[str, list[float]] = {}
     for part in parts(measured):
         gave = work(part, slos)

@@ -84,15 +84,15 @@ def settings(manifest: Manifest) -> dict[str, Any]:
 
 
 def origin(numbers: Numbers | Manifest) -> str:
-    """Of a run's numbers: "predicted" by a model of the hardware, "emulated" on the embedded server's fixed timetable,
-    which predicts nothing, or "", measured."""
+    """Where a run's numbers come from: "predicted" by a model of the hardware, "emulated" on the embedded server's
+    fixed timetable, which predicts nothing, or "", measured."""
     if not numbers.emulated:
         return ""
     return "predicted" if numbers.emulation is not None else "emulated"
 
 
 def shared_origin(origins: Iterable[str]) -> str:
-    """Of a chart or page that shows several: "partly" where a part was measured."""
+    """Where the numbers of several runs come from: "partly" where a part was measured."""
     distinct = set(origins)
     named = " and ".join(sorted(distinct - {""}))
     return f"partly {named}" if named and "" in distinct else named

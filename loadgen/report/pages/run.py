@@ -56,7 +56,7 @@ def page(run: Shown) -> Page:
 
 
 def tone(report: Report) -> Tone:
-    """Of its verdict."""
+    """The tone of its verdict."""
     if not report.verdict.valid:
         return "bad"
     return "warning" if any(finding.severity == "warning" for finding in report.verdict.findings) else "good"

@@ -37,7 +37,7 @@ def label(name: str) -> str:
 
 
 def origin(runs: Iterable[Path]) -> str:
-    """Of numbers that are made of all these runs; a run without a manifest says nothing."""
+    """Where numbers made of all these runs come from; a run without a manifest says nothing."""
     origins = []
     for run in runs:
         try:

@@ -197,7 +197,7 @@ def _single(spots: Sequence[_Spot], metrics: tuple[str, str]) -> Iterator[tuple[
 
 
 def _page_of(point: SweptPoint, hrefs: Mapping[str, str]) -> str:
-    """Of a point with several runs, the table of all runs, which leads to each."""
+    """Where a point leads: to its run's page or, with several runs, to the table of all runs."""
     return hrefs.get(point.runs[0], "") if len(point.runs) == 1 else "#runs" if point.runs else ""
 
 

@@ -291,7 +291,7 @@ def _by_clock(launch: Launch, plan: Plan, synchronise: Callable[[], None], ranks
 
 
 def _cycles_per_s() -> float:
-    """Of the GPU's sleep, now: its clock moves."""
+    """Cycles of the GPU's sleep a second, now: its clock moves."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     torch.cuda._sleep(CALIBRATION_CYCLES)
