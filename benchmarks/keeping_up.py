@@ -1,15 +1,21 @@
-"""How often is a server that keeps up said to fall behind, and one that falls behind not? Our rule and two others on
-the same runs: queues in virtual time whose capacity is known.
+"""How often are the words of loadgen/steady wrong? On servers in virtual time whose truth is known. Prints tables for
+docs/accuracy.md.
 
-    python -m benchmarks.keeping_up [--runs 200]
+    python -m benchmarks.keeping_up [kept_up | window | changes] [--runs 200]
 
-A server of 8 slots serves 10 requests/s. Poisson arrivals of 0.5 to 2.5 times that, replies of three length laws, 300
-and 3000 requests. Prints a table for docs/accuracy.md, in percent of the runs. The others' rules are in our own words:
+kept_up: how often is a server that keeps up said to fall behind, and one that falls behind not? Our rule and two others
+on the same runs. A server of 8 slots serves 10 requests/s. Poisson arrivals of 0.5 to 2.5 times that, replies of three
+length laws, 300 and 3000 requests. In percent of the runs. The others' rules are in our own words:
 
     guidellm    requests in flight and ttft both rise: the slopes of straight lines through them, less their margins of
                 error (1.96 standard errors), are above 0; not in the first 30 s, nor while ttft is under 2.5 s (0.8.1)
     BLIS        the peak of what is in flight, over the time in which it was reached, holds where a server does not keep
                 up and falls where it does: from half of the time to all of it, to no less than 0.8 of it
+
+window: is the steady window that of a long run, and how often does its 95 % interval hold the truth? Closed loops at a
+server of batches (tests/loadgen/steady/queues.py), whose truth is the middle of runs of 50 requests a slot.
+
+changes: is a server that changes its pace named, rightly, and one that does not never? The same server for 5 minutes.
 """
 
 from __future__ import annotations
@@ -20,7 +26,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from loadgen.steady import changes as detector
+from loadgen.steady import window as steady
 from loadgen.steady.keeping_up import Flow, judge
+from loadgen.steady.window import Stamps
 from tests.loadgen.steady import queues
 
 RHOS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.5)
@@ -93,16 +102,134 @@ def share(counts: list[int], runs: int) -> str:
     return ", ".join(f"{100 * count / runs:g}" for count in counts) if any(counts) else "0"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--runs", type=int, default=200)
-    runs = parser.parse_args().runs
+def kept_up(runs: int) -> None:
     ours, *others = RULES
     print(f"| requests | rho | {ours}: fell behind | near its limit | {' | '.join(others)} |")
     print("|---:|---:|" + "---:|" * (len(RULES) + 1))
     for n in (300, 3000):
         for row in rows(n, runs):
             print(row, flush=True)
+
+
+def noisy(seed: int, change: queues.Step | None = None) -> queues.Step:
+    """Steps that scatter by 3 %."""
+    rng = np.random.default_rng(seed)
+
+    def step(now_s: queues.Floats, takes_s: queues.Floats) -> queues.Floats:
+        changed_s = takes_s if change is None else change(now_s, takes_s)
+        scattered: queues.Floats = changed_s * np.exp(0.03 * rng.standard_normal(len(now_s)))
+        return scattered
+
+    return step
+
+
+def estimates(loop: queues.Batches, run: int, seen: Stamps) -> dict[str, steady.Estimate | None]:
+    """What a report tells of the steady window; nothing where there is none."""
+    span, _ = steady.find(seen)
+    if span is None:
+        return {}
+    last_s, tokens = loop.cut(run, seen, span.to_s)
+    waits_s = seen.first_s - seen.sent_s
+    return {
+        "tokens/s": steady.spread_rate(seen.first_s, last_s, tokens, span),
+        "requests/s": steady.rate(seen.done_s, span),
+        "ttft p50": steady.of_sent(waits_s, seen.sent_s, span, 0.5),
+        "ttft p99": steady.of_sent(waits_s, seen.sent_s, span, 0.99),
+    }
+
+
+def truth(loop: queues.Batches) -> dict[str, float]:
+    """Of the middle of all runs."""
+    lasts_s = float(np.mean(loop.done_s.max(axis=1)))
+    edges_s = np.array([0.3, 0.85]) * lasts_s
+    seconds = float(np.diff(edges_s)[0])
+    within = (loop.sent_s > edges_s[0]) & (loop.sent_s < edges_s[1])
+    waits_s = (loop.first_s - loop.sent_s)[within]
+    rates = [steady.spread(each.first_s, each.last_s, each.tokens, edges_s)[0] for each in loop.stamps()]
+    ended = ((loop.done_s > edges_s[0]) & (loop.done_s < edges_s[1])).sum() / len(loop.done_s)
+    p50, p99 = np.quantile(waits_s, (0.5, 0.99))
+    return {
+        "tokens/s": float(np.mean(rates)) / seconds,
+        "requests/s": float(ended) / seconds,
+        "ttft p50": float(p50),
+        "ttft p99": float(p99),
+    }
+
+
+def window(runs: int) -> None:
+    print("| slots | requests a slot | windows | tokens/s | requests/s | ttft p50 | ttft p99 |")
+    print("|---:|---:|---:|---|---|---|---|")
+    for slots in (8, 64, 256):
+        true: dict[str, float] = {}
+        for each in (50, 10, 5):
+            rng = np.random.default_rng((slots, each))
+            loop = queues.batches(queues.drawn_tokens((runs, slots * each), rng), slots, None, noisy(slots))
+            true = true or truth(loop)
+            found = [estimates(loop, run, seen) for run, seen in enumerate(loop.stamps())]
+            print(f"| {slots} | {each} | {100 * sum(map(bool, found)) / runs:g} | {columns(found, true)} |", flush=True)
+
+
+def columns(found: list[dict[str, steady.Estimate | None]], true: dict[str, float]) -> str:
+    """Of each number: how far off in the mean and at worst, and how often its interval holds the truth."""
+    cells = []
+    for name, value in true.items():
+        known = [each for one in found if (each := one.get(name)) is not None and each.low is not None]
+        if len(known) < len(found) / 10:
+            cells.append("-")
+            continue
+        off = np.array([each.value / value - 1 for each in known])
+        held = np.mean([(each.low or 0.0) <= value <= (each.high or 0.0) for each in known])
+        cells.append(f"{100 * off.mean():+.1f} ({100 * abs(off).max():.1f}), {100 * held:.1f}")
+    return " | ".join(cells)
+
+
+LASTS_S, BATCH_PER_S = 300.0, 13.7  # what the server of batches serves with 64 in its batch
+CHANGES: dict[str, queues.Step] = {
+    "none": lambda now_s, takes_s: takes_s,
+    "half the pace from 150 s on": lambda now_s, takes_s: takes_s * np.where(now_s >= 150, 2.0, 1.0),
+    "a third of the pace for 10 s": lambda now_s, takes_s: takes_s * np.where(now_s < 10, 3.0, 1.0),
+    "2 % a minute": lambda now_s, takes_s: takes_s * (1 + 0.02 * now_s / 60),
+    "a pause of 8 s": lambda now_s, takes_s: takes_s + 8 * ((now_s < 140) & (now_s + takes_s >= 140)),
+}
+LOADS = {"closed loop of 8": 8, "closed loop of 64": 64, "0.45 of capacity": 0.45, "0.8 of capacity": 0.8}
+
+
+def changing(load: float, change: queues.Step, runs: int) -> queues.Batches:
+    """Five minutes of a server that changes so. load: requests in flight, or a share of its capacity."""
+    rng = np.random.default_rng(round(100 * load))
+    if load < 1:
+        n = round(load * BATCH_PER_S * LASTS_S)
+        arrived_s = queues.arrivals(load * BATCH_PER_S, (runs, n), rng)
+        return queues.batches(queues.drawn_tokens((runs, n), rng), 128, arrived_s, noisy(n, change))
+    n = round({8: 4.8, 64: 13.0}[round(load)] * LASTS_S)
+    return queues.batches(queues.drawn_tokens((runs, n), rng), round(load), None, noisy(n, change))
+
+
+def changes(runs: int) -> None:
+    print("| load | what changed | runs | named | at, s | a token took, times |")
+    print("|---|---|---:|---|---|---|")
+    for name, load in LOADS.items():
+        for what, step in CHANGES.items():
+            count = runs if what == "none" else runs // 10
+            pauses = [(140.0, 148.0)] if "pause" in what else []
+            found = [detector.find(seen, pauses) for seen in changing(load, step, count).stamps()]
+            words = Counter(each.kind.replace("_", " ") for each in found if each is not None)
+            told = ", ".join(f"{word} {n}" for word, n in words.items()) or "0"
+            at_s = [each.at_s for each in found if each is not None and each.at_s is not None]
+            times = [each.ratio for each in found if each is not None]
+            print(f"| {name} | {what} | {count} | {told} | {reach(at_s, 0)} | {reach(times, 2)} |", flush=True)
+
+
+def reach(values: list[float], decimals: int) -> str:
+    return f"{min(values):.{decimals}f} to {max(values):.{decimals}f}" if values else "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", nargs="?", default="kept_up", choices=("kept_up", "window", "changes"))
+    parser.add_argument("--runs", type=int, default=200)
+    options = parser.parse_args()
+    {"kept_up": kept_up, "window": window, "changes": changes}[options.what](options.runs)
 
 
 if __name__ == "__main__":

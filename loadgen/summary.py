@@ -187,10 +187,11 @@ def _facts(report: Report, columns: int) -> Iterator[Text]:
 
 def _latencies(report: Report, columns: int) -> Iterator[Text]:
     """Of a narrow terminal the first statistics."""
-    width = min(11, max(9, (columns - 12) // len(STATISTICS)))
+    rows = {name: [number(getattr(report.metrics[name], each)) for each in STATISTICS] for name in LATENCIES}
+    widest = 1 + max(len(cell) for cells in rows.values() for cell in cells)
+    width = max(widest, min(11, max(9, (columns - 12) // len(STATISTICS))))
     shown = STATISTICS[: max(1, (columns - 12) // width)]
     yield Text(f"{'latency, ms':<12}" + "".join(f"{name:>{width}}" for name in shown), style="dim")
-    for name in LATENCIES:
-        summary = report.metrics[name]
-        cells = "".join(f"{number(getattr(summary, statistic)):>{width}}" for statistic in shown)
-        yield Text(f"{name.removesuffix('_ms'):<12}{cells}")
+    for name, cells in rows.items():
+        told = "".join(f"{cell:>{width}}" for cell in cells[: len(shown)])
+        yield Text(f"{name.removesuffix('_ms'):<12}{told}")

@@ -37,7 +37,7 @@ from loadgen.report.text import markdown, name_of
 from loadgen.rundir import Manifest, records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Recorded, Table
-from loadgen.steady import flows, keeping_up
+from loadgen.steady import changes, flows, keeping_up
 
 if TYPE_CHECKING:
     from loadgen.report.figures import Curves
@@ -69,6 +69,7 @@ def build(
     rules, measured = _rules(convention), table.measured()
     duration_s = metrics.duration_s(measured, rules)
     tokens = _tokens(measured)
+    silent = stalls.find(measured, _worst(facts, "loop_lag_max_ms"))
     numbers = Numbers(
         schema=SCHEMA,
         version=manifest.version,
@@ -101,13 +102,13 @@ def build(
         ttft_by_prompt=slices.ttft_by_prompt(measured, rules),
         sharing=sharing.build(measured, seen.server if seen is not None else None, rules),
         phases=slices.by_phase(measured, manifest.phases, rules),
-        stalls=stalls.find(measured, _worst(facts, "loop_lag_max_ms")),
+        stalls=silent,
         sessions=_sessions(manifest, measured, rules),
         turns=sessions.by_turn(measured, rules),
         cluster=manifest.cluster,
         server_requests=slices.by_the_server(measured, rules),
         **stalls.of_client(measured, facts, rules),
-        steady=_steady(measured, manifest, rules),
+        steady=_steady(measured, manifest, rules, silent),
         reply_models=dict(Counter(measured.models.values()).most_common(MOST_MODELS)),
     )
     return _judged(numbers, findings.find(numbers, table, measured, facts, manifest, doubt))
@@ -208,7 +209,9 @@ def _sessions(manifest: Manifest, measured: Table, rules: Convention) -> schema.
     return sessions.build(measured, rules, offered_per_s, planned is None or len(measured) >= planned)
 
 
-def _steady(measured: Table, manifest: Manifest, rules: Convention) -> schema.Steady | None:
+def _steady(
+    measured: Table, manifest: Manifest, rules: Convention, silent: Sequence[schema.Stall]
+) -> schema.Steady | None:
     """None of a burst, whose transient is what it measures."""
     of_sessions = bool((measured.turn > 0).any())
     if of_sessions:
@@ -219,7 +222,11 @@ def _steady(measured: Table, manifest: Manifest, rules: Convention) -> schema.St
     if flow is None and slots is None:
         return None
     seen = None if flow is None else keeping_up.judge(flow)
-    found, why = slices.window(measured, manifest, rules)
+    change = None
+    if not of_sessions and not flows.changes(manifest.arrival):  # histories grow, and a pace with them
+        pauses = [(stall.start_s, stall.end_s) for stall in silent]
+        change = changes.find(flows.stamps(measured, manifest), pauses)
+    found, why = slices.window(measured, manifest, rules, change)
     if seen is not None and seen.word == "fell_behind":
         found, why = None, "the server fell behind"
     peak = None
@@ -227,7 +234,12 @@ def _steady(measured: Table, manifest: Manifest, rules: Convention) -> schema.St
         sent, ended = (each[each != -1] for each in (measured.sent_ns, measured.done_ns))
         peak = int(metrics.under_way(sent, ended)[1].max(initial=0))
     return schema.Steady(
-        unit="sessions" if of_sessions else "requests", keeping_up=seen, window=found, why=why, peak=peak
+        unit="sessions" if of_sessions else "requests",
+        keeping_up=seen,
+        window=found,
+        why=why,
+        peak=peak,
+        change=change,
     )
 
 

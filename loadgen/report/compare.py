@@ -39,7 +39,7 @@ from loadgen.report.pages import intervals, parts
 from loadgen.report.pages.intervals import LATENCY, PARTS
 from loadgen.report.repeats import RunVerdict
 from loadgen.report.schema import Report
-from loadgen.report.text import EMULATED, number
+from loadgen.report.text import EMULATED, aligned, number
 from loadgen.rundir import Manifest
 from loadgen.rundir.records import Table
 
@@ -528,23 +528,24 @@ def render(comparison: Comparison) -> str:
             + (f"\n   {EMULATED}" if side.emulated else "")
         )
         lines += [escaped(f"   {line}") for line in repeats.verdict_lines([run for run in side.runs if not run.valid])]
-    lines += ["", f"{'':<32}{'A':>10}{'B':>10}{'B - A':>10}   {'95 % CI':<20}{'B / A':>7}   {'95 % CI':<16}"]
-    lines += [
-        _line(name if name in comparison.throughput else f"{name}, ms", change)
+    shown = {
+        name if name in comparison.throughput else f"{name}, ms": change
         for name, change in changes(comparison).items()
         if change.difference is not None
-    ]
-    lines.append(_line("failed, ratio", comparison.failure_ratio))
+    }
+    shown["failed, ratio"] = comparison.failure_ratio
+    rows = [("", ["A", "B", "B - A", "95 % CI", "B / A", "95 % CI"]), *((name, _cells(shown[name])) for name in shown)]
+    words = ["", *(change.shows or "" for change in shown.values())]
+    lines += ["", *(f"{line}   {each}".rstrip() for line, each in zip(aligned(rows, 10, 31), words, strict=True))]
     if comparison.configuration:
         lines += ["", "Configured differently (A | B):"]
     lines += [escaped(f"  {name}: {a} | {b}") for name, (a, b) in comparison.configuration.items()]
     return "\n".join([*lines, "", *comparison.notes]) + "\n"
 
 
-def _line(label: str, change: Contrast) -> str:
+def _cells(change: Contrast) -> list[str]:
     def between(interval: Bounds | None) -> str:
         return f"[{number(interval[0])}, {number(interval[1])}]" if interval else "-"
 
-    cells = f"{label:<32}{number(change.a):>10}{number(change.b):>10}{number(change.difference):>10}"
-    cells += f"   {between(change.difference_ci):<20}{number(change.ratio):>7}"
-    return f"{cells}   {between(change.ratio_ci):<16}{change.shows or ''}".rstrip()
+    differ = [number(change.a), number(change.b), number(change.difference), between(change.difference_ci)]
+    return [*differ, number(change.ratio), between(change.ratio_ci)]

@@ -82,6 +82,9 @@ IMBALANCE_RATIO = 1.5
 COLD_LOAD_US = 100_000  # longer, and a model was read from a disk
 # Of a rate that a server was seen to serve at its limit: one that it keeps up with.
 LOWER_RATIO = 0.9
+# Failures after the last reply: so many, and so unlikely beside those before, are a server that has ended.
+DIED_LEAST, DIED_CHANCE = 10, 1e-6
+_NOT_FAILED = ("cancelled", "dropped", "node_lost")
 # By how much start and end of a run may move its numbers before a reader must know.
 TRANSIENT_THROUGHPUT_RATIO, TRANSIENT_P99_RATIO = 0.03, 0.1
 # Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
@@ -95,7 +98,7 @@ def find(
     what contradicts itself in the run's directory besides its records, as a clause."""
     listed = [
         *_contradictions([doubt] if doubt else [], contradictions.of_records(table, measured, facts, manifest)),
-        *_server_ended(numbers.launch),
+        *_server_ended(numbers.launch, measured),
         *_cluster(numbers),
         *_completeness(manifest, measured, facts),
         *_dropped(measured),
@@ -114,6 +117,7 @@ def find(
         *_cold(measured),
         *_stalls(numbers),
         *_keeping_up(numbers),
+        *_unsteady(numbers),
         *_transient(numbers),
         *_server(numbers),
         *_insecure(manifest),
@@ -158,14 +162,34 @@ def _are_deliveries(bent: int, measured: Table) -> bool:
     return bent > BUFFERED_INVALID_RATIO * _replies(measured)
 
 
-def _server_ended(launch: LaunchFacts | None) -> Iterator[Finding]:
-    if launch is not None and launch.ended is not UNSET:
-        yield Finding(
-            code="SERVER_ENDED",
-            severity="invalid",
-            message=f"The server did not live to the end of the run: {launch.ended}",
-            advice="Read server.log; mend that and run again.",
-        )
+def _server_ended(launch: LaunchFacts | None, measured: Table) -> Iterator[Finding]:
+    ended, since = UNSET if launch is None else launch.ended, _silent_since(measured)
+    if ended is UNSET and since is None:
+        return
+    said = "" if ended is UNSET else f"The server did not live to the end of the run: {ended}"
+    if since is not None:
+        silent = f"From {number(since[0])} s on it answered nothing: all {since[1]} requests that ended later failed."
+        said = f"{said} {silent}" if said else silent.replace("it", "the server", 1)
+    yield Finding(
+        code="SERVER_ENDED",
+        severity="invalid",
+        message=said,
+        advice="Read the server's log; mend that and run again.",
+    )
+
+
+def _silent_since(measured: Table) -> tuple[float, int] | None:
+    """When the last request ended ok, seconds of the run, and how many failed after it, where chance alone would not
+    have let all of them fail."""
+    ok, failed = measured.ok, ~measured.ok & ~np.isin(measured.outcome, [OUTCOMES.index(each) for each in _NOT_FAILED])
+    if not ok.any():
+        return None
+    last_ns = int(measured.done_ns[ok].max())
+    later = failed & (measured.done_ns > last_ns)
+    before, n = int((failed & ~later).sum()), int(later.sum())
+    if n < DIED_LEAST or n * math.log((before + 1) / (before + int(ok.sum()) + 2)) > math.log(DIED_CHANCE):
+        return None
+    return last_ns / 1e9, n
 
 
 def _cluster(numbers: Numbers) -> Iterator[Finding]:
@@ -656,10 +680,31 @@ def _keeping_up(numbers: Numbers) -> Iterator[Finding]:
         )
 
 
+def _unsteady(numbers: Numbers) -> Iterator[Finding]:
+    """How the server's pace changed; what a change is stands in loadgen/steady/changes.py."""
+    change = None if numbers.steady is None else numbers.steady.change
+    if change is None:
+        return
+    if change.kind == "slow_start":
+        message = f"The server was slow for its first {number(change.at_s)} s: a token took {1 / change.ratio:.2f} "
+        message, advice = f"{message}times as long as later.", "Let the same load warm it up first with --warmup-load."
+    elif change.kind == "level_shift":
+        message = f"The server changed its pace at {number(change.at_s)} s: from then on a token took "
+        message += f"{change.ratio:.2f} times as long as before."
+        advice = "Find in its log what happened then (a worker lost, another job on its machine); repeat the run."
+    else:
+        message = (
+            f"The server's pace drifted: a token took {100 * (change.per_minute or 0.0):+.1f} % longer from minute "
+        )
+        message += f"to minute, {100 * (change.ratio - 1):+.0f} % in all."
+        advice = "GPUs that grow warm do this; let the server run under load until it has settled (--warmup-load)."
+    yield Finding(code="UNSTEADY", severity="warning", message=message, advice=advice)
+
+
 def _transient(numbers: Numbers) -> Iterator[Finding]:
     """What of the numbers is the start or the end of the run, not its steady state."""
     steady = numbers.steady
-    if steady is None:
+    if steady is None or (steady.change is not None and steady.window is None):
         return
     seen, sentences = steady.keeping_up, None
     asked = flows.slots(numbers.arrival)

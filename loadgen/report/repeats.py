@@ -23,7 +23,7 @@ from loadgen.report import build
 from loadgen.report.contrast import CONFIDENCE, Bounds, mean_interval
 from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, Distribution, sample
 from loadgen.report.schema import Report
-from loadgen.report.text import EMULATED, number
+from loadgen.report.text import EMULATED, aligned, number
 
 SCHEMA, FILE = "loadgen.repeat/1", "repeat.json"
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
@@ -194,14 +194,15 @@ def render(repeated: Repeated) -> str:
     lines = [EMULATED, ""] if repeated.emulated else []
     of = f" of {repeated.planned}" if count != repeated.planned else ""
     lines += [escaped(f"{count}{of} runs of {repeated.backend} {repeated.model}"), ""]
-    lines += [f"{'':<32}{'mean':>10}{'std':>10}   {'95 % CI':<22}runs"]
+    rows, runs = [("", ["mean", "std", "95 % CI"])], ["runs"]
     for name, over in repeated.metrics.items():
         if over.mean is None or name.startswith(LESSER):
             continue
         unit = "" if name.endswith("_per_s") else ", ms"
         interval = f"[{number(over.ci[0])}, {number(over.ci[1])}]" if over.ci else "-"
-        runs = " ".join(map(number, over.runs))
-        lines.append(f"{name + unit:<32}{number(over.mean):>10}{number(over.std):>10}   {interval:<22}{runs}")
+        rows.append((name + unit, [number(over.mean), number(over.std), interval]))
+        runs.append(" ".join(map(number, over.runs)))
+    lines += [f"{line}   {each}" for line, each in zip(aligned(rows, 10, 31), runs, strict=True)]
     lines += ["", *map(escaped, verdict_lines(repeated.runs)), "", *notes(repeated)]
     return "\n".join(lines) + "\n"
 

@@ -15,6 +15,7 @@ from loadgen.rundir import Ceiling, WireFacts
 from loadgen.rundir.cluster_facts import ClusterFacts
 from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.launch_facts import LaunchFacts
+from loadgen.steady.changes import Change
 from loadgen.steady.keeping_up import KeepingUp
 from loadgen.steady.window import Estimate
 
@@ -144,7 +145,7 @@ class ClientStall(msgspec.Struct, frozen=True):
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
     """The steady state of a run: from when to when, seconds of the run. requests: those that were sent in it, whose
-    latencies these are: by name, then mean, p50 and p99, of which the last only where they are enough."""
+    latencies these are: by name, then mean, p50, and p90, p95 and p99 where they are enough to bound these."""
 
     from_s: float
     to_s: float
@@ -156,13 +157,14 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 class Steady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the numbers describe a steady state. keeping_up: whether the server kept up with the requests or sessions
     that arrived; None where none arrives by itself, as in a closed loop. window: its steady state; why: where it has
-    none, one clause. peak: of a closed loop, the most that were in flight."""
+    none, one clause. peak: of a closed loop, the most that were in flight. change: of the server's pace."""
 
     unit: Literal["requests", "sessions"] = "requests"
     keeping_up: KeepingUp | None = None
     window: Window | None = None
     why: str = ""
     peak: int | None = None
+    change: Change | None = None
 
 
 class PhaseStats(msgspec.Struct, frozen=True, kw_only=True):

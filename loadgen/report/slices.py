@@ -8,7 +8,7 @@ a dataset without a tokenizer), the server's count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from loadgen.rundir import Manifest, Phase
 from loadgen.rundir.records import Table
 from loadgen.steady import flows
 from loadgen.steady import window as steady
+from loadgen.steady.changes import Change
 
 # Prompts differ in length when there are many lengths or the longest is a tenth longer than the shortest: a token or
 # two of a template or of drawn words says nothing about ttft.
@@ -29,12 +30,8 @@ MANY_LENGTHS, LENGTHS_RATIO = 10, 1.1
 PHASE_METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 _TIMES = ("queue", "prefill", "ttft", "e2el", "load")  # of a ServerRecord
 _COUNTS = ("retractions", "drafted_tokens", "accepted_tokens")
-LEAST_FOR_P99 = 368  # requests, as FEW_SAMPLES has it
-STATISTICS: dict[str, Callable[[NDArray[np.float64]], float]] = {
-    "mean": lambda values: float(values.mean()),
-    "p50": lambda values: float(np.percentile(values, 50)),
-    "p99": lambda values: float(np.percentile(values, 99)),
-}
+_ALWAYS = ("mean", "p50")  # others only where the window holds enough to bound them
+STATISTICS = {"mean": None, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}  # of percentiles their shares
 
 
 def by_phase(measured: Table, phases: Iterable[Phase], rules: Convention) -> list[PhaseStats]:
@@ -62,12 +59,16 @@ def _phase(measured: Table, phase: Phase, end_s: float, rules: Convention) -> Ph
     )
 
 
-def window(measured: Table, manifest: Manifest, rules: Convention) -> tuple[Window | None, str]:
-    """The steady state of a run, or why it has none."""
+def window(
+    measured: Table, manifest: Manifest, rules: Convention, change: Change | None = None
+) -> tuple[Window | None, str]:
+    """The steady state of a run, or why it has none. change: of the server's pace."""
     if flows.changes(manifest.arrival):
         return None, "the load itself changes"
+    if change is not None and change.kind != "slow_start":
+        return None, "the server changed its pace"
     seen = flows.stamps(measured, manifest)
-    span, why = steady.find(seen)
+    span, why = steady.find(seen, 0.0 if change is None or change.at_s is None else change.at_s)
     if span is None:
         return None, why
     inside = (seen.sent_s >= span.from_s) & (seen.sent_s <= span.to_s)
@@ -75,17 +76,22 @@ def window(measured: Table, manifest: Manifest, rules: Convention) -> tuple[Wind
     if (measured.output_tokens[seen.rows] >= 0).all():
         last_s, tokens = flows.cut(seen, measured, span.to_s)
         throughput["output_tokens_per_s"] = steady.spread_rate(seen.first_s, last_s, tokens, span)
-    requests, enough = int(inside.sum()), int(inside.sum()) >= LEAST_FOR_P99
+    replies = steady.of_whole_replies(seen, span)
     found: dict[str, dict[str, steady.Estimate]] = {}
     for name in PHASE_METRICS:
         values = metrics.column(measured, name, rules)[seen.rows]
         estimates = {
-            statistic: steady.of_sent(values, seen.sent_s, span, of)
-            for statistic, of in STATISTICS.items()
-            if statistic != "p99" or enough
+            statistic: steady.of_sent(values, seen.sent_s, span if name == "ttft_ms" else replies, share)
+            for statistic, share in STATISTICS.items()
         }
-        found[name] = {statistic: each for statistic, each in estimates.items() if each is not None}
-    return Window(from_s=span.from_s, to_s=span.to_s, requests=requests, throughput=throughput, metrics=found), ""
+        found[name] = {
+            statistic: each
+            for statistic, each in estimates.items()
+            if each is not None and (statistic in _ALWAYS or each.low is not None)
+        }
+    return Window(
+        from_s=span.from_s, to_s=span.to_s, requests=int(inside.sum()), throughput=throughput, metrics=found
+    ), ""
 
 
 def lengths(asked_tokens: NDArray[np.int64], law: object = None) -> Lengths | None:

@@ -441,23 +441,23 @@ def render(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def aligned(rows: _Rows, least: int) -> list[str]:
+def aligned(rows: Rows, least: int, names: int = 21) -> list[str]:
     """The lines of a table for a terminal, whose cells never touch: a name, and cells in columns of `least` characters
-    or more."""
+    or more. names: characters of a name."""
     cells = [values for _, values in rows]
     widths = [max(least, *(1 + len(cell) for cell in column)) for column in zip(*cells, strict=True)]
     return [
-        f"{escaped(name):<21} " + "".join(f"{cell:>{width}}" for cell, width in zip(values, widths, strict=True))
+        f"{escaped(name):<{names}} " + "".join(f"{cell:>{width}}" for cell, width in zip(values, widths, strict=True))
         for name, values in rows
     ]
 
 
 _LATENCY_COLUMNS = tuple(f"{name} {statistic}" for name in ("ttft", "tpot", "e2el") for statistic in ("p50", "p99"))
 _STEADY = ("mean", "p50", "p99")
-_Rows = list[tuple[str, list[str]]]  # the name of each row, and its cells
+Rows = list[tuple[str, list[str]]]  # the name of each row, and its cells
 
 
-def _parts(report: Report) -> Iterator[tuple[str, tuple[str, ...], _Rows]]:
+def _parts(report: Report) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
     """The run in parts, where it has any: what a row is, the columns, the rows. Latencies are in ms."""
     if report.steady is not None and report.steady.window is not None:
         found = report.steady.window.metrics

@@ -82,7 +82,9 @@ def stamps(measured: Table, manifest: Manifest) -> Stamps:
     times = (measured.sent_ns, measured.first_token_ns, measured.last_token_ns, measured.done_ns)
     sent_s, first_s, last_s, done_s = (each[rows] / 1e9 for each in times)
     tokens = np.maximum(measured.output_tokens[rows], 0).astype(np.float64)
-    return Stamps(rows, sent_s, first_s, last_s, done_s, tokens, slots(manifest.arrival))
+    counted, asked = measured.prompt_tokens[rows], measured.asked_prompt_tokens[rows]
+    prompt_tokens = np.maximum(np.where(counted >= 0, counted, asked), 0).astype(np.float64)
+    return Stamps(rows, sent_s, first_s, last_s, done_s, tokens, slots(manifest.arrival), prompt_tokens)
 
 
 def cut(seen: Stamps, measured: Table, to_s: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -9,33 +9,33 @@ lives, or few requests.
 
 Rates count the requests that ended in the window, and the tokens that came in it: those of a reply as if they came
 evenly from its first to its last, but where the end of the window cuts it, since in the drain they come faster.
-Latencies are those of the requests that were sent in it. Intervals are
-of 95 %, over ten parts of the window (batch means).
+Latencies are those of the requests that were sent in it; of whole
+replies, of those that were sent a life before its end, since the rest ends in the drain.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from loadgen.steady import blocks
+
 BINS = 50  # in which the token rate and the waits are looked at
-PARTS = 10
 FILL_LIVES = 2.0  # until a second wave of requests has mixed
 LEAST_LIVES, LEAST_RATIO, LEAST_REQUESTS = 2.0, 1 / 3, 40
 MOST_DROPPED_RATIO = 0.75  # of what MSER looks at: the last quarter is too short to be steadier by more than luck
-T_9 = 2.262  # Student's t, 97.5 %, of ten parts
 
 Floats = NDArray[np.float64]
 
 
 class Stamps(NamedTuple):
     """Requests that ended ok, in the order in which they were sent, seconds of the run, (n,) each. rows: of the
-    table. tokens: of each reply. slots: of a closed loop; None where requests arrive by themselves."""
+    table. tokens: of each reply. slots: of a closed loop; None where requests arrive by themselves. prompt_tokens: of
+    each request, 0 where nobody knows."""
 
     rows: NDArray[np.int64]
     sent_s: Floats
@@ -44,6 +44,7 @@ class Stamps(NamedTuple):
     done_s: Floats
     tokens: Floats
     slots: int | None = None
+    prompt_tokens: Floats | float = 0.0
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -55,17 +56,18 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """From when to when, seconds of the run."""
+    """From when to when, seconds of the run. blocks: into how many it is cut for its intervals; 0: it has none."""
 
     from_s: float
     to_s: float
+    blocks: int = blocks.MOST
 
-    def parts(self) -> Floats:
-        """The edges of its ten parts (11,)."""
-        return np.linspace(self.from_s, self.to_s, PARTS + 1)
+    def edges_s(self) -> Floats:
+        """Of its blocks."""
+        return np.linspace(self.from_s, self.to_s, max(1, self.blocks) + 1)
 
 
-def find(seen: Stamps) -> tuple[Span | None, str]:
+def find(seen: Stamps, not_before_s: float = 0.0) -> tuple[Span | None, str]:
     """The window, or why there is none, one clause."""
     n = len(seen.sent_s)
     if n < LEAST_REQUESTS:
@@ -76,7 +78,7 @@ def find(seen: Stamps) -> tuple[Span | None, str]:
     lives_s = seen.done_s - seen.sent_s
     alone = seen.slots or max(8, int(np.searchsorted(seen.sent_s, begin_s + (end_s - begin_s) / 8)))
     filled_s = begin_s + FILL_LIVES * float(np.quantile(lives_s[:alone], 0.9))
-    start_s = max(filled_s, steadied_s(seen, begin_s, end_s))
+    start_s = max(not_before_s, filled_s, steadied_s(seen, begin_s, end_s))
     life_s = float(np.median(lives_s))
     sent = int(np.count_nonzero(seen.sent_s >= start_s))
     if end_s - start_s < max(LEAST_LIVES * life_s, LEAST_RATIO * (end_s - begin_s)) or sent < LEAST_REQUESTS:
@@ -85,7 +87,15 @@ def find(seen: Stamps) -> tuple[Span | None, str]:
             requests = math.ceil(n * lasts_s / (end_s - begin_s) / 10) * 10
             return None, f"the run is too short: about {requests:,} requests would do"
         return None, "it was still changing, or too few requests were sent after its start"
-    return Span(start_s, end_s), ""
+    return Span(start_s, end_s, blocks.count(end_s - start_s, life_s, closed=seen.slots is not None)), ""
+
+
+def of_whole_replies(seen: Stamps, span: Span) -> Span:
+    """The part of the window whose requests have their replies in it, by the life of nine in ten."""
+    lives_s = (seen.done_s - seen.sent_s)[seen.sent_s >= span.from_s]
+    to_s = max(span.from_s, span.to_s - float(np.quantile(lives_s, 0.9)))
+    closed = seen.slots is not None
+    return Span(span.from_s, to_s, blocks.count(to_s - span.from_s, float(np.median(lives_s)), closed=closed))
 
 
 def steadied_s(seen: Stamps, begin_s: float, end_s: float) -> float:
@@ -126,29 +136,40 @@ def spread(begin_s: Floats, end_s: Floats, weights: Floats, edges_s: Floats) -> 
 
 def rate(at_s: Floats, span: Span) -> Estimate:
     """How many of the instants (n,) fall into a second of the window."""
-    per_s: Floats = np.float64(PARTS / (span.to_s - span.from_s)) * np.histogram(at_s, span.parts())[0]
+    edges_s = span.edges_s()
+    per_s: Floats = np.histogram(at_s, edges_s)[0] / np.diff(edges_s)
     return _estimate(float(per_s.mean()), per_s)
 
 
 def spread_rate(begin_s: Floats, end_s: Floats, weights: Floats, span: Span) -> Estimate:
     """How much of the weights (n,), each spread evenly from its begin to its end, falls into a second of the window."""
-    edges_s = span.parts()
+    edges_s = span.edges_s()
     per_s = spread(begin_s, end_s, weights, edges_s) / np.diff(edges_s)
     return _estimate(float(per_s.mean()), per_s)
 
 
-def of_sent(values: Floats, sent_s: Floats, span: Span, statistic: Callable[[Floats], float]) -> Estimate | None:
-    """A statistic of values (n,) of requests that were sent in the window, NaN where one has none; None without any."""
+def of_sent(values: Floats, sent_s: Floats, span: Span, share: float | None = None) -> Estimate | None:
+    """The percentile `share`, else the mean, of values (n,) of requests that were sent in the window, NaN where one has
+    none; None without any."""
     known = ~np.isnan(values) & (sent_s >= span.from_s) & (sent_s <= span.to_s)
-    inside, part = values[known], np.searchsorted(span.parts()[1:-1], sent_s[known], side="right")
+    inside = values[known]
     if not len(inside):
         return None
-    value, counts = statistic(inside), np.bincount(part, minlength=PARTS)
+    value = float(inside.mean() if share is None else np.quantile(inside, share))
+    if not span.blocks:
+        return Estimate(value)
+    block = np.searchsorted(span.edges_s()[1:-1], sent_s[known], side="right")
+    counts = np.bincount(block, minlength=span.blocks).astype(np.float64)
     if counts.min() < 2:
         return Estimate(value)
-    return _estimate(value, np.asarray([statistic(inside[part == each]) for each in range(PARTS)]))
+    if share is None:
+        return _estimate(value, np.bincount(block, weights=inside, minlength=span.blocks) / counts)
+    within = np.bincount(block, weights=inside <= value, minlength=span.blocks).astype(np.float64)
+    bounds = blocks.of_percentile(np.sort(inside), share, counts, within)
+    return Estimate(value, *(bounds or ()))
 
 
-def _estimate(value: float, parts: Floats) -> Estimate:
-    reach = T_9 * float(parts.std(ddof=1)) / math.sqrt(PARTS)
-    return Estimate(value, max(0.0, value - reach), value + reach)
+def _estimate(value: float, each: Floats) -> Estimate:
+    """each: of the blocks."""
+    reach = blocks.mean_reach(each)
+    return Estimate(value) if reach is None else Estimate(value, max(0.0, value - reach), value + reach)

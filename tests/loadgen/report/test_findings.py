@@ -16,7 +16,7 @@ from loadgen.report import build, findings, text
 from loadgen.report.metrics import CONVENTIONS
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table, table
-from tests.loadgen.tables import facts, manifest, request
+from tests.loadgen.tables import facts, failure, manifest, request
 
 CLEAN = 4000  # enough for p99.9
 
@@ -551,6 +551,41 @@ def test_a_load_that_the_server_never_saw() -> None:
     )
     found = severities(records, run=manifest(arrival="constant:8", requests_planned=40))
     assert found["TRANSIENT"] == "warning"
+
+
+def test_a_server_that_died_in_the_middle() -> None:
+    """A closed loop whose requests fail from 49 s on; a server that fails now and then has not ended."""
+    answered = [request(at, scheduled=at * 100, sent=at * 100, first=at * 100 + 700) for at in range(490)]
+    refused = [failure(at, "http_error", sent=at * 100, done=at * 100 + 1200) for at in range(490, 900)]
+    (finding, *_) = build.build(
+        manifest(arrival="concurrency:8"), table([*answered, *refused]), [facts()]
+    ).verdict.findings
+    assert (finding.code, finding.severity) == ("SERVER_ENDED", "invalid")
+    assert "From 49.66 s on the server answered nothing: all 410 requests" in finding.message
+    some = [*answered[:-9], *refused[:9]]
+    assert "SERVER_ENDED" not in severities(table(some), run=manifest(arrival="concurrency:8"))
+
+
+def test_a_server_that_changed_its_pace() -> None:
+    """One request at a time: a token takes 20 ms, and from the middle on 40."""
+
+    def one_at_a_time(slower: float) -> Table:
+        rows, at_ms = [], 0.0
+        for number in range(400):
+            gap_ms = 20.0 * (slower if number >= 200 else 1) * (1 + number % 7 / 100)
+            rows.append(request(number, scheduled=at_ms, sent=at_ms, first=at_ms + 50, gaps=(gap_ms,) * 9))
+            at_ms += 50 + 9 * gap_ms
+        return table(rows)
+
+    run = manifest(arrival="concurrency:1")
+    built = build.build(run, one_at_a_time(2.0), [facts()])
+    (finding,) = [each for each in built.verdict.findings if each.code == "UNSTEADY"]
+    assert finding.severity == "warning" and "at 47.90 s: from then on a token took 1.98" in finding.message
+    assert (
+        built.steady is not None and built.steady.window is None and built.steady.why == "the server changed its pace"
+    )
+    assert "TRANSIENT" not in severities(one_at_a_time(2.0), run=run)
+    assert "UNSTEADY" not in severities(one_at_a_time(1.0), run=run)
 
 
 def test_large_numbers_do_not_touch() -> None:

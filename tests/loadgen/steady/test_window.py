@@ -7,53 +7,54 @@ import pytest
 
 from loadgen.steady import window
 from loadgen.steady.window import Span, Stamps
+from tests.loadgen.steady import queues
+from tests.loadgen.steady.queues import Batches
 
 
-def closed_loop(slots: int, requests: int, seed: int = 1) -> Stamps:
-    """Each slot sends its next request when the last has ended. A step takes 4 ms and 0.16 ms a reply, 16 ms more for
-    each prompt that begins in it, of which there are at most eight."""
+def closed_loop(slots: int, requests: int, seed: int = 1) -> tuple[Batches, Stamps]:
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(64, 449, requests)
-    times = np.zeros((3, requests))  # sent, first token, done
-    left, at_s, following = dict.fromkeys(range(slots), 0), 0.0, slots
-    waiting, running = list(range(slots)), []
-    while waiting or running:
-        begun, waiting = waiting[:8], waiting[8:]
-        running += begun
-        at_s += 0.004 + 0.00016 * len(running) + 0.016 * len(begun)
-        times[1, begun] = at_s
-        for each in running:
-            left[each] = left.get(each, 0) + 1
-        over = [each for each in running if left[each] >= tokens[each]]
-        running = [each for each in running if left[each] < tokens[each]]
-        times[2, over] = at_s
-        for _ in over:
-            if following < requests:
-                times[0, following] = at_s
-                waiting.append(following)
-                following += 1
-    sent_s, first_s, done_s = times
-    return Stamps(np.arange(requests), sent_s, first_s, done_s, done_s, tokens.astype(np.float64), slots)
+    loop = queues.batches(queues.drawn_tokens((1, requests), rng), slots)
+    return loop, loop.stamps()[0]
 
 
 def test_a_closed_loop_of_ten_requests_a_slot_has_the_numbers_of_a_long_one() -> None:
-    long, short = closed_loop(16, 1600, seed=2), closed_loop(16, 160)
-    truth = Span(float(long.sent_s[400]), float(long.sent_s[-1]))
-    (true_rate,) = window.spread(long.first_s, long.last_s, long.tokens, np.asarray([truth.from_s, truth.to_s]))
+    (_, long), (loop, short) = closed_loop(16, 1600, seed=2), closed_loop(16, 160)
+    edges_s = np.asarray([long.sent_s[400], long.sent_s[-1]])
+    (true_tokens,) = window.spread(long.first_s, long.last_s, long.tokens, edges_s)
     span, why = window.find(short)
     assert span is not None and not why
-    found = window.spread_rate(short.first_s, short.last_s, short.tokens, span)
-    assert found.value == pytest.approx(true_rate / (truth.to_s - truth.from_s), rel=0.03)
+    last_s, tokens = loop.cut(0, short, span.to_s)
+    found = window.spread_rate(short.first_s, last_s, tokens, span)
+    assert found.value == pytest.approx(true_tokens / float(np.diff(edges_s)[0]), rel=0.03)
     whole = float(short.tokens.sum() / short.done_s.max())
     assert whole < 0.97 * found.value  # its drain is in it
     waits_s = short.first_s - short.sent_s
-    p99 = window.of_sent(waits_s, short.sent_s, span, lambda values: float(np.percentile(values, 99)))
+    p99 = window.of_sent(waits_s, short.sent_s, span, 0.99)
     assert p99 is not None and p99.value < 0.6 * np.percentile(waits_s, 99)  # the first sixteen prompts are not
+
+
+def test_the_windows_of_closed_loops_hold_the_truth() -> None:
+    """60 loops of twenty requests a slot: means are those of a long run, and intervals hold it as often as they say."""
+    rng = np.random.default_rng(6)
+    loops = queues.batches(queues.drawn_tokens((60, 640), rng), 32)
+    (long,) = queues.batches(queues.drawn_tokens((1, 6400), rng), 32).stamps()
+    middle = (long.sent_s > long.sent_s[1600]) & (long.sent_s < long.sent_s[-1])
+    truth_s = float(np.mean((long.done_s - long.sent_s)[middle]))
+    found = []
+    for seen in loops.stamps():
+        span, _ = window.find(seen)
+        if span is not None:
+            replies = window.of_whole_replies(seen, span)
+            found.append(window.of_sent(seen.done_s - seen.sent_s, seen.sent_s, replies))
+    known = [each for each in found if each is not None and each.low is not None and each.high is not None]
+    assert len(known) > 40
+    assert np.mean([each.value for each in known]) == pytest.approx(truth_s, rel=0.02)
+    assert np.mean([(each.low or 0) <= truth_s <= (each.high or 0) for each in known]) >= 0.85
 
 
 @pytest.mark.parametrize("requests", [16, 32, 48])
 def test_a_short_closed_loop_has_none_and_says_how_many_would_do(requests: int) -> None:
-    span, why = window.find(closed_loop(16, requests))
+    span, why = window.find(closed_loop(16, requests)[1])
     assert span is None
     assert why.startswith("fewer than 40 requests" if requests < 40 else "the run is too short: about ")
 
@@ -88,7 +89,7 @@ def test_intervals_hold_the_truth_of_noise() -> None:
     span, sent_s, held = Span(0.0, 1000.0), np.linspace(0, 1000, 500), 0
     for seed in range(200):
         values = np.random.default_rng(seed).exponential(1.0, 500)
-        found = window.of_sent(values, sent_s, span, lambda each: float(each.mean()))
+        found = window.of_sent(values, sent_s, span)
         assert found is not None and found.low is not None and found.high is not None
         held += found.low <= 1.0 <= found.high
     assert 0.9 * 200 <= held <= 0.99 * 200

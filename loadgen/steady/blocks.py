@@ -1,0 +1,69 @@
+"""95 % intervals of what one run measured, by blocks of its busy periods. Pure.
+
+Requests that were under way together are alike, so a run holds about as many independent moments as lives fit into it,
+not as many as it has requests. It is cut by time into up to ten blocks, each long enough to hang little on the one
+before it: two lives of a closed loop, whose requests are always the same many, and three where they arrive by
+themselves, since a queue remembers longer. Where too few blocks fit, there is no interval: a burst is one moment.
+
+Of a mean, Student's t over the blocks' means. Of a percentile, the same over the shares of the blocks' values that lie
+at or under it, turned back into values (Woodruff 1952): none where that reaches beyond the largest value, or where less
+than a few independent values lie beyond the percentile. How often these hold: docs/accuracy.md.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST = 10
+LIVES_CLOSED, LEAST_CLOSED = 2.0, 3  # lives a block, and blocks
+LIVES, LEAST = 3.0, 4
+BEYOND = 5.0  # independent values beyond a percentile, at the least
+FLOOR = 0.5  # of the variance that independent values would have: blocks that are alike by chance
+# Student's t, 97.5 %, of 1 to 30 degrees of freedom; beyond, the normal distribution's is at most 4 % too small.
+T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+NORMAL_975 = 1.96
+
+Floats = NDArray[np.float64]
+Bounds = tuple[float, float]
+
+
+def t_975(freedom: float) -> float:
+    """Rounded down to whole degrees of freedom, so the interval is too wide rather than too narrow."""
+    whole = max(1, math.floor(freedom + 1e-9))  # n - 1 may come out a rounding error short
+    return T_975[whole - 1] if whole <= len(T_975) else NORMAL_975
+
+
+def count(lasts_s: float, life_s: float, *, closed: bool) -> int:
+    """Into how many blocks that time is cut; 0 where there are too few. life_s: of the usual request."""
+    most = MOST if life_s <= 0 else min(MOST, int(lasts_s / life_s / (LIVES_CLOSED if closed else LIVES)))
+    return most if lasts_s > 0 and most >= (LEAST_CLOSED if closed else LEAST) else 0
+
+
+def mean_reach(blocks: Floats) -> float | None:
+    """Half of the interval of the mean of which each block (b,) shows one; None of too few."""
+    if len(blocks) < LEAST_CLOSED:
+        return None
+    return t_975(len(blocks) - 1) * float(blocks.std(ddof=1)) / math.sqrt(len(blocks))
+
+
+def of_percentile(ascending: Floats, share: float, counts: Floats, within: Floats) -> Bounds | None:
+    """Of the percentile `share` of the values (n,). counts and within: of each block (b,) its values, and those of them
+    that are at or under the percentile."""
+    b, n = len(counts), float(counts.sum())
+    if b < LEAST_CLOSED or n < 1:
+        return None
+    apart = (within - within.sum() / n * counts) * (b / n)
+    variance, independent = float(apart.var(ddof=1)) / b, share * (1 - share) / n
+    moments = share * (1 - share) / max(variance, independent)  # as many independent values say as much
+    widest = t_975(b - 1) * math.sqrt(max(variance, independent))
+    if widest > min(share, 1 - share) - 1 / n or moments * min(share, 1 - share) < BEYOND:
+        return None
+    reach = max(t_975(b - 1) * math.sqrt(variance), NORMAL_975 * math.sqrt(FLOOR * independent))
+    found = np.quantile(ascending, (share - reach, share + reach))
+    return float(found[0]), float(found[1])
