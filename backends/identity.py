@@ -64,13 +64,13 @@ class _Identity(msgspec.Struct):
 def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
     """Backend name of the server, or the owner that it names, and what it says. Raises ProtocolError."""
     try:
-        identity = msgspec.json.decode(body, type=_Identity)
+        identity = msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"), type=_Identity)
     except UNDECODABLE:
         identity = _Identity()
     if identity.data:
         first = identity.data[0]
         kind = "tgi" if first.owner and first.owner == first.id else first.owner
-        names = tuple(printable(model.id) for model in identity.data)
+        names = tuple(dict.fromkeys(printable(model.id) for model in identity.data))
         limits = {model.limit for model in identity.data if model.limit is not None}
         limit = limits.pop() if len(limits) == 1 else None
         if len(names) > 1 or "*" in first.id:  # several names or adapters: it is not for us to choose

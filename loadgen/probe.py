@@ -50,7 +50,7 @@ def identify(backend: Backend, target: Target, *, named: bool) -> Identity:
         if status != 200:
             redirect = f" and redirects to {printable(headers['location'])}" if "location" in headers else ""
             reasons.append(f"GET {target.url_of(path)} answers {status}{redirect}")
-            well = well and 400 <= status <= 501 and status != 500
+            well = well and status <= 501 and status != 500
             continue
         try:
             return Identity(backend.read_info(path, body), emulated)
@@ -59,8 +59,13 @@ def identify(backend: Backend, target: Target, *, named: bool) -> Identity:
             reasons.append(str(error))
     if named and well and not other:
         return Identity(ServerInfo(), emulated, reasons[0])
-    advice = "" if other or named or not well else " If it has no list of models, name the one to ask for with --model."
-    raise ServerError(f"{target.url} does not look like a {backend.name} server: {'; '.join(reasons)}.{advice}")
+    advice = ""
+    if not well:
+        advice = " Look at its log, and wait until it is ready."
+    elif not (other or named):
+        advice = " If it has no list of models, name the one to ask for with --model."
+    kind = f"{'an' if backend.name[0] in 'aeiou' else 'a'} {backend.name}"
+    raise ServerError(f"{target.url} does not look like {kind} server: {'; '.join(reasons)}.{advice}")
 
 
 def account(backend: Backend, target: Target) -> Account:

@@ -53,6 +53,8 @@ LISTLESS: list[Answer] = [
     (404, {"detail": "Not Found"}),
     (405, {"detail": "Method Not Allowed"}),
     (501, b""),
+    (302, b""),
+    (204, b""),
     (200, [{"id": "m", "object": "model"}]),
     (200, {"object": "list", "data": None}),
     (200, {"object": "list", "data": []}),
@@ -81,7 +83,7 @@ def test_a_server_without_a_list_of_models_is_measured_as_the_options_say(
         ((401, b""), CHAT, "--api-key-env"),
         ((403, b""), CHAT, "--api-key-env"),
         ((500, b""), CHAT, "answers 500"),
-        ((503, b""), CHAT, "/v1/models answers 503"),
+        ((503, b""), CHAT, "does not look like an openai-chat server: GET .*/v1/models answers 503.* it is ready"),
         ((200, {"data": [{"id": "m", "owned_by": "sglang"}]}), VLLM, "use --backend sglang"),
     ],
 )
@@ -98,6 +100,12 @@ def test_a_list_of_what_routers_write() -> None:
     entry = {"id": "m", "owned_by": None, "max_model_len": "8192", "created": "today", "pricing": {"prompt": "0"}}
     assert described((200, {"data": [entry]})) == (ServerInfo(model="m"), False, "")
     assert described((200, {"data": [entry | {"max_model_len": 9}]})).info == ServerInfo("m", 9)
+
+
+def test_a_list_with_a_mark_or_a_name_twice() -> None:
+    marked = b"\xef\xbb\xbf" + msgspec.json.encode({"data": [{"id": "m"}]})
+    assert described((200, marked)) == (ServerInfo(model="m"), False, "")
+    assert described((200, {"data": [{"id": "m"}, {"id": "m"}]})) == (ServerInfo(model="m"), False, "")
 
 
 def test_a_pattern_is_no_name() -> None:
