@@ -185,6 +185,7 @@ class Backend:
     info_paths: tuple[str, ...]
     read_info: Callable[[str, bytes], ServerInfo]
     server_metrics: Mapping[str, str]
+    metrics_path: str = "/metrics"
     adapter: Adapter | None = None
     any_server: bool = False
     keeper: Callable[[bool, Kept], Decoder] | None = None

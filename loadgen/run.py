@@ -317,8 +317,7 @@ class Run:
     async def _send(self, plan: Plan, served: Served, monitor: Monitor, watch: Progress | None) -> None:
         """Sends the load and leaves the records, watched from beside."""
         if self.config.server_metrics:
-            target = msgspec.structs.asdict(served.target)
-            source = MetricsSource(**target, series=dict(self.backend.server_metrics), replicas=self.config.replicas)
+            source = MetricsSource.of(served.target, self.backend, self.config.replicas)
             gpu_indices = await asyncio.to_thread(served.gpu_indices, self.config)
             monitor.begin(self.directory, self.run_id, source, gpu_indices, expected(plan.job.load))
         else:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Self
 from urllib.parse import urlsplit
 
 import msgspec
 
-from backends.protocol import HttpRequest
+from backends.protocol import Backend, HttpRequest
 from loadgen.target import Target
 
 PERIOD_S = 1.0
 
 
 class MetricsSource(Target, frozen=True, kw_only=True):
-    """A server's /metrics. series: our name of a series -> the server's (`Backend.server_metrics`). replicas: the
-    /metrics of those behind a router; empty: the server's own. The token is in messages alone, never in an argument or
-    a file."""
+    """A server's Prometheus metrics. series: our name of a series -> the server's (`Backend.server_metrics`). replicas:
+    the /metrics of those behind a router; empty: the server's own at metrics_path. The token is in messages alone,
+    never in an argument or a file."""
 
     series: dict[str, str]
     replicas: tuple[str, ...] = ()
+    metrics_path: str = "/metrics"
+
+    @classmethod
+    def of(cls, target: Target, backend: Backend, replicas: tuple[str, ...]) -> Self:
+        series, path = dict(backend.server_metrics), backend.metrics_path
+        return cls(**msgspec.structs.asdict(target), series=series, replicas=replicas, metrics_path=path)
 
     @property
     def metrics_urls(self) -> tuple[str, ...]:
-        return self.replicas or (self.url_of("/metrics"),)
+        return self.replicas or (self.url_of(self.metrics_path),)
 
     def headers_for(self, url: str, request: HttpRequest) -> dict[str, str]:
         """What a request to that address carries: secrets go to the server itself alone."""

@@ -60,13 +60,7 @@ async def idle(look: Look, limit_s: float = LIMIT_S) -> Wait:
 async def looking_at(run: Run, served: Served) -> Look:
     """How to look at this server, which is idle now or as busy as others keep it. Raises as `Run.plan` does."""
     if run.config.server_metrics and run.backend.server_metrics and not run.backend.stale_gauges:
-        metrics = _ByMetrics(
-            MetricsSource(
-                **msgspec.structs.asdict(served.target),
-                series=dict(run.backend.server_metrics),
-                replicas=run.config.replicas,
-            )
-        )
+        metrics = _ByMetrics(MetricsSource.of(served.target, run.backend, run.config.replicas))
         if await metrics.shown():
             return metrics
     plan = await run.plan(served)

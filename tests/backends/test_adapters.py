@@ -71,7 +71,7 @@ def test_the_same_memory_for_all() -> None:
 
 def test_all_of_the_memory() -> None:
     assert words("vllm", memory_ratio=1.0)["--gpu-memory-utilization"] == "1"
-    for name in ("lightllm", "tgi", "sglang"):
+    for name in ("lightllm", "tgi", "sglang", "trtllm", "lmdeploy"):
         with pytest.raises(LaunchError, match=f"^{name} takes no --memory-ratio of 1; .*\\.$"):
             adapter(name).invoke(settings(memory_ratio=1.0))
 
@@ -139,6 +139,35 @@ def test_nobody_has_fewer_graphs_than_it_would_have_alone() -> None:
     assert words("lightllm", max_running=6)["--graph_max_batch_size"] == "6"
 
 
+def trtllm_options(**more: Any) -> Any:
+    """What stands in the file that trtllm-serve is started with."""
+    asked = adapter("trtllm").invoke(settings(**more))
+    assert asked.arguments[0] == "/models/m" and words("trtllm", **more)["--config"] == "/cfg/trtllm.json"
+    return json.loads(asked.files["trtllm.json"])
+
+
+def test_trtllm_in_its_own_words() -> None:
+    asked = words("trtllm", max_batched_tokens=3000)
+    sizes = {"--tp_size": "2", "--max_batch_size": "1024", "--max_seq_len": "4096", "--max_num_tokens": "3000"}
+    assert sizes.items() <= asked.items()
+    plain = trtllm_options()
+    assert plain["kv_cache_config"] == {"enable_block_reuse": False, "free_gpu_memory_fraction": 0.9}
+    assert plain["dtype"] == "float16" and plain["return_perf_metrics"]
+    assert "load_format" not in plain and "allreduce_strategy" not in plain
+    other = trtllm_options(dummy_weights=True, p2p=False, prefix_caching=True, kv_cache_dtype="fp8")
+    assert (other["load_format"], other["allreduce_strategy"]) == ("dummy", "NCCL")
+    assert other["kv_cache_config"]["enable_block_reuse"] and other["kv_cache_config"]["dtype"] == "fp8"
+    assert adapter("trtllm").image_command == ("trtllm-serve",)
+
+
+def test_lmdeploy_in_its_own_words() -> None:
+    asked = words("lmdeploy", max_batched_tokens=3000, prefix_caching=True)
+    said = {"--server-name": "0.0.0.0", "--server-port": "8000", "--session-len": "4096", "--max-batch-size": "1024",
+            "--cache-max-entry-count": "0.9", "--max-prefill-token-num": "3000", "--model-name": "m"}  # fmt: skip
+    assert said.items() <= asked.items() and "--enable-prefix-caching" in asked
+    assert "--enable-prefix-caching" not in words("lmdeploy")
+
+
 def test_sglang_in_its_own_words() -> None:
     asked = words("sglang", dummy_weights=True, max_batched_tokens=4096, kv_cache_dtype="fp8_e4m3", quantization="fp8")
     assert (asked["--load-format"], asked["--chunked-prefill-size"]) == ("dummy", "4096")
@@ -194,6 +223,8 @@ def test_p2p_off(name: str) -> None:
             "lightllm": {"--disable_symm_mem_allreduce", "--disable_flashinfer_allreduce"},
             "tgi": set(),
             "sglang": {"--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"},
+            "lmdeploy": set(),
+            "trtllm": set(),  # its file says it
         }[name]
     )
 
@@ -234,7 +265,7 @@ def test_version_in(text: str, version: tuple[int, ...] | None) -> None:
 
 def test_dummy_weights() -> None:
     assert words("vllm", dummy_weights=True)["--load-format"] == "dummy"
-    assert [name for name in STARTED if adapter(name).dummy_weights] == ["llamacpp", "sglang", "vllm"]
+    assert [name for name in STARTED if adapter(name).dummy_weights] == ["llamacpp", "sglang", "trtllm", "vllm"]
 
 
 @pytest.mark.parametrize("before", [None, b"{}", b'{"eos_token_id": 2, "top_p": 0.9}', b'{"eos_token_id": [2, 3]}'])

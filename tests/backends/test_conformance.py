@@ -34,7 +34,8 @@ def values(tree: object) -> list[object]:
 
 
 def test_the_built_in_ones_are_there() -> None:
-    assert {"lightllm", "llamacpp", "openai", "openai-chat", "sglang", "tgi", "vllm"} <= set(backends.available())
+    built_in = {"lightllm", "llamacpp", "openai", "openai-chat", "sglang", "tgi", "vllm"}
+    assert built_in | {"dynamo", "lmdeploy", "ollama", "trtllm"} <= set(backends.available())
 
 
 def test_unknown_name() -> None:

@@ -56,6 +56,8 @@ ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG, LLAMACPP, OTHE
         ("openai", VLLM, ServerInfo(model="m", max_total_tokens=4096)),
         ("openai", OTHER, ServerInfo(model="m", max_total_tokens=7)),
         ("sglang", SGLANG, ServerInfo(model="m", max_total_tokens=8192)),
+        ("ollama", ("/api/tags", b'{"models":[{"name":"qwen3:8b","size":1}]}'), ServerInfo(model="qwen3:8b")),
+        ("ollama", ("/api/tags", b'{"models":[{"name":"a"},{"name":"b"}]}'), ServerInfo(models=("a", "b"))),
         ("openai-chat", LIGHTLLM, ServerInfo(model="m", max_total_tokens=8192)),
         ("openai-chat", TGI_MODELS, ServerInfo(model="tgi")),  # any other name would be an adapter's
     ],

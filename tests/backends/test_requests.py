@@ -59,6 +59,13 @@ WARM = Sampling(max_tokens=7, ignore_eos=False, temperature=0.5, seed=9, stream=
         ("sglang", TEXT, WARM, "/generate",
          {"text": "Hello 日\n", "stream": False,
           "sampling_params": {"max_new_tokens": 7, "temperature": 0.5, "ignore_eos": False}}),
+        *((name, IDS, KEPT, "/v1/completions",
+           {"model": "m", "prompt": [1, 15043, 3186], "max_tokens": 128, "temperature": 0.0, "seed": 0,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}})
+          for name in ("dynamo", "lmdeploy", "trtllm")),
+        ("ollama", TEXT, WARM, "/api/generate",
+         {"model": "m", "prompt": "Hello 日\n", "raw": True, "stream": False,
+          "options": {"num_predict": 7, "temperature": 0.5, "seed": 9}}),
         ("tgi", TEXT, GREEDY, "/generate_stream",
          {"inputs": "Hello 日\n",
           "parameters": {"max_new_tokens": 128, "do_sample": False, "details": True, "seed": 0}}),

@@ -14,9 +14,7 @@ from tests.backends.frames import Transcript
 from tests.backends.transcripts import TRANSCRIPTS
 from tests.backends.transcripts_real import body
 
-BACKENDS = {
-    name: backends.get(name) for name in ("lightllm", "llamacpp", "openai", "openai-chat", "sglang", "tgi", "vllm")
-}
+BACKENDS = {name: backends.get(name) for name in backends.available()}
 
 
 def replay(decoder: Decoder, pieces: list[bytes]) -> tuple[list[Delta], ProtocolError | None]:

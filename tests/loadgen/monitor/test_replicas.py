@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import backends
 from loadgen.config import Config, ConfigError
 from loadgen.monitor.messages import MetricsSource
 from loadgen.monitor.server_view import ReplicaStats, read
+from loadgen.target import Target
 from tests.loadgen.monitor.metrics_server import Script, scripted
 from tests.loadgen.monitor.test_server_view import RUN, at, seen, write
 from tests.loadgen.monitor.test_sidecar import TOKEN, monitored
@@ -80,6 +82,8 @@ def test_secrets_go_to_the_server_itself(tmp_path: Path, script: Script) -> None
 def test_addresses() -> None:
     config = Config(url="http://r:1", metrics_url=("http://a:8000", "http://b:8000/v1/", "http://c:1/engine/metrics"))
     assert config.replicas == ("http://a:8000/metrics", "http://b:8000/metrics", "http://c:1/engine/metrics")
+    strange = MetricsSource.of(Target("http://r:1/v1"), backends.get("trtllm"), ())
+    assert strange.metrics_urls == ("http://r:1/prometheus/metrics",)  # its /metrics is no Prometheus text
     source = MetricsSource(url="http://r:1/v1", series={})
     assert source.metrics_urls == ("http://r:1/metrics",)
 
