@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 
 if __name__ != "__main__":  # the supervisor has the standard library only
     from backends.launch import Exit, LaunchError, Running, Start
+    from backends.untrusted import writings
 
 NAME = "process"
 STOP_S = 20.0  # from SIGTERM to SIGKILL, when we end the server
 REST_S = 2.0  # the same for what a server that ended by itself left running
 KILL_S = 10.0  # how long a killed process may take to vanish: freeing GPUs takes time, a stuck driver takes forever
 TAIL_BYTES = 256 * 1024
-MIN_SECRET_BYTES = 4  # anything shorter is no secret, and to mask it would shred the log
 
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # they are about our Python, not the server's
 # Variables that decide how CUDA, NCCL, threads and servers work.
@@ -150,7 +150,7 @@ class _Order(NamedTuple):
     argv: tuple[str, ...]
     env: dict[str, str]
     log: str
-    secrets: list[str]
+    secrets: list[tuple[str, str]]
     stop_s: float
 
 
@@ -177,7 +177,7 @@ class _Supervised:
     def __init__(self, start: Start, log: int) -> None:
         env = _environment(start)
         self.log = start.log
-        self._secrets = [env[name] for name in (*start.secrets, *_TOKENS) if env.get(name)]
+        self._secrets = writings(env[name] for name in (*start.secrets, *_TOKENS) if env.get(name))
         stop_s = STOP_S if start.stop_s is None else start.stop_s
         self._patience_s = stop_s + KILL_S + 5.0
         self._exit: Exit | None = None
@@ -222,7 +222,7 @@ class _Supervised:
         kept = tail.splitlines()
         if size > TAIL_BYTES:
             del kept[:1]  # it is cut, perhaps within a secret that would not be recognised
-        return _masked(b"\n".join(kept[-lines:]), self._secrets).decode(errors="replace")
+        return masked_log(b"\n".join(kept[-lines:]), self._secrets).decode(errors="replace")
 
     def stop(self) -> None:
         self._close()
@@ -266,20 +266,21 @@ def _why_not(program: str, number: int) -> str:
     return f"{program} cannot be started: {os.strerror(number)}; check that it is a program for this machine."
 
 
-def _masked(text: bytes, secrets: Iterable[str]) -> bytes:
-    for secret in sorted(map(os.fsencode, secrets), key=len, reverse=True):  # one may hold another
-        if len(secret) >= MIN_SECRET_BYTES:
-            text = text.replace(secret, b"***")
+def masked_log(text: bytes, secrets: Iterable[tuple[str, str]]) -> bytes:
+    """secrets: as `untrusted.writings` has them."""
+    for part, pattern in secrets:
+        if os.fsencode(part) in text:
+            text = re.sub(pattern, "***", text.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
     return text
 
 
-def mask_file(path: Path, secrets: Sequence[str]) -> None:
+def mask_file(path: Path, secrets: Sequence[tuple[str, str]]) -> None:
     """Masks secrets in place. What is written is never longer than what was read, so it cannot overtake the reading."""
     if not secrets:
         return
     with contextlib.suppress(OSError), path.open("rb") as before, path.open("r+b") as after:
         for line in before:
-            after.write(_masked(line, secrets))
+            after.write(masked_log(line, secrets))
         after.truncate()
 
 

@@ -116,6 +116,8 @@ def read_json_lines(
 
 MASK = "***"
 LEAST_CHARS = 6  # anything shorter is no secret, and to mask it would shred texts
+LEAST_IN_LOGS = 4
+_UNCHANGED = re.compile("[A-Za-z0-9_.~-]+")
 
 hidden: set[str] = set()  # every writing of each secret of this process
 
@@ -135,6 +137,16 @@ def masked(text: str) -> str:
             if text.endswith(secret[:length]):
                 return text[:-length] + MASK
     return text
+
+
+def writings(secrets: Iterable[str]) -> list[tuple[str, str]]:
+    """For a log, which is masked where nothing but the standard library is: every writing of these secrets as a
+    pattern, the longest first, each after a part of it that no writing changes."""
+    forms = {form for secret in secrets for form in _forms(secret) if len(form) >= LEAST_IN_LOGS}
+    return [
+        (max(_UNCHANGED.findall(form), key=len, default=""), "".join(map(_character, form)))
+        for form in sorted(forms, key=len, reverse=True)
+    ]
 
 
 def without_secrets(value: T) -> T:
@@ -170,7 +182,7 @@ def _forms(secret: str) -> set[str]:
         except (binascii.Error, ValueError):
             pair = ""
         plain |= {pair, pair.partition(":")[2]}
-    packed = {base64.b64encode(each.encode()).decode() for each in plain if each}
+    packed = {base64.b64encode(each.encode("utf-8", "surrogateescape")).decode() for each in plain if each}
     urlsafe = {each.translate(str.maketrans("+/", "-_")) for each in packed}
     return plain | {each.rstrip("=") for each in packed | urlsafe}
 
@@ -186,7 +198,7 @@ def _character(char: str) -> str:
     """A pattern of one character: as it is, or as JSON, HTML or a URL has it."""
     if char.isascii() and (char.isalnum() or char in "-_.~"):  # which no writing changes
         return re.escape(char)
-    percent = "".join(rf"%{byte:02x}" for byte in char.encode())
+    percent = "".join(rf"%{byte:02x}" for byte in char.encode("utf-8", "surrogateescape"))
     escapes = [rf"\\u{ord(char):04x}", percent, f"&#{ord(char)};", f"&#x{ord(char):x};"]
     written = [rf"\\{re.escape(char)}"] if char in '"\\/' else ["[+]"] if char == " " else []
     named = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&apos;"}.get(char)

@@ -36,6 +36,8 @@ from backends.docker.ownership import (
     write_secrets,
 )
 from backends.launch import Exit, LaunchError, Mount, Start
+from backends.process import masked_log
+from backends.untrusted import writings
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -171,7 +173,7 @@ class Container:
         self.container = container
         self._log = start.log
         self._say = say
-        self._masked = [value.encode() for value in secrets.values()]
+        self._secrets = writings(secrets.values())
         self._secrets_directory = secrets_directory
         self._exit: Exit | None = None
         self._removed = False
@@ -195,7 +197,7 @@ class Container:
                 return "".join(self._log.read_text(errors="replace").splitlines(keepends=True)[-lines:])
             return ""
         with contextlib.suppress(*engine_errors()):
-            return self._without_secrets(self.container.logs(tail=lines)).decode(errors="replace")
+            return masked_log(self.container.logs(tail=lines), self._secrets).decode(errors="replace")
         return ""
 
     def stop(self) -> None:
@@ -239,7 +241,7 @@ class Container:
         except engine_errors() as error:
             if not is_gone(error):
                 failed.append(f"could not read the server's log: {reason_of(error)}.")
-        log = self._without_secrets(b"".join(chunks))
+        log = masked_log(b"".join(chunks), self._secrets)
         if len(log) > LOG_LIMIT_BYTES:
             log = log[-LOG_LIMIT_BYTES:].partition(b"\n")[2]
         try:
@@ -247,11 +249,6 @@ class Container:
             self._log.write_bytes(log)
         except OSError as error:
             failed.append(f"could not keep the server's log in {self._log}: {error.strerror}.")
-
-    def _without_secrets(self, log: bytes) -> bytes:
-        for value in self._masked:
-            log = log.replace(value, b"***")
-        return log
 
 
 def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) -> Container:

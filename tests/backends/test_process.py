@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import html
 import json
 import os
 import secrets
@@ -15,11 +17,13 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pytest
 
 from backends import process
 from backends.launch import Exit, LaunchError, Running, Start, died
+from backends.untrusted import writings
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process launcher needs Linux")
@@ -298,8 +302,19 @@ def test_masking_a_file_keeps_the_rest_of_it(tmp_path: Path) -> None:
     lines = [b"%d \xff%s %s\r" % (index, b"x" * index, b"hunter22" * (index % 3)) for index in range(300)]
     log.write_bytes(b"\n".join(lines * 20))
     expected = log.read_bytes().replace(b"hunter22", b"***")
-    process.mask_file(log, ["hunter22", "7"])  # "7" is no secret
+    process.mask_file(log, writings(["hunter22", "7"]))  # "7" is no secret
     assert log.read_bytes() == expected
+
+
+def test_a_log_is_masked_in_every_writing() -> None:
+    key, longer = 'sk-Ab/9+x"\u00fc', "sk-longer-0123456789"
+    packed = base64.b64encode(key.encode()).decode()
+    shown = [key, json.dumps(key), json.dumps(key, ensure_ascii=False), quote(key, safe=""), quote_plus(key), packed]
+    shown += [html.escape(key), base64.urlsafe_b64encode(key.encode()).decode(), f"Bearer {key}", longer]
+    log = b"".join(b"\xff key=" + each.encode() + b" refused\n" + f"is {each} end\n".encode() for each in shown)
+    masked = process.masked_log(log, writings([f"Bearer {key}", longer]))
+    assert not any(part.encode() in masked for part in ("Ab", packed[:6], "longer", "0123456789"))
+    assert masked.count(b"\xff key=") == masked.count(b" refused\n") == masked.count(b" end\n") == len(shown)
 
 
 def test_the_environment_of_the_server(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
