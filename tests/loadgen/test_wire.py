@@ -34,7 +34,7 @@ def plan(url: str, backend: str) -> Plan:
     ("wire", "dialect"), [("nagle", "openai"), ("nagle", "vllm"), ("clean", "tgi"), ("whole", "openai")]
 )
 def test_what_a_wire_adds(tmp_path: Path, wire: str, dialect: str) -> None:
-    with running(tmp_path, dialect, ttft_ms=5, itl_ms=3, wire=wire) as server:
+    with running(tmp_path, dialect, ttft_ms=5, itl_ms=15, wire=wire) as server:  # longer than an ACK is delayed
         facts = run_loop(measure(plan(server.server.url, dialect), print))
     assert facts is not None
     assert facts.waits == (wire == "nagle")
