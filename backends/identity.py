@@ -41,7 +41,7 @@ class _Model(msgspec.Struct):
 
     @property
     def limit(self) -> int | None:
-        return self.max_model_len if type(self.max_model_len) is int and 0 < self.max_model_len < 1 << 53 else None
+        return _whole(self.max_model_len)
 
     @property
     def own(self) -> _Meta:
@@ -51,12 +51,18 @@ class _Model(msgspec.Struct):
             return _Meta()
 
 
+def _whole(value: object) -> int | None:
+    """What a server gives as a number, where it is one."""
+    return value if type(value) is int and 0 < value < 1 << 53 else None
+
+
 class _Identity(msgspec.Struct):
     """The reply to any of the three requests; what the other two have is missing."""
 
     data: list[_Model] | None = None
     model_id: str | None = None
-    max_total_tokens: Count | None = None
+    max_total_tokens: object = None
+    max_concurrent_requests: object = None
     version: str | None = None
     model_name: str | None = None
 
@@ -80,7 +86,8 @@ def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
             first.id or None, meta.n_ctx if limit is None else limit, vocab_size=meta.n_vocab or None
         )
     if identity.model_id is not None and identity.max_total_tokens is not None:
-        return "tgi", ServerInfo(identity.model_id, identity.max_total_tokens, identity.version)
+        limit, most = _whole(identity.max_total_tokens), _whole(identity.max_concurrent_requests)
+        return "tgi", ServerInfo(identity.model_id, limit, identity.version, max_requests=most)
     if identity.model_name is not None:
         return "lightllm", ServerInfo(model=identity.model_name)
     raise ProtocolError(f"{path} answers {quoted(body)}, which is no LLM server's answer")

@@ -139,7 +139,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     """What a server says of itself before a run. `max_total_tokens` is prompt plus output; None: it does not say.
 
     `models` are its names where there are several, or where they are patterns (`openai/*`); it is then not for us to
-    choose, and `model` is None. `vocab_size`: token ids end below it.
+    choose, and `model` is None. `vocab_size`: token ids end below it. `max_requests`: more at once are refused.
     """
 
     model: str | None = None
@@ -147,6 +147,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     version: str | None = None
     models: tuple[str, ...] = ()
     vocab_size: int | None = None
+    max_requests: int | None = None
 
 
 class Account(msgspec.Struct, frozen=True):
@@ -174,7 +175,9 @@ class Backend:
     started; None: it can only be measured where it runs. stale_gauges: they may keep their values when nothing runs any
     more. native: it is asked in its own protocol, not in OpenAI's. seen: which version was measured for real, and on
     what; empty: none was. any_server: it takes whatever server answers on its routes, also routers, which need not say
-    what they are or list every name that they take.
+    what they are or list every name that they take. piece_tokens: a longer reply is generated in whole pieces of so
+    many tokens, the last not cut, and ends before one that does not fit. requests_flag: how such a server is told to
+    hold more requests at once.
     """
 
     name: str
@@ -194,3 +197,5 @@ class Backend:
     stale_gauges: bool = False
     native: bool = True
     seen: str = ""
+    piece_tokens: int | None = None
+    requests_flag: str = ""

@@ -33,6 +33,8 @@ from backends.replies import Count, WholeReply, error_message, error_text
 from backends.sse import EventReply
 from backends.untrusted import UNDECODABLE, printable
 
+PIECE_TOKENS = 1024  # of a reply: after each the text so far queues again as a prompt
+
 _ONE_TOKEN = (TOKEN,)
 _encode = msgspec.json.Encoder().encode
 
@@ -259,4 +261,6 @@ BACKEND = Backend(
         "generation_tokens": "tgi_request_generated_tokens_sum",
     },
     adapter=ADAPTER,
+    piece_tokens=PIECE_TOKENS,
+    requests_flag="--max-concurrent-requests",
 )

@@ -177,6 +177,31 @@ def unlisted(model: str, info: ServerInfo) -> str:
     )
 
 
+def unkept(load: Load, backend: Backend, info: ServerInfo) -> Iterator[str]:
+    """What such a server will do otherwise than the load asks, as far as it says so before: notes, sentences without
+    their end. Raises WorkloadError."""
+    piece, longest = backend.piece_tokens, load.longest_reply_tokens()
+    if piece is not None and longest is not None and longest > piece and not _in_pieces(load, piece):
+        more, limit = -(-longest // piece) * piece, info.max_total_tokens
+        beyond = "a piece that does not fit its limit" if limit is None else f"a piece that does not fit within {limit}"
+        yield (
+            f"{backend.name} generates replies of over {piece} tokens in whole pieces of {piece}, so one of {longest} "
+            f"has {more} tokens, or ends before {beyond} tokens with its prompt; ask for at most {piece}, or for "
+            f"{more} where that fits"
+        )
+    if info.max_requests is not None and load.at_once > info.max_requests:
+        flag = f"start it with {backend.requests_flag} {load.at_once}" if backend.requests_flag else "have it hold more"
+        yield (
+            f"{load.at_once} requests at once are more than the {info.max_requests} that the server holds, which "
+            f"refuses the others; {flag}, or send at most {info.max_requests} at once"
+        )
+
+
+def _in_pieces(load: Load, piece: int) -> bool:
+    law = load.output_tokens
+    return load.trace is None and law.kind == "fixed" and law.least % piece == 0
+
+
 def offered_models(info: ServerInfo) -> list[str]:
     """The names, and patterns of names, that a server says it has."""
     return [info.model] if info.model is not None else list(info.models)

@@ -36,7 +36,7 @@ from loadgen.load.load import Load
 from loadgen.load.prompts import tokenizer_count
 from loadgen.monitor.messages import Expected, Live, MetricsSource
 from loadgen.monitor.sidecar import Monitor, sidecar
-from loadgen.plan import Plan, plan_run, read_dataset, unlisted, worker_count
+from loadgen.plan import Plan, plan_run, read_dataset, unkept, unlisted, worker_count
 from loadgen.probe import ServerError, account, first_request, identify
 from loadgen.progress import ProgressLine
 from loadgen.rundir import Ceiling, Manifest, WireFacts, records
@@ -251,6 +251,8 @@ class Run:
             self.say(f"note: of the {source} these are not sent: {plan.job.load.left_out}.")
         for note in plan.job.load.notes:
             self.say(f"note: of the trace: {note}.")
+        for note in unkept(plan.job.load, self.backend, info):
+            self.say(f"note: {note}.")
         if served.managed is None and (note := unlisted(plan.job.model, info)):
             self.say(f"note: {note}.")
         plan, notes = await first_request(plan, doubt)

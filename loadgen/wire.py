@@ -28,8 +28,8 @@ from loadgen.target import TransportError
 TOKENS = 4  # of a reply: what is held back shows at the first ones
 PROMPT_TOKENS = 16
 LEAST_PAIRS, MOST_PAIRS = 3, 5
-# Of a turn: an ordinary one that is not counted, an ordinary one, and a quick one. Linux delays the ACKs of a connection
-# on which a request followed the reply before within 40 ms, and after a delayed one it forgets that.
+# Of a turn: an ordinary one that is not counted, an ordinary one, and a quick one. Linux delays the ACKs of a
+# connection on which a request followed the reply before within 40 ms, and after a delayed one it forgets that.
 REQUESTS = 3
 BUDGET_S = 2.0
 # A delayed ACK, less the grain of the kernel's timers. Without it the token must have been there sooner, by more than a

@@ -35,7 +35,7 @@ from servers.serve.modelled_timing import SimulatedTiming
 from servers.serve.server import Server
 from servers.serve.stamps import Stamps
 from servers.serve.timing import FixedTiming, Timing
-from servers.serve.wire import Dialect, Settings
+from servers.serve.wire import UNREFUSED, Dialect, Settings
 from servers.simulator.build import emulate
 from servers.simulator.options import Hardware
 
@@ -143,7 +143,15 @@ def serve(
         raise ConfigError(str(error)) from None
     _raise_file_limit()
     caching = timing.facts is not None and timing.facts.prefix_caching
-    wire = DIALECTS[options.dialect](Settings(_served_name(options.model), options.max_model_len, caching))
+    wire = DIALECTS[options.dialect](
+        Settings(
+            _served_name(options.model),
+            options.max_model_len,
+            caching,
+            UNREFUSED if hardware is None or hardware.gpu is None else hardware.max_requests,
+            hardware is None or hardware.scheduler != "tgi@1",
+        )
+    )
     try:
         address = (options.host, options.port)
         server = Server(wire, timing, address, struck, stamps_file, api_key, between.read(options.wire))

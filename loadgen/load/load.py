@@ -183,6 +183,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
             return shapes.longest_tokens()
         return self._most("input") + self._most("output")
 
+    def longest_reply_tokens(self) -> int | None:
+        """Of all its replies; None where nothing bounds them. Raises WorkloadError for a file that cannot be read."""
+        if self.trace is not None:
+            return int(self.trace.read().output_tokens.max(initial=0))
+        if self.output_tokens.kind == "fixed":
+            return self.output_tokens.least
+        return Lengths(self.output_tokens, self.seed, "output").most(self._drawn)
+
     def shortest_prompt_tokens(self, warmup: int) -> int:
         """Of the prompts that are drawn, at the least; `warmup` requests take the lengths of the first. Raises
         WorkloadError."""

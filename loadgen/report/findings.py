@@ -63,6 +63,8 @@ NO_DELAY = {
     "": "HAProxy `option http-no-delay`, nginx `tcp_nodelay on`, a server in Rust at its listener "
     "(axum: `tcp_nodelay(true)`), in Python by its framework",
 }
+# Longer replies come in whole pieces of so many tokens.
+PIECES = {"tgi": 1024}
 # p99 is a statement about the slowest hundredth. When more than a hundredth of the requests have no latency at all, the
 # p99 of the rest is not the p99 of the load.
 LOST_INVALID_RATIO = 0.01
@@ -109,7 +111,7 @@ def find(
         *_delayed_acks(numbers, measured),
         *_goodput(numbers),
         *_other_models(numbers, measured),
-        *_lengths(measured),
+        *_lengths(measured, PIECES.get(numbers.backend)),
         *_counts(measured),
         *sessions.find(measured),
         *_repeated(measured, manifest),
@@ -576,7 +578,7 @@ def _is_same(asked: str, named: str) -> bool:
     return ours == theirs
 
 
-def _lengths(measured: Table) -> Iterator[Finding]:
+def _lengths(measured: Table, piece: int | None) -> Iterator[Finding]:
     for code, counted, requested, noun in (
         ("PROMPT_LENGTH", measured.prompt_tokens, measured.asked_prompt_tokens, "prompt"),
         ("OUTPUT_LENGTH", measured.output_tokens, measured.asked_tokens, "output"),
@@ -596,6 +598,9 @@ def _lengths(measured: Table) -> Iterator[Finding]:
             f"by the server's count, {wanted} asked.",
             advice="Give --tokenizer, or token ids, for exact prompts; chat templates and BOS tokens add to a prompt."
             if noun == "prompt"
+            else f"This server generates over {piece} tokens in whole pieces of {piece}, and ends before one that does "
+            f"not fit its limit: ask for at most {piece}, or for a multiple of it that fits."
+            if piece is not None and (requested[known] > piece).any()
             else "Check that the server can force the length and that its context is long enough for it.",
         )
 

@@ -18,6 +18,7 @@ from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
 
 VERSION = "3.3.7"
 BOS_TOKENS = 1
+PIECE_TOKENS = 1024  # that the router generates of a reply before the text so far queues again as a prompt
 
 _EVENT_STREAM = "text/event-stream"
 _FINISH = {"length": "length", "stop": "eos_token"}
@@ -83,7 +84,8 @@ class TGI:
         limit = self._settings.max_model_len
         info = {"model_id": self._settings.model, "model_sha": None, "model_pipeline_tag": "text-generation"}
         limits = {
-            "max_concurrent_requests": 128, "max_best_of": 2, "max_stop_sequences": 4, "max_input_tokens": limit - 1,
+            "max_concurrent_requests": self._settings.max_requests,
+            "max_best_of": 2, "max_stop_sequences": 4, "max_input_tokens": limit - 1,
             "max_total_tokens": limit, "validation_workers": 2, "max_client_batch_size": 4,
         }  # fmt: skip
         router = {"router": "text-generation-router", "version": VERSION, "sha": None, "docker_label": None}
@@ -101,24 +103,34 @@ class TGI:
         n_prompt = wire.count_tokens(body.inputs) + BOS_TOKENS
         limit = self._settings.max_model_len
         max_new_tokens = body.parameters.max_new_tokens
+        asked = max_new_tokens
+        if asked is not None and self._settings.in_pieces:
+            asked = min(asked, PIECE_TOKENS)  # the first piece alone is looked at
         wrong = ""
         if not body.inputs:
             wrong = "`inputs` cannot be empty"
         elif max_new_tokens is not None and max_new_tokens < 1:
             wrong = "`max_new_tokens` must be strictly positive"
-        elif max_new_tokens is not None and n_prompt + max_new_tokens > limit:
+        elif asked is not None and n_prompt + asked > limit:
             wrong = f"`inputs` tokens + `max_new_tokens` must be <= {limit}. "
-            wrong += f"Given: {n_prompt} `inputs` tokens and {max_new_tokens} `max_new_tokens`"
+            wrong += f"Given: {n_prompt} `inputs` tokens and {asked} `max_new_tokens`"
         elif n_prompt > limit - 1:
             wrong = f"`inputs` must have less than {limit - 1} tokens. Given: {n_prompt}"
         if wrong:
             page = self.error(422, f"Input validation error: {wrong}")
             raise Refusal(Page(200, _frame(page.body), content_type=_EVENT_STREAM) if streaming else page)
-        reply = TGIWire(
-            body.parameters, streaming, n_prompt, limit - n_prompt if max_new_tokens is None else max_new_tokens
-        )
+        reply = TGIWire(body.parameters, streaming, n_prompt, self._output_tokens(n_prompt, max_new_tokens))
         reply.segments = wire.segments(self._settings, body.inputs, 1, BOS_TOKENS)
         return reply
+
+    def _output_tokens(self, n_prompt: int, max_new_tokens: int | None) -> int:
+        """What a reply has: of a long one whole pieces, until what was asked for is there or the next does not fit."""
+        room = self._settings.max_model_len - n_prompt
+        if max_new_tokens is None:
+            return room
+        if max_new_tokens <= PIECE_TOKENS or not self._settings.in_pieces:
+            return max_new_tokens
+        return min(-(-max_new_tokens // PIECE_TOKENS), room // PIECE_TOKENS) * PIECE_TOKENS
 
 
 class Details(msgspec.Struct):

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 import backends
 from backends import exit_codes
+from backends.protocol import ServerInfo
 from loadgen import cli, models, rundir, terminal
 from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, PlacementOptions, flag
 from loadgen.load.datasets import Dataset
@@ -30,7 +31,7 @@ from loadgen.load.sessions import Turns
 from loadgen.load.shapes import Shapes, TraceShapes
 from loadgen.option_types import ShownOptions, names, offers, option
 from loadgen.page import html
-from loadgen.plan import planned_load, read_dataset
+from loadgen.plan import planned_load, read_dataset, unkept
 from loadgen.rundir import records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.server import embedded
@@ -94,6 +95,8 @@ def predict(
         terminal.note(f"note: of the {source} these are not sent: {load.left_out}.")
     for note in load.notes:
         terminal.note(f"note: of the trace: {note}.")
+    for note in unkept(load, backends.get(config.kind), ServerInfo()) if config.scheduler != "tgi@1" else ():
+        terminal.note(f"note: {note}; predicted as asked.")
     sent = requests(load, shapes)
     run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id

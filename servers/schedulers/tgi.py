@@ -186,8 +186,8 @@ class Tgi3(_Router):
     launcher takes it from model and GPU.
 
     Outputs over 1024 tokens are reserved and generated 1024 at a time: after each the request queues again, its text so
-    far as its prompt. The last reserves as much as the first; the real one generates as much too, or ends the reply
-    early where that does not fit, here the request is then refused at the door.
+    far as its prompt. The last reserves as much as the first. The real one generates as much too, or ends the reply
+    before it where it does not fit; that is the dialect's to decide, before the request comes here.
 
     Source: backends/v3/src/{queue,backend,block_allocator}.rs, router/src/{validation,infer/mod}.rs, launcher defaults
     and server/.../flash_causal_lm.py, of v3.3.7.

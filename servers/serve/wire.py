@@ -27,6 +27,7 @@ WORDS: tuple[str, ...] = (
 N_WORDS = len(WORDS)
 FIRST_ID = 1000  # of the tokens' ids, for servers that send them
 OTHER_WORDS = 30_000  # ids for all other words
+UNREFUSED = 1 << 20  # requests at once
 CHAT_TEMPLATE_TOKENS = 5  # what a chat template adds to the words of the messages
 
 Segments = tuple[tuple[int, int], ...]
@@ -54,11 +55,14 @@ class Refusal(Exception):
 @dataclass(frozen=True)
 class Settings:
     """What is served: the model's name and the most tokens that prompt and output may hold together. prefix_caching:
-    whether prompts are compared, for a modelled prefix cache."""
+    whether prompts are compared, for a modelled prefix cache. max_requests: that it holds at once before it refuses
+    more. in_pieces: whether long replies come in whole pieces (TGI 3)."""
 
     model: str
     max_model_len: int
     prefix_caching: bool = False
+    max_requests: int = UNREFUSED
+    in_pieces: bool = True
 
 
 def nothing_compared(reply_tokens: int) -> Segments:

@@ -32,6 +32,7 @@ TGI = (
     b'"max_total_tokens":4096,"validation_workers":2,"max_client_batch_size":4,"router":"text-generation-router",'
     b'"version":"3.3.7","sha":"db931fc","docker_label":"sha-db931fc"}',
 )
+TGI_IN_TEXTS = ("/info", b'{"model_id":"m","max_concurrent_requests":"128","max_total_tokens":"4096","version":"3"}')
 TGI_MODELS = (
     "/v1/models",
     b'{"object":"list","data":[{"id":"meta-llama/Llama-2-7b-hf","object":"model","created":0,'
@@ -50,7 +51,8 @@ ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG, LLAMACPP, OTHE
         ("vllm", VLLM_WITH_ADAPTER, ServerInfo(max_total_tokens=4096, models=("m", "lora"))),
         ("lightllm", LIGHTLLM, ServerInfo(model="m", max_total_tokens=8192)),
         ("lightllm", LIGHTLLM_1_1, ServerInfo(model="default_model_name")),
-        ("tgi", TGI, ServerInfo(model="meta-llama/Llama-2-7b-hf", max_total_tokens=4096, version="3.3.7")),
+        ("tgi", TGI, ServerInfo("meta-llama/Llama-2-7b-hf", 4096, "3.3.7", max_requests=128)),
+        ("tgi", TGI_IN_TEXTS, ServerInfo("m", version="3")),
         ("tgi", TGI_MODELS, ServerInfo(model="meta-llama/Llama-2-7b-hf")),
         ("llamacpp", LLAMACPP, ServerInfo(model="tiny", max_total_tokens=512, vocab_size=4096)),
         ("openai", VLLM, ServerInfo(model="m", max_total_tokens=4096)),

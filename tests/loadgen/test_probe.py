@@ -15,7 +15,7 @@ import pytest
 import backends
 from backends.protocol import ServerInfo
 from loadgen.config import Config, ConfigError
-from loadgen.plan import choose_model, plan_run, unlisted
+from loadgen.plan import choose_model, plan_run, unkept, unlisted
 from loadgen.probe import Identity, ServerError, first_request, identify
 from loadgen.run import target_of
 from loadgen.target import Target
@@ -124,6 +124,26 @@ def test_a_name_that_the_list_lacks_is_a_note_where_any_server_will_do() -> None
     assert not unlisted("model-7", info) and not unlisted("any", ServerInfo())
     with pytest.raises(ConfigError, match="292 more"):
         choose_model(Config(model="alias"), VLLM, info)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"output_tokens": 1024}, ()),
+        ({"output_tokens": 2048}, ()),
+        ({"output_tokens": 1500}, ("one of 1500 has 2048 tokens", "within 4096", "ask for at most 1024, or for 2048")),
+        ({"output_tokens": "uniform:10:1100", "requests": 100}, ("has 2048 tokens",)),
+        ({"requests": 128}, ()),
+        ({"requests": 1000}, ("1000 requests at once", "--max-concurrent-requests 1000", "at most 128")),
+        ({"requests": 1000, "concurrency": 128}, ()),
+    ],
+)
+def test_what_a_server_will_not_keep_is_said_before(options: dict[str, Any], words: tuple[str, ...]) -> None:
+    config = Config(**({"backend": "tgi", "requests": 1} | options))
+    info = ServerInfo("m", 4096, max_requests=128)
+    notes = list(unkept(config.load, backends.get("tgi"), info))
+    assert len(notes) == bool(words) and all(word in notes[0] for word in words)
+    assert not list(unkept(config.load, VLLM, ServerInfo("m", 4096)))
 
 
 def first(config: Config, refuse: Callable[[dict[str, Any]], str], doubt: str = "") -> tuple[Any, list[Any], list[str]]:

@@ -301,6 +301,14 @@ def test_output_length() -> None:
     assert severities(replace(clean(), output_tokens=short, events=short)) == {"OUTPUT_LENGTH": "invalid"}
 
 
+@pytest.mark.parametrize(("backend", "advice"), [("tgi", "whole pieces of 1024"), ("vllm", "its context is long")])
+def test_a_long_reply_of_another_length_is_told_by_the_server(backend: str, advice: str) -> None:
+    records = clean()
+    records = replace(records, asked_tokens=records.asked_tokens + 1500)
+    found = build.build(msgspec.structs.replace(manifest(), backend=backend), records, [facts()]).verdict.findings
+    assert [finding.code for finding in found] == ["OUTPUT_LENGTH"] and advice in found[0].advice
+
+
 def test_no_token_count() -> None:
     counts = clean().output_tokens.copy()
     counts[0] = -1

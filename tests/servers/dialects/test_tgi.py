@@ -59,6 +59,20 @@ def test_root_goes_either_way(tmp_path: Path) -> None:
     assert len(ask(tmp_path, "/", {"inputs": "a", "parameters": parameters, "stream": True}).events) == 2
 
 
+@pytest.mark.parametrize(
+    ("limit", "asked", "got"),
+    [(4096, 1024, 1024), (4096, 1025, 2048), (4096, 1500, 2048), (4096, 2048, 2048), (4096, 2100, 3072),
+     (2048, 1500, 1024), (2048, 4000, 1024)],
+)  # fmt: skip
+def test_long_replies_come_in_whole_pieces_as_a_real_router_sent_them(
+    tmp_path: Path, limit: int, asked: int, got: int
+) -> None:
+    with running(tmp_path, "tgi", ttft_ms=0, itl_ms=0, max_model_len=limit) as server:
+        body = {"inputs": "a", "parameters": {"max_new_tokens": asked, "details": True}}
+        details = server.post("/generate", body).json["details"]
+    assert (details["generated_tokens"], details["finish_reason"]) == (got, "length")
+
+
 def test_output_fills_the_context_when_not_told(tmp_path: Path) -> None:
     assert len(ask(tmp_path, "/generate_stream", {"inputs": "a"}).events) == 98
 
