@@ -33,6 +33,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*[a-z]\w*(?=:|$)")  # the line behind the frames: a class, perhaps a message
 _LAST_WORDS = re.compile(r"exception: $")  # as SGLang's processes begin the traceback that ends them, on the same line
 _RESULT = re.compile(r"EOFError$|RuntimeError: Rank \d+ scheduler died")  # says only that another process is gone
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _OTHER_PROCESS = re.compile(r"\([\w.-]+ pid=\d+\) ")  # as vLLM begins the lines of its processes
 
 
@@ -88,14 +89,16 @@ class Invocation(msgspec.Struct, frozen=True, kw_only=True):
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A line that a server logs when it fails, what that means, and what to do. `pattern`: a regular expression whose
-    groups may be named in `reason` and `advice` as {0}, {1}. hint: servers that live log it too, so that it explains
-    an end only where nothing else does. hangs: a server that logs it is never ready and does not end by itself."""
+    groups may be named in `reason` and `advice` as {0}, {1}. hint: servers that live log it too, or it is what another
+    failure leads to, so that it explains an end only where nothing else does. hangs: a server that logs it is never
+    ready and does not end by itself. of_gpus: no reason for a server that was given none."""
 
     pattern: str
     reason: str
     advice: str
     hint: bool = False
     hangs: bool = False
+    of_gpus: bool = False
 
 
 # What any server built on torch, NCCL, CUDA and the Hugging Face hub may say. A server's own come first.
@@ -114,12 +117,15 @@ COMMON_FAILURES = (
         pattern=r"NCCL error|ncclUnhandledCudaError|ncclSystemError|ncclInternalError",
         reason="an NCCL error: the GPUs could not talk to each other",
         advice="try --p2p off, and see that /dev/shm is large enough",
+        hint=True,  # also where one of the processes is gone
     ),
     Failure(
-        pattern=r"[Nn]o NVIDIA driver|libcuda\.so\.1: cannot open|CUDA driver version is insufficient|"
+        # TGI's launcher logs it on every machine without a GPU, also before it serves
+        pattern=r"(?<!compute capability: RuntimeError: Found )[Nn]o NVIDIA driver|libcuda\.so\.1: cannot open|CUDA driver version is insufficient|"
         r"nvidia-container-cli: initialization error",
         reason="there is no NVIDIA driver, or one too old for the image",
         advice="install or update the driver (nvidia-smi must work), or choose an older --image",
+        of_gpus=True,
     ),
     Failure(
         pattern=r"no kernel image is available for execution",
@@ -284,11 +290,16 @@ def version_in(text: str) -> tuple[int, ...] | None:
     return tuple(int(part) for part in match.groups(default="0")) if match else None
 
 
-def explain(log: str, failures: Sequence[Failure]) -> tuple[str, str] | None:
-    """Reason and advice for the first line of the log that some pattern knows: what follows it is mostly its result.
-    A hint counts where there is nothing else."""
-    known = [((failure.hint, match.start()), match, failure) for failure in (*failures, *COMMON_FAILURES)
-             if (match := re.search(failure.pattern, log))]  # fmt: skip
+def explain(log: str, failures: Sequence[Failure], *, gpus: bool = True) -> tuple[str, str] | None:
+    """Reason and advice by the lines of the log that some pattern knows: a server's own pattern before one that any
+    server has, and of these the last line, after which it ended. A hint counts where there is nothing else. gpus:
+    whether the server was given any."""
+    known = [
+        ((failure.hint, common, -matches[-1].start()), matches[-1], failure)
+        for common, each in enumerate((failures, COMMON_FAILURES))
+        for failure in each
+        if (gpus or not failure.of_gpus) and (matches := [*re.finditer(failure.pattern, _plain(log))])
+    ]
     if not known:
         return None
     _, match, failure = min(known, key=lambda each: each[0])
@@ -296,8 +307,14 @@ def explain(log: str, failures: Sequence[Failure]) -> tuple[str, str] | None:
     return failure.reason.format(*groups), failure.advice.format(*groups)
 
 
-def died(what: str, exit: Exit, log: str, failures: Sequence[Failure]) -> LaunchError:
-    """The error for a server that ended by itself: exit code, reason if one is recognised, what to do."""
+def _plain(log: str) -> str:
+    """Without the colours of a terminal."""
+    return _COLOUR.sub("", log)
+
+
+def died(what: str, exit: Exit, log: str, failures: Sequence[Failure], *, gpus: bool = True) -> LaunchError:
+    """The error for a server that ended by itself: exit code, reason if one is recognised, what to do. gpus: whether it
+    was given any."""
     how = f"ended with exit code {exit.code}" if exit.code >= 0 else f"was killed by signal {-exit.code}"
     if exit.oom_killed:
         reason, advice = (
@@ -305,25 +322,25 @@ def died(what: str, exit: Exit, log: str, failures: Sequence[Failure]) -> Launch
             "free memory on the host or use a smaller model",
         )
     else:
-        reason, advice = explain(log, failures) or (first_error(log), "read its log")
+        reason, advice = explain(log, failures, gpus=gpus) or (first_error(log), "read its log")
     cause = f": {reason}" if reason else f" ({exit.error})" if exit.error else ""
     return LaunchError(f"{what} {how}{cause}; {advice}.", excerpt(log))
 
 
 def last_lines(log: str, count: int = LOG_TAIL_LINES) -> str:
-    return "\n".join(log.rstrip().splitlines()[-count:])
+    return "\n".join(_plain(log).rstrip().splitlines()[-count:])
 
 
 def first_error(log: str) -> str:
     """The exception of the traceback that tells why, on one line; empty: there is none."""
-    words = escaped(" ".join(" ".join(_telling_traceback(log.splitlines()).error).split())).rstrip(".")
+    words = escaped(" ".join(" ".join(_telling_traceback(_plain(log).splitlines()).error).split())).rstrip(".")
     return words if len(words) <= MAX_ERROR_CHARS else words[: MAX_ERROR_CHARS - 3] + "..."
 
 
 def excerpt(log: str, count: int = LOG_TAIL_LINES) -> str:
     """What of a dead server's log a person should see, `count` lines: its end, and before it the end of the
     traceback that tells why where that is further up."""
-    lines = log.rstrip().splitlines()
+    lines = _plain(log).rstrip().splitlines()
     traceback = _telling_traceback(lines)
     if not traceback.error or traceback.end > len(lines) - count:
         return last_lines(log, count)

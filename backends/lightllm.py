@@ -239,11 +239,13 @@ ADAPTER = Adapter(
             pattern=r"Critical LightLLM submodule exited unexpectedly: name=(\S+)",
             reason="its {0} process died",
             advice="read its log for the first error",
+            hint=True,
         ),
         Failure(
             pattern=r"init func (\w+) : (?!init ok|$)(.*)",  # it then waits for the processes that it started before
             reason="{0} failed to start",
             advice="read its log for the first error",
+            hint=True,
             hangs=True,
         ),
     ),

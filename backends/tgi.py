@@ -234,9 +234,20 @@ ADAPTER = Adapter(
             advice="change the option that it names",
         ),
         Failure(
+            pattern=r"FileNotFoundError: No local weights found in (\S+)",
+            reason="there are no weights in {0}",
+            advice="give a directory with a model's weights as --model",
+        ),
+        Failure(
+            pattern=r"EntryNotFoundError: No \S+ weights found for model (\S+)",
+            reason="the hub has no weights of {0}, or was not reached",
+            advice="look at the name and see that the host reaches huggingface.co, or give a local directory with --model",
+        ),
+        Failure(
             pattern=r"Download encountered an error",
             reason="the model could not be downloaded",
             advice="see that the host reaches huggingface.co, or give a local directory with --model",
+            hint=True,
         ),
     ),
 )

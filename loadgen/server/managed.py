@@ -39,6 +39,7 @@ class ManagedServer:
         self.running = running
         self.url = url
         self.ready_s = ready_s
+        self._on_gpus = bool(launch.gpu_indices)
         self.kv_cache_tokens = _capacity(launch, running.log_tail(WHOLE_LOG_LINES))
         self.facts = msgspec.structs.replace(
             launch.facts(),
@@ -58,7 +59,7 @@ class ManagedServer:
                 return error
             if exit is not None:
                 log = await asyncio.to_thread(self.running.log_tail, WHOLE_LOG_LINES)
-                return died(self.launch.backend.name, exit, log, self.launch.adapter.failures)
+                return died(self.launch.backend.name, exit, log, self.launch.adapter.failures, gpus=self._on_gpus)
             if time.monotonic() >= give_up:
                 return None
             await asyncio.sleep(POLL_S)
@@ -66,7 +67,7 @@ class ManagedServer:
     async def trouble(self) -> str | None:
         """The failure that the log of a running server shows, as one sentence; None where no known one is in it."""
         log = await asyncio.to_thread(self.running.log_tail, WHOLE_LOG_LINES)
-        explanation = explain(log, self.launch.adapter.failures)
+        explanation = explain(log, self.launch.adapter.failures, gpus=self._on_gpus)
         if explanation is None:
             return None
         return f"{self.launch.backend.name} still runs, but its log tells: {explanation[0]}; {explanation[1]}."
@@ -122,12 +123,12 @@ def quoted(log: str) -> str:
 
 async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -> str:
     """The first of its addresses that answers for its health. Raises LaunchError when it dies or takes too long."""
-    name, failures = launch.backend.name, launch.adapter.failures
+    name, failures, gpus = launch.backend.name, launch.adapter.failures, bool(launch.gpu_indices)
     began = last_message = time.monotonic()
     while True:
         exit = await asyncio.to_thread(running.poll)
         if exit is not None:
-            raise died(name, exit, running.log_tail(WHOLE_LOG_LINES), failures)
+            raise died(name, exit, running.log_tail(WHOLE_LOG_LINES), failures, gpus=gpus)
         for url in running.urls:
             if await asyncio.to_thread(_healthy, url, launch.adapter.ready_paths):
                 return url
@@ -136,7 +137,7 @@ async def _ready(launch: Launch, running: Running, timeout_s: float, say: Say) -
         now = time.monotonic()
         if now - began > timeout_s:
             log = running.log_tail(WHOLE_LOG_LINES)
-            reason, advice = explain(log, failures) or _never_ready(launch, log)
+            reason, advice = explain(log, failures, gpus=gpus) or _never_ready(launch, log)
             raise LaunchError(f"{name} was not ready within {timeout_s:g} s: {reason}; {advice}.", excerpt(log))
         if now - last_message > SAY_EVERY_S:
             last_message = now
@@ -150,7 +151,7 @@ def _stuck(launch: Launch, running: Running) -> LaunchError | None:
     patterns = [failure.pattern for failure in launch.adapter.failures if failure.hangs]
     log = running.log_tail() if patterns else ""
     hangs = any(re.search(pattern, log) for pattern in patterns)
-    explanation = explain(log, launch.adapter.failures) if hangs else None
+    explanation = explain(log, launch.adapter.failures, gpus=bool(launch.gpu_indices)) if hangs else None
     if explanation is None:
         return None
     reason, advice = explanation

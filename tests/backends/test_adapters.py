@@ -302,6 +302,8 @@ LOGS = [
     ("vllm", "RuntimeError: Insufficient space in /dev/shm for shared-memory allocation: 160 MiB required, 64 MiB "
      "free. Increase /dev/shm (e.g. --shm-size or --ipc=host).", "needs 160 MiB, 64 MiB are free"),
     ("vllm", "RuntimeError: NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "--p2p off"),
+    ("vllm", "ERROR torch.OutOfMemoryError: CUDA out of memory.\nRuntimeError: NCCL error: remote process exited",
+     "CUDA out of memory"),
     ("vllm", "usage: vllm serve\nvllm: error: unrecognized arguments: --frobnicate",
      "does not know an argument (unrecognized arguments: --frobnicate)"),
     ("vllm", "OSError: You are trying to access a gated repo.\n401 Client Error. Cannot access gated repo", "HF_TOKEN"),
@@ -334,6 +336,41 @@ def test_failures_are_recognised(name: str, log: str, told: str) -> None:
     assert told in str(error), str(error)
     assert str(error).startswith(f"{name} ended with exit code 1: ") and str(error).endswith(".")
     assert error.log.endswith("more lines")
+
+
+# What the launcher of Text Generation Inference 3.3.6-dev0 (db931fcf), built from source, logged on a machine of two
+# cores without a GPU, 2026-11-29; cut: without its arguments and what frames its tracebacks.
+TGI_LOGS = Path(__file__).with_name("tgi_logs")
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        ("unknown_argument", "it does not know an argument (unexpected argument '--bogus' found)"),
+        ("prefill_below_input",
+         "it refuses its arguments: `max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: 10 and 2047"),
+        ("unknown_model_type", "there are no weights in /data/runs/f3/model"),
+        ("not_on_the_hub", "the hub has no weights of nobody/nothing, or was not reached"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("gpus", [True, False])
+def test_a_real_log_gives_its_true_cause(log: str, told: str, gpus: bool) -> None:
+    text = (TGI_LOGS / f"{log}.log").read_text()
+    error = died("tgi", Exit(1), text, adapter("tgi").failures, gpus=gpus)
+    assert str(error).startswith(f"tgi ended with exit code 1: {told}; "), str(error)
+    assert "\x1b" not in error.log
+
+
+@pytest.mark.parametrize("log", ["ready", "tp2"])
+def test_a_good_start_has_no_cause(log: str) -> None:
+    text = (TGI_LOGS / f"{log}.log").read_text()
+    assert "no NVIDIA driver" in text and "\x1b" not in excerpt(text)
+    assert explain(text, adapter("tgi").failures) is None
+
+
+def test_a_driver_is_no_reason_without_gpus() -> None:
+    log = "RuntimeError: Found no NVIDIA driver on your system."
+    assert explain(log, ()) is not None and explain(log, (), gpus=False) is None
 
 
 # vLLM 0.32 for the CPU with an empty libnuma.so.1, cut: the lines in between told of no failure.
@@ -373,7 +410,7 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <modu
         ("(W pid=2) Traceback (most recent call last):\n(E pid=1) OSError: other\n(W pid=2)   File\n(W pid=2) Own: it.",
          "Own: it"),
         (f"{TRACEBACK}(E pid=1) OSError: other\nINFO:     up\nTypeError: mine", "TypeError: mine"),
-        (f"{TRACEBACK}ValueError: \x1b[31m red", "ValueError: \\x1b[31m red"),
+        (f"{TRACEBACK}ValueError: \x1b[31mred \x1b[0m\x1b]", "ValueError: red \\x1b]"),
         (f"{TRACEBACK}ValueError: {'x' * 1000}", f"ValueError: {'x' * 285}..."),
     ],
 )  # fmt: skip
